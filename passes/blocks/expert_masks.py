@@ -17,19 +17,25 @@ aten = torch.ops.aten
 
 # Give ones where they are given ones, and zeros where zeros.
 KEEP_VALUES = {"clone", "contiguous", "_to_copy", "convert_element_type", "detach", "alias", "bool"}
+# Are 0 where one of their operands is.
+_LEAVE_OUT = {"bitwise_and", "logical_and", "mul"}
 _MADE_ZERO = {"zeros", "zeros_like", "new_zeros"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """A mask of `ids` [tokens, k], all of them different for each token; [experts, tokens] if it `is_by_expert`."""
+    """A mask of `ids` [tokens, k], all of them different for each token; [experts, tokens] if it `is_by_expert`.
+
+    It may leave some of them out if it `is_partial`.
+    """
 
     ids: Node
     is_by_expert: bool
+    is_partial: bool = False
 
 
 def chosen_experts(node: Node) -> Mask | None:
-    """`node` as a mask of chosen experts; None where it is none, or where that cannot be told."""
+    """`node` as a mask of all chosen experts; None where it is none, or where that cannot be told."""
     is_turned = False
     while True:
         base, given = base_operation(node), all_arguments(node)
@@ -50,8 +56,27 @@ def gathered_mask(node: Node) -> Collective | None:
     collective = collective_of(node)
     if collective is None or collective.kind != "all_gather" or fake_value(collective.input).dim() != 2:
         return None
-    mask = chosen_experts(collective.input)
+    mask = at_most_chosen(collective.input)
     return None if mask is None or mask.is_by_expert else collective
+
+
+def at_most_chosen(node: Node) -> Mask | None:
+    """As `chosen_experts`, and a mask of truths that leaves some of them out, as those beyond a capacity."""
+    mask = chosen_experts(node)
+    if mask is not None or fake_value(node).dtype is not torch.bool:
+        return mask
+    base, shape = base_operation(node), str(fake_value(node).shape)
+    if base in KEEP_VALUES:  # whole numbers that are not 0 become truths
+        node = node.all_input_nodes[0]
+        base = base_operation(node)
+    # A product of 0 and an infinite number is none.
+    if base not in _LEAVE_OUT or (base == "mul" and fake_value(node).is_floating_point()):
+        return None
+    for part in node.all_input_nodes:
+        found = chosen_experts(part) if str(fake_value(part).shape) == shape else None
+        if found is not None:
+            return dataclasses.replace(found, is_partial=True)
+    return None
 
 
 def _turns(base: str, given: dict[str, Any]) -> bool:

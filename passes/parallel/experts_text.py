@@ -60,7 +60,7 @@ def experts_text(local: LocalForm) -> tuple[str, ...]:
             text.add(node, sizes.describe(node), arguments=sizes.arguments(node))
     text.remark(
         f"{block.form} of {block.experts} experts, {', '.join(map(_kind, block.exchanges))}, "
-        f"shards {block.bounds}, to {fake_value(block.sink).dtype}"
+        f"shards {block.bounds}, to {fake_value(block.sink).dtype}{', some dropped' * block.drops}"
     )
     return tuple(str(text).splitlines())
 

@@ -99,6 +99,16 @@ class GatheredMasks(_GatheredLayer):
         return torch.cat([expert(part, weight) for expert, part, weight in parts], dim=0)
 
 
+class DroppingMasks(GatheredMasks):
+    """Tokens beyond an expert's capacity are dropped: those that come last on their rank."""
+
+    def _route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        probabilities, mask = super()._route(hidden)
+        location = torch.cumsum(mask, dim=0) - 1
+        mask = torch.logical_and(mask, location < self.sizes.capacity(hidden.shape[0]))
+        return probabilities * mask, mask
+
+
 class GatheredOrder(_GatheredLayer):
     """Tokens are looked up in the order of the sorted map; grouped GEMMs; probabilities behind the experts."""
 

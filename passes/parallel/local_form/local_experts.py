@@ -128,10 +128,15 @@ class LocalForm(BlockWriter):
         rows = self.emit(aten.index.Tensor, slots, [order])
         ends = self.emit(aten.cumsum.default, counts, 0, dtype=torch.int32)
         outputs = self._experts(rows, ends, lambda: self.emit(aten.clamp_max.default, sorted_ids, experts - 1))
-        unused = self.emit(aten.unsqueeze.default, self.emit(aten.eq.Scalar, sorted_ids, experts), -1)
-        zero = self.emit(aten.scalar_tensor.default, 0.0, dtype=fake_value(outputs).dtype, device=device)
-        outputs = self.emit(aten.where.self, unused, zero, outputs)
+        outputs = self._zero_unused(sorted_ids, outputs)
         return self.emit(aten.index.Tensor, outputs, [self._inverse(order)])
+
+    def _zero_unused(self, sorted_ids: Node, outputs: Node) -> Node:
+        """Zeros for rows whose id is none of the experts'."""
+        value = fake_value(outputs)
+        unused = self.emit(aten.unsqueeze.default, self.emit(aten.eq.Scalar, sorted_ids, self.block.experts), -1)
+        zero = self.emit(aten.scalar_tensor.default, 0.0, dtype=value.dtype, device=value.device)
+        return self.emit(aten.where.self, unused, zero, outputs)
 
     def _weighted_sum(self, hidden: Node, ids: Node) -> Node:
         """The arithmetic, and the order of the sum, of `grouped_mm_experts_forward` of transformers."""
@@ -140,18 +145,24 @@ class LocalForm(BlockWriter):
         token = self.emit(aten.div.Tensor_mode, order, top_k, rounding_mode="floor")
         rows = self.emit(aten.index.Tensor, hidden, [token])
         like = {"dtype": fake_value(sorted_ids).dtype, "device": fake_value(sorted_ids).device}
-        counts = self.emit(aten.full.default, [experts], 0, **like)
+        counts = self.emit(aten.full.default, [self.block.id_values], 0, **like)
         ones = self.emit(aten.full.default, [self._size(fake_value(sorted_ids).shape[0])], 1, **like)
         self.sized.add(ones)
         counts = self.emit(aten.scatter_add.default, counts, 0, sorted_ids, ones)
+        ids_of_rows = sorted_ids
+        if self.block.drops:
+            counts = self.emit(aten.slice.Tensor, counts, 0, 0, experts)
+            ids_of_rows = self.emit(aten.clamp_max.default, sorted_ids, experts - 1)
         ends = self.emit(aten.cumsum.default, counts, 0, dtype=torch.int32)
         (weights,) = self.block.travelling or (self.block.sources["weights"],)
         of_rows = self.emit(aten.index.Tensor, self.emit(aten.view.default, weights, [-1]), [order])
         if self.block.travelling:
             self.travelling = (of_rows,)
-        weighed = self._experts(rows, ends, lambda: sorted_ids)
+        weighed = self._experts(rows, ends, lambda: ids_of_rows)
         if not self.block.travelling:
             weighed = self.emit(aten.mul.Tensor, weighed, self.emit(aten.unsqueeze.default, of_rows, -1))
+        if self.block.drops:
+            weighed = self._zero_unused(sorted_ids, weighed)
         placed = self.emit(aten.index.Tensor, weighed, [self._inverse(order)])
         tokens = self._size(fake_value(hidden).shape[0])
         by_token = self.emit(aten.view.default, placed, [tokens, top_k, self.block.down.outer])

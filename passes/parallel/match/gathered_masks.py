@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from moepass.passes.blocks.expert_masks import chosen_experts, gathered_mask
+from moepass.passes.blocks.expert_masks import at_most_chosen, gathered_mask
 from moepass.passes.graph.collectives import WAIT, collective_of
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
 from moepass.passes.graph.input_sizes import size_expression
@@ -38,11 +38,11 @@ from moepass.passes.parallel.match.gathered_columns import Columns, Order, colum
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-# Meta key of a gather of ids that the model has as one of a mask.
+# Meta key of a gather of ids that the model has as one of a mask: whether some may be as many as there are experts.
 OF_MASK_KEY = "moepass_of_mask"
 _WHY_NOT_CHOSEN = (
-    "{} gathers a mask, {}, that is not known to hold equally many experts for each token; expected "
-    "zeros.scatter(1, ids, 1) of the ids that torch.topk gives, with nothing masked out of it"
+    "{} gathers a mask, {}, that is not known to hold no more than k experts for each token; expected "
+    "zeros.scatter(1, ids, 1) of the ids that torch.topk gives, or that and another mask"
 )
 
 
@@ -69,7 +69,7 @@ def look_up_gathered_masks(graph: Graph, leave: Collection[str]) -> tuple[list[G
             pairs.writer.erase()
             reasons.append((node, str(error)))
         else:
-            gather.meta[OF_MASK_KEY] = True
+            gather.meta[OF_MASK_KEY] = pairs.is_partial
             found.append(GatheredIds(name, gather))
     return found, reasons
 
@@ -110,9 +110,9 @@ class _GatheredPairs:
     def __init__(self, node: Node) -> None:
         mask, self._graph = gathered_mask(node), node.graph
         assert mask is not None
-        chosen = chosen_experts(mask.input)
+        chosen = at_most_chosen(mask.input)
         assert chosen is not None
-        self._mask, self._own_ids = mask, chosen.ids
+        self._mask, self._chosen = mask, chosen
         self.writer = GraphWriter(self._graph, node)
         known = map(collective_of, self._graph.nodes)
         gathers = [one for one in known if one is not None and one.kind == "all_gather"]
@@ -121,9 +121,13 @@ class _GatheredPairs:
         # Of all experts what is gathered of the chosen ones.
         self._gathered: dict[Node, Node] = {}
 
+    @property
+    def is_partial(self) -> bool:
+        return self._chosen.is_partial
+
     def replace(self) -> Node:
         """The gather of the ids. Raises NotThisForm where something reads the mask in a way that is not known."""
-        sizes = (fake_value(self._mask.input).shape[1], fake_value(self._own_ids).shape[1])
+        sizes = (fake_value(self._mask.input).shape[1], fake_value(self._chosen.ids).shape[1])
         if not all(isinstance(size, int) for size in sizes):
             raise NotThisForm(f"{named(self._mask.node)} gathers a mask whose width only a run tells")
         replaced: list[tuple[Node, Node]] = []
@@ -289,15 +293,26 @@ class _GatheredPairs:
     def _gather(self, of_all: Node) -> Node:
         """Gathered [tokens · ranks, k]: the ids in the place of the mask, else `of_all` [tokens, experts] at these."""
         if of_all not in self._gathered:
-            sent = self._own_ids
-            if of_all is not self._mask.input:
-                sent = self.writer.emit(aten.gather.default, of_all, 1, sent)
-            elif fake_value(sent).dtype is not torch.int64:
-                sent = self.writer.emit(prims.convert_element_type.default, sent, torch.int64)
+            sent = self._sent_ids() if of_all is self._mask.input else self._at_ids(of_all)
             _, *rest = self._mask.node.args
             gathered = self.writer.emit(self._mask.node.target, sent, *rest)  # type: ignore[arg-type]
             self._gathered[of_all] = self.writer.emit(WAIT, gathered)
         return self._gathered[of_all]
+
+    def _at_ids(self, of_all: Node) -> Node:
+        return self.writer.emit(aten.gather.default, of_all, 1, self._chosen.ids)
+
+    def _sent_ids(self) -> Node:
+        """The ids; in the place of those that the mask leaves out, as many as there are experts."""
+        ids = self._chosen.ids
+        if fake_value(ids).dtype is not torch.int64:
+            ids = self.writer.emit(prims.convert_element_type.default, ids, torch.int64)
+        if not self._chosen.is_partial:
+            return ids
+        experts = int(fake_value(self._mask.input).shape[1])
+        like = {"dtype": torch.int64, "device": fake_value(ids).device}
+        nobody = self.writer.emit(aten.scalar_tensor.default, experts, **like)
+        return self.writer.emit(aten.where.self, self._at_ids(self._mask.input), ids, nobody)
 
     def _of(self, columns: Columns) -> _Pairs:
         key = (columns.first, columns.last)
@@ -332,7 +347,7 @@ class _GatheredPairs:
         return self._first(self._of(columns).experts, columns, size)
 
     def _token(self, columns: Columns, size: Any) -> Node:
-        k = int(fake_value(self._own_ids).shape[1])
+        k = int(fake_value(self._chosen.ids).shape[1])
         return self.writer.emit(aten.div.Tensor_mode, self._pair(columns, size), k, rounding_mode="floor")
 
 

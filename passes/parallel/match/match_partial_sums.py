@@ -15,6 +15,7 @@ from moepass.passes.graph.nodes import fake_value, is_call, is_view
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import describe_shape, named
 from moepass.passes.ir.protocol import Group
+from moepass.passes.parallel.match.gathered_masks import OF_MASK_KEY
 from moepass.passes.parallel.match.near_experts import MOST_NODES, most_nodes
 from moepass.passes.parallel.match.parallel_block import ParallelBlock, expert_tensors
 from moepass.passes.parallel.match.region_walk import ancestors, check_leaves, walk_back
@@ -68,6 +69,7 @@ def match_partial_sums(match: BlockMatch, combine: Collective, group: Group, pla
     tensors = expert_tensors(match, set(sources.values()))
     check_leaves(leaves - {*sources.values(), *tensors}, place)
     bounds = _bounds_from_router(sources["ids"], group, match.record.experts)
+    drops = any(exchange.node.meta.get(OF_MASK_KEY, False) for exchange in exchanges)
     return ParallelBlock(
         "all_gather" if gathered else "all_reduce",
         match.record.name,
@@ -80,6 +82,7 @@ def match_partial_sums(match: BlockMatch, combine: Collective, group: Group, pla
         sink,
         tuple(exchanges),
         tuple(region),
+        drops,
     )
 
 
@@ -138,6 +141,8 @@ def _check_router(ids: Node, wanted: list[Node], place: dict[Node, int]) -> None
 
 def _bounds_from_router(ids: Node, group: Group, own: int) -> tuple[int, ...]:
     """Which experts each rank holds: contiguous shards of all the experts that the router chooses from."""
+    while (source := is_id_arithmetic(ids)) is not None:
+        ids = source
     scores = ids.args[0] if is_call(ids, operator.getitem) else None
     experts = own * group.ranks
     if is_call(scores, aten.topk.default):

@@ -37,7 +37,7 @@ class ParallelBlock:
                                           brings them to rows between the GEMMs
     `sink` is the value that the local form gives. `region` is what lies between, in host order.
     `expert_tensors` are this rank's: the weights of the GEMMs, then their biases.
-    `bounds` says which experts each rank holds.
+    `bounds` says which experts each rank holds. If the block `drops`, some of its `ids` may be `experts`: none of them.
     """
 
     form: str
@@ -51,11 +51,17 @@ class ParallelBlock:
     sink: Node
     exchanges: tuple[Collective, ...]
     region: tuple[Node, ...]
+    drops: bool = False
 
     @property
     def experts(self) -> int:
         """Over all ranks."""
         return self.bounds[-1]
+
+    @property
+    def id_values(self) -> int:
+        """How many values its `ids` may have."""
+        return self.experts + self.drops
 
     @property
     def travelling(self) -> tuple[Node, ...]:

@@ -14,6 +14,7 @@ from moepass.passes.graph.collectives import WAIT, Collective, collective_of
 from moepass.passes.graph.nodes import fake_value, is_call, is_view
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
+from moepass.passes.parallel.match.gathered_masks import OF_MASK_KEY
 from moepass.passes.parallel.match.near_experts import MOST_NODES, is_size
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -30,6 +31,8 @@ def origin(node: Node, passes_through: Callable[[Node], Node | None], gathered: 
             rows = node
         if gathered and (collective := _waited_for(node)) is not None and collective.kind == "all_gather":
             node = collective.input
+            if OF_MASK_KEY in collective.node.meta:
+                return node
             if is_call(node, aten.constant_pad_nd.default):
                 node = node.all_input_nodes[0]
             continue

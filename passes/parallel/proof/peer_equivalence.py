@@ -255,7 +255,7 @@ class _Tokens:
 
     @staticmethod
     def draw(run: MockRun, tokens: int, top_k: int) -> _Tokens:
-        ids = run.scenario.own(run.generator, tokens * top_k, run.block.experts).view(tokens, top_k).contiguous()
+        ids = run.scenario.own(run.generator, tokens * top_k, run.block.id_values).view(tokens, top_k).contiguous()
         return _Tokens(run.random_rows(tokens, run.mock.widths[0][0]), ids, run.random_rows(tokens, top_k))
 
     @staticmethod

@@ -139,10 +139,10 @@ class ValueRanges(RangeSums):
     def _add_sources(self) -> None:
         sources, experts = self.block.sources, self.block.experts
         if "ids" in sources:
-            self.ranges[sources["ids"]] = Range(0, experts - 1, Kind.CHOSEN, sources["ids"])
+            self.ranges[sources["ids"]] = Range(0, self.block.id_values - 1, Kind.CHOSEN, sources["ids"])
             # A graph for no tokens has no ids of its own, and may have those of other ranks.
             if not _has_nothing(sources["ids"]):
-                self.tried.require_all(sources["ids"], experts)
+                self.tried.require_all(sources["ids"], self.block.id_values)
         if "counts" in sources:
             slots = fake_value(sources["rows"]).shape[0]
             fixed = self.block.form == "all_to_all_capacity" and isinstance(slots, int)
@@ -196,7 +196,7 @@ class ValueRanges(RangeSums):
         if base in ("all_gather_into_tensor", "all_to_all_single", "all_reduce"):
             given = self.range_of(node.args[0])
             if given.kind is Kind.CHOSEN:
-                self.tried.require_all(node, self.block.experts)
+                self.tried.require_all(node, self.block.id_values)
             # Values from other ranks were computed from their tokens.
             return given.moved(node) if given.kind in (Kind.CHOSEN, Kind.BOUND) else growing(given)
         if base == "repeat_interleave":

@@ -14,7 +14,7 @@ from simulated_ranks import Captured, capture_module, hidden_rows, pretend_rank,
 from torch import nn
 
 from moepass.models.testing.project_styles.exact_style import SlicesOfModules, SplitOfStacks
-from moepass.models.testing.project_styles.gathered_style import GatheredMasks, GatheredOrder
+from moepass.models.testing.project_styles.gathered_style import DroppingMasks, GatheredMasks, GatheredOrder
 from moepass.models.testing.project_styles.megatron_style import MaskedDispatch
 from moepass.models.testing.project_styles.slots_style import EinsumSlots, IndexedSlots
 from moepass.models.testing.project_styles.style_sizes import StyleSizes
@@ -35,6 +35,7 @@ STYLES: dict[str, tuple[type[nn.Module], str]] = {
     "megatron": (MaskedDispatch, "all_to_all"),
     "megatron gathered": (GatheredMasks, "all_gather"),
     "gathered order": (GatheredOrder, "all_gather"),
+    "gathered with drops": (DroppingMasks, "all_gather"),
 }
 # Where all ranks must bring as many tokens.
 EVEN_FORMS = ("all_to_all_slots", "all_gather")

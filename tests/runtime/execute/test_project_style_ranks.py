@@ -24,9 +24,10 @@ STYLES = {
     "megatron": "megatron_style.MaskedDispatch",
     "megatron gathered": "gathered_style.GatheredMasks",
     "gathered order": "gathered_style.GatheredOrder",
+    "gathered with drops": "gathered_style.DroppingMasks",
 }
 # The number of slots follows from a rank's tokens; what is gathered has as many rows of each rank.
-EVEN = ("gshard", "deepspeed", "megatron gathered", "gathered order")
+EVEN = ("gshard", "deepspeed", "megatron gathered", "gathered order", "gathered with drops")
 
 
 def compare(style: str, sizes: StyleSizes, lower: str) -> list[Any]:
