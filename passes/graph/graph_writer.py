@@ -48,6 +48,14 @@ class GraphWriter:
             raise NotThisForm(self._unfit(node, fake_args, repeated, error)) from error
         return node
 
+    def described(self, target: Callable[..., Any], args: Any, value: Any) -> Node:
+        """A call of `target`, whose fake value is known."""
+        node = self.graph.call_function(target, args)
+        node.meta.update(self.meta)
+        node.meta["val"] = value
+        self.written.append(node)
+        return node
+
     def _unfit(self, node: Node, arguments: Any, repeated: Node | None, error: Exception) -> str:
         """The reason why `node` does not take its `arguments`."""
         return f"{node.target} does not take the rows of all experts together: {error}"

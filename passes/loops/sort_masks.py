@@ -25,11 +25,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moepass.passes.blocks.expert_gemms import refused
+from moepass.passes.blocks.expert_masks import Mask, chosen_experts
 from moepass.passes.graph.graph_writer import GraphWriter, describe_again, erase_unread
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import base_operation
 from moepass.passes.graph.source_lines import place_of
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
@@ -37,16 +37,6 @@ from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
 aten, prims = torch.ops.aten, torch.ops.prims
 
 _SELECTIONS = (aten.masked_select.default, aten.nonzero.default, aten.index.Tensor)
-_SAME = {"clone", "contiguous", "_to_copy", "convert_element_type", "detach", "alias", "bool"}
-_MADE_ZERO = {"zeros", "zeros_like", "new_zeros"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Mask:
-    """A mask of `ids` [tokens, k], all of them different for each token; [experts, tokens] if it `is_by_expert`."""
-
-    ids: Node
-    is_by_expert: bool
 
 
 @graph_pass(conflicts={"blocks"})
@@ -98,63 +88,7 @@ def _selected_by(node: Node) -> Mask | None:
             return None
     else:
         mask = given["mask"] if is_call(node, aten.masked_select.default) else given["self"]
-    return _mask(mask)
-
-
-def _mask(node: Node) -> Mask | None:
-    """`node` as a mask of chosen experts."""
-    is_turned = False
-    while True:
-        base, given = base_operation(node), all_arguments(node)
-        if base in ("permute", "t", "transpose") and fake_value(node).dim() == 2:
-            is_turned ^= _turns(base, given)
-        elif base == "ne":
-            if given["other"] != 0:
-                return None
-        elif base not in _SAME:
-            break
-        node = node.all_input_nodes[0]
-    ids = _ids_of_mask(node)
-    return None if ids is None or not _are_different(ids) else Mask(ids, is_turned)
-
-
-def _turns(base: str, given: dict[str, Any]) -> bool:
-    """Whether an operation on a matrix transposes it: its arguments may leave all dimensions where they are."""
-    if base == "permute":
-        return bool(given["dims"][0] % 2 == 1)
-    return bool(base == "t" or given["dim0"] % 2 != given["dim1"] % 2)
-
-
-def _ids_of_mask(node: Node) -> Node | None:
-    """The ids [tokens, k] that `node` [tokens, experts] has ones at, and zeros elsewhere."""
-    if node.op != "call_function" or not is_call(node, aten.scatter.value):
-        return None
-    given = all_arguments(node)
-    zeros = given["self"]
-    while base_operation(zeros) in _SAME:
-        zeros = zeros.all_input_nodes[0]
-    is_zero = base_operation(zeros) in _MADE_ZERO or (
-        base_operation(zeros) in ("full", "full_like", "new_full") and all_arguments(zeros)["fill_value"] == 0
-    )
-    ids = given["index"]
-    if not is_zero or given["dim"] % 2 != 1 or given["value"] != 1 or fake_value(ids).dim() != 2:
-        return None
-    rows = [str(fake_value(one).shape[0]) for one in (node, ids)]
-    return ids if rows[0] == rows[1] else None  # else the last tokens have no experts
-
-
-def _are_different(ids: Node) -> bool:
-    """True where a top-k of each row gives `ids`."""
-    while base_operation(ids) in _SAME:
-        ids = ids.all_input_nodes[0]
-    if base_operation(ids) != "getitem" or ids.args[1] != 1:
-        return False
-    chosen = ids.args[0]
-    assert isinstance(chosen, Node)
-    if base_operation(chosen) not in ("topk", "sort"):
-        return False
-    dims = fake_value(ids).dim()
-    return bool(dims == 2 and all_arguments(chosen)["dim"] % dims == 1)
+    return chosen_experts(mask)
 
 
 def _pairs(mask: Mask, writer: GraphWriter) -> tuple[Node, Node]:

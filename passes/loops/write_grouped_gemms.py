@@ -23,6 +23,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moepass.passes.blocks.expert_gemms import refused
+from moepass.passes.blocks.expert_masks import gathered_mask
 from moepass.passes.graph.collectives import communications_of
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call
@@ -52,7 +53,9 @@ def write_grouped_gemms(module: GraphModule, plan: Plan, context: PassContext) -
     matches: list[str] = []
     refusals: list[Refusal] = []
     # With an exchange around, they become a bank. Without, each run would copy them.
-    is_parallel = any(found.is_exchange for found in communications_of(written.graph))
+    is_parallel = any(found.is_exchange for found in communications_of(written.graph)) or any(
+        gathered_mask(node) is not None for node in written.graph.nodes
+    )
     fixed = FixedNodes(may_stack=is_parallel)
     for join in joins(written.graph):
         if not _ends_in_gemms(join):

@@ -22,12 +22,12 @@ def block_text(block: ParallelBlock, local: LocalForm, result: Node) -> str:
         text.add(node, describe_value(fake_value(node), known))
     gemms = [(gemm.node, gemm.weights, gemm.activations, gemm.inner, gemm.outer) for gemm in block.gemms]
     text.remark(
-        f"{block.form}, {block.group}, experts {block.bounds}",
+        f"{block.form}, {block.group}, experts {block.bounds}, drops {block.drops}",
         f"sources {text.names(dict(block.sources))}, sink {text.names(block.sink)}, result {text.names(result)}",
         f"exchanges {text.names([(exchange.node, exchange.result) for exchange in block.exchanges])}",
         f"gemms {text.names(gemms)}, of the local form {text.names(list(local.gemms.items()))}",
         f"experts {text.names(block.expert_tensors)}, complete {text.names(list(local.complete.items()))}",
-        f"rows {text.names((local.rows, local.ends, local.row_ids, local.outputs))}",
+        f"rows {text.names((local.rows, local.ends, local.row_ids, local.outputs, *local.travelling))}",
         *(
             f"{what} {text.names([node for node in block.region if node in nodes])}"
             for what, nodes in (("copied", local.copied), ("left out", local.left_out))

@@ -24,7 +24,7 @@ import dataclasses
 import hashlib
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -36,9 +36,9 @@ from moepass.passes.graph.graph_writer import describe_again, described_sizes, e
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call, positions
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.refusals import refusal_of
-from moepass.passes.graph.source_lines import describe_shape, named
+from moepass.passes.graph.source_lines import describe_shape, named, place_of
 from moepass.passes.ir.bank_format import BankFormat
-from moepass.passes.ir.plan import BankSpec, LocalBlock, Plan, dtype_name
+from moepass.passes.ir.plan import BankSpec, LocalBlock, Plan, Refusal, dtype_name
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
 from moepass.passes.ir.shards import pack_layout
 from moepass.passes.ir.slot_operations import gather
@@ -47,6 +47,7 @@ from moepass.passes.parallel.experts_text import experts_text
 from moepass.passes.parallel.local_form.local_experts import LocalForm
 from moepass.passes.parallel.match.find_parallel import find_parallel_blocks
 from moepass.passes.parallel.match.flatten_slots import flatten_exchanged_slots
+from moepass.passes.parallel.match.gathered_masks import look_up_gathered_masks
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.parallel.match.routed_tokens import TOKENS_KEY, routed_tokens
 from moepass.passes.parallel.proof.mock_run import ContractBroken
@@ -64,14 +65,39 @@ def eliminate_expert_parallelism(module: GraphModule, plan: Plan, context: PassC
     """Replace every block of expert parallelism by its local form."""
     if not any(True for _ in communications_of(module.graph)):
         return PassResult(module, plan)
+    proved: set[str] = set()
+    refusals: dict[str, Refusal] = {}
+    leave: set[str] = set()
+    while True:
+        result, stay = _eliminate(module, plan, context, leave, proved)
+        # What a block of masks is refused for is told of it as it was looked at, and it stays as it came.
+        refusals = {**{refusal.where: refusal for refusal in result.refusals}, **refusals}
+        if not stay:
+            break
+        leave |= stay
+    if not leave:
+        return result
+    told = tuple(refusals[refusal.where] for refusal in result.refusals)
+    return dataclasses.replace(
+        result, refusals=told, plan=dataclasses.replace(result.plan, refusals=plan.refusals + told)
+    )
+
+
+def _eliminate(
+    module: GraphModule, plan: Plan, context: PassContext, leave: Collection[str], proved: set[str]
+) -> tuple[PassResult, set[str]]:
+    """What the pass gives where the gathers of masks called `leave` stay, and those that would have to stay too.
+
+    `proved` are the texts of blocks that were proved right, and become more.
+    """
     local = copy_graph_module(module)
     flatten_exchanged_slots(local.graph, max((group.ranks for group in context.groups.values()), default=1))
+    masks, unread = look_up_gathered_masks(local.graph, leave)
     blocks, refused = find_parallel_blocks(local.graph, context.groups, context.capture)
     refusals = list(refused)
     banks: list[BankSpec] = list(plan.banks)
     local_blocks: list[LocalBlock] = []
     replicated: dict[str, None] = dict.fromkeys(plan.replicated)
-    proved: set[str] = set()
     replaced: dict[Node, Node] = {}
     banks_of: dict[tuple[Node, ...], BankSpec] = {}
     for found in blocks:
@@ -100,6 +126,13 @@ def eliminate_expert_parallelism(module: GraphModule, plan: Plan, context: PassC
             weights = _describe_weights(block)
             local_blocks.append(LocalBlock(block.name, block.form, block.group_name, experts, origin.digest, weights))
             replicated.update(dict.fromkeys(origin.inputs))
+    stay = {one.mask for one in masks if one.gather in local.graph.nodes}
+    of_masks = {
+        place_of(node): refusal_of(local.graph, reason, node, place_of(node), "")
+        for node, reason in unread
+        if node in local.graph.nodes
+    }
+    refusals = [of_masks.get(refusal.where, refusal) for refusal in refusals]
     local.graph.lint()
     local.recompile()
     plan = dataclasses.replace(
@@ -110,7 +143,7 @@ def eliminate_expert_parallelism(module: GraphModule, plan: Plan, context: PassC
         refusals=plan.refusals + tuple(refusals),
     )
     taken = tuple(f"{block.name} ({block.form})" for block in local_blocks)
-    return PassResult(local, plan, matches=taken, refusals=tuple(refusals))
+    return PassResult(local, plan, matches=taken, refusals=tuple(refusals)), stay
 
 
 def _origin_of_tokens(graph: Graph, block: ParallelBlock) -> Origin:

@@ -17,10 +17,12 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.graph.canonical_text import CanonicalText, describe_constant
+from moepass.passes.graph.collectives import Collective
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import named_arguments
 from moepass.passes.graph.nodes import constant_of, fake_value
 from moepass.passes.parallel.local_form.local_experts import LocalForm
+from moepass.passes.parallel.match.gathered_masks import OF_MASK_KEY
 from moepass.passes.parallel.rows.row_flow import RowFlow, flow_in_local_form
 from moepass.passes.rows.row_rules import Place
 
@@ -31,7 +33,7 @@ def experts_text(local: LocalForm) -> tuple[str, ...]:
     leaves = {local.rows: "rows", local.ends: "where each expert's rows end"}
     if local.row_ids is not None:
         leaves[local.row_ids] = "the expert of each row"
-    for number, node in enumerate(block.travelling):
+    for number, node in enumerate(local.travelling):
         leaves[node] = f"what travels with the rows, {number}"
     for number, complete in enumerate(local.complete.values()):
         leaves[complete] = f"expert tensor {number}"
@@ -57,10 +59,14 @@ def experts_text(local: LocalForm) -> tuple[str, ...]:
         elif node in needed:
             text.add(node, sizes.describe(node), arguments=sizes.arguments(node))
     text.remark(
-        f"{block.form} of {block.experts} experts, {', '.join(exchange.kind for exchange in block.exchanges)}, "
-        f"shards {block.bounds}, to {fake_value(block.sink).dtype}"
+        f"{block.form} of {block.experts} experts, {', '.join(map(_kind, block.exchanges))}, "
+        f"shards {block.bounds}, to {fake_value(block.sink).dtype}{', some dropped' * block.drops}"
     )
     return tuple(str(text).splitlines())
+
+
+def _kind(exchange: Collective) -> str:
+    return f"{exchange.kind} of a mask" if OF_MASK_KEY in exchange.node.meta else exchange.kind
 
 
 def _needed(local: LocalForm, leaves: Mapping[Node, str], flow: RowFlow) -> set[Node]:

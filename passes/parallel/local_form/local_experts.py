@@ -54,6 +54,8 @@ class LocalForm(BlockWriter):
         self.ends: Node
         self.outputs: Node
         self.row_ids: Node | None = None
+        # What stands for that which travels with the rows, in their order.
+        self.travelling: tuple[Node, ...] = block.travelling
         # Where the rows are moved again behind the experts, and what is computed of their results before that.
         self.end: Node = block.down.node
         self.after: set[Node] = set()
@@ -78,7 +80,7 @@ class LocalForm(BlockWriter):
             return self._all_slots(sources["rows"])
         if self.block.form == "all_to_all_capacity":
             return self._slots_by_counts(sources["rows"], self._flat(sources["counts"]))
-        return self._weighted_sum(sources["hidden"], sources["ids"], sources["weights"])
+        return self._weighted_sum(sources["hidden"], sources["ids"])
 
     def _flat(self, counts: Node) -> Node:
         return counts if fake_value(counts).dim() == 1 else self.emit(aten.view.default, counts, [-1])
@@ -126,26 +128,41 @@ class LocalForm(BlockWriter):
         rows = self.emit(aten.index.Tensor, slots, [order])
         ends = self.emit(aten.cumsum.default, counts, 0, dtype=torch.int32)
         outputs = self._experts(rows, ends, lambda: self.emit(aten.clamp_max.default, sorted_ids, experts - 1))
-        unused = self.emit(aten.unsqueeze.default, self.emit(aten.eq.Scalar, sorted_ids, experts), -1)
-        zero = self.emit(aten.scalar_tensor.default, 0.0, dtype=fake_value(outputs).dtype, device=device)
-        outputs = self.emit(aten.where.self, unused, zero, outputs)
+        outputs = self._zero_unused(sorted_ids, outputs)
         return self.emit(aten.index.Tensor, outputs, [self._inverse(order)])
 
-    def _weighted_sum(self, hidden: Node, ids: Node, weights: Node) -> Node:
+    def _zero_unused(self, sorted_ids: Node, outputs: Node) -> Node:
+        """Zeros for rows whose id is none of the experts'."""
+        value = fake_value(outputs)
+        unused = self.emit(aten.unsqueeze.default, self.emit(aten.eq.Scalar, sorted_ids, self.block.experts), -1)
+        zero = self.emit(aten.scalar_tensor.default, 0.0, dtype=value.dtype, device=value.device)
+        return self.emit(aten.where.self, unused, zero, outputs)
+
+    def _weighted_sum(self, hidden: Node, ids: Node) -> Node:
         """The arithmetic, and the order of the sum, of `grouped_mm_experts_forward` of transformers."""
         experts, top_k = self.block.experts, int(fake_value(ids).shape[1])
         sorted_ids, order = self._sorted(self.emit(aten.view.default, ids, [-1]))
         token = self.emit(aten.div.Tensor_mode, order, top_k, rounding_mode="floor")
         rows = self.emit(aten.index.Tensor, hidden, [token])
         like = {"dtype": fake_value(sorted_ids).dtype, "device": fake_value(sorted_ids).device}
-        counts = self.emit(aten.full.default, [experts], 0, **like)
+        counts = self.emit(aten.full.default, [self.block.id_values], 0, **like)
         ones = self.emit(aten.full.default, [self._size(fake_value(sorted_ids).shape[0])], 1, **like)
         self.sized.add(ones)
         counts = self.emit(aten.scatter_add.default, counts, 0, sorted_ids, ones)
+        ids_of_rows = sorted_ids
+        if self.block.drops:
+            counts = self.emit(aten.slice.Tensor, counts, 0, 0, experts)
+            ids_of_rows = self.emit(aten.clamp_max.default, sorted_ids, experts - 1)
         ends = self.emit(aten.cumsum.default, counts, 0, dtype=torch.int32)
-        outputs = self._experts(rows, ends, lambda: sorted_ids)
+        (weights,) = self.block.travelling or (self.block.sources["weights"],)
         of_rows = self.emit(aten.index.Tensor, self.emit(aten.view.default, weights, [-1]), [order])
-        weighed = self.emit(aten.mul.Tensor, outputs, self.emit(aten.unsqueeze.default, of_rows, -1))
+        if self.block.travelling:
+            self.travelling = (of_rows,)
+        weighed = self._experts(rows, ends, lambda: ids_of_rows)
+        if not self.block.travelling:
+            weighed = self.emit(aten.mul.Tensor, weighed, self.emit(aten.unsqueeze.default, of_rows, -1))
+        if self.block.drops:
+            weighed = self._zero_unused(sorted_ids, weighed)
         placed = self.emit(aten.index.Tensor, weighed, [self._inverse(order)])
         tokens = self._size(fake_value(hidden).shape[0])
         by_token = self.emit(aten.view.default, placed, [tokens, top_k, self.block.down.outer])
@@ -171,7 +188,7 @@ class LocalForm(BlockWriter):
         self.outputs = self._biased(down.node, result, values)
         bias = bias_after(down.node)
         self.end = down.node if bias is None or bias.sum not in values else bias.sum
-        if self.block.travelling:
+        if self.block.travelling and "ids" not in self.block.sources:
             self._go_on_behind(values)
         return self.outputs
 
@@ -279,11 +296,11 @@ class LocalForm(BlockWriter):
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return None
         found = exchanged_by(node) if self.block.travelling else None
-        if found not in self.block.dispatches[1:]:
+        if found is None or found.input not in self.block.travelling:
             return None
-        source = found.input
-        is_moved = value.dtype == fake_value(source).dtype and value.shape[1:] == fake_value(source).shape[1:]
-        return source if is_moved else None
+        stands = self.travelling[self.block.travelling.index(found.input)]
+        is_moved = value.dtype == fake_value(stands).dtype and value.shape[1:] == fake_value(stands).shape[1:]
+        return stands if is_moved else None
 
     def _of_rows(self, node: Node) -> int | Node | None:
         """What stands for a size that is a multiple of the number of the experts' rows; None where it is not."""

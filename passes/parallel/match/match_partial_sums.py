@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,10 +15,18 @@ from moepass.passes.graph.nodes import fake_value, is_call, is_view
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import describe_shape, named
 from moepass.passes.ir.protocol import Group
-from moepass.passes.parallel.match.near_experts import most_nodes
+from moepass.passes.parallel.match.gathered_masks import OF_MASK_KEY
+from moepass.passes.parallel.match.near_experts import MOST_NODES, most_nodes
 from moepass.passes.parallel.match.parallel_block import ParallelBlock, expert_tensors
 from moepass.passes.parallel.match.region_walk import ancestors, check_leaves, walk_back
-from moepass.passes.parallel.match.token_origin import is_id_arithmetic, is_row_move, origin, row_weights, sort_key
+from moepass.passes.parallel.match.token_origin import (
+    gathered_rows,
+    is_id_arithmetic,
+    is_row_move,
+    origin,
+    row_weights,
+    sort_key,
+)
 
 aten = torch.ops.aten
 
@@ -28,25 +35,26 @@ def match_partial_sums(match: BlockMatch, combine: Collective, group: Group, pla
     if combine.reduction != "sum":
         raise NotThisForm(f"{named(combine.node)} combines its results by {combine.reduction!r}; expected a sum")
     gathered = combine.kind == "reduce_scatter"
+    inside = _gathered_inside(match) if gathered else None
+    weights = origin(row_weights(match), is_row_move, gathered) if inside is None else inside
     sources = {
         "hidden": origin(match.gemms[0].activations, is_row_move, gathered),
         "ids": origin(sort_key(match), is_id_arithmetic, gathered),
-        "weights": origin(row_weights(match), is_row_move, gathered),
+        "weights" if inside is None else "travels_0": weights,
     }
-    _check_router(sources, place)
+    _check_router(sources["ids"], [sources["hidden"], weights], place)
     tokens = fake_value(sources["hidden"])
-    for role in ("ids", "weights"):
+    for role in [role for role in sources if role != "hidden"]:
         value = fake_value(sources[role])
         if value.dim() != 2 or str(value.shape[0]) != str(tokens.shape[0]) or not isinstance(value.shape[1], int):
             raise NotThisForm(
                 f"its expert {role} were looked for at {named(sources[role])}, which is {describe_shape(value)}; "
                 f"expected [tokens, k] for the tokens {describe_shape(tokens)} at {named(sources['hidden'])}"
             )
-    if fake_value(sources["ids"]).shape[1] != fake_value(sources["weights"]).shape[1]:
+    if fake_value(sources["ids"]).shape[1] != fake_value(weights).shape[1]:
         raise NotThisForm(
             f"its expert ids {named(sources['ids'])} are {describe_shape(fake_value(sources['ids']))}, its weights "
-            f"{named(sources['weights'])} {describe_shape(fake_value(sources['weights']))}; expected one shape "
-            "[tokens, k]"
+            f"{named(weights)} {describe_shape(fake_value(weights))}; expected one shape [tokens, k]"
         )
     sink = _own_part(combine.result, tokens.shape[0]) if gathered else combine.result
     region, exchanges, leaves = walk_back(sink, place, most_nodes(group.ranks), stop_at=frozenset(sources.values()))
@@ -61,6 +69,7 @@ def match_partial_sums(match: BlockMatch, combine: Collective, group: Group, pla
     tensors = expert_tensors(match, set(sources.values()))
     check_leaves(leaves - {*sources.values(), *tensors}, place)
     bounds = _bounds_from_router(sources["ids"], group, match.record.experts)
+    drops = any(exchange.node.meta.get(OF_MASK_KEY, False) for exchange in exchanges)
     return ParallelBlock(
         "all_gather" if gathered else "all_reduce",
         match.record.name,
@@ -73,20 +82,45 @@ def match_partial_sums(match: BlockMatch, combine: Collective, group: Group, pla
         sink,
         tuple(exchanges),
         tuple(region),
+        drops,
     )
 
 
-def _check_router(sources: Mapping[str, Node], place: dict[Node, int]) -> None:
+def _gathered_inside(match: BlockMatch) -> Node | None:
+    """The weights [tokens, k] by which rows are multiplied between the GEMMs, where they are gathered by themselves.
+
+    None where nothing of the kind is there. Raises NotThisForm where more than that is.
+    """
+    ups, found = {gemm.node for gemm in match.gemms[:-1]}, dict[Node, None]()
+    pending = [match.gemms[-1].activations]
+    seen = set(pending)
+    while pending and len(seen) < MOST_NODES:
+        node = pending.pop()
+        value = fake_value(node)
+        if node in ups or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            continue
+        gathered = gathered_rows(node)
+        if gathered is not None:
+            found[gathered] = None
+            continue
+        fresh = [used for used in node.all_input_nodes if used not in seen]
+        seen.update(fresh)
+        pending += fresh
+    if len(found) > 1:
+        listed = " and ".join(map(named, found))
+        raise NotThisForm(f"between its GEMMs it reads several values that ranks gather, {listed}; expected weights")
+    return next(iter(found), None)
+
+
+def _check_router(ids: Node, wanted: list[Node], place: dict[Node, int]) -> None:
     """Tokens and weights may be looked up by expert ids, and not depend on them in any other way.
 
     A mask may be that of this rank's experts alone, and in front of the block no mock run sees it.
     """
-    ids = sources["ids"]
     while is_call(ids, aten.clone.default, aten._to_copy.default) or (
         is_view(ids) and not is_call(ids, operator.getitem)
     ):
         ids = ids.all_input_nodes[0]
-    wanted = [sources["hidden"], sources["weights"]]
     before = {node for source in wanted for node in ancestors(source, beyond=place[ids], place=place)}
     pending, seen = [ids], {ids}
     while pending:
@@ -107,6 +141,8 @@ def _check_router(sources: Mapping[str, Node], place: dict[Node, int]) -> None:
 
 def _bounds_from_router(ids: Node, group: Group, own: int) -> tuple[int, ...]:
     """Which experts each rank holds: contiguous shards of all the experts that the router chooses from."""
+    while (source := is_id_arithmetic(ids)) is not None:
+        ids = source
     scores = ids.args[0] if is_call(ids, operator.getitem) else None
     experts = own * group.ranks
     if is_call(scores, aten.topk.default):

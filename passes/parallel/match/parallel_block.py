@@ -33,10 +33,11 @@ class ParallelBlock:
         all_to_all, all_to_all_capacity   `rows`, sorted by expert, and `counts`, rows by expert over all ranks
         all_to_all_slots                  `rows`, as many for each expert, all of which are computed
         all of these                      `travels_0`, ..: what is exchanged row by row beside the rows
-        all_gather, all_reduce            `hidden`, `ids`, `weights`
+        all_gather, all_reduce            `hidden`, `ids`, and `weights` of outputs, or `travels_0` where all_gather
+                                          brings them to rows between the GEMMs
     `sink` is the value that the local form gives. `region` is what lies between, in host order.
     `expert_tensors` are this rank's: the weights of the GEMMs, then their biases.
-    `bounds` says which experts each rank holds.
+    `bounds` says which experts each rank holds. If the block `drops`, some of its `ids` may be `experts`: none of them.
     """
 
     form: str
@@ -50,6 +51,7 @@ class ParallelBlock:
     sink: Node
     exchanges: tuple[Collective, ...]
     region: tuple[Node, ...]
+    drops: bool = False
 
     @property
     def experts(self) -> int:
@@ -57,8 +59,13 @@ class ParallelBlock:
         return self.bounds[-1]
 
     @property
+    def id_values(self) -> int:
+        """How many values its `ids` may have."""
+        return self.experts + self.drops
+
+    @property
     def travelling(self) -> tuple[Node, ...]:
-        """What is exchanged beside the rows, something for each of them."""
+        """What is exchanged beside the rows, or gathered beside the tokens, something for each row."""
         return tuple(node for role, node in self.sources.items() if role.startswith("travels_"))
 
     @property

@@ -10,10 +10,11 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.blocks.detect import BlockMatch
-from moepass.passes.graph.collectives import Collective, collective_of
+from moepass.passes.graph.collectives import WAIT, Collective, collective_of
 from moepass.passes.graph.nodes import fake_value, is_call, is_view
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
+from moepass.passes.parallel.match.gathered_masks import OF_MASK_KEY
 from moepass.passes.parallel.match.near_experts import MOST_NODES, is_size
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -30,6 +31,8 @@ def origin(node: Node, passes_through: Callable[[Node], Node | None], gathered: 
             rows = node
         if gathered and (collective := _waited_for(node)) is not None and collective.kind == "all_gather":
             node = collective.input
+            if OF_MASK_KEY in collective.node.meta:
+                return node
             if is_call(node, aten.constant_pad_nd.default):
                 node = node.all_input_nodes[0]
             continue
@@ -40,9 +43,24 @@ def origin(node: Node, passes_through: Callable[[Node], Node | None], gathered: 
 
 
 def _waited_for(node: Node) -> Collective | None:
-    while str(node.target) == "_c10d_functional.wait_tensor.default":
-        node = node.all_input_nodes[0]
-    return collective_of(node)
+    """The collective that `node` is the result of; behind a copy that is its last result alone."""
+    start, is_copied = node, False
+    while is_call(node, WAIT, aten.copy.default):
+        is_copied |= is_call(node, aten.copy.default)
+        node = node.args[is_call(node, aten.copy.default)]  # type: ignore[assignment]
+    found = collective_of(node)
+    return None if found is None or (is_copied and found.result is not start) else found
+
+
+def gathered_rows(node: Node) -> Node | None:
+    """What ranks gather, where `node` is some rows of that; None where it is anything else."""
+    current: Node | None = node
+    while current is not None:
+        collective = _waited_for(current)
+        if collective is not None:
+            return collective.input if collective.kind == "all_gather" else None
+        current = is_row_move(current)
+    return None
 
 
 def is_row_move(node: Node) -> Node | None:

@@ -139,7 +139,7 @@ class MockBlock:
         self.result = result
         self.region = Steps(block.region, block.sink)
         self.local_form = Steps(local.written, result)
-        given = {local.rows, local.ends, *block.travelling, *([local.row_ids] if local.row_ids is not None else [])}
+        given = {local.rows, local.ends, *local.travelling, *([local.row_ids] if local.row_ids is not None else [])}
         self.experts = Steps.between(local.written, given, local.outputs)
         self.own_gemms = {gemm.node: number for number, gemm in enumerate(block.gemms)}
         self.sizes = symbol_sizes(block)
@@ -192,7 +192,7 @@ class MockRun:
         local = self.local
         ends = torch.bincount(sorted_ids, minlength=self.block.experts).cumsum(0, dtype=torch.int32)
         values: dict[Node, Any] = {local.rows: rows[order], local.ends: ends}
-        values.update((node, beside[order]) for node, beside in zip(self.block.travelling, travelling, strict=True))
+        values.update((node, beside[order]) for node, beside in zip(local.travelling, travelling, strict=True))
         if local.row_ids is not None:
             values[local.row_ids] = sorted_ids
         outputs = torch.empty(len(rows), self.mock.widths[-1][1], dtype=torch.float64)

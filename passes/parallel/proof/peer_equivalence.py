@@ -221,7 +221,7 @@ def _check_partial_sums(run: MockRun) -> None:
             return _gather(sent, batches, own_rank, most)
         raise ContractBroken(f"it needs an answer to {collective.kind}")
 
-    values: Mapping[Node, Any] = {node: getattr(own, role) for role, node in block.sources.items()}
+    values: Mapping[Node, Any] = {node: own.of(role) for role, node in block.sources.items()}
     found = run.run_block(values, answer)
     _demand(_equal(run.run_local_form(values), found), "its local form gives something else")
 
@@ -248,9 +248,14 @@ class _Tokens:
     ids: torch.Tensor
     weights: torch.Tensor
 
+    def of(self, role: str) -> torch.Tensor:
+        """What the source of that role has; between the GEMMs weights travel with the rows."""
+        found: torch.Tensor = getattr(self, "weights" if role.startswith("travels_") else role)
+        return found
+
     @staticmethod
     def draw(run: MockRun, tokens: int, top_k: int) -> _Tokens:
-        ids = run.scenario.own(run.generator, tokens * top_k, run.block.experts).view(tokens, top_k).contiguous()
+        ids = run.scenario.own(run.generator, tokens * top_k, run.block.id_values).view(tokens, top_k).contiguous()
         return _Tokens(run.random_rows(tokens, run.mock.widths[0][0]), ids, run.random_rows(tokens, top_k))
 
     @staticmethod
@@ -261,10 +266,14 @@ class _Tokens:
 
 
 def _weighted_outputs(run: MockRun, tokens: _Tokens, experts: range) -> torch.Tensor:
-    """The weighted sum over those of each token's experts that are among `experts`."""
+    """The sum, weighted behind or within the experts, over those of each token's that are among `experts`."""
     ids, top_k = tokens.ids.reshape(-1), tokens.ids.shape[1]
     (pairs,) = ((ids >= experts.start) & (ids < experts.stop)).nonzero(as_tuple=True)
-    weighed = run.experts(tokens.hidden[pairs // top_k], ids[pairs]) * tokens.weights.reshape(-1)[pairs].unsqueeze(-1)
+    rows, weights = tokens.hidden[pairs // top_k], tokens.weights.reshape(-1)[pairs]
+    if run.block.travelling:
+        weighed = run.experts(rows, ids[pairs], [weights])
+    else:
+        weighed = run.experts(rows, ids[pairs]) * weights.unsqueeze(-1)
     total = torch.zeros(len(tokens.hidden), weighed.shape[1], dtype=torch.float64)
     return total.index_add(0, pairs // top_k, weighed)
 

@@ -102,6 +102,6 @@ def _with_every_id(mock: MockBlock) -> Iterator[Scenario]:
     sources = mock.block.sources
     if "ids" not in sources:
         return
-    ids, pairs = range(mock.block.experts), max(1, math.prod(mock.shape(sources["ids"])))
+    ids, pairs = range(mock.block.id_values), max(1, math.prod(mock.shape(sources["ids"])))
     for start in range(0, min(len(ids), MOST_RUNS * pairs), pairs):
         yield Scenario("tokens for experts one by one", among(ids[start : start + pairs]), anywhere, 0)

@@ -146,6 +146,7 @@ class BlockCopier:
         small_local.origins = {of(node): of(origin) for node, origin in local.origins.items()}
         small_local.rows, small_local.ends, small_local.outputs = of(local.rows), of(local.ends), of(local.outputs)
         small_local.end, small_local.after = of(local.end), set(map(of, local.after))
+        small_local.travelling = tuple(map(of, local.travelling))
         small_local.row_ids = None if local.row_ids is None else of(local.row_ids)
         small_local.starts = {of(start): of(written) for start, written in local.starts.items()}
         small_local.copies = {of(written): of(origin) for written, origin in local.copies.items()}

@@ -107,7 +107,7 @@ class ValueRanges(RangeSums):
             if node.op == "call_function":
                 check_sizes(node, self.structural, self.tokens)
             if node in data:
-                self._check_places(node)
+                self._check_places(node, is_data=True)
                 self._check_factors(node, data)
                 self._joint.add(node, None, by_row=node in by_row)
                 continue
@@ -139,10 +139,10 @@ class ValueRanges(RangeSums):
     def _add_sources(self) -> None:
         sources, experts = self.block.sources, self.block.experts
         if "ids" in sources:
-            self.ranges[sources["ids"]] = Range(0, experts - 1, Kind.CHOSEN, sources["ids"])
+            self.ranges[sources["ids"]] = Range(0, self.block.id_values - 1, Kind.CHOSEN, sources["ids"])
             # A graph for no tokens has no ids of its own, and may have those of other ranks.
             if not _has_nothing(sources["ids"]):
-                self.tried.require_all(sources["ids"], experts)
+                self.tried.require_all(sources["ids"], self.block.id_values)
         if "counts" in sources:
             slots = fake_value(sources["rows"]).shape[0]
             fixed = self.block.form == "all_to_all_capacity" and isinstance(slots, int)
@@ -196,7 +196,7 @@ class ValueRanges(RangeSums):
         if base in ("all_gather_into_tensor", "all_to_all_single", "all_reduce"):
             given = self.range_of(node.args[0])
             if given.kind is Kind.CHOSEN:
-                self.tried.require_all(node, self.block.experts)
+                self.tried.require_all(node, self.block.id_values)
             # Values from other ranks were computed from their tokens.
             return given.moved(node) if given.kind in (Kind.CHOSEN, Kind.BOUND) else growing(given)
         if base == "repeat_interleave":
@@ -292,7 +292,7 @@ class ValueRanges(RangeSums):
 
     # --------------------------------------------------------------------------------------------------- checks
 
-    def _check_places(self, node: Node) -> None:
+    def _check_places(self, node: Node, *, is_data: bool = False) -> None:
         """Places that `node` looks up, or writes to, stay in what it looks up in for every number of tokens."""
         name, arguments = operation(node), named_arguments(node)
         if name not in _LOOKUPS | _PLACED:
@@ -301,9 +301,11 @@ class ValueRanges(RangeSums):
             if is_mask(index):
                 continue
             places = self.range_of(index)
+            size = size_along(node, fake_value(node.args[0]).shape, dim)  # type: ignore[arg-type]
+            if is_data and isinstance(size, int) and grows_in_size(index) and self.is_of_tokens(size):
+                continue  # rows of a fixed number of tokens, some of which a run takes
             check_lookup(node, node.args[0], dim, index, places)  # type: ignore[arg-type]
             elements = 1 if grows_in_size(index) else fake_value(index).numel()
-            size = size_along(node, fake_value(node.args[0]).shape, dim)  # type: ignore[arg-type]
             if places.grows and isinstance(size, int) and not self.is_of_tokens(elements):
                 raise NotThisForm(
                     f"{node.name} ({node.target}) takes {elements} of {size} by sizes, of which not every order was "

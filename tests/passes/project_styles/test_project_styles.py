@@ -14,6 +14,7 @@ from simulated_ranks import Captured, capture_module, hidden_rows, pretend_rank,
 from torch import nn
 
 from moepass.models.testing.project_styles.exact_style import SlicesOfModules, SplitOfStacks
+from moepass.models.testing.project_styles.gathered_style import DroppingMasks, GatheredMasks, GatheredOrder
 from moepass.models.testing.project_styles.megatron_style import MaskedDispatch
 from moepass.models.testing.project_styles.slots_style import EinsumSlots, IndexedSlots
 from moepass.models.testing.project_styles.style_sizes import StyleSizes
@@ -32,9 +33,14 @@ STYLES: dict[str, tuple[type[nn.Module], str]] = {
     "deepseek": (SlicesOfModules, "all_to_all"),
     "torchtitan loop": (SplitOfStacks, "all_to_all"),
     "megatron": (MaskedDispatch, "all_to_all"),
+    "megatron gathered": (GatheredMasks, "all_gather"),
+    "gathered order": (GatheredOrder, "all_gather"),
+    "gathered with drops": (DroppingMasks, "all_gather"),
 }
-# In the fast tests: slots, exact sizes, and weights that travel.
-_SOON = ("deepspeed", "deepseek", "megatron")
+# Where all ranks must bring as many tokens.
+EVEN_FORMS = ("all_to_all_slots", "all_gather")
+# In the fast tests: slots, exact sizes, and weights that travel, or are gathered.
+_SOON = ("deepspeed", "deepseek", "megatron", "megatron gathered")
 PASSES = (sort_masks, write_grouped_gemms, eliminate_expert_parallelism)
 SIZES = StyleSizes()
 
@@ -91,8 +97,7 @@ def check_style(style: str, ranks: int, sizes: StyleSizes, tokens: Sequence[Sequ
         assert host_syncs(result) == []
     banks = complete_banks(captured, results)
     for seed, each in enumerate(tokens):
-        # The number of slots follows from that of a rank's tokens, and is the same on all ranks.
-        of_ranks = [each[0]] * ranks if STYLES[style][1] == "all_to_all_slots" else each
+        of_ranks = [each[0]] * ranks if STYLES[style][1] in EVEN_FORMS else each
         rows = [hidden_rows(sizes.hidden, n, rank, sizes.dtype, seed) for rank, n in enumerate(of_ranks)]
         inputs = [with_tokens(one, of_rank) for one, of_rank in zip(captured, rows, strict=True)]
         expected = run_ranks([one.module for one in captured], inputs)

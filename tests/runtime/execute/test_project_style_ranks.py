@@ -22,8 +22,12 @@ STYLES = {
     "deepseek": "exact_style.SlicesOfModules",
     "torchtitan loop": "exact_style.SplitOfStacks",
     "megatron": "megatron_style.MaskedDispatch",
+    "megatron gathered": "gathered_style.GatheredMasks",
+    "gathered order": "gathered_style.GatheredOrder",
+    "gathered with drops": "gathered_style.DroppingMasks",
 }
-SLOTS = ("gshard", "deepspeed")
+# The number of slots follows from a rank's tokens; what is gathered has as many rows of each rank.
+EVEN = ("gshard", "deepspeed", "megatron gathered", "gathered order", "gathered with drops")
 
 
 def compare(style: str, sizes: StyleSizes, lower: str) -> list[Any]:
@@ -37,8 +41,7 @@ def compare(style: str, sizes: StyleSizes, lower: str) -> list[Any]:
     with torch.no_grad(), torch._dynamo.config.patch(switches), record_compilations() as compilations:
         compiled = torch.compile(model, backend="asyncep", options={"lower": lower})
         for number, tokens in enumerate((12, 12, 40, 7, 33)):
-            # The number of slots follows from a rank's tokens: all have as many.
-            own = tokens if style in SLOTS else tokens + 5 * rank
+            own = tokens if style in EVEN else tokens + 5 * rank
             generator = torch.Generator().manual_seed(10 * number + rank)
             hidden = torch.randn(own, sizes.hidden, generator=generator).to(sizes.dtype)
             expected = reference(hidden).float()

@@ -1,0 +1,120 @@
+"""Masks [tokens, experts] of the experts that a router has chosen for each token, and the ids that they come from."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moepass.passes.graph.collectives import Collective, collective_of
+from moepass.passes.graph.node_arguments import all_arguments
+from moepass.passes.graph.nodes import fake_value, is_call
+from moepass.passes.graph.operations import base_operation
+
+aten = torch.ops.aten
+
+# Give ones where they are given ones, and zeros where zeros.
+KEEP_VALUES = {"clone", "contiguous", "_to_copy", "convert_element_type", "detach", "alias", "bool"}
+# Are 0 where one of their operands is.
+_LEAVE_OUT = {"bitwise_and", "logical_and", "mul"}
+_MADE_ZERO = {"zeros", "zeros_like", "new_zeros"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """A mask of `ids` [tokens, k], all of them different for each token; [experts, tokens] if it `is_by_expert`.
+
+    It may leave some of them out if it `is_partial`.
+    """
+
+    ids: Node
+    is_by_expert: bool
+    is_partial: bool = False
+
+
+def chosen_experts(node: Node) -> Mask | None:
+    """`node` as a mask of all chosen experts; None where it is none, or where that cannot be told."""
+    is_turned = False
+    while True:
+        base, given = base_operation(node), all_arguments(node)
+        if base in ("permute", "t", "transpose") and fake_value(node).dim() == 2:
+            is_turned ^= _turns(base, given)
+        elif base == "ne":
+            if given["other"] != 0:
+                return None
+        elif base not in KEEP_VALUES:
+            break
+        node = node.all_input_nodes[0]
+    ids = _ids_of_mask(node)
+    return None if ids is None or not _are_different(ids) else Mask(ids, is_turned)
+
+
+def gathered_mask(node: Node) -> Collective | None:
+    """The AllGather of a mask [tokens, experts] of chosen experts that `node` is; None for anything else."""
+    collective = collective_of(node)
+    if collective is None or collective.kind != "all_gather" or fake_value(collective.input).dim() != 2:
+        return None
+    mask = at_most_chosen(collective.input)
+    return None if mask is None or mask.is_by_expert else collective
+
+
+def at_most_chosen(node: Node) -> Mask | None:
+    """As `chosen_experts`, and a mask of truths that leaves some of them out, as those beyond a capacity."""
+    mask = chosen_experts(node)
+    if mask is not None or fake_value(node).dtype is not torch.bool:
+        return mask
+    base, shape = base_operation(node), str(fake_value(node).shape)
+    if base in KEEP_VALUES:  # whole numbers that are not 0 become truths
+        node = node.all_input_nodes[0]
+        base = base_operation(node)
+    # A product of 0 and an infinite number is none.
+    if base not in _LEAVE_OUT or (base == "mul" and fake_value(node).is_floating_point()):
+        return None
+    for part in node.all_input_nodes:
+        found = chosen_experts(part) if str(fake_value(part).shape) == shape else None
+        if found is not None:
+            return dataclasses.replace(found, is_partial=True)
+    return None
+
+
+def _turns(base: str, given: dict[str, Any]) -> bool:
+    """Whether an operation on a matrix transposes it: its arguments may leave all dimensions where they are."""
+    if base == "permute":
+        return bool(given["dims"][0] % 2 == 1)
+    return bool(base == "t" or given["dim0"] % 2 != given["dim1"] % 2)
+
+
+def _ids_of_mask(node: Node) -> Node | None:
+    """The ids [tokens, k] that `node` [tokens, experts] has ones at, and zeros elsewhere."""
+    if node.op != "call_function" or not is_call(node, aten.scatter.value):
+        return None
+    given = all_arguments(node)
+    zeros = given["self"]
+    while base_operation(zeros) in KEEP_VALUES:
+        zeros = zeros.all_input_nodes[0]
+    is_zero = base_operation(zeros) in _MADE_ZERO or (
+        base_operation(zeros) in ("full", "full_like", "new_full") and all_arguments(zeros)["fill_value"] == 0
+    )
+    ids = given["index"]
+    if not is_zero or given["dim"] % 2 != 1 or given["value"] != 1 or fake_value(ids).dim() != 2:
+        return None
+    rows = [str(fake_value(one).shape[0]) for one in (node, ids)]
+    return ids if rows[0] == rows[1] else None  # else the last tokens have no experts
+
+
+def _are_different(ids: Node) -> bool:
+    """True where a top-k of each row gives `ids`."""
+    while base_operation(ids) in KEEP_VALUES:
+        if fake_value(ids).dtype not in (torch.int64, torch.int32):
+            return False  # two experts may be one in it
+        ids = ids.all_input_nodes[0]
+    if base_operation(ids) != "getitem" or ids.args[1] != 1:
+        return False
+    chosen = ids.args[0]
+    assert isinstance(chosen, Node)
+    if base_operation(chosen) not in ("topk", "sort"):
+        return False
+    given, value = all_arguments(chosen), fake_value(ids)
+    return value.dim() == 2 and given["dim"] % 2 == 1 and given.get("k", value.shape[1]) == value.shape[1]

@@ -1,0 +1,122 @@
+"""Follow values [tokens, experts] that ranks have gathered: cut to some experts, transposed, put side by side, cast."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from moepass.passes.blocks.expert_masks import KEEP_VALUES
+from moepass.passes.graph.collectives import Collective
+from moepass.passes.graph.input_sizes import size_expression
+from moepass.passes.graph.node_arguments import all_arguments
+from moepass.passes.graph.nodes import fake_value
+from moepass.passes.graph.operations import base_operation
+
+_VIEWS = {"view", "_unsafe_view", "reshape"}
+# Beyond this a bound of a slice means the end, whatever the size.
+_END = 2**31
+
+
+class Order(enum.Enum):
+    """How pairs of a token and an expert lie in memory."""
+
+    BY_TOKEN = "[tokens, experts]"
+    BY_EXPERT = "[experts, tokens]"
+    FLAT = "[experts · tokens]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """Columns `first` to `last` of what was gathered [`tokens`, experts], in some order; the types it went through."""
+
+    tokens: sympy.Expr
+    first: int
+    last: int
+    order: Order = Order.BY_TOKEN
+    types: tuple[torch.dtype, ...] = ()
+
+    @staticmethod
+    def all_of(gathered: Node) -> Columns:
+        tokens, experts = fake_value(gathered).shape
+        return Columns(size_expression(tokens), 0, int(experts))
+
+    @property
+    def experts(self) -> int:
+        return self.last - self.first
+
+    @property
+    def dim_of_tokens(self) -> int:
+        return 0 if self.order is Order.BY_TOKEN else 1
+
+    def behind(self, node: Node) -> Columns | None:
+        """The same as `node`, which is given it first, gives it; None where that does anything else."""
+        base, given = base_operation(node), all_arguments(node)
+        if base in KEEP_VALUES:
+            before, after = fake_value(node.all_input_nodes[0]).dtype, fake_value(node).dtype
+            return self if before == after else dataclasses.replace(self, types=(*self.types, after))
+        if base in _VIEWS:
+            return self._regrouped(fake_value(node))
+        if self.order is Order.FLAT:
+            return None
+        if base in ("permute", "t", "transpose"):
+            return self._turned() if _turns(base, given) else self
+        return self._cut(given) if base == "slice" else None
+
+    def _turned(self) -> Columns:
+        order = Order.BY_EXPERT if self.order is Order.BY_TOKEN else Order.BY_TOKEN
+        return dataclasses.replace(self, order=order)
+
+    def _regrouped(self, value: torch.Tensor) -> Columns | None:
+        """In the same order, experts side by side or apart."""
+        sizes = [size_expression(size) for size in value.shape]
+        apart = [sympy.Integer(self.experts), self.tokens]
+        if self.order is Order.BY_TOKEN:
+            return self if sizes == apart[::-1] else None
+        if sizes == [sympy.expand(self.tokens * self.experts)]:
+            return dataclasses.replace(self, order=Order.FLAT)
+        return dataclasses.replace(self, order=Order.BY_EXPERT) if sizes == apart else None
+
+    def _cut(self, given: Mapping[str, Any]) -> Columns | None:
+        start, end, step = given["start"] or 0, given["end"], given["step"]
+        if step != 1 or not isinstance(start, int) or start < 0:
+            return None
+        if given["dim"] % 2 == self.dim_of_tokens:
+            is_all = end is None or (isinstance(end, int) and end >= _END) or _size(end) == self.tokens
+            return self if start == 0 and is_all else None
+        stop = self.experts if end is None else end
+        if not isinstance(stop, int) or not start < min(stop, self.experts):
+            return None
+        last = self.first + min(stop, self.experts)
+        return dataclasses.replace(self, first=self.first + start, last=last)
+
+
+def columns_of(node: Node, gathers: Mapping[Node, Collective]) -> tuple[Collective, Columns] | None:
+    """The gather among `gathers`, by their results, that `node` comes from, and what of it; None for anything else."""
+    chain: list[Node] = []
+    while node not in gathers:
+        if node.op != "call_function" or not node.all_input_nodes:
+            return None
+        chain.append(node)
+        node = node.all_input_nodes[0]
+    columns: Columns | None = Columns.all_of(node)
+    for one in reversed(chain):
+        if columns is None:
+            return None
+        columns = columns.behind(one)
+    return None if columns is None else (gathers[node], columns)
+
+
+def _turns(base: str, given: Mapping[str, Any]) -> bool:
+    if base == "permute":
+        return bool(given["dims"][0] % 2 == 1)
+    return bool(base == "t" or given["dim0"] % 2 != given["dim1"] % 2)
+
+
+def _size(size: Any) -> sympy.Expr:
+    return size_expression(fake_value(size) if isinstance(size, Node) else size)

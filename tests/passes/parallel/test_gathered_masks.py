@@ -1,0 +1,192 @@
+"""Gathered masks of chosen experts become gathered ids: what is selected stays the same, in the same order."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from simulated_ranks import Captured, capture_module, hidden_rows, pretend_rank, run_ranks, with_tokens
+from torch import nn
+from torch.fx import GraphModule
+
+from moepass.models.reference.collectives import gather_rows
+from moepass.passes.graph.collectives import collective_of
+from moepass.passes.graph.nodes import copy_graph_module, fake_value
+from moepass.passes.parallel.match.gathered_masks import look_up_gathered_masks
+
+RANKS, EXPERTS, TOP_K, WIDTH = 2, 6, 2, 8
+Select = Callable[[torch.Tensor, torch.Tensor], Sequence[torch.Tensor]]
+Choose = Callable[[torch.Tensor], torch.Tensor]
+
+
+def whole(scores: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(scores).int().scatter(1, scores.topk(TOP_K, dim=1)[1], 1).bool()
+
+
+def with_capacity(scores: torch.Tensor) -> torch.Tensor:
+    mask = whole(scores)
+    return mask & (mask.cumsum(0) <= 2)
+
+
+class Selecting(nn.Module):
+    """What `select` makes of this rank's columns of the gathered mask and probabilities, all [tokens, experts]."""
+
+    def __init__(self, choose: Choose, select: Select, own: slice) -> None:
+        super().__init__()
+        self.choose, self.select, self.own = choose, select, own
+        self.group_name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+        generator = torch.Generator().manual_seed(5)
+        self.weight = nn.Parameter(torch.randn(WIDTH, EXPERTS, generator=generator), requires_grad=False)
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        scores = hidden @ self.weight
+        mask = gather_rows(self.choose(scores), RANKS, self.group_name)
+        probabilities = gather_rows(scores, RANKS, self.group_name)
+        return tuple(self.select(mask[:, self.own], probabilities[:, self.own]))
+
+
+def masked(mask: torch.Tensor, scores: torch.Tensor) -> Sequence[torch.Tensor]:
+    by_expert = mask.T.contiguous()
+    tokens = torch.arange(mask.shape[0]).unsqueeze(0).expand(mask.shape[1], -1).masked_select(by_expert)
+    experts = torch.arange(mask.shape[1]).unsqueeze(1).expand(-1, mask.shape[0]).masked_select(by_expert)
+    return tokens, experts, scores.T.contiguous().masked_select(by_expert), mask.sum(dim=0)
+
+
+def indexed(mask: torch.Tensor, scores: torch.Tensor) -> Sequence[torch.Tensor]:
+    return scores.double().t()[mask.t()] * 2, mask.t().reshape(-1).sum().reshape(1), mask.t().sum(dim=1)
+
+
+def places(mask: torch.Tensor, scores: torch.Tensor) -> Sequence[torch.Tensor]:
+    expert, token = mask.t().nonzero().unbind(dim=1)
+    return expert + 1, token + 1, mask.int().sum(0)
+
+
+def in_order(mask: torch.Tensor, scores: torch.Tensor) -> Sequence[torch.Tensor]:
+    flat = mask.t().reshape(-1)
+    total = int(flat.sum().item())
+    torch._check(total >= 0)
+    torch._check(total <= flat.shape[0])
+    order = flat.to(torch.int8).argsort(descending=True, stable=True)[:total]
+    return order % mask.shape[0], order // mask.shape[0], scores.t().reshape(-1)[order]
+
+
+SELECTIONS = {"masked_select": masked, "boolean index": indexed, "nonzero": places, "order": in_order}
+MASKS = {"all that are chosen": whole, "up to a capacity": with_capacity}
+
+
+def captured_ranks(choose: Choose, select: Select, own: Callable[[int], slice]) -> list[Captured]:
+    captured = []
+    for rank in range(RANKS):
+        with pretend_rank(rank, RANKS):
+            layer = Selecting(choose, select, own(rank))
+            hidden = hidden_rows(WIDTH, 7, rank, torch.float32)
+            captured.append(capture_module(layer, hidden, rank, RANKS, dynamic=True))
+    return captured
+
+
+def _columns(rank: int) -> slice:
+    each = EXPERTS // RANKS
+    return slice(rank * each, (rank + 1) * each)
+
+
+def _is_mask(node: torch.fx.Node) -> bool:
+    found = collective_of(node)
+    return found is not None and fake_value(found.input).dtype is torch.bool
+
+
+def _looked_up(module: GraphModule) -> GraphModule:
+    changed = copy_graph_module(module)
+    found, reasons = look_up_gathered_masks(changed.graph, ())
+    assert reasons == []
+    assert [one.gather in changed.graph.nodes for one in found] == [True]
+    assert not any(map(_is_mask, changed.graph.nodes))
+    changed.graph.lint()
+    changed.recompile()
+    return changed
+
+
+@pytest.mark.sampled(every=4)
+@pytest.mark.parametrize(("selection", "mask"), itertools.product(SELECTIONS, MASKS))
+def test_what_is_selected_stays_the_same(selection: str, mask: str) -> None:
+    captured = captured_ranks(MASKS[mask], SELECTIONS[selection], _columns)
+    changed = [_looked_up(one.module) for one in captured]
+    for seed, tokens in enumerate((7, 1, 0, 30)):
+        hidden = [hidden_rows(WIDTH, tokens, rank, torch.float32, seed) for rank in range(RANKS)]
+        inputs = [with_tokens(one, rows) for one, rows in zip(captured, hidden, strict=True)]
+        expected = run_ranks([one.module for one in captured], inputs)
+        for found, wanted in zip(run_ranks(changed, inputs), expected, strict=True):
+            for one, other in zip(found, wanted, strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def _by_token(mask: torch.Tensor, scores: torch.Tensor) -> Sequence[torch.Tensor]:
+    return (scores.masked_select(mask),)
+
+
+def _of_tokens(mask: torch.Tensor, scores: torch.Tensor) -> Sequence[torch.Tensor]:
+    return (scores.t().masked_select(mask.t()), mask.sum(dim=1))
+
+
+def _of_other_columns(mask: torch.Tensor, scores: torch.Tensor) -> Sequence[torch.Tensor]:
+    return (scores[:, 1:].t().masked_select(mask[:, :-1].t()),)
+
+
+def _of_some_tokens(mask: torch.Tensor, scores: torch.Tensor) -> Sequence[torch.Tensor]:
+    return (scores[1:].t().masked_select(mask[1:].t()),)
+
+
+def _unstable(mask: torch.Tensor, scores: torch.Tensor) -> Sequence[torch.Tensor]:
+    flat = mask.t().reshape(-1)
+    total = int(flat.sum().item())
+    torch._check(total >= 0)
+    torch._check(total <= flat.shape[0])
+    return (flat.to(torch.int8).argsort(descending=True)[:total] % mask.shape[0],)
+
+
+def _of_fewer(mask: torch.Tensor, scores: torch.Tensor) -> Sequence[torch.Tensor]:
+    flat = mask.t().reshape(-1)
+    total = int(mask[:, 1:].sum().item())
+    torch._check(total >= 0)
+    torch._check(total <= flat.shape[0])
+    return (flat.to(torch.int8).argsort(descending=True, stable=True)[:total] % mask.shape[0],)
+
+
+REFUSED: dict[str, tuple[Choose, Select, str]] = {
+    "by token": (whole, _by_token, "masked_select"),
+    "experts of a token counted": (whole, _of_tokens, "sum.dim_IntList"),
+    "columns of other experts": (whole, _of_other_columns, "masked_select"),
+    "some tokens": (whole, _of_some_tokens, "slice.Tensor"),
+    "no stable order": (whole, _unstable, "sort"),
+    "as many as other columns have": (whole, _of_fewer, "slice.Tensor"),
+    "a threshold": (lambda scores: scores > 0, masked, "no more than k experts"),
+    "the same expert twice": (
+        lambda scores: torch.zeros_like(scores).scatter(1, scores.topk(TOP_K, dim=1)[1].bool().long(), 1).bool(),
+        masked,
+        "no more than k experts",
+    ),
+    "more than the chosen": (lambda scores: whole(scores) | (scores > 1), masked, "no more than k experts"),
+    "infinite times nothing": (lambda scores: (whole(scores) * scores.log()).bool(), masked, "no more than k experts"),
+}
+
+
+@pytest.mark.sampled(every=5)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_selection_of_chosen_experts_stays(name: str) -> None:
+    choose, select, said = REFUSED[name]
+    module = captured_ranks(choose, select, _columns)[0].module
+    changed = copy_graph_module(module)
+    before = [(node.name, node.target) for node in changed.graph.nodes]
+    found, ((node, reason),) = look_up_gathered_masks(changed.graph, ())
+    assert found == []
+    assert _is_mask(node)
+    assert said in reason
+    assert [(node.name, node.target) for node in changed.graph.nodes] == before
+
+
+def test_masks_that_stay_are_left_alone() -> None:
+    module = copy_graph_module(captured_ranks(whole, masked, _columns)[0].module)
+    (mask,) = filter(_is_mask, module.graph.nodes)
+    assert look_up_gathered_masks(module.graph, {mask.name}) == ([], [])
