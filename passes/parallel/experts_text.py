@@ -60,6 +60,7 @@ def experts_text(local: LocalForm) -> tuple[str, ...]:
         f"{block.form} of {block.experts} experts, {', '.join(exchange.kind for exchange in block.exchanges)}, "
         f"shards {block.bounds}, to {fake_value(block.sink).dtype}"
     )
+    text.remark(f"casts of rows {local.types}")
     return tuple(str(text).splitlines())
 
 

@@ -205,6 +205,8 @@ class ValueRanges(RangeSums):
             return self.range_of(node.args[0]).moved(node)
         if base == "argsort":
             return COUNT
+        if base == "searchsorted":
+            return self._searched(node, arguments)
         raise NotThisForm(
             f"{node.name} ({node.target}) is no operation on places or sizes that moepass knows; {CHANGE}"
         )
@@ -289,6 +291,19 @@ class ValueRanges(RangeSums):
             return COUNT
         self.tried.require_all(node, size)
         return Range(0, max(0, size - 1), Kind.CHOSEN, node)
+
+    def _searched(self, node: Node, arguments: dict[str, Any]) -> Range:
+        """How many elements of a sequence lie below each value."""
+        sequence, values = arguments["sorted_sequence"], self.range_of(arguments["self"])
+        number = fake_value(sequence).shape[-1]
+        if arguments.get("sorter") is not None or values.empty or self.range_of(sequence).empty:
+            raise NotThisForm(f"{node.name} ({node.target}) searches what is not known to be sorted; {CHANGE}")
+        if self.range_of(sequence).kind <= Kind.CHOSEN and values.kind is Kind.FIXED:
+            return COUNT  # of sorted expert ids
+        if not isinstance(number, int) or fake_value(sequence).dim() != 1:
+            raise NotThisForm(f"{node.name} ({node.target}) searches {number} places that grow themselves; {CHANGE}")
+        self.tried.require_all(node, number + 1)
+        return Range(0, number, Kind.CHOSEN, node)
 
     # --------------------------------------------------------------------------------------------------- checks
 

@@ -22,6 +22,9 @@ STYLES = {
     "deepseek": "exact_style.SlicesOfModules",
     "torchtitan loop": "exact_style.SplitOfStacks",
     "megatron": "megatron_style.MaskedDispatch",
+    "master weights": "converted_style.MasterWeights",
+    "flat weights": "converted_style.FlatWeights",
+    "scaled modules": "converted_style.ScaledModules",
 }
 SLOTS = ("gshard", "deepspeed")
 
