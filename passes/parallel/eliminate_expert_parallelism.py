@@ -31,6 +31,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from moepass.models.homes import ADOPTED
 from moepass.passes.blocks.computed_weights import is_computed, parameters_behind, recipe_of
+from moepass.passes.blocks.count_lengths import fix_count_lengths
 from moepass.passes.blocks.expert_stack import is_expert_stack, parameters_of
 from moepass.passes.graph.collectives import collective_of, communications_of
 from moepass.passes.graph.graph_writer import describe_again, described_sizes, erase_unread
@@ -56,6 +57,7 @@ from moepass.passes.parallel.replicated import Origin, ReplicatedValues
 
 aten = torch.ops.aten
 
+_ASSERTIONS = (aten._assert_scalar.default, aten._assert_async.default, aten._assert_async.msg)
 # Written on the gather of a block: what its digests are made of, for people to compare.
 EXPERTS_TEXT_KEY, SOURCES_KEY = "moepass_experts_text", "moepass_sources"
 
@@ -66,6 +68,7 @@ def eliminate_expert_parallelism(module: GraphModule, plan: Plan, context: PassC
     if not any(True for _ in communications_of(module.graph)):
         return PassResult(module, plan)
     local = copy_graph_module(module)
+    fix_count_lengths(local.graph)
     flatten_exchanged_slots(local.graph, max((group.ranks for group in context.groups.values()), default=1))
     blocks, refused = find_parallel_blocks(local.graph, context.groups, context.capture)
     refusals = list(refused)
@@ -310,8 +313,7 @@ def _only_asserted(nodes: set[Node]) -> set[Node]:
         other = {
             node
             for node in kept
-            if not is_call(node, aten._assert_scalar.default)
-            and (not node.users or any(user not in kept for user in node.users))
+            if not is_call(node, *_ASSERTIONS) and (not node.users or any(user not in kept for user in node.users))
         }
         if not other:
             return kept

@@ -183,7 +183,8 @@ def _bounds_from_counts(count: Collective, group: Group, own: int) -> tuple[int,
     if not all(isinstance(size, int) for size in value.shape):
         raise NotThisForm(
             f"how many counts {named(count.node)} exchanges is not a constant; expected one for each expert (as "
-            "torch.histc, one_hot or scatter_add count them; torch.bincount has a length that only a run tells)"
+            "torch.histc, one_hot or scatter_add count them; torch.bincount has a length that only a run tells, unless "
+            "minlength is the number of experts, and something views the counts as that many)"
         )
     per_entry = value.numel() // max(1, int(value.shape[0]))
     bounds = [0]

@@ -38,7 +38,7 @@ from moepass.passes.graph.contents import MAKE_EMPTY
 from moepass.passes.graph.node_arguments import named_arguments
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import base_operation, indexed_dimensions, is_mask, operation
+from moepass.passes.graph.operations import adds_to_places, base_operation, indexed_dimensions, is_mask, operation
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.parallel.ranges.exact_types import check_type
 from moepass.passes.parallel.ranges.growing_sizes import (
@@ -217,8 +217,11 @@ class ValueRanges(RangeSums):
         return COUNT if is_order else self.range_of(source).moved(node)
 
     def _joined(self, node: Node, name: str, arguments: dict[str, Any]) -> Range:
-        if arguments.get("accumulate"):
-            raise NotThisForm(f"{node.name} ({node.target}) adds to places; {CHANGE}")
+        if adds_to_places(node):
+            if str(fake_value(arguments["values"]).shape) != str(fake_value(arguments["indices"][0]).shape):
+                raise NotThisForm(f"{node.name} ({node.target}) adds one value to several places; {CHANGE}")
+            self._check_places(node)
+            return self.summed(node, "index_add", {"self": arguments["self"], "source": arguments["values"]})
         given = [arguments.get(role, 0) for role in _JOINS[name]]
         flat = [part for each in given for part in (each if isinstance(each, (list, tuple)) else (each,))]
         parts = [part for part in (self.range_of(each) for each in flat) if not part.empty]
