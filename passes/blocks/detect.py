@@ -68,9 +68,9 @@ def detect(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
     return PassResult(module, plan, matches=tuple(match.record.name for match in found.matches))
 
 
-def find_blocks(graph: Graph) -> Detection:
-    """Every MoE block of `graph`, in host order, and a refusal for every near miss."""
-    gemms, refusals = expert_gemms(graph)
+def find_blocks(graph: Graph, *, may_compute: bool = False) -> Detection:
+    """Every MoE block of `graph`, in host order, and a refusal for every near miss; `may_compute`: see expert_gemms."""
+    gemms, refusals = expert_gemms(graph, may_compute=may_compute)
     matches: list[BlockMatch] = []
     for group in _groups(gemms):
         outcome = _check_group(group)

@@ -13,9 +13,15 @@ import operator
 import torch
 from torch.fx import Graph, Node
 
+from moepass.passes.blocks.computed_weights import (
+    NotComputedAheadError,
+    before_transposes,
+    is_computed,
+    steps_behind,
+)
 from moepass.passes.blocks.expert_stack import is_expert_stack, parameters_of
 from moepass.passes.graph.nodes import fake_value, is_call, is_view, module_path, view_source
-from moepass.passes.graph.source_lines import ARGUMENT_KEY, describe_node, source_line
+from moepass.passes.graph.source_lines import ARGUMENT_KEY, describe_node, in_words, source_line
 from moepass.passes.ir.plan import Refusal
 from moepass.passes.ir.slot_operations import BANK_TENSOR, gather
 
@@ -39,13 +45,14 @@ class ExpertGemm:
         return int(fake_value(self.weights).shape[0])
 
 
-def expert_gemms(graph: Graph) -> tuple[list[ExpertGemm], list[Refusal]]:
+def expert_gemms(graph: Graph, *, may_compute: bool = False) -> tuple[list[ExpertGemm], list[Refusal]]:
+    """The GEMMs of `graph`, and near misses; `may_compute`: weights of grouped GEMMs may be computed of parameters."""
     gemms: list[ExpertGemm] = []
     refusals: list[Refusal] = []
     outcome: ExpertGemm | Refusal | None
     for node in graph.nodes:
         if is_grouped_gemm(node):
-            outcome = _grouped_gemm(node)
+            outcome = _grouped_gemm(node, may_compute)
         elif is_call(node, aten.bmm.default):
             outcome = _batched_gemm(node)
         else:
@@ -65,7 +72,7 @@ def is_grouped_gemm(node: Node) -> bool:
     )
 
 
-def _grouped_gemm(node: Node) -> ExpertGemm | Refusal:
+def _grouped_gemm(node: Node, may_compute: bool) -> ExpertGemm | Refusal:
     arguments = {**dict(zip(("input", "weight", "offs"), node.args, strict=False)), **node.kwargs}
     activations, weight, offsets = arguments.get("input"), arguments.get("weight"), arguments.get("offs")
     if not isinstance(weight, Node) or not isinstance(activations, Node):
@@ -73,9 +80,14 @@ def _grouped_gemm(node: Node) -> ExpertGemm | Refusal:
     if not isinstance(offsets, Node):
         return refused(node, "a grouped GEMM without offsets does not say which rows belong to which expert: pass offs")
     source = _weight_source(weight)
-    if not _is_expert_weight(source):
-        return _foreign_weight(node, source)
     shape = fake_value(weight).shape
+    is_as_it_is = _is_expert_weight(source)
+    if may_compute and (not is_as_it_is or fake_value(source).shape[0] != shape[0]):
+        computed = before_transposes(weight)
+        is_as_it_is = is_computed(computed)
+        source = computed if is_as_it_is else source
+    if not is_as_it_is:
+        return _foreign_weight(node, source, may_compute)
     return ExpertGemm(node, "grouped_mm", offsets, source, activations, int(shape[1]), int(shape[2]))
 
 
@@ -130,8 +142,13 @@ def _is_expert_weight(node: Node) -> bool:
     return is_weight and all(isinstance(size, int) for size in value.shape)
 
 
-def _foreign_weight(node: Node, source: Node) -> Refusal:
+def _foreign_weight(node: Node, source: Node, may_compute: bool) -> Refusal:
     found = describe_node(source)
+    if may_compute:
+        try:
+            steps_behind(source)
+        except NotComputedAheadError as error:
+            found += f": {in_words(str(error), node.graph)}"
     return refused(
         node,
         f"the weights are computed in the graph (by {found}), so they are not a bank that can be moved; keep "

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from moepass.passes.graph.node_arguments import named_arguments
 from moepass.passes.graph.nodes import fake_value
 
 
@@ -22,6 +23,11 @@ def operation(node: Node) -> str:
 def base_operation(node: Node) -> str:
     """The name of a node's operation, whichever variant."""
     return operation(node).split(".", 1)[0]
+
+
+def adds_to_places(node: Node) -> bool:
+    """True for a write to places that adds to what is there."""
+    return base_operation(node) in ("index_put", "_unsafe_index_put") and bool(named_arguments(node).get("accumulate"))
 
 
 def is_mask(index: Node) -> bool:

@@ -17,6 +17,7 @@ from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.cost import Cost
 from moepass.passes.ir.decisions import Decisions
 from moepass.passes.ir.segment import Segment
+from moepass.passes.ir.weight_recipe import WeightRecipe
 
 PLAN_SCHEMA = "moepass.plan/2"
 # As many of a digest as fit a signed integer of 64 bits.
@@ -61,7 +62,8 @@ class BankSpec:
     process group of the ranks that have the others.
 
     `one_by_one` are positions of tensors of which this rank's shard comes as one parameter [..] for each of its
-    experts; all others come as one [experts of the rank, ..].
+    experts; all others come as one [experts of the rank, ..], but for those that `recipes` make of parameters. These
+    may read any parameters, which stand behind the others where they are nothing else.
 
     `in_parts` are positions of tensors that a slot holds without this rank's experts: whoever reads these reads them
     where they rest, and the others in the slot. See `slot_layout`.
@@ -76,6 +78,7 @@ class BankSpec:
     group: str = ""
     in_parts: tuple[int, ...] = ()
     one_by_one: tuple[int, ...] = ()
+    recipes: tuple[WeightRecipe, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

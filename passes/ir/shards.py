@@ -87,12 +87,16 @@ def shard_layout(bank: BankSpec, rank: int) -> ShardLayout:
 
 
 def parameter_places(bank: BankSpec, rank: int) -> tuple[TensorSpec, ...]:
-    """The place in the shard of `rank` of each parameter that it is made of, in order: a tensor's part, or an expert's.
+    """The place in the shard of `rank` of each parameter that lies there, in order: a tensor's part, or an expert's.
 
-    `bank` must list all of its tensors. Raises InputError as `expert_range`.
+    Parameters behind these are read by recipes alone. `bank` must list all of its tensors. Raises InputError as
+    `expert_range`.
     """
     places: list[TensorSpec] = []
+    computed = {recipe.position for recipe in bank.recipes}
     for position, part in enumerate(shard_layout(bank, rank).tensors):
+        if position in computed:
+            continue
         if position not in bank.one_by_one:
             places.append(part)
             continue

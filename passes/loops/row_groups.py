@@ -117,9 +117,19 @@ class RowGroups:
             found = _table_of(pieces.ends, writer)
             ends = self._tensor_of(pieces.ends, writer) if found is None else found
             return writer.emit(prims.convert_element_type.default, self._on_device(ends, writer), torch.int32)
-        if counts is None:
-            counts = self._tensor_of(pieces.counts or (), writer)
-        return writer.emit(aten.cumsum.default, self._on_device(counts, writer), 0, dtype=torch.int32)
+        return writer.emit(aten.cumsum.default, self._counted(writer), 0, dtype=torch.int32)
+
+    def _counted(self, writer: GraphWriter) -> Node:
+        """How many rows each expert has: [experts]."""
+        counts = _table_of(self.pieces.counts or (), writer)
+        if counts is None and self.pieces.counts:
+            counts = self._tensor_of(self.pieces.counts, writer)
+        if counts is not None:
+            return self._on_device(counts, writer)
+        ends = self.ends(writer)
+        none = writer.emit(aten.full.default, [1], 0, dtype=torch.int32, device=self.device)
+        before = writer.emit(aten.cat.default, [none, writer.emit(aten.slice.Tensor, ends, 0, 0, len(self.sizes) - 1)])
+        return writer.emit(aten.sub.Tensor, ends, before)
 
     def _on_device(self, numbers: Node, writer: GraphWriter) -> Node:
         """`numbers`, which the host may have counted, beside the rows."""
@@ -137,9 +147,7 @@ class RowGroups:
             column = writer.emit(aten.unsqueeze.default, writer.arange(len(self.sizes), self.device), 1)
             wide = writer.emit(aten.expand.default, column, [len(self.sizes), self.each])
             return writer.viewed(wide, [self.total])
-        rows = writer.emit(prims.convert_element_type.default, writer.arange(self.total, self.device), torch.int32)
-        # The first expert whose rows end behind a row has it; empty ones end where the one before them does.
-        return writer.emit(aten.searchsorted.Tensor, self.ends(writer), rows, right=True)
+        return writer.emit(aten.repeat_interleave.Tensor, self._counted(writer), output_size=self.total)
 
 
 def _total(pieces: Pieces, writer: GraphWriter) -> Any:

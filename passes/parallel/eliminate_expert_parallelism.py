@@ -30,6 +30,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from moepass.models.homes import ADOPTED
+from moepass.passes.blocks.computed_weights import is_computed, parameters_behind, recipe_of
+from moepass.passes.blocks.count_lengths import fix_count_lengths
 from moepass.passes.blocks.expert_stack import is_expert_stack, parameters_of
 from moepass.passes.graph.collectives import collective_of, communications_of
 from moepass.passes.graph.graph_writer import describe_again, described_sizes, erase_unread
@@ -56,6 +58,7 @@ from moepass.passes.parallel.replicated import Origin, ReplicatedValues
 
 aten = torch.ops.aten
 
+_ASSERTIONS = (aten._assert_scalar.default, aten._assert_async.default, aten._assert_async.msg)
 # Written on the gather of a block: what its digests are made of, for people to compare.
 EXPERTS_TEXT_KEY, SOURCES_KEY = "moepass_experts_text", "moepass_sources"
 
@@ -91,6 +94,7 @@ def _eliminate(
     `proved` are the texts of blocks that were proved right, and become more.
     """
     local = copy_graph_module(module)
+    fix_count_lengths(local.graph)
     flatten_exchanged_slots(local.graph, max((group.ranks for group in context.groups.values()), default=1))
     masks, unread = look_up_gathered_masks(local.graph, leave)
     blocks, refused = find_parallel_blocks(local.graph, context.groups, context.capture)
@@ -219,7 +223,7 @@ def _replace(graph: Graph, block: ParallelBlock, bank: BankSpec, proved: set[str
     for node in reversed(block.region):
         if not node.users:
             graph.erase_node(node)
-    for node in filter(is_expert_stack, block.expert_tensors):
+    for node in block.expert_tensors:
         erase_unread(graph, node)
     # A collective that something else still reads would have been found above; one that stays is a mistake here.
     assert not {exchange.node for exchange in block.exchanges}.intersection(graph.nodes)
@@ -233,9 +237,9 @@ def _complete_bank(block: ParallelBlock, index: int) -> BankSpec:
 
     Raises NotThisForm where a parameter stands in it twice.
     """
-    parameters = [parameter for node in block.expert_tensors for parameter in parameters_of(node)]
-    for parameter in parameters:
-        if parameters.count(parameter) > 1:
+    direct = [parameter for node in block.expert_tensors if not is_computed(node) for parameter in parameters_of(node)]
+    for parameter in direct:
+        if direct.count(parameter) > 1:
             raise NotThisForm(f"{named(parameter)} is a weight of several experts, or two weights of one")
     tensors = []
     weights = [gemm.weights for gemm in block.gemms]
@@ -245,17 +249,35 @@ def _complete_bank(block: ParallelBlock, index: int) -> BankSpec:
         tensors.append((role, (block.experts, *(int(size) for size in value.shape[1:])), value.dtype))
     layout = pack_layout(tensors)
     one_by_one = tuple(place for place, node in enumerate(block.expert_tensors) if is_expert_stack(node))
+    places = {parameter: place for place, parameter in enumerate(_parameters(block))}
+    recipes = tuple(
+        recipe_of(node, place, places) for place, node in enumerate(block.expert_tensors) if is_computed(node)
+    )
     size = BankFormat.plain(layout.nbytes)
     return BankSpec(
-        index, block.name, ADOPTED.name, size, layout.tensors, block.bounds, block.group_name, one_by_one=one_by_one
+        index,
+        block.name,
+        ADOPTED.name,
+        size,
+        layout.tensors,
+        block.bounds,
+        block.group_name,
+        one_by_one=one_by_one,
+        recipes=recipes,
     )
+
+
+def _parameters(block: ParallelBlock) -> tuple[Node, ...]:
+    """The parameters that the bank of a block is made of: those that lie in it as they are come first."""
+    direct = [parameter for node in block.expert_tensors if not is_computed(node) for parameter in parameters_of(node)]
+    read = [parameter for node in filter(is_computed, block.expert_tensors) for parameter in parameters_behind(node)]
+    return tuple(dict.fromkeys((*direct, *read)))
 
 
 def _gather(graph: Graph, block: ParallelBlock, bank: BankSpec) -> tuple[Node, dict[Node, Node]]:
     """A gather of the bank, and the complete tensor of each local expert tensor of the block."""
     shards = block.expert_tensors
-    parameters = [parameter for shard in shards for parameter in parameters_of(shard)]
-    bank_node = graph.call_function(gather, (parameters,), {"bank": bank.index})
+    bank_node = graph.call_function(gather, (list(_parameters(block)),), {"bank": bank.index})
     bank_node.meta["moepass_block"] = block.name
     bank_node.meta["moepass_parallel"] = block.form
     bank_node.meta[TOKENS_KEY] = routed_tokens(block)
@@ -324,8 +346,7 @@ def _only_asserted(nodes: set[Node]) -> set[Node]:
         other = {
             node
             for node in kept
-            if not is_call(node, aten._assert_scalar.default)
-            and (not node.users or any(user not in kept for user in node.users))
+            if not is_call(node, *_ASSERTIONS) and (not node.users or any(user not in kept for user in node.users))
         }
         if not other:
             return kept

@@ -62,6 +62,7 @@ def experts_text(local: LocalForm) -> tuple[str, ...]:
         f"{block.form} of {block.experts} experts, {', '.join(map(_kind, block.exchanges))}, "
         f"shards {block.bounds}, to {fake_value(block.sink).dtype}{', some dropped' * block.drops}"
     )
+    text.remark(f"casts of rows {local.types}")
     return tuple(str(text).splitlines())
 
 

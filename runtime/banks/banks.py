@@ -17,7 +17,8 @@ from moepass.models.homes import home_named
 from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.placed_model import PlacedModel
 from moepass.passes.ir.plan import BankSpec
-from moepass.passes.ir.shards import ALIGNMENT_BYTES, pack_layout, parameter_places
+from moepass.passes.ir.shards import ALIGNMENT_BYTES, pack_layout, parameter_places, shard_layout
+from moepass.runtime.banks.computed_parts import computed_part
 from moepass.runtime.banks.identity import BankKeeper, register_bank
 from moepass.runtime.kernels.decoders import codec_of
 from moepass.runtime.transfer.home_protocol import Home
@@ -87,8 +88,11 @@ def _encoded(spec: BankSpec, plain: torch.Tensor, decoder: str, pin: bool) -> tu
 
 def write_parts(spec: BankSpec, rank: int, parts: Sequence[torch.Tensor], shard: torch.Tensor) -> None:
     """Write `parts`, the parameters that the shard of `rank` is made of, into `shard`, flat uint8."""
-    for place, part in zip(parameter_places(spec, rank), parts, strict=True):
+    for place, part in zip(parameter_places(spec, rank), parts, strict=False):
         place.view(shard).copy_(part.detach())
+    layout = shard_layout(spec, rank)
+    for recipe in spec.recipes:
+        layout.tensors[recipe.position].view(shard).copy_(computed_part(recipe, parts))
 
 
 _store_numbers = itertools.count()

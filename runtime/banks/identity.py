@@ -145,7 +145,8 @@ _handles_lock = threading.Lock()
 
 def bank_key(bank: BankSpec, inputs: Sequence[torch.Tensor]) -> Hashable:
     """Identity of a bank: the memory of its inputs. For parameters also their strides and the bank they are part of."""
-    whole = (bank.tensors, bank.expert_bounds, bank.group, (*map(_steps, inputs),)) if bank.group else None
+    made_of = (bank.tensors, bank.expert_bounds, bank.group, bank.recipes)
+    whole = (made_of, (*map(_steps, inputs),)) if bank.group else None
     return whole, memories_of(inputs)
 
 

@@ -11,7 +11,7 @@ parameters at once, since the host waits for the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -25,13 +25,19 @@ class MutationGuard:
     """Watches this rank's tensors of one bank, each [own experts, ...]."""
 
     def __init__(
-        self, parts: Sequence[torch.Tensor], shard: Sequence[torch.Tensor], are_shard: Sequence[bool] | None = None
+        self,
+        parts: Sequence[torch.Tensor],
+        shard: Sequence[torch.Tensor],
+        are_shard: Sequence[bool] | None = None,
+        compute: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] = lambda parts: (),
+        computed: Sequence[torch.Tensor] = (),
     ) -> None:
-        """`shard` is what `parts` are now, in memory that nobody writes to; `are_shard` tells which of them are that
-        memory themselves.
+        """`shard` is what the first of `parts` are now, in memory that nobody writes to; `are_shard` tells which of
+        them are that memory themselves. `computed` is what `compute` makes of `parts` now, in such memory too.
         """
         self._shard = list(shard)
-        self._are_shard = [False] * len(parts) if are_shard is None else list(are_shard)
+        self._are_shard = [False] * len(self._shard) if are_shard is None else list(are_shard)
+        self._compute, self._computed = compute, list(computed)
         self._samples = [
             sample_of(kept) if is_shard else None for kept, is_shard in zip(shard, self._are_shard, strict=True)
         ]
@@ -53,11 +59,14 @@ class MutationGuard:
         versions = _versions(parts)
         if self._versions == versions and not debug:
             return True
-        for place, (part, kept) in enumerate(zip(parts, self._shard, strict=True)):
+        for place, (part, kept) in enumerate(zip(parts, self._shard, strict=False)):
             if self._are_shard[place]:
                 if versions[place] != self._versions[place]:
                     return False
             elif not _same_bits(part, kept):
+                return False
+        for made, kept in zip(self._compute(parts) if self._computed else (), self._computed, strict=True):
+            if not _same_bits(made, kept):
                 return False
         self._versions = versions
         return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 import weakref
@@ -22,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from moepass.models.errors import InputError, one_of
 from moepass.models.homes import PULL
 from moepass.passes.ir.plan import BankSpec
+from moepass.runtime.banks.computed_parts import computed_parts
 from moepass.runtime.banks.identity import (
     BankKeeper,
     MemoryTable,
@@ -278,7 +280,7 @@ class ParameterBanks(BankKeeper):
                 peers,
                 memories_of(tensors),
                 tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors),
-                _watch(packer, bank.shard, number, tensors, lie_there),
+                _watch(packer, bank.spec, bank.shard, number, tensors, lie_there),
                 sum(tensor.nbytes for tensor, lies_there in zip(tensors, lie_there, strict=True) if not lies_there),
             )
             for number, (bank, tensors, lie_there) in enumerate(zip(shards, parts, moved, strict=True))
@@ -289,7 +291,7 @@ class ParameterBanks(BankKeeper):
         if held_twice_bytes:
             logger.info(
                 "%d of %d bytes of experts are held twice, in the model and in the shards: they are not contiguous, "
-                "or something else uses their memory",
+                "something else uses their memory, or they are converted",
                 held_twice_bytes,
                 sum(bank.shard.numel() for bank in shards),
             )
@@ -350,10 +352,22 @@ class ParameterBanks(BankKeeper):
 
 
 def _watch(
-    packer: PeerPacker, shard: torch.Tensor, number: int, parts: Sequence[torch.Tensor], lie_there: Sequence[bool]
+    packer: PeerPacker,
+    spec: BankSpec,
+    shard: torch.Tensor,
+    number: int,
+    parts: Sequence[torch.Tensor],
+    lie_there: Sequence[bool],
 ) -> MutationGuard:
     kept = [place.view(shard) for place in packer.parameters(number)]
-    return MutationGuard(parts, kept, None if packer.is_copied_on_write else lie_there)
+    tensors = packer.layout(number).tensors
+    return MutationGuard(
+        parts,
+        kept,
+        None if packer.is_copied_on_write else lie_there[: len(kept)],
+        functools.partial(computed_parts, spec),
+        [tensors[recipe.position].view(shard) for recipe in spec.recipes],
+    )
 
 
 def _changed(name: str) -> str:

@@ -23,7 +23,9 @@ def share_parts(
     `when_freed` is called once nothing lies there any more, in any thread. No other thread may read `parts` meanwhile.
     Raises SharedMemoryError where the shard cannot be mapped.
     """
-    movable = [is_movable(part, packer.device_type) for part in parts]
+    # What lies behind these in `parts` was read by recipes alone.
+    lie_in_shard = len(packer.parameters(index))
+    movable = [place < lie_in_shard and is_movable(part, packer.device_type) for place, part in enumerate(parts)]
     positions = [position for position, is_free in enumerate(movable) if is_free]
     if positions:
         with torch.inference_mode(False):  # inference tensors have no version

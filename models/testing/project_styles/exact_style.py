@@ -15,7 +15,9 @@ from moepass.models.reference.collectives import exchange_rows
 from moepass.models.testing.project_styles.style_sizes import GatedExpert, Router, StyleSizes, owned_experts, stacked
 
 
-class _ExactLayer(nn.Module):
+class ExactLayer(nn.Module):
+    """A router, and an exchange of counts that the host reads."""
+
     def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
         super().__init__()
         self.sizes, self.group_name, self.ranks = sizes, group.group_name, dist.get_world_size(group)
@@ -33,7 +35,7 @@ class _ExactLayer(nn.Module):
         return arriving, send, receive
 
 
-class SlicesOfModules(_ExactLayer):
+class SlicesOfModules(ExactLayer):
     """Experts are modules; each gets a slice of the sorted rows, as in DeepSeek's published model code."""
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
@@ -71,7 +73,7 @@ class SlicesOfModules(_ExactLayer):
         return result
 
 
-class SplitOfStacks(_ExactLayer):
+class SplitOfStacks(ExactLayer):
     """Stacked weights, and rows that are split by a list, as torchtitan's experts without grouped GEMMs."""
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:

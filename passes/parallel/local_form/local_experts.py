@@ -9,7 +9,7 @@ graph was decomposed when it was captured, and Inductor refuses what should have
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,8 @@ from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
 from moepass.passes.parallel.local_form.block_writer import BlockWriter
 from moepass.passes.parallel.local_form.row_moves import exchanged_by, moved_values
-from moepass.passes.parallel.match.parallel_block import ParallelBlock, bias_after
+from moepass.passes.parallel.local_form.row_types import Casts, casts_between, changes_type
+from moepass.passes.parallel.match.parallel_block import ParallelBlock, bias_after, looked_up_table
 from moepass.passes.rows.row_layout import ratio
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -56,6 +57,10 @@ class LocalForm(BlockWriter):
         self.row_ids: Node | None = None
         # What stands for that which travels with the rows, in their order.
         self.travelling: tuple[Node, ...] = block.travelling
+        # Nodes of the block that rows are cast on, as the local form casts them, and what types they have one after the
+        # other: on their way to the experts, and from there.
+        self.cast: set[Node] = set()
+        self.types: list[tuple[torch.dtype, ...]] = []
         # Where the rows are moved again behind the experts, and what is computed of their results before that.
         self.end: Node = block.down.node
         self.after: set[Node] = set()
@@ -63,12 +68,15 @@ class LocalForm(BlockWriter):
     def write(self) -> Node:
         """The value that takes the place of the block's sink. Raises NotThisForm."""
         result = self._write()
-        for node in self._region - self.copied:
-            if _is_cast(node) and fake_value(node).dtype != fake_value(self.block.sink).dtype:
-                # The mock run is in float64 and would not see it.
+        known = {*self.copied, *self.left_out, *self.cast, *self.starts, self.end}
+        wanted = fake_value(self.block.sink).dtype
+        for node in self.block.region:
+            # The mock run is in float64 and would not see it.
+            is_other = changes_type(node) and node not in known
+            if is_other and (self.block.form.startswith("all_to_all") or fake_value(node).dtype != wanted):
                 raise NotThisForm(
                     f"it computes in {fake_value(node).dtype} between, at {named(node)}, which its local form would "
-                    f"not; expected {fake_value(self.block.sink).dtype} from its rows to its results"
+                    f"not; expected {wanted} from its rows to its results"
                 )
         return result
 
@@ -177,6 +185,7 @@ class LocalForm(BlockWriter):
     def _experts(self, rows: Node, ends: Node, expert_of_row: Callable[[], Node]) -> Node:
         """The block's experts, its activation function and biases included, on rows sorted by expert."""
         *ups, down = self.block.gemms
+        rows = self._cast_on_the_way_there(rows)
         self.rows, self.ends = rows, ends
         self._expert_of_row = expert_of_row
         values = {up.node: self._gemm(number, rows, ends) for number, up in enumerate(ups)}
@@ -190,7 +199,37 @@ class LocalForm(BlockWriter):
         self.end = down.node if bias is None or bias.sum not in values else bias.sum
         if self.block.travelling and "ids" not in self.block.sources:
             self._go_on_behind(values)
-        return self.outputs
+        return self._cast_on_the_way_back(self.outputs)
+
+    def _cast_on_the_way_there(self, rows: Node) -> Node:
+        if "rows" not in self.block.sources:
+            return rows
+        *ups, _ = self.block.gemms
+        found = [self._casts_between(up.activations, self.block.sources["rows"]) for up in ups]
+        if len({casts.types for casts in found}) != 1:
+            raise NotThisForm(f"{' and '.join(named(up.node) for up in ups)} read rows that are cast in different ways")
+        return self._cast(rows, found)
+
+    def _cast_on_the_way_back(self, outputs: Node) -> Node:
+        if "rows" not in self.block.sources:
+            return outputs
+        return self._cast(outputs, [self._casts_between(self.block.sink, self.end)])
+
+    def _cast(self, value: Node, ways: Sequence[Casts]) -> Node:
+        """`value` with the casts of the first of `ways`, which has the same as the others."""
+        if not ways[0].types:
+            return value
+        first, *then = ways[0].types
+        if fake_value(value).dtype != first:
+            raise NotThisForm(f"its local form would have {fake_value(value).dtype} where the block has {first}")
+        for dtype in then:
+            value = self.emit(prims.convert_element_type.default, value, dtype)
+        self.types.append(ways[0].types)
+        self.cast.update(*(way.nodes for way in ways))
+        return value
+
+    def _casts_between(self, end: Node, start: Node) -> Casts:
+        return casts_between(end, {start}, self._region)
 
     def _go_on_behind(self, values: dict[Node, Node]) -> None:
         """Rows may be weighed by what travelled with them before they go back."""
@@ -261,8 +300,9 @@ class LocalForm(BlockWriter):
             if known(current) is not None:
                 pending.pop()
                 continue
-            if (travelled := self._travelled(current)) is not None:
-                self.starts[current] = values[current] = travelled
+            beside = self._travelled(current) or self._looked_up(current)
+            if beside is not None:
+                self.starts[current] = values[current] = beside
                 continue
             if isinstance(fake_value(current), torch.SymInt) and (size := self._of_rows(current)) is not None:
                 self.sizes[current] = size
@@ -299,8 +339,17 @@ class LocalForm(BlockWriter):
         if found is None or found.input not in self.block.travelling:
             return None
         stands = self.travelling[self.block.travelling.index(found.input)]
-        is_moved = value.dtype == fake_value(stands).dtype and value.shape[1:] == fake_value(stands).shape[1:]
-        return stands if is_moved else None
+        if value.shape[1:] != fake_value(stands).shape[1:]:
+            return None
+        stands = self._cast(stands, [self._casts_between(node, found.input)])
+        return stands if value.dtype == fake_value(stands).dtype else None
+
+    def _looked_up(self, node: Node) -> Node | None:
+        """What stands for `node` where that is what the expert of each row has one of."""
+        table = looked_up_table(node)
+        if table not in self.complete:
+            return None
+        return self.emit(aten.index.Tensor, self.complete[table], [self._ids_of_rows()])
 
     def _of_rows(self, node: Node) -> int | Node | None:
         """What stands for a size that is a multiple of the number of the experts' rows; None where it is not."""
@@ -385,12 +434,3 @@ def _is_constant(node: object) -> bool:
 def _is_of_sizes(node: Node) -> bool:
     """True for a size that is computed from others, or of a tensor's shape."""
     return node.op == "call_function" and not is_call(node, aten._local_scalar_dense.default)
-
-
-def _is_cast(node: Node) -> bool:
-    """One floating type into another."""
-    value = fake_value(node)
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or len(node.all_input_nodes) != 1:
-        return False
-    source = fake_value(node.all_input_nodes[0])
-    return isinstance(source, torch.Tensor) and source.is_floating_point() and source.dtype != value.dtype

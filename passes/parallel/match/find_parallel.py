@@ -58,7 +58,7 @@ def find_parallel_blocks(
     blocks: list[ParallelBlock] = []
     refusals: list[Refusal] = []
     claimed: set[Node] = set()
-    found = find_blocks(graph)
+    found = find_blocks(graph, may_compute=True)
     for match in found.matches:
         first, down = match.gemms[0], match.gemms[-1]
         combine = first_communication_after(down.node, down.outer, place, most)

@@ -23,7 +23,7 @@ def flatten_exchanged_slots(graph: Graph, ranks: int) -> None:
         return
     place = positions(graph)
     near: dict[Node, None] = {}
-    for match in find_blocks(graph).matches:
+    for match in find_blocks(graph, may_compute=True).matches:
         first, down = match.gemms[0], match.gemms[-1]
         after = first_communication_after(down.node, down.outer, place, most_nodes(ranks))
         found = [*communications_before(first.activations), *([after] if after is not None else [])]

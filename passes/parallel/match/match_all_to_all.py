@@ -35,7 +35,7 @@ def match_all_to_all(
         combine.result,
         place,
         most_nodes(group.ranks),
-        stop_at=frozenset(_sizes_of_rows(brings_rows)),
+        stop_at=frozenset((*_sizes_of_rows(brings_rows), *expert_tensors(match, set(), place))),
         stop_at_inputs_of=lambda found: (
             (found.kind == "all_to_all" or (found.kind == "all_gather" and not found.is_float))
             and found.group_name == combine.group_name
@@ -71,7 +71,7 @@ def match_all_to_all(
     # Without tokens what a rank sends is constant too: nothing.
     static = all(isinstance(size, int) for size in (*dispatch.send, *dispatch.receive))
     form = "all_to_all_slots" if not counts else "all_to_all_capacity" if static else "all_to_all"
-    tensors = expert_tensors(match, set(sources.values()))
+    tensors = expert_tensors(match, set(sources.values()), place)
     check_leaves(leaves - {*sources.values(), *tensors}, place)
     return ParallelBlock(
         form,
@@ -183,7 +183,8 @@ def _bounds_from_counts(count: Collective, group: Group, own: int) -> tuple[int,
     if not all(isinstance(size, int) for size in value.shape):
         raise NotThisForm(
             f"how many counts {named(count.node)} exchanges is not a constant; expected one for each expert (as "
-            "torch.histc, one_hot or scatter_add count them; torch.bincount has a length that only a run tells)"
+            "torch.histc, one_hot or scatter_add count them; torch.bincount has a length that only a run tells, unless "
+            "minlength is the number of experts, and something views the counts as that many)"
         )
     per_entry = value.numel() // max(1, int(value.shape[0]))
     bounds = [0]

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 
 from torch.fx import Node
 
+from moepass.passes.blocks.computed_weights import is_computed
 from moepass.passes.blocks.detect import BlockMatch
 from moepass.passes.blocks.expert_stack import is_expert_stack
 from moepass.passes.graph.collectives import Communication, collective_of
@@ -63,7 +64,7 @@ def match_block(
             "write them with torch.nn.functional.grouped_mm (transformers: experts_implementation='grouped_mm')"
         )
     for gemm in match.gemms:
-        if gemm.weights.op != "placeholder" and not is_expert_stack(gemm.weights):
+        if gemm.weights.op != "placeholder" and not is_expert_stack(gemm.weights) and not is_computed(gemm.weights):
             raise NotThisForm(
                 f"the expert weights of {named(gemm.node)} are not a parameter as it is, but come from "
                 f"{named(gemm.weights)}; keep parameters in the type and layout in which the GEMMs read them"

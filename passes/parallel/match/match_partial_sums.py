@@ -57,7 +57,9 @@ def match_partial_sums(match: BlockMatch, combine: Collective, group: Group, pla
             f"{named(weights)} {describe_shape(fake_value(weights))}; expected one shape [tokens, k]"
         )
     sink = _own_part(combine.result, tokens.shape[0]) if gathered else combine.result
-    region, exchanges, leaves = walk_back(sink, place, most_nodes(group.ranks), stop_at=frozenset(sources.values()))
+    tensors = expert_tensors(match, set(sources.values()), place)
+    stops = frozenset((*sources.values(), *tensors))
+    region, exchanges, leaves = walk_back(sink, place, most_nodes(group.ranks), stop_at=stops)
     stray = [exchange.kind for exchange in exchanges if exchange.group_name != combine.group_name]
     kinds = sorted({exchange.kind for exchange in exchanges})
     # Ranks that always bring equally many tokens need no agreement (the AllReduce) on the largest number.
@@ -66,7 +68,6 @@ def match_partial_sums(match: BlockMatch, combine: Collective, group: Group, pla
         listed = ", ".join(f"{exchange.kind} {named(exchange.node)}" for exchange in exchanges)
         wanted = "all_gather, reduce_scatter and at most all_reduce of the largest number" if gathered else "all_reduce"
         raise NotThisForm(f"it exchanges by {listed}; expected {wanted} alone, all over one process group")
-    tensors = expert_tensors(match, set(sources.values()))
     check_leaves(leaves - {*sources.values(), *tensors}, place)
     bounds = _bounds_from_router(sources["ids"], group, match.record.experts)
     drops = any(exchange.node.meta.get(OF_MASK_KEY, False) for exchange in exchanges)

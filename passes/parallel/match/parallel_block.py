@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch.fx import Node
 
+from moepass.passes.blocks.computed_weights import is_computed
 from moepass.passes.blocks.detect import BlockMatch
 from moepass.passes.blocks.expert_gemms import ExpertGemm
 from moepass.passes.blocks.expert_stack import is_expert_stack
 from moepass.passes.graph.collectives import Collective
-from moepass.passes.graph.nodes import fake_value, is_call, view_source
+from moepass.passes.graph.node_arguments import named_arguments
+from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
+from moepass.passes.graph.operations import indexed_dimensions
 from moepass.passes.ir.protocol import Group
 from moepass.passes.parallel.match.near_experts import is_size
 
@@ -91,19 +94,30 @@ class Bias:
 
 
 def bias_after(gemm: Node) -> Bias | None:
-    """What is added right after `gemm`, if that is looked up row by row in an input of the graph."""
+    """What is added right after `gemm`, if that is looked up row by row in what is made of parameters alone."""
     for user in gemm.users:
         if is_call(user, aten.add.Tensor):
             for other in user.args:
-                if is_call(other, aten.index.Tensor, aten.index_select.default):
-                    tensor = view_source(other.args[0])  # type: ignore[union-attr, arg-type]
-                    if tensor.op == "placeholder" or is_expert_stack(tensor):
-                        return Bias(user, tensor)
+                tensor = looked_up_table(other)
+                if tensor is not None:
+                    return Bias(user, tensor)
     return None
 
 
-def expert_tensors(match: BlockMatch, sources: set[Node]) -> tuple[Node, ...]:
-    """The weights of the GEMMs, and their biases: what is there once for each expert of this rank.
+def looked_up_table(lookup: object) -> Node | None:
+    """The parameter, or what is computed of parameters alone, whose first dimension `lookup` looks rows up in."""
+    if not isinstance(lookup, Node) or not is_call(lookup, aten.index.Tensor, aten.index_select.default):
+        return None
+    given = named_arguments(lookup)
+    table, in_front = given["self"], [dim for dim, _ in indexed_dimensions(given)] == [0]
+    if not in_front:
+        return None
+    is_parameter = table.op == "placeholder" or is_expert_stack(table)
+    return table if is_parameter or is_computed(table) else None
+
+
+def expert_tensors(match: BlockMatch, sources: set[Node], place: dict[Node, int]) -> tuple[Node, ...]:
+    """The weights of the GEMMs, their biases, and tables between them: what each expert of this rank has one of.
 
     Told by what reads them. Activations of as many tokens as this rank has experts have the same shape.
     """
@@ -115,7 +129,28 @@ def expert_tensors(match: BlockMatch, sources: set[Node]) -> tuple[Node, ...]:
         value = fake_value(bias.tensor)
         if value.is_floating_point() and value.dim() >= 2 and is_size(value.shape[0], match.record.experts):
             found.setdefault(bias.tensor)
+    found |= dict.fromkeys(_tables_between(match, sources, place))
     return tuple(found)
+
+
+def _tables_between(match: BlockMatch, sources: set[Node], place: dict[Node, int]) -> Iterator[Node]:
+    """What the activation function looks up for the expert of each row, as scales or the weights of norms."""
+    *ups, down = match.gemms
+    stops = {up.node for up in ups}
+    first = min(place[node] for node in stops)
+    pending, seen = [down.activations], {down.activations}
+    while pending:
+        node = pending.pop()
+        table = looked_up_table(node)
+        if table is not None:
+            value = fake_value(table)
+            if table not in sources and value.is_floating_point() and is_size(value.shape[0], match.record.experts):
+                yield table
+            continue
+        for used in node.all_input_nodes if node not in stops else ():
+            if used not in seen and isinstance(fake_value(used), torch.Tensor) and place[used] > first:
+                seen.add(used)
+                pending.append(used)
 
 
 def check_bounds(bounds: tuple[int, ...]) -> None:

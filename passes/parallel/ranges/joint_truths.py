@@ -43,7 +43,7 @@ from torch.fx import Node
 
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import base_operation
+from moepass.passes.graph.operations import adds_to_places, base_operation
 from moepass.passes.parallel.ranges.growing_sizes import grows_in_size
 from moepass.passes.parallel.ranges.value_range import Kind, Range
 
@@ -132,6 +132,9 @@ class JointTruths:
         used = [each for each in node.all_input_nodes if not self._is_inverted(node, each)]
         # Constants of the activation function are the same for every row (row_flow.py), and no run computes with them.
         given = [self._of(each) for each in used if not (by_row and found is None and each.op == "get_attr")]
+        if base_operation(node) == "searchsorted":
+            # Of each value it counts the elements below, as a comparison of every two of them does, added up.
+            given = [frozenset(each for each in part if each.truth not in self._numbers) for part in given]
         after = [frozenset(self._moved(node, each, found is None, by_row) for each in part) for part in given]
         together = frozenset().union(*after)
         # Every value that one id gives was tried.
@@ -140,7 +143,7 @@ class JointTruths:
             self._add_meeting(node, together)
         if found is not None and self._is_number(node, found):
             together = frozenset({_itself(node, found)})
-        elif found is not None and base_operation(node) in _SORTS | _COUNTS:
+        elif found is not None and (base_operation(node) in _SORTS | _COUNTS or adds_to_places(node)):
             # Which place or size comes of it depends on how many there are of each number.
             together = frozenset(each for each in together if each.truth not in self._numbers)
         self._found[node] = together

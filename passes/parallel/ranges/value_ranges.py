@@ -38,7 +38,7 @@ from moepass.passes.graph.contents import MAKE_EMPTY
 from moepass.passes.graph.node_arguments import named_arguments
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import base_operation, indexed_dimensions, is_mask, operation
+from moepass.passes.graph.operations import adds_to_places, base_operation, indexed_dimensions, is_mask, operation
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.parallel.ranges.exact_types import check_type
 from moepass.passes.parallel.ranges.growing_sizes import (
@@ -205,6 +205,8 @@ class ValueRanges(RangeSums):
             return self.range_of(node.args[0]).moved(node)
         if base == "argsort":
             return COUNT
+        if base == "searchsorted":
+            return self._searched(node, arguments)
         raise NotThisForm(
             f"{node.name} ({node.target}) is no operation on places or sizes that moepass knows; {CHANGE}"
         )
@@ -215,8 +217,11 @@ class ValueRanges(RangeSums):
         return COUNT if is_order else self.range_of(source).moved(node)
 
     def _joined(self, node: Node, name: str, arguments: dict[str, Any]) -> Range:
-        if arguments.get("accumulate"):
-            raise NotThisForm(f"{node.name} ({node.target}) adds to places; {CHANGE}")
+        if adds_to_places(node):
+            if str(fake_value(arguments["values"]).shape) != str(fake_value(arguments["indices"][0]).shape):
+                raise NotThisForm(f"{node.name} ({node.target}) adds one value to several places; {CHANGE}")
+            self._check_places(node)
+            return self.summed(node, "index_add", {"self": arguments["self"], "source": arguments["values"]})
         given = [arguments.get(role, 0) for role in _JOINS[name]]
         flat = [part for each in given for part in (each if isinstance(each, (list, tuple)) else (each,))]
         parts = [part for part in (self.range_of(each) for each in flat) if not part.empty]
@@ -289,6 +294,19 @@ class ValueRanges(RangeSums):
             return COUNT
         self.tried.require_all(node, size)
         return Range(0, max(0, size - 1), Kind.CHOSEN, node)
+
+    def _searched(self, node: Node, arguments: dict[str, Any]) -> Range:
+        """How many elements of a sequence lie below each value."""
+        sequence, values = arguments["sorted_sequence"], self.range_of(arguments["self"])
+        number = fake_value(sequence).shape[-1]
+        if arguments.get("sorter") is not None or values.empty or self.range_of(sequence).empty:
+            raise NotThisForm(f"{node.name} ({node.target}) searches what is not known to be sorted; {CHANGE}")
+        if self.range_of(sequence).kind <= Kind.CHOSEN and values.kind is Kind.FIXED:
+            return COUNT  # of sorted expert ids
+        if not isinstance(number, int) or fake_value(sequence).dim() != 1:
+            raise NotThisForm(f"{node.name} ({node.target}) searches {number} places that grow themselves; {CHANGE}")
+        self.tried.require_all(node, number + 1)
+        return Range(0, number, Kind.CHOSEN, node)
 
     # --------------------------------------------------------------------------------------------------- checks
 

@@ -13,6 +13,7 @@ from readable_refusals import check_readable
 from simulated_ranks import Captured, capture_module, hidden_rows, pretend_rank, run_ranks, run_with_banks, with_tokens
 from torch import nn
 
+from moepass.models.testing.project_styles.converted_style import FlatWeights, MasterWeights, ScaledModules
 from moepass.models.testing.project_styles.exact_style import SlicesOfModules, SplitOfStacks
 from moepass.models.testing.project_styles.gathered_style import DroppingMasks, GatheredMasks, GatheredOrder
 from moepass.models.testing.project_styles.megatron_style import MaskedDispatch
@@ -22,10 +23,12 @@ from moepass.passes.graph.collectives import communications_of
 from moepass.passes.graph.nodes import graph_inputs, is_call
 from moepass.passes.ir.plan import BankSpec, Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
+from moepass.passes.ir.shards import shard_layout
 from moepass.passes.ir.slot_operations import gather
 from moepass.passes.loops.sort_masks import sort_masks
 from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
 from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
+from moepass.runtime.banks.banks import write_parts
 
 STYLES: dict[str, tuple[type[nn.Module], str]] = {
     "gshard": (EinsumSlots, "all_to_all_slots"),
@@ -36,6 +39,9 @@ STYLES: dict[str, tuple[type[nn.Module], str]] = {
     "megatron gathered": (GatheredMasks, "all_gather"),
     "gathered order": (GatheredOrder, "all_gather"),
     "gathered with drops": (DroppingMasks, "all_gather"),
+    "master weights": (MasterWeights, "all_to_all"),
+    "flat weights": (FlatWeights, "all_to_all"),
+    "scaled modules": (ScaledModules, "all_to_all"),
 }
 # Where all ranks must bring as many tokens.
 EVEN_FORMS = ("all_to_all_slots", "all_gather")
@@ -73,13 +79,10 @@ def _parts_of(bank: BankSpec, captured: Captured, result: PassResult) -> list[to
     )
     given: list[Any] = [values[node.name] for node in call.all_input_nodes]
     rank = next(iter(captured.groups.values())).rank
-    own = bank.expert_bounds[rank + 1] - bank.expert_bounds[rank]
-    parts = []
-    for position in range(len(bank.tensors)):
-        number = own if position in bank.one_by_one else 1
-        taken, given = given[:number], given[number:]
-        parts.append(torch.stack(taken) if position in bank.one_by_one else taken[0])
-    return parts
+    layout = shard_layout(bank, rank)
+    shard = torch.empty(layout.nbytes, dtype=torch.uint8)
+    write_parts(bank, rank, given, shard)
+    return [tensor.view(shard) for tensor in layout.tensors]
 
 
 def host_syncs(result: PassResult) -> list[str]:

@@ -25,6 +25,9 @@ STYLES = {
     "megatron gathered": "gathered_style.GatheredMasks",
     "gathered order": "gathered_style.GatheredOrder",
     "gathered with drops": "gathered_style.DroppingMasks",
+    "master weights": "converted_style.MasterWeights",
+    "flat weights": "converted_style.FlatWeights",
+    "scaled modules": "converted_style.ScaledModules",
 }
 # The number of slots follows from a rank's tokens; what is gathered has as many rows of each rank.
 EVEN = ("gshard", "deepspeed", "megatron gathered", "gathered order", "gathered with drops")

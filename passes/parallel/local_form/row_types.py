@@ -1,0 +1,136 @@
+"""Casts of rows beside the experts of a block: the local form repeats them, with the same roundings in the same order.
+
+Mock runs are in float64 and see no cast, so this follows from the graph alone: a cast of each element does the same
+before a move of rows as behind it. Where rows are only moved and cast between two places, each of them goes through the
+casts on its way. These must be the same on all ways.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable
+
+import torch
+from torch.fx import Node
+
+from moepass.passes.graph.collectives import collective_of
+from moepass.passes.graph.contents import MAKE_EMPTY
+from moepass.passes.graph.nodes import fake_value, is_call, is_view
+from moepass.passes.graph.not_this_form import NotThisForm
+from moepass.passes.graph.operations import adds_to_places, base_operation
+from moepass.passes.graph.source_lines import named
+from moepass.passes.parallel.match.near_experts import ROW_MOVES
+from moepass.passes.rows.row_operations import MADE, MADE_LIKE
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class Casts:
+    """The types that rows have one after the other, the first included, and the nodes on their ways.
+
+    Nothing in either where no type changes.
+    """
+
+    types: tuple[torch.dtype, ...]
+    nodes: frozenset[Node]
+
+
+def casts_between(end: Node, starts: Collection[Node], region: Collection[Node]) -> Casts:
+    """The casts of rows from `starts` to `end`, in the `region` of a block.
+
+    Raises NotThisForm where types change, and rows are not only moved and cast there.
+    """
+    if not any(map(changes_type, _between(end, starts, region))):
+        return Casts((), frozenset())
+    types: dict[Node, tuple[torch.dtype, ...] | None] = {}
+    pending = [end]
+    while pending:
+        node = pending[-1]
+        if node in types:
+            pending.pop()
+            continue
+        if node in starts:
+            types[node] = (_type(node),)
+            continue
+        if _is_constant(node):
+            types[node] = None
+            continue
+        read = _data_of(node)
+        unknown = [used for used in read if used not in types]
+        if unknown:
+            pending += unknown
+            continue
+        found = {of for used in read if (of := types[used]) is not None}
+        if len(found) != 1:
+            raise NotThisForm(
+                f"rows come to {named(node)} in {' and in '.join(map(str, found)) or 'no type that is known'}; "
+                "expected the same casts of all rows"
+            )
+        (before,) = found
+        types[node] = before if _type(node) is before[-1] else (*before, _type(node))
+    result = types[end]
+    if result is None:
+        raise NotThisForm(f"{named(end)} holds no rows")
+    return Casts(result, frozenset(types))
+
+
+def _between(end: Node, starts: Collection[Node], region: Collection[Node]) -> set[Node]:
+    """All of `region` that `end` is computed from, not beyond `starts`."""
+    pending, found = [end], set[Node]()
+    while pending:
+        node = pending.pop()
+        if node not in found and node not in starts and node in region:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
+
+
+def changes_type(node: Node) -> bool:
+    """True where a tensor of floating numbers that `node` reads has another floating type than what it gives."""
+    if node.op != "call_function" or _is_constant(node):
+        return False
+    own = _type_or_none(node)
+    read = (used for used in node.all_input_nodes if not _is_single(used))
+    return own is not None and any(_type_or_none(used) not in (None, own) for used in read)
+
+
+def _data_of(node: Node) -> list[Node]:
+    """What a move takes rows from. Raises NotThisForm for what is no move."""
+    collective = collective_of(node)
+    if collective is not None:
+        return [collective.input]
+    is_move = is_call(node, *ROW_MOVES) or (is_view(node) and not is_call(node, aten.view.dtype))
+    is_move = is_move and not adds_to_places(node)
+    if not is_move:
+        raise NotThisForm(
+            f"it casts rows, and computes with them at {named(node)}, so its local form would round otherwise; "
+            "expected rows to be moved and cast only, beside the experts"
+        )
+    return [used for used in node.all_input_nodes if _type_or_none(used) is not None]
+
+
+def _is_constant(node: Node) -> bool:
+    """Numbers that are no rows: zeros that rows are put into, and what masks put in their place."""
+    return node.op == "get_attr" or (
+        node.op == "call_function" and base_operation(node) in MADE | MADE_LIKE | MAKE_EMPTY
+    )
+
+
+def _is_single(node: Node) -> bool:
+    value = fake_value(node)
+    return isinstance(value, torch.Tensor) and value.dim() == 0
+
+
+def _type(node: Node) -> torch.dtype:
+    found = _type_or_none(node)
+    if found is None:
+        raise NotThisForm(f"{named(node)} gives no floating numbers, but rows go through it")
+    return found
+
+
+def _type_or_none(node: Node) -> torch.dtype | None:
+    value = fake_value(node)
+    values: Iterable[object] = value if isinstance(value, (tuple, list)) else (value,)
+    types = {one.dtype for one in values if isinstance(one, torch.Tensor) and one.is_floating_point()}
+    return types.pop() if len(types) == 1 else None

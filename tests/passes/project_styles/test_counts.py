@@ -1,0 +1,128 @@
+"""However a model counts rows by expert, before the exchange and behind it: taken, and right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from simulated_ranks import Captured, capture_module, hidden_rows, pretend_rank, run_ranks, run_with_banks, with_tokens
+from test_project_styles import complete_banks, eliminated
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from moepass.models.reference.collectives import exchange_rows
+from moepass.models.reference.grouped_experts import grouped_gemm
+from moepass.models.testing.project_styles.exact_style import ExactLayer
+from moepass.models.testing.project_styles.style_sizes import BiasedExpert, StyleSizes, stacked
+from moepass.passes.graph.collectives import communications_of
+
+SIZES = StyleSizes()
+Count = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+def _every(ids: torch.Tensor, experts: int) -> torch.Tensor:
+    return torch.arange(experts, device=ids.device)
+
+
+def _ends(ids: torch.Tensor, experts: int) -> torch.Tensor:
+    return torch.searchsorted(ids.sort()[0], _every(ids, experts), right=True)
+
+
+# Of expert ids [rows], how many of each there are.
+COUNTS: dict[str, Count] = {
+    "bincount": lambda ids, experts: torch.bincount(ids, minlength=experts),
+    "histc": lambda ids, experts: torch.histc(ids.float(), experts, 0, experts - 1).long(),
+    "one_hot": lambda ids, experts: F.one_hot(ids, experts).sum(dim=0),
+    "one_hot, last of cumsum": lambda ids, experts: F.one_hot(ids, experts).cumsum(dim=0)[-1],
+    "scatter_add": lambda ids, experts: ids.new_zeros(experts).scatter_add(0, ids, torch.ones_like(ids)),
+    "index_add": lambda ids, experts: ids.new_zeros(experts).index_add(0, ids, torch.ones_like(ids)),
+    "index_put": lambda ids, experts: ids.new_zeros(experts).index_put((ids,), torch.ones_like(ids), accumulate=True),
+    "equal": lambda ids, experts: (ids.unsqueeze(1) == _every(ids, experts)).sum(dim=0),
+    "searchsorted": lambda ids, experts: torch.diff(_ends(ids, experts), prepend=ids.new_zeros(1)),
+    "difference of cumsum": lambda ids, experts: (
+        (ids.unsqueeze(1) <= _every(ids, experts)).sum(dim=0) - (ids.unsqueeze(1) < _every(ids, experts)).sum(dim=0)
+    ),
+}
+
+
+class CountedLayer(ExactLayer):
+    """Grouped GEMMs with biases, rows counted by `before` the exchange and by `behind` it."""
+
+    def __init__(self, sizes: StyleSizes, group: ProcessGroup, before: Count, behind: Count) -> None:
+        super().__init__(sizes, group)
+        self.before, self.behind = before, behind
+        experts = [BiasedExpert(sizes, number) for number in self.owned]
+        self.up, self.down = stacked([one.up for one in experts]), stacked([one.down for one in experts])
+        self.bias = stacked([one.up_bias for one in experts])
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        scores, chosen = torch.topk(self.router(hidden), self.sizes.top_k, dim=1)
+        ids, order = chosen.view(-1).sort(stable=True)
+        counts = self.before(ids, self.sizes.experts)
+        arriving, send, receive = self._exchange_counts(counts)
+        arrived = exchange_rows(hidden[order // self.sizes.top_k], send, receive, self.group_name)
+        own = len(self.owned)
+        expert_of = torch.arange(own, device=hidden.device).repeat(self.ranks)
+        expert_of = expert_of.repeat_interleave(arriving, output_size=arrived.shape[0])
+        sorted_ids, by_expert = expert_of.sort(stable=True)
+        ends = self.behind(expert_of, own).cumsum(0, dtype=torch.int32)
+        inner = F.gelu(grouped_gemm(arrived[by_expert], self.up.transpose(1, 2), ends) + self.bias[sorted_ids])
+        outputs = torch.empty_like(arrived)
+        outputs[by_expert] = grouped_gemm(inner, self.down.transpose(1, 2), ends)
+        returned = exchange_rows(outputs, receive, send, self.group_name)
+        weighed = returned * scores.view(-1)[order].unsqueeze(-1)
+        return torch.zeros_like(hidden).index_add(0, order // self.sizes.top_k, weighed)
+
+
+def _captured(before: Count, behind: Count, rank: int, ranks: int) -> Captured:
+    with pretend_rank(rank, ranks):
+        layer = CountedLayer(SIZES, dist.group.WORLD, before, behind)  # type: ignore[arg-type]
+        return capture_module(layer, hidden_rows(SIZES.hidden, 9, rank, SIZES.dtype), rank, ranks)
+
+
+def check_counts(before: Count, behind: Count, ranks: int) -> None:
+    captured = [_captured(before, behind, rank, ranks) for rank in range(ranks)]
+    results = [eliminated(one) for one in captured]
+    for result in results:
+        assert [block.form for block in result.plan.local_blocks] == ["all_to_all"], result.plan.refusals
+        assert not list(communications_of(result.module.graph))
+    banks = complete_banks(captured, results)
+    for seed, tokens in enumerate(((9, 4, 12, 7), (40, 1, 3, 2))):
+        rows = [hidden_rows(SIZES.hidden, tokens[rank], rank, SIZES.dtype, seed) for rank in range(ranks)]
+        inputs = [with_tokens(one, of_rank) for one, of_rank in zip(captured, rows, strict=True)]
+        expected: list[Any] = run_ranks([one.module for one in captured], inputs)
+        for rank, (result, given) in enumerate(zip(results, inputs, strict=True)):
+            (found,) = run_with_banks(result.module, given, banks)
+            torch.testing.assert_close(found, expected[rank][0], rtol=1e-5, atol=1e-5)
+
+
+def test_counts_of_a_length_that_only_a_run_tells() -> None:
+    check_counts(COUNTS["bincount"], COUNTS["histc"], 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COUNTS)
+def test_counts_by_other_means_before_an_exchange(name: str) -> None:
+    check_counts(COUNTS[name], COUNTS["histc"], 4)
+
+
+# The fake kernel of a grouped GEMM asks how many offsets there are, which a run alone tells of bincount. The last of no
+# rows is an error in the model itself.
+_BEHIND = [name for name in COUNTS if name not in ("bincount", "one_hot, last of cumsum")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _BEHIND)
+def test_counts_behind_an_exchange(name: str) -> None:
+    check_counts(COUNTS["histc"], COUNTS[name], 2)
+
+
+@pytest.mark.slow
+def test_counts_that_need_a_row_are_refused() -> None:
+    """A rank may get none, where the model itself stops."""
+    result = eliminated(_captured(COUNTS["histc"], COUNTS["one_hot, last of cumsum"], 0, 2))
+    assert not result.plan.local_blocks
+    assert "with peers without tokens" in result.refusals[0].reason
