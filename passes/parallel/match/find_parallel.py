@@ -28,6 +28,7 @@ from moepass.passes.graph.collectives import Communication, collective_of, commu
 from moepass.passes.graph.nodes import fake_value, is_call, positions
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.refusals import refusal_of
+from moepass.passes.graph.source_lines import place_of
 from moepass.passes.ir.plan import Refusal
 from moepass.passes.ir.protocol import NO_NOTES, CaptureNotes, Group
 from moepass.passes.parallel.match.match_block import match_block
@@ -143,7 +144,8 @@ def _of_refused_gemms(
         after = first_communication_after(gemm, fake_value(gemm).shape[-1], place)
         near = [*communications_before(*gemm.all_input_nodes), *([after] if after is not None else [])]
         claimed |= {one.node for one in near}
-        if near and refusal.where not in told:
-            told.add(refusal.where)
+        where = refusal.where or place_of(gemm)
+        if near and where not in told:
+            told.add(where)
             reason = f"its GEMMs make no block of experts that moepass knows ({refusal.reason})"
-            yield refusal_of(graph, reason, near[-1].node, refusal.where, _known_group(near, groups))
+            yield refusal_of(graph, reason, near[-1].node, where, _known_group(near, groups))

@@ -67,7 +67,10 @@ def complete_banks(captured: Sequence[Captured], results: Sequence[PassResult]) 
     """The tensors of every bank, of the parameters that the graphs of all ranks give to its gather."""
     banks: dict[int, list[torch.Tensor]] = {}
     for bank in results[0].plan.banks:
-        parts = [_parts_of(bank, *of_rank) for of_rank in zip(captured, results, strict=True)]
+        # Each rank makes its part by its own recipes.
+        parts = [
+            _parts_of(of_rank[1].plan.bank(bank.index), *of_rank) for of_rank in zip(captured, results, strict=True)
+        ]
         banks[bank.index] = [torch.cat(of_tensor) for of_tensor in zip(*parts, strict=True)]
     return banks
 

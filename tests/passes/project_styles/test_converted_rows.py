@@ -1,0 +1,152 @@
+"""Casts of rows and weights between exchanges: repeated alike, or refused, and never left out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from simulated_ranks import Captured, capture_module, hidden_rows, pretend_rank, run_ranks, run_with_banks, with_tokens
+from test_project_styles import complete_banks, eliminated
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from moepass.models.reference.collectives import exchange_rows
+from moepass.models.reference.grouped_experts import grouped_gemm
+from moepass.models.testing.project_styles.exact_style import ExactLayer
+from moepass.models.testing.project_styles.style_sizes import BiasedExpert, StyleSizes, stacked
+from moepass.passes.ir.protocol import PassResult
+from moepass.passes.parallel.eliminate_expert_parallelism import texts_of
+
+SIZES = StyleSizes()
+Change = Callable[[torch.Tensor], torch.Tensor]
+HALF, SHORT = torch.float16, torch.bfloat16
+
+
+def same(values: torch.Tensor) -> torch.Tensor:
+    return values
+
+
+class CastLayer(ExactLayer):
+    """Grouped GEMMs on rows that are changed behind their exchange (`arrived`), of one GEMM (`again`), and before they
+    go back (`sent`); `weight` changes the first weights.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        arrived: Change = same,
+        sent: Change = same,
+        weight: Change = same,
+        again: Change = same,
+        wire: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(SIZES, group)
+        self.arrived, self.sent, self.weight, self.again, self.wire = arrived, sent, weight, again, wire
+        experts = [BiasedExpert(SIZES, number) for number in self.owned]
+        self.up, self.down = stacked([one.up for one in experts]), stacked([one.down for one in experts])
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        scores, chosen = torch.topk(self.router(hidden), self.sizes.top_k, dim=1)
+        ids, order = chosen.view(-1).sort(stable=True)
+        counts = F.one_hot(ids, self.sizes.experts).sum(dim=0)
+        arriving, send, receive = self._exchange_counts(counts)
+        rows = hidden[order // self.sizes.top_k].to(self.wire)
+        arrived = self.arrived(exchange_rows(rows, send, receive, self.group_name))
+        own = len(self.owned)
+        expert_of = torch.arange(own, device=hidden.device).repeat(self.ranks)
+        by_expert = expert_of.repeat_interleave(arriving, output_size=arrived.shape[0]).argsort(stable=True)
+        ends = arriving.view(self.ranks, own).sum(dim=0).cumsum(0, dtype=torch.int32)
+        placed = arrived[by_expert]
+        up = self.weight(self.up).transpose(1, 2)
+        inner = F.gelu(grouped_gemm(placed, up, ends)) * grouped_gemm(self.again(placed), up, ends)
+        joined = grouped_gemm(inner, self.down.transpose(1, 2), ends)
+        outputs = torch.empty_like(joined)
+        outputs[by_expert] = joined
+        returned = exchange_rows(self.sent(outputs), receive, send, self.group_name).float()
+        weighed = returned * scores.view(-1)[order].unsqueeze(-1)
+        return torch.zeros_like(hidden).index_add(0, order // self.sizes.top_k, weighed)
+
+
+def _captured(rank: int, **changes: Change | torch.dtype) -> Captured:
+    with pretend_rank(rank, 2):
+        layer = CastLayer(dist.group.WORLD, **changes)  # type: ignore[arg-type]
+        return capture_module(layer, hidden_rows(SIZES.hidden, 9, rank, SIZES.dtype), rank, 2)
+
+
+def _check_right(captured: list[Captured], results: list[PassResult]) -> None:
+    banks = complete_banks(captured, results)
+    rows = [hidden_rows(SIZES.hidden, (30, 7)[rank], rank, SIZES.dtype) for rank in range(2)]
+    inputs = [with_tokens(one, of_rank) for one, of_rank in zip(captured, rows, strict=True)]
+    expected = run_ranks([one.module for one in captured], inputs)
+    for rank, (result, given) in enumerate(zip(results, inputs, strict=True)):
+        (found,) = run_with_banks(result.module, given, banks)
+        torch.testing.assert_close(found, expected[rank][0], rtol=1e-5, atol=1e-5)
+
+
+# Each rounds so much that a cast left out, or done in another order, would show.
+TAKEN: dict[str, dict[str, Change | torch.dtype]] = {
+    "wire": {"wire": SHORT, "arrived": lambda rows: rows.float(), "sent": lambda rows: rows.to(SHORT)},
+    "twice": {"arrived": lambda rows: rows.to(HALF).to(SHORT).float(), "sent": lambda rows: rows.to(HALF).float()},
+    "joined with zeros of another type": {
+        "wire": SHORT,
+        "arrived": lambda rows: torch.cat([rows, rows.new_zeros(1, rows.shape[1], dtype=torch.float32)])[:-1],
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "case", ["twice", *(pytest.param(one, marks=pytest.mark.slow) for one in TAKEN if one != "twice")]
+)
+def test_rows_are_cast_as_they_were(case: str) -> None:
+    captured = [_captured(rank, **TAKEN[case]) for rank in range(2)]
+    results = [eliminated(one) for one in captured]
+    for result in results:
+        assert [block.form for block in result.plan.local_blocks] == ["all_to_all"], result.plan.refusals
+    _check_right(captured, results)
+
+
+REFUSED: dict[str, tuple[dict[str, Change | torch.dtype], str]] = {
+    "computed with": (
+        {"arrived": lambda rows: (rows.to(SHORT) * 3).float() / 3},
+        "it casts rows, and computes with them at|neither a move nor a sum",
+    ),
+    "by one of two GEMMs": ({"again": lambda rows: rows.to(SHORT).float()}, "cast in different ways"),
+    "in places": (
+        {"arrived": lambda rows: torch.where(rows > 0, rows, rows.to(SHORT).float())},
+        "expected the same casts of all rows|decides",
+    ),
+    "bits": ({"arrived": lambda rows: rows.view(torch.int32).view(torch.float32)}, "its collectives stay"),
+    "weights by their own": ({"weight": lambda weight: weight.sin()}, "expected casts, views, slices"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", REFUSED)
+def test_other_changes_are_refused(case: str) -> None:
+    changes, reason = REFUSED[case]
+    result = eliminated(_captured(0, **changes))
+    assert not result.plan.local_blocks
+    reasons = " ".join(refusal.reason for refusal in result.refusals)
+    assert re.search(reason, reasons), reasons
+
+
+@pytest.mark.slow
+def test_ranks_may_make_their_weights_by_other_means() -> None:
+    """Each rank gives what its own experts compute with."""
+    captured = [_captured(0, weight=lambda weight: weight * 2), _captured(1)]
+    results = [eliminated(one) for one in captured]
+    signatures = {block.signature for result in results for block in result.plan.local_blocks}
+    assert len(signatures) == 1
+    _check_right(captured, results)
+
+
+@pytest.mark.slow
+def test_ranks_that_cast_rows_differently_are_told_apart() -> None:
+    one, other = (eliminated(_captured(0, arrived=change)) for change in (same, lambda rows: rows.to(SHORT).float()))
+    (block,), (cast,) = one.plan.local_blocks, other.plan.local_blocks
+    assert block.signature != cast.signature
+    (line,) = set(texts_of(other.module, cast)[0]) - set(texts_of(one.module, block)[0])
+    assert "torch.bfloat16" in line
