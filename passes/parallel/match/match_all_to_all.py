@@ -47,6 +47,11 @@ def match_all_to_all(
     counts = [exchange for exchange in exchanges if not exchange.is_float]
     dispatches = [exchange for exchange in floats if exchange.node in brings_rows]
     beside = [exchange for exchange in floats if exchange not in dispatches]
+    if len(floats) == len(counts) == 1 and not dispatches:
+        raise NotThisForm(
+            f"rows that {named(floats[0].node)} brings are computed with before its GEMMs; expected them to be moved "
+            "and cast only"
+        )
     is_beside = len(dispatches) == 1 and all(_sizes(one) == _sizes(dispatches[0]) for one in beside)
     if not is_beside or len(counts) > 1 or (not counts and not _are_slots(match)):
         raise NotThisForm(_other_exchanges(floats, counts, capture))
