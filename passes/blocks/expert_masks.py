@@ -117,4 +117,4 @@ def _are_different(ids: Node) -> bool:
     if base_operation(chosen) not in ("topk", "sort"):
         return False
     given, value = all_arguments(chosen), fake_value(ids)
-    return value.dim() == 2 and given["dim"] % 2 == 1 and given.get("k", value.shape[1]) == value.shape[1]
+    return bool(value.dim() == 2 and given["dim"] % 2 == 1 and given.get("k", value.shape[1]) == value.shape[1])

@@ -38,7 +38,7 @@ from moepass.passes.graph.graph_writer import describe_again, described_sizes, e
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call, positions
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.refusals import refusal_of
-from moepass.passes.graph.source_lines import describe_shape, named, place_of
+from moepass.passes.graph.source_lines import describe_shape, named
 from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.plan import BankSpec, LocalBlock, Plan, Refusal, dtype_name
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
@@ -97,7 +97,7 @@ def _eliminate(
     fix_count_lengths(local.graph)
     flatten_exchanged_slots(local.graph, max((group.ranks for group in context.groups.values()), default=1))
     masks, unread = look_up_gathered_masks(local.graph, leave)
-    blocks, refused = find_parallel_blocks(local.graph, context.groups, context.capture)
+    blocks, refused = find_parallel_blocks(local.graph, context.groups, context.capture, unread)
     refusals = list(refused)
     banks: list[BankSpec] = list(plan.banks)
     local_blocks: list[LocalBlock] = []
@@ -131,12 +131,6 @@ def _eliminate(
             local_blocks.append(LocalBlock(block.name, block.form, block.group_name, experts, origin.digest, weights))
             replicated.update(dict.fromkeys(origin.inputs))
     stay = {one.mask for one in masks if one.gather in local.graph.nodes}
-    of_masks = {
-        place_of(node): refusal_of(local.graph, reason, node, place_of(node), "")
-        for node, reason in unread
-        if node in local.graph.nodes
-    }
-    refusals = [of_masks.get(refusal.where, refusal) for refusal in refusals]
     local.graph.lint()
     local.recompile()
     plan = dataclasses.replace(

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch.fx import Graph, Node
@@ -46,11 +47,15 @@ aten = torch.ops.aten
 
 
 def find_parallel_blocks(
-    graph: Graph, groups: Mapping[str, Group], capture: CaptureNotes = NO_NOTES
+    graph: Graph,
+    groups: Mapping[str, Group],
+    capture: CaptureNotes = NO_NOTES,
+    unread: Mapping[Node, str] = MappingProxyType({}),
 ) -> tuple[tuple[ParallelBlock, ...], tuple[Refusal, ...]]:
     """Every block whose tokens or results cross ranks, in host order, and refusals for those that fit no form.
 
-    What exchanges tokens and belongs to no block of GEMMs is refused too.
+    What exchanges tokens and belongs to no block of GEMMs is refused too. `unread` are gathers of masks that could not
+    be replaced, and why: that is what a block with one of them is refused for.
     """
     if not any(True for _ in communications_of(graph)):
         return (), ()
@@ -76,7 +81,8 @@ def find_parallel_blocks(
             blocks.append(block)
             claimed |= {exchange.node for exchange in block.exchanges}
         except NotThisForm as error:
-            refusals.append(refusal_of(graph, str(error), near[-1].node, match.record.name, group))
+            reason = next((unread[one.node] for one in near if one.node in unread), str(error))
+            refusals.append(refusal_of(graph, reason, near[-1].node, match.record.name, group))
     refusals += _of_refused_gemms(graph, found.refusals, place, groups, claimed)
     claimed |= _counts_of(claimed)
     refusals += stray_exchanges(graph, claimed, {refusal.where for refusal in refusals}, groups, capture)

@@ -41,7 +41,7 @@ aten, prims = torch.ops.aten, torch.ops.prims
 # Meta key of a gather of ids that the model has as one of a mask: whether some may be as many as there are experts.
 OF_MASK_KEY = "moepass_of_mask"
 _WHY_NOT_CHOSEN = (
-    "{} gathers a mask, {}, that is not known to hold no more than k experts for each token; expected "
+    "the mask {}, which ranks gather by {}, is not known to hold no more than k experts for each token; expected "
     "zeros.scatter(1, ids, 1) of the ids that torch.topk gives, or that and another mask"
 )
 
@@ -54,20 +54,20 @@ class GatheredIds:
     gather: Node
 
 
-def look_up_gathered_masks(graph: Graph, leave: Collection[str]) -> tuple[list[GatheredIds], list[tuple[Node, str]]]:
+def look_up_gathered_masks(graph: Graph, leave: Collection[str]) -> tuple[list[GatheredIds], dict[Node, str]]:
     """What was replaced; and gathers of masks that were not, and why. Those called as one of `leave` stay."""
     found: list[GatheredIds] = []
-    reasons: list[tuple[Node, str]] = []
+    reasons: dict[Node, str] = {}
     for node in [node for node in graph.nodes if _gathers_any_mask(node) and node.name not in leave]:
         if gathered_mask(node) is None:
-            reasons.append((node, _WHY_NOT_CHOSEN.format(named(node), named(node.all_input_nodes[0]))))
+            reasons[node] = _WHY_NOT_CHOSEN.format(named(node.all_input_nodes[0]), named(node))
             continue
         name, pairs = node.name, _GatheredPairs(node)
         try:
             gather = pairs.replace()
         except NotThisForm as error:
             pairs.writer.erase()
-            reasons.append((node, str(error)))
+            reasons[node] = str(error)
         else:
             gather.meta[OF_MASK_KEY] = pairs.is_partial
             found.append(GatheredIds(name, gather))

@@ -8,13 +8,19 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import torch.distributed as dist
+from readable_refusals import check_readable
 from simulated_ranks import Captured, capture_module, hidden_rows, pretend_rank, run_ranks, with_tokens
 from torch import nn
 from torch.fx import GraphModule
 
 from moepass.models.reference.collectives import gather_rows
+from moepass.models.testing.project_styles.gathered_style import GatheredOrder
+from moepass.models.testing.project_styles.style_sizes import StyleSizes
 from moepass.passes.graph.collectives import collective_of
 from moepass.passes.graph.nodes import copy_graph_module, fake_value
+from moepass.passes.ir.plan import Plan
+from moepass.passes.ir.protocol import PassContext, run_passes
+from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
 from moepass.passes.parallel.match.gathered_masks import look_up_gathered_masks
 
 RANKS, EXPERTS, TOP_K, WIDTH = 2, 6, 2, 8
@@ -100,7 +106,7 @@ def _is_mask(node: torch.fx.Node) -> bool:
 def _looked_up(module: GraphModule) -> GraphModule:
     changed = copy_graph_module(module)
     found, reasons = look_up_gathered_masks(changed.graph, ())
-    assert reasons == []
+    assert reasons == {}
     assert [one.gather in changed.graph.nodes for one in found] == [True]
     assert not any(map(_is_mask, changed.graph.nodes))
     changed.graph.lint()
@@ -179,14 +185,53 @@ def test_what_is_no_selection_of_chosen_experts_stays(name: str) -> None:
     module = captured_ranks(choose, select, _columns)[0].module
     changed = copy_graph_module(module)
     before = [(node.name, node.target) for node in changed.graph.nodes]
-    found, ((node, reason),) = look_up_gathered_masks(changed.graph, ())
+    found, reasons = look_up_gathered_masks(changed.graph, ())
+    ((node, reason),) = reasons.items()
     assert found == []
     assert _is_mask(node)
     assert said in reason
     assert [(node.name, node.target) for node in changed.graph.nodes] == before
 
 
+class _Thresholds(GatheredOrder):
+    """As many experts as score more than chance."""
+
+    def _route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self.router(hidden)
+        return scores, scores > 1 / self.sizes.experts
+
+
+def _captured_layer(layer: type[nn.Module]) -> Captured:
+    sizes = StyleSizes()
+    with pretend_rank(1, RANKS):
+        hidden = hidden_rows(sizes.hidden, 9, 1, sizes.dtype)
+        return capture_module(layer(sizes, dist.group.WORLD), hidden, 1, RANKS, dynamic=True)  # type: ignore[call-arg]
+
+
+def test_a_block_that_other_ranks_leave_gathers_its_mask() -> None:
+    captured = _captured_layer(GatheredOrder)
+    taken = run_passes((eliminate_expert_parallelism,), captured.module, Plan(), PassContext(groups=captured.groups))
+    (block,) = taken.plan.local_blocks
+    context = PassContext(groups=captured.groups, leave={block.name: "rank 0 has other experts"})
+    left = run_passes((eliminate_expert_parallelism,), captured.module, Plan(), context)
+    assert left.plan.local_blocks == ()
+    (refusal,) = left.plan.refusals
+    assert "rank 0 has other experts" in refusal.reason
+    targets = [[node.target for node in one.module.graph.nodes] for one in (captured, left)]
+    assert targets[0] == targets[1]
+
+
+def test_a_mask_by_a_threshold_is_refused_with_its_line() -> None:
+    captured = _captured_layer(_Thresholds)
+    result = run_passes((eliminate_expert_parallelism,), captured.module, Plan(), PassContext(groups=captured.groups))
+    check_readable(result.refusals)
+    assert result.plan.local_blocks == ()
+    (refusal,) = result.refusals
+    assert "no more than k experts" in refusal.reason
+    assert "scores > 1 / self.sizes.experts" in refusal.source_line
+
+
 def test_masks_that_stay_are_left_alone() -> None:
     module = copy_graph_module(captured_ranks(whole, masked, _columns)[0].module)
     (mask,) = filter(_is_mask, module.graph.nodes)
-    assert look_up_gathered_masks(module.graph, {mask.name}) == ([], [])
+    assert look_up_gathered_masks(module.graph, {mask.name}) == ([], {})
