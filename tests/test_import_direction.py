@@ -44,6 +44,7 @@ ROOMS = {
         "cost": _GRAPH,
         "rows": _GRAPH,
         "loops": ("rows", "blocks", *_GRAPH),
+        "slots": ("loops", "rows", "blocks", *_GRAPH),
         "tokens": ("rows", "blocks", *_GRAPH),
         "parallel/match": ("blocks", *_GRAPH),
         "parallel/local_form": ("parallel/match", "rows", *_GRAPH),

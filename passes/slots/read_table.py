@@ -1,0 +1,168 @@
+"""The slots of a block's experts, and the lookups that read them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from moepass.passes.blocks.detect import BlockMatch
+from moepass.passes.graph.input_sizes import size_expression
+from moepass.passes.graph.node_arguments import all_arguments
+from moepass.passes.graph.nodes import fake_value, is_call
+from moepass.passes.graph.not_this_form import NotThisForm
+from moepass.passes.graph.operations import base_operation, operation
+from moepass.passes.graph.source_lines import named
+from moepass.passes.rows.row_operations import MADE, MADE_LIKE, VIEWS
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+# Of the operations behind the experts, before their slots are looked up; a walk that meets more has left them.
+_MOST_NODES = 60
+_SAME = {"clone", "contiguous", "alias", "detach"}
+_CASTS = {"convert_element_type", "_to_copy"}
+_FILLED = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadTable:
+    """`lookups` read rows of `table`: `slots` [slots, ..], and `before` and `behind` them rows of one number, `fill`.
+
+    Nothing else reads what the experts compute.
+    """
+
+    lookups: tuple[Node, ...]
+    table: Node
+    slots: Node
+    before: Any = 0
+    behind: Any = 0
+    fill: float | None = None
+
+    @property
+    def ids(self) -> tuple[Node, ...]:
+        return tuple(ids_of_lookup(lookup)[1] for lookup in self.lookups)
+
+
+def read_table(match: BlockMatch) -> ReadTable:
+    """What reads the slots of a block's experts. Raises NotThisForm where that is not lookups of rows alone."""
+    lookups, between = _readers(match.gemms[-1].node)
+    tables = {_whole(ids_of_lookup(lookup)[0]) for lookup in lookups}
+    if len(tables) != 1:
+        raise NotThisForm(f"its slots are read by lookups in {len(tables)} tables")
+    (table,) = tables
+    return _table(tuple(lookups), table, between)
+
+
+def ids_of_lookup(node: Node) -> tuple[Node, Node]:
+    """The table whose rows `node` looks up, and their numbers. Raises NotThisForm where it is no such lookup."""
+    if is_call(node, aten.index_select.default, aten.index.Tensor):
+        given = all_arguments(node)
+        source = given["self"]
+        ids = [given["index"]] if "index" in given else list(given["indices"])
+        dims = fake_value(source).dim()
+        is_of_rows = given.get("dim", 0) % max(1, dims) == 0 and len(ids) == 1 and dims > 1
+        if is_of_rows and isinstance(ids[0], Node) and fake_value(ids[0]).dtype in (torch.int32, torch.int64):
+            return source, ids[0]
+    raise NotThisForm(f"{named(node)} is no lookup of rows")
+
+
+def is_lookup_of_rows(node: Node) -> bool:
+    try:
+        ids_of_lookup(node)
+    except NotThisForm:
+        return False
+    return True
+
+
+def even_groups(ends: Node) -> tuple[int, Any]:
+    """Number of experts, and rows of each, where `ends` says that all have as many. Raises NotThisForm."""
+    chain = [ends]
+    while base_operation(chain[-1]) in _CASTS | _SAME:
+        chain.append(chain[-1].all_input_nodes[0])
+    if is_call(chain[-1], aten.cumsum.default):
+        chain.append(all_arguments(chain[-1])["self"])
+        # In a smaller type the ends of many rows would be other numbers.
+        is_exact = all(fake_value(node).dtype in (torch.int32, torch.int64) for node in chain)
+        if is_exact and is_call(chain[-1], aten.full.default):
+            given = all_arguments(chain[-1])
+            size, each = given["size"], given["fill_value"]
+            if len(size) == 1 and isinstance(size[0], int) and isinstance(each, (int, Node)):
+                return size[0], each
+    raise NotThisForm(f"{named(ends)} does not say that all experts have as many rows")
+
+
+def _readers(down: Node) -> tuple[list[Node], set[Node]]:
+    """The lookups that end all ways from `down`, in their order, and what stands on these ways. Raises NotThisForm."""
+    lookups: dict[Node, None] = {}
+    between = {down}
+    pending = [down]
+    while pending:
+        for user in pending.pop().users:
+            if user in between or user in lookups:
+                continue
+            if is_lookup_of_rows(user) and ids_of_lookup(user)[1] not in between:
+                lookups[user] = None
+                continue
+            if user.op != "call_function" or len(between) > _MOST_NODES:
+                raise NotThisForm(f"its slots are read by more than lookups, {named(user)} for one")
+            between.add(user)
+            pending.append(user)
+    return sorted(lookups), between
+
+
+def _whole(node: Node) -> Node:
+    """`node` without operations that give the same elements in the same shape."""
+    while base_operation(node) in _SAME or operation(node) in VIEWS:
+        source = node.all_input_nodes[0]
+        if _sizes(source) != _sizes(node):
+            break
+        node = source
+    return node
+
+
+def _table(lookups: tuple[Node, ...], table: Node, between: set[Node]) -> ReadTable:
+    given = all_arguments(table) if table.op == "call_function" else {}
+    if is_call(table, aten.cat.default) and given.get("dim", 0) % fake_value(table).dim() == 0:
+        parts = list(given["tensors"])
+        fills = {part: _filled_with(part) for part in parts}
+        (slots, *others) = [part for part in parts if fills[part] is None] or [table]
+        numbers = {fill for fill in fills.values() if fill is not None}
+        types = {fake_value(part).dtype for part in parts}
+        if others or slots not in between or len(numbers) != 1 or len(types) != 1:
+            raise NotThisForm(f"{named(table)} puts the slots beside something other than rows of one number")
+        place = parts.index(slots)
+        before, behind = (_rows_of_all(some) for some in (parts[:place], parts[place + 1 :]))
+        return ReadTable(lookups, table, slots, before, behind, numbers.pop())
+    if is_call(table, aten.constant_pad_nd.default):
+        source, pad = given["self"], list(given["pad"])
+        dims = fake_value(source).dim()
+        if source in between and len(pad) == 2 * dims and not any(pad[:-2]) and all(size >= 0 for size in pad[-2:]):
+            return ReadTable(lookups, table, source, pad[-2], pad[-1], given.get("value", 0))
+    if table not in between:
+        raise NotThisForm(f"{named(table)} is not what its experts compute")
+    return ReadTable(lookups, table, table)
+
+
+def _filled_with(node: Node) -> float | None:
+    """The number that `node` has everywhere; None where that is not plain."""
+    base = base_operation(node)
+    if base in _FILLED:
+        return _FILLED[base]
+    if base in MADE | MADE_LIKE and isinstance(value := all_arguments(node).get("fill_value"), (bool, int, float)):
+        return value
+    return None
+
+
+def _rows_of_all(nodes: Sequence[Node]) -> int:
+    sizes = [fake_value(node).shape[0] for node in nodes]
+    if not all(isinstance(size, int) for size in sizes):
+        raise NotThisForm("a number of rows that only a run tells stands beside the slots")
+    return sum(sizes)
+
+
+def _sizes(node: Node) -> list[sympy.Expr]:
+    return [*map(size_expression, fake_value(node).shape)]

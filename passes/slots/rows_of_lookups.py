@@ -1,0 +1,182 @@
+"""Write what a block's experts compute for the slots once more, for other rows: those that are looked up.
+
+The rows of the slots are followed from the first GEMMs to what is looked up, operation by operation
+(`passes/rows/row_rules.py`): every row stays one row. Every value is written with the new rows in front, [rows, ..].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import sympy
+import torch
+from torch.fx import Node
+
+from moepass.passes.blocks.detect import BlockMatch
+from moepass.passes.blocks.expert_gemms import is_grouped_gemm
+from moepass.passes.graph.graph_writer import GraphWriter
+from moepass.passes.graph.input_sizes import size_expression
+from moepass.passes.graph.node_arguments import named_arguments
+from moepass.passes.graph.nodes import draws_random_numbers, fake_value, map_nodes, mutates
+from moepass.passes.graph.not_this_form import NotThisForm
+from moepass.passes.graph.operations import base_operation, operation
+from moepass.passes.graph.source_lines import named
+from moepass.passes.loops.rows_in_front import features_behind
+from moepass.passes.rows.row_layout import Layout, no_rows, rows_first
+from moepass.passes.rows.row_operations import GROUP_NORMS, MADE, MADE_LIKE, VIEWS
+from moepass.passes.rows.row_rules import Layouts, RowRules, acts_by_element, fits, several
+
+# These look values up by what rows say, or multiply matrices of rows; neither stands between the GEMMs of experts.
+_NOT_REPEATED = {"bmm", "gather", "scatter", "scatter_add", *GROUP_NORMS, *MADE}
+
+
+def nodes_between(match: BlockMatch, slots: Node) -> list[Node]:
+    """What `slots` is computed by, of the results of the block's first GEMMs, in order."""
+    first = match.gemms[0].activations
+    found: set[Node] = set()
+    depends = {gemm.node for gemm in match.gemms if gemm.activations is first}
+    for node in slots.graph.nodes:
+        if any(used in depends for used in node.all_input_nodes):
+            depends.add(node)
+        if node is slots:
+            break
+    pending = [slots]
+    while pending:
+        node = pending.pop()
+        if node in depends and node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return sorted(found)
+
+
+class RowsOfLookups(RowRules):
+    """Writes for `count` rows what was computed for `slots` of them.
+
+    `rows` are the new ones of what the first GEMMs read, `ends` tells which expert each of them has, and `looked_up`
+    gives the new rows of anything else that has one for each slot.
+    """
+
+    def __init__(
+        self,
+        writer: GraphWriter,
+        match: BlockMatch,
+        slots: sympy.Expr,
+        count: Any,
+        rows: Node,
+        ends: Node,
+        looked_up: Callable[[Node], Node],
+    ) -> None:
+        super().__init__((), {})
+        self.writer, self.slots, self.count, self.ends = writer, slots, count, ends
+        self._gemms = {gemm.node: gemm for gemm in match.gemms}
+        self._new_rows_of = looked_up
+        self._values: dict[Node, Node] = {match.gemms[0].activations: rows}
+        self._layouts[match.gemms[0].activations] = rows_first(fake_value(match.gemms[0].activations).shape)
+
+    def write(self, nodes: Iterable[Node]) -> Node:
+        """The last of `nodes` for the new rows. Raises NotThisForm."""
+        inside = list(nodes)
+        for node in inside:
+            self._values[node] = self._grouped_gemm(node) if node in self._gemms else self._step(node, set(inside))
+        result = inside[-1]
+        if not self._layout(result).is_by_row:
+            self._refuse(result, "has its rows in another order, or not in its first dimension")
+        return self._values[result]
+
+    def _grouped_gemm(self, node: Node) -> Node:
+        gemm = self._gemms[node]
+        if not is_grouped_gemm(node) or not self._layout(gemm.activations).is_by_row:
+            self._refuse(node, "is no grouped GEMM of the slots")
+        names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        extra = {name: value for name, value in given.items() if name not in names[:3] and value is not None}
+        if any(isinstance(value, Node) for value in extra.values()):
+            self._refuse(node, "adds something to its products")
+        self._layouts[node] = rows_first(fake_value(node).shape)
+        return self.writer.emit(
+            node.target,  # type: ignore[arg-type]
+            self._values[gemm.activations],
+            given[names[1]],
+            self.ends,
+            **extra,
+        )
+
+    def _step(self, node: Node, inside: set[Node]) -> Node:
+        name, base = operation(node), base_operation(node)
+        if name == "getitem":
+            source, place = node.args
+            assert isinstance(source, Node)
+            self._layouts[node] = several(self._layouts[source])[place]  # type: ignore[index]
+            return self.writer.getitem(self._values[source], place)  # type: ignore[arg-type]
+        self._check_operator(node, base)
+        for used in node.all_input_nodes:
+            self._take(used, inside)
+        self._layouts[node] = found = self.with_rows(node, name, base, named_arguments(node))
+        self._check_result(node, found)
+        layout = several(found)[0]
+        assert layout is not None
+        if name in VIEWS:
+            return self.writer.viewed(self._only_rows(node), [self.count, *features_behind(layout)])
+        by_row = [self._layout(used).is_by_row for used in node.all_input_nodes if self._has_rows(used)]
+        if not all(by_row) and not (acts_by_element(node) and len(node.all_input_nodes) == 1):
+            self._refuse(node, "has its rows in several dimensions")
+        if node in self._whole:
+            return self._only_rows(node)
+        if base == "expand":
+            rows = self._only_rows(node)
+            if fake_value(rows).dim() != len(layout.dimensions):
+                self._refuse(node, "puts dimensions in front of its rows")
+            written = self.writer.emit(node.target, rows, [self.count, *features_behind(layout)])  # type: ignore[arg-type]
+        else:
+            if any(isinstance(fake_value(used), torch.SymInt) for used in node.all_input_nodes):
+                self._refuse(node, "computes with a size")
+            args, kwargs = map_nodes((node.args, node.kwargs), lambda used: self._values.get(used, used))
+            written = self.writer.emit(node.target, *args, **kwargs)  # type: ignore[arg-type]
+        self._check_written(node, found, written)
+        return written
+
+    def _check_operator(self, node: Node, base: str) -> None:
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
+            self._refuse(node, "is no operator of ATen, and what it does with rows is not known")
+        if mutates(node) or draws_random_numbers(node) or base in _NOT_REPEATED:
+            self._refuse(node, "is no operation that can be repeated for other rows")
+        for value in several(fake_value(node)):
+            # Rows that no expert computes hold anything: to look something up by them, or to divide by them, may fail.
+            if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.dtype is torch.bool):
+                self._refuse(node, "computes whole numbers of the rows")
+
+    def _take(self, used: Node, inside: set[Node]) -> None:
+        """Learn of an operand that the experts do not compute: something of each slot, or a constant."""
+        value = fake_value(used)
+        if used in self._values or used in inside or not isinstance(value, torch.Tensor):
+            return
+        if value.dim() > 0 and size_expression(value.shape[0]) == self.slots:
+            self._layouts[used] = rows_first(value.shape)
+            self._values[used] = self._new_rows_of(used)
+        else:
+            self._layouts[used] = no_rows(value.shape)
+            if base_operation(used) in MADE | MADE_LIKE:
+                self._uniform.add(used)
+
+    def _check_result(self, node: Node, found: Layouts) -> None:
+        for layout, value in zip(several(found), several(fake_value(node)), strict=True):
+            if layout is None or not layout.has_rows or not fits(layout, value):
+                self._refuse(node, "gives rows in a way that cannot be followed")
+            if any(size.free_symbols for size in layout.of_a_row):
+                self._refuse(node, "gives each row as many features as there are rows")
+
+    def _check_written(self, node: Node, found: Layouts, written: Node) -> None:
+        both = zip(several(found), several(fake_value(node)), several(fake_value(written)), strict=True)
+        for layout, old, new in both:
+            assert isinstance(layout, Layout)
+            expected = [size_expression(self.count), *features_behind(layout)]
+            if [*map(size_expression, new.shape)] != expected or new.dtype != old.dtype:
+                self._refuse(node, "gives other sizes for other rows")
+
+    def _only_rows(self, node: Node) -> Node:
+        return next(self._values[used] for used in node.all_input_nodes if self._has_rows(used))
+
+    def _refuse(self, node: Node, what: str) -> NoReturn:
+        raise NotThisForm(f"{named(node)} {what}")
