@@ -23,13 +23,15 @@ from moepass.passes.schedule.verify import verify
 from moepass.passes.segments.bank_parts import bank_parts
 from moepass.passes.segments.partition import partition
 from moepass.passes.slots.compute_read_slots import compute_read_slots
+from moepass.passes.slots.look_up_one_hots import look_up_one_hots
 from moepass.passes.tokens.hybrid_prefill import hybrid_prefill
 
 PASSES: tuple[Pass, ...] = (
     sort_masks,  # first: loops over experts cut what masks select, and sizes that a run tells hide what is equal
     write_grouped_gemms,  # all others know experts by their grouped GEMMs
     eliminate_expert_parallelism,  # everything after it sees local blocks only
-    compute_read_slots,  # behind it: slots that are exchanged are all read, by other ranks
+    look_up_one_hots,  # masks fill and read slots; the exchange of these is found with or without
+    compute_read_slots,  # behind both: slots that are exchanged, or multiplied by a mask, are all read
     lower_complete_experts,  # beside it, for models that ask for complete experts: detect must see their gathers
     detect,  # every later pass works on what it found
     rewrite,  # brings all forms to gathers, so that nothing later has to know the forms

@@ -29,11 +29,13 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.blocks.detect import BlockMatch, find_blocks
+from moepass.passes.graph.collectives import communication_of
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call
+from moepass.passes.graph.nodes import copy_graph_module, draws_random_numbers, fake_value, is_call, mutates
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.operations import operation
+from moepass.passes.graph.source_lines import named
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
 from moepass.passes.rows.row_operations import VIEWS
@@ -82,8 +84,7 @@ def _take(graph: Graph, match: BlockMatch) -> None:
     if not _pays(found, fake_value(match.gemms[0].activations).shape[0]):
         raise NotThisForm("more is looked up than there are slots")
     first = found.lookups[0]
-    if any(not ids < first for ids in found.ids):
-        raise NotThisForm("a lookup reads numbers that are computed of what another one gives")
+    _bring_forward(found, first)
     inside = nodes_between(match, found.slots)
     writer = GraphWriter(graph, first)
     try:
@@ -100,6 +101,22 @@ def _take(graph: Graph, match: BlockMatch) -> None:
         lookup.replace_all_uses_with(result)
         erase_unread(graph, lookup)
     assert match.gemms[-1].node not in graph.nodes, "nothing but the lookups read the slots"
+
+
+def _bring_forward(found: ReadTable, first: Node) -> None:
+    """Let what the ids of all lookups are computed from stand before the first of them. Raises NotThisForm."""
+    late: set[Node] = set()
+    pending = [ids for ids in found.ids if not ids < first]
+    while pending:
+        node = pending.pop()
+        if node in found.lookups:
+            raise NotThisForm("a lookup reads numbers that are computed of what another one gives")
+        if mutates(node) or draws_random_numbers(node) or communication_of(node) is not None:
+            raise NotThisForm(f"{named(node)} has to stay where it is")
+        late.add(node)
+        pending += [used for used in node.all_input_nodes if not used < first and used not in late]
+    for node in sorted(late):
+        first.prepend(node)
 
 
 def _pays(found: ReadTable, slots: Any) -> bool:

@@ -104,13 +104,17 @@ def _readers(down: Node) -> tuple[list[Node], set[Node]]:
         for user in pending.pop().users:
             if user in between or user in lookups:
                 continue
-            if is_lookup_of_rows(user) and ids_of_lookup(user)[1] not in between:
+            if is_lookup_of_rows(user):
                 lookups[user] = None
                 continue
             if user.op != "call_function" or len(between) > _MOST_NODES:
                 raise NotThisForm(f"its slots are read by more than lookups, {named(user)} for one")
             between.add(user)
             pending.append(user)
+    for lookup in lookups:
+        table, ids = ids_of_lookup(lookup)
+        if table not in between or ids in between:
+            raise NotThisForm(f"{named(lookup)} looks up by what the experts compute")
     return sorted(lookups), between
 
 

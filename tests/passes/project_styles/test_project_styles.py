@@ -29,6 +29,7 @@ from moepass.passes.loops.sort_masks import sort_masks
 from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
 from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
 from moepass.passes.slots.compute_read_slots import compute_read_slots
+from moepass.passes.slots.look_up_one_hots import look_up_one_hots
 from moepass.runtime.banks.banks import write_parts
 
 STYLES: dict[str, tuple[type[nn.Module], str]] = {
@@ -48,7 +49,7 @@ STYLES: dict[str, tuple[type[nn.Module], str]] = {
 EVEN_FORMS = ("all_to_all_slots", "all_gather")
 # In the fast tests: slots, exact sizes, and weights that travel, or are gathered.
 _SOON = ("deepspeed", "deepseek", "megatron", "megatron gathered")
-PASSES = (sort_masks, write_grouped_gemms, eliminate_expert_parallelism, compute_read_slots)
+PASSES = (sort_masks, write_grouped_gemms, eliminate_expert_parallelism, look_up_one_hots, compute_read_slots)
 SIZES = StyleSizes()
 
 
