@@ -41,7 +41,7 @@ _MOST_PLACES = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class MaskPart:
     """A dimension of a mask, or a factor of one: `size`, a number or a node, of tokens, or ones at `index` [tokens, k].
 
     Every index is below the size.
@@ -55,7 +55,7 @@ class Part:
         return self.index is None
 
 
-Dimension = tuple[Part, ...]
+Dimension = tuple[MaskPart, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +77,12 @@ class OneHots:
         return int(fake_value(self.weight).shape[1])
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[MaskPart]:
         return [part for dimension in self.dimensions for part in dimension]
 
     def with_indices(self, change: Callable[[Node], Node]) -> tuple[Dimension, ...]:
         return tuple(
-            tuple(part if part.index is None else Part(part.size, change(part.index)) for part in dimension)
+            tuple(part if part.index is None else MaskPart(part.size, change(part.index)) for part in dimension)
             for dimension in self.dimensions
         )
 
@@ -182,8 +182,8 @@ class MaskReader:
         )
         index = writer.emit(aten.where.self, is_there, index, self._number(0, index))
         dimensions: list[Dimension] = [() for _ in range(dims)]
-        dimensions[dims - behind] = (Part(size, index),)
-        dimensions[dims - of_tokens[0]] = (Part(tokens),)
+        dimensions[dims - behind] = (MaskPart(size, index),)
+        dimensions[dims - of_tokens[0]] = (MaskPart(tokens),)
         return OneHots(tuple(dimensions), is_there)
 
     def _number(self, number: float, like: Node) -> Node:
@@ -213,7 +213,7 @@ class MaskReader:
             tuple(
                 left
                 if left.index is None
-                else Part(left.size, writer.emit(aten.cat.default, [left.index, right.index], 1))
+                else MaskPart(left.size, writer.emit(aten.cat.default, [left.index, right.index], 1))
                 for left, right in zip(*both, strict=True)
             )
             for both in zip(first.dimensions, second.dimensions, strict=True)
@@ -282,12 +282,12 @@ class MaskReader:
             tuple(dimensions), weight, more.are_distinct, more.are_distinct, more.are_truths and fewer.are_truths
         )
 
-    def _spread(self, part: Part, more: OneHots) -> Part:
+    def _spread(self, part: MaskPart, more: OneHots) -> MaskPart:
         """A part with one place of each token, as often as `more` has places."""
         if part.index is None or more.places == 1:
             return part
         tokens = self.writer.size(part.index, 0)
-        return Part(part.size, self.writer.emit(aten.expand.default, part.index, [tokens, more.places]))
+        return MaskPart(part.size, self.writer.emit(aten.expand.default, part.index, [tokens, more.places]))
 
     # -------------------------------------------------------------------------------------------------------- types
 
@@ -341,11 +341,11 @@ class MaskReader:
             same[pair] = functools.reduce(lambda left, right: writer.emit(aten.bitwise_and.Tensor, left, right), found)
         return same
 
-    def _regrouped(self, node: Node, parts: list[Part]) -> tuple[Dimension, ...]:
+    def _regrouped(self, node: Node, parts: list[MaskPart]) -> tuple[Dimension, ...]:
         """The same parts in the dimensions of another shape."""
         pending, dimensions = list(parts), []
         for size in fake_value(node).shape:
-            taken: list[Part] = []
+            taken: list[MaskPart] = []
             product = size_expression(1)
             while product != size_expression(size):
                 if not pending:
