@@ -4,8 +4,7 @@ Contract
     in    a captured graph, in which Python's loops are unrolled: for each expert, rows are cut out of a tensor, go
           through GEMMs with weights of that expert, and are put together with those of the others
     out   the same graph, where every such loop is grouped GEMMs over the rows of all experts; equal up to the rounding
-          of GEMMs. A loop that cannot be taken stays as it came: a refusal says why. So does one over modules that no
-          exchange surrounds, since each run would copy their parameters together
+          of GEMMs. A loop that cannot be taken stays as it came: a refusal says why
 
 Pseudo-code
     for each place where values are put side by side (`joins.py`):
@@ -23,8 +22,6 @@ import torch
 from torch.fx import GraphModule, Node
 
 from moepass.passes.blocks.expert_gemms import refused
-from moepass.passes.blocks.expert_masks import gathered_mask
-from moepass.passes.graph.collectives import communications_of
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
@@ -52,11 +49,7 @@ def write_grouped_gemms(module: GraphModule, plan: Plan, context: PassContext) -
     merge_equal_views(written.graph)
     matches: list[str] = []
     refusals: list[Refusal] = []
-    # With an exchange around, they become a bank. Without, each run would copy them.
-    is_parallel = any(found.is_exchange for found in communications_of(written.graph)) or any(
-        gathered_mask(node) is not None for node in written.graph.nodes
-    )
-    fixed = FixedNodes(may_stack=is_parallel)
+    fixed = FixedNodes()
     for join in joins(written.graph):
         if not _ends_in_gemms(join):
             continue
