@@ -86,7 +86,7 @@ class StackedParameters(torch.nn.Module):
 
 
 def _storage_key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:

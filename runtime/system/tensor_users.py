@@ -22,7 +22,7 @@ def are_only_users(tensors: Sequence[torch.Tensor]) -> bool:
         return False
     # Handles of torch's own count too, in a way of its version: compare with a tensor that nobody else has.
     alone = torch.empty(1, device=tensors[0].device)
-    if any(tensor._use_count() != alone._use_count() for tensor in tensors):
+    if any(_holders(tensor) != _holders(alone) for tensor in tensors):
         return False
     of_storage: dict[int, list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
@@ -34,6 +34,11 @@ def are_only_users(tensors: Sequence[torch.Tensor]) -> bool:
         and _users_of_memory(together[0]) == (expected[0] + len(together) - 1, expected[1])
         for together in of_storage.values()
     )
+
+
+def _holders(tensor: torch.Tensor) -> int:
+    """How many hold the tensor outside Python, Python itself included."""
+    return int(tensor._use_count())  # type: ignore[attr-defined]
 
 
 def _users_of_memory(tensor: torch.Tensor) -> tuple[int, int]:
