@@ -58,7 +58,7 @@ class _Added:
 
 
 def sums_by_token(graph: Graph) -> list[SumByToken]:
-    """Every place of `graph` where the last of several additions, or the only one, stands."""
+    """Every place of `graph` where the last of several additions stands."""
     found: list[SumByToken] = []
     added = {one.node: one for node in list(graph.nodes) if (one := _added(node)) is not None}
     totals = {one.total for one in added.values()}
@@ -68,6 +68,8 @@ def sums_by_token(graph: Graph) -> list[SumByToken]:
         chain = [last]
         while (before := added.get(chain[-1].total)) is not None and _next_alone(before.node, added):
             chain.append(before)
+        if len(chain) == 1:
+            continue  # no loop
         chain.reverse()
         branches, tokens = (tuple(getattr(one, name) for one in chain) for name in ("rows", "tokens"))
         found.append(SumByToken(last.node, chain[0].node, branches, tokens))
