@@ -7,6 +7,7 @@ from torch.fx import GraphModule
 from moepass.passes.blocks.detect import detect
 from moepass.passes.blocks.hoist_token_return import hoist_token_return
 from moepass.passes.blocks.lower_complete_experts import lower_complete_experts
+from moepass.passes.blocks.lower_expert_stacks import lower_expert_stacks
 from moepass.passes.blocks.rewrite import rewrite
 from moepass.passes.blocks.sink_token_gather import sink_token_gather
 from moepass.passes.cost.graph_cost import cost
@@ -32,6 +33,7 @@ PASSES: tuple[Pass, ...] = (
     eliminate_expert_parallelism,  # everything after it sees local blocks only
     look_up_one_hots,  # masks fill and read slots; the exchange of these is found with or without
     compute_read_slots,  # behind both: slots that are exchanged, or multiplied by a mask, are all read
+    lower_expert_stacks,  # what no bank took; before anything looks at how values are made
     lower_complete_experts,  # beside it, for models that ask for complete experts: detect must see their gathers
     detect,  # every later pass works on what it found
     rewrite,  # brings all forms to gathers, so that nothing later has to know the forms

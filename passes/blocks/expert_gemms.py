@@ -20,6 +20,7 @@ from moepass.passes.blocks.computed_weights import (
     steps_behind,
 )
 from moepass.passes.blocks.expert_stack import is_expert_stack, parameters_of
+from moepass.passes.blocks.opaque_experts import is_foreign, why_opaque
 from moepass.passes.graph.nodes import fake_value, is_call, is_view, module_path, view_source
 from moepass.passes.graph.source_lines import ARGUMENT_KEY, describe_node, in_words, source_line
 from moepass.passes.ir.plan import Refusal
@@ -56,12 +57,20 @@ def expert_gemms(graph: Graph, *, may_compute: bool = False) -> tuple[list[Exper
         elif is_call(node, aten.bmm.default):
             outcome = _batched_gemm(node)
         else:
-            continue
+            outcome = _opaque_experts(node)
         if isinstance(outcome, Refusal):
             refusals.append(outcome)
         elif outcome is not None:
             gemms.append(outcome)
     return gemms, refusals
+
+
+def _opaque_experts(node: Node) -> Refusal | None:
+    if not is_foreign(node):
+        return None
+    weights = [used for used in node.all_input_nodes if _is_expert_weight(_weight_source(used))]
+    reason = why_opaque(node, weights)
+    return None if reason is None else refused(node, reason)
 
 
 def is_grouped_gemm(node: Node) -> bool:

@@ -21,7 +21,7 @@ from moepass.models.formulas import Size
 from moepass.passes.cost.traffic_ops import TRAFFIC_OPS
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_view, mutates
-from moepass.passes.ir.slot_operations import BANK_TENSOR, SLOT_OPS, gather
+from moepass.passes.ir.slot_operations import BANK_TENSOR, EXPERT_STACK, SLOT_OPS, gather
 
 aten = torch.ops.aten
 
@@ -97,7 +97,7 @@ def node_cost(node: Node, ranks: Mapping[str, int] | None = None) -> OpCost:
     if node.op != "call_function" or node.target is operator.getitem:
         return OpCost()
     # Transfers of banks are no computation: the plan accounts for them by bank.
-    if node.target in (BANK_TENSOR, gather, *SLOT_OPS) or not tensors_in(fake_value(node)):
+    if node.target in (BANK_TENSOR, EXPERT_STACK, gather, *SLOT_OPS) or not tensors_in(fake_value(node)):
         return OpCost()
     call = OpCall(node, all_arguments(node), ranks or {})
     function = OP_COSTS.get(str(node.target))

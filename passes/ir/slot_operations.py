@@ -11,6 +11,10 @@ A bank passes through three forms of graph:
 `decoder` are the `BankFormat` of the bank where the shard does not tell it. Of a bank with home `disk` nothing is in
 memory, and `shard` only identifies the bank.
 
+`expert_stack` gives the tensor [experts, ..] of parameters that a model keeps one by one for its experts, all of the
+same type and shape. As an operator it copies them. The executor moves them into one memory instead, once, and shows
+that.
+
 Nothing traces the other graphs again, so their operations are plain functions. The executor replaces them by methods of
 its ring.
 """
@@ -95,6 +99,22 @@ _library.impl("bank_tensor", _read_bank_tensor, "CompositeExplicitAutograd")
 torch.library.register_fake("moepass::bank_tensor", _fake_bank_tensor, lib=_library)
 
 BANK_TENSOR = torch.ops.moepass.bank_tensor.default
+
+_library.define("expert_stack(Tensor[] parts) -> Tensor")
+
+
+def _copied_stack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([part.detach() for part in parts])
+
+
+def _fake_stack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0].new_empty((len(parts), *parts[0].shape))
+
+
+_library.impl("expert_stack", _copied_stack, "CompositeExplicitAutograd")
+torch.library.register_fake("moepass::expert_stack", _fake_stack, lib=_library)
+
+EXPERT_STACK = torch.ops.moepass.expert_stack.default
 
 
 def _not_executable(name: str) -> NoReturn:

@@ -28,6 +28,7 @@ from moepass.passes.graph.nodes import draws_random_numbers, fake_value, map_nod
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.operations import base_operation, operation
 from moepass.passes.graph.source_lines import named
+from moepass.passes.loops.chosen_rows import Chosen, SortedPairs, masks_of_all_experts
 from moepass.passes.loops.expert_weights import FixedNodes, stacked_weights
 from moepass.passes.loops.pieces import Pieces, pieces_of, rows_in
 from moepass.passes.loops.repeated_matrix import multiplies_by_one_matrix, repeated_matrix
@@ -86,6 +87,9 @@ class Branches(RowRules):
         # Whether each branch has a weight of its own, as experts have.
         self.has_weights = False
         self.groups: RowGroups | None = None
+        # Where masks of experts select the rows: whose choices they are, by which kind of mask, and all pairs.
+        self.chosen: tuple[Chosen, bool] | None = None
+        self.pairs: SortedPairs | None = None
         self._fixed = fixed
         self._known: dict[tuple[Node, ...], Together] = {}
         self._row_ids: Node | None = None
@@ -109,7 +113,7 @@ class Branches(RowRules):
         if weights is not None:
             self.has_weights = True
             return ByExpert(weights)
-        pieces = pieces_of(nodes)
+        pieces = self._chosen_rows(nodes) or pieces_of(nodes)
         if pieces is not None and not self._fixed.holds(pieces.source):
             return self._rows_of(nodes, pieces)
         self._check_alike(nodes)
@@ -135,12 +139,30 @@ class Branches(RowRules):
             self._refuse(first, "has another number of rows than what it meets")
         layout = rows_in(shape, dims)
         rows = sympy.expand(sympy.Mul(*(part.size for part in row_parts(layout))))
+        if self.groups is not None and (self.groups.pieces.table is None) != (pieces.table is None):
+            self._refuse(first, "is cut into other pieces than what it meets")
         if self.groups is None:
             self.groups = RowGroups.of(pieces, first, dims, self.writer)
         elif not self.groups.fit(pieces, rows):
             self._refuse(first, "is cut into other pieces than what it meets")
         self._layouts[first] = layout
         return RowsOfAll(self.groups.all_rows(pieces, layout, self._shape_of(layout), self.writer), layout)
+
+    def _chosen_rows(self, nodes: tuple[Node, ...]) -> Pieces | None:
+        """What `nodes` list of the pairs that masks of experts select; None where they list none."""
+        found = masks_of_all_experts(nodes)
+        if found is None:
+            return None
+        *chosen, are_tokens = found
+        if self.pairs is None:
+            self.chosen, self.pairs = (found[0], found[1]), SortedPairs.of(found[0], self.writer)
+        if [*chosen] != [*(self.chosen or ())]:
+            self._refuse(nodes[0], "lists what a mask selects in another order than what it meets")
+        sizes = tuple(size_expression(fake_value(node).shape[0]) for node in nodes)
+        if any(size.is_Integer for size in sizes):
+            self._refuse(nodes[0], "is said to have a constant number of rows")
+        source = self.pairs.tokens if are_tokens else self.pairs.places
+        return Pieces(source, 0, sizes, table=self.pairs.ends)
 
     def _row_dims(self, shape: Sequence[Any]) -> list[int]:
         """The dimensions of an even piece that are rows: all but the last; of later pieces as many as fit the first."""
@@ -213,6 +235,31 @@ class Branches(RowRules):
         self._layouts[node] = found = Layout((*batch, *no_rows([width]).dimensions))
         self._check_results(nodes, found)
         return RowsOfAll(self._product(node, rows, weights), found)
+
+    def _looked_up(self, node: Node, layout: Layout, arguments: dict[str, Any]) -> Layout:
+        """Also what has no rows, looked up by several numbers of each row."""
+        start, indices = _numbers_of_rows(node)
+        layouts = [self._layout(index) for index in indices]
+        are_rows = all(
+            one == layouts[0] and one.is_by_row and len(one.dimensions) == 1 and fake_value(index).dtype is torch.int64
+            for index, one in zip(indices, layouts, strict=True)
+        )
+        if not indices or not are_rows or layout.has_rows or len(indices) + start == 1:
+            return super()._looked_up(node, layout, arguments)
+        dimensions = layout.dimensions
+        if any(dimension != () for dimension in dimensions[:start]):
+            self._refuse(node, "looks up several features of each row")
+        return Layout((*dimensions[:start], *layouts[0].dimensions, *dimensions[start + len(indices) :]))
+
+    def _looked_up_rows(self, node: Node, tensors: dict[Node, Together]) -> Node:
+        """What all rows look up in a tensor that all branches share."""
+        start, indices = _numbers_of_rows(node)
+        source = cast("Node", node.args[0])
+        if not isinstance(tensors[source], Shared) or not all(isinstance(tensors[one], RowsOfAll) for one in indices):
+            self._refuse(node, "is looked up in something of each expert, or by something of it")
+        shape = [self.writer.size(source, dim) for dim in range(start, fake_value(source).dim())]
+        table = self.writer.viewed(tensors[source].node, shape)
+        return self.writer.emit(aten.index.Tensor, table, [tensors[one].node for one in indices])
 
     def _check_operator(self, node: Node) -> None:
         target = node.target
@@ -308,6 +355,11 @@ class Branches(RowRules):
             return writer.emit(aten.expand.default, rows, shape) if base == "expand" else writer.viewed(rows, shape)
         if base in ("permute", "transpose", "t"):
             return self._permuted_rows(node, base, arguments, self._only_rows(tensors))
+        if base == "index":
+            looked_up = self._looked_up_rows(node, tensors)
+            if not isinstance(found, Layout) or not self._has_shape(fake_value(looked_up), found):
+                self._refuse(node, "gives other sizes for the rows of all experts together")
+            return looked_up
         if any(isinstance(value, ByExpert) for value in tensors.values()) and not acts_by_element(node):
             self._refuse(node, "is given something of each expert, and is no operation of single elements")
         layout = several(found)[0]
@@ -436,6 +488,18 @@ def grouped_gemm_for(rows: Node, weights: Node) -> Any:
     if left.dtype == torch.bfloat16 and is_aligned:
         return aten._grouped_mm.default
     return torch.ops.transformers.grouped_mm_fallback.default
+
+
+def _numbers_of_rows(node: Node) -> tuple[int, list[Node]]:
+    """Where the indices of a lookup begin, and they themselves; none where they are not tensors side by side."""
+    given = all_arguments(node)
+    if base_operation(node) != "index":
+        return 0, []
+    indices = list(given["indices"])
+    start = next((place for place, index in enumerate(indices) if index is not None), 0)
+    while indices and indices[-1] is None:
+        indices.pop()
+    return start, [] if None in indices[start:] else indices[start:]
 
 
 def _tensors_in(node: Node) -> list[Node]:

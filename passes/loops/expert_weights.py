@@ -15,7 +15,7 @@ from moepass.passes.graph.collectives import communication_of
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
 from moepass.passes.graph.nodes import fake_value, graph_inputs
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.source_lines import ARGUMENT_KEY
+from moepass.passes.graph.source_lines import ARGUMENT_KEY, named
 from moepass.passes.loops.pieces import pieces_of
 
 aten = torch.ops.aten
@@ -24,11 +24,11 @@ aten = torch.ops.aten
 class FixedNodes:
     """Tells values that no argument of the graph goes into: weights, constants, and what is made of these alone."""
 
-    def __init__(self, *, may_stack: bool) -> None:
-        """`may_stack`: parameters of single experts may become one tensor."""
-        self._may_stack = may_stack
+    def __init__(self) -> None:
         self._known: dict[Node, bool] = {}
         self._stacks: dict[tuple[Node, ...], Node] = {}
+        # The stack that each parameter is in.
+        self._places: dict[Node, tuple[Node, ...]] = {}
 
     def stack(self, parameters: Sequence[Node]) -> Node:
         """One tensor of `parameters`, right behind the inputs of the graph: the same for all loops that read them.
@@ -36,19 +36,30 @@ class FixedNodes:
         Raises NotThisForm where it may not be made.
         """
         key = tuple(parameters)
-        if not self._may_stack:
-            raise NotThisForm(
-                "each of its experts has parameters of its own, which grouped GEMMs would copy together in every run; "
-                "keep those of all experts in one parameter [experts, ..]"
-            )
         if key not in self._stacks:
+            self._check(key)
             graph = parameters[0].graph
             writer = GraphWriter(graph, parameters[0])
             with graph.inserting_before(graph_inputs(graph)[-1].next):
                 parts = [writer.emit(aten.unsqueeze.default, parameter, 0) for parameter in parameters]
                 self._stacks[key] = writer.emit(aten.cat.default, parts)
             self._known[self._stacks[key]] = True
+            self._places.update(dict.fromkeys(key, key))
         return self._stacks[key]
+
+    def _check(self, parameters: tuple[Node, ...]) -> None:
+        """Raises NotThisForm where `parameters` cannot lie side by side in one memory."""
+        for parameter in parameters:
+            if parameter in self._places:
+                raise NotThisForm(
+                    f"{named(parameter)} is a weight of two loops over experts, and lies in memory together with those "
+                    "of the other one; give each loop parameters of its own"
+                )
+            if not fake_value(parameter).is_contiguous():
+                raise NotThisForm(
+                    f"{named(parameter)} does not lie contiguously in memory, so that it cannot lie there together "
+                    "with those of the other experts; make it contiguous"
+                )
 
     def erase_unread(self) -> None:
         for stack in self._stacks.values():
@@ -85,7 +96,7 @@ class FixedNodes:
 def stacked_weights(nodes: Sequence[Node], fixed: FixedNodes, writer: GraphWriter) -> Node | None:
     """The tensor [experts, ..] of which `nodes` are the experts' parts, in order; None where there is none.
 
-    Raises NotThisForm where it would be made of parameters and may not be.
+    Raises NotThisForm where it would be made of parameters that cannot lie together.
     """
     if all(node.op == "placeholder" for node in nodes):
         values = [fake_value(node) for node in nodes]

@@ -3,6 +3,7 @@
 slices     `rows[0:n0]`, `rows[n0:n0 + n1]`, ..: consecutive, from the first row on
 splits     `rows.split([n0, n1, ..])`, all of them
 chunks     `slots.chunk(experts, dim)`, `slots[e]`: equal ones, along any dimension
+masks      what masks of experts select, all of it (`chosen_rows.py`)
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Pieces:
     """What branches cut out of `source` along `dim`, in their order, `sizes` long.
 
     `counts` are these sizes, and `ends` where the pieces end, as numbers or nodes of the graph; one of them may not be
-    known. `keeps_dim` is False for `slots[e]`, which has that dimension no more.
+    known. Where the pieces are all of `source`, `table` may have their ends [experts] instead. `keeps_dim` is False for
+    `slots[e]`, which has that dimension no more.
     """
 
     source: Node
@@ -38,6 +40,7 @@ class Pieces:
     sizes: tuple[sympy.Expr, ...]
     counts: tuple[Any, ...] | None = None
     ends: tuple[Any, ...] | None = None
+    table: Node | None = None
     keeps_dim: bool = True
 
     @property

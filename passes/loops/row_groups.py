@@ -84,7 +84,7 @@ class RowGroups:
         source, dim = pieces.source, pieces.dim
         if not self.is_even:
             rows = source
-            if size_expression(fake_value(source).shape[dim]) != pieces.total:
+            if pieces.table is None and size_expression(fake_value(source).shape[dim]) != pieces.total:
                 rows = writer.emit(aten.slice.Tensor, source, dim, 0, self.total)
             return writer.viewed(rows, shape)
         value = fake_value(source)
@@ -112,6 +112,8 @@ class RowGroups:
             sums = writer.emit(aten.cumsum.default, each, 0)
             # Not by the sum: of one number again and again, Inductor makes numbers of the type that those have.
             return writer.emit(prims.convert_element_type.default, sums, torch.int32)
+        if pieces.table is not None:
+            return writer.emit(prims.convert_element_type.default, pieces.table, torch.int32)
         counts = _table_of(pieces.counts or (), writer)
         if counts is None and pieces.ends is not None:
             found = _table_of(pieces.ends, writer)
@@ -152,7 +154,7 @@ class RowGroups:
 
 def _total(pieces: Pieces, writer: GraphWriter) -> Any:
     """The sum of the sizes of `pieces`: the size of what they are cut from where that is known to be equal."""
-    if size_expression(fake_value(pieces.source).shape[pieces.dim]) == pieces.total:
+    if pieces.table is not None or size_expression(fake_value(pieces.source).shape[pieces.dim]) == pieces.total:
         return writer.size(pieces.source, pieces.dim)
     if pieces.ends is not None:
         return pieces.ends[-1]

@@ -4,11 +4,10 @@ Contract
     in    a captured graph, in which Python's loops are unrolled: for each expert, rows are cut out of a tensor, go
           through GEMMs with weights of that expert, and are put together with those of the others
     out   the same graph, where every such loop is grouped GEMMs over the rows of all experts; equal up to the rounding
-          of GEMMs. A loop that cannot be taken stays as it came: a refusal says why. So does one over modules that no
-          exchange surrounds, since each run would copy their parameters together
+          of GEMMs. A loop that cannot be taken stays as it came: a refusal says why
 
 Pseudo-code
-    for each place where values are put side by side (`joins.py`):
+    for each place where values are put side by side (`joins.py`), or added up by token (`sums_by_token.py`):
         follow the values back in lockstep (`branches.py`)
         without a GEMM by expert on the way: it is no loop over experts
         let everything that read the place read the rows of all experts
@@ -18,23 +17,25 @@ Pseudo-code
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterator
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.blocks.expert_gemms import refused
-from moepass.passes.blocks.expert_masks import gathered_mask
-from moepass.passes.graph.collectives import communications_of
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.source_lines import in_words, place_of
+from moepass.passes.graph.source_lines import in_words, named, place_of
 from moepass.passes.ir.plan import Plan, Refusal
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
 from moepass.passes.loops.branches import Branches, RowsOfAll
 from moepass.passes.loops.equal_views import merge_equal_views
 from moepass.passes.loops.expert_weights import FixedNodes
 from moepass.passes.loops.joins import Join, joined, joins
+from moepass.passes.loops.sums_by_token import SumByToken, summed, sums_by_token
+from moepass.passes.loops.unread_masks import erase_unread_masks
 
 aten = torch.ops.aten
 
@@ -46,18 +47,14 @@ _MOST_NODES = 200
 @graph_pass(conflicts={"blocks"})
 def write_grouped_gemms(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
     """Replace every loop over experts by grouped GEMMs."""
-    if not any(_ends_in_gemms(join) for join in joins(module.graph)):
+    if not any(map(_ends_in_gemms, _places(module.graph))):
         return PassResult(module, plan)
     written = copy_graph_module(module)
     merge_equal_views(written.graph)
     matches: list[str] = []
     refusals: list[Refusal] = []
-    # With an exchange around, they become a bank. Without, each run would copy them.
-    is_parallel = any(found.is_exchange for found in communications_of(written.graph)) or any(
-        gathered_mask(node) is not None for node in written.graph.nodes
-    )
-    fixed = FixedNodes(may_stack=is_parallel)
-    for join in joins(written.graph):
+    fixed = FixedNodes()
+    for join in _places(written.graph):
         if not _ends_in_gemms(join):
             continue
         writer = GraphWriter(written.graph, join.node)
@@ -73,6 +70,7 @@ def write_grouped_gemms(module: GraphModule, plan: Plan, context: PassContext) -
         matches.append(f"{join.node.name} ({len(join.branches)} experts)")
         join.node.replace_all_uses_with(result)
         erase_unread(written.graph, join.node)
+        erase_unread_masks(written.graph)
     fixed.erase_unread()
     if not matches and not refusals:
         return PassResult(module, plan)
@@ -83,19 +81,29 @@ def write_grouped_gemms(module: GraphModule, plan: Plan, context: PassContext) -
     return PassResult(written, plan, tuple(matches), tuple(refusals))
 
 
-def _result(join: Join, branches: Branches, writer: GraphWriter) -> Node:
+def _places(graph: Graph) -> Iterator[Join | SumByToken]:
+    """Where the branches of loops come together."""
+    return itertools.chain(joins(graph), sums_by_token(graph))
+
+
+def _result(join: Join | SumByToken, branches: Branches, writer: GraphWriter) -> Node:
     rows = branches.together(join.branches)
     if not isinstance(rows, RowsOfAll) or not branches.gemms:
         raise NotThisForm("its branches have no GEMMs with weights of their own")
     assert branches.groups is not None
-    result = joined(join, rows, branches.groups, writer)
+    if isinstance(join, SumByToken):
+        result = summed(join, branches, writer)
+    else:
+        if branches.chosen is not None and branches.chosen[1]:
+            raise NotThisForm(f"{named(join.node)} reads the rows of each mask in the order of that mask")
+        result = joined(join, rows, branches.groups, writer)
     old, new = fake_value(join.node), fake_value(result)
     if (old.dtype, str(old.shape)) != (new.dtype, str(new.shape)):
         raise NotThisForm(f"all experts together give {list(new.shape)} where they gave {list(old.shape)}")
     return result
 
 
-def _ends_in_gemms(join: Join) -> bool:
+def _ends_in_gemms(join: Join | SumByToken) -> bool:
     """True where each branch has a GEMM of its own within reach."""
     first, *others = (_gemms_before(branch) for branch in join.branches[:2])
     return bool(first) and all(first - other and other - first for other in others)

@@ -27,7 +27,7 @@ from torch.fx import Graph, GraphModule, Node
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, graph_inputs, is_call, is_view, module_path
 from moepass.passes.graph.operations import base_operation, operation
-from moepass.passes.ir.slot_operations import BANK_TENSOR, SLOT_OPS, gather
+from moepass.passes.ir.slot_operations import BANK_TENSOR, EXPERT_STACK, SLOT_OPS, gather
 from moepass.passes.memory.fusion import NO_FUSION, Fusion, fusion_of, is_computed, is_kernel
 from moepass.passes.memory.held_bytes import Operation, peaks
 from moepass.passes.memory.operator_workspace import workspace_bytes
@@ -145,7 +145,7 @@ class _OperationWriter:
         return _returned(segment.graph, shown)
 
     def _node(self, node: Node, shown: dict[Node, Shown], sizes: Sizes, fusion: Fusion = NO_FUSION) -> None:
-        if node.op in ("placeholder", "get_attr") or is_call(node, *SLOT_OPS, BANK_TENSOR, gather):
+        if node.op in ("placeholder", "get_attr") or is_call(node, *SLOT_OPS, BANK_TENSOR, EXPERT_STACK, gather):
             shown.setdefault(node, _NOTHING)
             return
         if is_call(node, operator.getitem):

@@ -7,8 +7,8 @@ Contract
 
 Pseudo-code
     walk the nodes in host order:
-        slot operations, their elements, synchronous bank reads, updates of inputs and size arithmetic stay at the top
-        level
+        slot operations, their elements, synchronous bank reads, expert stacks, updates of inputs and size arithmetic
+        stay at the top level
         a slot operation, an update, or the edge of a resident block, ends the current segment
         a region that runs some tokens at a time is a segment, with the blocks in it
     for each segment: inputs are the values that it reads from outside, outputs those that are read after it
@@ -45,7 +45,7 @@ from moepass.passes.graph.nodes import (
 from moepass.passes.ir.plan import MoEBlock, Plan, Step
 from moepass.passes.ir.protocol import PassContext, PassResult, PlanError, graph_pass
 from moepass.passes.ir.segment import PART_KEY, REGION_KEY, TOKENS_KEY, Segment, SegmentUse, role_of
-from moepass.passes.ir.slot_operations import BANK_TENSOR, SLOT_OPS, gather
+from moepass.passes.ir.slot_operations import BANK_TENSOR, EXPERT_STACK, SLOT_OPS, gather
 from moepass.passes.segments.parts import parts_of_nodes
 
 
@@ -122,7 +122,7 @@ def _runs(graph: Graph, within_regions: bool) -> list[NodeRun]:
             if any(used in current for used in node.all_input_nodes):
                 close()
             runs.append(NodeRun((node,), is_segment=False))
-        elif is_call(node, *SLOT_OPS, BANK_TENSOR) or _is_slot_element(node) or mutates(node):
+        elif is_call(node, *SLOT_OPS, BANK_TENSOR, EXPERT_STACK) or _is_slot_element(node) or mutates(node):
             # An update of a buffer is a copy, which gains nothing from a compiler. Between segments it cannot reach an
             # earlier copy of the buffer that Inductor has made a view of it (see LoweredSegment).
             close()

@@ -31,7 +31,7 @@ from moepass.passes.graph.nodes import fake_value, is_call, is_view
 from moepass.passes.graph.source_lines import ARGUMENT_KEY
 from moepass.passes.ir.plan import MoEBlock
 from moepass.passes.ir.segment import ATTENTION, DENSE, EMBEDDING, EXPERTS, HEAD, ROUTER
-from moepass.passes.ir.slot_operations import BANK_TENSOR, acquire, gather
+from moepass.passes.ir.slot_operations import BANK_TENSOR, EXPERT_STACK, acquire, gather
 
 aten = torch.ops.aten
 
@@ -97,7 +97,7 @@ def _weights(graph: Graph) -> set[Node]:
             is_pointwise = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
             passes_on = is_view(node) or is_pointwise or is_call(node, *_COPIES)
             is_made = passes_on and bool(given) and all(used in weights for used in given)
-            is_weight = is_made or is_call(node, BANK_TENSOR, gather, acquire)
+            is_weight = is_made or is_call(node, BANK_TENSOR, EXPERT_STACK, gather, acquire)
         if is_weight:
             weights.add(node)
     return weights

@@ -20,11 +20,13 @@ from moepass.models.homes import home_named
 from moepass.passes.blocks.detect import bank_arguments
 from moepass.passes.graph.input_sizes import read_sizes, size_sources
 from moepass.passes.graph.nodes import copy_graph_module, graph_inputs, is_call
+from moepass.passes.graph.source_lines import INPUT_NAME_KEY
 from moepass.passes.ir.plan import BankSpec, Plan, Refusal
 from moepass.passes.ir.segment import NotRecorded, with_refused_recording
-from moepass.passes.ir.slot_operations import BANK_TENSOR, SLOT_OPS, acquire, decode, prefetch, release
+from moepass.passes.ir.slot_operations import BANK_TENSOR, EXPERT_STACK, SLOT_OPS, acquire, decode, prefetch, release
 from moepass.passes.ir.timeline import COMPUTE, HOST
 from moepass.runtime.banks.identity import MemoryTable, find_bank, memories_of
+from moepass.runtime.banks.stacked_parameters import StackedParameters
 from moepass.runtime.cuda_graphs.segment_graphs import SegmentGraphs
 from moepass.runtime.execute.dispatching import CapturedFallback, Dispatcher, FormStatistics
 from moepass.runtime.execute.run_clock import MeasuredRuns, RunClock
@@ -453,7 +455,8 @@ def bind(
     `banks` are those of the graph, by the index that they have in it. `remark` goes with the place. Segments go through
     `graphs` where it is given.
 
-    Bank tensors that are still read one by one, from shards of several ranks, become calls of their store.
+    Parameters of single experts that are read as one tensor are moved together where they come first. Bank tensors that
+    are still read one by one, from shards of several ranks, become calls of their store.
     """
     bound = copy_graph_module(top)
     for target, binding in _BINDINGS.items():
@@ -466,6 +469,10 @@ def bind(
             node.kwargs = {**node.kwargs, "last": last_releases[node.kwargs["slot"]] is node}
         if is_call(node, *SLOT_OPS):
             node.op, node.target = "call_module", node.target.__name__
+        elif is_call(node, EXPERT_STACK):
+            names = [str(one.meta.get(INPUT_NAME_KEY) or one.name) for one in node.all_input_nodes]
+            bound.add_module(node.name, StackedParameters(names))
+            node.op, node.target = "call_module", node.name
         elif is_call(node, BANK_TENSOR) and not bank_arguments(node).is_complete:
             name = f"read_bank_tensor_at_{position}"
             bound.add_module(name, ReadTensor(banks[bank_arguments(node).bank]))

@@ -7,12 +7,12 @@ shape, strides and version, so no guard of compiled code notices.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 
 import torch
 
 from moepass.runtime.homes.peer_home import PeerPacker
+from moepass.runtime.system.tensor_users import are_only_users
 
 
 def share_parts(
@@ -39,25 +39,6 @@ def is_movable(tensor: torch.Tensor, device_type: str = "cpu") -> bool:
     """True where nothing but `tensor` itself can reach its memory, and its bytes lie there as they do in a shard that
     is on a device of `device_type`.
     """
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.numel() == 0:
+    if tensor.device.type != device_type or tensor.is_inference() or not tensor.is_contiguous():
         return False
-    if tensor.device.type != device_type:
-        return False
-    if tensor.is_inference() or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        return False
-    # Not resizable: numpy, another process or a file has that memory too.
-    if not tensor.untyped_storage().resizable():
-        return False
-    users = _users(tensor)
-    return users is not None and users == _users(torch.empty(1, device=tensor.device))
-
-
-def _users(tensor: torch.Tensor) -> tuple[int, int, int] | None:
-    """How many hold the tensor outside Python, its storage, and the storage's object in Python; None where unknown.
-
-    Handles of its own count too, in a way of torch's version: compare with a tensor that nobody else has.
-    """
-    if not hasattr(tensor, "_use_count") or not hasattr(torch._C, "_storage_Use_Count"):
-        return None
-    storage = tensor.untyped_storage()
-    return tensor._use_count(), torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+    return are_only_users([tensor])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,14 +21,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
-from moepass.passes.graph.collectives import Communication
 from moepass.passes.graph.source_lines import ARGUMENT_KEY
 from moepass.passes.ir.plan import Plan, Refusal
 from moepass.passes.ir.protocol import PassContext, run_passes
 from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
 from moepass.runtime.lowering.lower_segments import decompositions
 
-PASS = importlib.import_module("moepass.passes.loops.write_grouped_gemms")
 HIDDEN, WIDTH, EXPERTS, TOP_K = 16, 24, 4, 2
 aten = torch.ops.aten
 
@@ -225,12 +222,7 @@ def written(
     found: list[tuple[GraphModule, list[Refusal]]] = []
 
     def compile_graph(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        # As beside an exchange, where the parameters of modules become one bank.
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                PASS, "communications_of", lambda graph: [Communication(graph.output_node(), "all_to_all", "")]
-            )
-            result = run_passes((write_grouped_gemms,), module, Plan(), PassContext())
+        result = run_passes((write_grouped_gemms,), module, Plan(), PassContext())
         found.append((result.module, list(result.refusals)))
         return make_boxed_func(result.module.forward)
 
@@ -367,24 +359,33 @@ def test_what_looks_like_a_loop_computes_as_before(model: type[nn.Module]) -> No
     written(model().eval(), _hidden(11), _hidden(29))
 
 
-def test_modules_that_no_exchange_surrounds_are_not_copied_together() -> None:
+class TiedLoops(SlicesByCounts):
+    """A second loop reads the experts of the first in another order."""
+
+    def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        sizes = read(counts)
+        for experts in (self.experts, [self.experts[number] for number in (1, 0, 2, 3)]):
+            rows = torch.cat([expert(part) for expert, part in zip(experts, rows.split(sizes), strict=True)])
+        return rows
+
+
+class TransposedParameters(SlicesByCounts):
+    def __init__(self) -> None:
+        super().__init__()
+        for expert in self.experts:
+            expert.gate.weight.data = expert.gate.weight.data.t().contiguous().t()
+
+
+@pytest.mark.parametrize(
+    ("model", "grouped", "why"),
+    [(TiedLoops, 3, "is a weight of two loops over experts"), (TransposedParameters, 0, "does not lie contiguously")],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_parameters_that_cannot_lie_together(model: type[nn.Module], grouped: int, why: str) -> None:
     torch.manual_seed(0)
-    modules: list[GraphModule] = []
-
-    def keep(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        modules.append(module)
-        return make_boxed_func(module.forward)
-
-    torch._dynamo.reset()
-    backend = aot_autograd(fw_compiler=keep, inference_compiler=keep, decompositions=decompositions("eager"))
-    with torch.no_grad():
-        for model in (SlotsSelected(), SlotsUnbound()):
-            torch.compile(model.eval(), backend=backend, dynamic=True)(_hidden(11))
-    loop, stacked = (run_passes((write_grouped_gemms,), module, Plan(), PassContext()) for module in modules)
-    (refusal,) = loop.refusals
-    assert "parameters of its own" in refusal.reason
-    assert _gemms(loop.module)[0] == 0
-    assert _gemms(stacked.module)[0] == 2
+    module, refusals = written(model().eval(), _hidden(11), _hidden(29))
+    assert _gemms(module)[0] == grouped
+    assert [why in refusal.reason for refusal in refusals] == [True]
 
 
 ROW_WORK: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -430,9 +431,7 @@ def test_any_row_work_in_any_shape_of_slots(
     slots = torch.randn(*shape, HIDDEN)
     module = make_fx(model, decompositions("eager"), tracing_mode="fake")(slots, *weights)
     next(iter(module.graph.nodes)).meta[ARGUMENT_KEY] = True
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PASS, "communications_of", lambda graph: [Communication(graph.output_node(), "all_to_all", "")])
-        result = run_passes((write_grouped_gemms,), module, Plan(), PassContext())
+    result = run_passes((write_grouped_gemms,), module, Plan(), PassContext())
     expected = module(slots, *weights)
     largest = float(expected.abs().max())
     torch.testing.assert_close(result.module(slots, *weights), expected, rtol=0.0, atol=1e-5 * largest)

@@ -1,0 +1,108 @@
+"""Loops over the masks of experts on one device, as models of transformers 4 and of other projects write them.
+
+Each expert is a module. What it computes is added up by token. A module `Loop()` takes hidden states
+[tokens, HIDDEN] and gives as many.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+HIDDEN, WIDTH, EXPERTS, TOP_K = 16, 24, 4, 2
+
+
+class GatedMlp(nn.Module):
+    def __init__(self, hidden: int, width: int) -> None:
+        super().__init__()
+        self.w1, self.w3 = nn.Linear(hidden, width, bias=False), nn.Linear(hidden, width, bias=False)
+        self.w2 = nn.Linear(width, hidden, bias=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.w2(F.silu(self.w1(rows)) * self.w3(rows))
+        return result
+
+
+class MaskLoop(nn.Module):
+    """A router, experts, and how results are added up."""
+
+    def __init__(self, hidden: int = HIDDEN, width: int = WIDTH, experts: int = EXPERTS, top_k: int = TOP_K) -> None:
+        super().__init__()
+        self.top_k = top_k
+        self.router = nn.Linear(hidden, experts, bias=False)
+        self.experts = nn.ModuleList(GatedMlp(hidden, width) for _ in range(experts))
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        return tuple(range(len(self.experts)))
+
+    def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Expert ids and weights, both [tokens, k]."""
+        weights = F.softmax(self.router(hidden), dim=1, dtype=torch.float)
+        weights, chosen = torch.topk(weights, self.top_k, dim=-1)
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+        return chosen, weights.to(hidden.dtype)
+
+    def module_of(self, number: int) -> nn.Module:
+        return self.experts[number]
+
+    def start(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(hidden)
+
+    def add(self, result: torch.Tensor, number: int, rows: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        return result.index_add_(0, token, rows.to(result.dtype))
+
+
+class MixtralLoop(MaskLoop):
+    """As transformers 4 writes Mixtral and Qwen-MoE: a mask [experts, k, tokens]."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        chosen, weights = self.route(hidden)
+        result = self.start(hidden)
+        mask = F.one_hot(chosen, num_classes=len(self.experts)).permute(2, 1, 0)
+        for number in self.order:
+            place, token = torch.where(mask[number])
+            rows = hidden[None, token].reshape(-1, hidden.shape[-1])
+            rows = self.module_of(number)(rows) * weights[token, place, None]
+            result = self.add(result, number, rows, token)
+        return result
+
+
+class NonzeroLoop(MaskLoop):
+    """A mask [tokens, k, experts], of which `nonzero` lists the pairs of each expert in one tensor."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        chosen, weights = self.route(hidden)
+        result = self.start(hidden)
+        mask = F.one_hot(chosen, num_classes=len(self.experts)).bool()
+        for number in self.order:
+            pairs = mask[:, :, number].nonzero()
+            token, place = pairs[:, 0], pairs[:, 1]
+            rows = self.module_of(number)(hidden[token]) * weights[token, place].unsqueeze(-1)
+            result = self.add(result, number, rows, token)
+        return result
+
+
+class SelectedLoop(MaskLoop):
+    """As Mistral's reference code writes it: ids are compared with each expert's, and rows are written back."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        chosen, weights = self.route(hidden)
+        result = self.start(hidden)
+        for number in self.order:
+            token, place = torch.where(chosen == number)
+            rows = weights[token, place, None] * self.module_of(number)(hidden[token])
+            result = self.add(result, number, rows, token)
+        return result
+
+    def add(self, result: torch.Tensor, number: int, rows: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        result[token] += rows
+        return result
+
+
+class LoopOfSums(SelectedLoop):
+    """Rows are accumulated by `index_put_`."""
+
+    def add(self, result: torch.Tensor, number: int, rows: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        return result.index_put_((token,), rows, accumulate=True)

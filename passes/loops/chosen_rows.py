@@ -1,0 +1,209 @@
+"""The rows that masks of experts select, one mask for each branch of a loop: all pairs of a token and an expert of it.
+
+    tokens_of, places_of = torch.where(chosen == e)              chosen [tokens, k]
+    places_of, tokens_of = torch.where(one_hot[e])               one_hot [experts, k, tokens]
+
+How many pairs each mask selects, only a run tells, and the host waits for it. But together they are all tokens · k
+pairs, where the ids come from a top-k over as many experts as the loop has: then each pair is selected by one mask.
+Sorted by expert, the pairs of one expert lie in another order than in its mask, if that has tokens in its last
+dimension; so every branch has to read all that it selects by one kind of mask, and to add its results up by token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import sys
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch.fx import Node
+
+from moepass.passes.graph.graph_writer import GraphWriter
+from moepass.passes.graph.node_arguments import all_arguments
+from moepass.passes.graph.nodes import fake_value, is_call
+from moepass.passes.graph.operations import base_operation
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+_CASTS = {"_to_copy", "convert_element_type"}
+_SAME = {"clone", "contiguous", "detach", "alias", *_CASTS}
+# Types that hold every expert id.
+_ID_TYPES = (torch.int64, torch.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """Expert ids [tokens, k] as a top-k over `experts` gives them, different for each token."""
+
+    ids: Node
+    experts: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertMask:
+    """Where `chosen` has `expert`: a mask [tokens, k], or [k, tokens] if it `is_turned`."""
+
+    chosen: Chosen
+    expert: int
+    is_turned: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class SortedPairs:
+    """All pairs of a token and an expert, sorted by expert: the token of each, its place among the token's k, and its
+    place among all pairs in the order of tokens; int64 [tokens · k]. `ends` [experts] is where each expert's end.
+    """
+
+    tokens: Node
+    places: Node
+    order: Node
+    ends: Node
+
+    @classmethod
+    def of(cls, chosen: Chosen, writer: GraphWriter) -> SortedPairs:
+        ids = chosen.ids
+        device = fake_value(ids).device
+        if fake_value(ids).dtype is not torch.int64:
+            ids = writer.emit(prims.convert_element_type.default, ids, torch.int64)
+        k = int(fake_value(ids).shape[1])
+        count = writer.product(writer.size(ids, 0), k)
+        both = writer.emit(aten.sort.stable, writer.viewed(ids, [count]), stable=True)
+        experts, order = writer.getitem(both, 0), writer.getitem(both, 1)
+        tokens = writer.emit(aten.div.Tensor_mode, order, k, rounding_mode="floor")
+        places = writer.emit(aten.sub.Tensor, order, writer.emit(aten.mul.Tensor, tokens, k))
+        ends = writer.emit(aten.searchsorted.Tensor, experts, writer.arange(chosen.experts, device), right=True)
+        return cls(tokens, places, order, ends)
+
+
+def selected_column(node: Node) -> tuple[ExpertMask, bool] | None:
+    """The mask whose places `node` lists, and whether it has the token of each, else its place among the token's k."""
+    if is_call(node, operator.getitem) and is_call(node.args[0], aten.unbind.int):
+        unbind, column = node.args
+        assert isinstance(unbind, Node)
+        given = all_arguments(unbind)
+        places, dim = given["self"], given["dim"]
+    elif is_call(node, aten.select.int):
+        given = all_arguments(node)
+        places, dim, column = given["self"], given["dim"], given["index"]
+    else:
+        return None
+    if not is_call(places, aten.nonzero.default) or dim % 2 != 1:
+        return None
+    mask = expert_mask(cast("Node", places.args[0]))
+    return None if mask is None else (mask, (cast("int", column) % 2 == 0) ^ mask.is_turned)
+
+
+def expert_mask(node: Node) -> ExpertMask | None:
+    """`node` as a mask of the pairs that chose one expert."""
+    dims: list[int] | None = None  # of the mask, as dimensions of [tokens, k, experts]
+    steps: list[tuple[str, Node]] = []
+    while True:
+        if not isinstance(fake_value(node), torch.Tensor) or node.op != "call_function":
+            return None
+        base, given = base_operation(node), all_arguments(node)
+        if base in ("permute", "t", "transpose", "select"):
+            steps.append((base, node))
+        elif base == "ne":
+            if given["other"] != 0:
+                return None
+        elif base not in _SAME and not _is_whole_slice(base, given):
+            break
+        node = node.all_input_nodes[0]
+    if base != "eq":
+        return None
+    left, right = given["self"], given["other"]
+    expert: int | None = None
+    if isinstance(right, int) and not isinstance(right, bool):
+        chosen, dims, expert = _chosen(left), [0, 1], right
+    else:
+        chosen, dims = _one_hot(left, right), [0, 1, 2]
+    if chosen is None:
+        return None
+    for base, step in reversed(steps):
+        given = all_arguments(step)
+        if base == "select":
+            dim = given["dim"] % len(dims)
+            if dims.pop(dim) != 2 or given["index"] < 0:
+                return None
+            expert = given["index"]
+        elif base == "permute":
+            dims = [dims[dim] for dim in given["dims"]]
+        elif base == "t":
+            dims.reverse()
+        else:
+            one, other = (given[name] % len(dims) for name in ("dim0", "dim1"))
+            dims[one], dims[other] = dims[other], dims[one]
+    if expert is None or sorted(dims) != [0, 1] or not 0 <= expert < chosen.experts:
+        return None
+    return ExpertMask(chosen, expert, dims == [1, 0])
+
+
+def _is_whole_slice(base: str, given: dict[str, Any]) -> bool:
+    return (
+        base == "slice" and given["start"] in (None, 0) and given["end"] in (None, sys.maxsize) and given["step"] == 1
+    )
+
+
+def _one_hot(left: object, right: object) -> Chosen | None:
+    """`ids.unsqueeze(-1) == arange(experts)`, whichever of them stands first."""
+    for ids, numbers in ((left, right), (right, left)):
+        if not (isinstance(ids, Node) and isinstance(numbers, Node)):
+            return None
+        if not is_call(ids, aten.unsqueeze.default) or all_arguments(ids)["dim"] % 3 != 2:
+            continue
+        chosen = _chosen(all_arguments(ids)["self"])
+        if chosen is not None and _counts_up(numbers) and fake_value(numbers).shape[0] >= chosen.experts:
+            return chosen
+    return None
+
+
+def _counts_up(node: Node) -> bool:
+    """True where `node` is 0, 1, .. in one dimension."""
+    if is_call(node, prims.iota.default):
+        given = all_arguments(node)
+        return bool(given["start"] == 0 and given["step"] == 1)
+    if is_call(node, aten.arange.start_step):
+        given = all_arguments(node)
+        return bool(given["start"] == 0 and given["step"] == 1)
+    return is_call(node, aten.arange.default) or (
+        is_call(node, aten.arange.start) and bool(all_arguments(node)["start"] == 0)
+    )
+
+
+def _chosen(node: object) -> Chosen | None:
+    """`node` as the indices of a top-k along the last of two dimensions."""
+    while isinstance(node, Node) and node.op == "call_function":
+        if fake_value(node).dtype not in _ID_TYPES:
+            return None
+        if is_call(node, operator.getitem):
+            break
+        if base_operation(node) not in _SAME:
+            return None
+        node = node.all_input_nodes[0]
+    if not isinstance(node, Node) or node.op != "call_function" or node.args[1] != 1:
+        return None
+    (top,) = node.all_input_nodes
+    if not is_call(top, aten.topk.default):
+        return None
+    given = all_arguments(top)
+    shape = fake_value(given["self"]).shape
+    if len(shape) != 2 or given["dim"] % 2 != 1 or not all(isinstance(size, int) for size in (shape[1], given["k"])):
+        return None
+    return Chosen(node, int(shape[1]))
+
+
+def masks_of_all_experts(nodes: Sequence[Node]) -> tuple[Chosen, bool, bool] | None:
+    """What `nodes`, one in each branch, select together: whose choices, by which kind of mask (turned or not), and
+    whether they list tokens. None where they are not one mask for each expert, in order.
+    """
+    found = [selected_column(node) for node in nodes]
+    first = found[0]
+    if first is None or any(one is None for one in found):
+        return None
+    mask, are_tokens = first
+    if mask.chosen.experts != len(nodes):
+        return None
+    expected = [(dataclasses.replace(mask, expert=expert), are_tokens) for expert in range(len(nodes))]
+    return (mask.chosen, mask.is_turned, are_tokens) if found == expected else None

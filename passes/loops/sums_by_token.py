@@ -1,0 +1,141 @@
+"""Where the branches of a loop over experts add their rows up, token by token, in a tensor that goes from one branch to
+the next.
+
+    result.index_add_(0, tokens, rows)
+    result[tokens] += rows                  where each expert has a token once
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch.fx import Graph, Node
+
+from moepass.passes.graph.graph_writer import GraphWriter
+from moepass.passes.graph.input_sizes import size_expression
+from moepass.passes.graph.node_arguments import all_arguments
+from moepass.passes.graph.nodes import fake_value, is_call
+from moepass.passes.graph.not_this_form import NotThisForm
+from moepass.passes.graph.operations import base_operation
+from moepass.passes.graph.source_lines import named
+from moepass.passes.loops.branches import Branches, RowsOfAll
+
+aten = torch.ops.aten
+
+_ZEROS = {"zeros", "zeros_like", "new_zeros"}
+_FULL = {"full", "full_like", "new_full"}
+
+
+@dataclasses.dataclass(frozen=True)
+class SumByToken:
+    """`node` is `first` [tokens, ..] with the rows of each branch added where its `tokens` say; `start` is the first of
+    these additions.
+    """
+
+    node: Node
+    start: Node
+    branches: tuple[Node, ...]
+    tokens: tuple[Node, ...]
+
+    @property
+    def first(self) -> Node:
+        first = all_arguments(self.start)["self"]
+        assert isinstance(first, Node)
+        return first
+
+
+@dataclasses.dataclass(frozen=True)
+class _Added:
+    """One branch: `total` with `rows` added where `tokens` say."""
+
+    node: Node
+    total: Node
+    tokens: Node
+    rows: Node
+    # What else reads `total` on the way.
+    reader: Node | None = None
+
+
+def sums_by_token(graph: Graph) -> list[SumByToken]:
+    """Every place of `graph` where the last of several additions stands."""
+    found: list[SumByToken] = []
+    added = {one.node: one for node in list(graph.nodes) if (one := _added(node)) is not None}
+    totals = {one.total for one in added.values()}
+    for last in added.values():
+        if last.node in totals and _next_alone(last.node, added):
+            continue
+        chain = [last]
+        while (before := added.get(chain[-1].total)) is not None and _next_alone(before.node, added):
+            chain.append(before)
+        if len(chain) == 1:
+            continue  # no loop
+        chain.reverse()
+        branches, tokens = (tuple(getattr(one, name) for one in chain) for name in ("rows", "tokens"))
+        found.append(SumByToken(last.node, chain[0].node, branches, tokens))
+    return found
+
+
+def _next_alone(node: Node, added: dict[Node, _Added]) -> bool:
+    """Whether nothing but the next addition reads `node`."""
+    following = [one for one in added.values() if one.total is node]
+    return len(following) == 1 and set(node.users) == {following[0].node, following[0].reader} - {None}
+
+
+def _added(node: Node) -> _Added | None:
+    if is_call(node, aten.index_add.default):
+        given = all_arguments(node)
+        if given["dim"] % fake_value(given["self"]).dim() != 0 or given["alpha"] != 1:
+            return None
+        return _Added(node, given["self"], given["index"], given["source"])
+    if not is_call(node, aten.index_put.default):
+        return None
+    given = all_arguments(node)
+    total, indices, rows = given["self"], given["indices"], given["values"]
+    if len(indices) != 1 or indices[0] is None or fake_value(indices[0]).dim() != 1:
+        return None
+    if fake_value(indices[0]).dtype is torch.bool:
+        return None
+    if given["accumulate"]:
+        return _Added(node, total, indices[0], rows)
+    if not is_call(rows, aten.add.Tensor) or all_arguments(rows)["alpha"] != 1 or len(rows.users) != 1:
+        return None
+    one, other = all_arguments(rows)["self"], all_arguments(rows)["other"]
+    for before, more in ((one, other), (other, one)):
+        is_read = is_call(before, aten.index.Tensor) and before.args == (total, [indices[0]])
+        if is_read and isinstance(more, Node) and len(before.users) == 1:
+            return _Added(node, total, indices[0], more, before)
+    return None
+
+
+def summed(join: SumByToken, branches: Branches, writer: GraphWriter) -> Node:
+    """What `join` gives, from the rows of all branches: brought back to the order of tokens, and added up. Raises
+    NotThisForm.
+    """
+    rows = branches.together(join.branches)
+    tokens = branches.together(join.tokens)
+    pairs, chosen = branches.pairs, branches.chosen
+    if pairs is None or chosen is None or not isinstance(tokens, RowsOfAll) or tokens.node is not pairs.tokens:
+        raise NotThisForm(
+            f"{named(join.node)} adds up rows, but not those of the tokens that masks of all experts select"
+        )
+    first, ids = fake_value(join.first), fake_value(chosen[0].ids)
+    if not isinstance(rows, RowsOfAll) or size_expression(first.shape[0]) != size_expression(ids.shape[0]):
+        raise NotThisForm(f"{named(join.node)} adds up no rows of all tokens")
+    of_rows = fake_value(rows.node)
+    if str(of_rows.shape[1:]) != str(first.shape[1:]) or of_rows.dtype != first.dtype:
+        raise NotThisForm(f"{named(join.node)} adds rows to a tensor that has others")
+    count = writer.size(pairs.order, 0)
+    like = {"dtype": torch.int64, "device": fake_value(pairs.order).device}
+    empty = writer.emit(aten.empty.memory_format, [count], **like)
+    places = writer.arange(count, like["device"])
+    inverse = writer.emit(aten.index_put.default, empty, [pairs.order], places)
+    in_order = writer.emit(aten.index.Tensor, rows.node, [inverse])
+    shape = [writer.size(chosen[0].ids, 0), int(ids.shape[1]), *first.shape[1:]]
+    result = writer.emit(aten.sum.dim_IntList, writer.viewed(in_order, shape), [1])
+    return result if _is_zero(join.first) else writer.emit(aten.add.Tensor, result, join.first)
+
+
+def _is_zero(node: Node) -> bool:
+    base = base_operation(node)
+    return base in _ZEROS or (base in _FULL and all_arguments(node)["fill_value"] == 0)

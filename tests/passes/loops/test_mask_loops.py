@@ -1,0 +1,276 @@
+"""Loops over masks of experts become grouped GEMMs over sorted rows, without a size that only a run tells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from readable_refusals import check_readable
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.lowering import lowerings
+from torch.fx import GraphModule
+from torch.nn import functional as F
+
+from moepass.models.testing.project_styles.local_loops import (
+    EXPERTS,
+    HIDDEN,
+    LoopOfSums,
+    MaskLoop,
+    MixtralLoop,
+    NonzeroLoop,
+    SelectedLoop,
+)
+from moepass.passes.blocks.expert_gemms import is_grouped_gemm
+from moepass.passes.ir.plan import Plan, Refusal
+from moepass.passes.ir.protocol import PassContext, run_passes
+from moepass.passes.loops.sort_masks import sort_masks
+from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
+from moepass.runtime.lowering.lower_segments import decompositions
+
+aten = torch.ops.aten
+TAKEN: list[type[MaskLoop]] = [MixtralLoop, NonzeroLoop, SelectedLoop, LoopOfSums]
+
+
+def tokens(number: int) -> torch.Tensor:
+    return torch.randn(number, HIDDEN, generator=torch.Generator().manual_seed(number))
+
+
+def written(model: nn.Module, lower: str = "eager") -> tuple[GraphModule, list[Refusal]]:
+    """The graph behind the passes. What it computes is compared with `model` for several numbers of tokens."""
+    found: list[tuple[GraphModule, list[Refusal]]] = []
+
+    def compile_graph(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        result = run_passes((sort_masks, write_grouped_gemms), module, Plan(), PassContext())
+        found.append((result.module, list(result.refusals)))
+        return make_boxed_func(result.module.forward)
+
+    backend = aot_autograd(
+        fw_compiler=compile_graph, inference_compiler=compile_graph, decompositions=decompositions(lower)
+    )
+    torch._dynamo.reset()
+    switches = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+    with torch.no_grad(), torch._dynamo.config.patch(switches):
+        compiled = torch.compile(model.eval(), backend=backend, dynamic=True, fullgraph=True)
+        for number in (11, 29, 2):
+            torch.testing.assert_close(compiled(tokens(number)), model(tokens(number)), rtol=1e-5, atol=1e-6)
+    ((module, refusals),) = found
+    check_readable(refusals)
+    return module, refusals
+
+
+def kinds(module: GraphModule) -> tuple[int, int]:
+    """Grouped GEMMs, and selections whose size only a run tells."""
+    calls = [node for node in module.graph.nodes if node.op == "call_function"]
+    return sum(map(is_grouped_gemm, calls)), sum(node.target is aten.nonzero.default for node in calls)
+
+
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("model", TAKEN, ids=lambda model: model.__name__)
+def test_a_loop_over_masks_becomes_grouped_gemms(model: type[MaskLoop]) -> None:
+    torch.manual_seed(0)
+    module, refusals = written(model())
+    assert refusals == []
+    assert kinds(module) == (3, 0)
+    assert not any(node.target is aten._assert_scalar.default for node in module.graph.nodes)
+
+
+@pytest.mark.slow
+def test_what_is_written_is_what_inductor_lowers() -> None:
+    torch.manual_seed(0)
+    module, _ = written(MixtralLoop(), lower="inductor")
+    assert kinds(module) == (3, 0)
+    taken_apart = {node.target for node in module.graph.nodes if node.target in select_decomp_table()}
+    assert {target for target in taken_apart if target not in lowerings} == set()
+
+
+class Descending(MixtralLoop):
+    order = tuple(range(EXPERTS))[::-1]
+
+
+class SomeExperts(MixtralLoop):
+    """The pairs of one expert are left out."""
+
+    order = tuple(range(EXPERTS - 1))
+
+
+class OneExpertTwice(MixtralLoop):
+    order = (*range(EXPERTS - 1), 0)
+
+
+class OtherWeights(MixtralLoop):
+    """Rows of one expert meet the mask of another: no error in any model, and another result."""
+
+    def module_of(self, number: int) -> nn.Module:
+        return self.experts[(number + 1) % EXPERTS]
+
+
+class OrderOfMask(MixtralLoop):
+    """Each branch reads its rows in the order of its mask, which has all first choices in front."""
+
+    def add(self, result: torch.Tensor, number: int, rows: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        return result.index_add(0, token, rows * torch.arange(rows.shape[0]).unsqueeze(1))
+
+
+class SumOverRows(MixtralLoop):
+    def add(self, result: torch.Tensor, number: int, rows: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        return result.index_add(0, token, rows - rows.sum(0, keepdim=True))
+
+
+class OtherTokens(MixtralLoop):
+    """Added to the next token."""
+
+    def add(self, result: torch.Tensor, number: int, rows: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        return result.index_add(0, (token + 1) % result.shape[0], rows)
+
+
+class Places(MixtralLoop):
+    """Added where the place among a token's choices says."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        chosen, _ = self.route(hidden)
+        mask = F.one_hot(chosen, EXPERTS).permute(2, 1, 0)
+        result = torch.zeros_like(hidden)
+        for number in self.order:
+            place, token = torch.where(mask[number])
+            result = result.index_add(0, place, self.module_of(number)(hidden[token]))
+        return result
+
+
+class OverwrittenNotAdded(SelectedLoop):
+    def add(self, result: torch.Tensor, number: int, rows: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        return result.index_put((token,), rows)
+
+
+class PartialSums(MixtralLoop):
+    """What the experts before it gave goes into what an expert reads."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        chosen, weights = self.route(hidden)
+        mask = F.one_hot(chosen, EXPERTS).permute(2, 1, 0)
+        result = torch.zeros_like(hidden)
+        for number in self.order:
+            place, token = torch.where(mask[number])
+            rows = self.module_of(number)((hidden + result)[token]) * weights[token, place, None]
+            result = result.index_add(0, token, rows)
+        return result
+
+
+class ChosenByThreshold(MixtralLoop):
+    """Any number of experts for each token."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        mask = (self.router(hidden) > 0).T
+        result = torch.zeros_like(hidden)
+        for number in self.order:
+            (token,) = torch.where(mask[number])
+            result = result.index_add(0, token, self.module_of(number)(hidden[token]))
+        return result
+
+
+class NarrowIds(MixtralLoop):
+    """Ids in a type that may not hold them all: as truths, all but 0 are 1."""
+
+    def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen, weights = super().route(hidden)
+        return chosen.bool().long(), weights
+
+
+class ChosenAmongFewer(MixtralLoop):
+    """The router chooses among two experts more than there are: the pairs of these are nobody's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(HIDDEN, EXPERTS + 2, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        chosen, weights = self.route(hidden)
+        result = torch.zeros_like(hidden)
+        for number in self.order:
+            token, place = torch.where(chosen == number)
+            result = result.index_add(0, token, self.module_of(number)(hidden[token]) * weights[token, place, None])
+        return result
+
+
+class MixedMasks(MixtralLoop):
+    """Tokens by one mask and weights by another, which lists the same pairs in another order."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        chosen, weights = self.route(hidden)
+        mask = F.one_hot(chosen, EXPERTS).permute(2, 1, 0)
+        result = torch.zeros_like(hidden)
+        for number in self.order:
+            _, token = torch.where(mask[number])
+            token_of, place = torch.where(chosen == number)
+            torch._check(token.shape[0] == token_of.shape[0])
+            rows = self.module_of(number)(hidden[token]) * weights[token_of, place, None]
+            result = result.index_add(0, token, rows)
+        return result
+
+
+class DoubledPairs(SelectedLoop):
+    """Both choices of a token are one expert: what is written last stays."""
+
+    def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen, weights = super().route(hidden)
+        return chosen[:, :1].expand(-1, 2), weights
+
+
+KEPT: list[type[MixtralLoop]] = [
+    Descending, SomeExperts, OneExpertTwice, OrderOfMask, SumOverRows, OtherTokens, Places, OverwrittenNotAdded,
+    PartialSums, ChosenByThreshold, NarrowIds, ChosenAmongFewer, MixedMasks, DoubledPairs,
+]  # fmt: skip
+
+
+@pytest.mark.sampled(every=7)
+@pytest.mark.parametrize("model", KEPT, ids=lambda model: model.__name__)
+def test_what_looks_like_such_a_loop_computes_as_before(model: type[MaskLoop]) -> None:
+    torch.manual_seed(0)
+    module, _ = written(model())
+    assert kinds(module)[0] == 0
+
+
+@pytest.mark.slow
+def test_experts_in_another_order_than_their_masks() -> None:
+    torch.manual_seed(0)
+    module, _ = written(OtherWeights())
+    assert kinds(module) == (3, 0)
+
+
+class OnTop(MixtralLoop):
+    """Added to what is there already."""
+
+    def start(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * 2
+
+
+class OnWhatItReads(MixtralLoop):
+    def start(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    def add(self, result: torch.Tensor, number: int, rows: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        return result.index_add(0, token, rows)
+
+
+class TwoLoops(nn.Module):
+    """The second adds to what the first gave, which its experts read too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = MixtralLoop(), OnWhatItReads()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        first = self.first(hidden)
+        return first + self.second(first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "grouped"), [(OnTop, 3), (TwoLoops, 6)], ids=["on top", "two loops"])
+def test_sums_begin_with_what_is_there(model: type[nn.Module], grouped: int) -> None:
+    torch.manual_seed(0)
+    module, refusals = written(model())
+    assert kinds(module) == (grouped, 0), refusals

@@ -1,0 +1,215 @@
+"""Parameters of single experts lie in one memory after the first run, and a run reads what they hold, come what may."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from moepass.runtime.banks.stacked_parameters import StackedParameters
+
+EXPERTS = 4
+
+
+def experts() -> nn.ModuleList:
+    torch.manual_seed(0)
+    return nn.ModuleList(nn.Linear(6, 3) for _ in range(EXPERTS))
+
+
+def weights(model: nn.ModuleList) -> list[torch.Tensor]:
+    return [expert.weight for expert in model]
+
+
+def stacked() -> StackedParameters:
+    return StackedParameters([f"{number}.weight" for number in range(EXPERTS)])
+
+
+def memories(tensors: list[torch.Tensor]) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def check(of: StackedParameters, parts: list[torch.Tensor]) -> torch.Tensor:
+    together = of(parts)
+    assert torch.equal(together, torch.stack([part.detach() for part in parts]))
+    assert together.is_contiguous()
+    return together
+
+
+def test_parameters_move_once_and_stay_what_they_were() -> None:
+    model, of = experts(), stacked()
+    parts = weights(model)
+    before = [(id(part), part._version, part.stride(), part.requires_grad, part.detach().clone()) for part in parts]
+    together = check(of, parts)
+    assert len(memories(parts)) == 1
+    assert parts[0].untyped_storage().nbytes() == sum(part.nbytes for part in parts)  # nothing is held twice
+    for part, (key, version, stride, needs_gradients, value) in zip(parts, before, strict=True):
+        assert (id(part), part._version, part.stride(), part.requires_grad) == (key, version, stride, needs_gradients)
+        assert torch.equal(part, value)
+    assert of(parts).data_ptr() == together.data_ptr() == parts[0].data_ptr()
+    # Another graph reads the same memory, and one of fewer experts a part of it.
+    assert stacked()(parts).data_ptr() == together.data_ptr()
+    assert stacked()(parts[1:3]).data_ptr() == parts[1].data_ptr()
+
+
+def copied(model: nn.ModuleList) -> None:
+    model.load_state_dict({name: torch.randn_like(value) for name, value in model.state_dict().items()})
+
+
+def assigned(model: nn.ModuleList) -> None:
+    state = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def one_assigned(model: nn.ModuleList) -> None:
+    model[2].weight = nn.Parameter(torch.randn(3, 6))
+
+
+def written(model: nn.ModuleList) -> None:
+    with torch.no_grad():
+        model[1].weight.mul_(2)
+
+
+def written_past_torch(model: nn.ModuleList) -> None:
+    model[1].weight.data[0, 0] = 7
+
+
+def other_memory(model: nn.ModuleList) -> None:
+    model[3].weight.data = torch.randn(3, 6)
+
+
+def exchanged(model: nn.ModuleList) -> None:
+    model[0].weight, model[1].weight = model[1].weight, model[0].weight
+
+
+@pytest.mark.parametrize(
+    "change", [copied, assigned, one_assigned, written, written_past_torch, other_memory, exchanged]
+)
+def test_a_run_reads_what_the_parameters_hold(change: Callable[[nn.ModuleList], None]) -> None:
+    model, of = experts(), stacked()
+    check(of, weights(model))
+    change(model)
+    check(of, weights(model))
+    assert len(memories(weights(model))) == 1  # those that came later moved too
+    check(of, weights(model))
+
+
+def test_no_memory_stays_behind() -> None:
+    model, of = experts(), stacked()
+    check(of, weights(model))
+    assigned(model)
+    first = check(of, weights(model)).untyped_storage()
+    held = torch._C._storage_Use_Count(first._cdata)
+    del model
+    assert torch._C._storage_Use_Count(first._cdata) == held - EXPERTS
+
+
+def tied(model: nn.ModuleList) -> object:
+    """Another parameter in the memory of one."""
+    return nn.Parameter(model[1].weight.data)
+
+
+def one_buffer(model: nn.ModuleList) -> object:
+    buffer = torch.randn(EXPERTS + 1, 3, 6)
+    for number, expert in enumerate(model):
+        expert.weight.data = buffer[EXPERTS - number]
+    return buffer
+
+
+def seen_by_numpy(model: nn.ModuleList) -> object:
+    return model[1].weight.detach().numpy()
+
+
+def other_loop(model: nn.ModuleList) -> object:
+    """Some of them lie together already, in another order."""
+    other = stacked()
+    other([model[2].weight, model[0].weight])
+    return other
+
+
+@pytest.mark.parametrize("share", [tied, one_buffer, seen_by_numpy, other_loop])
+def test_memory_that_something_else_reaches_is_copied_and_told(
+    share: Callable[[nn.ModuleList], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, of = experts(), stacked()
+    other = share(model)
+    before = [part.data_ptr() for part in weights(model)]
+    with caplog.at_level(logging.WARNING, "moepass"):
+        check(of, weights(model))
+        check(of, weights(model))
+    assert [part.data_ptr() for part in weights(model)] == before
+    (record,) = caplog.records  # once
+    assert "0.weight and 3 others are copied together in each run" in record.getMessage()
+    with torch.no_grad():
+        model[1].weight.fill_(3)
+    check(of, weights(model))
+    del other
+
+
+@pytest.mark.parametrize("change", [assigned, one_assigned, other_memory])
+def test_two_graphs_that_read_the_same_move_new_parameters_once(change: Callable[[nn.ModuleList], None]) -> None:
+    model, graphs = experts(), [stacked(), stacked()]
+    for _ in range(2):
+        for of in (*graphs, *reversed(graphs)):
+            check(of, weights(model))
+            assert len(memories(weights(model))) == 1
+        change(model)
+
+
+def test_a_graph_that_is_gone_holds_nothing_together() -> None:
+    model = experts()
+    other_loop(model)
+    check(stacked(), weights(model))
+    assert len(memories(weights(model))) == 1
+
+
+def test_a_buffer_of_their_own_is_no_reason_to_copy() -> None:
+    model = experts()
+    buffer = torch.randn(EXPERTS, 3, 6)
+    for number, expert in enumerate(model):
+        expert.weight.data = buffer[EXPERTS - 1 - number]
+    del buffer
+    check(stacked(), weights(model))
+    assert len(memories(weights(model))) == 1
+
+
+def test_neighbours_in_memory_by_chance_are_not_one_tensor() -> None:
+    buffer = bytearray(4 * 24)
+    halves = [torch.frombuffer(buffer, dtype=torch.float32, offset=48 * number, count=12) for number in range(2)]
+    of = StackedParameters(["a", "b"])
+    assert of(halves).data_ptr() != halves[0].data_ptr()
+    halves[1].fill_(1)
+    check(of, halves)
+
+
+def test_parameters_of_inference_mode_stay_that() -> None:
+    with torch.inference_mode():
+        model = experts()
+        parts = weights(model)
+        check(stacked(), parts)
+    assert len(memories(parts)) == 1
+    assert all(part.is_inference() for part in parts)
+    later, of = experts(), stacked()
+    with torch.inference_mode():
+        check(of, weights(later))
+    assert not any(part.is_inference() for part in weights(later))
+    with torch.no_grad():
+        later[0].weight.add_(1)
+    check(of, weights(later))
+
+
+def test_models_are_copied_and_stored_as_before() -> None:
+    model, of = experts(), stacked()
+    check(of, weights(model))
+    other = copy.deepcopy(model)
+    check(of, weights(other))
+    assert memories(weights(other)).isdisjoint(memories(weights(model)))
+    stream = io.BytesIO()
+    torch.save(model.state_dict(), stream)
+    stream.seek(0)
+    state = torch.load(stream, weights_only=True)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
