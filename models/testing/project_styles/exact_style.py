@@ -24,7 +24,7 @@ class ExactLayer(nn.Module):
         self.router = Router(sizes)
         self.owned = owned_experts(sizes, dist.get_rank(group), self.ranks)
 
-    def _exchange_counts(self, counts: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
+    def exchange_counts(self, counts: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
         """Rows that arrive for each expert of this rank, rank by rank, and sizes sent to and received from ranks."""
         own = len(self.owned)
         arriving = exchange_rows(counts, [own] * self.ranks, [own] * self.ranks, self.group_name)
@@ -47,7 +47,7 @@ class SlicesOfModules(ExactLayer):
         counts = chosen.new_zeros((chosen.shape[0], self.sizes.experts)).scatter_(1, chosen, 1).sum(dim=0)
         order = chosen.view(-1).argsort()
         sorted_rows = hidden[order // chosen.shape[1]]
-        arriving, send, receive = self._exchange_counts(counts)
+        arriving, send, receive = self.exchange_counts(counts)
         arrived = exchange_rows(sorted_rows, send, receive, self.group_name)
         own = len(self.owned)
         expert_of = torch.arange(own, device=hidden.device).repeat(self.ranks)
@@ -88,7 +88,7 @@ class SplitOfStacks(ExactLayer):
         counts = torch.histc(chosen.view(-1).float(), self.sizes.experts, 0, self.sizes.experts).long()
         order = torch.argsort(chosen.view(-1), stable=True)
         rows = hidden.index_select(0, order // self.sizes.top_k)
-        arriving, send, receive = self._exchange_counts(counts)
+        arriving, send, receive = self.exchange_counts(counts)
         arrived = exchange_rows(rows, send, receive, self.group_name)
         own = len(self.owned)
         starts = arriving.cumsum(0) - arriving
