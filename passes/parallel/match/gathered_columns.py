@@ -32,7 +32,7 @@ class Order(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Columns:
+class MaskColumns:
     """Columns `first` to `last` of what was gathered [`tokens`, experts], in some order; the types it went through."""
 
     tokens: sympy.Expr
@@ -42,9 +42,9 @@ class Columns:
     types: tuple[torch.dtype, ...] = ()
 
     @staticmethod
-    def all_of(gathered: Node) -> Columns:
+    def all_of(gathered: Node) -> MaskColumns:
         tokens, experts = fake_value(gathered).shape
-        return Columns(size_expression(tokens), 0, int(experts))
+        return MaskColumns(size_expression(tokens), 0, int(experts))
 
     @property
     def experts(self) -> int:
@@ -54,7 +54,7 @@ class Columns:
     def dim_of_tokens(self) -> int:
         return 0 if self.order is Order.BY_TOKEN else 1
 
-    def behind(self, node: Node) -> Columns | None:
+    def behind(self, node: Node) -> MaskColumns | None:
         """The same as `node`, which is given it first, gives it; None where that does anything else."""
         base, given = base_operation(node), all_arguments(node)
         if base in KEEP_VALUES:
@@ -68,11 +68,11 @@ class Columns:
             return self._turned() if _turns(base, given) else self
         return self._cut(given) if base == "slice" else None
 
-    def _turned(self) -> Columns:
+    def _turned(self) -> MaskColumns:
         order = Order.BY_EXPERT if self.order is Order.BY_TOKEN else Order.BY_TOKEN
         return dataclasses.replace(self, order=order)
 
-    def _regrouped(self, value: torch.Tensor) -> Columns | None:
+    def _regrouped(self, value: torch.Tensor) -> MaskColumns | None:
         """In the same order, experts side by side or apart."""
         sizes = [size_expression(size) for size in value.shape]
         apart = [sympy.Integer(self.experts), self.tokens]
@@ -82,7 +82,7 @@ class Columns:
             return dataclasses.replace(self, order=Order.FLAT)
         return dataclasses.replace(self, order=Order.BY_EXPERT) if sizes == apart else None
 
-    def _cut(self, given: Mapping[str, Any]) -> Columns | None:
+    def _cut(self, given: Mapping[str, Any]) -> MaskColumns | None:
         start, end, step = given["start"] or 0, given["end"], given["step"]
         if step != 1 or not isinstance(start, int) or start < 0:
             return None
@@ -96,7 +96,7 @@ class Columns:
         return dataclasses.replace(self, first=self.first + start, last=last)
 
 
-def columns_of(node: Node, gathers: Mapping[Node, Collective]) -> tuple[Collective, Columns] | None:
+def columns_of(node: Node, gathers: Mapping[Node, Collective]) -> tuple[Collective, MaskColumns] | None:
     """The gather among `gathers`, by their results, that `node` comes from, and what of it; None for anything else."""
     chain: list[Node] = []
     while node not in gathers:
@@ -104,7 +104,7 @@ def columns_of(node: Node, gathers: Mapping[Node, Collective]) -> tuple[Collecti
             return None
         chain.append(node)
         node = node.all_input_nodes[0]
-    columns: Columns | None = Columns.all_of(node)
+    columns: MaskColumns | None = MaskColumns.all_of(node)
     for one in reversed(chain):
         if columns is None:
             return None

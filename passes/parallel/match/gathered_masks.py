@@ -34,7 +34,7 @@ from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.operations import base_operation
 from moepass.passes.graph.source_lines import named
-from moepass.passes.parallel.match.gathered_columns import Columns, Order, columns_of
+from moepass.passes.parallel.match.gathered_columns import MaskColumns, Order, columns_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -83,12 +83,12 @@ def _gathers_any_mask(node: Node) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Reader:
+class _MaskReader:
     """`node` reads `value`, which is `columns` of the mask, or the places of ones in them."""
 
     node: Node
     value: Node
-    columns: Columns
+    columns: MaskColumns
     has_places: bool = False
 
 
@@ -147,9 +147,9 @@ class _GatheredPairs:
         gather = self._gathered[self._mask.input].all_input_nodes[0]
         return gather
 
-    def _readers(self) -> list[_Reader]:
-        found: list[_Reader] = []
-        pending = [(self._mask.result, Columns.all_of(self._mask.result))]
+    def _readers(self) -> list[_MaskReader]:
+        found: list[_MaskReader] = []
+        pending = [(self._mask.result, MaskColumns.all_of(self._mask.result))]
         while pending:
             value, columns = pending.pop()
             for user in value.users:
@@ -159,10 +159,10 @@ class _GatheredPairs:
                 elif base_operation(user) == "sort":
                     found += self._readers_of_places(user, columns)
                 else:
-                    found.append(_Reader(user, value, columns))
+                    found.append(_MaskReader(user, value, columns))
         return found
 
-    def _readers_of_places(self, sort: Node, columns: Columns) -> Iterator[_Reader]:
+    def _readers_of_places(self, sort: Node, columns: MaskColumns) -> Iterator[_MaskReader]:
         """Readers of the places of ones in a flat mask: what a stable sort puts first, as many as there are."""
         given = all_arguments(sort)
         if columns.order is not Order.FLAT or not given["descending"] or not given.get("stable"):
@@ -172,9 +172,9 @@ class _GatheredPairs:
                 if item.args[1] != 1 or base_operation(first) != "slice" or not self._is_number_of(first, columns):
                     raise self._unknown(first)
                 for user in first.users:
-                    yield _Reader(user, first, columns, has_places=True)
+                    yield _MaskReader(user, first, columns, has_places=True)
 
-    def _read(self, reader: _Reader) -> Node:
+    def _read(self, reader: _MaskReader) -> Node:
         """What stands for what reads the mask. Raises NotThisForm."""
         node, columns = reader.node, reader.columns
         base, given = base_operation(node), all_arguments(node)
@@ -214,7 +214,7 @@ class _GatheredPairs:
                 return self.writer.product(tokens, int(times))  # type: ignore[no-any-return]
         raise self._unknown(node)
 
-    def _sum(self, reader: _Reader) -> Node:
+    def _sum(self, reader: _MaskReader) -> Node:
         node, columns, given = reader.node, reader.columns, all_arguments(reader.node)
         counts = self._of(columns).counts
         dims = given.get("dim")
@@ -230,7 +230,7 @@ class _GatheredPairs:
             return counts
         raise self._unknown(node)
 
-    def _selected(self, source: Node, reader: _Reader) -> Node:
+    def _selected(self, source: Node, reader: _MaskReader) -> Node:
         """What the mask selects of `source`, a value of each pair of an expert and a token."""
         node, columns = reader.node, reader.columns
         size = fake_value(node).shape[0]
@@ -240,7 +240,7 @@ class _GatheredPairs:
             return self._expert(columns, size)
         return self._weight(source, columns, self._pair(columns, size), node)
 
-    def _weight(self, source: Node, columns: Columns, pair: Node, node: Node) -> Node:
+    def _weight(self, source: Node, columns: MaskColumns, pair: Node, node: Node) -> Node:
         """Of the experts of `pair`, places in the gathered ids, what `source`, gathered of all experts, has."""
         found = columns_of(source, self._gathers)
         if found is None:
@@ -258,7 +258,7 @@ class _GatheredPairs:
             value = self.writer.emit(prims.convert_element_type.default, value, dtype)
         return value
 
-    def _is_number_of(self, first: Node, columns: Columns) -> bool:
+    def _is_number_of(self, first: Node, columns: MaskColumns) -> bool:
         """True where `first` cuts off as many as `columns` of the mask have ones."""
         given = all_arguments(first)
         end = given["end"]
@@ -270,7 +270,7 @@ class _GatheredPairs:
         found = columns_of(total.args[0], {self._mask.result: self._mask})
         return found is not None and (found[1].first, found[1].last) == (columns.first, columns.last)
 
-    def _of_places(self, reader: _Reader) -> Node:
+    def _of_places(self, reader: _MaskReader) -> Node:
         """What is computed of places in [experts · tokens]: their token, their expert, or what lies there."""
         node, columns, size = reader.node, reader.columns, fake_value(reader.value).shape[0]
         base, given = base_operation(node), all_arguments(node)
@@ -314,7 +314,7 @@ class _GatheredPairs:
         nobody = self.writer.emit(aten.scalar_tensor.default, experts, **like)
         return self.writer.emit(aten.where.self, self._at_ids(self._mask.input), ids, nobody)
 
-    def _of(self, columns: Columns) -> _Pairs:
+    def _of(self, columns: MaskColumns) -> _Pairs:
         key = (columns.first, columns.last)
         if key not in self._pairs:
             emit = self.writer.emit
@@ -331,22 +331,22 @@ class _GatheredPairs:
             self._pairs[key] = _Pairs(self.writer.getitem(both, 1), experts, counts)
         return self._pairs[key]
 
-    def _number(self, columns: Columns, size: Any) -> Node:
+    def _number(self, columns: MaskColumns, size: Any) -> Node:
         """How many pairs of this rank there are, which the graph knows as `size`."""
         total = self.writer.emit(aten.sum.default, self._of(columns).counts)
         return self.writer.described(aten._local_scalar_dense.default, (total,), size)
 
-    def _first(self, values: Node, columns: Columns, size: Any) -> Node:
+    def _first(self, values: Node, columns: MaskColumns, size: Any) -> Node:
         described = fake_value(values).new_empty([size])
         return self.writer.described(aten.slice.Tensor, (values, 0, 0, self._number(columns, size)), described)
 
-    def _pair(self, columns: Columns, size: Any) -> Node:
+    def _pair(self, columns: MaskColumns, size: Any) -> Node:
         return self._first(self._of(columns).places, columns, size)
 
-    def _expert(self, columns: Columns, size: Any) -> Node:
+    def _expert(self, columns: MaskColumns, size: Any) -> Node:
         return self._first(self._of(columns).experts, columns, size)
 
-    def _token(self, columns: Columns, size: Any) -> Node:
+    def _token(self, columns: MaskColumns, size: Any) -> Node:
         k = int(fake_value(self._chosen.ids).shape[1])
         return self.writer.emit(aten.div.Tensor_mode, self._pair(columns, size), k, rounding_mode="floor")
 
@@ -358,7 +358,7 @@ def _described(node: Node) -> tuple[str, ...]:
     return (str(value.dtype), str(value.device), *(str(size_expression(size)) for size in value.shape))
 
 
-def _numbers_along(source: Node, dim: int, columns: Columns) -> bool:
+def _numbers_along(source: Node, dim: int, columns: MaskColumns) -> bool:
     """True where `source` is 0, 1, .. along dimension `dim` of `columns` [experts, tokens]."""
     if columns.order is not Order.BY_EXPERT or fake_value(source).dim() != 2:
         return False
