@@ -58,7 +58,6 @@ from moepass.passes.parallel.replicated import Origin, ReplicatedValues
 
 aten = torch.ops.aten
 
-_ASSERTIONS = (aten._assert_scalar.default, aten._assert_async.default, aten._assert_async.msg)
 # Written on the gather of a block: what its digests are made of, for people to compare.
 EXPERTS_TEXT_KEY, SOURCES_KEY = "moepass_experts_text", "moepass_sources"
 
@@ -340,11 +339,28 @@ def _only_asserted(nodes: set[Node]) -> set[Node]:
         other = {
             node
             for node in kept
-            if not is_call(node, *_ASSERTIONS) and (not node.users or any(user not in kept for user in node.users))
+            if not (is_call(node, aten._assert_scalar.default) or _asserts_integers(node, nodes))
+            and (not node.users or any(user not in kept for user in node.users))
         }
         if not other:
             return kept
         kept -= other
+
+
+def _asserts_integers(node: Node, nodes: set[Node]) -> bool:
+    """True for an assertion on ids or counts, as far as it is computed by `nodes`: not on rows, which stay."""
+    if not is_call(node, aten._assert_async.msg, aten._assert_async.default):
+        return False
+    pending, seen = [node], {node}
+    while pending:
+        for used in pending.pop().all_input_nodes:
+            value = fake_value(used)
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                return False
+            if used in nodes and used not in seen:
+                seen.add(used)
+                pending.append(used)
+    return True
 
 
 def _describe_weights(block: ParallelBlock) -> str:

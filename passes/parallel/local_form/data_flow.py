@@ -91,8 +91,8 @@ def _moves_or_adds(node: Node) -> bool:
 
 def _check_readers(block: ParallelBlock, local: LocalForm, gemms: set[Node]) -> None:
     """The activation function is copied, whatever it computes, so only the GEMMs after it may read its values."""
-    region, inside = set(block.region), (local.copied | local.left_out) - {local.end}
-    for node in inside:
+    region, inside = set(block.region), local.copied | local.left_out
+    for node in inside - {local.end}:
         for user in node.users:
             if user in region and user not in inside and user not in gemms and not is_call(user, *SHAPE_READERS):
                 raise NotThisForm(f"{user.name} ({user.target}) reads what its activation function computes")

@@ -23,7 +23,14 @@ from moepass.passes.graph.source_lines import named
 from moepass.passes.parallel.local_form.block_writer import BlockWriter
 from moepass.passes.parallel.local_form.row_moves import exchanged_by, moved_values
 from moepass.passes.parallel.local_form.row_types import Casts, casts_between, changes_type
-from moepass.passes.parallel.match.parallel_block import ParallelBlock, bias_after, looked_up_table
+from moepass.passes.parallel.match.parallel_block import (
+    OWN_IDS,
+    TRAVELLING_IDS,
+    ParallelBlock,
+    bias_after,
+    looked_up_table,
+)
+from moepass.passes.parallel.match.region_walk import reshaped
 from moepass.passes.rows.row_layout import ratio
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -64,6 +71,8 @@ class LocalForm(BlockWriter):
         # Where the rows are moved again behind the experts, and what is computed of their results before that.
         self.end: Node = block.down.node
         self.after: set[Node] = set()
+        # The experts' outputs, where they are weighed by what travelled with the rows.
+        self._moves: Node | None = None
 
     def write(self) -> Node:
         """The value that takes the place of the block's sink. Raises NotThisForm."""
@@ -84,6 +93,8 @@ class LocalForm(BlockWriter):
         sources = self.block.sources
         if self.block.form == "all_to_all":
             return self._rows_by_counts(sources["rows"], self._flat(sources["counts"]))
+        if self.block.form in TRAVELLING_IDS:
+            return self._rows_by_ids(sources["rows"])
         if self.block.form == "all_to_all_slots":
             return self._all_slots(sources["rows"])
         if self.block.form == "all_to_all_capacity":
@@ -104,6 +115,43 @@ class LocalForm(BlockWriter):
         every = self.arange(self.block.experts, fake_value(rows).device)
         chosen = self.emit(aten.repeat_interleave.Tensor, counts, output_size=self._size(fake_value(rows).shape[0]))
         return self.emit(aten.index.Tensor, every, [chosen])
+
+    def _rows_by_ids(self, rows: Node) -> Node:
+        """Rows in any order, and the expert of each of them, as the block was about to send it."""
+        sorted_ids, order = self._sorted(self._sent_ids())
+        self.travelling = tuple(self.emit(aten.index.Tensor, node, [order]) for node in self.block.travelling)
+        rows = self.emit(aten.index.Tensor, rows, [order])
+        outputs = self._experts(rows, self._ends(sorted_ids), lambda: sorted_ids)
+        return self.emit(aten.index.Tensor, outputs, [self._inverse(order)])
+
+    def _sent_ids(self) -> Node:
+        """The expert of each row, among those of all ranks."""
+        exchange, count = self.block.id_exchange, self.block.exchanges[0]
+        assert exchange is not None
+        ids = exchange.input
+        if fake_value(ids).dtype != torch.int64:
+            ids = self.emit(prims.convert_element_type.default, ids, torch.int64)
+        if self.block.form != OWN_IDS:
+            return ids
+        ranks, own = self.block.group.ranks, len(self.block.own_experts)
+        counts = self._flat(reshaped(count.input))
+        if fake_value(counts).shape[0] != ranks:
+            counts = self.emit(aten.sum.dim_IntList, self.emit(aten.view.default, counts, [ranks, own]), [1])
+        rank_of = self.emit(
+            aten.repeat_interleave.Tensor, counts, output_size=self._size(fake_value(exchange.input).shape[0])
+        )
+        return self.emit(aten.add.Tensor, ids, self.emit(aten.mul.Tensor, rank_of, own))
+
+    def _ends(self, sorted_ids: Node) -> Node:
+        """Where the rows of each expert end."""
+        like = {"dtype": fake_value(sorted_ids).dtype, "device": fake_value(sorted_ids).device}
+        counts = self.emit(aten.full.default, [self.block.id_values], 0, **like)
+        ones = self.emit(aten.full.default, [self._size(fake_value(sorted_ids).shape[0])], 1, **like)
+        self.sized.add(ones)
+        counts = self.emit(aten.scatter_add.default, counts, 0, sorted_ids, ones)
+        if self.block.drops:
+            counts = self.emit(aten.slice.Tensor, counts, 0, 0, self.block.experts)
+        return self.emit(aten.cumsum.default, counts, 0, dtype=torch.int32)
 
     def _all_slots(self, slots: Node) -> Node:
         """Slots, as many for each expert, all of them computed, whether a token is in them or not."""
@@ -148,20 +196,14 @@ class LocalForm(BlockWriter):
 
     def _weighted_sum(self, hidden: Node, ids: Node) -> Node:
         """The arithmetic, and the order of the sum, of `grouped_mm_experts_forward` of transformers."""
-        experts, top_k = self.block.experts, int(fake_value(ids).shape[1])
+        top_k = int(fake_value(ids).shape[1])
         sorted_ids, order = self._sorted(self.emit(aten.view.default, ids, [-1]))
         token = self.emit(aten.div.Tensor_mode, order, top_k, rounding_mode="floor")
         rows = self.emit(aten.index.Tensor, hidden, [token])
-        like = {"dtype": fake_value(sorted_ids).dtype, "device": fake_value(sorted_ids).device}
-        counts = self.emit(aten.full.default, [self.block.id_values], 0, **like)
-        ones = self.emit(aten.full.default, [self._size(fake_value(sorted_ids).shape[0])], 1, **like)
-        self.sized.add(ones)
-        counts = self.emit(aten.scatter_add.default, counts, 0, sorted_ids, ones)
+        ends = self._ends(sorted_ids)
         ids_of_rows = sorted_ids
         if self.block.drops:
-            counts = self.emit(aten.slice.Tensor, counts, 0, 0, experts)
-            ids_of_rows = self.emit(aten.clamp_max.default, sorted_ids, experts - 1)
-        ends = self.emit(aten.cumsum.default, counts, 0, dtype=torch.int32)
+            ids_of_rows = self.emit(aten.clamp_max.default, sorted_ids, self.block.experts - 1)
         (weights,) = self.block.travelling or (self.block.sources["weights"],)
         of_rows = self.emit(aten.index.Tensor, self.emit(aten.view.default, weights, [-1]), [order])
         if self.block.travelling:
@@ -197,7 +239,7 @@ class LocalForm(BlockWriter):
         self.outputs = self._biased(down.node, result, values)
         bias = bias_after(down.node)
         self.end = down.node if bias is None or bias.sum not in values else bias.sum
-        if self.block.travelling and "ids" not in self.block.sources:
+        if self.block.travelling and "rows" in self.block.sources:
             self._go_on_behind(values)
         return self._cast_on_the_way_back(self.outputs)
 
@@ -238,6 +280,7 @@ class LocalForm(BlockWriter):
             return
         before = set(self.copied)
         self.starts[self.end] = self.outputs
+        self._moves = self.end
         (self.end,) = found
         self.outputs = self._translate(self.end, values)
         self.after = self.copied - before
@@ -300,7 +343,7 @@ class LocalForm(BlockWriter):
             if known(current) is not None:
                 pending.pop()
                 continue
-            beside = self._travelled(current) or self._looked_up(current)
+            beside = self._travelled(current) or self._looked_up(current) or self._moved_outputs(current)
             if beside is not None:
                 self.starts[current] = values[current] = beside
                 continue
@@ -350,6 +393,12 @@ class LocalForm(BlockWriter):
         if table not in self.complete:
             return None
         return self.emit(aten.index.Tensor, self.complete[table], [self._ids_of_rows()])
+
+    def _moved_outputs(self, node: Node) -> Node | None:
+        """What stands for `node` where that is the experts' outputs, in another order, before they are weighed."""
+        value = fake_value(node)
+        is_data = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return self.outputs if is_data and self._moves is not None and moved_values(node) == {self._moves} else None
 
     def _of_rows(self, node: Node) -> int | Node | None:
         """What stands for a size that is a multiple of the number of the experts' rows; None where it is not."""

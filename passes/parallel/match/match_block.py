@@ -72,6 +72,15 @@ def match_block(
     group = groups[combine.group_name]
     if combine.kind == "all_to_all":
         return match_all_to_all(match, combine, group, place, capture)
+    came_by = next((one for one in arriving if one.kind == "all_to_all"), None)
+    over_others = came_by is not None and came_by.group_name != combine.group_name
+    if combine.kind in ("all_reduce", "reduce_scatter") and came_by is not None and over_others:
+        raise NotThisForm(
+            f"its rows come by all_to_all {named(came_by.node)}, and {combine.kind} {named(combine.node)} adds up its "
+            "results before they go back, as where ranks hold a part of each expert's width; a shard is a part of the "
+            "experts, each of them complete: use a size of 1 for the tensor parallelism of experts, and spread them "
+            "over those ranks as well"
+        )
     if combine.kind in ("all_reduce", "reduce_scatter"):
         return match_partial_sums(match, combine, group, place)
     raise NotThisForm(

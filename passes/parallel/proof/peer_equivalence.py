@@ -6,6 +6,7 @@ the contract too:
 
     all_to_all      a rank is sent, rank by rank, rows sorted by expert and how many there are of each expert; it sends
                     back each row's output in the same place
+    .. with ids     the same with rows in any order, each with its expert's id (ids_exchange.py)
     partial sums    a rank adds up, for every token of every rank, what its own experts contribute
 
 Each rank proves its own graph, with its own constants, so together they prove the whole exchange.
@@ -25,17 +26,19 @@ from torch.nn import functional as F
 from moepass.passes.graph.collectives import Collective
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.refusals import why_it_stopped
-from moepass.passes.parallel.match.parallel_block import ParallelBlock
+from moepass.passes.parallel.match.parallel_block import TRAVELLING_IDS, ParallelBlock
+from moepass.passes.parallel.proof.demands import demand, equal
+from moepass.passes.parallel.proof.ids_exchange import check_ids_exchange
 from moepass.passes.parallel.proof.mock_run import ContractBroken, MockRun, repeat_each
-
-TOLERANCE = 1e-9
 
 
 def check_run(run: MockRun) -> None:
     """Raises ContractBroken where the block, or its local form, does not follow the contract in this run."""
     scenario = run.scenario
     try:
-        if run.block.form.startswith("all_to_all"):
+        if run.block.form in TRAVELLING_IDS:
+            check_ids_exchange(run)
+        elif run.block.form.startswith("all_to_all"):
             _check_exchange(run)
         else:
             _check_partial_sums(run)
@@ -46,14 +49,6 @@ def check_run(run: MockRun) -> None:
     except Exception as error:
         # A node that cannot run on the mock's numbers means that the guess about the block was wrong.
         raise ContractBroken(f"with {scenario.name}, {why_it_stopped(error)}") from error
-
-
-def _equal(left: torch.Tensor, right: torch.Tensor) -> bool:
-    if left.shape != right.shape:
-        return False
-    left, right = left.double(), right.double()
-    # To the bit is the rule, and faster to tell.
-    return torch.equal(left, right) or torch.allclose(left, right, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 # ----------------------------------------------------------------------------------------------------------- AllToAll
@@ -78,30 +73,30 @@ def _check_exchange(run: MockRun) -> None:
     *counts, combine = (exchange for exchange in block.exchanges if exchange not in block.dispatches)
 
     def check_sizes(send: list[int], receive: list[int]) -> None:
-        _demand(send == own.sizes_by_rank(block.bounds), f"it sends rows in parts of {send}")
-        _demand(receive == [len(part.rows) for part in peers], f"it expects rows in parts of {receive}")
+        demand(send == own.sizes_by_rank(block.bounds), f"it sends rows in parts of {send}")
+        demand(receive == [len(part.rows) for part in peers], f"it expects rows in parts of {receive}")
 
     def answer(collective: Collective, sent: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
         if collective.node in [exchange.node for exchange in counts]:
-            _demand(_equal(sent.reshape(-1), own.counts), "it sends counts that are not those of its rows")
+            demand(equal(sent.reshape(-1), own.counts), "it sends counts that are not those of its rows")
             if collective.kind == "all_gather":
                 return torch.stack([part.all_counts for part in peers]).reshape(-1, *sent.shape[1:]).to(sent.dtype)
             arriving = torch.stack([part.counts[block.own_experts.start : block.own_experts.stop] for part in peers])
             unit = sent.numel() // max(1, sent.shape[0])
-            _demand(receive == [len(block.own_experts) // max(unit, 1)] * block.group.ranks, "it expects other counts")
+            demand(receive == [len(block.own_experts) // max(unit, 1)] * block.group.ranks, "it expects other counts")
             return arriving.reshape(-1, *sent.shape[1:]).to(sent.dtype)
         if collective.node is dispatch.node:
-            _demand(_equal(sent, own.rows), "it sends other rows than it counted")
+            demand(equal(sent, own.rows), "it sends other rows than it counted")
             check_sizes(send, receive)
             return torch.cat([part.rows for part in peers])
         for number, exchange in enumerate(beside):
             if collective.node is exchange.node:
-                _demand(_equal(sent, own.travelling[number]), "it sends something else beside its rows")
+                demand(equal(sent, own.travelling[number]), "it sends something else beside its rows")
                 check_sizes(send, receive)
                 return torch.cat([part.travelling[number] for part in peers])
         if collective.node is combine.node:
             expected = _expert_outputs(run, peers)
-            _demand(_equal(sent, expected), "it sends back other outputs than its experts' for the rows")
+            demand(equal(sent, expected), "it sends back other outputs than its experts' for the rows")
             return _expert_outputs(run, [own])
         raise ContractBroken(f"it needs an answer to {collective.kind}")
 
@@ -110,7 +105,7 @@ def _check_exchange(run: MockRun) -> None:
         values[counts_node] = own.counts.view(run.mock.shape(counts_node))
     run.run_block(values, answer)
     outputs = run.run_local_form(values)
-    _demand(_equal(outputs, _expert_outputs(run, [own])), "its local form gives something else")
+    demand(equal(outputs, _expert_outputs(run, [own])), "its local form gives something else")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,15 +202,15 @@ def _check_partial_sums(run: MockRun) -> None:
         if collective.node is combine.node:
             partial = _weighted_outputs(run, _Tokens.joined(batches), block.own_experts)
             parts = sent.split(most)
-            _demand(len(parts) == len(batches), f"it adds up {len(sent)} rows, not those of all tokens")
+            demand(len(parts) == len(batches), f"it adds up {len(sent)} rows, not those of all tokens")
             wanted = partial.split([len(batch.hidden) for batch in batches])
             sent_rows = torch.cat([part[: len(rows)] for part, rows in zip(parts, wanted, strict=True)])
-            _demand(_equal(sent_rows, partial), "it does not add exactly its own experts' part")
+            demand(equal(sent_rows, partial), "it does not add exactly its own experts' part")
             total = _weighted_outputs(run, own, range(block.experts))
             return F.pad(total, (0, 0, 0, most - tokens), value=torch.nan)
         if collective.kind == "all_reduce" and gathered:
-            _demand(collective.reduction == "max" and sent.numel() == 1, "it reduces something unknown")
-            _demand(int(sent) == tokens, "it reduces something other than its number of tokens")
+            demand(collective.reduction == "max" and sent.numel() == 1, "it reduces something unknown")
+            demand(int(sent) == tokens, "it reduces something other than its number of tokens")
             return torch.full_like(sent, most)
         if collective.kind == "all_gather" and gathered:
             return _gather(sent, batches, own_rank, most)
@@ -223,15 +218,15 @@ def _check_partial_sums(run: MockRun) -> None:
 
     values: Mapping[Node, Any] = {node: own.of(role) for role, node in block.sources.items()}
     found = run.run_block(values, answer)
-    _demand(_equal(run.run_local_form(values), found), "its local form gives something else")
+    demand(equal(run.run_local_form(values), found), "its local form gives something else")
 
 
 def _gather(sent: torch.Tensor, batches: Sequence[_Tokens], own_rank: int, most: int) -> torch.Tensor:
     """All ranks' rows of the kind that this rank sends. Others bring `most` tokens, so none of theirs is padding."""
     for role in ("hidden", "ids", "weights"):
         mine = getattr(batches[own_rank], role)
-        if sent.is_floating_point() == mine.is_floating_point() and _equal(sent[: len(mine)], mine):
-            _demand(len(sent) == most, f"it gathers {len(sent)} rows of {role}, where {most} were agreed on")
+        if sent.is_floating_point() == mine.is_floating_point() and equal(sent[: len(mine)], mine):
+            demand(len(sent) == most, f"it gathers {len(sent)} rows of {role}, where {most} were agreed on")
             return torch.cat([sent if rank == own_rank else getattr(batch, role) for rank, batch in enumerate(batches)])
     raise ContractBroken("it gathers something that is neither tokens, nor their experts, nor their weights")
 
@@ -276,8 +271,3 @@ def _weighted_outputs(run: MockRun, tokens: _Tokens, experts: range) -> torch.Te
         weighed = run.experts(rows, ids[pairs]) * weights.unsqueeze(-1)
     total = torch.zeros(len(tokens.hidden), weighed.shape[1], dtype=torch.float64)
     return total.index_add(0, pairs // top_k, weighed)
-
-
-def _demand(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise ContractBroken(otherwise)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moepass.passes.graph.nodes import fake_value
-from moepass.passes.parallel.match.parallel_block import FIXED_SLOTS, ParallelBlock
+from moepass.passes.parallel.match.parallel_block import EXACT_SIZES, FIXED_SLOTS, ParallelBlock
 from moepass.passes.parallel.match.routed_tokens import routed_tokens
 from moepass.passes.parallel.proof.mock_run import MOST_ROWS, SCENARIOS, MockBlock, concrete
 
@@ -151,7 +151,7 @@ def _most_rows(mock: MockBlock, scale: Scale) -> int:
     """Rows in the largest of the mock runs."""
     block, growing, ranks = mock.block, scale.growing, mock.block.group.ranks
     own = concrete(_own_rows(block), mock.sizes) if growing is None else growing.small * growing.rows
-    if block.form == "all_to_all":
+    if block.form in EXACT_SIZES:
         return int(own + max(MOST_ROWS, own) + ranks * max(13, len(block.own_experts)))
     if block.form in FIXED_SLOTS:
         return int(2 * own)
@@ -171,7 +171,7 @@ def _growing(block: ParallelBlock) -> Growing | None:
         slots = source // experts
         factors = {1, experts, *owned, *block.bounds, *(ranks * own for own in owned)} - {0}
         return None if slots * experts != source else _sized(slots, SMALL_SLOTS, experts, factors)
-    if block.form == "all_to_all":
+    if block.form in EXACT_SIZES:
         tokens = routed_tokens(block)
         known = tokens is not None and tokens.is_Integer and tokens > 0 and source % int(tokens) == 0
         each = source // int(tokens) if known and tokens is not None else 1

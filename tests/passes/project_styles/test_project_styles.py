@@ -16,7 +16,9 @@ from torch import nn
 from moepass.models.testing.project_styles.converted_style import FlatWeights, MasterWeights, ScaledModules
 from moepass.models.testing.project_styles.exact_style import SlicesOfModules, SplitOfStacks
 from moepass.models.testing.project_styles.gathered_style import DroppingMasks, GatheredMasks, GatheredOrder
+from moepass.models.testing.project_styles.ids_style import GlobalIdsTravel, LocalIdsTravel
 from moepass.models.testing.project_styles.megatron_style import MaskedDispatch
+from moepass.models.testing.project_styles.overlap_style import OverlappedHalves, OverlappedModules
 from moepass.models.testing.project_styles.slots_style import EinsumSlots, IndexedSlots
 from moepass.models.testing.project_styles.style_sizes import StyleSizes
 from moepass.passes.graph.collectives import communications_of
@@ -42,11 +44,15 @@ STYLES: dict[str, tuple[type[nn.Module], str]] = {
     "master weights": (MasterWeights, "all_to_all"),
     "flat weights": (FlatWeights, "all_to_all"),
     "scaled modules": (ScaledModules, "all_to_all"),
+    "global ids": (GlobalIdsTravel, "all_to_all_ids"),
+    "local ids": (LocalIdsTravel, "all_to_all_own_ids"),
+    "overlapped halves": (OverlappedHalves, "all_to_all"),
+    "overlapped modules": (OverlappedModules, "all_to_all"),
 }
 # Where all ranks must bring as many tokens.
 EVEN_FORMS = ("all_to_all_slots", "all_gather")
-# In the fast tests: slots, exact sizes, and weights that travel, or are gathered.
-_SOON = ("deepspeed", "deepseek", "megatron", "megatron gathered")
+# In the fast tests: slots, exact sizes, and weights that travel, or are gathered, and ids that travel.
+_SOON = ("deepspeed", "deepseek", "megatron", "megatron gathered", "local ids")
 PASSES = (sort_masks, write_grouped_gemms, eliminate_expert_parallelism)
 SIZES = StyleSizes()
 
@@ -77,7 +83,8 @@ def complete_banks(captured: Sequence[Captured], results: Sequence[PassResult]) 
 
 def _parts_of(bank: BankSpec, captured: Captured, result: PassResult) -> list[torch.Tensor]:
     values = dict(zip((node.name for node in graph_inputs(captured.module.graph)), captured.inputs, strict=True))
-    (call,) = (
+    # Two halves of a batch may gather the same bank.
+    call = next(
         node for node in result.module.graph.nodes if is_call(node, gather) and node.kwargs["bank"] == bank.index
     )
     given: list[Any] = [values[node.name] for node in call.all_input_nodes]
@@ -98,7 +105,7 @@ def check_style(style: str, ranks: int, sizes: StyleSizes, tokens: Sequence[Sequ
     captured = [captured_style(style, rank, ranks, 9, sizes, dynamic=True) for rank in range(ranks)]
     results = [eliminated(one) for one in captured]
     for result in results:
-        assert [block.form for block in result.plan.local_blocks] == [STYLES[style][1]], result.plan.refusals
+        assert {block.form for block in result.plan.local_blocks} == {STYLES[style][1]}, result.plan.refusals
         assert not list(communications_of(result.module.graph))
         assert host_syncs(result) == []
     banks = complete_banks(captured, results)
@@ -137,7 +144,7 @@ def test_in_bfloat16(style: str) -> None:
 def test_with_fixed_sizes(style: str) -> None:
     captured = captured_style(style, 0, 2, 12, SIZES, dynamic=False)
     result = eliminated(captured)
-    assert [block.form for block in result.plan.local_blocks] == [STYLES[style][1]], result.plan.refusals
+    assert {block.form for block in result.plan.local_blocks} == {STYLES[style][1]}, result.plan.refusals
     assert not list(communications_of(result.module.graph))
 
 

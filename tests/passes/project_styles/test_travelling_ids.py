@@ -1,0 +1,122 @@
+"""Expert ids that travel with the rows: what looks like that and means something else is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from readable_refusals import check_readable
+from simulated_ranks import capture_module, hidden_rows, pretend_rank, run_ranks, run_with_banks, with_tokens
+from test_project_styles import PASSES, SIZES, complete_banks
+
+from moepass.models.testing.project_styles.ids_style import GlobalIdsTravel
+from moepass.passes.graph.collectives import communications_of
+from moepass.passes.ir.plan import Plan
+from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Changed(GlobalIdsTravel):
+    """Changes the ids before they are sent or after they have come, or the counts."""
+
+    sent: Change = staticmethod(lambda ids: ids)
+    arrived: Change = staticmethod(lambda ids: ids)
+    counted: Change = staticmethod(lambda counts: counts)
+    rows: Change = staticmethod(lambda rows: rows)
+
+    def _exchange(self, values: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
+        if values.is_floating_point():
+            return self.rows(super()._exchange(values, send, receive))
+        return self.arrived(super()._exchange(self.sent(values), send, receive))
+
+    def _exchange_sizes(self, counts: torch.Tensor) -> tuple[list[int], list[int]]:
+        return super()._exchange_sizes(self.counted(counts))
+
+
+def _checked(rows: torch.Tensor) -> torch.Tensor:
+    torch._assert_async((rows < 1e6).all(), "rows are too large")
+    return rows
+
+
+class EveryExpertIsAnother(Changed):
+    """Ids that the router did not choose, each on the rank that its row goes to: right, and taken."""
+
+    sent = staticmethod(lambda ids: torch.where(ids < 4, 3, 11) + ids * -1)
+
+
+class ReceiverShifts(Changed):
+    arrived = staticmethod(lambda ids: (ids // 4 * 4) + (ids + 1) % 4)
+
+
+class ReceiverAssumesOrder(Changed):
+    arrived = staticmethod(lambda ids: ids.sort().values)
+
+
+class ReceiverLimits(Changed):
+    arrived = staticmethod(lambda ids: ids.clamp(max=torch.arange(ids.shape[0], device=ids.device) // 500 * 8 + 6))
+
+
+class IdsOfAnotherRank(Changed):
+    sent = staticmethod(lambda ids: (ids + 1) % 8)
+
+
+class CountsOfOthers(Changed):
+    counted = staticmethod(lambda counts: counts.flip(0))
+
+
+class ChecksRows(Changed):
+    rows = staticmethod(_checked)
+
+
+def eliminated(layer: type[GlobalIdsTravel], rank: int) -> tuple[object, PassResult]:
+    with pretend_rank(rank, 2):
+        captured = capture_module(layer(SIZES, dist.group.WORLD), hidden_rows(16, 9, rank, SIZES.dtype), rank, 2)  # type: ignore[arg-type]
+    result = run_passes(PASSES, captured.module, Plan(), PassContext(groups=captured.groups))
+    check_readable(result.refusals)
+    return captured, result
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (ReceiverShifts, "other outputs than its experts'"),
+        (ReceiverAssumesOrder, "other outputs than its experts'"),
+        (ReceiverLimits, "constant"),
+        (IdsOfAnotherRank, "ids to ranks without them"),
+        (CountsOfOthers, "ids to ranks without them"),
+        (ChecksRows, "is also read by"),
+    ],
+)
+def test_what_means_something_else_is_refused(layer: type[GlobalIdsTravel], reason: str) -> None:
+    _, result = eliminated(layer, 1)
+    assert not result.plan.banks
+    assert any(reason in refusal.reason for refusal in result.refusals), [str(one) for one in result.refusals]
+
+
+@pytest.mark.slow
+def test_the_expert_of_a_row_is_the_one_that_is_sent() -> None:
+    captured, results = zip(*(eliminated(EveryExpertIsAnother, rank) for rank in range(2)), strict=True)
+    assert not any(list(communications_of(result.module.graph)) for result in results)
+    inputs = [with_tokens(one, hidden_rows(16, 5 + rank, rank, SIZES.dtype)) for rank, one in enumerate(captured)]
+    expected = run_ranks([one.module for one in captured], inputs)
+    banks = complete_banks(captured, results)
+    for result, given, wanted in zip(results, inputs, expected, strict=True):
+        torch.testing.assert_close(run_with_banks(result.module, given, banks)[0], wanted[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_ranks_that_send_other_numbers_do_not_agree() -> None:
+    """Each rank's graph is right for itself: what they take differs."""
+
+    class OwnNumbers(Changed):
+        sent = staticmethod(lambda ids: ids % 4)
+        arrived = staticmethod(lambda ids: ids + 4)
+
+    layers = (GlobalIdsTravel, OwnNumbers)
+    signatures = [[block.signature for block in eliminated(layer, 1)[1].plan.local_blocks] for layer in layers]
+    assert all(len(blocks) == 1 for blocks in signatures)
+    assert signatures[0] != signatures[1]
