@@ -1,7 +1,4 @@
-"""Expert ids that travel with the rows: the ranks count rows for each rank only, and the receiver sorts by id.
-
-So do dispatchers that keep their exchange of counts small, as FastMoE's successors and DeepEP's low-level users do.
-"""
+"""Expert ids that travel with the rows: the ranks count rows for each rank only, and the receiver sorts by id."""
 
 from __future__ import annotations
 
