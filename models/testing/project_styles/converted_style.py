@@ -32,7 +32,7 @@ class _ConvertedLayer(ExactLayer):
         every = torch.arange(self.sizes.experts, device=hidden.device)
         ends = torch.searchsorted(ids, every, right=True)
         counts = torch.diff(ends, prepend=ends.new_zeros(1))
-        arriving, send, receive = self._exchange_counts(counts)
+        arriving, send, receive = self.exchange_counts(counts)
         sent = hidden[order // self.sizes.top_k].to(self.wire)
         arrived = exchange_rows(sent, send, receive, self.group_name)
         own = len(self.owned)

@@ -57,7 +57,7 @@ class OverlappedHalves(ExactLayer):
         weights, chosen = torch.topk(self.router(hidden), self.sizes.top_k, dim=-1)
         ids, order = sort_by_expert(chosen)
         counts = count_per_expert(ids, self.sizes.experts)
-        arriving, send, receive = self._exchange_counts(counts)
+        arriving, send, receive = self.exchange_counts(counts)
         rows = hidden[order // self.sizes.top_k]
         return Half(hidden, weights, order, arriving, send, receive, self._begin(rows, receive, send))
 
