@@ -34,10 +34,15 @@ class PlanError(MoepassError):
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """A process group as one of its ranks sees it."""
+    """A process group as one of its ranks sees it; `members` are its ranks in the world, if known, in its own order."""
 
     rank: int
     ranks: int
+    members: tuple[int, ...] = ()
+
+    def has_members_of(self, other: Group) -> bool:
+        """True where both groups are known to hold the same ranks in the same order."""
+        return bool(self.members) and self == other
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.fx import GraphModule
 
@@ -36,7 +37,11 @@ from moepass.runtime.transfer.link import check_link_to
 def process_groups(names: Iterable[str]) -> dict[str, Group]:
     """This rank's place in each of the process groups with these names; those that do not exist here are left out."""
     known = process_groups_by_name()
-    return {name: Group(known[name].rank(), known[name].size()) for name in names if name in known}
+    found = {name: known[name] for name in names if name in known}
+    return {
+        name: Group(group.rank(), group.size(), tuple(dist.get_process_group_ranks(group)))
+        for name, group in found.items()
+    }
 
 
 def agreement_on_blocks(

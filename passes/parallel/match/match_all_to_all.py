@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch.fx import Node
@@ -34,8 +34,15 @@ _RENUMBERS = {"remainder", "fmod", "sub", "bitwise_and", "rem"}
 
 
 def match_all_to_all(
-    match: BlockMatch, combine: Collective, group: Group, place: dict[Node, int], capture: CaptureNotes
+    match: BlockMatch,
+    combine: Collective,
+    groups: Mapping[str, Group],
+    place: dict[Node, int],
+    capture: CaptureNotes,
 ) -> ParallelBlock:
+    group = groups[combine.group_name]
+    # Megatron-Core tells counts over a group of its own, which has the same ranks.
+    same = {name for name, other in groups.items() if name == combine.group_name or other.has_members_of(group)}
     brings_rows = {one.node for one in communications_before(match.gemms[0].activations)}
     region, exchanges, leaves = walk_back(
         combine.result,
@@ -44,7 +51,7 @@ def match_all_to_all(
         stop_at=frozenset((*_sizes_of_rows(brings_rows), *expert_tensors(match, set(), place))),
         stop_at_inputs_of=lambda found: (
             (found.kind == "all_to_all" or (found.kind == "all_gather" and not found.is_float))
-            and found.group_name == combine.group_name
+            and found.group_name in same
             and found != combine
         ),
     )

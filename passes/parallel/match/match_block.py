@@ -69,9 +69,8 @@ def match_block(
                 f"the expert weights of {named(gemm.node)} are not a parameter as it is, but come from "
                 f"{named(gemm.weights)}; keep parameters in the type and layout in which the GEMMs read them"
             )
-    group = groups[combine.group_name]
     if combine.kind == "all_to_all":
-        return match_all_to_all(match, combine, group, place, capture)
+        return match_all_to_all(match, combine, groups, place, capture)
     came_by = next((one for one in arriving if one.kind == "all_to_all"), None)
     over_others = came_by is not None and came_by.group_name != combine.group_name
     if combine.kind in ("all_reduce", "reduce_scatter") and came_by is not None and over_others:
@@ -82,7 +81,7 @@ def match_block(
             "over those ranks as well"
         )
     if combine.kind in ("all_reduce", "reduce_scatter"):
-        return match_partial_sums(match, combine, group, place)
+        return match_partial_sums(match, combine, groups[combine.group_name], place)
     raise NotThisForm(
         f"its results go into {combine.kind} {named(combine.node)}; expected all_to_all, or a sum by all_reduce or "
         "reduce_scatter"

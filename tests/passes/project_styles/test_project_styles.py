@@ -24,7 +24,7 @@ from moepass.models.testing.project_styles.style_sizes import StyleSizes
 from moepass.passes.graph.collectives import communications_of
 from moepass.passes.graph.nodes import graph_inputs, is_call
 from moepass.passes.ir.plan import BankSpec, Plan
-from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
+from moepass.passes.ir.protocol import Group, PassContext, PassResult, run_passes
 from moepass.passes.ir.shards import shard_layout
 from moepass.passes.ir.slot_operations import gather
 from moepass.passes.loops.sort_masks import sort_masks
@@ -127,6 +127,20 @@ def check_style(style: str, ranks: int, sizes: StyleSizes, tokens: Sequence[Sequ
 )
 def test_a_style_is_taken_whole_and_right(style: str) -> None:
     check_style(style, 2, SIZES, [(9, 9), (17, 5), (1, 30), (40, 40)])
+
+
+def test_counts_may_come_over_another_group_of_the_same_ranks() -> None:
+    captured = captured_style("megatron", 0, 2, 9, SIZES, dynamic=True)
+    (name,) = captured.groups
+    (count,) = (one.node for one in communications_of(captured.module.graph) if one.kind == "all_gather")
+    count.args = tuple("counts" if argument == name else argument for argument in count.args)
+    for members in ((5, 4), (4, 6), (), (4, 5)):
+        groups = {name: Group(0, 2, (4, 5)), "counts": Group(0, 2, members)}
+        result = eliminated(dataclasses.replace(captured, groups=groups))
+        is_taken = members == (4, 5)
+        assert bool(result.plan.local_blocks) == is_taken, members
+        assert bool(list(communications_of(result.module.graph))) != is_taken, members
+        assert bool(result.refusals) != is_taken, members
 
 
 @pytest.mark.slow
