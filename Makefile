@@ -5,18 +5,21 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TYPING := build/typing
 SOURCE_TREE := build/source-tree
+PACKAGES := build/packages
 
 # Ranks and test workers share the cores; one thread each keeps timings and results steady.
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help install demo test test-slow test-gpu benchmark-gpu source-tree bytecode lint types benchmarks clean
+.PHONY: help install demo test test-slow test-packages record-packages test-gpu benchmark-gpu source-tree bytecode lint types benchmarks clean
 
 help:
 	@echo "make demo        score real text with the embedded model, its experts streamed; then ask it over HTTP"
 	@echo "make install     a virtual environment in $(VENV) with pinned versions (the other targets do this first)"
 	@echo "make test        ruff, mypy and the fast tests (about 6 minutes on 2 cores)"
 	@echo "make test-slow   the tests that take longer (two to four hours on 2 cores)"
+	@echo "make test-packages  MoE layers of other projects' own packages, on real ranks: installs these in $(PACKAGES)"
+	@echo "                 (record-packages writes what becomes of them into docs/)"
 	@echo "make test-gpu    the tests that need a CUDA device, and a torch that knows it; benchmark-gpu measures there"
 	@echo "                 (with PYTHON_GPU=python3: by that Python and the packages that it has, nothing is installed)"
 	@echo "make lint        ruff alone"
@@ -38,10 +41,22 @@ demo: $(INSTALLED)
 	@$(BIN)/moepass demo
 
 test: lint types bytecode
-	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2
+	$(BIN)/python -m pytest -m "not slow and not gpu and not packages" -n 2
 
 test-slow: $(INSTALLED) bytecode
 	$(BIN)/python -m pytest -m slow -n 2
+
+test-packages: $(PACKAGES)/.installed bytecode
+	PYTHONPATH=$(PACKAGES) $(BIN)/python -m pytest tests/packages
+
+record-packages: $(PACKAGES)/.installed bytecode
+	PYTHONPATH=$(PACKAGES):tests/helpers/processes $(BIN)/python tests/packages/record_packages.py $(NAMES)
+
+# Beside the environment, which they must not change: other projects ask for other versions of torch.
+$(PACKAGES)/.installed: $(INSTALLED) tests/packages/requirements.txt
+	@rm -rf $(PACKAGES)
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-deps --target $(PACKAGES) -r tests/packages/requirements.txt
+	@touch $@
 
 # Tests start hundreds of processes. Where PYTHONDONTWRITEBYTECODE is set, each would compile all modules again.
 bytecode: $(INSTALLED)

@@ -1,0 +1,43 @@
+"""The layers of other projects' own packages: right on real ranks, and taken or refused as the page says."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import pytest
+from package_cases import CASES, PackageCase, RunSettings, run_case, settings_of
+from package_table import BEGIN, END, PAGE, read_results, table
+
+RUNS = [(case, settings) for case in CASES for settings in settings_of(case)]
+
+
+def test_the_page_holds_the_table_of_what_was_recorded() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert text.split(BEGIN)[1].split(END)[0].strip() == table(read_results()).strip()
+
+
+def test_every_case_is_recorded() -> None:
+    recorded = {one.name: one for one in read_results().cases}
+    assert list(recorded) == [case.name for case in CASES]
+    for case in CASES:
+        settings = [one.run.settings for one in recorded[case.name].runs]
+        assert settings
+        assert set(settings) <= set(settings_of(case))
+        assert recorded[case.name].needs == case.needs
+
+
+@pytest.mark.packages
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("case", "settings"), RUNS, ids=[f"{case.name}-{one.ranks}-{one.lower}-{one.dtype}" for case, one in RUNS]
+)
+def test_a_layer_is_right_and_taken_as_recorded(case: PackageCase, settings: RunSettings) -> None:
+    (recorded,) = (one for one in read_results().cases if one.name == case.name)
+    version = importlib.metadata.version(case.package)
+    # What is taken does not depend on ranks and lowering, so one run of a type speaks for all.
+    before = next(one for one in recorded.runs if one.run.settings.dtype == settings.dtype)
+    assert version == before.version, "`make test-packages` installs the versions that were recorded"
+    run = run_case(case, settings)
+    assert (run.is_taken, run.forms, run.exchanges) == (before.run.is_taken, before.run.forms, before.run.exchanges), (
+        run
+    )
