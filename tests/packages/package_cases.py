@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import importlib
+import re
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +18,6 @@ from package_layers import EXPERTS, HIDDEN, fill
 from ranks import run_ranks
 
 from moepass.compilations import Compilation, record_compilations
-from moepass.passes.graph.collectives import communications_of
 from moepass.passes.graph.nodes import graphs_within
 
 SCALARS = "torch._dynamo.config.capture_scalar_outputs = True"
@@ -128,7 +128,9 @@ def run_case(case: PackageCase, settings: RunSettings) -> PackageRun:
     found = run_ranks(settings.ranks, run_here, case, settings, timeout=500.0)
     assert len({(one.is_taken, one.forms) for one in found}) == 1, found
     worst = max(one.difference for one in found)
-    assert worst < (1e-5 if settings.dtype == "float32" else 2e-2), worst
+    # torchtitan's experts compute in bfloat16 whatever they are given.
+    is_exact = settings.dtype == "float32" and case.package != TORCHTITAN
+    assert worst < (1e-5 if is_exact else 2e-2), worst
     return dataclasses.replace(found[0], difference=worst)
 
 
@@ -177,7 +179,13 @@ def _reason(error: Exception) -> str:
 
 def _described(settings: RunSettings, compilations: list[Compilation], difference: float) -> PackageRun:
     graphs = [graph for one in compilations for graph in graphs_within(one.executor.graph_module)]
-    exchanges = collections.Counter(found.kind for graph in graphs for found in communications_of(graph))
+    # Segments that are lowered show their collectives no more; the plan has counted them.
+    exchanges: collections.Counter[str] = collections.Counter()
+    for one in compilations:
+        for listed in re.findall(r"collectives? stays? in the graph \(([^)]*)\)", one.plan.reason):
+            for entry in listed.split(", "):
+                number, kind = entry.split(" ")
+                exchanges[kind] += int(number)
     waits = sum(str(node.target).startswith(_WAITS) for graph in graphs for node in graph.nodes)
     forms = dict.fromkeys(block.form for one in compilations for block in one.plan.local_blocks)
     refusals = dict.fromkeys(str(refusal) for one in compilations for refusal in one.plan.refusals)

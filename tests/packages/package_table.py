@@ -63,11 +63,12 @@ def _row(case: CaseResults) -> str:
     runs = [one.run for one in case.runs]
     outcomes: dict[str, list[str]] = {}
     for run in runs:
-        outcomes.setdefault(_outcome(run), []).append(run.settings.dtype)
+        one = run.settings
+        outcomes.setdefault(_outcome(run), []).append(f"{one.dtype} on {one.ranks} ranks, {one.lower}")
     if len(outcomes) == 1:
         result = next(iter(outcomes))
     else:
-        result = "; ".join(f"{' and '.join(dict.fromkeys(dtypes))}: {text}" for text, dtypes in outcomes.items())
+        result = "; ".join(f"{' and '.join(settings)}: {text}" for text, settings in outcomes.items())
     graphs = sorted({run.graphs for run in runs})
     where = sorted({f"{run.settings.ranks} ranks, {run.settings.lower}" for run in runs})
     ran = [run for run in runs if not run.error]

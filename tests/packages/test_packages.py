@@ -34,10 +34,12 @@ def test_every_case_is_recorded() -> None:
 def test_a_layer_is_right_and_taken_as_recorded(case: PackageCase, settings: RunSettings) -> None:
     (recorded,) = (one for one in read_results().cases if one.name == case.name)
     version = importlib.metadata.version(case.package)
-    # What is taken does not depend on ranks and lowering, so one run of a type speaks for all.
-    before = next(one for one in recorded.runs if one.run.settings.dtype == settings.dtype)
-    assert version == before.version, "`make test-packages` installs the versions that were recorded"
+    # A run that is not recorded has to be right; what becomes of the layer may depend on ranks and lowering.
+    before = next((one for one in recorded.runs if one.run.settings == settings), None)
     run = run_case(case, settings)
+    if before is None:
+        return
+    assert version == before.version, "`make test-packages` installs the versions that were recorded"
     assert (run.is_taken, run.forms, run.exchanges) == (before.run.is_taken, before.run.forms, before.run.exchanges), (
         run
     )
