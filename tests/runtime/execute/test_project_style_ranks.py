@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from torch.fx import GraphModule
 
 from moepass.compilations import record_compilations
 from moepass.models.testing.project_styles.style_sizes import StyleSizes
+from moepass.passes.graph.collectives import communications_of
 
 STYLES = {
     "gshard": "slots_style.EinsumSlots",
@@ -63,8 +65,13 @@ def compare(style: str, sizes: StyleSizes, lower: str) -> list[Any]:
             differences.append(float((compiled(hidden).float() - expected).abs().max() / expected.abs().max()))
     blocks = [[block.form for block in one.plan.local_blocks] for one in compilations]
     refusals = [str(refusal) for one in compilations for refusal in one.plan.refusals]
-    # Segments that are lowered show their collectives no more; the plan has counted them.
-    left = [one.plan.reason for one in compilations if "in the graph (" in one.plan.reason]
+    left = [
+        found.kind
+        for one in compilations
+        for part in one.executor.graph_module.modules()
+        if isinstance(part, GraphModule)
+        for found in communications_of(part.graph)
+    ]
     return [differences, blocks, refusals, left]
 
 
