@@ -59,11 +59,14 @@ def detect(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
     found = find_blocks(module.graph)
     # Banks of blocks that pass eliminate_expert_parallelism took are in the plan already.
     banks = plan.banks + tuple(_bank_specs(list(graphs_within(module))))
+    # Of an operator that other ranks wait at, pass eliminate_expert_parallelism has told.
+    told = {refusal.node for refusal in plan.refusals if refusal.crosses_ranks}
+    refusals = tuple(refusal for refusal in found.refusals if refusal.node not in told)
     plan = dataclasses.replace(
         plan,
         blocks=tuple(match.record for match in found.matches),
         banks=banks,
-        refusals=plan.refusals + found.refusals + tuple(_inner_reads(module)),
+        refusals=plan.refusals + refusals + tuple(_inner_reads(module)),
     )
     return PassResult(module, plan, matches=tuple(match.record.name for match in found.matches))
 

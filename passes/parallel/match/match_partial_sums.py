@@ -90,7 +90,8 @@ def match_partial_sums(match: BlockMatch, combine: Collective, group: Group, pla
 def _gathered_inside(match: BlockMatch) -> Node | None:
     """The weights [tokens, k] by which rows are multiplied between the GEMMs, where they are gathered by themselves.
 
-    None where nothing of the kind is there. Raises NotThisForm where more than that is.
+    The tokens may be read there too, and the flow of rows judges how. None where nothing of the kind is there. Raises
+    NotThisForm where more than that is.
     """
     ups, found = {gemm.node for gemm in match.gemms[:-1]}, dict[Node, None]()
     pending = [match.gemms[-1].activations]
@@ -107,6 +108,9 @@ def _gathered_inside(match: BlockMatch) -> Node | None:
         fresh = [used for used in node.all_input_nodes if used not in seen]
         seen.update(fresh)
         pending += fresh
+    tokens = gathered_rows(match.gemms[0].activations)
+    if tokens is not None:
+        found.pop(tokens, None)
     if len(found) > 1:
         listed = " and ".join(map(named, found))
         raise NotThisForm(f"between its GEMMs it reads several values that ranks gather, {listed}; expected weights")

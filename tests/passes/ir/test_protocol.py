@@ -47,7 +47,7 @@ def test_no_pass_runs_before_what_it_needs(name: str) -> None:
 
 
 def test_what_crosses_ranks_is_found_before_blocks_are() -> None:
-    for name in ("eliminate_expert_parallelism", "lower_expert_stacks", "lower_complete_experts"):
+    for name in ("eliminate_expert_parallelism", "compute_read_slots", "lower_expert_stacks", "lower_complete_experts"):
         moved = PASSES[NAMES.index(name)]
         with refused(OptionError, name=name, value=["blocks"]):
             check_order((*[other for other in PASSES if other is not moved], moved), frozenset())
@@ -109,6 +109,8 @@ def test_matches_and_refusals_of_all_passes_are_collected() -> None:
         "sort_masks",
         "write_grouped_gemms",
         "eliminate_expert_parallelism",
+        "look_up_one_hots",
+        "compute_read_slots",
         "lower_expert_stacks",
         "lower_complete_experts",
         "sink_token_gather",

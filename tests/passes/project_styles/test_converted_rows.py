@@ -52,7 +52,7 @@ class CastLayer(ExactLayer):
         scores, chosen = torch.topk(self.router(hidden), self.sizes.top_k, dim=1)
         ids, order = chosen.view(-1).sort(stable=True)
         counts = F.one_hot(ids, self.sizes.experts).sum(dim=0)
-        arriving, send, receive = self._exchange_counts(counts)
+        arriving, send, receive = self.exchange_counts(counts)
         rows = hidden[order // self.sizes.top_k].to(self.wire)
         arrived = self.arrived(exchange_rows(rows, send, receive, self.group_name))
         own = len(self.owned)

@@ -62,7 +62,7 @@ class CountedLayer(ExactLayer):
         scores, chosen = torch.topk(self.router(hidden), self.sizes.top_k, dim=1)
         ids, order = chosen.view(-1).sort(stable=True)
         counts = self.before(ids, self.sizes.experts)
-        arriving, send, receive = self._exchange_counts(counts)
+        arriving, send, receive = self.exchange_counts(counts)
         arrived = exchange_rows(hidden[order // self.sizes.top_k], send, receive, self.group_name)
         own = len(self.owned)
         expert_of = torch.arange(own, device=hidden.device).repeat(self.ranks)
