@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch.fx import GraphModule
+from torch._guards import detect_fake_mode
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from moepass.passes.graph.collectives import KINDS
 from moepass.passes.graph.nodes import copy_graph_module, fake_value
@@ -50,11 +52,44 @@ def mutate(module: GraphModule, place: int, how: int) -> GraphModule | None:
         node.update_arg(1, list(reversed(node.args[1])))
     else:
         return None
+    if not _refresh_values(node):
+        return None
     changed.recompile()
     return changed
 
 
-def _insert(module: GraphModule, node: torch.fx.Node, target: object, *arguments: object) -> None:
+def _refresh_values(changed: Node) -> bool:
+    """Give `changed`, and what is computed of it, the shapes that they have now. False for what has none.
+
+    No capture would give a graph whose recorded shapes are not those of its operators.
+    """
+    mode = detect_fake_mode([fake_value(node) for node in changed.graph.nodes])
+    assert mode is not None
+    assert mode.shape_env is not None
+    stale = {changed}
+    # The hints of sizes decide; a guard would make a symbol of the original graph, which shares them, a constant.
+    with mode, mode.shape_env.suppress_guards():
+        for node in changed.graph.nodes:
+            # Sizes that only a run tells have symbols of their own, which stay.
+            if node not in stale or node.op != "call_function" or node.meta.get("unbacked_bindings"):
+                continue
+            try:
+                value = node.target(*map_arg(node.args, fake_value), **map_arg(node.kwargs, fake_value))
+            except (RuntimeError, IndexError, TypeError, ValueError):
+                return False
+            if _layout(value) != _layout(fake_value(node)):
+                stale.update(node.users)
+            node.meta["val"] = value
+    return True
+
+
+def _layout(value: object) -> str:
+    if isinstance(value, (tuple, list)):
+        return str([_layout(part) for part in value])
+    return f"{value.shape} {value.dtype} {value.stride()}" if isinstance(value, torch.Tensor) else str(value)
+
+
+def _insert(module: GraphModule, node: Node, target: object, *arguments: object) -> None:
     """Let everything that read `node` read target(node, *arguments) instead."""
     users = list(node.users)
     with module.graph.inserting_after(node):
@@ -106,6 +141,8 @@ def mutate_values(module: GraphModule, place: int, how: str) -> GraphModule | No
         elif names:
             node.update_kwarg(names[0], change(node.kwargs[names[0]]))
         else:
+            return None
+        if not _refresh_values(node):
             return None
     changed.recompile()
     return changed
