@@ -75,7 +75,7 @@ def _refresh_values(changed: Node) -> bool:
                 continue
             try:
                 value = node.target(*map_arg(node.args, fake_value), **map_arg(node.kwargs, fake_value))
-            except (RuntimeError, IndexError, TypeError, ValueError):
+            except (RuntimeError, IndexError, TypeError, ValueError, AssertionError):  # of a meta function
                 return False
             if _layout(value) != _layout(fake_value(node)):
                 stale.update(node.users)
