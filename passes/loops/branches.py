@@ -28,7 +28,7 @@ from moepass.passes.graph.nodes import draws_random_numbers, fake_value, map_nod
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.operations import base_operation, operation
 from moepass.passes.graph.source_lines import named
-from moepass.passes.loops.chosen_rows import Chosen, SortedPairs, masks_of_all_experts
+from moepass.passes.loops.chosen_rows import Chosen, SortedPairs, masks_of_all_experts, masks_of_experts
 from moepass.passes.loops.expert_weights import FixedNodes, stacked_weights
 from moepass.passes.loops.pieces import Pieces, pieces_of, rows_in
 from moepass.passes.loops.repeated_matrix import multiplies_by_one_matrix, repeated_matrix
@@ -152,6 +152,13 @@ class Branches(RowRules):
         """What `nodes` list of the pairs that masks of experts select; None where they list none."""
         found = masks_of_all_experts(nodes)
         if found is None:
+            if (masks := masks_of_experts(nodes)) is not None:
+                numbers = [mask.expert for mask in masks]
+                self._refuse(
+                    nodes[0],
+                    f"and those of the other branches list the rows of experts {numbers} of the "
+                    f"{masks[0].chosen.experts} that a router chooses among; expected all of them, in order",
+                )
             return None
         *chosen, are_tokens = found
         if self.pairs is None:
@@ -193,6 +200,8 @@ class Branches(RowRules):
         if mutates(first) or draws_random_numbers(first):
             self._refuse(first, "writes to its inputs or draws random numbers")
         texts = {str(map_nodes((node.args, node.kwargs), _anything)) for node in nodes}
+        if len(texts) != 1 and base_operation(first) == "eq":
+            self._refuse(first, "compares something other than the ids [tokens, k] that torch.topk gives")
         if len(texts) != 1 and not self._counts_rows(first):
             self._refuse(first, "has other arguments than in other branches")
 

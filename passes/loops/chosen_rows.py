@@ -194,6 +194,12 @@ def _chosen(node: object) -> Chosen | None:
     return Chosen(node, int(shape[1]))
 
 
+def masks_of_experts(nodes: Sequence[Node]) -> list[ExpertMask] | None:
+    """The masks whose places `nodes` list, of whichever experts; None where one of them lists those of no mask."""
+    found = [selected_column(node) for node in nodes]
+    return None if None in found else [mask for mask, _ in cast("list[tuple[ExpertMask, bool]]", found)]
+
+
 def masks_of_all_experts(nodes: Sequence[Node]) -> tuple[Chosen, bool, bool] | None:
     """What `nodes`, one in each branch, select together: whose choices, by which kind of mask (turned or not), and
     whether they list tokens. None where they are not one mask for each expert, in order.

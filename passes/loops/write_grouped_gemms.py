@@ -64,7 +64,8 @@ def write_grouped_gemms(module: GraphModule, plan: Plan, context: PassContext) -
                 result = _result(join, branches, writer)
         except NotThisForm as error:
             writer.erase()
-            if branches.has_weights:
+            # Values that are put side by side may be anything; rows of tokens that are added up are of experts.
+            if branches.has_weights or isinstance(join, SumByToken):
                 refusals.append(refused(join.node, in_words(str(error), written.graph), place_of(join.node)))
             continue
         matches.append(f"{join.node.name} ({len(join.branches)} experts)")

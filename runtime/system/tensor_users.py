@@ -18,6 +18,9 @@ def are_only_users(tensors: Sequence[torch.Tensor]) -> bool:
         return False
     if any(tensor.is_conj() or tensor.is_neg() for tensor in tensors):
         return False
+    # What `share_memory_()` moved is resizable as before, and other processes have it. On CUDA it says nothing.
+    if any(tensor.device.type == "cpu" and tensor.is_shared() for tensor in tensors):
+        return False
     if not hasattr(torch.Tensor, "_use_count") or not hasattr(torch._C, "_storage_Use_Count"):
         return False
     # Handles of torch's own count too, in a way of its version: compare with a tensor that nobody else has.
@@ -29,7 +32,7 @@ def are_only_users(tensors: Sequence[torch.Tensor]) -> bool:
         of_storage[tensor.untyped_storage()._cdata].append(tensor)
     expected = _users_of_memory(alone)
     return all(
-        # Not resizable: numpy, another process or a file has that memory too.
+        # Not resizable: numpy or a file has that memory too.
         together[0].untyped_storage().resizable()
         and _users_of_memory(together[0]) == (expected[0] + len(together) - 1, expected[1])
         for together in of_storage.values()

@@ -100,7 +100,12 @@ def match_all_to_all(
         # Counts are computed from the ids, so the region begins with these.
         region, _, leaves = walk_back(combine.result, place, most_nodes(group.ranks), stop_at=stops)
     tensors = expert_tensors(match, set(sources.values()), place)
-    check_leaves(leaves - {*sources.values(), *tensors}, place)
+    try:
+        check_leaves(leaves - {*sources.values(), *tensors}, place)
+    except NotThisForm:
+        if "counts" in sources:
+            _check_counts(sources["counts"])
+        raise
     return ParallelBlock(
         form,
         match.record.name,
@@ -114,6 +119,16 @@ def match_all_to_all(
         (*counts, *with_rows, dispatch, *beside, combine),
         tuple(region),
     )
+
+
+def _check_counts(counts: Node) -> None:
+    """Raises NotThisForm where `counts` were whole numbers of a wider type before, by which a rank sends its rows."""
+    source = counts.all_input_nodes[0] if base_operation(counts) in ("_to_copy", "convert_element_type") else None
+    if source is not None and not fake_value(source).is_floating_point():
+        raise NotThisForm(
+            f"{named(counts)} turns counts from {fake_value(source).dtype} into {fake_value(counts).dtype} for their "
+            "exchange, but this rank reads its own before; expected torch.int32 or torch.int64 in both places"
+        )
 
 
 def _sizes_of_rows(exchanges: Iterable[Node]) -> Iterator[Node]:

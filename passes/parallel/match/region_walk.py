@@ -16,7 +16,7 @@ from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
 from moepass.passes.parallel.match.near_experts import MOST_NODES
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
 
 
 def walk_back(
@@ -67,11 +67,24 @@ def walk_back(
 _SAME_ORDER = (aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim)
 
 
+_CASTS = (aten._to_copy.default, prims.convert_element_type.default)
+# Types that hold every count.
+_COUNT_TYPES = (torch.int32, torch.int64)
+
+
 def reshaped(counts: Node) -> Node:
-    """The counts before they were seen in another shape: a rank may read its own sizes from there."""
-    while is_call(counts, *_SAME_ORDER):
-        counts = counts.all_input_nodes[0]
-    return counts
+    """The counts before they were seen in another shape, or turned into whole numbers of another type that holds them:
+    a rank may read its own sizes from there.
+    """
+    while True:
+        source = counts.all_input_nodes[0] if is_call(counts, *_SAME_ORDER, *_CASTS) else None
+        if source is None:
+            return counts
+        is_exact = all(fake_value(node).dtype in _COUNT_TYPES for node in (source, counts))
+        is_there = fake_value(source).device == fake_value(counts).device
+        if is_call(counts, *_CASTS) and not (is_exact and is_there):
+            return counts
+        counts = source
 
 
 def check_leaves(leaves: set[Node], place: dict[Node, int]) -> None:

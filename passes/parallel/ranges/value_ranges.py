@@ -314,7 +314,7 @@ class ValueRanges(RangeSums):
         if self.range_of(sequence).kind <= Kind.CHOSEN and values.kind is Kind.FIXED:
             return COUNT  # of sorted expert ids
         if not isinstance(number, int) or fake_value(sequence).dim() != 1:
-            raise NotThisForm(f"{node.name} ({node.target}) searches {number} places that grow themselves; {CHANGE}")
+            raise NotThisForm(f"{node.name} ({node.target}) searches places that grow with tokens; {CHANGE}")
         self.tried.require_all(node, number + 1)
         return Range(0, number, Kind.CHOSEN, node)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -220,18 +221,40 @@ class DoubledPairs(SelectedLoop):
         return chosen[:, :1].expand(-1, 2), weights
 
 
+class ComparedNarrowIds(SelectedLoop):
+    def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen, weights = super().route(hidden)
+        return chosen.bool().long(), weights
+
+
 KEPT: list[type[MixtralLoop]] = [
     Descending, SomeExperts, OneExpertTwice, OrderOfMask, SumOverRows, OtherTokens, Places, OverwrittenNotAdded,
     PartialSums, ChosenByThreshold, NarrowIds, ChosenAmongFewer, MixedMasks, DoubledPairs,
 ]  # fmt: skip
+# These add up no rows that nothing else reads, so no loop is seen in them.
+NO_SUMS = (OverwrittenNotAdded, PartialSums)
 
 
 @pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("model", KEPT, ids=lambda model: model.__name__)
 def test_what_looks_like_such_a_loop_computes_as_before(model: type[MaskLoop]) -> None:
     torch.manual_seed(0)
-    module, _ = written(model())
+    module, refusals = written(model())
     assert kinds(module)[0] == 0
+    assert len(refusals) == (model not in NO_SUMS)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (SomeExperts, r"the rows of experts \[0, 1, 2\] of the 4 that a router chooses among; expected all of them"),
+        (ComparedNarrowIds, r"compares something other than the ids \[tokens, k\] that torch.topk gives"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_loop_that_stays_is_told(model: type[MaskLoop], reason: str) -> None:
+    _, (refusal,) = written(model())
+    assert re.search(reason, refusal.reason)
 
 
 @pytest.mark.slow

@@ -77,14 +77,35 @@ class CountedLayer(ExactLayer):
         return torch.zeros_like(hidden).index_add(0, order // self.sizes.top_k, weighed)
 
 
-def _captured(before: Count, behind: Count, rank: int, ranks: int) -> Captured:
+class CountsOnTheWire(CountedLayer):
+    """Counts travel in a type of their own. This rank reads its own sizes before that."""
+
+    wire = torch.int32
+
+    def exchange_counts(self, counts: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
+        own = len(self.owned)
+        arriving = exchange_rows(counts.to(self.wire), [own] * self.ranks, [own] * self.ranks, self.group_name).long()
+        send = counts.view(self.ranks, own).sum(dim=1).tolist()
+        receive = arriving.view(self.ranks, own).sum(dim=1).tolist()
+        for size in (*send, *receive):
+            torch._check(size >= 0)
+        return arriving, send, receive
+
+
+class NarrowCountsOnTheWire(CountsOnTheWire):
+    wire = torch.int16
+
+
+def _captured(
+    before: Count, behind: Count, rank: int, ranks: int, layer_type: type[CountedLayer] = CountedLayer
+) -> Captured:
     with pretend_rank(rank, ranks):
-        layer = CountedLayer(SIZES, dist.group.WORLD, before, behind)  # type: ignore[arg-type]
+        layer = layer_type(SIZES, dist.group.WORLD, before, behind)  # type: ignore[arg-type]
         return capture_module(layer, hidden_rows(SIZES.hidden, 9, rank, SIZES.dtype), rank, ranks)
 
 
-def check_counts(before: Count, behind: Count, ranks: int) -> None:
-    captured = [_captured(before, behind, rank, ranks) for rank in range(ranks)]
+def check_counts(before: Count, behind: Count, ranks: int, layer_type: type[CountedLayer] = CountedLayer) -> None:
+    captured = [_captured(before, behind, rank, ranks, layer_type) for rank in range(ranks)]
     results = [eliminated(one) for one in captured]
     for result in results:
         assert [block.form for block in result.plan.local_blocks] == ["all_to_all"], result.plan.refusals
@@ -101,6 +122,16 @@ def check_counts(before: Count, behind: Count, ranks: int) -> None:
 
 def test_counts_of_a_length_that_only_a_run_tells() -> None:
     check_counts(COUNTS["bincount"], COUNTS["histc"], 2)
+
+
+def test_counts_that_travel_in_another_type() -> None:
+    check_counts(COUNTS["one_hot"], COUNTS["histc"], 2, CountsOnTheWire)
+
+
+def test_counts_that_travel_in_a_type_that_does_not_hold_them() -> None:
+    result = eliminated(_captured(COUNTS["one_hot"], COUNTS["histc"], 0, 2, NarrowCountsOnTheWire))
+    assert not result.plan.local_blocks
+    assert "turns counts from torch.int64 into torch.int16 for their exchange" in result.refusals[0].reason
 
 
 @pytest.mark.slow

@@ -124,6 +124,11 @@ def seen_by_numpy(model: nn.ModuleList) -> object:
     return model[1].weight.detach().numpy()
 
 
+def seen_by_processes(model: nn.ModuleList) -> object:
+    """A process that was forked writes to it, and this one reads what it wrote."""
+    return model.share_memory()
+
+
 def other_loop(model: nn.ModuleList) -> object:
     """Some of them lie together already, in another order."""
     other = stacked()
@@ -131,7 +136,7 @@ def other_loop(model: nn.ModuleList) -> object:
     return other
 
 
-@pytest.mark.parametrize("share", [tied, one_buffer, seen_by_numpy, other_loop])
+@pytest.mark.parametrize("share", [tied, one_buffer, seen_by_numpy, seen_by_processes, other_loop])
 def test_memory_that_something_else_reaches_is_copied_and_told(
     share: Callable[[nn.ModuleList], object], caplog: pytest.LogCaptureFixture
 ) -> None:
