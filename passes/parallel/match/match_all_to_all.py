@@ -100,7 +100,7 @@ def match_all_to_all(
         # Counts are computed from the ids, so the region begins with these.
         region, _, leaves = walk_back(combine.result, place, most_nodes(group.ranks), stop_at=stops)
     tensors = expert_tensors(match, set(sources.values()), place)
-    check_leaves(leaves - {*sources.values(), *tensors}, place)
+    check_leaves(leaves - {*sources.values(), *tensors}, rows, place)
     return ParallelBlock(
         form,
         match.record.name,

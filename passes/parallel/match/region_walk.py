@@ -6,16 +6,19 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 
+import sympy
 import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moepass.passes.blocks.expert_stack import is_expert_stack
 from moepass.passes.graph.collectives import Collective, collective_of
+from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
 from moepass.passes.parallel.match.near_experts import MOST_NODES
+from moepass.passes.rows.row_layout import ratio
 
 aten = torch.ops.aten
 
@@ -122,8 +125,11 @@ def reshaped(counts: Node) -> Node:
     return counts
 
 
-def check_leaves(leaves: set[Node], place: dict[Node, int]) -> None:
-    """Beside its sources and expert tensors a block may begin with sizes and constants: what is known here."""
+def check_leaves(leaves: set[Node], rows: Node, place: dict[Node, int]) -> None:
+    """Beside its sources and expert tensors a block may begin with sizes and constants: what is known here.
+
+    Of a length only its number is known: it must say nothing that the number of the `rows` it begins with does not.
+    """
     for leaf in sorted(leaves, key=place.__getitem__):
         if leaf.op != "get_attr" and isinstance(fake_value(leaf), torch.Tensor):
             raise NotThisForm(
@@ -131,6 +137,15 @@ def check_leaves(leaves: set[Node], place: dict[Node, int]) -> None:
                 "rows and counts, its router and the parameters of its GEMMs alone, and constants for everything "
                 "else"
             )
+        if is_call(leaf, aten.sym_size.int):
+            number = size_expression(fake_value(rows).shape[0])
+            times = ratio(sympy.expand(number), sympy.expand(size_expression(leaf)))
+            if times is None or not times.is_Integer or times <= 0:
+                raise NotThisForm(
+                    f"it reads the length {named(leaf)}, which the number of the rows that it begins with, "
+                    f"{named(rows)}, does not tell; expected lengths of its rows, or a number that these are a "
+                    "multiple of"
+                )
 
 
 def ancestors(node: Node, beyond: int = -1, place: dict[Node, int] | None = None) -> Iterable[Node]:

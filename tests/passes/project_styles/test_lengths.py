@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from moepass.models.testing.project_styles.style_sizes import StyleSizes
 from moepass.passes.graph.collectives import collective_of, communications_of
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call
+from moepass.passes.graph.source_lines import ARGUMENT_KEY
 from moepass.passes.ir.protocol import PassResult
 
 aten = torch.ops.aten
@@ -65,12 +67,23 @@ class LengthInside(nn.Module):
         parts = hidden.view(GROUPS, -1, width)
         slots = parts.repeat(moe.sizes.experts // GROUPS, 1, 1).sin()
         arrived = EqualAllToAll.apply(moe.group, slots)  # type: ignore[no-untyped-call]
-        arrived = arrived.view(moe.ranks, len(moe.experts), parts.shape[1], width)
+        arrived = self.seen(arrived.view(moe.ranks, len(moe.experts), parts.shape[1], width), hidden)
         outputs = torch.stack([expert(arrived[:, number]) for number, expert in enumerate(moe.experts)], dim=1)
         outputs = outputs.view(moe.sizes.experts, parts.shape[1], width)
         returned = EqualAllToAll.apply(moe.group, outputs)  # type: ignore[no-untyped-call]
         result: torch.Tensor = returned.view(-1, *parts.shape).sum(dim=0).view(-1, width)
         return result
+
+    def seen(self, arrived: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        return arrived
+
+
+class OtherLength(LengthInside):
+    """Slots beyond the length of a half of the tokens are empty: there are none."""
+
+    def seen(self, arrived: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        half = hidden.view(2, -1, hidden.shape[1]).shape[1]
+        return arrived.masked_fill(torch.arange(arrived.shape[2]).unsqueeze(1) >= half, 0)
 
 
 class AgreedSizes(StyleSizes):
@@ -102,6 +115,7 @@ class AgreedSlots(nn.Module):
         return result
 
 
+@functools.cache
 def captured_ranks(build: Build, *, lower: str = "eager", tokens: int = 12) -> list[Captured]:
     captured = []
     for rank in range(RANKS):
@@ -133,6 +147,38 @@ def check_taken(captured: list[Captured], kept: list[str]) -> list[PassResult]:
 @pytest.mark.parametrize("build", [LengthInside, InParts])
 def test_a_block_may_read_the_length_of_what_no_exchange_brought(build: Build) -> None:
     check_taken(captured_ranks(build), [])
+
+
+def _reading_parts(captured: Captured) -> Captured:
+    """`captured` where every quotient of the number of tokens is read as a length of the tokens in so many parts."""
+    module = copy_graph_module(captured.module)
+    (hidden,) = (node for node in module.graph.nodes if node.meta.get(ARGUMENT_KEY) and is_hidden(fake_value(node)))
+    for node in list(module.graph.nodes):
+        if is_call(node, operator.floordiv):
+            writer = GraphWriter(module.graph, hidden)
+            with module.graph.inserting_before(node):
+                parts = writer.emit(aten.view.default, hidden, [node.args[1], -1, StyleSizes().hidden])
+                node.replace_all_uses_with(writer.emit(aten.sym_size.int, parts, 1))
+            module.graph.erase_node(node)
+    module.recompile()
+    return dataclasses.replace(captured, module=module)
+
+
+def is_hidden(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 2 and not isinstance(value.shape[0], int)
+
+
+def test_a_length_that_only_the_tokens_have_is_known() -> None:
+    check_taken([_reading_parts(one) for one in captured_ranks(LengthInside)], [])
+
+
+@pytest.mark.parametrize("is_length", [True, False])
+def test_a_length_of_something_else_is_refused(is_length: bool) -> None:
+    captured = captured_ranks(OtherLength)[0]
+    result = eliminated(_reading_parts(captured) if is_length else captured)
+    assert not result.plan.local_blocks
+    (refusal,) = result.refusals
+    assert ("reads the length" if is_length else "computes with a size") in refusal.reason
 
 
 @pytest.mark.sampled(every=2)
@@ -212,6 +258,7 @@ class KeptMemory:
         return memory
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("layer", "exchange"), [(GatheredMasks, "gathered_style.GatherTokens"), (IndexedSlots, "slots_style.EqualAllToAll")]
 )
