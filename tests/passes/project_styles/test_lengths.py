@@ -143,7 +143,7 @@ def check_taken(captured: list[Captured], kept: list[str]) -> list[PassResult]:
     return results
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [LengthInside, InParts])
 def test_a_block_may_read_the_length_of_what_no_exchange_brought(build: Build) -> None:
     check_taken(captured_ranks(build), [])
@@ -172,6 +172,7 @@ def test_a_length_that_only_the_tokens_have_is_known() -> None:
     check_taken([_reading_parts(one) for one in captured_ranks(LengthInside)], [])
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("is_length", [True, False])
 def test_a_length_of_something_else_is_refused(is_length: bool) -> None:
     captured = captured_ranks(OtherLength)[0]
@@ -222,6 +223,7 @@ def test_a_length_of_what_arrived_is_read_elsewhere() -> None:
     check_taken(captured, [])
 
 
+@pytest.mark.slow
 def test_lengths_that_are_compared_stay_so() -> None:
     captured = _reading_length(captured_ranks(LengthInside)[0], _arrived, compared=True)
     result = eliminated(captured)
