@@ -18,7 +18,6 @@ from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
 from moepass.passes.parallel.match.near_experts import MOST_NODES
-from moepass.passes.rows.row_layout import ratio
 
 aten = torch.ops.aten
 
@@ -139,8 +138,8 @@ def check_leaves(leaves: set[Node], rows: Node, place: dict[Node, int]) -> None:
             )
         if is_call(leaf, aten.sym_size.int):
             number = size_expression(fake_value(rows).shape[0])
-            times = ratio(sympy.expand(number), sympy.expand(size_expression(leaf)))
-            if times is None or not times.is_Integer or times <= 0:
+            times = sympy.cancel(number / size_expression(leaf))
+            if not times.is_Integer or times <= 0:
                 raise NotThisForm(
                     f"it reads the length {named(leaf)}, which the number of the rows that it begins with, "
                     f"{named(rows)}, does not tell; expected lengths of its rows, or a number that these are a "
