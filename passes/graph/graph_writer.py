@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.nodes import fake_value, map_nodes, mutates
+from moepass.passes.graph.nodes import fake_value, is_call, map_nodes, mutates
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.ir.slot_operations import gather
 
@@ -71,10 +73,17 @@ class GraphWriter:
         size = fake_value(tensor).shape[dim]
         if isinstance(size, int):
             return size
-        # A size that the graph has already: whatever it is computed from, `tensor` need not be.
-        known = (node for node in self.graph.nodes if isinstance(fake_value(node), torch.SymInt) and node < self._like)
-        found = next((node for node in known if fake_value(node).node.expr == size.node.expr), None)
+        # A size that the graph has already: whatever it is computed from, `tensor` need not be. Where the inputs tell
+        # it, at best one that is computed from sizes alone, since a length needs the tensor that it is read of.
+        equal = filter(functools.partial(self._gives, size), self.graph.nodes)
+        found = next(equal, None)
+        if found is not None and is_call(found, aten.sym_size.int) and not free_unbacked_symbols(size):
+            found = next((node for node in equal if not is_call(node, aten.sym_size.int)), found)
         return self.emit(aten.sym_size.int, tensor, dim) if found is None else found
+
+    def _gives(self, size: torch.SymInt, node: Node) -> bool:
+        value = fake_value(node)
+        return isinstance(value, torch.SymInt) and node < self._like and value.node.expr == size.node.expr
 
     def product(self, left: Any, right: Any) -> Any:
         """Of two sizes, each a number or a node."""

@@ -46,6 +46,7 @@ from moepass.passes.ir.shards import pack_layout
 from moepass.passes.ir.slot_operations import gather
 from moepass.passes.parallel.block_text import block_text
 from moepass.passes.parallel.experts_text import experts_text
+from moepass.passes.parallel.known_lengths import read_known_lengths
 from moepass.passes.parallel.local_form.local_experts import LocalForm
 from moepass.passes.parallel.match.find_parallel import find_parallel_blocks
 from moepass.passes.parallel.match.flatten_slots import flatten_exchanged_slots
@@ -190,6 +191,7 @@ def _replace(graph: Graph, block: ParallelBlock, bank: BankSpec, proved: set[str
 
     Raises NotThisForm, ContractBroken; the graph is then as before.
     """
+    read_known_lengths(graph, block)
     doomed = _doomed(graph, block)
     before = set(graph.nodes)
     try:

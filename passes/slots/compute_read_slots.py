@@ -236,8 +236,22 @@ class _Lookups:
             if is_lookup_of_rows(origin) and fake_value(ids_of_lookup(origin)[1]).dim() == 1:
                 table, numbers = ids_of_lookup(origin)
                 ids = self._looked_up(numbers, slot)
-            self._known[source] = self.writer.emit(aten.index.Tensor, table, [ids])
+            self._known[source] = self.writer.emit(aten.index.Tensor, self._with_a_row(table), [ids])
         return self._known[source]
+
+    def _with_a_row(self, table: Node) -> Node:
+        """`table`; with a row behind it where lookups of what is no slot, which read its first row, may find none."""
+        value = fake_value(table)
+        if self.found.fill is None or _is_positive(value.shape[0]):
+            return table
+        row = self.writer.emit(aten.new_zeros.default, table, [1, *value.shape[1:]])
+        return self.writer.emit(aten.cat.default, [table, row])
+
+
+def _is_positive(size: Any) -> bool:
+    if isinstance(size, torch.SymInt):
+        return bool(size.node.shape_env.bound_sympy(size.node.expr).lower >= 1)
+    return bool(size >= 1)
 
 
 def _before_views(node: Node) -> Node:

@@ -38,6 +38,14 @@ def _as_list(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
     return sizes
 
 
+def _gathered(tokens: torch.Tensor, use_global_buffer: bool = False, **options: Any) -> torch.Tensor:
+    """What Megatron-Core gathers, but never in its buffer for the whole process, which holds it beyond the run."""
+    from megatron.core.tensor_parallel import mappings
+
+    gathered: torch.Tensor = mappings.gather_from_sequence_parallel_region(tokens, **options)
+    return gathered
+
+
 class Order(list[int]):
     """A constant order of chunks: `tolist` of a tensor gives numbers that Dynamo does not know."""
 
@@ -64,8 +72,9 @@ def stand_in_for_cuda() -> Iterator[None]:
 class MegatronLayer(nn.Module):
     """`megatron.core.transformer.moe.moe_layer.MoELayer` with an MLP for each expert.
 
-    `for_capture`: exchanges get lists of sizes, orders of chunks are lists, and what the dispatcher notes of a run is
-    forgotten behind it; noted sizes would be results of the graph, which nobody may take the exchange of counts from.
+    `for_capture`: exchanges get lists of sizes, orders of chunks are lists, AllGathers bring memory of their own, and
+    what the dispatcher notes of a run is forgotten behind it; noted sizes would be results of the graph, which nobody
+    may take the exchange of counts from.
     Built and run under `stand_in_for_cuda`.
     """
 
@@ -73,12 +82,15 @@ class MegatronLayer(nn.Module):
         super().__init__()
         from megatron.core import parallel_state
         from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+        from megatron.core.tensor_parallel import mappings
         from megatron.core.transformer.moe import moe_utils, token_dispatcher
         from megatron.core.transformer.transformer_config import TransformerConfig
 
         # Asked for, and not defined where there is no Transformer Engine.
         moe_utils.te_general_gemm = None
         token_dispatcher.maybe_move_tensor_to_cpu = _as_list if for_capture else _as_if_moved
+        gather = _gathered if for_capture else mappings.gather_from_sequence_parallel_region
+        token_dispatcher.gather_from_sequence_parallel_region = gather
         # Processes of tests outlive their group.
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
@@ -111,7 +123,8 @@ class MegatronLayer(nn.Module):
         if self.for_capture:
             found = self.moe.token_dispatcher
             noted = ("probs", "tokens_per_expert", "hidden_shape_before_permute", "local_map", "local_probs")
-            for name in (*found.cudagraph_attrs, "d2h_event", *noted):
+            orders = ("reversed_local_input_permutation_mapping",)
+            for name in (*found.cudagraph_attrs, "d2h_event", *noted, *orders):
                 if hasattr(found, name):
                     setattr(found, name, None)
         return result

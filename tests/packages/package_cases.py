@@ -25,6 +25,7 @@ SHAPES = "torch._dynamo.config.capture_dynamic_output_shape_ops = True"
 WARNINGS = "torch._dynamo.config.ignore_logging_functions.add(warnings.warn)"
 STATIC = "torch.compile(dynamic=False)"
 IN_CODE = "sizes and orders as lists, and no notes in the dispatcher (tests/packages/megatron_layer.py)"
+OWN_MEMORY = "gathered tokens not in Megatron-Core's global memory buffer (likewise)"
 # What is no switch of Dynamo is done by whoever builds or compiles the layer.
 _SWITCHES: dict[str, tuple[str, Any]] = {
     SCALARS: ("capture_scalar_outputs", True),
@@ -78,7 +79,7 @@ CASES = (
     ),
     PackageCase(
         *(MEGATRON, "AllGather", "megatron_layer.MegatronLayer"),
-        *({"dispatcher": "allgather", "for_capture": True}, (SCALARS, SHAPES, WARNINGS, IN_CODE), True),
+        *({"dispatcher": "allgather", "for_capture": True}, (SCALARS, SHAPES, WARNINGS, IN_CODE, OWN_MEMORY), True),
     ),
     PackageCase(TORCHTITAN, "AllToAll", "package_layers.TorchtitanLayer", {}, (SCALARS,)),
 )

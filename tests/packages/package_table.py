@@ -48,9 +48,10 @@ def read_results() -> PackageResults:
 
 def table(results: PackageResults) -> str:
     """The table as Markdown, with a sentence about how it came to be."""
-    dates = sorted(one.date for case in results.cases for one in case.runs)
+    dates = sorted({one.date for case in results.cases for one in case.runs})
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     lines = [
-        f"Run on real ranks ({results.environment}; {dates[0]} to {dates[-1]}), against the same layer uncompiled:",
+        f"Run on real ranks ({results.environment}; {when}), against the same layer uncompiled:",
         "",
         "| package | dispatcher | result | graphs | needs | run on | largest difference |",
         "| --- | --- | --- | --- | --- | --- | --- |",

@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 
 from moepass.passes.blocks.detect import find_blocks
 from moepass.passes.graph.collectives import WAIT, collective_of
-from moepass.passes.graph.graph_writer import GraphWriter
+from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
 from moepass.passes.graph.nodes import fake_value, positions
 from moepass.passes.parallel.match.near_experts import communications_before, first_communication_after, most_nodes
 
@@ -57,6 +57,10 @@ def _flatten(graph: Graph, exchange: Node) -> None:
     one.result.replace_all_uses_with(slots)
     # With the memory that it was written to, where torch.distributed was given some.
     written_to = [used for node in chain[1:] for used in node.all_input_nodes if used not in chain]
-    for node in (*reversed(chain), *written_to):
+    for node in reversed(chain):
         if not node.users:
             graph.erase_node(node)
+    for node in written_to:
+        # Its size may be a length of what is exchanged.
+        if node in graph.nodes:
+            erase_unread(graph, node)

@@ -101,7 +101,7 @@ def match_all_to_all(
         region, _, leaves = walk_back(combine.result, place, most_nodes(group.ranks), stop_at=stops)
     tensors = expert_tensors(match, set(sources.values()), place)
     try:
-        check_leaves(leaves - {*sources.values(), *tensors}, place)
+        check_leaves(leaves - {*sources.values(), *tensors}, rows, place)
     except NotThisForm:
         if "counts" in sources:
             _check_counts(sources["counts"])

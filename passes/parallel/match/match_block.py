@@ -23,12 +23,13 @@ from torch.fx import Node
 from moepass.passes.blocks.computed_weights import is_computed
 from moepass.passes.blocks.detect import BlockMatch
 from moepass.passes.blocks.expert_stack import is_expert_stack
-from moepass.passes.graph.collectives import Communication, collective_of
+from moepass.passes.graph.collectives import Collective, Communication, collective_of
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
 from moepass.passes.ir.protocol import CaptureNotes, Group
 from moepass.passes.parallel.match.match_all_to_all import match_all_to_all
 from moepass.passes.parallel.match.match_partial_sums import match_partial_sums
+from moepass.passes.parallel.match.near_experts import kept_in
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 
 
@@ -69,6 +70,28 @@ def match_block(
                 f"the expert weights of {named(gemm.node)} are not a parameter as it is, but come from "
                 f"{named(gemm.weights)}; keep parameters in the type and layout in which the GEMMs read them"
             )
+    try:
+        return _match_form(match, combine, arriving, groups, place, capture)
+    except NotThisForm as error:
+        kept = next(((one, memory) for one in arriving if (memory := kept_in(one)) is not None), None)
+        if kept is None:
+            raise
+        exchange, memory = kept
+        raise NotThisForm(
+            f"what {exchange.kind} {named(exchange.node)} brings is also written to {named(memory)}, which holds it "
+            "beyond the run, so the exchange cannot go; let it be written to memory that the run makes, as by "
+            "torch.empty"
+        ) from error
+
+
+def _match_form(
+    match: BlockMatch,
+    combine: Collective,
+    arriving: Sequence[Communication],
+    groups: Mapping[str, Group],
+    place: dict[Node, int],
+    capture: CaptureNotes,
+) -> ParallelBlock:
     if combine.kind == "all_to_all":
         return match_all_to_all(match, combine, groups, place, capture)
     came_by = next((one for one in arriving if one.kind == "all_to_all"), None)

@@ -68,7 +68,7 @@ def match_partial_sums(match: BlockMatch, combine: Collective, group: Group, pla
         listed = ", ".join(f"{exchange.kind} {named(exchange.node)}" for exchange in exchanges)
         wanted = "all_gather, reduce_scatter and at most all_reduce of the largest number" if gathered else "all_reduce"
         raise NotThisForm(f"it exchanges by {listed}; expected {wanted} alone, all over one process group")
-    check_leaves(leaves - {*sources.values(), *tensors}, place)
+    check_leaves(leaves - {*sources.values(), *tensors}, sources["hidden"], place)
     bounds = _bounds_from_router(sources["ids"], group, match.record.experts)
     drops = any(exchange.node.meta.get(OF_MASK_KEY, False) for exchange in exchanges)
     return ParallelBlock(

@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from moepass.passes.graph.collectives import Communication, collective_of, communication_of
 from moepass.passes.graph.nodes import fake_value, is_call, is_view
+from moepass.passes.graph.written_inputs import writes_to_inputs
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -119,3 +120,17 @@ def _passes_on(node: Node) -> bool:
     return node.op == "call_function" and not any(
         isinstance(item, torch.Tensor) and item.is_floating_point() for item in values
     )
+
+
+def kept_in(arriving: Communication) -> Node | None:
+    """The input of the graph that what `arriving` brings is written to, moved only; None where there is none."""
+    holders = {node: memory for memory, nodes in writes_to_inputs(arriving.node.graph).items() for node in nodes}
+    pending, seen = [arriving.node], {arriving.node}
+    while pending:
+        node = pending.pop()
+        if node in holders:
+            return holders[node]
+        moved = [user for user in node.users if user in holders or is_call(user, *ROW_MOVES) or is_view(user)]
+        pending += [user for user in moved if user not in seen]
+        seen.update(moved)
+    return None

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
+import sympy
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from moepass.passes.blocks.expert_stack import is_expert_stack
 from moepass.passes.graph.collectives import Collective, collective_of
+from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
@@ -30,38 +33,85 @@ def walk_back(
     """Everything that `root` is computed from: nodes in host order, the collectives among them, and where it begins.
 
     Does not go beyond `stop_at`, inputs of the graph, constants, and the inputs of collectives that
-    `stop_at_inputs_of` names (their split sizes are followed).
+    `stop_at_inputs_of` names (their split sizes are followed). A length of anything else is known where the block
+    begins, if inputs of the graph tell it, and the walk does not go beyond it either.
     """
-    leaves: set[Node] = set()
-    stops = set(stop_at)
-    heap = [(-place[root], root)]
-    queued = {root}
-    region: list[Node] = []
-    exchanges: list[Collective] = []
-    while heap:
-        _, node = heapq.heappop(heap)
-        if node in stops or node.op in ("placeholder", "get_attr") or is_expert_stack(node):
-            leaves.add(node)
-            continue
-        region.append(node)
-        if len(region) > most:
-            raise NotThisForm(
-                f"what {named(root)} is computed from cannot be told apart from the rest of the model: more than "
-                f"{most} operations lead to it without an exchange"
-            )
-        inputs = list(node.all_input_nodes)
-        collective = collective_of(node)
-        if collective is not None:
-            exchanges.append(collective)
-            if stop_at_inputs_of(collective):
-                stops.add(collective.input if collective.is_float else reshaped(collective.input))
-        for used in inputs:
-            if used not in queued:
-                queued.add(used)
-                heapq.heappush(heap, (-place[used], used))
-    region.reverse()
-    exchanges.reverse()
-    return region, exchanges, leaves
+    followed: set[Node] = set()
+    while True:
+        walk = _WalkBack(place, stop_at_inputs_of, set(stop_at), followed)
+        walk.go(root, most)
+        within = {length for length in filter(_is_known_length, walk.leaves) if walk.holds(length)}
+        if not within:
+            return walk.region[::-1], walk.exchanges[::-1], walk.leaves
+        followed |= within
+
+
+class _WalkBack:
+    """One walk back, which goes beyond lengths only where these are `followed`; both lists have the last first."""
+
+    def __init__(
+        self,
+        place: dict[Node, int],
+        stop_at_inputs_of: Callable[[Collective], bool],
+        stops: set[Node],
+        followed: Collection[Node],
+    ) -> None:
+        self._place, self._stop_at_inputs_of, self._followed = place, stop_at_inputs_of, followed
+        self._stops = stops
+        self.leaves: set[Node] = set()
+        self.region: list[Node] = []
+        self.exchanges: list[Collective] = []
+
+    def go(self, root: Node, most: int) -> None:
+        heap = [(-self._place[root], root)]
+        queued = {root}
+        while heap:
+            _, node = heapq.heappop(heap)
+            if self._is_leaf(node):
+                self.leaves.add(node)
+                continue
+            self.region.append(node)
+            if len(self.region) > most:
+                raise NotThisForm(
+                    f"what {named(root)} is computed from cannot be told apart from the rest of the model: more than "
+                    f"{most} operations lead to it without an exchange"
+                )
+            collective = collective_of(node)
+            if collective is not None:
+                self.exchanges.append(collective)
+                if self._stop_at_inputs_of(collective):
+                    self._stops.add(collective.input if collective.is_float else reshaped(collective.input))
+            for used in node.all_input_nodes:
+                if used not in queued:
+                    queued.add(used)
+                    heapq.heappush(heap, (-self._place[used], used))
+
+    def _is_leaf(self, node: Node) -> bool:
+        if node in self._stops or node.op in ("placeholder", "get_attr") or is_expert_stack(node):
+            return True
+        return _is_known_length(node) and node not in self._followed
+
+    def holds(self, length: Node) -> bool:
+        """True where `length` is one of what the block begins with, of what an exchange brought, or of what follows."""
+        known = set(self._stops)
+        for node in reversed(self.region):
+            if collective_of(node) is not None or any(used in known for used in node.all_input_nodes):
+                known.add(node)
+        first = min((self._place[node] for node in known if node.op != "placeholder"), default=0)
+        pending, seen = [length], {length}
+        while pending:
+            for used in pending.pop().all_input_nodes:
+                if used in known:
+                    return True
+                if used not in seen and self._place[used] > first:
+                    seen.add(used)
+                    pending.append(used)
+        return False
+
+
+def _is_known_length(node: Node) -> bool:
+    size = fake_value(node)
+    return is_call(node, aten.sym_size.int) and isinstance(size, torch.SymInt) and not free_unbacked_symbols(size)
 
 
 _SAME_ORDER = (aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim)
@@ -87,8 +137,11 @@ def reshaped(counts: Node) -> Node:
         counts = source
 
 
-def check_leaves(leaves: set[Node], place: dict[Node, int]) -> None:
-    """Beside its sources and expert tensors a block may begin with sizes and constants: what is known here."""
+def check_leaves(leaves: set[Node], rows: Node, place: dict[Node, int]) -> None:
+    """Beside its sources and expert tensors a block may begin with sizes and constants: what is known here.
+
+    Of a length only its number is known: it must say nothing that the number of the `rows` it begins with does not.
+    """
     for leaf in sorted(leaves, key=place.__getitem__):
         if leaf.op != "get_attr" and isinstance(fake_value(leaf), torch.Tensor):
             raise NotThisForm(
@@ -96,6 +149,15 @@ def check_leaves(leaves: set[Node], place: dict[Node, int]) -> None:
                 "rows and counts, its router and the parameters of its GEMMs alone, and constants for everything "
                 "else"
             )
+        if is_call(leaf, aten.sym_size.int):
+            number = size_expression(fake_value(rows).shape[0])
+            times = sympy.cancel(number / size_expression(leaf))
+            if not times.is_Integer or times <= 0:
+                raise NotThisForm(
+                    f"it reads the length {named(leaf)}, which the number of the rows that it begins with, "
+                    f"{named(rows)}, does not tell; expected lengths of its rows, or a number that these are a "
+                    "multiple of"
+                )
 
 
 def ancestors(node: Node, beyond: int = -1, place: dict[Node, int] | None = None) -> Iterable[Node]:

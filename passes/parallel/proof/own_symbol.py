@@ -124,8 +124,8 @@ class _Renamer(BlockCopier):
                 for size in item.shape if isinstance(item, torch.Tensor) else (item,):
                     if isinstance(size, torch.SymInt) and self._tells_apart(self.expression(size)):
                         raise NotThisForm(
-                            f"{named(used)} has the size {size}, while its tokens are {self._tokens}, so it computes "
-                            "with a size that they are computed from; expected all of its sizes to follow from the "
+                            f"{named(used)} has a size that its tokens do not tell, so it computes with a size that "
+                            "they are computed from; expected all of its sizes to follow from the "
                             "number of its tokens"
                         )
 

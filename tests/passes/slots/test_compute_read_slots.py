@@ -135,6 +135,23 @@ def test_an_id_beyond_the_table_is_an_error_as_before() -> None:
         captured(model, (compute_read_slots,), [[slots, ids]], tolerance=1e-5, compare=False)
 
 
+class CountedSlots(SlotExperts):
+    """As many slots as the host reads: none where nothing is to be kept."""
+
+    def forward(self, slots: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        each = int((slots[:, 0, 0] > 0).sum().item())
+        torch._check(each >= 0)
+        first = torch.arange(each * EXPERTS * HIDDEN, dtype=slots.dtype).view(each, EXPERTS, HIDDEN).sin()
+        return super().forward(first, ids.clamp(max=EXPERTS * each))
+
+
+@pytest.mark.parametrize("read", ["zeros behind", "numbers on both sides"])
+def test_there_may_be_no_slots(read: str) -> None:
+    _check(
+        CountedSlots(READS[read]), [[slots.abs() * sign, ids] for sign in (1, -1) for slots, ids in [_inputs(6, 1, 4)]]
+    )
+
+
 class RowsAcross(SlotExperts):
     """Something between the GEMMs sees other rows."""
 

@@ -1,0 +1,53 @@
+"""Lengths that are read of what ranks exchange, though the graph has the same numbers without that.
+
+An exchange cannot go while anything else reads its result, and a length of it is enough. Where another node gives the
+same size, and no exchange of the block brought what that is computed from, it is read instead.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import sympy
+import torch
+from torch.fx import Graph, Node
+
+from moepass.passes.graph.graph_writer import erase_unread
+from moepass.passes.graph.input_sizes import size_expression
+from moepass.passes.graph.nodes import fake_value, is_call
+from moepass.passes.parallel.match.parallel_block import ParallelBlock
+
+aten = torch.ops.aten
+
+# A graph may assert that two sizes are one. What compares them goes on to read both: else it would compare nothing.
+_COMPARE = {operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge}
+
+
+def read_known_lengths(graph: Graph, block: ParallelBlock) -> None:
+    """Let what stands outside `block` read sizes that are known without its exchanges, as far as it compares none."""
+    region, brought = set(block.region), _brought(block)
+    known: dict[sympy.Expr, Node] = {}
+    for node in list(graph.nodes):
+        if not isinstance(fake_value(node), torch.SymInt):
+            continue
+        size = size_expression(node)
+        if node not in brought:
+            known.setdefault(size, node)
+        elif is_call(node, aten.sym_size.int) and size in known:
+            for user in [user for user in node.users if user not in region and user.target not in _COMPARE]:
+                user.replace_input_with(node, known[size])
+    for node in sorted(brought - region, reverse=True):
+        if is_call(node, aten.sym_size.int) and not node.users and node in graph.nodes:
+            erase_unread(graph, node)
+
+
+def _brought(block: ParallelBlock) -> set[Node]:
+    """What depends on the results of the block's exchanges, and not on its own result."""
+    found: set[Node] = set()
+    pending = [exchange.node for exchange in block.exchanges]
+    while pending:
+        node = pending.pop()
+        if node not in found and node is not block.sink:
+            found.add(node)
+            pending += node.users
+    return found
