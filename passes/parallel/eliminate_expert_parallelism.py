@@ -46,9 +46,9 @@ from moepass.passes.ir.shards import pack_layout
 from moepass.passes.ir.slot_operations import gather
 from moepass.passes.parallel.block_text import block_text
 from moepass.passes.parallel.experts_text import experts_text
+from moepass.passes.parallel.flatten_slots import flatten_exchanged_slots
 from moepass.passes.parallel.local_form.local_experts import LocalForm
 from moepass.passes.parallel.match.find_parallel import find_parallel_blocks
-from moepass.passes.parallel.match.flatten_slots import flatten_exchanged_slots
 from moepass.passes.parallel.match.gathered_masks import look_up_gathered_masks
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.parallel.match.routed_tokens import TOKENS_KEY, routed_tokens
@@ -67,7 +67,7 @@ def eliminate_expert_parallelism(module: GraphModule, plan: Plan, context: PassC
     """Replace every block of expert parallelism by its local form."""
     if not any(True for _ in communications_of(module.graph)):
         return PassResult(module, plan)
-    proved: set[str] = set()
+    proved: dict[str, str] = {}
     refusals: dict[str, Refusal] = {}
     leave: set[str] = set()
     while True:
@@ -86,11 +86,11 @@ def eliminate_expert_parallelism(module: GraphModule, plan: Plan, context: PassC
 
 
 def _eliminate(
-    module: GraphModule, plan: Plan, context: PassContext, leave: Collection[str], proved: set[str]
+    module: GraphModule, plan: Plan, context: PassContext, leave: Collection[str], proved: dict[str, str]
 ) -> tuple[PassResult, set[str]]:
     """What the pass gives where the gathers of masks called `leave` stay, and those that would have to stay too.
 
-    `proved` are the texts of blocks that were proved right, and become more.
+    `proved` are the texts of blocks that were proved right, each with the hops of its rows, and become more.
     """
     local = copy_graph_module(module)
     fix_count_lengths(local.graph)
@@ -183,10 +183,10 @@ def _bank_for(
     return block, _complete_bank(block, len(banks))
 
 
-def _replace(graph: Graph, block: ParallelBlock, bank: BankSpec, proved: set[str]) -> tuple[Node, Node]:
+def _replace(graph: Graph, block: ParallelBlock, bank: BankSpec, proved: dict[str, str]) -> tuple[Node, Node]:
     """Put the local form, which reads `bank`, in the place of the block; gives the gather of it, and its result.
 
-    `proved` are the texts of blocks for which that was proved right.
+    `proved` are the texts of blocks for which that was proved right, each with the hops of its rows.
 
     Raises NotThisForm, ContractBroken; the graph is then as before.
     """
@@ -198,10 +198,7 @@ def _replace(graph: Graph, block: ParallelBlock, bank: BankSpec, proved: set[str
             local = LocalForm(graph, block, complete)
             result = local.write()
         _same_value(block, result)
-        text = block_text(block, local, result)
-        if text not in proved:
-            check_local_form(block, local, result)
-            proved.add(text)
+        _prove(local, result, proved)
         gathered.meta[EXPERTS_TEXT_KEY] = experts_text(local)
         gathered.meta[SOURCES_KEY] = tuple(source.name for source in block.sources.values())
     except (NotThisForm, ContractBroken):
@@ -223,6 +220,26 @@ def _replace(graph: Graph, block: ParallelBlock, bank: BankSpec, proved: set[str
     if has_other_sizes:
         describe_again(graph, result)
     return gathered, result
+
+
+def _prove(local: LocalForm, result: Node, proved: dict[str, str]) -> None:
+    """Leaves in `local` the block as what it was proved right. Raises NotThisForm, ContractBroken."""
+    failure: NotThisForm | ContractBroken | None = None
+    given = local.block
+    text = block_text(given, local, result)
+    for block in (given,) if given.hops is None else (given, given.passing_by_expert()):
+        local.block = block
+        try:
+            if text in proved and proved[text] != str(block.hops):
+                continue
+            if text not in proved:
+                check_local_form(block, local, result)
+            proved[text] = str(block.hops)
+            return
+        except (NotThisForm, ContractBroken) as error:
+            failure = error
+    assert failure is not None
+    raise failure
 
 
 def _complete_bank(block: ParallelBlock, index: int) -> BankSpec:

@@ -62,6 +62,8 @@ def experts_text(local: LocalForm) -> tuple[str, ...]:
         f"{block.form} of {block.experts} experts, {', '.join(map(_kind, block.exchanges))}, "
         f"shards {block.bounds}, to {fake_value(block.sink).dtype}{', some dropped' * block.drops}"
     )
+    if block.hops is not None:
+        text.remark(f"rows go {block.hops}")
     text.remark(f"casts of rows {local.types}")
     return tuple(str(text).splitlines())
 

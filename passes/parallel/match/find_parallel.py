@@ -33,6 +33,7 @@ from moepass.passes.graph.source_lines import place_of
 from moepass.passes.ir.plan import Refusal
 from moepass.passes.ir.protocol import NO_NOTES, CaptureNotes, Group
 from moepass.passes.parallel.match.match_block import match_block
+from moepass.passes.parallel.match.match_meshes import next_hop, row_hops
 from moepass.passes.parallel.match.near_experts import (
     communications_before,
     first_communication_after,
@@ -73,7 +74,10 @@ def find_parallel_blocks(
         claimed |= {one.node for one in near}
         if not near or (_holds_all_experts(match) and not any(_is_for_experts(one) for one in near)):
             continue
-        group = _known_group(near, groups)
+        hops = row_hops(arriving, groups)
+        group = hops.joint.name if hops is not None and hops.joint is not None else _known_group(near, groups)
+        last = None if hops is None or combine is None else next_hop(combine, down.outer, place, most)
+        claimed |= {last.node} if last is not None else set()
         try:
             block = match_block(match, combine, arriving, groups, place, capture)
             group = ""  # what the next line finds is known to all ranks

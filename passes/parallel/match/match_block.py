@@ -28,6 +28,7 @@ from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
 from moepass.passes.ir.protocol import CaptureNotes, Group
 from moepass.passes.parallel.match.match_all_to_all import match_all_to_all
+from moepass.passes.parallel.match.match_meshes import match_two_hops, row_hops
 from moepass.passes.parallel.match.match_partial_sums import match_partial_sums
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 
@@ -69,6 +70,9 @@ def match_block(
                 f"the expert weights of {named(gemm.node)} are not a parameter as it is, but come from "
                 f"{named(gemm.weights)}; keep parameters in the type and layout in which the GEMMs read them"
             )
+    hops = row_hops(arriving, groups)
+    if combine.kind == "all_to_all" and hops is not None:
+        return match_two_hops(match, combine, hops, groups, place, capture)
     if combine.kind == "all_to_all":
         return match_all_to_all(match, combine, groups, place, capture)
     came_by = next((one for one in arriving if one.kind == "all_to_all"), None)

@@ -211,9 +211,9 @@ class MockRun:
     def pairs_in_slots(self, capacity: int, experts: int) -> int:
         return capacity * experts if self.scenario.full else min(capacity, 9)
 
-    def peer_pairs(self, peer: int, own_pairs: int, capacity: int | None) -> int:
-        """How many pairs the rank `peer` brings for this rank's experts."""
-        experts = len(self.block.own_experts)
+    def peer_pairs(self, peer: int, own_pairs: int, capacity: int | None, experts: int | None = None) -> int:
+        """How many pairs the rank `peer` brings for this rank's experts, or for that many `experts`."""
+        experts = len(self.block.own_experts) if experts is None else experts
         if capacity is not None:
             most = self.pairs_in_slots(capacity, experts)
             return most if self.scenario.full else min(self.scenario.peer_pairs, most)

@@ -1,0 +1,180 @@
+"""Match expert GEMMs whose rows cross two axes of a mesh.
+
+Two hops: an AllToAll over one axis, from there one over the other, and both back. Between machines first, then within
+them, or the other way round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from torch.fx import Node
+
+from moepass.passes.blocks.detect import BlockMatch
+from moepass.passes.graph.collectives import Collective, Communication, collective_of
+from moepass.passes.graph.nodes import fake_value
+from moepass.passes.graph.not_this_form import NotThisForm
+from moepass.passes.graph.source_lines import describe_shape, named
+from moepass.passes.ir.joint_groups import JointGroup, joint_group
+from moepass.passes.ir.protocol import CaptureNotes, Group
+from moepass.passes.parallel.match.match_all_to_all import are_slots, sizes_of_rows, split_sizes
+from moepass.passes.parallel.match.near_experts import first_communication_after, is_size, most_nodes
+from moepass.passes.parallel.match.parallel_block import Hops, ParallelBlock, expert_tensors
+from moepass.passes.parallel.match.region_walk import check_leaves, reshaped, walk_back
+
+
+@dataclasses.dataclass(frozen=True)
+class RowHops:
+    """The AllToAlls of rows in front of experts, over two axes: `first`, and `second`, which is nearer to the experts.
+
+    `joint` is the group of all ranks of both axes, where this process has one.
+    """
+
+    first: Collective
+    second: Collective
+    joint: JointGroup | None
+
+
+def row_hops(arriving: Sequence[Communication], groups: Mapping[str, Group]) -> RowHops | None:
+    """None where the rows that `arriving` brings, nearest first, come by AllToAlls of one group, or by none."""
+    found = [collective_of(one.node) for one in arriving if one.kind == "all_to_all" and one.group_name in groups]
+    rows = [one for one in found if one is not None and one.is_float]
+    first = next((one for one in rows if one.group_name != rows[0].group_name), None)
+    if first is None:
+        return None
+    axes = groups[first.group_name], groups[rows[0].group_name]
+    return RowHops(first, rows[0], joint_group(*axes, groups))
+
+
+def next_hop(combine: Communication | Collective, width: int, place: dict[Node, int], most: int) -> Collective | None:
+    """The AllToAll over another group that the rows [., width] go on by which the AllToAll `combine` brings back."""
+    one = collective_of(combine.node)
+    after = None if one is None else first_communication_after(one.result, width, place, most)
+    last = None if after is None else collective_of(after.node)
+    if one is None or last is None or last.group_name == one.group_name:
+        return None
+    return last if one.kind == last.kind == "all_to_all" else None
+
+
+def match_two_hops(
+    match: BlockMatch,
+    combine: Collective,
+    found: RowHops,
+    groups: Mapping[str, Group],
+    place: dict[Node, int],
+    capture: CaptureNotes,
+) -> ParallelBlock:
+    """`combine` is the first AllToAll on the way back."""
+    joint, (first, second) = _joint_of(found, groups), (found.first, found.second)
+    most = most_nodes(joint.group.ranks)
+    last = next_hop(combine, match.gemms[-1].outer, place, most)
+    if combine.group_name != second.group_name or last is None or last.group_name != first.group_name:
+        after = f"{named(combine.node)}" + (f" and {named(last.node)}" if last is not None else "")
+        raise NotThisForm(
+            f"its rows come in two hops, by {named(first.node)} over one process group and {named(second.node)} over "
+            f"another, and go back by {after}; expected the same groups on the way back, in the other order; "
+            f"{capture.advice()}"
+        )
+    region, exchanges, leaves = walk_back(
+        last.result,
+        place,
+        most,
+        stop_at=frozenset((*sizes_of_rows([first.node]), *expert_tensors(match, set(), place))),
+        stop_at_inputs_of=lambda one: one.kind == "all_to_all" and one.group_name == first.group_name and one != last,
+    )
+    counts = [one for one in exchanges if not one.is_float]
+    hops = Hops(joint, tuple(counts), (first, second), (combine, last))
+    _check_exchanges(hops, exchanges, match)
+    rows, own = first.input, match.record.experts
+    for one in hops.there:
+        if fake_value(one.input).dim() != 2 or not is_size(fake_value(one.input).shape[1], match.record.hidden):
+            raise NotThisForm(
+                f"its rows come in two hops, and {named(one.node)} carries {describe_shape(fake_value(one.input))}; "
+                f"expected rows of tokens [., {match.record.hidden}], or slots [.., {match.record.hidden}]"
+            )
+    sources = {"rows": rows}
+    if counts:
+        sources["counts"] = reshaped(counts[0].input)
+        _check_counts(hops, own)
+    static = all(isinstance(size, int) for size in (*first.send, *first.receive))
+    form = "all_to_all_slots" if not counts else "all_to_all_capacity" if static else "all_to_all"
+    if not counts:
+        _check_even(hops)
+    tensors = expert_tensors(match, set(sources.values()), place)
+    check_leaves(leaves - {*sources.values(), *tensors}, place)
+    return ParallelBlock(
+        form,
+        match.record.name,
+        joint.name,
+        joint.group,
+        tuple(own * rank for rank in range(joint.group.ranks + 1)),
+        match.gemms,
+        tensors,
+        sources,
+        last.result,
+        tuple(exchanges),
+        tuple(region),
+        hops=hops,
+    )
+
+
+def _joint_of(found: RowHops, groups: Mapping[str, Group]) -> JointGroup:
+    """Raises NotThisForm where this process has no group of all ranks of both axes."""
+    if found.joint is not None:
+        return found.joint
+    first, second = (groups[one.group_name] for one in (found.first, found.second))
+    raise NotThisForm(
+        f"its rows come in two hops, by {named(found.first.node)} over process group {found.first.group_name!r} of "
+        f"ranks {list(first.members)}, and {named(found.second.node)} over {found.second.group_name!r} of ranks "
+        f"{list(second.members)}, and this process has no group of the {first.ranks * second.ranks} ranks that both "
+        "together reach, row by row, over which these could gather weights; create one on all ranks before the model "
+        "is compiled, by torch.distributed.new_group(ranks), or send rows in one AllToAll over such a group"
+    )
+
+
+def _check_exchanges(hops: Hops, exchanges: Sequence[Collective], match: BlockMatch) -> None:
+    """Raises NotThisForm where there are others than those of rows, and one of counts on each hop, or none."""
+    rows = (*hops.there, *hops.back)
+    groups = [one.group_name for one in hops.counts]
+    # In host order: a hop tells its counts before it is made.
+    known = [[], [one.group_name for one in hops.there]]
+    others = [one for one in exchanges if one not in (*rows, *hops.counts) or one.kind != "all_to_all"]
+    if others or groups not in known or (not groups and not are_slots(match)):
+        listed = ", ".join(f"{one.kind} {named(one.node)}" for one in exchanges)
+        raise NotThisForm(
+            f"its rows come in two hops, and its exchanges are {listed}; expected one of rows on each hop, there and "
+            "back, and one of counts on each hop, all by all_to_all_single (none of counts where every expert has as "
+            "many slots). What travels with rows, as ids or weights, is taken on one hop only: send counts, and apply "
+            "weights on the rank that the token came from"
+        )
+    for there, back in zip(hops.there, hops.back[::-1], strict=True):
+        if split_sizes(there) != split_sizes(back)[::-1]:
+            raise NotThisForm(
+                f"{named(back.node)} is not the reverse of {named(there.node)}; expected the input_split_sizes of each "
+                "as the output_split_sizes of the other"
+            )
+
+
+def _check_counts(hops: Hops, own: int) -> None:
+    """Raises NotThisForm where a hop tells other counts than those of single experts, as many for each rank."""
+    first, second = hops.counts
+    ranks, passed = hops.grid.group.ranks, own * hops.grid.second.ranks
+    for count, wanted in ((first, [own * ranks]), (second, [own * ranks, passed])):
+        numbers = fake_value(count.input).numel()
+        if numbers not in wanted or len({*split_sizes(count)[0], *split_sizes(count)[1]}) != 1:
+            raise NotThisForm(
+                f"{named(count.node)} exchanges {numbers} counts; expected {' or '.join(map(str, wanted))}, as many "
+                f"for each rank: one for each expert of the ranks that rows go on to{' from there' * (count is second)}"
+            )
+
+
+def _check_even(hops: Hops) -> None:
+    """Raises NotThisForm where slots are not exchanged in equal parts."""
+    for one, axis in zip(hops.there, (hops.grid.first, hops.grid.second), strict=True):
+        send, receive = split_sizes(one)
+        if len(send) != axis.ranks or len({*send, *receive}) != 1:
+            raise NotThisForm(
+                f"slots are exchanged by {named(one.node)} in parts of different sizes, and no counts are; expected "
+                "as many slots for each rank as from it, or an exchange of counts on each hop"
+            )
