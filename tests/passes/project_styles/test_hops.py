@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -52,3 +53,22 @@ def check_hops(layer: type[nn.Module], ranks: int, sizes: StyleSizes, tokens: Se
 @pytest.mark.parametrize("layer", [*SLOTS, *EXACT])
 def test_rows_in_two_hops_are_taken_whole_and_right(layer: type[nn.Module]) -> None:
     check_hops(layer, 4, SIZES, [(9, 9, 9, 9), (17, 5, 2, 30), (1, 1, 40, 1)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", [*SLOTS, *EXACT])
+def test_more_machines_than_ranks_of_one(layer: type[nn.Module]) -> None:
+    sizes = dataclasses.replace(SIZES, experts=12, skew=2.0)
+    check_hops(layer, 6, sizes, [(9, 9, 9, 9, 9, 9), (17, 5, 2, 30, 1, 12)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", [*SLOTS, *EXACT])
+def test_one_expert_on_each_rank_of_a_mesh(layer: type[nn.Module]) -> None:
+    check_hops(layer, 4, dataclasses.replace(SIZES, experts=4), [(9, 9, 9, 9), (1, 20, 3, 5)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", [*SLOTS, *EXACT])
+def test_two_hops_in_bfloat16(layer: type[nn.Module]) -> None:
+    check_hops(layer, 4, dataclasses.replace(SIZES, dtype=torch.bfloat16), [(9, 9, 9, 9)])

@@ -33,17 +33,22 @@ STYLES = {
     "overlapped halves": "overlap_style.OverlappedHalves",
     "overlapped modules": "overlap_style.OverlappedModules",
 }
-# Other parallelism around experts, and its collectives, which stay.
+# Other parallelism around experts, and its collectives, which stay; experts over two axes of a mesh.
 AROUND = {
     "mesh": ("mesh_style.OneAxisOfMesh", ["all_reduce"] * 2),
     "mesh, masks": ("mesh_style.OneAxisOfMeshWithMasks", ["all_reduce"] * 2),
     "sequence parallel": ("mesh_style.SequenceParallel", ["all_gather", "reduce_scatter"] * 2),
     "sequence parallel, bare": ("mesh_style.SequenceParallelBare", ["all_gather", "reduce_scatter"] * 2),
+    "hops, slots, between first": ("hops_style.SlotsBetweenMachinesFirst", []),
+    "hops, slots, within first": ("hops_style.SlotsWithinMachineFirst", []),
+    "hops, between first": ("hops_style.ExactBetweenMachinesFirst", []),
+    "hops, by expert": ("hops_style.ExactByExpert", []),
+    "hops, within first": ("hops_style.ExactWithinMachineFirst", []),
 }
 # The number of slots follows from a rank's tokens; what is gathered has as many rows of each rank.
 EVEN = (
     "gshard", "deepspeed", "megatron gathered", "gathered order", "gathered with drops", "sequence parallel",
-    "sequence parallel, bare",
+    "sequence parallel, bare", "hops, slots, between first", "hops, slots, within first",
 )  # fmt: skip
 
 
