@@ -25,7 +25,7 @@ def block_text(block: ParallelBlock, local: LocalForm, result: Node) -> str:
         f"{block.form}, {block.group}, experts {block.bounds}, drops {block.drops}",
         f"sources {text.names(dict(block.sources))}, sink {text.names(block.sink)}, result {text.names(result)}",
         f"exchanges {text.names([(exchange.node, exchange.result) for exchange in block.exchanges])}",
-        _hops_text(block, text),
+        _mesh_text(block, text),
         f"gemms {text.names(gemms)}, of the local form {text.names(list(local.gemms.items()))}",
         f"experts {text.names(block.expert_tensors)}, complete {text.names(list(local.complete.items()))}",
         f"rows {text.names((local.rows, local.ends, local.row_ids, local.outputs, *local.travelling))}",
@@ -37,7 +37,9 @@ def block_text(block: ParallelBlock, local: LocalForm, result: Node) -> str:
     return str(text)
 
 
-def _hops_text(block: ParallelBlock, text: CanonicalText) -> str:
+def _mesh_text(block: ParallelBlock, text: CanonicalText) -> str:
+    if block.cut is not None:
+        return f"cut {block.cut}, {block.cut.grid}, by {text.names(block.cut.sum.node)}"
     if block.hops is None:
         return "one hop"
     exchanges = (*block.hops.counts, *block.hops.there, *block.hops.back)

@@ -90,7 +90,7 @@ def _eliminate(
 ) -> tuple[PassResult, set[str]]:
     """What the pass gives where the gathers of masks called `leave` stay, and those that would have to stay too.
 
-    `proved` are the texts of blocks that were proved right, each with the hops of its rows, and become more.
+    `proved` are the texts of blocks that were proved right, each with the order of rows on a mesh, and become more.
     """
     local = copy_graph_module(module)
     fix_count_lengths(local.graph)
@@ -108,11 +108,7 @@ def _eliminate(
         sources = {role: replaced.get(node, node) for role, node in found.sources.items()}
         block = dataclasses.replace(found, sources=sources)
         try:
-            if banks and banks[0].group != block.group_name:
-                raise NotThisForm(
-                    f"it spreads over process group {block.group_name!r}, other blocks of the graph over "
-                    f"{banks[0].group!r}; expected one group for all experts of a graph"
-                )
+            _check_groups(block, banks, local_blocks)
             block, bank = _bank_for(block, banks, banks_of)
             if block.name in context.leave:
                 raise NotThisForm(context.leave[block.name])
@@ -123,11 +119,14 @@ def _eliminate(
                 banks_of[block.expert_tensors] = bank
         except (NotThisForm, ContractBroken) as error:
             stays = block.exchanges[-1].node
-            refusals.append(refusal_of(local.graph, str(error), stays, block.name, block.group_name))
+            refusals.append(refusal_of(local.graph, str(error), stays, block.name, block.agreed_over))
         else:
             experts = hashlib.sha256("\n".join(gathered.meta[EXPERTS_TEXT_KEY]).encode()).hexdigest()
             weights = _describe_weights(block)
-            local_blocks.append(LocalBlock(block.name, block.form, block.group_name, experts, origin.digest, weights))
+            alike = () if block.cut is None else block.cut.grid.rows()
+            local_blocks.append(
+                LocalBlock(block.name, block.form, block.agreed_over, experts, origin.digest, weights, alike)
+            )
             replicated.update(dict.fromkeys(origin.inputs))
     stay = {one.mask for one in masks if one.gather in local.graph.nodes}
     local.graph.lint()
@@ -143,14 +142,37 @@ def _eliminate(
     return PassResult(local, plan, matches=taken, refusals=tuple(refusals)), stay
 
 
+def _check_groups(block: ParallelBlock, banks: Sequence[BankSpec], taken: Sequence[LocalBlock]) -> None:
+    """Raises NotThisForm where it is spread, or agreed on, over other ranks than those `taken`."""
+    if banks and banks[0].group != block.group_name:
+        raise NotThisForm(
+            f"it spreads over process group {block.group_name!r}, other blocks of the graph over "
+            f"{banks[0].group!r}; expected one group for all experts of a graph"
+        )
+    if taken and taken[0].group != block.agreed_over:
+        raise NotThisForm(
+            f"its ranks, and those that hold other parts of its experts, are process group {block.agreed_over!r}, and "
+            f"those of other blocks of the graph {taken[0].group!r}; expected all experts of a graph to be cut, or none"
+        )
+
+
+def _tokens_alike(block: ParallelBlock) -> tuple[list[Node], str]:
+    """What must be the same on all ranks of a group, and the group.
+
+    Where experts are cut, ranks with parts of the same experts have rows of each in the same places. Slots lie so.
+    """
+    if block.cut is not None and "counts" in block.sources:
+        return [block.sources["counts"]], block.cut.sum.group_name
+    return (list(block.sources.values()) if block.form == "all_reduce" else []), block.group_name
+
+
 def _origin_of_tokens(graph: Graph, block: ParallelBlock) -> Origin:
     """What the tokens, ids and weights of the block are computed from, where all ranks must have the same.
 
     Raises NotThisForm where they cannot be the same.
     """
-    if block.form != "all_reduce":
-        return Origin("", ())
-    return ReplicatedValues(graph, block.group_name).origin(list(block.sources.values()))
+    sources, group = _tokens_alike(block)
+    return ReplicatedValues(graph, group).origin(sources) if sources else Origin("", ())
 
 
 def texts_of(module: GraphModule, block: LocalBlock) -> tuple[Sequence[str], Sequence[str]]:
@@ -160,8 +182,9 @@ def texts_of(module: GraphModule, block: LocalBlock) -> tuple[Sequence[str], Seq
             if not block.tokens:
                 return node.meta[EXPERTS_TEXT_KEY], ()
             nodes = {source.name: source for source in module.graph.nodes}
-            sources = [nodes[name] for name in node.meta[SOURCES_KEY]]
-            return node.meta[EXPERTS_TEXT_KEY], ReplicatedValues(module.graph, block.group).lines(sources)
+            names, group = node.meta[SOURCES_KEY]
+            sources = [nodes[name] for name in names]
+            return node.meta[EXPERTS_TEXT_KEY], ReplicatedValues(module.graph, group).lines(sources)
     raise KeyError(block.name)
 
 
@@ -186,7 +209,7 @@ def _bank_for(
 def _replace(graph: Graph, block: ParallelBlock, bank: BankSpec, proved: dict[str, str]) -> tuple[Node, Node]:
     """Put the local form, which reads `bank`, in the place of the block; gives the gather of it, and its result.
 
-    `proved` are the texts of blocks for which that was proved right, each with the hops of its rows.
+    `proved` are the texts of blocks for which that was proved right, each with the order of rows on a mesh.
 
     Raises NotThisForm, ContractBroken; the graph is then as before.
     """
@@ -200,7 +223,8 @@ def _replace(graph: Graph, block: ParallelBlock, bank: BankSpec, proved: dict[st
         _same_value(block, result)
         _prove(local, result, proved)
         gathered.meta[EXPERTS_TEXT_KEY] = experts_text(local)
-        gathered.meta[SOURCES_KEY] = tuple(source.name for source in block.sources.values())
+        sources, group = _tokens_alike(block)
+        gathered.meta[SOURCES_KEY] = tuple(source.name for source in sources), group
     except (NotThisForm, ContractBroken):
         for node in reversed(list(graph.nodes)):
             if node not in before:
@@ -227,14 +251,14 @@ def _prove(local: LocalForm, result: Node, proved: dict[str, str]) -> None:
     failure: NotThisForm | ContractBroken | None = None
     given = local.block
     text = block_text(given, local, result)
-    for block in (given,) if given.hops is None else (given, given.passing_by_expert()):
-        local.block = block
+    for block in filter(None, (given, given.with_other_order())):
+        local.block, order = block, f"{block.hops}, {block.cut}"
         try:
-            if text in proved and proved[text] != str(block.hops):
+            if proved.get(text, order) != order:
                 continue
             if text not in proved:
                 check_local_form(block, local, result)
-            proved[text] = str(block.hops)
+            proved[text] = order
             return
         except (NotThisForm, ContractBroken) as error:
             failure = error

@@ -127,12 +127,13 @@ def dispatching(
     if dispatch is None:
         return None
     (name,) = {bank.group for bank in plan.banks}
+    (agreed_over,) = {block.group for block in plan.local_blocks}
 
     def register(banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]) -> None:
         adopted_banks(_group(name), device).register_agreed(banks, parts)
 
     blocks = taken_blocks(plan.local_blocks)
-    return Dispatcher(dispatch, captured, lower, lambda: _group(name), register, options.timeout_s, blocks)
+    return Dispatcher(dispatch, captured, lower, lambda: _group(agreed_over), register, options.timeout_s, blocks)
 
 
 def adoption(plan: Plan, device: torch.device, options: AdoptionOptions) -> Adopt | None:
@@ -169,7 +170,8 @@ def replica_check(plan: Plan, captured: GraphModule, options: AdoptionOptions, d
     signature = " ".join(block.signature for block in relying)
     blocks = taken_blocks([block for block in plan.local_blocks if block.group == group_name])
     group = functools.partial(_group, group_name)
-    return ReplicaCheck(group, inputs, signature, blocks, options.timeout_s, debug)
+    (alike,) = {block.alike for block in relying}
+    return ReplicaCheck(group, inputs, signature, blocks, options.timeout_s, debug, alike)
 
 
 def _relying(plan: Plan) -> list[LocalBlock]:

@@ -32,15 +32,10 @@ class SlotsBetweenMachinesFirst(IndexedSlots):
         own, (capacity, width) = len(self.experts), slots.shape[1:]
         arrived = _exchanged(self.between, slots).view(self.machines, 2, own, capacity, width)
         passed = _exchanged(self.within, arrived.transpose(0, 1).reshape(self.ranks * own, capacity, width))
-        outputs = self._experts(passed.view(2 * self.machines, own, capacity, width))
+        outputs = self.compute(passed.view(2 * self.machines, own, capacity, width))
         returned = _exchanged(self.within, outputs.reshape(self.ranks * own, capacity, width))
         returned = returned.view(2, self.machines, own, capacity, width).transpose(0, 1)
         return _exchanged(self.between, returned.reshape(self.ranks * own, capacity, width))
-
-    def _experts(self, arrived: torch.Tensor) -> torch.Tensor:
-        """[ranks, own experts, capacity, width] through the experts of this rank."""
-        chunks = arrived.chunk(len(self.experts), dim=1)
-        return torch.cat([expert(chunk) for chunk, expert in zip(chunks, self.experts, strict=True)], dim=1)
 
 
 class SlotsWithinMachineFirst(SlotsBetweenMachinesFirst):
@@ -54,7 +49,7 @@ class SlotsWithinMachineFirst(SlotsBetweenMachinesFirst):
         collected = collected.view(2, self.machines, own, capacity, width).permute(1, 2, 0, 3, 4)
         arrived = _exchanged(self.between, collected.reshape(-1, capacity, width))
         arrived = arrived.view(self.machines, own, 2, capacity, width).permute(0, 2, 1, 3, 4)
-        outputs = self._experts(arrived.reshape(self.ranks, own, capacity, width)).view(shape)
+        outputs = self.compute(arrived.reshape(self.ranks, own, capacity, width)).view(shape)
         returned = _exchanged(self.between, outputs.permute(0, 2, 1, 3, 4).reshape(-1, capacity, width))
         returned = returned.view(self.machines, own, 2, capacity, width).permute(2, 0, 1, 3, 4)
         returned = _exchanged(self.within, returned.reshape(-1, capacity, width))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from moepass.passes.graph.collectives import collective_of
+from moepass.passes.graph.collectives import WAIT, collective_of
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, is_call, is_view, map_nodes, nodes_in
 from moepass.passes.graph.not_this_form import NotThisForm
@@ -77,7 +77,7 @@ class LocalForm(BlockWriter):
 
     def write(self) -> Node:
         """The value that takes the place of the block's sink. Raises NotThisForm."""
-        result = self._write()
+        result = self._summed(self._write())
         known = {*self.copied, *self.left_out, *self.cast, *self.starts, self.end}
         wanted = fake_value(self.block.sink).dtype
         for node in self.block.region:
@@ -89,6 +89,16 @@ class LocalForm(BlockWriter):
                     f"not; expected {wanted} from its rows to its results"
                 )
         return result
+
+    def _summed(self, result: Node) -> Node:
+        """`result` with what the other ranks add that hold parts of the same experts."""
+        cut = self.block.cut
+        if cut is None:
+            return result
+        node = cut.sum.node
+        args, kwargs = map_nodes((node.args, node.kwargs), lambda used: result if used is cut.sum.input else used)
+        total = self.emit(WAIT, self.emit(node.target, *args, **kwargs))  # type: ignore[arg-type]
+        return self._cast(total, [self._casts_between(self.block.sink, cut.sum.result)])
 
     def _write(self) -> Node:
         sources = self.block.sources
@@ -287,7 +297,8 @@ class LocalForm(BlockWriter):
     def _cast_on_the_way_back(self, outputs: Node) -> Node:
         if "rows" not in self.block.sources:
             return outputs
-        return self._cast(outputs, [self._casts_between(self.block.sink, self.end)])
+        end = self.block.sink if self.block.cut is None else self.block.cut.sum.input
+        return self._cast(outputs, [self._casts_between(end, self.end)])
 
     def _cast(self, value: Node, ways: Sequence[Casts]) -> Node:
         """`value` with the casts of the first of `ways`, which has the same as the others."""

@@ -39,7 +39,9 @@ def match_all_to_all(
     groups: Mapping[str, Group],
     place: dict[Node, int],
     capture: CaptureNotes,
+    summed: Collective | None = None,
 ) -> ParallelBlock:
+    """`summed` adds up the results of ranks that hold parts of the same experts, before `combine`."""
     group = groups[combine.group_name]
     # Megatron-Core tells counts over a group of its own, which has the same ranks.
     same = {name for name, other in groups.items() if name == combine.group_name or other.has_members_of(group)}
@@ -55,7 +57,7 @@ def match_all_to_all(
             and found != combine
         ),
     )
-    exchanges.remove(combine)
+    exchanges = [exchange for exchange in exchanges if exchange not in (combine, summed)]
     floats = [exchange for exchange in exchanges if exchange.is_float]
     counts = [exchange for exchange in exchanges if not exchange.is_float]
     dispatches = [exchange for exchange in floats if exchange.node in brings_rows]

@@ -2,6 +2,9 @@
 
 Two hops: an AllToAll over one axis, from there one over the other, and both back. Between machines first, then within
 them, or the other way round.
+
+Cut experts: an AllToAll over one axis and back, and before the way back an AllReduce over the other, whose ranks hold a
+part of the width of each expert.
 """
 
 from __future__ import annotations
@@ -18,9 +21,15 @@ from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import describe_shape, named
 from moepass.passes.ir.joint_groups import JointGroup, joint_group
 from moepass.passes.ir.protocol import CaptureNotes, Group
-from moepass.passes.parallel.match.match_all_to_all import are_slots, sizes_of_rows, split_sizes
+from moepass.passes.parallel.match.match_all_to_all import are_slots, match_all_to_all, sizes_of_rows, split_sizes
 from moepass.passes.parallel.match.near_experts import first_communication_after, is_size, most_nodes
-from moepass.passes.parallel.match.parallel_block import Hops, ParallelBlock, expert_tensors
+from moepass.passes.parallel.match.parallel_block import (
+    TRAVELLING_IDS,
+    CutExperts,
+    Hops,
+    ParallelBlock,
+    expert_tensors,
+)
 from moepass.passes.parallel.match.region_walk import check_leaves, reshaped, walk_back
 
 
@@ -48,13 +57,13 @@ def row_hops(arriving: Sequence[Communication], groups: Mapping[str, Group]) -> 
 
 
 def next_hop(combine: Communication | Collective, width: int, place: dict[Node, int], most: int) -> Collective | None:
-    """The AllToAll over another group that the rows [., width] go on by which the AllToAll `combine` brings back."""
+    """The AllToAll over another group that the rows [., width] go on by which `combine` brings back, or adds up."""
     one = collective_of(combine.node)
     after = None if one is None else first_communication_after(one.result, width, place, most)
     last = None if after is None else collective_of(after.node)
     if one is None or last is None or last.group_name == one.group_name:
         return None
-    return last if one.kind == last.kind == "all_to_all" else None
+    return last if one.kind in ("all_to_all", "all_reduce") and last.kind == "all_to_all" else None
 
 
 def match_two_hops(
@@ -123,14 +132,75 @@ def _joint_of(found: RowHops, groups: Mapping[str, Group]) -> JointGroup:
     """Raises NotThisForm where this process has no group of all ranks of both axes."""
     if found.joint is not None:
         return found.joint
-    first, second = (groups[one.group_name] for one in (found.first, found.second))
     raise NotThisForm(
-        f"its rows come in two hops, by {named(found.first.node)} over process group {found.first.group_name!r} of "
-        f"ranks {list(first.members)}, and {named(found.second.node)} over {found.second.group_name!r} of ranks "
-        f"{list(second.members)}, and this process has no group of the {first.ranks * second.ranks} ranks that both "
-        "together reach, row by row, over which these could gather weights; create one on all ranks before the model "
-        "is compiled, by torch.distributed.new_group(ranks), or send rows in one AllToAll over such a group"
+        f"its rows come in two hops, by {named(found.first.node)} and {named(found.second.node)}, and "
+        f"{_no_joint_group(found.first, found.second, groups)}, over which they could gather weights; create one on "
+        "all ranks before the model is compiled, by torch.distributed.new_group(ranks), or send rows in one AllToAll "
+        "over such a group"
     )
+
+
+def _no_joint_group(first: Collective, second: Collective, groups: Mapping[str, Group]) -> str:
+    axes = [(one.group_name, groups[one.group_name]) for one in (first, second)]
+    listed = " and ".join(f"{name!r} of ranks {list(group.members)}" for name, group in axes)
+    return (
+        f"this process has process groups {listed}, and none of the {axes[0][1].ranks * axes[1][1].ranks} ranks of "
+        "this mesh, in the order of its rows or columns"
+    )
+
+
+def cut_experts(
+    combine: Communication | None,
+    arriving: Sequence[Communication],
+    groups: Mapping[str, Group],
+    width: int,
+    place: dict[Node, int],
+) -> tuple[Collective, Collective, JointGroup | None] | None:
+    """The sum that `combine` is of parts of experts, the AllToAll back, and the group of both axes if there is one.
+
+    None where `combine`, what the experts' rows [., width] reach first, is anything else.
+    """
+    summed = None if combine is None else collective_of(combine.node)
+    came_by = next((one for one in arriving if one.kind == "all_to_all"), None)
+    if summed is None or came_by is None or summed.kind != "all_reduce" or came_by.group_name == summed.group_name:
+        return None
+    if came_by.group_name not in groups or summed.group_name not in groups:
+        return None
+    after = first_communication_after(summed.result, width, place, most_nodes(groups[came_by.group_name].ranks))
+    last = None if after is None else collective_of(after.node)
+    if last is None or last.kind != "all_to_all" or last.group_name != came_by.group_name:
+        return None
+    return summed, last, joint_group(groups[last.group_name], groups[summed.group_name], groups)
+
+
+def match_cut_experts(
+    match: BlockMatch,
+    found: tuple[Collective, Collective, JointGroup | None],
+    groups: Mapping[str, Group],
+    place: dict[Node, int],
+    capture: CaptureNotes,
+) -> ParallelBlock:
+    """`found` is what `cut_experts` found."""
+    summed, last, joint = found
+    begins = (
+        f"{named(summed.node)} adds up its results before they go back by {named(last.node)}, as where ranks hold a "
+        "part of each expert's width"
+    )
+    if joint is None:
+        raise NotThisForm(
+            f"{begins}, and {_no_joint_group(last, summed, groups)}, which all have to take the block, or leave it; "
+            "create one on all ranks before the model is compiled, by torch.distributed.new_group(ranks), or use a "
+            "size of 1 for the tensor parallelism of experts"
+        )
+    if summed.reduction != "sum":
+        raise NotThisForm(f"{begins}, by {summed.reduction!r}; expected a sum")
+    block = match_all_to_all(match, last, groups, place, capture, summed)
+    if block.form in TRAVELLING_IDS:
+        raise NotThisForm(
+            f"{begins}, and the ids of experts travel with its rows, in an order that those ranks may not share; send "
+            "rows sorted by expert, and how many there are of each"
+        )
+    return dataclasses.replace(block, cut=CutExperts(joint, summed))
 
 
 def _check_exchanges(hops: Hops, exchanges: Sequence[Collective], match: BlockMatch) -> None:

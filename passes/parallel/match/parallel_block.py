@@ -58,6 +58,25 @@ class Hops:
 
 
 @dataclasses.dataclass(frozen=True)
+class CutExperts:
+    """How the experts of a block are cut: ranks on the second axis of `grid` hold a part of each, and add up by `sum`.
+
+    The ranks on the first axis exchange rows, and each of them is sent as many of each expert as the others with its
+    place there. What they add up lies sorted by expert if `by_expert`, else by the rank that rows came from.
+    """
+
+    grid: JointGroup
+    sum: Collective
+    by_expert: bool = False
+
+    def __str__(self) -> str:
+        return (
+            f"over {self.grid.first.ranks} ranks, and are cut over {self.grid.second.ranks}, the first side by side: "
+            f"{self.grid.is_inner}, added up {'by expert' if self.by_expert else 'by origin'}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class ParallelBlock:
     """A block of expert parallelism.
 
@@ -72,6 +91,7 @@ class ParallelBlock:
     `expert_tensors` are this rank's: the weights of the GEMMs, then their biases.
     `bounds` says which experts each rank holds. If the block `drops`, some of its `ids` may be `experts`: none of them.
     If rows take two `hops`, `exchanges` are those of both, over other groups than `group_name`, which has all ranks.
+    If experts are `cut`, `group_name` is the first axis, and the sum over the other one, no exchange of these, stays.
     """
 
     form: str
@@ -87,6 +107,12 @@ class ParallelBlock:
     region: tuple[Node, ...]
     drops: bool = False
     hops: Hops | None = None
+    cut: CutExperts | None = None
+
+    @property
+    def agreed_over(self) -> str:
+        """The group whose ranks must all take it, or leave it."""
+        return self.group_name if self.cut is None else self.cut.grid.name
 
     @property
     def experts(self) -> int:
@@ -104,10 +130,13 @@ class ParallelBlock:
         """How many values its `ids` may have."""
         return self.experts + self.drops
 
-    def passing_by_expert(self) -> ParallelBlock:
-        """The block whose rows are passed on by expert, where they take two hops."""
-        assert self.hops is not None
-        return dataclasses.replace(self, hops=dataclasses.replace(self.hops, by_expert=True))
+    def with_other_order(self) -> ParallelBlock | None:
+        """The block whose ranks pass rows on by expert, or add them up so; None where neither happens."""
+        if self.hops is not None:
+            return dataclasses.replace(self, hops=dataclasses.replace(self.hops, by_expert=True))
+        if self.cut is not None:
+            return dataclasses.replace(self, cut=dataclasses.replace(self.cut, by_expert=True))
+        return None
 
     @property
     def travelling(self) -> tuple[Node, ...]:

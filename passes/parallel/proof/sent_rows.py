@@ -81,6 +81,12 @@ class SentRows:
         return (torch.arange(self.capacity) < counts.unsqueeze(-1)).view(-1)
 
 
+def by_expert(parts: Sequence[SentRows], values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`values` of the rows of `parts`, which go to the same experts: sorted by expert, and for each part by part."""
+    pieces = [value.split(part.sizes()) for part, value in zip(parts, values, strict=True)]
+    return torch.cat([of_expert for of_all in zip(*pieces, strict=True) for of_expert in of_all])
+
+
 def _beside(run: MockRun, rows: int) -> tuple[torch.Tensor, ...]:
     """What travels with so many rows."""
     return tuple(run.random_rows(rows, *run.mock.shape(node)[1:]) for node in run.block.travelling)

@@ -136,6 +136,7 @@ class BlockCopier:
             exchanges=tuple(map(self._exchange, block.exchanges)),
             region=tuple(map(of, region)),
             hops=None if block.hops is None else self._hops(block.hops),
+            cut=None if block.cut is None else dataclasses.replace(block.cut, sum=self._exchange(block.cut.sum)),
         )
         small_local = copy.copy(local)
         small_local.block = small_block

@@ -22,7 +22,7 @@ import torch
 from moepass.passes.graph.collectives import Collective
 from moepass.passes.parallel.proof.demands import demand, equal
 from moepass.passes.parallel.proof.mock_run import ContractBroken, MockRun
-from moepass.passes.parallel.proof.sent_rows import SentRows, expert_outputs
+from moepass.passes.parallel.proof.sent_rows import SentRows, by_expert, expert_outputs
 
 
 def check_two_hops(run: MockRun) -> None:
@@ -89,10 +89,7 @@ class _Exchange:
 
     def _in_order(self, parts: Sequence[SentRows], values: Sequence[torch.Tensor]) -> torch.Tensor:
         """`values` of the rows of `parts`, which go to one rank, as they are passed on."""
-        if not self._hops.by_expert:
-            return torch.cat(list(values))
-        pieces = [value.split(part.sizes()) for part, value in zip(parts, values, strict=True)]
-        return torch.cat([of_expert for of_all in zip(*pieces, strict=True) for of_expert in of_all])
+        return by_expert(parts, values) if self._hops.by_expert else torch.cat(list(values))
 
     def _rows(self, parts: Sequence[SentRows]) -> torch.Tensor:
         return self._in_order(parts, [part.rows for part in parts])
