@@ -15,6 +15,7 @@ from moepass.models.testing.project_styles.exact_style import SplitOfStacks
 from moepass.models.testing.project_styles.megatron_style import MaskedDispatch
 from moepass.models.testing.project_styles.slots_style import IndexedSlots
 from moepass.models.testing.project_styles.style_sizes import (
+    BiasedExpert,
     GatedExpert,
     Router,
     StyleSizes,
@@ -188,6 +189,7 @@ class CutSlots(IndexedSlots):
         self.cut_name = mesh.get_group("tp").group_name
         rank, each = mesh.get_local_rank("tp"), sizes.width // 2
         for expert in self.experts:
+            assert isinstance(expert, BiasedExpert)
             expert.cut(slice(rank * each, (rank + 1) * each), has_bias=rank == 0)
 
     def compute(self, arrived: torch.Tensor) -> torch.Tensor:

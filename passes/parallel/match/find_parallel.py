@@ -136,13 +136,10 @@ def _group_and_last(
 ) -> tuple[str, Node | None]:
     """The group whose ranks must hear of a refusal, and what results go back by at last where they go over two axes."""
     cut, hops = cut_experts(combine, arriving, groups, width, place), row_hops(arriving, groups)
-    joint, last = None, None
-    if cut is not None:
-        _, last, joint = cut
-    elif hops is not None:
-        joint = hops.joint
-        most = most_nodes(max(group.ranks for group in groups.values()))
-        last = None if combine is None else next_hop(combine, width, place, most)
+    found = hops if cut is None else cut
+    joint = None if found is None else found.joint
+    most = most_nodes(max((group.ranks for group in groups.values()), default=1))
+    last = None if combine is None else next_hop(combine, width, place, most)
     return joint.name if joint is not None else _known_group(near, groups), None if last is None else last.node
 
 

@@ -45,6 +45,15 @@ class RowHops:
     joint: JointGroup | None
 
 
+@dataclasses.dataclass(frozen=True)
+class AddedUp:
+    """The AllReduce behind experts that are cut, and the AllToAll back; `joint` as above."""
+
+    sum: Collective
+    back: Collective
+    joint: JointGroup | None
+
+
 def row_hops(arriving: Sequence[Communication], groups: Mapping[str, Group]) -> RowHops | None:
     """None where the rows that `arriving` brings, nearest first, come by AllToAlls of one group, or by none."""
     found = [collective_of(one.node) for one in arriving if one.kind == "all_to_all" and one.group_name in groups]
@@ -63,7 +72,8 @@ def next_hop(combine: Communication | Collective, width: int, place: dict[Node, 
     last = None if after is None else collective_of(after.node)
     if one is None or last is None or last.group_name == one.group_name:
         return None
-    return last if one.kind in ("all_to_all", "all_reduce") and last.kind == "all_to_all" else None
+    is_known = one.kind in ("all_to_all", "all_reduce", "reduce_scatter")
+    return last if is_known and last.kind == "all_to_all" else None
 
 
 def match_two_hops(
@@ -155,11 +165,8 @@ def cut_experts(
     groups: Mapping[str, Group],
     width: int,
     place: dict[Node, int],
-) -> tuple[Collective, Collective, JointGroup | None] | None:
-    """The sum that `combine` is of parts of experts, the AllToAll back, and the group of both axes if there is one.
-
-    None where `combine`, what the experts' rows [., width] reach first, is anything else.
-    """
+) -> AddedUp | None:
+    """None where `combine`, what the experts' rows [., width] reach first, is no sum of parts of experts."""
     summed = None if combine is None else collective_of(combine.node)
     came_by = next((one for one in arriving if one.kind == "all_to_all"), None)
     if summed is None or came_by is None or summed.kind != "all_reduce" or came_by.group_name == summed.group_name:
@@ -170,18 +177,18 @@ def cut_experts(
     last = None if after is None else collective_of(after.node)
     if last is None or last.kind != "all_to_all" or last.group_name != came_by.group_name:
         return None
-    return summed, last, joint_group(groups[last.group_name], groups[summed.group_name], groups)
+    return AddedUp(summed, last, joint_group(groups[last.group_name], groups[summed.group_name], groups))
 
 
 def match_cut_experts(
     match: BlockMatch,
-    found: tuple[Collective, Collective, JointGroup | None],
+    found: AddedUp,
     groups: Mapping[str, Group],
     place: dict[Node, int],
     capture: CaptureNotes,
 ) -> ParallelBlock:
     """`found` is what `cut_experts` found."""
-    summed, last, joint = found
+    summed, last, joint = found.sum, found.back, found.joint
     begins = (
         f"{named(summed.node)} adds up its results before they go back by {named(last.node)}, as where ranks hold a "
         "part of each expert's width"
@@ -211,12 +218,13 @@ def _check_exchanges(hops: Hops, exchanges: Sequence[Collective], match: BlockMa
     known = [[], [one.group_name for one in hops.there]]
     others = [one for one in exchanges if one not in (*rows, *hops.counts) or one.kind != "all_to_all"]
     if others or groups not in known or (not groups and not are_slots(match)):
-        listed = ", ".join(f"{one.kind} {named(one.node)}" for one in exchanges)
+        beside = [one for one in exchanges if one not in rows]
+        listed = f"{len(beside)} other exchanges, {named(beside[0].node)} first" if beside else "no other exchanges"
         raise NotThisForm(
-            f"its rows come in two hops, and its exchanges are {listed}; expected one of rows on each hop, there and "
-            "back, and one of counts on each hop, all by all_to_all_single (none of counts where every expert has as "
-            "many slots). What travels with rows, as ids or weights, is taken on one hop only: send counts, and apply "
-            "weights on the rank that the token came from"
+            f"its rows come in two hops, by {named(rows[0].node)} and {named(rows[1].node)}, and there are {listed}; "
+            "expected an all_to_all_single of counts on each hop, or none where every expert has as many slots. What "
+            "travels with rows, as ids or weights, is taken on one hop only: send counts, and apply weights on the "
+            "rank that the token came from"
         )
     for there, back in zip(hops.there, hops.back[::-1], strict=True):
         if split_sizes(there) != split_sizes(back)[::-1]:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from moepass.passes.graph.collectives import Collective
-from moepass.passes.parallel.proof.demands import demand, equal
+from moepass.passes.parallel.proof.demands import IN_ANOTHER_ORDER, demand, equal
 from moepass.passes.parallel.proof.mock_run import MockRun
 from moepass.passes.parallel.proof.sent_rows import SentRows, by_expert, expert_outputs
 
@@ -44,7 +44,7 @@ class AddedParts:
         parts, added = (self._in_order(values) for values in (self._parts, self._added))
         demand(
             equal(sent.reshape(-1, sent.shape[-1]), parts),
-            "it adds up other rows, or in another order, than ranks with other parts of its experts",
+            f"it adds up with ranks that hold other parts of its experts other rows, {IN_ANOTHER_ORDER}",
         )
         return sent + added.reshape(sent.shape)
 

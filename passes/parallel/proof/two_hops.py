@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 
 from moepass.passes.graph.collectives import Collective
-from moepass.passes.parallel.proof.demands import demand, equal
+from moepass.passes.parallel.proof.demands import IN_ANOTHER_ORDER, demand, equal
 from moepass.passes.parallel.proof.mock_run import ContractBroken, MockRun
 from moepass.passes.parallel.proof.sent_rows import SentRows, by_expert, expert_outputs
 
@@ -127,7 +127,7 @@ class _Exchange:
         if node is second:
             self._check_sizes(send, there, receive, here)
             wanted = torch.cat([self._rows(parts) for parts in onward])
-            demand(equal(sent, wanted), "it passes on other rows, or in another order, than its ranks agree on")
+            demand(equal(sent, wanted), f"it passes on other rows, {IN_ANOTHER_ORDER}")
             return torch.cat([self._rows(parts) for parts in arriving])
         if node is onwards:
             self._check_sizes(receive, there, send, here)
@@ -155,7 +155,7 @@ class _Exchange:
         ranks = self._grid.second.ranks
         summed = sent.numel() == ranks * self._each and self._hops.by_expert
         onward = torch.cat([self._counts(parts, summed=summed) for parts in self._onward()])
-        demand(equal(sent.reshape(-1), onward), "it passes on counts that are not those of the rows that it passes on")
+        demand(equal(sent.reshape(-1), onward), f"it passes on other counts, {IN_ANOTHER_ORDER}")
         self._check_counts(sent, send, receive, len(onward) // ranks, ranks)
         return torch.cat([self._counts(parts, summed=summed) for parts in self._arriving]).reshape(sent.shape)
 

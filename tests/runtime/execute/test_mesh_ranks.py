@@ -30,10 +30,12 @@ def _hidden(tokens: int, seed: int) -> torch.Tensor:
     return torch.randn(tokens, SIZES.hidden, generator=torch.Generator().manual_seed(seed))
 
 
-def _run(name: str, of_ranks: Sequence[Any], tokens: Sequence[int], below: int | None = None) -> list[Any]:
+def _run(
+    name: str, of_ranks: Sequence[Any], tokens: Sequence[int], below: int | None = None, scale: float = 1.0
+) -> list[Any]:
     """Differences from the uncompiled layer, forms that were taken, reasons and how runs went.
 
-    What lies between its GEMMs differs by `of_ranks`.
+    What lies between its GEMMs differs by `of_ranks`. The last rank's tokens are `scale` times what they should be.
     """
     rank = dist.get_rank()
     model, reference = (LAYERS[name](SIZES, dist.group.WORLD).eval() for _ in range(2))  # type: ignore[call-arg]
@@ -46,6 +48,7 @@ def _run(name: str, of_ranks: Sequence[Any], tokens: Sequence[int], below: int |
         compiled = torch.compile(model, backend="asyncep", options=chosen)
         for seed, number in enumerate(tokens):
             hidden = _hidden(number, 10 * seed + (rank // 2 if name == "cut, tokens" else rank))
+            hidden = hidden * scale if rank == RANKS - 1 else hidden
             expected = reference(hidden)
             differences.append(float((compiled(hidden) - expected).abs().max()))
     forms = [[block.form for block in one.plan.local_blocks] for one in compilations]
@@ -95,3 +98,24 @@ def test_few_tokens_on_a_mesh_are_exchanged(name: str) -> None:
         assert max(differences) < 1e-5
         assert all(len(of_graph) == 1 for of_graph in forms), reasons
         assert tuple(map(sum, zip(*runs, strict=True))) == (2, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_tokens_that_differ_between_ranks_with_parts_of_the_same_experts() -> None:
+    """With the same routing: their rows are added up as they are, and nobody can tell that it stays so."""
+    arguments = ("cut, tokens", [_unchanged] * RANKS, (12, 12), None, 1.01)
+    for differences, _, reasons, _ in run_ranks(RANKS, _run, *arguments, timeout=200.0):
+        assert max(differences) < 1e-5
+        assert any("the inputs that it is computed from differ between ranks" in reason for reason in reasons), reasons
+        assert any("on rank 2" in reason and "on rank 3" in reason for reason in reasons), reasons
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_slots_of_ranks_with_parts_of_the_same_experts_may_differ() -> None:
+    for differences, forms, reasons, _ in run_ranks(
+        RANKS, _run, "cut, slots", [_unchanged] * RANKS, (12, 12), None, 1.5, timeout=200.0
+    ):
+        assert max(differences) < 1e-5
+        assert forms == [["all_to_all_slots"]], reasons
