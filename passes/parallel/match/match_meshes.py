@@ -25,9 +25,9 @@ from moepass.passes.parallel.match.match_all_to_all import are_slots, match_all_
 from moepass.passes.parallel.match.near_experts import first_communication_after, is_size, most_nodes
 from moepass.passes.parallel.match.parallel_block import (
     TRAVELLING_IDS,
-    CutExperts,
     Hops,
     ParallelBlock,
+    PartsOfExperts,
     expert_tensors,
 )
 from moepass.passes.parallel.match.region_walk import check_leaves, reshaped, walk_back
@@ -207,7 +207,7 @@ def match_cut_experts(
             f"{begins}, and the ids of experts travel with its rows, in an order that those ranks may not share; send "
             "rows sorted by expert, and how many there are of each"
         )
-    return dataclasses.replace(block, cut=CutExperts(joint, summed))
+    return dataclasses.replace(block, cut=PartsOfExperts(joint, summed))
 
 
 def _check_exchanges(hops: Hops, exchanges: Sequence[Collective], match: BlockMatch) -> None:

@@ -58,7 +58,7 @@ class Hops:
 
 
 @dataclasses.dataclass(frozen=True)
-class CutExperts:
+class PartsOfExperts:
     """How the experts of a block are cut: ranks on the second axis of `grid` hold a part of each, and add up by `sum`.
 
     The ranks on the first axis exchange rows, and each of them is sent as many of each expert as the others with its
@@ -107,7 +107,7 @@ class ParallelBlock:
     region: tuple[Node, ...]
     drops: bool = False
     hops: Hops | None = None
-    cut: CutExperts | None = None
+    cut: PartsOfExperts | None = None
 
     @property
     def agreed_over(self) -> str:

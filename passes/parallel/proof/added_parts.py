@@ -3,7 +3,7 @@
 Contract
     each of these ranks is sent as many rows of each expert, from ranks with the same places on the other axis, so a row
     has the same place in what each of them adds up: among rows in the order in which they came, or sorted by expert.
-    Which of the two, all ranks say the same (`CutExperts.by_expert`). The rows themselves may differ
+    Which of the two, all ranks say the same (`PartsOfExperts.by_expert`). The rows themselves may differ
     the sum goes back in the place of each row's output; of the rank's own rows it is that of its peers on both axes
 
 What the others add differs from row to row, and is nothing for empty slots.

@@ -29,7 +29,7 @@ def check_two_hops(run: MockRun) -> None:
     """Raises ContractBroken where the block, or its local form, does not follow the contract in this run."""
     block = run.block
     rows_node, counts_node = block.sources["rows"], block.sources.get("counts")
-    exchange = _Exchange(run)
+    exchange = _HopExchange(run)
     own = exchange.own
     values = {rows_node: own.rows}
     if counts_node is not None:
@@ -39,7 +39,7 @@ def check_two_hops(run: MockRun) -> None:
     demand(equal(outputs, exchange.outputs([own])), "its local form gives something else")
 
 
-class _Exchange:
+class _HopExchange:
     """Plays the other ranks: those with this rank's place on one of the axes."""
 
     def __init__(self, run: MockRun) -> None:
