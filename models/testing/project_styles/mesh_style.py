@@ -1,4 +1,7 @@
-"""Layers with expert parallelism on one axis of a mesh, on both, or between the collectives of sequence parallelism."""
+"""Layers with expert parallelism on one axis of a mesh, on both, or between the collectives of sequence parallelism.
+
+Those whose rows take two hops with counts, or in slots, are in `hops_style.py`.
+"""
 
 from __future__ import annotations
 
@@ -181,7 +184,7 @@ class CutExpertsInOrder(CutExperts):
 
 
 class CutSlots(IndexedSlots):
-    """Experts with slots, cut by their width, as DeepSpeed's are where experts have a tensor parallel size."""
+    """Experts with slots, cut by their width, whose results are added up for all experts of the rank at once."""
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
         mesh = init_device_mesh("cpu", (dist.get_world_size(group) // 2, 2), mesh_dim_names=("ep", "tp"))
