@@ -139,7 +139,8 @@ def _compile(
         with unset_fake_temporarily():  # AOT calls the backend in fake mode; slots are real memory
             ring = store.ring(options.debug, result.plan.slot_bytes)
     adopt = adoption(result.plan, device, options.adoption())
-    eager_watch.watch({bank.group for bank in result.plan.banks if bank.group})
+    spread_over = {bank.group for bank in result.plan.banks} | {block.group for block in result.plan.local_blocks}
+    eager_watch.watch(spread_over - {""})
     dispatcher = dispatching(result.plan, captured, options.lower, device, options.adoption())
     check = replica_check(result.plan, captured, options.adoption(), options.debug)
     fallback = None if check is None else CapturedFallback(check, captured, options.lower)

@@ -135,7 +135,8 @@ class LocalBlock:
 
     All ranks compare these fields before any of them does. `experts` is a digest of everything between a row and its
     expert's output. `tokens` is a digest of how tokens, ids and weights are computed, if they must be the same on all
-    ranks, else empty. `weights` are types and shapes of the expert weights of all ranks together.
+    ranks, else empty. `weights` are types and shapes of the expert weights of all ranks together. Where only some ranks
+    of `group` must have the same tokens as each other, `alike` lists them.
     """
 
     name: str
@@ -144,6 +145,7 @@ class LocalBlock:
     experts: str
     tokens: str = ""
     weights: str = ""
+    alike: tuple[tuple[int, ...], ...] = ()
 
     @property
     def signature(self) -> str:

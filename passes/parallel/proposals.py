@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch.fx import Graph
 
@@ -18,6 +18,7 @@ from moepass.passes.graph.collectives import communications_of
 from moepass.passes.graph.nodes import module_path
 from moepass.passes.graph.refusals import COLLECTIVES_STAY
 from moepass.passes.ir.plan import LocalBlock, Plan, Refusal
+from moepass.passes.ir.protocol import Group
 
 NO_CROSSOVER = "none"
 # Until the texts of all ranks tell what differs.
@@ -74,10 +75,24 @@ def exchanges_by_group(graph: Graph) -> dict[str, tuple[str, ...]]:
     return {group: tuple(found[group]) for group in sorted(found)}
 
 
+def exchanges_to_compare(graph: Graph, groups: Mapping[str, Group]) -> dict[str, tuple[str, ...]]:
+    """As `exchanges_by_group`, and for those of `groups` that the graph does not talk to: groups of whole meshes.
+
+    It talks to the axes of these meshes, and the exchanges over axes are those of the mesh. Whether a block of a mesh
+    is found in the graph does not matter: a rank that finds none comes to say so.
+    """
+    found = exchanges_by_group(graph)
+    for name in groups.keys() - found.keys():
+        axes = {other for other, group in groups.items() if set(group.members) <= set(groups[name].members)}
+        of_axes = [one for one in communications_of(graph) if one.group_name in axes]
+        found[name] = tuple(f"{one.kind} at {module_path(one.node)}" for one in of_axes)
+    return {name: found[name] for name in sorted(found)}
+
+
 def blocks_to_leave(proposals: Sequence[Proposal]) -> dict[str, str]:
     """The blocks that not all ranks take alike, by name, with the reason; UNEXPLAINED where texts have to tell it."""
     names = dict.fromkeys(block.name for proposal in proposals for block in proposal.takes)
-    unequal = _first_difference([proposal.exchanges for proposal in proposals])
+    unequal = _first_difference({rank: proposal.exchanges for rank, proposal in enumerate(proposals)})
     found: dict[str, str] = {}
     for name in names:
         reason = _why_not(name, proposals)
@@ -107,17 +122,21 @@ def _why_not(name: str, proposals: Sequence[Proposal]) -> str | None:
     return None
 
 
-def explain_difference(texts: Sequence[Sequence[str]], what: str) -> str | None:
-    """Where the `texts` of all ranks about `what` differ first, in words; None where they are equal."""
-    difference = _first_difference(texts)
+def explain_difference(texts: Sequence[Sequence[str]] | Mapping[int, Sequence[str]], what: str) -> str | None:
+    """Where the `texts` of ranks about `what` differ first, in words; None where they are equal.
+
+    They are those of all ranks in order, or by rank.
+    """
+    difference = _first_difference(texts if isinstance(texts, Mapping) else dict(enumerate(texts)))
     return None if difference is None else f"{what} differ between ranks: {difference}"
 
 
-def _first_difference(texts: Sequence[Sequence[str]]) -> str | None:
-    for rank, text in enumerate(texts):
-        if list(text) == list(texts[0]):
+def _first_difference(texts: Mapping[int, Sequence[str]]) -> str | None:
+    (first_rank, first), *others = texts.items()
+    for rank, text in others:
+        if list(text) == list(first):
             continue
-        for first, other in itertools.zip_longest(texts[0], text, fillvalue="nothing more"):
-            if first != other:
-                return f"`{first}` on rank 0, `{other}` on rank {rank}"
+        for of_first, other in itertools.zip_longest(first, text, fillvalue="nothing more"):
+            if of_first != other:
+                return f"`{of_first}` on rank {first_rank}, `{other}` on rank {rank}"
     return None

@@ -186,7 +186,7 @@ class ReplicatedValues:
         if node.target is gather:
             return f"the complete bank of {node.meta.get('moepass_block')}"
         if self._is_equal_by_itself(node):
-            return f"{describe_target(node)} number {self._number_of(node)} of group {self._group_name}"
+            return f"{describe_target(node)} number {self._number_of(node)} of these ranks"
         sources = set(self._sources(node))
 
         def name(used: Node) -> str:

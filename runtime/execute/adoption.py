@@ -8,7 +8,8 @@ pulls what it lacks whenever it wants, or all gather.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,10 +19,11 @@ from torch.fx import GraphModule
 from moepass.models.errors import InputError
 from moepass.passes.graph.nodes import graph_inputs
 from moepass.passes.graph.source_lines import input_name
+from moepass.passes.ir.joint_groups import joint_group
 from moepass.passes.ir.plan import BankSpec, LocalBlock, Plan
 from moepass.passes.ir.protocol import Agree, Group
 from moepass.passes.parallel.eliminate_expert_parallelism import texts_of
-from moepass.passes.parallel.proposals import NO_CROSSOVER, Proposal, exchanges_by_group
+from moepass.passes.parallel.proposals import NO_CROSSOVER, Proposal, exchanges_to_compare
 from moepass.runtime.execute.dispatching import Dispatcher
 from moepass.runtime.execute.executor import Adopt
 from moepass.runtime.homes.adopted_banks import AdoptionOptions, adopted_banks, adopted_parts
@@ -34,18 +36,28 @@ from moepass.runtime.torch_private import process_groups_by_name, suppresses_err
 from moepass.runtime.transfer.link import check_link_to
 
 
-def process_groups(names: Iterable[str]) -> dict[str, Group]:
-    """This rank's place in each of the process groups with these names; those that do not exist here are left out."""
-    known = process_groups_by_name()
-    found = {name: known[name] for name in names if name in known}
-    return {
+def process_groups(names: Collection[str]) -> dict[str, Group]:
+    """This rank's place in each of the process groups with these names; those that do not exist here are left out.
+
+    Where two of them may be axes of a mesh, also in the groups that they may make together. All in the order in which
+    the groups were created, which is the same on all their ranks.
+    """
+    known = {
         name: Group(group.rank(), group.size(), tuple(dist.get_process_group_ranks(group)))
-        for name, group in found.items()
+        for name, group in process_groups_by_name().items()
+    }
+    named = [known[name] for name in sorted(set(names) & known.keys())]
+    products = {(one.ranks * other.ranks, one, other) for one, other in itertools.combinations(named, 2)}
+    return {
+        name: group
+        for name, group in known.items()
+        if name in names
+        or any(group.ranks == ranks and joint_group(one, other, {name: group}) for ranks, one, other in products)
     }
 
 
 def agreement_on_blocks(
-    captured: GraphModule, groups: Collection[str], crossover: str, timeout_s: float
+    captured: GraphModule, groups: Mapping[str, Group], crossover: str, timeout_s: float
 ) -> Agree | None:
     """How the ranks of `groups` agree on what is taken out of `captured`; None where no other rank has a say.
 
@@ -74,7 +86,7 @@ def agreement_on_blocks(
 
 
 def run_checks(
-    plan: Plan, captured: GraphModule, groups: Collection[str], timeout_s: float
+    plan: Plan, captured: GraphModule, groups: Mapping[str, Group], timeout_s: float
 ) -> list[Callable[[], None]]:
     """The checks before each run of `captured`, whose `plan` ranks agreed on. They raise if the run must not begin.
 
@@ -92,11 +104,14 @@ def run_checks(
     return checks
 
 
-def _shared_exchanges(captured: GraphModule, groups: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """The collectives of `captured` in those of `groups` that have other ranks, by group."""
+def _shared_exchanges(captured: GraphModule, groups: Mapping[str, Group]) -> dict[str, tuple[str, ...]]:
+    """The collectives of `captured` in those of `groups` that have other ranks, by group.
+
+    All ranks go through groups in this order, so none waits for another in a circle.
+    """
     return {
         name: found
-        for name, found in exchanges_by_group(captured.graph).items()
+        for name, found in exchanges_to_compare(captured.graph, groups).items()
         if name in groups and has_others(_group(name))
     }
 
@@ -112,12 +127,13 @@ def dispatching(
     if dispatch is None:
         return None
     (name,) = {bank.group for bank in plan.banks}
+    (agreed_over,) = {block.group for block in plan.local_blocks}
 
     def register(banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]) -> None:
         adopted_banks(_group(name), device).register_agreed(banks, parts)
 
     blocks = taken_blocks(plan.local_blocks)
-    return Dispatcher(dispatch, captured, lower, lambda: _group(name), register, options.timeout_s, blocks)
+    return Dispatcher(dispatch, captured, lower, lambda: _group(agreed_over), register, options.timeout_s, blocks)
 
 
 def adoption(plan: Plan, device: torch.device, options: AdoptionOptions) -> Adopt | None:
@@ -154,7 +170,8 @@ def replica_check(plan: Plan, captured: GraphModule, options: AdoptionOptions, d
     signature = " ".join(block.signature for block in relying)
     blocks = taken_blocks([block for block in plan.local_blocks if block.group == group_name])
     group = functools.partial(_group, group_name)
-    return ReplicaCheck(group, inputs, signature, blocks, options.timeout_s, debug)
+    (alike,) = {block.alike for block in relying}
+    return ReplicaCheck(group, inputs, signature, blocks, options.timeout_s, debug, alike)
 
 
 def _relying(plan: Plan) -> list[LocalBlock]:

@@ -66,6 +66,7 @@ class EagerWatch:
         if limit is None:
             return
         known = process_groups_by_name()
+        told: list[PeerError] = []
         for group in [known[name] for name in sorted(groups & known.keys())]:
             failure = PeerError(
                 f"torch.compile gave up compiling the model for this shape on rank {group.rank()}, after as many "
@@ -73,7 +74,9 @@ class EagerWatch:
                 f"at an exchange that no other rank joins{_REMEDY}",
                 rank=group.rank(),
             )
-            raise tell_failure(group, failure)
+            told.append(tell_failure(group, failure))
+        if told:
+            raise told[0]
 
 
 def tell_failure(group: ProcessGroup, failure: PeerError) -> PeerError:

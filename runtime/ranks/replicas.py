@@ -95,10 +95,11 @@ class ReplicaCheck:
         blocks: tuple[str, ...],
         timeout_s: float,
         debug: bool,
+        alike: Sequence[Sequence[int]] = (),
     ) -> None:
         """`inputs` are their places among the graph's inputs, with words for each; `signature` tells graphs apart that
         compute differently. `blocks` are those that the graph runs without exchanges, in words that all ranks have in
-        common.
+        common. `alike` are the ranks that must have the same as each other; empty where all must.
         """
         self._group = group
         self._inputs = dict(sorted(inputs.items()))
@@ -106,6 +107,7 @@ class ReplicaCheck:
         self._blocks = blocks
         self._timeout_s = timeout_s
         self._debug = debug
+        self._alike = alike
 
     def difference(self, arguments: Sequence[Any], experts: Sequence[torch.Tensor]) -> str | None:
         """The difference between ranks, in the same words on all; None if there is none.
@@ -142,8 +144,10 @@ class ReplicaCheck:
         """The number of the meeting, and what differs."""
         own = [self._signature] + [f"{words}: {describe(arguments[place])}" for place, words in self._inputs.items()]
         rendezvous = Rendezvous(store_of(group), group.rank(), group.size(), self._timeout_s, _COMPARISON)
-        by_rank = [found for _, found in rendezvous.exchange("list of checksums", own, list[str])]
-        return rendezvous.number, explain_difference(by_rank, "the inputs that it is computed from")
+        found = dict(rendezvous.exchange("list of checksums", own, list[str]))
+        of_ranks = ({rank: found[rank] for rank in ranks} for ranks in self._alike or (sorted(found),))
+        differences = (explain_difference(texts, "the inputs that it is computed from") for texts in of_ranks)
+        return rendezvous.number, next(filter(None, differences), None)
 
 
 # One Comparisons per process group.

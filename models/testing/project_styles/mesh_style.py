@@ -1,4 +1,7 @@
-"""Layers with expert parallelism on one axis of a mesh, on both, or between the collectives of sequence parallelism."""
+"""Layers with expert parallelism on one axis of a mesh, on both, or between the collectives of sequence parallelism.
+
+Those whose rows take two hops with counts, or in slots, are in `hops_style.py`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,9 @@ from moepass.models.reference.collectives import exchange_rows, gather_rows, sca
 from moepass.models.reference.grouped_experts import count_per_expert, undo_order
 from moepass.models.testing.project_styles.exact_style import SplitOfStacks
 from moepass.models.testing.project_styles.megatron_style import MaskedDispatch
+from moepass.models.testing.project_styles.slots_style import IndexedSlots
 from moepass.models.testing.project_styles.style_sizes import (
+    BiasedExpert,
     GatedExpert,
     Router,
     StyleSizes,
@@ -138,17 +143,57 @@ class TwoHops(nn.Module):
 
 
 class CutExperts(SplitOfStacks):
-    """Experts over one axis of a mesh, and each cut by its width over the other: partial sums before the way back."""
+    """Experts over one axis of a mesh, and each cut by its width over the other: partial sums before the way back.
+
+    The ranks that hold parts of the same experts have the same tokens: those of the first of them.
+    """
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(group) // 2, 2), mesh_dim_names=("ep", "tp"))
+        ranks = dist.get_world_size(group)
+        mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("ep", "tp"))
         super().__init__(sizes, mesh.get_group("ep"))
-        self.cut_name = mesh.get_group("tp").group_name
+        self.cut_name, self.is_first = mesh.get_group("tp").group_name, mesh.get_local_rank("tp") == 0
         rank, each = mesh.get_local_rank("tp"), sizes.width // 2
         part = slice(rank * each, (rank + 1) * each)
         self.w1 = nn.Parameter(self.w1[:, part].clone(), requires_grad=False)
         self.w3 = nn.Parameter(self.w3[:, part].clone(), requires_grad=False)
         self.w2 = nn.Parameter(self.w2[:, :, part].clone(), requires_grad=False)
 
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(sum_over_ranks(hidden * self.is_first, self.cut_name))
+
     def _run(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         return sum_over_ranks(super()._run(rows, counts), self.cut_name)
+
+
+class CutExpertsOfTokens(CutExperts):
+    """With tokens that are the same on the ranks that share experts, whoever sees to that."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return SplitOfStacks.forward(self, hidden)
+
+
+class CutExpertsInOrder(CutExperts):
+    """Parts are added up as the rows came from their ranks, in front of the AllToAll back."""
+
+    def _run(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        return SplitOfStacks._run(self, rows, counts)
+
+    def exchange_back(self, rows: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
+        return super().exchange_back(sum_over_ranks(rows, self.cut_name), send, receive)
+
+
+class CutSlots(IndexedSlots):
+    """Experts with slots, cut by their width, whose results are added up for all experts of the rank at once."""
+
+    def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(group) // 2, 2), mesh_dim_names=("ep", "tp"))
+        super().__init__(sizes, mesh.get_group("ep"))
+        self.cut_name = mesh.get_group("tp").group_name
+        rank, each = mesh.get_local_rank("tp"), sizes.width // 2
+        for expert in self.experts:
+            assert isinstance(expert, BiasedExpert)
+            expert.cut(slice(rank * each, (rank + 1) * each), has_bias=rank == 0)
+
+    def compute(self, arrived: torch.Tensor) -> torch.Tensor:
+        return sum_over_ranks(super().compute(arrived), self.cut_name)

@@ -50,11 +50,14 @@ class _SlotLayer(nn.Module):
         """`slots` [experts, capacity, H] through the experts of all ranks."""
         arrived = EqualAllToAll.apply(self.group, slots)  # type: ignore[no-untyped-call]
         arrived = arrived.reshape(self.ranks, len(self.experts), -1, self.sizes.hidden)
-        chunks = arrived.chunk(len(self.experts), dim=1)
-        outputs = torch.cat([expert(chunk) for chunk, expert in zip(chunks, self.experts, strict=True)], dim=1)
-        outputs = outputs.reshape(self.sizes.experts, -1, self.sizes.hidden)
+        outputs = self.compute(arrived).reshape(self.sizes.experts, -1, self.sizes.hidden)
         returned: torch.Tensor = EqualAllToAll.apply(self.group, outputs)  # type: ignore[no-untyped-call]
         return returned
+
+    def compute(self, arrived: torch.Tensor) -> torch.Tensor:
+        """[ranks, own experts, slots, H] through the experts of this rank."""
+        chunks = arrived.chunk(len(self.experts), dim=1)
+        return torch.cat([expert(chunk) for chunk, expert in zip(chunks, self.experts, strict=True)], dim=1)
 
 
 class EinsumSlots(_SlotLayer):

@@ -79,6 +79,14 @@ class BiasedExpert(nn.Module):
         self.down = random_weight(sizes, 10 * expert + 5, sizes.hidden, sizes.width)
         self.down_bias = random_weight(sizes, 10 * expert + 6, sizes.hidden)
 
+    def cut(self, part: slice, *, has_bias: bool) -> None:
+        """Keep a part of the width. The parts add up where one of them has the last bias."""
+        self.up, self.up_bias, self.down = (
+            nn.Parameter(whole.clone(), requires_grad=False)
+            for whole in (self.up[part], self.up_bias[part], self.down[:, part])
+        )
+        self.down_bias = nn.Parameter(self.down_bias * has_bias, requires_grad=False)
+
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         inner = nn.functional.gelu(nn.functional.linear(rows, self.up, self.up_bias))
         return nn.functional.linear(inner, self.down, self.down_bias)

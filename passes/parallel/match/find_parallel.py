@@ -33,6 +33,7 @@ from moepass.passes.graph.source_lines import place_of
 from moepass.passes.ir.plan import Refusal
 from moepass.passes.ir.protocol import NO_NOTES, CaptureNotes, Group
 from moepass.passes.parallel.match.match_block import match_block
+from moepass.passes.parallel.match.match_meshes import cut_experts, next_hop, row_hops
 from moepass.passes.parallel.match.near_experts import (
     communications_before,
     first_communication_after,
@@ -73,7 +74,8 @@ def find_parallel_blocks(
         claimed |= {one.node for one in near}
         if not near or (_holds_all_experts(match) and not any(_is_for_experts(one) for one in near)):
             continue
-        group = _known_group(near, groups)
+        group, last = _group_and_last(near, combine, arriving, groups, down.outer, place)
+        claimed |= {last} if last is not None else set()
         try:
             block = match_block(match, combine, arriving, groups, place, capture)
             group = ""  # what the next line finds is known to all ranks
@@ -122,6 +124,23 @@ def _counts_of(exchanges: Iterable[Node]) -> set[Node]:
                 seen.add(used)
                 pending.append(used)
     return counts
+
+
+def _group_and_last(
+    near: Sequence[Communication],
+    combine: Communication | None,
+    arriving: Sequence[Communication],
+    groups: Mapping[str, Group],
+    width: int,
+    place: dict[Node, int],
+) -> tuple[str, Node | None]:
+    """The group whose ranks must hear of a refusal, and what results go back by at last where they go over two axes."""
+    cut, hops = cut_experts(combine, arriving, groups, width, place), row_hops(arriving, groups)
+    found = hops if cut is None else cut
+    joint = None if found is None else found.joint
+    most = most_nodes(max((group.ranks for group in groups.values()), default=1))
+    last = None if combine is None else next_hop(combine, width, place, most)
+    return joint.name if joint is not None else _known_group(near, groups), None if last is None else last.node
 
 
 def _known_group(near: Sequence[Communication], groups: Mapping[str, Group]) -> str:

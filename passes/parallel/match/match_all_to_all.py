@@ -39,7 +39,9 @@ def match_all_to_all(
     groups: Mapping[str, Group],
     place: dict[Node, int],
     capture: CaptureNotes,
+    summed: Collective | None = None,
 ) -> ParallelBlock:
+    """`summed` adds up the results of ranks that hold parts of the same experts, before `combine`."""
     group = groups[combine.group_name]
     # Megatron-Core tells counts over a group of its own, which has the same ranks.
     same = {name for name, other in groups.items() if name == combine.group_name or other.has_members_of(group)}
@@ -48,14 +50,14 @@ def match_all_to_all(
         combine.result,
         place,
         most_nodes(group.ranks),
-        stop_at=frozenset((*_sizes_of_rows(brings_rows), *expert_tensors(match, set(), place))),
+        stop_at=frozenset((*sizes_of_rows(brings_rows), *expert_tensors(match, set(), place))),
         stop_at_inputs_of=lambda found: (
             (found.kind == "all_to_all" or (found.kind == "all_gather" and not found.is_float))
             and found.group_name in same
             and found != combine
         ),
     )
-    exchanges.remove(combine)
+    exchanges = [exchange for exchange in exchanges if exchange not in (combine, summed)]
     floats = [exchange for exchange in exchanges if exchange.is_float]
     counts = [exchange for exchange in exchanges if not exchange.is_float]
     dispatches = [exchange for exchange in floats if exchange.node in brings_rows]
@@ -65,11 +67,13 @@ def match_all_to_all(
             f"rows that {named(floats[0].node)} brings are computed with before its GEMMs; expected them to be moved "
             "and cast only"
         )
-    is_beside = len(dispatches) == 1 and all(_sizes(one) == _sizes(dispatches[0]) for one in beside)
-    with_rows = [one for one in counts if len(counts) == 2 and is_beside and _sizes(one) == _sizes(dispatches[0])]
+    is_beside = len(dispatches) == 1 and all(split_sizes(one) == split_sizes(dispatches[0]) for one in beside)
+    with_rows = [
+        one for one in counts if len(counts) == 2 and is_beside and split_sizes(one) == split_sizes(dispatches[0])
+    ]
     if len(with_rows) == 1:
         counts.remove(with_rows[0])
-    if not is_beside or len(counts) > 1 or (not counts and not _are_slots(match)):
+    if not is_beside or len(counts) > 1 or (not counts and not are_slots(match)):
         raise NotThisForm(_other_exchanges(floats, counts, capture))
     (dispatch,) = dispatches
     rows = dispatch.input
@@ -87,7 +91,7 @@ def match_all_to_all(
             f"expected rows of tokens [., {match.record.hidden}]"
         )
     bounds = ids.bounds if ids is not None else _bounds(counts[0] if counts else None, dispatch, group, own)
-    if _sizes(dispatch) != _sizes(combine)[::-1]:
+    if split_sizes(dispatch) != split_sizes(combine)[::-1]:
         raise NotThisForm(
             f"the AllToAll after its GEMMs, {named(combine.node)}, is not the reverse of {named(dispatch.node)} "
             "before them; expected the input_split_sizes of each as the output_split_sizes of the other"
@@ -131,7 +135,7 @@ def _check_counts(counts: Node) -> None:
         )
 
 
-def _sizes_of_rows(exchanges: Iterable[Node]) -> Iterator[Node]:
+def sizes_of_rows(exchanges: Iterable[Node]) -> Iterator[Node]:
     """Sizes that the host has read, and that the rows have before they are exchanged, as the number of their slots.
 
     Whatever they were computed from, they are known where the block begins.
@@ -145,7 +149,7 @@ def _sizes_of_rows(exchanges: Iterable[Node]) -> Iterator[Node]:
             yield node
 
 
-def _sizes(exchange: Collective) -> tuple[list[str], list[str]]:
+def split_sizes(exchange: Collective) -> tuple[list[str], list[str]]:
     """The sizes that are sent to each rank, and received from it, as text: equal numbers may be several nodes."""
     return [*map(_text, exchange.send)], [*map(_text, exchange.receive)]
 
@@ -170,7 +174,7 @@ def _bounds_from_gathered(count: Collective, group: Group, own: int) -> tuple[in
     return tuple(own * rank for rank in range(group.ranks + 1))
 
 
-def _are_slots(match: BlockMatch) -> bool:
+def are_slots(match: BlockMatch) -> bool:
     """True where every expert has the same number of rows, however tokens are routed."""
     return all(is_call(node, *_MAKE_NUMBERS) for node in _calls_before(match.gemms[0].key))
 

@@ -28,6 +28,12 @@ from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
 from moepass.passes.ir.protocol import CaptureNotes, Group
 from moepass.passes.parallel.match.match_all_to_all import match_all_to_all
+from moepass.passes.parallel.match.match_meshes import (
+    cut_experts,
+    match_cut_experts,
+    match_two_hops,
+    row_hops,
+)
 from moepass.passes.parallel.match.match_partial_sums import match_partial_sums
 from moepass.passes.parallel.match.near_experts import kept_in
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
@@ -71,7 +77,7 @@ def match_block(
                 f"{named(gemm.weights)}; keep parameters in the type and layout in which the GEMMs read them"
             )
     try:
-        return _match_form(match, combine, arriving, groups, place, capture)
+        return _match_form(match, combine, after, arriving, groups, place, capture)
     except NotThisForm as error:
         kept = next(((one, memory) for one in arriving if (memory := kept_in(one)) is not None), None)
         if kept is None:
@@ -87,21 +93,28 @@ def match_block(
 def _match_form(
     match: BlockMatch,
     combine: Collective,
+    after: Communication,
     arriving: Sequence[Communication],
     groups: Mapping[str, Group],
     place: dict[Node, int],
     capture: CaptureNotes,
 ) -> ParallelBlock:
+    hops = row_hops(arriving, groups)
+    if combine.kind == "all_to_all" and hops is not None:
+        return match_two_hops(match, combine, hops, groups, place, capture)
     if combine.kind == "all_to_all":
         return match_all_to_all(match, combine, groups, place, capture)
+    cut = cut_experts(after, arriving, groups, match.gemms[-1].outer, place)
+    if cut is not None:
+        return match_cut_experts(match, cut, groups, place, capture)
     came_by = next((one for one in arriving if one.kind == "all_to_all"), None)
     over_others = came_by is not None and came_by.group_name != combine.group_name
     if combine.kind in ("all_reduce", "reduce_scatter") and came_by is not None and over_others:
         raise NotThisForm(
             f"its rows come by all_to_all {named(came_by.node)}, and {combine.kind} {named(combine.node)} adds up its "
-            "results before they go back, as where ranks hold a part of each expert's width; a shard is a part of the "
-            "experts, each of them complete: use a size of 1 for the tensor parallelism of experts, and spread them "
-            "over those ranks as well"
+            "results before they go back, as where ranks hold a part of each expert's width; expected the same rows on "
+            "all these ranks, one AllReduce of their results, and the AllToAll back behind it: let them not gather "
+            "rows first, or use a size of 1 for the tensor parallelism of experts, and spread them over those ranks"
         )
     if combine.kind in ("all_reduce", "reduce_scatter"):
         return match_partial_sums(match, combine, groups[combine.group_name], place)

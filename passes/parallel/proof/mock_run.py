@@ -49,6 +49,10 @@ class ContractBroken(Exception):  # noqa: N818  becomes the reason of a refusal
     """The block does not do what a block of its form does."""
 
 
+def no_collectives(collective: Collective, sent: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
+    raise ContractBroken(f"the local form holds {collective.kind}")
+
+
 Draw = Callable[[torch.Generator, int, int], torch.Tensor]
 
 
@@ -186,9 +190,9 @@ class MockRun:
         """The block's result for this rank's own `sources`; `answer` plays the other ranks."""
         return self._evaluate(self.mock.region, sources, answer)
 
-    def run_local_form(self, sources: Mapping[Node, Any]) -> Any:
-        """The local form's result for this rank's own `sources`."""
-        return self._evaluate(self.mock.local_form, sources, _no_collectives)
+    def run_local_form(self, sources: Mapping[Node, Any], answer: Answer = no_collectives) -> Any:
+        """The local form's result for this rank's own `sources`; `answer` plays ranks that it adds up results with."""
+        return self._evaluate(self.mock.local_form, sources, answer)
 
     def experts(self, rows: torch.Tensor, ids: torch.Tensor, travelling: Sequence[torch.Tensor] = ()) -> torch.Tensor:
         """The experts alone, activation function and biases included: expert `ids[i]` on `rows[i]`, with what travels.
@@ -203,7 +207,7 @@ class MockRun:
         if local.row_ids is not None:
             values[local.row_ids] = sorted_ids
         outputs = torch.empty(len(rows), self.mock.widths[-1][1], dtype=torch.float64)
-        outputs[order] = self._evaluate(self.mock.experts, values, _no_collectives)
+        outputs[order] = self._evaluate(self.mock.experts, values, no_collectives)
         return outputs
 
     # ------------------------------------------------------------------------------------------------------ numbers
@@ -211,9 +215,9 @@ class MockRun:
     def pairs_in_slots(self, capacity: int, experts: int) -> int:
         return capacity * experts if self.scenario.full else min(capacity, 9)
 
-    def peer_pairs(self, peer: int, own_pairs: int, capacity: int | None) -> int:
-        """How many pairs the rank `peer` brings for this rank's experts."""
-        experts = len(self.block.own_experts)
+    def peer_pairs(self, peer: int, own_pairs: int, capacity: int | None, experts: int | None = None) -> int:
+        """How many pairs the rank `peer` brings for this rank's experts, or for that many `experts`."""
+        experts = len(self.block.own_experts) if experts is None else experts
         if capacity is not None:
             most = self.pairs_in_slots(capacity, experts)
             return most if self.scenario.full else min(self.scenario.peer_pairs, most)
@@ -316,10 +320,6 @@ class MockRun:
         outputs[:inside].mul_((rows[:inside] @ row_factors).unsqueeze(-1)).sin_()
         outputs[inside:] = math.nan
         return outputs
-
-
-def _no_collectives(collective: Collective, sent: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
-    raise ContractBroken(f"the local form holds {collective.kind}")
 
 
 def _constant(node: Node) -> torch.Tensor:

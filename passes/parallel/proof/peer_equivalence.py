@@ -7,6 +7,8 @@ the contract too:
     all_to_all      a rank is sent, rank by rank, rows sorted by expert and how many there are of each expert; it sends
                     back each row's output in the same place
     .. with ids     the same with rows in any order, each with its expert's id (ids_exchange.py)
+    .. in two hops  the same, and a rank passes on what ranks of one axis send to those of the other (two_hops.py)
+    .. of cut experts  the same, and a rank adds up outputs with those that hold other parts (added_parts.py)
     partial sums    a rank adds up, for every token of every rank, what its own experts contribute
 
 Each rank proves its own graph, with its own constants, so together they prove the whole exchange.
@@ -15,8 +17,7 @@ Each rank proves its own graph, with its own constants, so together they prove t
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,9 +28,12 @@ from moepass.passes.graph.collectives import Collective
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.refusals import why_it_stopped
 from moepass.passes.parallel.match.parallel_block import TRAVELLING_IDS, ParallelBlock
+from moepass.passes.parallel.proof.added_parts import AddedParts
 from moepass.passes.parallel.proof.demands import demand, equal
 from moepass.passes.parallel.proof.ids_exchange import check_ids_exchange
-from moepass.passes.parallel.proof.mock_run import ContractBroken, MockRun, repeat_each
+from moepass.passes.parallel.proof.mock_run import ContractBroken, MockRun, no_collectives
+from moepass.passes.parallel.proof.sent_rows import SentRows, expert_outputs
+from moepass.passes.parallel.proof.two_hops import check_two_hops
 
 
 def check_run(run: MockRun) -> None:
@@ -38,6 +42,8 @@ def check_run(run: MockRun) -> None:
     try:
         if run.block.form in TRAVELLING_IDS:
             check_ids_exchange(run)
+        elif run.block.hops is not None:
+            check_two_hops(run)
         elif run.block.form.startswith("all_to_all"):
             _check_exchange(run)
         else:
@@ -61,14 +67,15 @@ def _check_exchange(run: MockRun) -> None:
     slots = run.mock.shape(rows_node)[0]
     capacity = None if block.form == "all_to_all" else slots // block.experts
     own_pairs = slots if capacity is None else run.pairs_in_slots(capacity, block.experts)
-    own = _Rows.draw(run, run.scenario.own, own_pairs, range(block.experts), capacity)
+    own = SentRows.draw(run, run.scenario.own, own_pairs, range(block.experts), capacity)
     peers = [
-        _Rows.draw(run, run.scenario.peers, run.peer_pairs(peer, own_pairs, capacity), block.own_experts, capacity)
+        SentRows.draw(run, run.scenario.peers, run.peer_pairs(peer, own_pairs, capacity), block.own_experts, capacity)
         for peer in range(block.group.ranks)
     ]
     if any(exchange.kind == "all_gather" for exchange in block.exchanges):
         # What this rank has for itself is known to it here.
         peers[block.group.rank] = own.part_of(block.own_experts, block.bounds, block.group.rank)
+    added = None if block.cut is None else AddedParts(run, own, peers)
     dispatch, *beside = block.dispatches
     *counts, combine = (exchange for exchange in block.exchanges if exchange not in block.dispatches)
 
@@ -95,91 +102,22 @@ def _check_exchange(run: MockRun) -> None:
                 check_sizes(send, receive)
                 return torch.cat([part.travelling[number] for part in peers])
         if collective.node is combine.node:
-            expected = _expert_outputs(run, peers)
+            expected = expert_outputs(run, peers) if added is None else added.sums_of_peers()
             demand(equal(sent, expected), "it sends back other outputs than its experts' for the rows")
-            return _expert_outputs(run, [own])
+            return own_outputs()
+        if added is not None and block.cut is not None and collective.node is block.cut.sum.node:
+            return added.answer_in_block(collective, sent)
         raise ContractBroken(f"it needs an answer to {collective.kind}")
+
+    def own_outputs() -> torch.Tensor:
+        return expert_outputs(run, [own]) if added is None else added.own_sums()
 
     values = {rows_node: own.rows, **dict(zip(block.travelling, own.travelling, strict=True))}
     if counts_node is not None:
         values[counts_node] = own.counts.view(run.mock.shape(counts_node))
     run.run_block(values, answer)
-    outputs = run.run_local_form(values)
-    demand(equal(outputs, _expert_outputs(run, [own])), "its local form gives something else")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rows:
-    """Rows sorted by expert and `counts` [E] of them; with a capacity, that many slots for each of `experts`."""
-
-    rows: torch.Tensor
-    counts: torch.Tensor
-    experts: range
-    capacity: int | None
-    travelling: tuple[torch.Tensor, ...]
-    # What the rank tells of its counts for the experts of all ranks, where it does.
-    all_counts: torch.Tensor
-
-    @staticmethod
-    def draw(
-        run: MockRun,
-        draw: Callable[[torch.Generator, int, int], torch.Tensor],
-        pairs: int,
-        experts: range,
-        capacity: int | None,
-    ) -> _Rows:
-        total = run.block.experts
-        counts = torch.zeros(total, dtype=torch.int64)
-        if len(experts):
-            chosen = experts.start + draw(run.generator, pairs, len(experts))
-            counts = torch.bincount(chosen, minlength=total)
-        width = run.mock.widths[0][0]
-        number = pairs if len(experts) else 0
-        if capacity is not None:
-            number, counts = len(experts) * capacity, counts.clamp(max=capacity)
-            if run.block.form == "all_to_all_slots":
-                counts[experts.start : experts.stop] = capacity
-        all_counts = torch.randint(0, 5, (total,), generator=run.generator)
-        all_counts[experts.start : experts.stop] = counts[experts.start : experts.stop]
-        return _Rows(run.random_rows(number, width), counts, experts, capacity, _beside(run, number), all_counts)
-
-    def part_of(self, experts: range, bounds: Sequence[int], rank: int) -> _Rows:
-        """What goes to the experts of one rank."""
-        sizes = self.sizes_by_rank(bounds)
-        counts = torch.zeros_like(self.counts)
-        counts[experts.start : experts.stop] = self.counts[experts.start : experts.stop]
-        rows, *travelling = (beside.split(sizes)[rank] for beside in (self.rows, *self.travelling))
-        return _Rows(rows, counts, experts, self.capacity, tuple(travelling), self.counts)
-
-    def sizes_by_rank(self, bounds: Sequence[int]) -> list[int]:
-        if self.capacity is not None:
-            return [(stop - start) * self.capacity for start, stop in itertools.pairwise(bounds)]
-        before = [0, *self.counts.cumsum(0).tolist()]
-        return [before[stop] - before[start] for start, stop in itertools.pairwise(bounds)]
-
-    def filled(self) -> torch.Tensor:
-        """Which of the rows are rows, and not slots without one."""
-        if self.capacity is None:
-            return torch.ones(len(self.rows), dtype=torch.bool)
-        counts = self.counts[self.experts.start : self.experts.stop]
-        return (torch.arange(self.capacity) < counts.unsqueeze(-1)).view(-1)
-
-
-def _beside(run: MockRun, rows: int) -> tuple[torch.Tensor, ...]:
-    """What travels with so many rows."""
-    return tuple(run.random_rows(rows, *run.mock.shape(node)[1:]) for node in run.block.travelling)
-
-
-def _expert_outputs(run: MockRun, parts: Sequence[_Rows]) -> torch.Tensor:
-    """What the experts give for `parts`, one after the other: each row's output in its place, zeros for empty slots."""
-    rows, filled = torch.cat([part.rows for part in parts]), torch.cat([part.filled() for part in parts])
-    experts = torch.arange(run.block.experts).repeat(len(parts))
-    ids = repeat_each(experts, torch.cat([part.counts for part in parts]))
-    travelling = [torch.cat(beside)[filled] for beside in zip(*(part.travelling for part in parts), strict=True)]
-    found = run.experts(rows[filled], ids, travelling)
-    outputs = torch.zeros(len(rows), found.shape[1], dtype=torch.float64)
-    outputs[filled] = found
-    return outputs
+    outputs = run.run_local_form(values, no_collectives if added is None else added.answer_in_local_form)
+    demand(equal(outputs, own_outputs()), "its local form gives something else")
 
 
 # ------------------------------------------------------------------------------------------------------- partial sums

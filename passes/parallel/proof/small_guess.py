@@ -21,7 +21,15 @@ from torch.fx import Node
 from moepass.passes.graph.node_arguments import UNNAMED, replace_numbers
 from moepass.passes.graph.nodes import fake_value, is_call, map_nodes
 from moepass.passes.parallel.match.parallel_block import bias_after
-from moepass.passes.parallel.proof.mock_run import SCENARIOS, Answer, ContractBroken, MockBlock, MockRun, concrete
+from moepass.passes.parallel.proof.mock_run import (
+    SCENARIOS,
+    Answer,
+    ContractBroken,
+    MockBlock,
+    MockRun,
+    concrete,
+    no_collectives,
+)
 from moepass.passes.parallel.proof.small_sizes import Reading, Scale, Use
 
 aten = torch.ops.aten
@@ -183,8 +191,8 @@ class _GuessingRun(MockRun):
     def run_block(self, sources: Mapping[Node, Any], answer: Answer) -> Any:
         return self._comparing(lambda: super(_GuessingRun, self).run_block(sources, answer))
 
-    def run_local_form(self, sources: Mapping[Node, Any]) -> Any:
-        return self._comparing(lambda: super(_GuessingRun, self).run_local_form(sources))
+    def run_local_form(self, sources: Mapping[Node, Any], answer: Answer = no_collectives) -> Any:
+        return self._comparing(lambda: super(_GuessingRun, self).run_local_form(sources, answer))
 
     def experts(self, rows: torch.Tensor, ids: torch.Tensor, travelling: Sequence[torch.Tensor] = ()) -> torch.Tensor:
         # Other rows than those of the captured block.

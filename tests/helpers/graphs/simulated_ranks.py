@@ -133,7 +133,7 @@ def run_ranks(
 
     `banks` are the complete tensors of each bank, by its index, for graphs with gathers.
     """
-    runs = [_steps(module, values, banks) for module, values in zip(modules, inputs, strict=True)]
+    runs = [steps_of(module, values, banks) for module, values in zip(modules, inputs, strict=True)]
     outputs: list[Any] = [None] * len(runs)
     answers: list[Any] = [None] * len(runs)
     while True:
@@ -146,10 +146,10 @@ def run_ranks(
         if not asked:
             return outputs
         assert len(asked) == len(runs), "some ranks wait for others that are done"
-        answers = _carry_out(asked)
+        answers = carry_out(asked)
 
 
-def _steps(module: GraphModule, inputs: Sequence[Any], banks: Mapping[object, Any] | None = None) -> Iterator[Any]:
+def steps_of(module: GraphModule, inputs: Sequence[Any], banks: Mapping[object, Any] | None = None) -> Iterator[Any]:
     """Yields each collective with what it is given; `banks` answers gathers, by the index of the bank."""
     values: dict[Node, Any] = {}
     given = iter(inputs)
@@ -176,7 +176,7 @@ def _steps(module: GraphModule, inputs: Sequence[Any], banks: Mapping[object, An
     raise AssertionError("a graph ends with its output")
 
 
-def _carry_out(asked: list[tuple[Collective, torch.Tensor, list[int], list[int]]]) -> list[torch.Tensor]:
+def carry_out(asked: list[tuple[Collective, torch.Tensor, list[int], list[int]]]) -> list[torch.Tensor]:
     kinds = {collective.kind for collective, *_ in asked}
     assert len(kinds) == 1, f"ranks stand at different collectives: {kinds}"
     (kind,) = kinds
@@ -209,7 +209,7 @@ def run_local(
 def run_with_banks(module: GraphModule, inputs: Sequence[Any], banks: Mapping[Any, Any]) -> Any:
     """The output of a graph without collectives, its gathers answered with the tensors of `banks`, by index."""
     try:
-        collective, *_ = next(_steps(module, inputs, banks))
+        collective, *_ = next(steps_of(module, inputs, banks))
     except StopIteration as done:
         return done.value
     raise AssertionError(f"{collective.node.name} is a collective")

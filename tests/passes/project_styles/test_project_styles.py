@@ -90,7 +90,7 @@ def _parts_of(bank: BankSpec, captured: Captured, result: PassResult) -> list[to
         node for node in result.module.graph.nodes if is_call(node, gather) and node.kwargs["bank"] == bank.index
     )
     given: list[Any] = [values[node.name] for node in call.all_input_nodes]
-    rank = next(iter(captured.groups.values())).rank
+    rank = captured.groups[bank.group].rank
     layout = shard_layout(bank, rank)
     shard = torch.empty(layout.nbytes, dtype=torch.uint8)
     write_parts(bank, rank, given, shard)

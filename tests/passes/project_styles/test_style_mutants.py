@@ -27,7 +27,7 @@ def _captured(style: str) -> list[Captured]:
     return [captured_style(style, rank, RANKS, 9, SIZES, dynamic=True) for rank in range(RANKS)]
 
 
-def _mutant(module: GraphModule, place: int, how: int | str) -> GraphModule | None:
+def mutant_of(module: GraphModule, place: int, how: int | str) -> GraphModule | None:
     return mutate(module, place, how) if isinstance(how, int) else mutate_values(module, place, how)
 
 
@@ -65,7 +65,7 @@ def check_mutant(style: str, place: int, how: int | str, ranks: Collection[int] 
     """What becomes of node number `place`, changed in way `how` on `ranks`."""
     changed = list(_captured(style))
     for rank in ranks:
-        mutant = _mutant(changed[rank].module, place, how)
+        mutant = mutant_of(changed[rank].module, place, how)
         if mutant is None:
             return "no mutant"
         changed[rank] = dataclasses.replace(changed[rank], module=mutant)

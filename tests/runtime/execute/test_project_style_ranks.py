@@ -33,18 +33,30 @@ STYLES = {
     "overlapped halves": "overlap_style.OverlappedHalves",
     "overlapped modules": "overlap_style.OverlappedModules",
 }
-# Other parallelism around experts, and its collectives, which stay.
+# Other parallelism around experts, and its collectives, which stay; experts over two axes of a mesh.
 AROUND = {
     "mesh": ("mesh_style.OneAxisOfMesh", ["all_reduce"] * 2),
     "mesh, masks": ("mesh_style.OneAxisOfMeshWithMasks", ["all_reduce"] * 2),
     "sequence parallel": ("mesh_style.SequenceParallel", ["all_gather", "reduce_scatter"] * 2),
     "sequence parallel, bare": ("mesh_style.SequenceParallelBare", ["all_gather", "reduce_scatter"] * 2),
+    "hops, slots, between first": ("hops_style.SlotsBetweenMachinesFirst", []),
+    "hops, slots, within first": ("hops_style.SlotsWithinMachineFirst", []),
+    "hops, between first": ("hops_style.ExactBetweenMachinesFirst", []),
+    "hops, by expert": ("hops_style.ExactByExpert", []),
+    "hops, within first": ("hops_style.ExactWithinMachineFirst", []),
+    "cut slots": ("mesh_style.CutSlots", ["all_reduce"]),
+    "cut experts": ("mesh_style.CutExperts", ["all_reduce"] * 2),
+    "cut experts, in order": ("mesh_style.CutExpertsInOrder", ["all_reduce"] * 2),
+    "cut experts of tokens": ("mesh_style.CutExpertsOfTokens", ["all_reduce"]),
 }
 # The number of slots follows from a rank's tokens; what is gathered has as many rows of each rank.
 EVEN = (
     "gshard", "deepspeed", "megatron gathered", "gathered order", "gathered with drops", "sequence parallel",
-    "sequence parallel, bare",
+    "sequence parallel, bare", "hops, slots, between first", "hops, slots, within first", "cut slots", "cut experts",
+    "cut experts, in order", "cut experts of tokens",
 )  # fmt: skip
+# Two ranks that hold parts of the same experts bring the same tokens.
+ALIKE = ("cut experts of tokens",)
 
 
 def compare(style: str, sizes: StyleSizes, lower: str) -> list[Any]:
@@ -65,7 +77,7 @@ def compare(style: str, sizes: StyleSizes, lower: str) -> list[Any]:
         compiled = torch.compile(model, backend="asyncep", options={"lower": lower})
         for number, tokens in enumerate((12, 12, 40, 7, 33)):
             own = tokens if style in EVEN else tokens + 5 * rank
-            generator = torch.Generator().manual_seed(10 * number + rank)
+            generator = torch.Generator().manual_seed(10 * number + (rank // 2 if style in ALIKE else rank))
             hidden = torch.randn(own, sizes.hidden, generator=generator).to(sizes.dtype)
             expected = reference(hidden).float()
             differences.append(float((compiled(hidden).float() - expected).abs().max() / expected.abs().max()))

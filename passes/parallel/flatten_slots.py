@@ -12,6 +12,7 @@ from moepass.passes.blocks.detect import find_blocks
 from moepass.passes.graph.collectives import WAIT, collective_of
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
 from moepass.passes.graph.nodes import fake_value, positions
+from moepass.passes.parallel.match.match_meshes import next_hop
 from moepass.passes.parallel.match.near_experts import communications_before, first_communication_after, most_nodes
 
 aten = torch.ops.aten
@@ -28,6 +29,8 @@ def flatten_exchanged_slots(graph: Graph, ranks: int) -> None:
         after = first_communication_after(down.node, down.outer, place, most_nodes(ranks))
         found = [*communications_before(first.activations), *([after] if after is not None else [])]
         near |= dict.fromkeys(one.node for one in found)
+        last = None if after is None else next_hop(after, down.outer, place, most_nodes(ranks))
+        near |= dict.fromkeys([last.node] if last is not None else [])
     for node in filter(_exchanges_slots, near):
         _flatten(graph, node)
 

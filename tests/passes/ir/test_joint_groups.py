@@ -1,0 +1,52 @@
+"""The group that two axes of a mesh make together, as each of its ranks tells by itself."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from moepass.passes.ir.joint_groups import joint_group
+from moepass.passes.ir.protocol import Group
+
+
+def _groups(members: list[tuple[int, ...]], rank: int) -> dict[str, Group]:
+    return {
+        f"{of_group}": Group(of_group.index(rank), len(of_group), of_group) for of_group in members if rank in of_group
+    }
+
+
+@pytest.mark.parametrize("is_inner", [False, True])
+@pytest.mark.parametrize(("machines", "places"), [(2, 2), (3, 2), (2, 4), (1, 4)])
+def test_rows_and_columns_of_a_group_are_found_on_every_rank(machines: int, places: int, is_inner: bool) -> None:
+    world = tuple(range(10, 10 + machines * places))
+    rows = [world[machine * places : (machine + 1) * places] for machine in range(machines)]
+    columns = [world[place::places] for place in range(places)]
+    for rank in world:
+        groups = _groups([*rows, *columns, world], rank)
+        row, column = (next(groups[f"{one}"] for one in of if rank in one) for of in (rows, columns))
+        first, second = (row, column) if is_inner else (column, row)
+        found = joint_group(first, second, groups)
+        assert found is not None
+        assert found.group.members == world
+        assert found.rank_at(first.rank, second.rank) == found.group.rank
+        if machines > 1:
+            assert found.is_inner == is_inner
+        others = itertools.product(range(first.ranks), range(second.ranks))
+        assert sorted(itertools.starmap(found.rank_at, others)) == list(range(len(world)))
+        assert [world[member] for member in found.rows()[first.rank]] == list(second.members)
+
+
+@pytest.mark.parametrize(
+    "world",
+    [(0, 1, 2, 3, 4), (0, 1, 3, 2), (0, 2, 3, 1), (1, 0, 2, 3)],
+)
+def test_groups_that_are_no_rows_and_columns_are_not_taken(world: tuple[int, ...]) -> None:
+    groups = _groups([(0, 1), (0, 2), world], 0)
+    assert joint_group(groups["(0, 1)"], groups["(0, 2)"], groups) is None
+
+
+def test_groups_whose_members_are_not_known_are_not_taken() -> None:
+    one, other = Group(0, 2), Group(0, 2)
+    assert joint_group(one, other, {"all": Group(0, 4)}) is None
+    assert joint_group(one, other, {"all": Group(0, 4, (0, 1, 2, 3))}) is None

@@ -1,0 +1,122 @@
+"""Graphs of ranks on a mesh, changed at one node: taken rightly or refused, never wrong, and no rank waits in vain."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from simulated_meshes import captured_on_mesh, decide_on_mesh, run_mesh
+from simulated_ranks import Captured, hidden_rows, with_tokens
+from test_meshes import CUT, EXACT, SLOTS, banks_of_ranks
+from test_project_styles import PASSES, SIZES
+from test_style_mutants import VALUE_CHANGES, mutant_of
+from torch import nn
+
+from moepass.models.testing.project_styles.mesh_style import CutExpertsOfTokens
+from moepass.passes.ir.plan import Plan
+from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
+
+RANKS = 4
+TOKENS = 9
+LAYERS = {layer.__name__: layer for layer in (*SLOTS, *EXACT, *CUT)}
+
+
+@functools.cache
+def _captured(name: str) -> list[Captured]:
+    return [captured_on_mesh(LAYERS[name], rank, RANKS, TOKENS, SIZES) for rank in range(RANKS)]
+
+
+def _eliminate(captured: Captured, leave: Mapping[str, str]) -> PassResult:
+    return run_passes(PASSES, captured.module, Plan(), PassContext(groups=captured.groups, leave=leave))
+
+
+@functools.cache
+def _unchanged(name: str, rank: int, leave: tuple[tuple[str, str], ...]) -> PassResult:
+    return _eliminate(_captured(name)[rank], dict(leave))
+
+
+def _run(ranks: Sequence[Captured], modules: Sequence[Any], inputs: Sequence[Any], banks: Any = None) -> Any:
+    """What the ranks give; None where they give nothing, or nothing finite, as from memory that nobody wrote."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # which fills such memory with NaN
+    try:
+        outputs = [found[0] for found in run_mesh(modules, inputs, [one.groups for one in ranks], banks)]
+    except Exception:
+        return None
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return outputs if all(bool(torch.isfinite(output).all()) for output in outputs) else None
+
+
+def check_mutant(name: str, place: int, how: int | str, changed_ranks: Collection[int]) -> str:
+    """What becomes of node number `place`, changed in way `how` on `changed_ranks`."""
+    ranks = list(_captured(name))
+    for rank in changed_ranks:
+        mutant = mutant_of(ranks[rank].module, place, how)
+        if mutant is None:
+            return "no mutant"
+        ranks[rank] = dataclasses.replace(ranks[rank], module=mutant)
+    alike: type[nn.Module] = CutExpertsOfTokens
+    expected = []
+    for seed in range(2):
+        places = [rank // 2 if LAYERS[name] is alike else rank for rank in range(RANKS)]
+        hidden = [hidden_rows(SIZES.hidden, TOKENS, at, SIZES.dtype, seed) for at in places]
+        inputs = [with_tokens(one, rows) for one, rows in zip(ranks, hidden, strict=True)]
+        expected.append((inputs, _run(ranks, [one.module for one in ranks], inputs)))
+    if any(wanted is None for _, wanted in expected):
+        return "meaningless"
+
+    def eliminate(rank: int, leave: Mapping[str, str]) -> PassResult:
+        if rank in changed_ranks:
+            return _eliminate(ranks[rank], leave)
+        return _unchanged(name, rank, tuple(leave.items()))
+
+    results = decide_on_mesh(ranks, eliminate)
+    taken = [[block.name for block in result.plan.local_blocks] for result in results]
+    assert taken == [taken[0]] * RANKS, "a rank takes what another leaves"
+    if not taken[0]:
+        return "refused"
+    banks = banks_of_ranks(ranks, results)
+    for inputs, wanted in expected:
+        outputs = run_mesh([result.module for result in results], inputs, [one.groups for one in ranks], banks)
+        for (output, *_), of_rank in zip(outputs, wanted, strict=True):
+            torch.testing.assert_close(output, of_rank, rtol=1e-4, atol=1e-4)
+    return "right"
+
+
+def check_layer(name: str, step: int, ranks: Sequence[Collection[int]], first: int = 0) -> collections.Counter[str]:
+    """Every `step`-th change of every node from the `first` on, on each of `ranks` in turn."""
+    nodes = sum(node.op == "call_function" for node in _captured(name)[0].module.graph.nodes)
+    cases = [(place, how) for place in range(nodes) for how in (*range(5), *VALUE_CHANGES)][first::step]
+    outcomes: collections.Counter[str] = collections.Counter()
+    for number, (place, how) in enumerate(cases):
+        changed = ranks[number % len(ranks)]
+        try:
+            outcomes[check_mutant(name, place, how, changed)] += 1
+        except AssertionError as error:
+            raise AssertionError(f"{name}: node {place} changed in way {how} on ranks {list(changed)}") from error
+    del outcomes["no mutant"]
+    print(f"\n{name}: {sum(outcomes.values())} graphs, {dict(outcomes)}")
+    return outcomes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_mutant_of_a_mesh_is_taken_rightly_or_refused(name: str) -> None:
+    outcomes = check_layer(name, 3, [range(RANKS)])
+    assert outcomes["refused"] > 10
+    assert outcomes["right"] > 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_change_of_some_ranks_of_a_mesh_is_taken_rightly_or_refused(name: str) -> None:
+    outcomes = check_layer(name, 3, [[0], [1], [2, 3], [1, 3]])
+    assert outcomes["refused"] > 10
+    assert outcomes["right"] > 10
