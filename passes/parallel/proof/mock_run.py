@@ -28,6 +28,7 @@ from moepass.passes.graph.nodes import constant_of, fake_value, is_call, map_nod
 from moepass.passes.graph.operations import base_operation
 from moepass.passes.parallel.local_form.local_experts import LocalForm
 from moepass.passes.parallel.match.parallel_block import TRAVELLING_IDS, ParallelBlock
+from moepass.passes.parallel.ranges.any_padding import AnyPadding, padding_of
 from moepass.passes.parallel.ranges.tried_values import UNWRITTEN
 from moepass.passes.parallel.ranges.value_ranges import ValueRanges
 from moepass.passes.parallel.rows.row_functions import RowFunctions, function_of_rows, masked_rows
@@ -58,7 +59,7 @@ class Scenario:
 
     `own` and `peers` draw the experts of n pairs of a token and an expert. A peer brings `peer_pairs` of them;
     the first one `load` times as many as this rank where that is not 0, and all bring as many as fit where slots are
-    `full`.
+    `full`. Where rows are padded, each expert gets at most `padding` rows of it for each that the model may add.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Scenario:
     peer_pairs: int
     load: int = 0
     full: bool = False
+    padding: int = 3
 
 
 def anywhere(generator: torch.Generator, pairs: int, experts: int) -> torch.Tensor:
@@ -94,10 +96,18 @@ def among(ids: Sequence[int]) -> Draw:
 
 SCENARIOS = (
     Scenario("tokens anywhere", anywhere, anywhere, 13),
-    Scenario("all tokens to one expert", _all_to_one, _all_to_one, 7),
-    Scenario("peers without tokens", anywhere, anywhere, 0),
-    Scenario("a peer with many tokens", anywhere, _all_to_one, 2, load=MOST_RATIO + 1),
-    Scenario("tokens for every expert", _each_in_turn, _each_in_turn, 0, full=True),
+    Scenario("all tokens to one expert", _all_to_one, _all_to_one, 7, padding=200),
+    Scenario("peers without tokens", anywhere, anywhere, 0, padding=1),
+    Scenario("a peer with many tokens", anywhere, _all_to_one, 2, load=MOST_RATIO + 1, padding=40),
+    Scenario("tokens for every expert", _each_in_turn, _each_in_turn, 0, full=True, padding=0),
+)
+# Where rows are padded: with other padding, and much of it beside much or little of everything else.
+PADDED_SCENARIOS = (
+    Scenario("tokens anywhere and no padding", anywhere, anywhere, 13, padding=0),
+    Scenario("tokens anywhere and much padding", anywhere, anywhere, 5, padding=600),
+    Scenario("a row of padding", anywhere, anywhere, 29, padding=1),
+    Scenario("all tokens to one expert and little padding", _all_to_one, _all_to_one, 31, padding=2),
+    Scenario("a peer with many tokens and little padding", anywhere, anywhere, 2, load=MOST_RATIO + 1, padding=7),
 )
 
 
@@ -255,6 +265,9 @@ class MockRun:
             return self._gemm(number, node, value_of, self.block.own_experts)
         if node in self.local.gemms:
             return self._gemm(self.local.gemms[node], node, value_of, range(self.block.experts))
+        padding = padding_of(node)
+        if padding is not None:
+            return self._padded(node, padding, value_of)
         functions = self.mock.functions
         if node in functions.calls:
             function, read = functions.calls[node]
@@ -270,6 +283,13 @@ class MockRun:
 
     def _run_call(self, node: Node, value_of: Callable[[Node], Any], answer: Answer) -> Any:
         return self._call(node, map_nodes((node.args, node.kwargs), value_of), answer)
+
+    def _padded(self, node: Node, padding: AnyPadding, value_of: Callable[[Node], Any]) -> Any:
+        numbers = [value_of(each) for each in node.all_input_nodes]
+        unit, seed = self.scenario.padding, self.generator.initial_seed()
+        if isinstance(numbers[0], torch.Tensor):
+            return padding.padded(numbers[0].long(), unit, seed).to(fake_value(node).dtype)
+        return int(padding.padded(torch.tensor(sum(numbers)), unit, seed))
 
     def _call(self, node: Node, arguments: Any, answer: Answer) -> Any:
         args, kwargs = arguments

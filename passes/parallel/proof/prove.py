@@ -9,6 +9,7 @@ Pseudo-code
     the activation function treats every row alone (row_flow), so any function of a row stands for it
     data may be moved, weighed and added up only (data_flow); places and sizes get ranges and demands (value_ranges)
     a number of tokens that is computed from other sizes gets a symbol of its own (own_symbol)
+    where rows are padded, the runs choose by how many (free_padding)
     make a small copy of the block: few tokens, slots and features (small_copy)
     where none can be made: the block as it was captured, if that fits in memory
     run it with mock peers, in every scenario, and with every expert chosen (peer_equivalence)
@@ -28,7 +29,9 @@ from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.parallel.local_form.data_flow import data_nodes
 from moepass.passes.parallel.local_form.local_experts import LocalForm
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
+from moepass.passes.parallel.proof.free_padding import with_free_padding
 from moepass.passes.parallel.proof.mock_run import (
+    PADDED_SCENARIOS,
     SCENARIOS,
     ContractBroken,
     MockBlock,
@@ -42,6 +45,7 @@ from moepass.passes.parallel.proof.peer_equivalence import check_run
 from moepass.passes.parallel.proof.small_copy import small_copies
 from moepass.passes.parallel.proof.small_guess import NoSmallCopy
 from moepass.passes.parallel.proof.small_sizes import run_bytes
+from moepass.passes.parallel.ranges.any_padding import padding_of
 from moepass.passes.parallel.ranges.value_ranges import ValueRanges
 from moepass.passes.parallel.rows.row_functions import row_functions
 
@@ -59,7 +63,8 @@ def check_local_form(block: ParallelBlock, local: LocalForm, result: Node) -> No
     # The compiler runs in fake mode; these numbers, and the constants of the graph, are real.
     with unset_fake_temporarily(), torch.no_grad():
         own = with_own_symbol(MockBlock(block, local, result, functions), data)
-        mock, data = own.mock, own.data
+        free = with_free_padding(own.mock, own.data)
+        mock, data = free.mock, free.data
         ranges = _ranges(mock, data)
         failure: NotThisForm | ContractBroken | None = None
         try:
@@ -82,7 +87,8 @@ def _ranges(mock: MockBlock, data: set[Node]) -> ValueRanges:
 
 
 def _prove(mock: MockBlock, ranges: ValueRanges) -> None:
-    for seed, scenario in enumerate((*SCENARIOS, *_with_every_id(mock))):
+    padded = PADDED_SCENARIOS if any(map(padding_of, mock.block.region)) else ()
+    for seed, scenario in enumerate((*SCENARIOS, *padded, *_with_every_id(mock))):
         check_run(MockRun(mock, torch.Generator().manual_seed(seed), scenario, ranges))
     ranges.check()
 
