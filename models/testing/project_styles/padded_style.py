@@ -93,8 +93,7 @@ class ScatteredTable(Padding):
         place = every + shift[expert]
         table = torch.full((total,), -1, dtype=torch.int64, device=rows.device)
         table[place] = every
-        with_zeros = torch.cat([rows, torch.zeros_like(rows[:1])]) if False else F.pad(rows, (0, 0, 0, 1))
-        return experts(with_zeros[table], padded)[place]
+        return experts(F.pad(rows, (0, 0, 0, 1))[table], padded)[place]
 
 
 class ScatteredRows(Padding):

@@ -85,7 +85,7 @@ class _Paddings:
         for node, each in padded.items():
             least, most = each.added or (0, 0)
             number = numbers.setdefault(each.function.key, len(numbers))
-            self.found[node] = (each.bases, AnyPadding(least // unit, -(-most // unit), number))
+            self.found[node] = (each.bases, AnyPadding(least // unit, -(-most // unit), number, each.function))
 
     def _outermost(self, ends: Sequence[Node]) -> dict[Node, _Padded]:
         padded: dict[Node, _Padded] = {}

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from moepass.passes.parallel.ranges.step_functions import StepFunction
+
 # Describes what a node pads: an AnyPadding.
 PADDING_KEY = "moepass_any_padding"
 # How nodes are called, for those who look at names alone.
@@ -22,17 +24,24 @@ ANY_PADDING = "any_padding"
 
 @dataclasses.dataclass(frozen=True)
 class AnyPadding:
-    """From `least` to `most` times as many rows as a run chooses; `number` tells functions apart."""
+    """From `least` to `most` times as many rows as a run chooses; `number` tells functions apart.
+
+    `own` is what the block itself makes of the counts.
+    """
 
     least: int
     most: int
     number: int
+    own: StepFunction
 
-    def padded(self, counts: torch.Tensor, unit: int, seed: int) -> torch.Tensor:
-        """`counts`, int64, with rows of padding: where `unit` is how many a run has at most for each expert.
+    def padded(self, counts: torch.Tensor, unit: int | None, seed: int) -> torch.Tensor:
+        """`counts`, int64, with rows of padding: `unit` is how many a run has at most for each expert.
 
-        Equal counts have equal padding, wherever the block computes it: often none, or as much as there may be.
+        Equal counts have equal padding, wherever the block computes it: often none, or as much as there may be. Where
+        there is no unit, it is the block's own.
         """
+        if unit is None:
+            return torch.as_tensor(self.own.at(counts.numpy()))
         low, span = self.least * unit, (self.most - self.least) * unit
         mixed = (counts + 1) * 2654435761 + (seed + 1) * 40503 + (self.number + 1) * 69069
         mixed = (mixed ^ (mixed >> 15)) * 2246822519 % 2**31

@@ -41,9 +41,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from moepass.passes.graph.node_arguments import named_arguments
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import adds_to_places, base_operation
+from moepass.passes.graph.operations import adds_to_places, base_operation, is_mask
 from moepass.passes.parallel.ranges.any_padding import ANY_PADDING
 from moepass.passes.parallel.ranges.growing_sizes import grows_in_size
 from moepass.passes.parallel.ranges.value_range import Kind, Range
@@ -56,6 +57,7 @@ _BY_ELEMENT = {
 }  # fmt: skip
 _SORTS = {"sort", "argsort"}
 _COUNTS = {"sum", "cumsum", "scatter_add", "index_add", "bincount", "histc"}
+_LOOKUPS = {"index", "_unsafe_index", "index_select", "gather"}
 _WRITES = {"index_put", "_unsafe_index_put", "index_copy", "scatter"}
 # Combinations beyond this number are not waited for.
 _MOST_COMBINATIONS = 64
@@ -132,11 +134,17 @@ class JointTruths:
             return
         used = [each for each in node.all_input_nodes if not self._is_inverted(node, each)]
         # Constants of the activation function are the same for every row (row_flow.py), and no run computes with them.
-        given = [self._of(each) for each in used if not (by_row and found is None and each.op == "get_attr")]
+        used = [each for each in used if not (by_row and found is None and each.op == "get_attr")]
+        given = [self._of(each) for each in used]
         if base_operation(node) == "searchsorted":
             # Of each value it counts the elements below, as a comparison of every two of them does, added up.
             given = [frozenset(each for each in part if each.truth not in self._numbers) for part in given]
-        after = [frozenset(self._moved(node, each, found is None, by_row) for each in part) for part in given]
+        after = [
+            frozenset(part)
+            if _looks_up_by(node, index)
+            else frozenset(self._moved(node, each, found is None, by_row) for each in part)
+            for index, part in zip(used, given, strict=True)
+        ]
         together = frozenset().union(*after)
         # Every value that one id gives was tried.
         meets = found is None or found.kind > Kind.CHOSEN
@@ -319,6 +327,16 @@ class JointTruths:
         if not others and first.group == first.truth:
             return {(outcome,) for outcome in self._own_outcomes(first.truth)}
         return {tuple(outcomes[place] for place in places) for outcomes in meeting.seen}
+
+
+def _looks_up_by(node: Node, index: Node) -> bool:
+    """Whether each element of `node` is looked up, in a table of one dimension, by the same element of `index`."""
+    if base_operation(node) not in _LOOKUPS:
+        return False
+    given = named_arguments(node)
+    indices = [each for each in given.get("indices", [given.get("index")]) if each is not None]
+    table = given["self"]
+    return indices == [index] and table is not index and fake_value(table).dim() == 1 and not is_mask(index)
 
 
 def _is_truth(node: Node, found: Range) -> bool:

@@ -19,6 +19,12 @@ from moepass.models.testing.project_styles.gathered_style import DroppingMasks, 
 from moepass.models.testing.project_styles.ids_style import GlobalIdsTravel, LocalIdsTravel
 from moepass.models.testing.project_styles.megatron_style import MaskedDispatch
 from moepass.models.testing.project_styles.overlap_style import OverlappedHalves, OverlappedModules
+from moepass.models.testing.project_styles.padded_style import (
+    PaddedByJoin,
+    PaddedByScatter,
+    PaddedBySearch,
+    PaddedByTable,
+)
 from moepass.models.testing.project_styles.slots_style import EinsumSlots, IndexedSlots
 from moepass.models.testing.project_styles.style_sizes import StyleSizes
 from moepass.passes.graph.collectives import communications_of
@@ -50,6 +56,10 @@ STYLES: dict[str, tuple[type[nn.Module], str]] = {
     "local ids": (LocalIdsTravel, "all_to_all_own_ids"),
     "overlapped halves": (OverlappedHalves, "all_to_all"),
     "overlapped modules": (OverlappedModules, "all_to_all"),
+    "padded by search": (PaddedBySearch, "all_to_all"),
+    "padded by table": (PaddedByTable, "all_to_all"),
+    "padded by scatter": (PaddedByScatter, "all_to_all"),
+    "padded by join": (PaddedByJoin, "all_to_all"),
 }
 # Where all ranks must bring as many tokens.
 EVEN_FORMS = ("all_to_all_slots", "all_gather")
