@@ -14,9 +14,9 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from moepass.models.reference.collectives import exchange_rows
-from moepass.models.reference.grouped_experts import grouped_gemm, undo_order
+from moepass.models.reference.grouped_experts import count_per_expert, grouped_gemm, undo_order
 from moepass.models.testing.project_styles.exact_style import ExactLayer
-from moepass.models.testing.project_styles.style_sizes import GatedExpert, StyleSizes, owned_experts, stacked
+from moepass.models.testing.project_styles.style_sizes import GatedExpert, Router, StyleSizes, stacked
 
 # Of padded rows, of which each expert has so many: their outputs.
 Experts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -136,14 +136,44 @@ class JoinedWithZeros(Padding):
         return torch.cat(kept)
 
 
+class PaddedModules(nn.Module):
+    """A module for each expert, whose rows are padded one expert after the other, as in Megatron-Core's SequentialMLP."""
+
+    align = 16
+
+    def __init__(self, sizes: StyleSizes, experts: range) -> None:
+        super().__init__()
+        self.modules_of_experts = nn.ModuleList(GatedExpert(sizes, number) for number in experts)
+
+    def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        sizes = counts.tolist()
+        for size in sizes:
+            torch._check(size >= 0)
+        torch._check(sum(sizes) == rows.shape[0])
+        outputs = []
+        for expert, part in zip(self.modules_of_experts, torch.split(rows, sizes), strict=True):
+            size = part.shape[0]
+            padding = rows.new_zeros(-size % self.align, rows.shape[1])
+            outputs.append(expert(torch.cat((part, padding)))[:size])
+        return torch.cat(outputs)
+
+
+class Unpadded(Padding):
+    """Rows as they are, for experts that pad them."""
+
+    def run(self, rows: torch.Tensor, counts: torch.Tensor, experts: Experts) -> torch.Tensor:
+        return experts(rows, counts)
+
+
 class PaddedLayer(ExactLayer):
     """Exchanged rows, sorted by expert, padded, and through grouped GEMMs."""
 
     padding: Padding
+    kind: type[StackedExperts | PaddedModules] = StackedExperts
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
         super().__init__(sizes, group)
-        self.experts = StackedExperts(sizes, self.owned)
+        self.experts = self.kind(sizes, self.owned)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         scores, chosen = torch.topk(self.router(hidden), self.sizes.top_k, dim=1)
@@ -175,3 +205,27 @@ class PaddedByScatter(PaddedLayer):
 
 class PaddedByJoin(PaddedLayer):
     padding = JoinedWithZeros()
+
+
+class ModulesThatPad(PaddedLayer):
+    padding, kind = Unpadded(), PaddedModules
+
+
+class LocalPadded(nn.Module):
+    """The same with all experts on one device, and no exchange."""
+
+    def __init__(
+        self, sizes: StyleSizes, padding: Padding, kind: type[StackedExperts | PaddedModules] = StackedExperts
+    ) -> None:
+        super().__init__()
+        self.sizes, self.padding = sizes, padding
+        self.router = Router(sizes)
+        self.experts = kind(sizes, range(sizes.experts))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        scores, chosen = torch.topk(self.router(hidden), self.sizes.top_k, dim=1)
+        ids, order = chosen.view(-1).sort(stable=True)
+        counts = count_per_expert(ids, self.sizes.experts)
+        outputs = self.padding.run(hidden[order // self.sizes.top_k], counts, self.experts)
+        weighed = outputs * scores.view(-1)[order].unsqueeze(-1)
+        return torch.zeros_like(hidden).index_add(0, order // self.sizes.top_k, weighed.to(hidden.dtype))
