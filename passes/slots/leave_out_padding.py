@@ -118,7 +118,11 @@ def _paddings(cut: Node) -> dict[Node, Node]:
                 found[node] = without
             continue
         for used in node.all_input_nodes:
-            if used not in seen and used.op == "call_function" and isinstance(fake_value(used), (torch.Tensor, tuple, list)):
+            if (
+                used not in seen
+                and used.op == "call_function"
+                and isinstance(fake_value(used), (torch.Tensor, tuple, list))
+            ):
                 seen.add(used)
                 pending.append(used)
     return found

@@ -62,7 +62,7 @@ class SearchedTable(Padding):
         number, own = rows.shape[0], counts.shape[0]
         padded = (torch.clamp_min(counts, self.align) + self.align - 1) // self.align * self.align
         ends = padded.cumsum(0)
-        place = torch.arange(number + own * self.align, device=rows.device)
+        place = torch.arange(self.places(number, padded), device=rows.device)
         expert = torch.searchsorted(ends, place, right=True).clamp(max=own - 1)
         within = place - (ends - padded)[expert]
         source = (counts.cumsum(0) - counts)[expert] + within
@@ -72,6 +72,10 @@ class SearchedTable(Padding):
         unpermuted = outputs.new_empty(with_zeros.shape)
         unpermuted[table] = outputs
         return unpermuted[:-1]
+
+    def places(self, number: int, padded: torch.Tensor) -> int:
+        """How long the table is for so many rows."""
+        return number + padded.shape[0] * self.align
 
 
 class ScatteredTable(Padding):

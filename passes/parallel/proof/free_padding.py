@@ -135,7 +135,7 @@ class _Paddings:
             return self._sum_of_two(node, base)
         operands = list(node.args[:2])
         if base == "mul" and len(operands) == 2:
-            number, other = (operands if isinstance(operands[0], int) else operands[::-1])
+            number, other = operands if isinstance(operands[0], int) else operands[::-1]
             return self._changed(other, lambda function: function.times(number)) if _is_constant(number) else None
         if base == "neg":
             return self._changed(operands[0], lambda function: function.times(-1))

@@ -57,7 +57,9 @@ class StepFunction:
         every = _numbers(self.start + period)
         if number <= 0 or every is None:
             return None
-        return StepFunction(self.at(every) // number, self.start, period, self.slope * (period // self.period) // number)
+        return StepFunction(
+            self.at(every) // number, self.start, period, self.slope * (period // self.period) // number
+        )
 
     def at_least(self, number: int) -> StepFunction | None:
         """No less than `number`; None where it does not rise."""
