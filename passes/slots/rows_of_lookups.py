@@ -53,8 +53,8 @@ def nodes_between(match: BlockMatch, slots: Node) -> list[Node]:
 class RowsOfLookups(RowRules):
     """Writes for `count` rows what was computed for `slots` of them.
 
-    `rows` are the new ones of what is computed with first, `gemms` those of experts, for which `ends` tells which expert
-    each row has. `looked_up` gives the new rows of anything else that has one for each slot.
+    `rows` are the new ones of what is computed with first, `gemms` those of experts, for which `ends` tells which
+    expert each row has. `looked_up` gives the new rows of anything else that has one for each slot.
     """
 
     def __init__(

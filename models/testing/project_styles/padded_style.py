@@ -101,7 +101,7 @@ class ScatteredTable(Padding):
 
 
 class ScatteredRows(Padding):
-    """Rows are written to their places among zeros, as for grouped GEMMs that want 128 rows of one expert (DeepGEMM)."""
+    """Rows are written to their places among zeros, as for GEMMs that want 128 rows of one expert (DeepGEMM)."""
 
     align = 128
 
@@ -141,7 +141,7 @@ class JoinedWithZeros(Padding):
 
 
 class PaddedModules(nn.Module):
-    """A module for each expert, whose rows are padded one expert after the other, as in Megatron-Core's SequentialMLP."""
+    """A module for each expert, whose rows are padded one expert after the other (Megatron-Core's SequentialMLP)."""
 
     align = 16
 

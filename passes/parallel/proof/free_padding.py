@@ -232,7 +232,7 @@ def _is_constant(argument: Any) -> bool:
     return isinstance(argument, int) and not isinstance(argument, bool)
 
 
-def _rounds_down(function: StepFunction, rounding: str) -> bool:
+def _rounds_down(function: StepFunction, rounding: Any) -> bool:
     return rounding == "floor" or function.is_nonnegative
 
 

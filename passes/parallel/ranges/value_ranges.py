@@ -53,6 +53,7 @@ from moepass.passes.parallel.ranges.growing_sizes import (
 from moepass.passes.parallel.ranges.joint_truths import JointTruths
 from moepass.passes.parallel.ranges.range_arithmetic import BOUNDS, DIVISIONS, size_range
 from moepass.passes.parallel.ranges.range_sums import SUMS, RangeSums
+from moepass.passes.parallel.ranges.read_lengths import ends_with
 from moepass.passes.parallel.ranges.value_range import (
     COMPARISONS,
     COUNT,
@@ -327,7 +328,7 @@ class ValueRanges(RangeSums):
             return COUNT  # of sorted expert ids
         if not isinstance(number, int) or fake_value(sequence).dim() != 1:
             raise NotThisForm(f"{node.name} ({node.target}) searches {number} places that grow themselves; {CHANGE}")
-        last = number - 1 if _ends_with(arguments["self"], sequence) else number
+        last = number - 1 if ends_with(arguments["self"], sequence) else number
         self.tried.require_all(node, last + 1)
         return Range(0, last, Kind.CHOSEN, node)
 
@@ -382,32 +383,6 @@ class ValueRanges(RangeSums):
         above = upper is not None and given.high > self.range_of(upper).low
         if below or above:
             self._joint.add_bound(node, value, below, above)
-
-
-def _ends_with(values: Any, sequence: Any) -> bool:
-    """Whether `values` are 0, 1, .. below the last of `sequence`, or the sum that it ends with, as the host read it."""
-    if not isinstance(values, Node) or base_operation(values) not in ("arange", "iota"):
-        return False
-    given = named_arguments(values)
-    length = given.get("length", given.get("end"))
-    if not isinstance(length, Node) or base_operation(length) != "_local_scalar_dense":
-        return False
-    if given.get("start", 0) != 0 or given.get("step", 1) != 1:
-        return False
-    (read,) = length.all_input_nodes
-    given = named_arguments(read)
-    if operation(read) == "select.int":
-        source = given["self"]
-        is_same = source is sequence or (_summed(source) is not None and _summed(source) is _summed(sequence))
-        return is_same and given["index"] in (-1, fake_value(source).shape[0] - 1)
-    is_sum = operation(read) == "sum" or (operation(read) == "sum.dim_IntList" and given["dim"] in ([0], [-1]))
-    return is_sum and _summed(sequence) is given["self"]
-
-
-def _summed(node: Node) -> Any:
-    """What the sums `node`, of one dimension, are those of; None where it is nothing like that."""
-    is_sums = base_operation(node) == "cumsum" and fake_value(node).dtype is torch.int64 and fake_value(node).dim() == 1
-    return node.args[0] if is_sums else None
 
 
 def _has_nothing(node: Node) -> bool:

@@ -15,11 +15,8 @@ from torch import nn
 
 from moepass.models.testing.project_styles.padded_style import (
     Experts,
-    JoinedWithZeros,
     PaddedLayer,
     Padding,
-    ScatteredRows,
-    ScatteredTable,
     SearchedTable,
 )
 from moepass.passes.graph.collectives import communications_of
