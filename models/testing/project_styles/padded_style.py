@@ -192,7 +192,8 @@ class PaddedLayer(ExactLayer):
         outputs = self.padding.run(arrived[by_expert], of_experts, self.experts)
         returned = exchange_rows(undo_order(outputs, by_expert), receive, send, self.group_name)
         weighed = returned * scores.view(-1)[order].unsqueeze(-1)
-        return torch.zeros_like(hidden).index_add(0, order // self.sizes.top_k, weighed.to(hidden.dtype))
+        token = (order // self.sizes.top_k).unsqueeze(-1).expand(-1, hidden.shape[1])
+        return torch.zeros_like(hidden).scatter_add(0, token, weighed.to(hidden.dtype))
 
 
 class PaddedBySearch(PaddedLayer):
@@ -232,4 +233,5 @@ class LocalPadded(nn.Module):
         counts = count_per_expert(ids, self.sizes.experts)
         outputs = self.padding.run(hidden[order // self.sizes.top_k], counts, self.experts)
         weighed = outputs * scores.view(-1)[order].unsqueeze(-1)
-        return torch.zeros_like(hidden).index_add(0, order // self.sizes.top_k, weighed.to(hidden.dtype))
+        token = (order // self.sizes.top_k).unsqueeze(-1).expand(-1, hidden.shape[1])
+        return torch.zeros_like(hidden).scatter_add(0, token, weighed.to(hidden.dtype))

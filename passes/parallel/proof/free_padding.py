@@ -251,14 +251,27 @@ class _PaddingCopier(BlockCopier):
     def __init__(self, mock: MockBlock, found: dict[Node, tuple[tuple[Node, ...], AnyPadding]]) -> None:
         super().__init__(SmallMock(mock, AS_CAPTURED), Guess())
         self._block, self._result, self._found = mock.block, mock.result, found
-        # Of each size with padding: the expression, what it pads, and a symbol for the padding.
-        self._sizes_with: list[tuple[Any, Any, Any]] = []
+        # Sizes with padding: what stands for a quotient in them, and those that are what they pad and a constant.
+        self._of_quotients: dict[Any, Any] = {}
+        self._of_constants: dict[Any, tuple[Any, Any]] = {}
+        self._expressions: dict[Any, Any] = {}
         for node, (bases, _) in found.items():
             value = fake_value(node)
-            if isinstance(value, torch.SymInt) and all(value.node.expr != known for known, *_ in self._sizes_with):
-                symbol = sympy.Symbol(f"padding_{len(self._sizes_with)}", integer=True, nonnegative=True)
-                plain = sympy.Add(*(size_expression(fake_value(base)) for base in bases))
-                self._sizes_with.append((value.node.expr, plain, symbol))
+            if isinstance(value, torch.SymInt):
+                self._add_size(value.node.expr, sympy.Add(*(size_expression(fake_value(base)) for base in bases)))
+
+    def _add_size(self, padded: Any, plain: Any) -> None:
+        """Let a symbol of its own stand for how much more than `plain` the size `padded` is."""
+        number = len(self._of_quotients) + len(self._of_constants)
+        symbol = sympy.Symbol(f"padding_{number}", integer=True, nonnegative=True)
+        padded, plain = sympy.expand(padded), sympy.expand(plain)
+        quotients = padded.atoms(Application) - plain.atoms(Application)
+        if len(quotients) == 1:
+            (quotient,) = quotients
+            times = padded.coeff(quotient)
+            self._of_quotients.setdefault(quotient, (plain + symbol - (padded - times * quotient)) / times)
+        elif not quotients:
+            self._of_constants.setdefault(padded, (plain, symbol))
 
     def calls(self, nodes: Sequence[Node]) -> Sequence[Node]:
         """Without those that only compute padding."""
@@ -284,21 +297,12 @@ class _PaddingCopier(BlockCopier):
         self._nodes[node] = padded
 
     def expression(self, size: torch.SymInt) -> Any:
-        found = sympy.expand(size.node.expr)
-        for padded, plain, symbol in self._sizes_with:
-            found = self._with_symbol(found, sympy.expand(padded), sympy.expand(plain), symbol)
-        return found
-
-    @staticmethod
-    def _with_symbol(size: Any, padded: Any, plain: Any, symbol: Any) -> Any:
-        """`size`, where `padded` stands in it, with `plain` and `symbol` in its place."""
-        atoms = padded.atoms(Application) - plain.atoms(Application)
-        if len(atoms) == 1:
-            (atom,) = atoms
-            times = padded.coeff(atom)
-            return sympy.expand(size.xreplace({atom: (plain + symbol - (padded - times * atom)) / times}))
-        rest = sympy.expand(size - padded)
-        constant, symbols = rest.as_coeff_Add()
-        if not atoms and abs(constant) <= 1 and not symbols.free_symbols & plain.free_symbols:
-            return rest + plain + symbol
-        return size
+        expression = size.node.expr
+        if expression not in self._expressions:
+            found = sympy.expand(expression.xreplace(self._of_quotients))
+            for padded, (plain, symbol) in self._of_constants.items():
+                constant, others = (found - padded).as_coeff_Add()
+                if abs(constant) <= 1 and not others.free_symbols & plain.free_symbols:
+                    found = sympy.expand(others + constant + plain + symbol)
+            self._expressions[expression] = found
+        return self._expressions[expression]

@@ -11,6 +11,7 @@ out both ways in the runs, and a and b together never. A truth that is computed 
 is asked for both ways anyhow (value_ranges.py). Places and rows carry the truths that they were selected by:
 
     ALIGNED   each element depends on the element of the truth that is broadcast to it, or on the only one there is
+    LOOKED_UP the same, through a table
     ANYWHERE  on any of its elements, as places in the order of a few numbers do, and counts. In one run both truths
               must have come in every combination, whichever elements have them
     MOVED     on some other elements. May not meet another truth, unless that has one element
@@ -66,8 +67,9 @@ _CHANGE = "let nothing between the collectives of the experts depend on both"
 
 class State(enum.IntEnum):
     ALIGNED = 0
-    ANYWHERE = 1
-    MOVED = 2
+    LOOKED_UP = 1
+    ANYWHERE = 2
+    MOVED = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +142,7 @@ class JointTruths:
             # Of each value it counts the elements below, as a comparison of every two of them does, added up.
             given = [frozenset(each for each in part if each.truth not in self._numbers) for part in given]
         after = [
-            frozenset(part)
+            frozenset(map(_looked_up, part))
             if _looks_up_by(node, index)
             else frozenset(self._moved(node, each, found is None, by_row) for each in part)
             for index, part in zip(used, given, strict=True)
@@ -260,7 +262,8 @@ class JointTruths:
     def _add_meeting(self, node: Node, together: frozenset[Dependence]) -> None:
         if len({each.group for each in together}) == 1:
             return
-        if all(each.is_of_id for each in together) and any(each.state is State.MOVED for each in together):
+        moved = [each for each in together if each.state in (State.LOOKED_UP, State.MOVED)]
+        if all(each.is_of_id for each in together) and moved:
             return  # which ids come together is not the model's to say
         ordered = tuple(sorted(together, key=lambda each: (each.truth.name, each.state)))
         for each in ordered:
@@ -329,6 +332,10 @@ class JointTruths:
         return {tuple(outcomes[place] for place in places) for outcomes in meeting.seen}
 
 
+def _looked_up(given: Dependence) -> Dependence:
+    return dataclasses.replace(given, state=State.LOOKED_UP) if given.state is State.ALIGNED else given
+
+
 def _looks_up_by(node: Node, index: Node) -> bool:
     """Whether each element of `node` is looked up, in a table of one dimension, by the same element of `index`."""
     if base_operation(node) not in _LOOKUPS:
@@ -365,7 +372,7 @@ def is_single(node: Node) -> bool:
 
 
 def _stands_still(dependence: Dependence) -> bool:
-    return dependence.state is State.ALIGNED or is_single(dependence.truth)
+    return dependence.state in (State.ALIGNED, State.LOOKED_UP) or is_single(dependence.truth)
 
 
 def _is_column(truth: Node) -> bool:
