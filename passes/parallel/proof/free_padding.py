@@ -38,6 +38,7 @@ from moepass.passes.parallel.proof.own_symbol import AS_CAPTURED
 from moepass.passes.parallel.proof.small_copy import BlockCopier, SmallCopy
 from moepass.passes.parallel.proof.small_guess import Guess, SmallMock
 from moepass.passes.parallel.ranges.any_padding import PADDING_KEY, AnyPadding, any_padding
+from moepass.passes.parallel.ranges.growing_sizes import grows_in_size
 from moepass.passes.parallel.ranges.step_functions import StepFunction
 
 _INTEGERS = (torch.int64, torch.int32)
@@ -46,10 +47,10 @@ _QUOTIENTS = {"floor_divide", "floordiv", "div"}
 _REMAINDERS = {"remainder", "mod"}
 
 
-def with_free_padding(mock: MockBlock, data: set[Node]) -> SmallCopy:
-    """`mock` and `data`, or their copy."""
-    found = _Paddings(mock).found
-    return _PaddingCopier(mock, found).copy(data) if found else SmallCopy(mock, data)
+def with_free_padding(captured: SmallCopy) -> SmallCopy:
+    """The block that was `captured`, or its copy."""
+    found = _Paddings(captured.mock).found
+    return _PaddingCopier(captured.mock, found).copy(captured.data) if found else captured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,12 +97,20 @@ class _Paddings:
                 continue
             seen.add(node)
             each = self._function(node) if node in self._region and _is_number(node) else None
-            if each is not None and each.added is not None:
+            if each is not None and self._is_padding(node, each):
                 padded[node] = each
                 pending += each.bases
             else:
                 pending += node.all_input_nodes
         return padded
+
+    @staticmethod
+    def _is_padding(node: Node, found: _Padded) -> bool:
+        """Sizes, or counts of a fixed number: the ids of experts are as many as there are rows."""
+        if found.added is None or isinstance(fake_value(node), torch.SymInt):
+            return found.added is not None
+        least, most = found.added
+        return least < most and not grows_in_size(node)
 
     @staticmethod
     def _unit(padded: dict[Node, _Padded]) -> int:

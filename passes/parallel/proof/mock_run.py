@@ -90,6 +90,8 @@ class MockBlock:
         self.experts = Steps.between(local.written, given, local.outputs)
         self.own_gemms = {gemm.node: number for number, gemm in enumerate(block.gemms)}
         self.sizes = symbol_sizes(block)
+        # Whether runs choose how rows are padded.
+        self.is_padded = any(padding_of(node) is not None for node in block.region)
         # How wide the rows are that go into a GEMM and come out of it.
         self.widths = [(gemm.inner, gemm.outer) for gemm in block.gemms]
 

@@ -37,7 +37,6 @@ from moepass.passes.parallel.proof.scenarios import PADDED_SCENARIOS, SCENARIOS,
 from moepass.passes.parallel.proof.small_copy import small_copies
 from moepass.passes.parallel.proof.small_guess import NoSmallCopy
 from moepass.passes.parallel.proof.small_sizes import run_bytes
-from moepass.passes.parallel.ranges.any_padding import padding_of
 from moepass.passes.parallel.ranges.value_ranges import ValueRanges
 from moepass.passes.parallel.rows.row_functions import row_functions
 
@@ -55,23 +54,34 @@ def check_local_form(block: ParallelBlock, local: LocalForm, result: Node) -> No
     # The compiler runs in fake mode; these numbers, and the constants of the graph, are real.
     with unset_fake_temporarily(), torch.no_grad():
         own = with_own_symbol(MockBlock(block, local, result, functions), data)
-        free = with_free_padding(own.mock, own.data)
-        mock, data = free.mock, free.data
-        ranges = _ranges(mock, data)
+        free = with_free_padding(own)
         failure: NotThisForm | ContractBroken | None = None
-        try:
-            for copy in small_copies(mock, data, check_run, MOST_PROOF_BYTES):
-                try:
-                    return _prove(copy.mock, _ranges(copy.mock, copy.data))
-                except (NotThisForm, ContractBroken) as error:
-                    failure = failure or error
-        except NoSmallCopy as error:
-            _check_room(mock, error)
-            return _prove(mock, ranges)
-        except ContractBroken as error:
-            raise failure or error from None
-        assert failure is not None, "small copies are tried, or there is a reason"
+        # What looks like padding may be something else, as the number of another expert.
+        for copy in (free,) if free is own else (free, own):
+            try:
+                return _prove_for_all_sizes(copy.mock, copy.data)
+            except (NotThisForm, ContractBroken) as error:
+                failure = failure or error
+        assert failure is not None, "one of them is tried"
         raise failure
+
+
+def _prove_for_all_sizes(mock: MockBlock, data: set[Node]) -> None:
+    ranges = _ranges(mock, data)
+    failure: NotThisForm | ContractBroken | None = None
+    try:
+        for copy in small_copies(mock, data, check_run, MOST_PROOF_BYTES):
+            try:
+                return _prove(copy.mock, _ranges(copy.mock, copy.data))
+            except (NotThisForm, ContractBroken) as error:
+                failure = failure or error
+    except NoSmallCopy as error:
+        _check_room(mock, error)
+        return _prove(mock, ranges)
+    except ContractBroken as error:
+        raise failure or error from None
+    assert failure is not None, "small copies are tried, or there is a reason"
+    raise failure
 
 
 def _ranges(mock: MockBlock, data: set[Node]) -> ValueRanges:
@@ -79,7 +89,7 @@ def _ranges(mock: MockBlock, data: set[Node]) -> ValueRanges:
 
 
 def _prove(mock: MockBlock, ranges: ValueRanges) -> None:
-    padded = PADDED_SCENARIOS if any(map(padding_of, mock.block.region)) else ()
+    padded = PADDED_SCENARIOS if mock.is_padded else ()
     for seed, scenario in enumerate((*SCENARIOS, *padded, *_with_every_id(mock))):
         check_run(MockRun(mock, torch.Generator().manual_seed(seed), scenario, ranges))
     ranges.check()
