@@ -18,10 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
+from moepass.passes.graph.graph_writer import GraphWriter, describe_again, described_sizes, erase_unread
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call
@@ -54,8 +55,11 @@ def leave_out_padding(module: GraphModule, plan: Plan, context: PassContext) -> 
             writer.erase()
             continue
         matches.append(cut.name)
+        has_other_size = described_sizes(fake_value(cut)) != described_sizes(fake_value(result))
         cut.replace_all_uses_with(result)
         erase_unread(graph, cut)
+        if has_other_size:
+            describe_again(graph, result)
     if not matches:
         return PassResult(module, plan)
     graph.lint()
@@ -98,15 +102,21 @@ def _is_cut(node: Node) -> bool:
     given = all_arguments(node)
     source, start = given["self"], given["start"] or 0
     is_first = given["dim"] % fake_value(source).dim() == 0 and isinstance(start, int) and start == 0
-    before, after = size_expression(fake_value(source).shape[0]), size_expression(fake_value(node).shape[0])
+    before, after = size_expression(fake_value(source).shape[0]), _cut_to(node)
     return is_first and given["step"] == 1 and before != after and not before.is_Integer and not after.is_Integer
+
+
+def _cut_to(cut: Node) -> sympy.Expr:
+    """How many rows `cut` takes, where there are so many: its own size may be a number that only a run tells."""
+    end = all_arguments(cut)["end"]
+    return size_expression(fake_value(cut).shape[0] if end is None else end)
 
 
 def _paddings(cut: Node) -> dict[Node, Node]:
     """What is padded to as many rows as `cut` is taken from, and has as many as it takes: with padding, and without."""
     source = cut.args[0]
     assert isinstance(source, Node)
-    padded, rows = (size_expression(fake_value(node).shape[0]) for node in (source, cut))
+    padded, rows = size_expression(fake_value(source).shape[0]), _cut_to(cut)
     found: dict[Node, Node] = {}
     pending, seen = [source], {source}
     while pending and len(seen) < _MOST_NODES:
@@ -114,7 +124,9 @@ def _paddings(cut: Node) -> dict[Node, Node]:
         without = _unpadded(node)
         if without is not None:
             sizes = [size_expression(fake_value(one).shape[0]) for one in (node, without)]
-            if sizes == [padded, rows]:
+            # What is joined to rows makes them no fewer, as padding by less than 0 does.
+            are_all = is_call(node, aten.cat.default) or size_expression(fake_value(cut).shape[0]) == rows
+            if sizes == [padded, rows] and are_all:
                 found[node] = without
             continue
         for used in node.all_input_nodes:
@@ -161,7 +173,8 @@ def _without_padding(cut: Node, writer: GraphWriter) -> Node:
         writer, {}, paddings, size_expression(fake_value(source).shape[0]), count, None, first_rows
     ).write(_between(paddings, source))
     old, new = fake_value(cut), fake_value(written)
-    if (old.dtype, str(old.shape)) != (new.dtype, str(new.shape)):
+    sizes = [size_expression(new.shape[0]), *map(size_expression, old.shape[1:])]
+    if old.dtype != new.dtype or sizes != [_cut_to(cut), *map(size_expression, new.shape[1:])]:
         raise NotThisForm(f"it gives {list(new.shape)} where it gave {list(old.shape)}")
     return written
 
