@@ -157,7 +157,8 @@ class PaddedModules(nn.Module):
         outputs = []
         for expert, part in zip(self.modules_of_experts, torch.split(rows, sizes), strict=True):
             size = part.shape[0]
-            padding = rows.new_zeros(-size % self.align, rows.shape[1])
+            padded = (size + self.align - 1) // self.align * self.align
+            padding = rows.new_zeros(padded - size, rows.shape[1])
             outputs.append(expert(torch.cat((part, padding)))[:size])
         return torch.cat(outputs)
 
