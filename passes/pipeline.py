@@ -24,11 +24,13 @@ from moepass.passes.schedule.verify import verify
 from moepass.passes.segments.bank_parts import bank_parts
 from moepass.passes.segments.partition import partition
 from moepass.passes.slots.compute_read_slots import compute_read_slots
+from moepass.passes.slots.leave_out_padding import leave_out_padding
 from moepass.passes.slots.look_up_one_hots import look_up_one_hots
 from moepass.passes.tokens.hybrid_prefill import hybrid_prefill
 
 PASSES: tuple[Pass, ...] = (
     sort_masks,  # first: loops over experts cut what masks select, and sizes that a run tells hide what is equal
+    leave_out_padding,  # before loops are written as GEMMs of all rows, whose padding nobody could tell any more
     write_grouped_gemms,  # all others know experts by their grouped GEMMs
     eliminate_expert_parallelism,  # everything after it sees local blocks only
     look_up_one_hots,  # masks fill and read slots; the exchange of these is found with or without

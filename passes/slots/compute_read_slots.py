@@ -149,10 +149,10 @@ class _Lookups:
         slot = writer.emit(aten.index.Tensor, self._of_all(self._with_others(every, 0)), [order])
         computed = RowsOfLookups(
             writer,
-            self.match,
+            {gemm.node: gemm for gemm in self.match.gemms},
+            {self.rows: self._looked_up(self.rows, slot)},
             size_expression(fake_value(self.rows).shape[0]),
             count,
-            self._looked_up(self.rows, slot),
             self._ends(sorted_expert, count),
             lambda used: self._looked_up(used, slot),
         ).write(inside)

@@ -6,7 +6,7 @@ The rows of the slots are followed from the first GEMMs to what is looked up, op
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import sympy
@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.blocks.detect import BlockMatch
-from moepass.passes.blocks.expert_gemms import is_grouped_gemm
+from moepass.passes.blocks.expert_gemms import ExpertGemm, is_grouped_gemm
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import named_arguments
@@ -53,26 +53,26 @@ def nodes_between(match: BlockMatch, slots: Node) -> list[Node]:
 class RowsOfLookups(RowRules):
     """Writes for `count` rows what was computed for `slots` of them.
 
-    `rows` are the new ones of what the first GEMMs read, `ends` tells which expert each of them has, and `looked_up`
-    gives the new rows of anything else that has one for each slot.
+    `rows` are the new ones of what is computed with first, `gemms` those of experts, for which `ends` tells which
+    expert each row has. `looked_up` gives the new rows of anything else that has one for each slot.
     """
 
     def __init__(
         self,
         writer: GraphWriter,
-        match: BlockMatch,
+        gemms: Mapping[Node, ExpertGemm],
+        rows: Mapping[Node, Node],
         slots: sympy.Expr,
         count: Any,
-        rows: Node,
-        ends: Node,
+        ends: Node | None,
         looked_up: Callable[[Node], Node],
     ) -> None:
         super().__init__((), {})
         self.writer, self.slots, self.count, self.ends = writer, slots, count, ends
-        self._gemms = {gemm.node: gemm for gemm in match.gemms}
+        self._gemms = gemms
         self._new_rows_of = looked_up
-        self._values: dict[Node, Node] = {match.gemms[0].activations: rows}
-        self._layouts[match.gemms[0].activations] = rows_first(fake_value(match.gemms[0].activations).shape)
+        self._values: dict[Node, Node] = dict(rows)
+        self._layouts.update({node: rows_first(fake_value(node).shape) for node in rows})
 
     def write(self, nodes: Iterable[Node]) -> Node:
         """The last of `nodes` for the new rows. Raises NotThisForm."""

@@ -121,7 +121,7 @@ def match_two_hops(
     if not counts:
         _check_even(hops)
     tensors = expert_tensors(match, set(sources.values()), place)
-    check_leaves(leaves - {*sources.values(), *tensors}, place)
+    check_leaves(leaves - {*sources.values(), *tensors}, sources["rows"], place)
     return ParallelBlock(
         form,
         match.record.name,

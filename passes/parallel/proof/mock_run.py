@@ -9,7 +9,6 @@ the graph computes in. A value is dropped when its last reader has run.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +27,8 @@ from moepass.passes.graph.nodes import constant_of, fake_value, is_call, map_nod
 from moepass.passes.graph.operations import base_operation
 from moepass.passes.parallel.local_form.local_experts import LocalForm
 from moepass.passes.parallel.match.parallel_block import TRAVELLING_IDS, ParallelBlock
+from moepass.passes.parallel.proof.scenarios import Scenario
+from moepass.passes.parallel.ranges.any_padding import AnyPadding, padding_of
 from moepass.passes.parallel.ranges.tried_values import UNWRITTEN
 from moepass.passes.parallel.ranges.value_ranges import ValueRanges
 from moepass.passes.parallel.rows.row_functions import RowFunctions, function_of_rows, masked_rows
@@ -38,8 +39,6 @@ aten = torch.ops.aten
 SYMBOL_SIZES = (6, 11, 17, 23, 29, 37, 41, 47)
 # A loaded peer brings at most so many rows, or as many as this rank.
 MOST_ROWS = 2048
-# The first peer may bring more than so many times what this rank does.
-MOST_RATIO = 4
 
 # Plays the other ranks: what a collective gives back for what it was sent, in parts of these sizes.
 Answer = Callable[[Collective, torch.Tensor, list[int], list[int]], torch.Tensor]
@@ -51,58 +50,6 @@ class ContractBroken(Exception):  # noqa: N818  becomes the reason of a refusal
 
 def no_collectives(collective: Collective, sent: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
     raise ContractBroken(f"the local form holds {collective.kind}")
-
-
-Draw = Callable[[torch.Generator, int, int], torch.Tensor]
-
-
-@dataclasses.dataclass(frozen=True)
-class Scenario:
-    """How tokens are routed in one run.
-
-    `own` and `peers` draw the experts of n pairs of a token and an expert. A peer brings `peer_pairs` of them;
-    the first one `load` times as many as this rank where that is not 0, and all bring as many as fit where slots are
-    `full`.
-    """
-
-    name: str
-    own: Draw
-    peers: Draw
-    peer_pairs: int
-    load: int = 0
-    full: bool = False
-
-
-def anywhere(generator: torch.Generator, pairs: int, experts: int) -> torch.Tensor:
-    return torch.randint(0, experts, (pairs,), generator=generator)
-
-
-def _all_to_one(generator: torch.Generator, pairs: int, experts: int) -> torch.Tensor:
-    return torch.randint(0, experts, (1,), generator=generator).expand(pairs)
-
-
-def _each_in_turn(generator: torch.Generator, pairs: int, experts: int) -> torch.Tensor:
-    return (torch.arange(pairs) % experts)[torch.randperm(pairs, generator=generator)]
-
-
-def among(ids: Sequence[int]) -> Draw:
-    """Experts anywhere, each of `ids` among them where there are pairs enough."""
-
-    def draw(generator: torch.Generator, pairs: int, experts: int) -> torch.Tensor:
-        drawn = anywhere(generator, pairs, experts)
-        drawn[: len(ids)] = torch.tensor(ids, dtype=drawn.dtype)[:pairs]
-        return drawn[torch.randperm(pairs, generator=generator)]
-
-    return draw
-
-
-SCENARIOS = (
-    Scenario("tokens anywhere", anywhere, anywhere, 13),
-    Scenario("all tokens to one expert", _all_to_one, _all_to_one, 7),
-    Scenario("peers without tokens", anywhere, anywhere, 0),
-    Scenario("a peer with many tokens", anywhere, _all_to_one, 2, load=MOST_RATIO + 1),
-    Scenario("tokens for every expert", _each_in_turn, _each_in_turn, 0, full=True),
-)
 
 
 class Steps:
@@ -147,6 +94,8 @@ class MockBlock:
         self.experts = Steps.between(local.written, given, local.outputs)
         self.own_gemms = {gemm.node: number for number, gemm in enumerate(block.gemms)}
         self.sizes = symbol_sizes(block)
+        # Whether runs choose how rows are padded.
+        self.is_padded = any(padding_of(node) is not None for node in block.region)
         # How wide the rows are that go into a GEMM and come out of it.
         self.widths = [(gemm.inner, gemm.outer) for gemm in block.gemms]
 
@@ -259,6 +208,9 @@ class MockRun:
             return self._gemm(number, node, value_of, self.block.own_experts)
         if node in self.local.gemms:
             return self._gemm(self.local.gemms[node], node, value_of, range(self.block.experts))
+        padding = padding_of(node)
+        if padding is not None:
+            return self._padded(node, padding, value_of)
         functions = self.mock.functions
         if node in functions.calls:
             function, read = functions.calls[node]
@@ -274,6 +226,13 @@ class MockRun:
 
     def _run_call(self, node: Node, value_of: Callable[[Node], Any], answer: Answer) -> Any:
         return self._call(node, map_nodes((node.args, node.kwargs), value_of), answer)
+
+    def _padded(self, node: Node, padding: AnyPadding, value_of: Callable[[Node], Any]) -> Any:
+        numbers = [value_of(each) for each in node.all_input_nodes]
+        unit, seed = self.scenario.padding, self.generator.initial_seed()
+        if isinstance(numbers[0], torch.Tensor):
+            return padding.padded(numbers[0].long(), unit, seed).to(fake_value(node).dtype)
+        return int(padding.padded(torch.tensor(sum(numbers)), unit, seed))
 
     def _call(self, node: Node, arguments: Any, answer: Answer) -> Any:
         args, kwargs = arguments

@@ -157,7 +157,7 @@ class BlockCopier:
         }
         small_local.kept = {of(mask): of(masked) for mask, masked in local.kept.items()}
         mock = MockBlock(small_block, small_local, of(self._small.result), self._small.functions.mapped(of))
-        return SmallCopy(mock, {of(node) for node in data})
+        return SmallCopy(mock, {self._nodes[node] for node in data if node in self._nodes})
 
     def calls(self, nodes: Sequence[Node]) -> Sequence[Node]:
         """Those of `nodes` of the block, or of the local form, that the copy calls too; others are leaves of it."""

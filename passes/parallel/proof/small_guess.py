@@ -22,7 +22,6 @@ from moepass.passes.graph.node_arguments import UNNAMED, replace_numbers
 from moepass.passes.graph.nodes import fake_value, is_call, map_nodes
 from moepass.passes.parallel.match.parallel_block import bias_after
 from moepass.passes.parallel.proof.mock_run import (
-    SCENARIOS,
     Answer,
     ContractBroken,
     MockBlock,
@@ -30,6 +29,7 @@ from moepass.passes.parallel.proof.mock_run import (
     concrete,
     no_collectives,
 )
+from moepass.passes.parallel.proof.scenarios import SCENARIOS
 from moepass.passes.parallel.proof.small_sizes import Reading, Scale, Use
 
 aten = torch.ops.aten

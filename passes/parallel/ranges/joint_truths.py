@@ -11,6 +11,7 @@ out both ways in the runs, and a and b together never. A truth that is computed 
 is asked for both ways anyhow (value_ranges.py). Places and rows carry the truths that they were selected by:
 
     ALIGNED   each element depends on the element of the truth that is broadcast to it, or on the only one there is
+    LOOKED_UP the same, through a table
     ANYWHERE  on any of its elements, as places in the order of a few numbers do, and counts. In one run both truths
               must have come in every combination, whichever elements have them
     MOVED     on some other elements. May not meet another truth, unless that has one element
@@ -41,9 +42,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from moepass.passes.graph.node_arguments import named_arguments
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import adds_to_places, base_operation
+from moepass.passes.graph.operations import adds_to_places, base_operation, is_mask
+from moepass.passes.parallel.ranges.any_padding import ANY_PADDING
 from moepass.passes.parallel.ranges.growing_sizes import grows_in_size
 from moepass.passes.parallel.ranges.value_range import Kind, Range
 
@@ -51,10 +54,11 @@ from moepass.passes.parallel.ranges.value_range import Kind, Range
 _BY_ELEMENT = {
     "add", "sub", "mul", "neg", "where", "masked_fill", "clone", "contiguous", "alias", "detach", "_to_copy",
     "convert_element_type", "lift_fresh_copy", "wait_tensor", "clamp", "clamp_min", "clamp_max", "minimum", "maximum",
-    "floor_divide", "div", "remainder", "fmod", "getitem", "logical_and", "bitwise_and",
+    "floor_divide", "div", "remainder", "fmod", "getitem", "logical_and", "bitwise_and", ANY_PADDING,
 }  # fmt: skip
 _SORTS = {"sort", "argsort"}
 _COUNTS = {"sum", "cumsum", "scatter_add", "index_add", "bincount", "histc"}
+_LOOKUPS = {"index", "_unsafe_index", "index_select", "gather"}
 _WRITES = {"index_put", "_unsafe_index_put", "index_copy", "scatter"}
 # Combinations beyond this number are not waited for.
 _MOST_COMBINATIONS = 64
@@ -63,8 +67,9 @@ _CHANGE = "let nothing between the collectives of the experts depend on both"
 
 class State(enum.IntEnum):
     ALIGNED = 0
-    ANYWHERE = 1
-    MOVED = 2
+    LOOKED_UP = 1
+    ANYWHERE = 2
+    MOVED = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,11 +136,17 @@ class JointTruths:
             return
         used = [each for each in node.all_input_nodes if not self._is_inverted(node, each)]
         # Constants of the activation function are the same for every row (row_flow.py), and no run computes with them.
-        given = [self._of(each) for each in used if not (by_row and found is None and each.op == "get_attr")]
+        used = [each for each in used if not (by_row and found is None and each.op == "get_attr")]
+        given = [self._of(each) for each in used]
         if base_operation(node) == "searchsorted":
             # Of each value it counts the elements below, as a comparison of every two of them does, added up.
             given = [frozenset(each for each in part if each.truth not in self._numbers) for part in given]
-        after = [frozenset(self._moved(node, each, found is None, by_row) for each in part) for part in given]
+        after = [
+            frozenset(map(_looked_up, part))
+            if _looks_up_by(node, index)
+            else frozenset(self._moved(node, each, found is None, by_row) for each in part)
+            for index, part in zip(used, given, strict=True)
+        ]
         together = frozenset().union(*after)
         # Every value that one id gives was tried.
         meets = found is None or found.kind > Kind.CHOSEN
@@ -251,7 +262,8 @@ class JointTruths:
     def _add_meeting(self, node: Node, together: frozenset[Dependence]) -> None:
         if len({each.group for each in together}) == 1:
             return
-        if all(each.is_of_id for each in together) and any(each.state is State.MOVED for each in together):
+        moved = [each for each in together if each.state in (State.LOOKED_UP, State.MOVED)]
+        if all(each.is_of_id for each in together) and moved:
             return  # which ids come together is not the model's to say
         ordered = tuple(sorted(together, key=lambda each: (each.truth.name, each.state)))
         for each in ordered:
@@ -320,6 +332,20 @@ class JointTruths:
         return {tuple(outcomes[place] for place in places) for outcomes in meeting.seen}
 
 
+def _looked_up(given: Dependence) -> Dependence:
+    return dataclasses.replace(given, state=State.LOOKED_UP) if given.state is State.ALIGNED else given
+
+
+def _looks_up_by(node: Node, index: Node) -> bool:
+    """Whether each element of `node` is looked up, in a table of one dimension, by the same element of `index`."""
+    if base_operation(node) not in _LOOKUPS:
+        return False
+    given = named_arguments(node)
+    indices = [each for each in given.get("indices", [given.get("index")]) if each is not None]
+    table = given["self"]
+    return indices == [index] and table is not index and fake_value(table).dim() == 1 and not is_mask(index)
+
+
 def _is_truth(node: Node, found: Range) -> bool:
     """True for what says yes or no; numbers of two experts are no truths."""
     value = fake_value(node)
@@ -346,7 +372,7 @@ def is_single(node: Node) -> bool:
 
 
 def _stands_still(dependence: Dependence) -> bool:
-    return dependence.state is State.ALIGNED or is_single(dependence.truth)
+    return dependence.state in (State.ALIGNED, State.LOOKED_UP) or is_single(dependence.truth)
 
 
 def _is_column(truth: Node) -> bool:

@@ -40,6 +40,7 @@ from moepass.passes.graph.nodes import fake_value
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.operations import adds_to_places, base_operation, indexed_dimensions, is_mask, operation
 from moepass.passes.parallel.match.parallel_block import GLOBAL_IDS, ParallelBlock
+from moepass.passes.parallel.ranges.any_padding import ANY_PADDING
 from moepass.passes.parallel.ranges.exact_types import check_type
 from moepass.passes.parallel.ranges.growing_sizes import (
     CHANGE,
@@ -52,6 +53,7 @@ from moepass.passes.parallel.ranges.growing_sizes import (
 from moepass.passes.parallel.ranges.joint_truths import JointTruths
 from moepass.passes.parallel.ranges.range_arithmetic import BOUNDS, DIVISIONS, size_range
 from moepass.passes.parallel.ranges.range_sums import SUMS, RangeSums
+from moepass.passes.parallel.ranges.read_lengths import ends_with
 from moepass.passes.parallel.ranges.value_range import (
     COMPARISONS,
     COUNT,
@@ -204,6 +206,8 @@ class ValueRanges(RangeSums):
             return given.moved(node) if given.kind in (Kind.CHOSEN, Kind.BOUND) else growing(given)
         if base == "repeat_interleave":
             return self._repeated(node)
+        if base == ANY_PADDING:
+            return self._padded(node)
         if base == "sort":
             return self.range_of(node.args[0]).moved(node)
         if base == "argsort":
@@ -213,6 +217,15 @@ class ValueRanges(RangeSums):
         raise NotThisForm(
             f"{node.name} ({node.target}) is no operation on places or sizes that moepass knows; {CHANGE}"
         )
+
+    def _padded(self, node: Node) -> Range:
+        """Numbers with any more that a run chooses: known to be no less only where they are 0 or more."""
+        given = [self.range_of(each) for each in node.all_input_nodes]
+        if any(each.empty or each.low < 0 for each in given):
+            raise NotThisForm(
+                f"{node.name} ({node.target}) rounds up what may be below 0, or nobody has written; {CHANGE}"
+            )
+        return growing(joined(*given))
 
     def _arriving_ids(self, node: Node) -> Range:
         """The ids of rows that come to this rank's experts."""
@@ -315,8 +328,9 @@ class ValueRanges(RangeSums):
             return COUNT  # of sorted expert ids
         if not isinstance(number, int) or fake_value(sequence).dim() != 1:
             raise NotThisForm(f"{node.name} ({node.target}) searches places that grow with tokens; {CHANGE}")
-        self.tried.require_all(node, number + 1)
-        return Range(0, number, Kind.CHOSEN, node)
+        last = number - 1 if ends_with(arguments["self"], sequence) else number
+        self.tried.require_all(node, last + 1)
+        return Range(0, last, Kind.CHOSEN, node)
 
     # --------------------------------------------------------------------------------------------------- checks
 

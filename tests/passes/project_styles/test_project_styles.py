@@ -19,6 +19,13 @@ from moepass.models.testing.project_styles.gathered_style import DroppingMasks, 
 from moepass.models.testing.project_styles.ids_style import GlobalIdsTravel, LocalIdsTravel
 from moepass.models.testing.project_styles.megatron_style import MaskedDispatch
 from moepass.models.testing.project_styles.overlap_style import OverlappedHalves, OverlappedModules
+from moepass.models.testing.project_styles.padded_style import (
+    ModulesThatPad,
+    PaddedByJoin,
+    PaddedByScatter,
+    PaddedBySearch,
+    PaddedByTable,
+)
 from moepass.models.testing.project_styles.slots_style import EinsumSlots, IndexedSlots
 from moepass.models.testing.project_styles.style_sizes import StyleSizes
 from moepass.passes.graph.collectives import communications_of
@@ -31,6 +38,7 @@ from moepass.passes.loops.sort_masks import sort_masks
 from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
 from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
 from moepass.passes.slots.compute_read_slots import compute_read_slots
+from moepass.passes.slots.leave_out_padding import leave_out_padding
 from moepass.passes.slots.look_up_one_hots import look_up_one_hots
 from moepass.runtime.banks.banks import write_parts
 
@@ -50,12 +58,20 @@ STYLES: dict[str, tuple[type[nn.Module], str]] = {
     "local ids": (LocalIdsTravel, "all_to_all_own_ids"),
     "overlapped halves": (OverlappedHalves, "all_to_all"),
     "overlapped modules": (OverlappedModules, "all_to_all"),
+    "padded by search": (PaddedBySearch, "all_to_all"),
+    "padded by table": (PaddedByTable, "all_to_all"),
+    "padded by scatter": (PaddedByScatter, "all_to_all"),
+    "padded by join": (PaddedByJoin, "all_to_all"),
+    "modules that pad": (ModulesThatPad, "all_to_all"),
 }
 # Where all ranks must bring as many tokens.
 EVEN_FORMS = ("all_to_all_slots", "all_gather")
 # In the fast tests: slots, exact sizes, and weights that travel, or are gathered, and ids that travel.
 _SOON = ("deepspeed", "deepseek", "megatron", "megatron gathered", "local ids")
-PASSES = (sort_masks, write_grouped_gemms, eliminate_expert_parallelism, look_up_one_hots, compute_read_slots)
+PASSES = (
+    sort_masks, leave_out_padding, write_grouped_gemms, eliminate_expert_parallelism, look_up_one_hots,
+    compute_read_slots,
+)  # fmt: skip
 SIZES = StyleSizes()
 
 

@@ -32,6 +32,11 @@ STYLES = {
     "local ids": "ids_style.LocalIdsTravel",
     "overlapped halves": "overlap_style.OverlappedHalves",
     "overlapped modules": "overlap_style.OverlappedModules",
+    "padded by search": "padded_style.PaddedBySearch",
+    "padded by table": "padded_style.PaddedByTable",
+    "padded by scatter": "padded_style.PaddedByScatter",
+    "padded by join": "padded_style.PaddedByJoin",
+    "modules that pad": "padded_style.ModulesThatPad",
 }
 # Other parallelism around experts, and its collectives, which stay; experts over two axes of a mesh.
 AROUND = {

@@ -1,0 +1,73 @@
+"""How tokens are routed, and rows padded, in the mock runs of a parallel block."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+
+# The first peer may bring more than so many times what this rank does.
+MOST_RATIO = 4
+
+Draw = Callable[[torch.Generator, int, int], torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """How tokens are routed in one run.
+
+    `own` and `peers` draw the experts of n pairs of a token and an expert. A peer brings `peer_pairs` of them;
+    the first one `load` times as many as this rank where that is not 0, and all bring as many as fit where slots are
+    `full`. Where rows are padded, each expert gets at most `padding` rows; without a number what the block itself adds.
+    """
+
+    name: str
+    own: Draw
+    peers: Draw
+    peer_pairs: int
+    load: int = 0
+    full: bool = False
+    padding: int | None = None
+
+
+def anywhere(generator: torch.Generator, pairs: int, experts: int) -> torch.Tensor:
+    return torch.randint(0, experts, (pairs,), generator=generator)
+
+
+def _all_to_one(generator: torch.Generator, pairs: int, experts: int) -> torch.Tensor:
+    return torch.randint(0, experts, (1,), generator=generator).expand(pairs)
+
+
+def _each_in_turn(generator: torch.Generator, pairs: int, experts: int) -> torch.Tensor:
+    return (torch.arange(pairs) % experts)[torch.randperm(pairs, generator=generator)]
+
+
+def among(ids: Sequence[int]) -> Draw:
+    """Experts anywhere, each of `ids` among them where there are pairs enough."""
+
+    def draw(generator: torch.Generator, pairs: int, experts: int) -> torch.Tensor:
+        drawn = anywhere(generator, pairs, experts)
+        drawn[: len(ids)] = torch.tensor(ids, dtype=drawn.dtype)[:pairs]
+        return drawn[torch.randperm(pairs, generator=generator)]
+
+    return draw
+
+
+SCENARIOS = (
+    Scenario("tokens anywhere", anywhere, anywhere, 13),
+    Scenario("all tokens to one expert", _all_to_one, _all_to_one, 7, padding=150),
+    Scenario("peers without tokens", anywhere, anywhere, 0, padding=1),
+    Scenario("a peer with many tokens", anywhere, _all_to_one, 2, load=MOST_RATIO + 1, padding=40),
+    Scenario("tokens for every expert", _each_in_turn, _each_in_turn, 0, full=True, padding=0),
+)
+# Where rows are padded: with other padding, and much of it beside much or little of everything else.
+PADDED_SCENARIOS = (
+    Scenario("tokens anywhere and no padding", anywhere, anywhere, 13, padding=0),
+    Scenario("tokens anywhere and much padding", anywhere, anywhere, 5, padding=200),
+    Scenario("a row of padding", anywhere, anywhere, 29, padding=1),
+    Scenario("a few rows of padding", anywhere, anywhere, 17, padding=3),
+    Scenario("all tokens to one expert and little padding", _all_to_one, _all_to_one, 31, padding=2),
+    Scenario("a peer with many tokens and little padding", anywhere, anywhere, 2, load=MOST_RATIO + 1, padding=7),
+    Scenario("a peer with many tokens and the block's padding", anywhere, anywhere, 2, load=MOST_RATIO + 1),
+)

@@ -1,0 +1,238 @@
+"""Rows that are padded for each expert: other ways to write it, and what looks like that and is not right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from readable_refusals import check_readable
+from simulated_ranks import Captured, capture_module, hidden_rows, pretend_rank, run_ranks, run_with_banks, with_tokens
+from test_project_styles import PASSES, SIZES, complete_banks
+from torch import nn
+
+from moepass.models.testing.project_styles.padded_style import (
+    Experts,
+    PaddedLayer,
+    Padding,
+    SearchedTable,
+)
+from moepass.passes.graph.collectives import communications_of
+from moepass.passes.ir.plan import Plan
+from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
+
+OWN = 4  # experts of each of two ranks
+
+
+class RoundedBy(Padding):
+    """Rows among zeros, as many for each expert as `rounded` says, which are laid out in `room`."""
+
+    def rounded(self, counts: torch.Tensor) -> torch.Tensor:
+        return (counts + 7) // 8 * 8
+
+    def room(self, number: int, padded: torch.Tensor) -> int:
+        return number + OWN * 8
+
+    def starts(self, padded: torch.Tensor) -> torch.Tensor:
+        return padded.cumsum(0) - padded
+
+    def places(self, rows: torch.Tensor, counts: torch.Tensor, padded: torch.Tensor) -> torch.Tensor:
+        shift = self.starts(padded) - (counts.cumsum(0) - counts)
+        every = torch.arange(rows.shape[0], device=rows.device)
+        return every + shift.repeat_interleave(counts, output_size=rows.shape[0])
+
+    def run(self, rows: torch.Tensor, counts: torch.Tensor, experts: Experts) -> torch.Tensor:
+        padded = self.rounded(counts)
+        place = self.places(rows, counts, padded)
+        laid = rows.new_zeros((self.room(rows.shape[0], padded), rows.shape[1]))
+        laid[place] = rows
+        return self.read(experts(laid, padded), place)
+
+    def read(self, outputs: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        return outputs[place]
+
+
+# ------------------------------------------------------------------------------------------------------ what is taken
+
+
+class LastBits(RoundedBy):
+    def rounded(self, counts: torch.Tensor) -> torch.Tensor:
+        return (counts + 15) & -16
+
+    def room(self, number: int, padded: torch.Tensor) -> int:
+        return (number + OWN * 15 + 7) // 8 * 8
+
+
+class NegativeQuotient(RoundedBy):
+    def rounded(self, counts: torch.Tensor) -> torch.Tensor:
+        return -(-counts // 8) * 8
+
+
+class Int32(RoundedBy):
+    def rounded(self, counts: torch.Tensor) -> torch.Tensor:
+        return (torch.div(counts.int() + 7, 8, rounding_mode="trunc") * 8).clamp(min=8)
+
+
+class LeastRoom(RoundedBy):
+    def room(self, number: int, padded: torch.Tensor) -> int:
+        return number + OWN * 7
+
+
+class RoomForAll(RoundedBy):
+    """Every expert has room for all rows."""
+
+    def rounded(self, counts: torch.Tensor) -> torch.Tensor:
+        return torch.clamp_min(counts, 64)
+
+    def room(self, number: int, padded: torch.Tensor) -> int:
+        return number + 64 * OWN
+
+
+class RoomByHost(SearchedTable):
+    """A table of as many places as there are."""
+
+    def places(self, number: int, padded: torch.Tensor) -> int:
+        total = int(padded.cumsum(0)[-1].item())
+        torch._check(total >= 0)
+        return total
+
+
+class SumByHost(SearchedTable):
+    def places(self, number: int, padded: torch.Tensor) -> int:
+        total = int(padded.sum().item())
+        torch._check(total >= 0)
+        return total
+
+
+# ---------------------------------------------------------------------------------------------------- what is refused
+
+
+class TooLittleRoom(SearchedTable):
+    """Rows that find no place in the table are lost, where many experts have rows of padding."""
+
+    def places(self, number: int, padded: torch.Tensor) -> int:
+        return number + 2 * self.align
+
+
+class RoomOfFixedSize(RoundedBy):
+    def room(self, number: int, padded: torch.Tensor) -> int:
+        return 64 * OWN
+
+
+class RoundedDown(RoundedBy):
+    def rounded(self, counts: torch.Tensor) -> torch.Tensor:
+        return counts // 8 * 8
+
+
+class RoundedUpToSomeNumber(RoundedBy):
+    """Right for up to 4096 rows of an expert."""
+
+    def rounded(self, counts: torch.Tensor) -> torch.Tensor:
+        return ((counts + 7) // 8 * 8).clamp(max=4096)
+
+
+class OtherStarts(RoundedBy):
+    """Rows are laid out in steps of 8, and computed in steps of 16."""
+
+    def rounded(self, counts: torch.Tensor) -> torch.Tensor:
+        return (counts + 15) // 16 * 16
+
+    def room(self, number: int, padded: torch.Tensor) -> int:
+        return number + OWN * 16
+
+    def starts(self, padded: torch.Tensor) -> torch.Tensor:
+        eighths = padded - 8
+        return eighths.cumsum(0) - eighths
+
+
+class ReadsPadding(RoundedBy):
+    """A row of the next place, which is one of padding for the last of each expert."""
+
+    def read(self, outputs: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        return outputs[place + 1]
+
+
+class ReadsBeyondTheLastOffset(RoundedBy):
+    """Memory that nobody has written, times 0."""
+
+    def read(self, outputs: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        return outputs[place] + outputs[-1:] * 0
+
+
+class DependsOnTheAmount(RoundedBy):
+    """Right while no two experts with other numbers of rows have as many with padding: then a row beside its own."""
+
+    def places(self, rows: torch.Tensor, counts: torch.Tensor, padded: torch.Tensor) -> torch.Tensor:
+        is_alike = (padded[0] == padded[1]) & (counts[0] != counts[1])
+        return super().places(rows, counts, padded) + is_alike.long()
+
+
+class FloatQuotient(RoundedBy):
+    def rounded(self, counts: torch.Tensor) -> torch.Tensor:
+        return (torch.ceil(counts.to(torch.bfloat16) / 8) * 8).long()
+
+
+class GrowsWithRows(RoundedBy):
+    """A row more for each 4096, for which there is no room in the end."""
+
+    def rounded(self, counts: torch.Tensor) -> torch.Tensor:
+        return (counts + 7) // 8 * 8 + counts // 4096 * 8
+
+
+def _layer(padding: Padding) -> nn.Module:
+    layer = PaddedLayer(SIZES, dist.group.WORLD)  # type: ignore[arg-type]
+    layer.padding = padding
+    return layer
+
+
+def eliminated(padding: Padding, rank: int, ranks: int = 2) -> tuple[Captured, PassResult]:
+    with pretend_rank(rank, ranks):
+        captured = capture_module(_layer(padding), hidden_rows(SIZES.hidden, 9, rank, SIZES.dtype), rank, ranks)
+    result = run_passes(PASSES, captured.module, Plan(), PassContext(groups=captured.groups))
+    check_readable(result.refusals)
+    return captured, result
+
+
+def check_right(captured: Sequence[Captured], results: Sequence[PassResult], tokens: Sequence[Sequence[int]]) -> None:
+    banks = complete_banks(captured, results)
+    for seed, of_ranks in enumerate(tokens):
+        rows = [hidden_rows(SIZES.hidden, n, rank, SIZES.dtype, seed) for rank, n in enumerate(of_ranks)]
+        inputs = [with_tokens(one, of_rank) for one, of_rank in zip(captured, rows, strict=True)]
+        expected: list[Any] = run_ranks([one.module for one in captured], inputs)
+        for result, given, wanted in zip(results, inputs, expected, strict=True):
+            (found,) = run_with_banks(result.module, given, banks)
+            torch.testing.assert_close(found, wanted[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.sampled(every=4)
+@pytest.mark.parametrize("padding", [LastBits, NegativeQuotient, Int32, LeastRoom, RoomForAll, RoomByHost, SumByHost])
+def test_other_ways_to_pad_are_taken(padding: type[Padding]) -> None:
+    captured, results = zip(*(eliminated(padding(), rank) for rank in range(2)), strict=True)
+    for result in results:
+        assert [block.form for block in result.plan.local_blocks] == ["all_to_all"], result.plan.refusals
+        assert not list(communications_of(result.module.graph))
+    check_right(captured, results, [(9, 4), (0, 3), (40, 61)])
+
+
+@pytest.mark.sampled(every=4)
+@pytest.mark.parametrize(
+    ("padding", "reason"),
+    [
+        (TooLittleRoom, "a GEMM of 314 rows has the offsets"),
+        (RoomOfFixedSize, "looks up places that grow in 256"),
+        (RoundedDown, "constant 8"),
+        (RoundedUpToSomeNumber, "bounds a place or a size by the constant 4096"),
+        (OtherStarts, "meets the constant 8"),
+        (ReadsPadding, "other outputs than its experts'"),
+        (ReadsBeyondTheLastOffset, "other outputs than its experts'"),
+        (DependsOnTheAmount, "other outputs than its experts'"),
+        (FloatQuotient, "bfloat16, which does not hold all of them exactly"),
+        (GrowsWithRows, "constant 4096"),
+    ],
+)
+def test_what_is_not_right_is_refused(padding: type[Padding], reason: str) -> None:
+    _, result = eliminated(padding(), 1)
+    assert not result.plan.banks
+    assert any(reason in refusal.reason for refusal in result.refusals), [str(one) for one in result.refusals]
