@@ -29,7 +29,7 @@ class GraphWriter:
         # What is written says of itself that it comes from where `like` does.
         self.meta = {key: like.meta[key] for key in _PLACE if key in like.meta}
         self.written: list[Node] = []
-        self._like = like
+        self.like = like
 
     def emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """A call of `target`, with its fake value. Raises NotThisForm where it does not take these arguments."""
@@ -72,7 +72,7 @@ class GraphWriter:
         if isinstance(size, int):
             return size
         # A size that the graph has already: whatever it is computed from, `tensor` need not be.
-        known = (node for node in self.graph.nodes if isinstance(fake_value(node), torch.SymInt) and node < self._like)
+        known = (node for node in self.graph.nodes if isinstance(fake_value(node), torch.SymInt) and node < self.like)
         found = next((node for node in known if fake_value(node).node.expr == size.node.expr), None)
         return self.emit(aten.sym_size.int, tensor, dim) if found is None else found
 
