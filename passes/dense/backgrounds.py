@@ -158,7 +158,9 @@ class Backgrounds:
         if not isinstance(scores, Node) or given.get("dim") is None:
             return False
         value = fake_value(scores)
-        is_over_experts = given["dim"] % value.dim() == dim == value.dim() - 1 and value.shape[dim] == self.pairs.experts
+        is_over_experts = (
+            given["dim"] % value.dim() == dim == value.dim() - 1 and value.shape[dim] == self.pairs.experts
+        )
         is_top = is_call(chosen, aten.topk.default) and isinstance(given["k"], int)
         return bool(is_over_experts and (is_top or is_call(chosen, aten.argmax.default, aten.max.dim)))
 

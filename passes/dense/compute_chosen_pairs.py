@@ -67,7 +67,10 @@ def compute_chosen_pairs(module: GraphModule, plan: Plan, context: PassContext) 
                 result = _Sum(writer, found, chosen).write()
         except NotThisForm as error:
             writer.erase()
-            reason = f"every expert computes every token, though {chosen.ids.name} chooses: {error}"
+            reason = (
+                f"every expert computes every token, though {named(chosen.ids)} chooses some: {error}; expected what "
+                "lies between the GEMMs and the sum over experts to treat every token of every expert alone"
+            )
             refusals.append(refused(found.node, in_words(reason, graph), place_of(found.node)))
             continue
         matches.append(f"{found.node.name} ({found.pairs.experts} experts)")

@@ -1,9 +1,9 @@
 """The GEMMs of dense experts: products of all places with the weights of all experts.
 
-    batched    bmm([experts, places, in], [experts, in, out])      or with the weights on the left
-    wide       mm([places, in], [in, experts · out])               as einsum("th,ehf->tef") becomes
-    summed     mm([places, experts · in], [experts · in, out])     as einsum("tef,efh->th"), added up over experts
-    grouped    a grouped GEMM of [experts · places, in] where all experts have as many rows
+batched    bmm([experts, places, in], [experts, in, out])      or with the weights on the left
+wide       mm([places, in], [in, experts · out])               as einsum("th,ehf->tef") becomes
+summed     mm([places, experts · in], [experts · in, out])     as einsum("tef,efh->th"), added up over experts
+grouped    a grouped GEMM of [experts · places, in] where all experts have as many rows
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class SumOverExperts:
     gemm: DenseGemm | None = None
 
 
-class _Forward(RowRules):
+class Forward(RowRules):
     """Follows experts and places from what a GEMM gives. What else there is may have something for each of them."""
 
     def __init__(self, start: Node, layout: Layout) -> None:
@@ -78,7 +78,7 @@ def sums_over_experts(graph: Graph) -> Iterator[SumOverExperts]:
 
 
 def _sums_behind(start: Node, layout: Layout, pairs: Pairs) -> Iterator[SumOverExperts]:
-    rules = _Forward(start, layout)
+    rules = Forward(start, layout)
     pending, seen = [start], {start}
     while pending and len(seen) < _MOST_NODES:
         node = pending.pop(0)

@@ -47,13 +47,14 @@ aten = torch.ops.aten
 @dataclasses.dataclass(frozen=True)
 class PairRows:
     """The rows that are computed: `count` of them, a number or a node; of each its expert and its place, int64 [rows].
-    `ends` [experts] is where each expert's rows end, int32.
+    `ends` [experts] is where each expert's rows end, int32. `are_all`: all pairs, one expert after the other.
     """
 
     count: Any
     experts: Node
     places: Node
     ends: Node
+    are_all: bool = False
 
 
 class RowsOfPairs:
@@ -132,13 +133,20 @@ class RowsOfPairs:
         """What each row has in `node`, by its expert, or its place, or both."""
         writer = self.writer
         parts = [part for dimension in layout.dimensions for part in dimension]
-        source = writer.viewed(node, [self._size(part.size, node) for part in self._atoms(parts)])
         atoms = self._atoms(parts)
+        source = self._viewed(node, [self._size(part.size, node) for part in atoms])
         of_experts = [dim for dim, part in enumerate(atoms) if part.is_rows and part.share == self._expert_share]
         of_places = [dim for dim, part in enumerate(atoms) if part.is_rows and part.share != self._expert_share]
         of_places.sort(key=lambda dim: atoms[dim].share or ())
         others = [dim for dim, part in enumerate(atoms) if not part.is_rows]
         order = [*of_places, *of_experts, *others]
+        if of_places and of_experts:
+            self._check_not_computed(node)
+        if self.rows.are_all and of_places and of_experts:
+            order = [*of_experts, *of_places, *others]
+            if order != sorted(order):
+                source = writer.emit(aten.permute.default, source, order)
+            return writer.viewed(source, self._shape(layout))
         if order != sorted(order):
             source = writer.emit(aten.permute.default, source, order)
         shape = [writer.size(source, dim) for dim in range(len(order))]
@@ -146,6 +154,35 @@ class RowsOfPairs:
             source = writer.viewed(source, [self._places(), *shape[len(of_places) :]])
         numbers = [self.rows.places] * bool(of_places) + [self.rows.experts] * bool(of_experts)
         return writer.viewed(writer.emit(aten.index.Tensor, source, numbers), self._shape(layout))
+
+    def _check_not_computed(self, node: Node) -> None:
+        """Raises NotThisForm where a GEMM of the same experts gives what `node` is computed of, as it seems."""
+        pending, seen = [node], {node}
+        while pending:
+            current = pending.pop()
+            gemm = dense_gemm(current)
+            if gemm is not None and Pairs(gemm.experts, gemm.places) == self.pairs:
+                self._refuse(node, "is computed of what all experts give, in another way than pair by pair")
+            for used in current.all_input_nodes:
+                value = fake_value(used)
+                values = value if isinstance(value, (tuple, list)) else (value,)
+                is_of_experts = any(
+                    isinstance(one, torch.Tensor) and self.pairs.experts in [*map(size_expression, one.shape)]
+                    for one in values
+                )
+                if used not in seen and is_of_experts:
+                    seen.add(used)
+                    pending.append(used)
+
+    def _viewed(self, node: Node, shape: list[Any]) -> Node:
+        """`node` in another shape: what it is a view of, where that has it."""
+        wanted = [*map(size_expression, shape)]
+        origin = node
+        while operation(origin) in VIEWS or base_operation(origin) in SAME:
+            origin = origin.all_input_nodes[0]
+            if [*map(size_expression, fake_value(origin).shape)] == wanted:
+                return origin
+        return self.writer.viewed(node, shape)
 
     @property
     def _expert_share(self) -> Any:
@@ -212,7 +249,9 @@ class RowsOfPairs:
         writer, base = self.writer, base_operation(node)
         below = sources(node, layout, self.pairs)
         if below is None or mutates(node) or draws_random_numbers(node):
-            self._refuse(node, "is no operation that moepass knows to compute every pair of a token and an expert alone")
+            self._refuse(
+                node, "is no operation that moepass knows to compute every pair of a token and an expert alone"
+            )
         if base in SAME or operation(node) in VIEWS or base == "repeat":
             ((source, one),) = below.items()
             return writer.viewed(self.write(source, one), self._shape(layout))
