@@ -18,6 +18,7 @@ from moepass.passes.loops.sort_masks import sort_masks
 from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
 from moepass.passes.memory.activation_memory import activation_memory
 from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
+from moepass.passes.parallel.merge_low_rank import merge_low_rank, split_low_rank
 from moepass.passes.schedule.assign_slots import plan
 from moepass.passes.schedule.predict import predict
 from moepass.passes.schedule.schedule_slots import schedule
@@ -31,7 +32,9 @@ from moepass.passes.tokens.hybrid_prefill import hybrid_prefill
 PASSES: tuple[Pass, ...] = (
     sort_masks,  # first: loops over experts cut what masks select, and sizes that a run tells hide what is equal
     write_grouped_gemms,  # all others know experts by their grouped GEMMs
+    merge_low_rank,  # likewise, for blocks that have one GEMM for each product
     eliminate_expert_parallelism,  # everything after it sees local blocks only
+    split_low_rank,  # what no bank took; before weights that are computed in each run hide experts
     compute_chosen_pairs,  # of local experts, whichever exchange they came from; masks are no lookups yet
     look_up_one_hots,  # masks fill and read slots; the exchange of these is found with or without
     compute_read_slots,  # behind both: slots that are exchanged, or multiplied by a mask, are all read
