@@ -64,7 +64,7 @@ def compute_chosen_pairs(module: GraphModule, plan: Plan, context: PassContext) 
         writer = GraphWriter(graph, found.node)
         try:
             with graph.inserting_before(found.node):
-                result = _Sum(writer, found, chosen).write()
+                result = _ChosenSum(writer, found, chosen).write()
         except NotThisForm as error:
             writer.erase()
             reason = (
@@ -118,7 +118,7 @@ def _chosen(background: Background, found: SumOverExperts) -> _Ids | None:
     return _Ids(background.ids, int(top_k))
 
 
-class _Sum:
+class _ChosenSum:
     """Writes the sum over experts `found` of the pairs that `chosen` has."""
 
     def __init__(self, writer: GraphWriter, found: SumOverExperts, chosen: _Ids) -> None:

@@ -76,7 +76,7 @@ def _pairs(graph: Graph) -> list[LowRankPair]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sum:
+class _PairSum:
     """`node` adds to `main`, a result of the GEMM beside, the products of the pair times all of `scales`."""
 
     node: Node
@@ -119,7 +119,7 @@ def _merge_first(graph: Graph) -> str | None:
     return None
 
 
-def _sum_of(pair: LowRankPair) -> _Sum | None:
+def _sum_of(pair: LowRankPair) -> _PairSum | None:
     """What adds the products of the pair, times numbers, to those of the GEMM beside, and nothing else."""
     node, scales = pair.second.node, list[float | Node]()
     while len(node.users) == 1:
@@ -140,7 +140,7 @@ def _sum_of(pair: LowRankPair) -> _Sum | None:
         is_main = others[0] is pair.main.node or _adds_to(others[0], pair.main.node)
         if alpha != 1:
             scales.append(float(alpha))
-        return _Sum(user, others[0], tuple(scales)) if is_main else None
+        return _PairSum(user, others[0], tuple(scales)) if is_main else None
     return None
 
 

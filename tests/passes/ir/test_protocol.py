@@ -108,7 +108,10 @@ def test_matches_and_refusals_of_all_passes_are_collected() -> None:
     assert {match.split(":")[0] for match in result.matches} == set(NAMES) - {
         "sort_masks",
         "write_grouped_gemms",
+        "merge_low_rank",
         "eliminate_expert_parallelism",
+        "split_low_rank",
+        "compute_chosen_pairs",
         "look_up_one_hots",
         "compute_read_slots",
         "lower_expert_stacks",
