@@ -11,12 +11,14 @@ from moepass.passes.blocks.lower_expert_stacks import lower_expert_stacks
 from moepass.passes.blocks.rewrite import rewrite
 from moepass.passes.blocks.sink_token_gather import sink_token_gather
 from moepass.passes.cost.graph_cost import cost
+from moepass.passes.dense.compute_chosen_pairs import compute_chosen_pairs
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import Agree, Observer, Pass, PassContext, PassResult, run_passes
 from moepass.passes.loops.sort_masks import sort_masks
 from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
 from moepass.passes.memory.activation_memory import activation_memory
 from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
+from moepass.passes.parallel.merge_low_rank import merge_low_rank, split_low_rank
 from moepass.passes.schedule.assign_slots import plan
 from moepass.passes.schedule.predict import predict
 from moepass.passes.schedule.schedule_slots import schedule
@@ -32,7 +34,10 @@ PASSES: tuple[Pass, ...] = (
     sort_masks,  # first: loops over experts cut what masks select, and sizes that a run tells hide what is equal
     leave_out_padding,  # before loops are written as GEMMs of all rows, whose padding nobody could tell any more
     write_grouped_gemms,  # all others know experts by their grouped GEMMs
+    merge_low_rank,  # likewise, for blocks that have one GEMM for each product
     eliminate_expert_parallelism,  # everything after it sees local blocks only
+    split_low_rank,  # what no bank took; before weights that are computed in each run hide experts
+    compute_chosen_pairs,  # of local experts, whichever exchange they came from; masks are no lookups yet
     look_up_one_hots,  # masks fill and read slots; the exchange of these is found with or without
     compute_read_slots,  # behind both: slots that are exchanged, or multiplied by a mask, are all read
     lower_expert_stacks,  # what no bank took; before anything looks at how values are made

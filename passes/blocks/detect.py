@@ -8,7 +8,8 @@ Contract
 Pseudo-code
     for each GEMM (grouped_mm, its fallback, bmm) with expert weights [E, ., .] as an operand:
         follow the weights through views, and through the selection by expert for batched_mm, to where they enter
-    group the GEMMs that serve the same tokens: the same offsets, the same expert ids, or a chain of dense GEMMs
+    group the GEMMs that serve the same tokens: the same offsets, the same expert ids, or a chain of dense GEMMs; pairs
+    of low rank (`low_rank.py`) belong to the block of the GEMM that they stand beside
     for each group:
         the GEMMs before the last are up projections, the last one is the down projection
         check that experts and widths fit, and that all weights lie in one bank, or all in none
@@ -29,6 +30,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from moepass.models.homes import home_named
 from moepass.passes.blocks.expert_gemms import ExpertGemm, expert_gemms, gather_of, refused, top_k
+from moepass.passes.blocks.low_rank import low_rank_pairs
 from moepass.passes.graph.nodes import fake_value, graphs_within, is_call, module_path, positions
 from moepass.passes.graph.source_lines import place_of
 from moepass.passes.ir.bank_format import BankFormat
@@ -45,6 +47,8 @@ class BlockMatch:
 
     record: MoEBlock
     gemms: tuple[ExpertGemm, ...]
+    # Those of `gemms` that stand beside others, as pairs of low rank.
+    low_rank: tuple[ExpertGemm, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +79,12 @@ def find_blocks(graph: Graph, *, may_compute: bool = False) -> Detection:
     """Every MoE block of `graph`, in host order, and a refusal for every near miss; `may_compute`: see expert_gemms."""
     gemms, refusals = expert_gemms(graph, may_compute=may_compute)
     matches: list[BlockMatch] = []
-    for group in _groups(gemms):
-        outcome = _check_group(group)
+    beside: dict[ExpertGemm, list[ExpertGemm]] = defaultdict(list)
+    for pair in low_rank_pairs(gemms):
+        beside[pair.main] += [pair.first, pair.second]
+    of_pairs = {gemm.node for pair in beside.values() for gemm in pair}
+    for group in _groups([gemm for gemm in gemms if gemm.node not in of_pairs]):
+        outcome = _check_group(group, [gemm for main in group for gemm in beside[main]])
         if isinstance(outcome, Refusal):
             refusals.append(outcome)
         else:
@@ -159,7 +167,7 @@ def _feeding_gemms(start: Node, anchors: dict[Node, ExpertGemm], experts: int) -
     return sorted(found, key=lambda gemm: gemm.node)
 
 
-def _check_group(group: list[ExpertGemm]) -> BlockMatch | Refusal:
+def _check_group(group: list[ExpertGemm], low_rank: list[ExpertGemm]) -> BlockMatch | Refusal:
     *ups, down = group
     where = module_path(down.node)
     if not ups:
@@ -177,12 +185,13 @@ def _check_group(group: list[ExpertGemm]) -> BlockMatch | Refusal:
             "(in, out); expected one or two up GEMMs whose outputs are as wide, together, as the down GEMM's "
             "input, or twice that",
         )
-    banks = {_bank_of(gemm.weights) for gemm in group}
+    every = sorted([*group, *low_rank], key=lambda gemm: gemm.node)
+    banks = {_bank_of(gemm.weights) for gemm in every}
     if len(banks) > 1:
         reason = "its weights lie in different banks, or only some of them in a bank: offload them all with one call"
         return refused(down.node, reason)
     (bank,) = banks
-    sources = {gemm.weights for gemm in group}
+    sources = {gemm.weights for gemm in every}
     record = MoEBlock(
         # The bank's name says which layer it is even where a graph break left only a part of the model in sight.
         name=_bank_name(down.weights) or where or place_of(down.node),
@@ -194,11 +203,11 @@ def _check_group(group: list[ExpertGemm]) -> BlockMatch | Refusal:
         gated=total_outer == 2 * intermediate,
         dtype=dtype_name(fake_value(down.weights).dtype),
         weight_bytes=sum(fake_value(source).numel() * fake_value(source).element_size() for source in sources),
-        gemms=tuple(gemm.node.name for gemm in group),
+        gemms=tuple(gemm.node.name for gemm in every),
         bank=bank,
         parallel=_parallel_of(down.weights),
     )
-    return BlockMatch(record, tuple(group))
+    return BlockMatch(record, tuple(every), tuple(low_rank))
 
 
 def _bank_of(source: Node) -> int | None:

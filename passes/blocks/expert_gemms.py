@@ -68,7 +68,7 @@ def expert_gemms(graph: Graph, *, may_compute: bool = False) -> tuple[list[Exper
 def _opaque_experts(node: Node) -> Refusal | None:
     if not is_foreign(node):
         return None
-    weights = [used for used in node.all_input_nodes if _is_expert_weight(_weight_source(used))]
+    weights = [used for used in node.all_input_nodes if is_expert_weight(_weight_source(used))]
     reason = why_opaque(node, weights)
     return None if reason is None else refused(node, reason)
 
@@ -90,7 +90,7 @@ def _grouped_gemm(node: Node, may_compute: bool) -> ExpertGemm | Refusal:
         return refused(node, "a grouped GEMM without offsets does not say which rows belong to which expert: pass offs")
     source = _weight_source(weight)
     shape = fake_value(weight).shape
-    is_as_it_is = _is_expert_weight(source)
+    is_as_it_is = is_expert_weight(source)
     if may_compute and (not is_as_it_is or fake_value(source).shape[0] != shape[0]):
         computed = before_transposes(weight)
         is_as_it_is = is_computed(computed)
@@ -110,11 +110,11 @@ def _batched_gemm(node: Node) -> ExpertGemm | Refusal | None:
             if isinstance(weights, Node) and isinstance(indices, (list, tuple)) and len(indices) == 1:
                 source = _weight_source(weights)
                 ids = indices[0]
-                if isinstance(ids, Node) and _is_expert_weight(source):
+                if isinstance(ids, Node) and is_expert_weight(source):
                     inner, outer = _batched_widths(node, operand)
                     return ExpertGemm(node, "batched_mm", view_source(ids), source, other, inner, outer)
-        elif _is_expert_weight(selected) and fake_value(operand).shape[0] == fake_value(selected).shape[0]:
-            if selected.op == "placeholder" and _is_expert_weight(_weight_source(other)):
+        elif is_expert_weight(selected) and fake_value(operand).shape[0] == fake_value(selected).shape[0]:
+            if selected.op == "placeholder" and is_expert_weight(_weight_source(other)):
                 continue  # two inputs of one kind, as in attention over given queries and keys: neither is a weight
             inner, outer = _batched_widths(node, operand)
             return ExpertGemm(node, "dense_bmm", node, selected, other, inner, outer)
@@ -138,7 +138,7 @@ def _weight_source(node: Node) -> Node:
     return node
 
 
-def _is_expert_weight(node: Node) -> bool:
+def is_expert_weight(node: Node) -> bool:
     """Whether expert weights enter the graph at `node`: as a tensor of a bank, or as an input [experts, ., .]."""
     value = fake_value(node)
     if not isinstance(value, torch.Tensor) or value.dim() != 3 or not value.is_floating_point():

@@ -31,7 +31,7 @@ class GraphWriter:
         # What is written says of itself that it comes from where `like` does.
         self.meta = {key: like.meta[key] for key in _PLACE if key in like.meta}
         self.written: list[Node] = []
-        self._like = like
+        self.like = like
 
     def emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """A call of `target`, with its fake value. Raises NotThisForm where it does not take these arguments."""
@@ -83,7 +83,7 @@ class GraphWriter:
 
     def _gives(self, size: torch.SymInt, node: Node) -> bool:
         value = fake_value(node)
-        return isinstance(value, torch.SymInt) and node < self._like and value.node.expr == size.node.expr
+        return isinstance(value, torch.SymInt) and node < self.like and value.node.expr == size.node.expr
 
     def product(self, left: Any, right: Any) -> Any:
         """Of two sizes, each a number or a node."""

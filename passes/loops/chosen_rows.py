@@ -116,7 +116,7 @@ def expert_mask(node: Node) -> ExpertMask | None:
     left, right = given["self"], given["other"]
     expert: int | None = None
     if isinstance(right, int) and not isinstance(right, bool):
-        chosen, dims, expert = _chosen(left), [0, 1], right
+        chosen, dims, expert = chosen_by_top_k(left), [0, 1], right
     else:
         chosen, dims = _one_hot(left, right), [0, 1, 2]
     if chosen is None:
@@ -153,13 +153,13 @@ def _one_hot(left: object, right: object) -> Chosen | None:
             return None
         if not is_call(ids, aten.unsqueeze.default) or all_arguments(ids)["dim"] % 3 != 2:
             continue
-        chosen = _chosen(all_arguments(ids)["self"])
-        if chosen is not None and _counts_up(numbers) and fake_value(numbers).shape[0] >= chosen.experts:
+        chosen = chosen_by_top_k(all_arguments(ids)["self"])
+        if chosen is not None and counts_up(numbers) and fake_value(numbers).shape[0] >= chosen.experts:
             return chosen
     return None
 
 
-def _counts_up(node: Node) -> bool:
+def counts_up(node: Node) -> bool:
     """True where `node` is 0, 1, .. in one dimension."""
     if is_call(node, prims.iota.default):
         given = all_arguments(node)
@@ -172,7 +172,7 @@ def _counts_up(node: Node) -> bool:
     )
 
 
-def _chosen(node: object) -> Chosen | None:
+def chosen_by_top_k(node: object) -> Chosen | None:
     """`node` as the indices of a top-k along the last of two dimensions."""
     while isinstance(node, Node) and node.op == "call_function":
         if fake_value(node).dtype not in _ID_TYPES:

@@ -11,7 +11,7 @@ Pseudo-code
         follow the values back in lockstep (`branches.py`)
         without a GEMM by expert on the way: it is no loop over experts
         let everything that read the place read the rows of all experts
-    erase what nobody reads any more
+    erase what nobody reads any more, and host reads of numbers whose sum is known (`known_totals.py`)
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from moepass.passes.loops.branches import Branches, RowsOfAll
 from moepass.passes.loops.equal_views import merge_equal_views
 from moepass.passes.loops.expert_weights import FixedNodes
 from moepass.passes.loops.joins import Join, joined, joins
+from moepass.passes.loops.known_totals import without_known_reads
 from moepass.passes.loops.sums_by_token import SumByToken, summed, sums_by_token
 from moepass.passes.loops.unread_masks import erase_unread_masks
 
@@ -77,6 +78,8 @@ def write_grouped_gemms(module: GraphModule, plan: Plan, context: PassContext) -
         return PassResult(module, plan)
     written.graph.lint()
     written.recompile()
+    if matches:
+        written = without_known_reads(written)
     if refusals:
         plan = dataclasses.replace(plan, refusals=plan.refusals + tuple(refusals))
     return PassResult(written, plan, tuple(matches), tuple(refusals))

@@ -5,7 +5,7 @@ that found no slot are dropped. All slots are computed before each token looks i
 row alone, so the lookup can go first: f(x)[slot] = f(x[slot]), whichever slots are read, and however often.
 
 Contract
-    in    a graph of grouped GEMMs, as many rows for each expert
+    in    a graph of grouped GEMMs, as many rows for each expert, or of batches with the weights of all experts
     out   the same graph, where a block whose slots are read by lookups alone computes the rows that are looked up,
           sorted by expert; equal up to the rounding of GEMMs. What is looked up beside the slots, as the row of
           zeros of a dropped token, is computed by no expert. Blocks with fewer slots than lookups stay as they are
@@ -29,6 +29,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.blocks.detect import BlockMatch, find_blocks
+from moepass.passes.dense.group_slots import group_slots, last_gemms, lookups_of_gathers
 from moepass.passes.graph.collectives import communication_of
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
 from moepass.passes.graph.input_sizes import size_expression
@@ -48,22 +49,48 @@ aten, prims = torch.ops.aten, torch.ops.prims
 @graph_pass(conflicts={"blocks"})
 def compute_read_slots(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
     """Look slots up before the experts compute them."""
-    if not any(map(_has_slots, find_blocks(module.graph).matches)):
+    if next(last_gemms(module.graph), None) is None and not any(map(_has_slots, find_blocks(module.graph).matches)):
         return PassResult(module, plan)
     changed = copy_graph_module(module)
-    graph = changed.graph
     matches: list[str] = []
-    for match in find_blocks(graph).matches:
+    for match in find_blocks(changed.graph).matches:
+        if not _has_slots(match):
+            continue
         try:
-            _take(graph, match)
+            _take(changed.graph, match)
         except NotThisForm:
             continue
         matches.append(match.record.name)
+    for name in [gemm.node.name for gemm in last_gemms(changed.graph)]:
+        taken = _of_batches(changed, name)
+        if taken is not None:
+            changed, of_block = taken
+            matches.append(of_block)
     if not matches:
         return PassResult(module, plan)
-    graph.lint()
+    changed.graph.lint()
     changed.recompile()
     return PassResult(changed, plan, tuple(matches))
+
+
+def _of_batches(module: GraphModule, name: str) -> tuple[GraphModule, str] | None:
+    """A copy of `module` where the experts whose last GEMM has that name, slot by slot in a batch of all experts,
+    compute what is read; None where they cannot, or need not.
+    """
+    trial = copy_graph_module(module)
+    lookups_of_gathers(trial.graph)
+    gemm = next((one for one in last_gemms(trial.graph) if one.node.name == name), None)
+    try:
+        if gemm is None:
+            return None
+        last = group_slots(trial.graph, gemm)
+        match = next((one for one in find_blocks(trial.graph).matches if one.gemms[-1].node is last), None)
+        if match is None:
+            return None
+        _take(trial.graph, match)
+    except NotThisForm:
+        return None
+    return trial, match.record.name
 
 
 def _has_slots(match: BlockMatch) -> bool:

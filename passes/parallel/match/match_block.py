@@ -70,6 +70,14 @@ def match_block(
             f"its GEMMs are {match.record.form}, and expert parallelism is taken out of grouped GEMMs only; "
             "write them with torch.nn.functional.grouped_mm (transformers: experts_implementation='grouped_mm')"
         )
+    if match.low_rank:
+        pair = " and ".join(named(gemm.node) for gemm in match.low_rank[:2])
+        raise NotThisForm(
+            f"matrices of low rank, {pair}, stand beside its weights, and cannot be added to these ahead of a run; "
+            "expected rows @ weight + (rows @ a) @ b * scale, of one type and with parameters for all of them; with "
+            "dynamic=True torch takes a Python float for one that may change, so keep the scale in a buffer, or leave "
+            "dynamic out"
+        )
     for gemm in match.gemms:
         if gemm.weights.op != "placeholder" and not is_expert_stack(gemm.weights) and not is_computed(gemm.weights):
             raise NotThisForm(

@@ -17,6 +17,7 @@ from moepass.models.testing.project_styles.converted_style import FlatWeights, M
 from moepass.models.testing.project_styles.exact_style import SlicesOfModules, SplitOfStacks
 from moepass.models.testing.project_styles.gathered_style import DroppingMasks, GatheredMasks, GatheredOrder
 from moepass.models.testing.project_styles.ids_style import GlobalIdsTravel, LocalIdsTravel
+from moepass.models.testing.project_styles.low_rank_style import LowRankModules
 from moepass.models.testing.project_styles.megatron_style import MaskedDispatch
 from moepass.models.testing.project_styles.overlap_style import OverlappedHalves, OverlappedModules
 from moepass.models.testing.project_styles.padded_style import (
@@ -37,6 +38,7 @@ from moepass.passes.ir.slot_operations import gather
 from moepass.passes.loops.sort_masks import sort_masks
 from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
 from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
+from moepass.passes.parallel.merge_low_rank import merge_low_rank, split_low_rank
 from moepass.passes.slots.compute_read_slots import compute_read_slots
 from moepass.passes.slots.leave_out_padding import leave_out_padding
 from moepass.passes.slots.look_up_one_hots import look_up_one_hots
@@ -54,6 +56,7 @@ STYLES: dict[str, tuple[type[nn.Module], str]] = {
     "master weights": (MasterWeights, "all_to_all"),
     "flat weights": (FlatWeights, "all_to_all"),
     "scaled modules": (ScaledModules, "all_to_all"),
+    "low rank": (LowRankModules, "all_to_all"),
     "global ids": (GlobalIdsTravel, "all_to_all_ids"),
     "local ids": (LocalIdsTravel, "all_to_all_own_ids"),
     "overlapped halves": (OverlappedHalves, "all_to_all"),
@@ -69,7 +72,8 @@ EVEN_FORMS = ("all_to_all_slots", "all_gather")
 # In the fast tests: slots, exact sizes, and weights that travel, or are gathered, and ids that travel.
 _SOON = ("deepspeed", "deepseek", "megatron", "megatron gathered", "local ids")
 PASSES = (
-    sort_masks, leave_out_padding, write_grouped_gemms, eliminate_expert_parallelism, look_up_one_hots,
+    sort_masks, leave_out_padding, write_grouped_gemms, merge_low_rank, eliminate_expert_parallelism, split_low_rank,
+    look_up_one_hots,
     compute_read_slots,
 )  # fmt: skip
 SIZES = StyleSizes()

@@ -1,0 +1,343 @@
+"""What values hold for the pairs of a token and an expert that a router did not choose.
+
+A router's weights as a matrix [tokens, experts] are zero, or another constant, but for the k experts of each token:
+
+    zeros.scatter(1, ids, weights)                      and with -inf, before a softmax or a sigmoid
+    (one_hot(ids) * weights.unsqueeze(-1)).sum(1)       and as a product of both
+    scores * mask, scores.masked_fill(~mask, 0)         where masks are written in these ways
+
+The constant is followed through what is computed of them: an operation of constants is computed; 0 times anything is 0,
+as is a product of rows of zeros with a matrix. That 0 times an infinite number would be none is left out: so a value
+that is not finite stays with the pairs that were chosen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.fx import Node
+
+from moepass.passes.dense.dense_gemms import dense_gemm
+from moepass.passes.dense.pair_layouts import CUTS, REDUCTIONS, SAME, Pairs, is_counting, is_plain, sources
+from moepass.passes.graph.input_sizes import size_expression
+from moepass.passes.graph.node_arguments import all_arguments
+from moepass.passes.graph.nodes import constant_of, draws_random_numbers, fake_value, is_call, map_nodes, mutates
+from moepass.passes.graph.operations import base_operation, operation
+from moepass.passes.rows.row_layout import Layout, features, size_of
+from moepass.passes.rows.row_operations import VIEWS
+from moepass.passes.rows.row_rules import acts_by_element
+
+aten = torch.ops.aten
+
+Number = bool | int | float
+
+_CASTS = {"_to_copy", "convert_element_type"}
+_ANDS = {"mul", "bitwise_and", "logical_and"}
+_FULL = {"full", "full_like", "new_full"}
+_ZEROS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
+_ABOUT_MEMORY = ("device", "pin_memory", "memory_format", "non_blocking")
+_MOVES = {"permute", "transpose", "t", "expand", "repeat", "slice", "select", *SAME}
+
+
+@dataclasses.dataclass(frozen=True)
+class Background:
+    """`number` everywhere but at the experts `ids` [places, k], or [places], of each place; without ids everywhere."""
+
+    number: Number
+    ids: Node | None = None
+
+    @property
+    def is_zero(self) -> bool:
+        return self.number == 0
+
+
+class Backgrounds:
+    """Finds the backgrounds of values of one set of pairs."""
+
+    def __init__(self, pairs: Pairs) -> None:
+        self.pairs = pairs
+        self._known: dict[tuple[Node, Layout], Background | None] = {}
+
+    def of(self, node: Node, layout: Layout) -> Background | None:
+        """The background of `node`, in which experts and places lie as in `layout`; None where it has none."""
+        key = (node, layout)
+        if key not in self._known:
+            self._known[key] = None  # no value is computed of itself
+            self._known[key] = self._find(node, layout)
+        return self._known[key]
+
+    def _find(self, node: Node, layout: Layout) -> Background | None:
+        if not isinstance(fake_value(node), torch.Tensor):
+            return None
+        constant = _constant(node)
+        if constant is not None:
+            return Background(constant)
+        if node.op != "call_function" or mutates(node) or draws_random_numbers(node):
+            return None
+        base = base_operation(node)
+        if base in ("scatter", "scatter_add"):
+            return self._scattered(node, layout)
+        if base == "eq" and (found := self._compared(node, layout)) is not None:
+            return found
+        gemm = dense_gemm(node)
+        if gemm is not None and gemm.kind != "summed" and gemm.result(self.pairs) == layout:
+            return self._multiplied(gemm.rows, gemm.of_rows(self.pairs), gemm.added, layout)
+        if base in ("bmm", "mm"):
+            return self._contracted(node, layout)
+        if base in ("_softmax", "softmax", "_safe_softmax"):
+            return self._softmax(node, layout)
+        found_sources = sources(node, layout, self.pairs)
+        if found_sources is None:
+            return None
+        below = {used: self.of(used, one) for used, one in found_sources.items()}
+        if operation(node) in VIEWS or base in _MOVES or (base == "getitem" and _is_cut(node)):
+            return next(iter(below.values()))
+        if base in ("cat", "stack"):
+            return self._together(list(below.values()))
+        if base in REDUCTIONS:
+            return self._reduced(base, next(iter(below.values())))
+        return self._elementwise(node, base, below, layout) if acts_by_element(node) else None
+
+    # -------------------------------------------------------------------------------------------------------- leaves
+
+    def _scattered(self, node: Node, layout: Layout) -> Background | None:
+        """Something written to the experts of each place, into one number."""
+        given = all_arguments(node)
+        if given.get("reduce") is not None:
+            return None
+        into, index = self.of(given["self"], layout), given["index"]
+        *front, last = layout.dimensions
+        is_along_experts = given["dim"] % len(layout.dimensions) == len(front) and last == self.pairs.of_experts
+        sizes = [size_expression(size) for size in fake_value(index).shape[:-1]]
+        # Where there are fewer ids than places, the last places have no expert.
+        if into is None or not is_along_experts or sizes != [size_of(dimension) for dimension in front]:
+            return None
+        ids = self._ids(index, [*front, ()])
+        return None if ids is None or into.ids not in (None, ids) else Background(into.number, ids)
+
+    def _compared(self, node: Node, layout: Layout) -> Background | None:
+        """`ids.unsqueeze(-1) == arange(experts)`."""
+        given = all_arguments(node)
+        below = sources(node, layout, self.pairs) or {}
+        for left, numbers in ((given["self"], given["other"]), (given["other"], given["self"])):
+            if not isinstance(left, Node) or not is_counting(numbers):
+                continue
+            if [one for one in below[numbers].dimensions if not is_plain(one)] != [self.pairs.of_experts]:
+                continue
+            ids = self._ids(left, [one for one in below[left].dimensions if one])
+            if ids is not None:
+                return Background(False, ids)
+        return None
+
+    def _ids(self, node: Node, dimensions: list[Any]) -> Node | None:
+        """The ids [places, k] of experts that a router chose, all different for each place, among which those of `node`
+        are; its places lie in the first of `dimensions`, which are those of more than one element.
+        """
+        of_places = [one for one in dimensions if not is_plain(one)]
+        front, layout = len(of_places), Layout(tuple(of_places))
+        is_by_place = self.pairs.has_places(layout) and not self.pairs.has_experts(layout)
+        if not is_by_place or not self.pairs.are_known(layout) or dimensions[:front] != of_places:
+            return None
+        ids = _before_views(node, front)
+        sizes = [size_expression(size) for size in fake_value(ids).shape[:front]]
+        is_whole = fake_value(ids).dim() in (front, front + 1) and sizes == [size_of(one) for one in of_places]
+        return ids if is_whole and self._are_chosen(ids, front) else None
+
+    def _are_chosen(self, ids: Node, dim: int) -> bool:
+        """True where a top-k, or an argmax, of all experts gives `ids` along `dim`, which argmax may have left out."""
+        chosen = ids.args[0] if is_call(ids, operator.getitem) and ids.args[1] == 1 else ids
+        if not isinstance(chosen, Node) or chosen.op != "call_function":
+            return False
+        given = all_arguments(chosen)
+        scores = given.get("self")
+        if not isinstance(scores, Node) or given.get("dim") is None:
+            return False
+        value = fake_value(scores)
+        is_over_experts = (
+            given["dim"] % value.dim() == dim == value.dim() - 1 and value.shape[dim] == self.pairs.experts
+        )
+        is_top = is_call(chosen, aten.topk.default) and isinstance(given["k"], int)
+        return bool(is_over_experts and (is_top or is_call(chosen, aten.argmax.default, aten.max.dim)))
+
+    # ---------------------------------------------------------------------------------------------------- operations
+
+    def _multiplied(self, rows: Node, layout: Layout, added: Any, result: Layout) -> Background | None:
+        found = self.of(rows, layout)
+        if found is None or not found.is_zero:
+            return None
+        if added is None:
+            return Background(0, found.ids)
+        # What is added is a background of zero, too.
+        value = fake_value(added)
+        of_added = result.dimensions[len(result.dimensions) - value.dim() :]
+        other = self.of(added, Layout(tuple(_stretched(*pair) for pair in zip(of_added, value.shape, strict=True))))
+        return None if other is None or not other.is_zero else self._joint(0, [found, other])
+
+    def _contracted(self, node: Node, layout: Layout) -> Background | None:
+        """A product that adds up something else than experts: of zeros, if one of its factors is."""
+        given = all_arguments(node)
+        left, right = given["self"], given["mat2"]
+        batch = len(layout.dimensions) - 2
+        *front, rows, columns = layout.dimensions
+        summed = features(fake_value(left).shape[-1])
+        of_left, of_right = Layout((*front, rows, summed)), Layout((*front, summed, columns))
+        assert batch in (0, 1)
+        for factor, one in ((left, of_left), (right, of_right)):
+            if self.pairs.has_experts(one):
+                found = self.of(factor, one)
+                if found is not None and found.is_zero:
+                    return Background(0, found.ids)
+        return None
+
+    def _softmax(self, node: Node, layout: Layout) -> Background | None:
+        """Over experts, of -inf where none was chosen."""
+        given = all_arguments(node)
+        dim = given["dim"] % len(layout.dimensions)
+        if layout.dimensions[dim] != self.pairs.of_experts:
+            return None
+        found = self.of(given["self"], layout)
+        is_out = found is not None and found.ids is not None and found.number == -math.inf
+        return Background(0, found.ids) if is_out and found is not None else None
+
+    def _together(self, parts: list[Background | None]) -> Background | None:
+        first = parts[0]
+        if first is None or any(one is None or one.number != first.number for one in parts):
+            return None
+        return self._joint(first.number, parts)
+
+    def _reduced(self, base: str, found: Background | None) -> Background | None:
+        if found is None:
+            return None
+        is_same = base in ("amax", "amin", "any", "all") or (found.is_zero and base in ("sum", "mean", "prod"))
+        return found if is_same else None
+
+    def _elementwise(
+        self, node: Node, base: str, below: dict[Node, Background | None], layout: Layout
+    ) -> Background | None:
+        given = all_arguments(node)
+        if base in _ANDS:
+            zero = next((one for one in below.values() if one is not None and one.is_zero), None)
+            if zero is not None:
+                return Background(_cast(0, node), zero.ids)
+        if base == "div" and given.get("rounding_mode") is None:
+            above = below.get(given["self"])
+            if above is not None and above.is_zero and below.get(given["other"]) is None:
+                return Background(0, above.ids)
+        if base == "masked_fill" and isinstance(given["value"], (bool, int, float)):
+            mask = below[given["mask"]]
+            if mask is not None and mask.number:
+                return Background(_cast(given["value"], node), mask.ids)
+        if base == "where":
+            condition = below.get(given["condition"])
+            if condition is not None:
+                taken = given["self"] if condition.number else given["other"]
+                other = below.get(taken) if isinstance(taken, Node) else Background(taken)
+                return None if other is None else self._joint(_cast(other.number, node), [condition, other])
+        if base == "sub" and given["alpha"] == 1 and isinstance(given["other"], Node):
+            # As a softmax is taken apart: what is largest is finite, or spoils those that were chosen too.
+            out = below.get(given["self"])
+            is_largest = self._is_largest(given["other"], given["self"], layout)
+            if is_largest and out is not None and out.ids is not None and out.number == -math.inf:
+                return out
+        if any(one is None for one in below.values()):
+            return None
+        number = _computed(node, {used: one.number for used, one in below.items() if one is not None})
+        return None if number is None else self._joint(number, list(below.values()))
+
+    def _is_largest(self, node: Node, of: Node, layout: Layout) -> bool:
+        """True for the largest number of all experts in `of`, which has `layout`."""
+        if not is_call(node, aten.amax.default) or fake_value(of).dim() != len(layout.dimensions):
+            return False
+        given = all_arguments(node)
+        return (
+            given["self"] is of
+            and given["keepdim"]
+            and [layout.dimensions[dim] for dim in given["dim"]] == [self.pairs.of_experts]
+        )
+
+    def _joint(self, number: Number, parts: list[Background | None]) -> Background | None:
+        """`number` where all of `parts` have their own: where no expert of any of them is."""
+        ids = {one.ids for one in parts if one is not None and one.ids is not None}
+        return Background(number, *ids) if len(ids) <= 1 else None
+
+
+def _stretched(dimension: Any, size: Any) -> Any:
+    return dimension if size_expression(size) == size_of(dimension) else features(size)
+
+
+def _is_cut(node: Node) -> bool:
+    return base_operation(node.args[0]) in CUTS | {"unbind"}  # type: ignore[arg-type]
+
+
+def _before_views(node: Node, front: int) -> Node:
+    """What `node` shows some of: whole numbers, cast and viewed, or one of several of each place.
+
+    The first `front` dimensions stay.
+    """
+    while node.op == "call_function":
+        base = base_operation(node)
+        source = node.all_input_nodes[0] if node.all_input_nodes else node
+        value = fake_value(source)
+        if not isinstance(value, torch.Tensor) or value.dtype not in (torch.int64, torch.int32):
+            return node
+        shapes = [[size_expression(size) for size in fake_value(one).shape] for one in (node, source)]
+        if base in _CASTS | SAME:
+            is_shown = True
+        elif base in ("unsqueeze", "view", "reshape", "_unsafe_view"):
+            is_shown = [size for size in shapes[0] if size != 1] == [size for size in shapes[1] if size != 1]
+        else:
+            dim = all_arguments(node).get("dim", 0) % value.dim()
+            is_shown = base in ("select", "slice") and (dim == front or shapes[0] == shapes[1])
+        if not is_shown or shapes[0][:front] != shapes[1][:front]:
+            return node
+        node = source
+    return node
+
+
+def _constant(node: Node) -> Number | None:
+    """The number that `node` has everywhere; None where that is not plain."""
+    if node.op == "get_attr":
+        value = constant_of(node)
+        with unset_fake_temporarily():
+            is_number = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and value.numel() == 1
+            return value.item() if is_number else None
+    base = base_operation(node)
+    if base in _ZEROS:
+        return _cast(_ZEROS[base], node)
+    given = all_arguments(node)
+    if base in _FULL and isinstance(given["fill_value"], (bool, int, float)):
+        return _cast(given["fill_value"], node)
+    if base == "scalar_tensor" and isinstance(given["s"], (bool, int, float)):
+        return _cast(given["s"], node)
+    return None
+
+
+def _cast(number: Number, node: Node) -> Number:
+    """`number` in the type of `node`."""
+    with unset_fake_temporarily():  # the compiler runs in fake mode
+        return torch.tensor(number).to(fake_value(node).dtype).item()
+
+
+def _computed(node: Node, numbers: dict[Node, Number]) -> Number | None:
+    """What the operation of `node` gives for constants; None where that is more than a number."""
+
+    def constant(used: Node) -> torch.Tensor:
+        return torch.full((1,) if fake_value(used).dim() else (), numbers[used], dtype=fake_value(used).dtype)
+
+    if not all(isinstance(fake_value(used), torch.Tensor) for used in node.all_input_nodes):
+        return None
+    with unset_fake_temporarily():
+        args, kwargs = map_nodes((node.args, node.kwargs), constant)
+        kwargs = {name: value for name, value in kwargs.items() if name not in _ABOUT_MEMORY}
+        try:
+            result = node.target(*args, **kwargs)  # type: ignore[operator]
+        except Exception:  # whatever an operator says to numbers that do not fit it
+            return None
+        if not isinstance(result, torch.Tensor) or result.numel() != 1 or result.dtype != fake_value(node).dtype:
+            return None
+        return result.item()

@@ -1,0 +1,261 @@
+"""Take out host reads of counts of which nothing is left but their sum, and that is known.
+
+A loop over slices by counts reads these from the device. As grouped GEMMs it needs their sum alone: how many rows there
+are together. Where the counts are those of all pairs of a token and an expert, that is tokens · k. So the host has to
+wait for nothing.
+
+    counts    of each expert, how often it is among chosen ids, none of which is any other number
+    reads     of each of the counts, or of each of their sums up to there
+    asserted  what is said of these numbers is true of all counts with that sum, and is not asked any more
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from moepass.passes.blocks.expert_masks import chosen_experts
+from moepass.passes.graph.collectives import communications_of
+from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
+from moepass.passes.graph.input_sizes import size_expression
+from moepass.passes.graph.node_arguments import all_arguments
+from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call, is_view, map_nodes, mutates
+from moepass.passes.graph.operations import base_operation
+from moepass.passes.loops.chosen_rows import chosen_by_top_k, counts_up
+
+aten = torch.ops.aten
+
+_CASTS = {"_to_copy", "convert_element_type", "clone", "alias", "detach", "contiguous"}
+_ZEROS = {"zeros", "zeros_like", "new_zeros"}
+
+
+class _NotKnownError(Exception):
+    """Something is left that only a run tells."""
+
+
+def without_known_reads(module: GraphModule) -> GraphModule:
+    """A copy of `module` without host reads that are not needed; `module` itself where there are none."""
+    if any(True for _ in communications_of(module.graph)):
+        return module
+    for name in [node.name for node in _tables(module.graph)]:
+        trial = copy_graph_module(module)
+        table = next(node for node in trial.graph.nodes if node.name == name)
+        try:
+            _take_out(trial.graph, table)
+        except _NotKnownError:
+            continue
+        trial.graph.lint()
+        trial.recompile()
+        module = trial
+    return module
+
+
+def _tables(graph: Graph) -> list[Node]:
+    """The tensors [n] that the host reads number by number."""
+    found: dict[Node, None] = {}
+    for node in graph.nodes:
+        if is_call(node, aten._local_scalar_dense.default) and is_call(node.args[0], aten.select.int):
+            found[node.args[0].args[0]] = None
+    return list(found)
+
+
+def _take_out(graph: Graph, table: Node) -> None:
+    """Raises _NotKnownError; the graph is of no use then."""
+    reads = _reads(table)
+    is_of_ends = is_call(table, aten.cumsum.default)
+    total = _total(all_arguments(table)["self"] if is_of_ends else table, len(reads))
+    if total is None:
+        raise _NotKnownError
+    # Counts of all experts but the last are free; the last one has the rest.
+    counts = [sympy.Symbol(f"count_{number}", integer=True, nonnegative=True) for number in range(len(reads))]
+    forms = [sympy.Add(*counts[: number + 1]) for number in range(len(reads))] if is_of_ends else list(counts)
+    known = {size_expression(read): form for read, form in zip(reads, forms, strict=True)}
+    if not all(symbol.is_Symbol for symbol in known) or len(known) != len(reads):
+        raise _NotKnownError
+    rest = {counts[-1]: total - sympy.Add(*counts[:-1])}
+    whole = {symbol: sympy.expand(form.xreplace(rest)) for symbol, form in known.items()}
+    for node in list(graph.nodes):
+        if is_call(node, aten._assert_scalar.default) and _mentions(node.args[0], known):
+            condition = fake_value(node.args[0]).node.expr  # type: ignore[arg-type]
+            if not _holds(condition, known, whole, counts, total):
+                raise _NotKnownError
+            erase_assertion(graph, node)
+    for node in list(graph.nodes):
+        if _mentions(node, known):
+            _describe(graph, node, whole, {*counts})
+    for node in reversed(list(graph.nodes)):
+        if not node.users and _mentions(node, known) and node.op == "call_function" and not mutates(node):
+            graph.erase_node(node)
+    if any(_mentions(node, known) for node in graph.nodes):
+        raise _NotKnownError
+
+
+def erase_assertion(graph: Graph, assertion: Node) -> None:
+    (condition,) = assertion.all_input_nodes
+    graph.erase_node(assertion)
+    if not condition.users:
+        erase_unread(graph, condition)
+
+
+def _reads(table: Node) -> list[Node]:
+    """The reads of all numbers of `table`, in order. Raises _NotKnownError where some are missing."""
+    value = fake_value(table)
+    found: dict[int, Node] = {}
+    for select in table.users:
+        if is_call(select, aten.select.int):
+            for read in select.users:
+                if is_call(read, aten._local_scalar_dense.default):
+                    found[all_arguments(select)["index"]] = read
+    if value.dim() != 1 or value.dtype not in (torch.int32, torch.int64) or sorted(found) != list(range(len(found))):
+        raise _NotKnownError
+    if value.shape[0] != len(found):
+        raise _NotKnownError
+    return [found[number] for number in range(len(found))]
+
+
+def _total(counts: Node, experts: int) -> sympy.Expr | None:
+    """What `counts` [experts] add up to, where that is known; none of them is below zero."""
+    while base_operation(counts) in _CASTS:
+        counts = counts.all_input_nodes[0]
+        if fake_value(counts).dtype not in (torch.int32, torch.int64, torch.float32):
+            return None
+    if is_call(counts, aten.histc.default):
+        given = all_arguments(counts)
+        is_whole = given["bins"] == experts and given["min"] == 0 and given["max"] in (experts - 1, experts)
+        return _number_of(given["self"], experts) if is_whole else None
+    if is_call(counts, aten.scatter_add.default):
+        given = all_arguments(counts)
+        is_count = (
+            _is_filled(given["self"], 0) and _is_filled(given["src"], 1) and fake_value(given["index"]).dim() == 1
+        )
+        return _elements(given["index"]) if is_count else None
+    if not is_call(counts, aten.sum.dim_IntList):
+        return None
+    given = all_arguments(counts)
+    of = given["self"]
+    value = fake_value(of)
+    dims = sorted(dim % value.dim() for dim in given["dim"])
+    if dims != list(range(value.dim() - 1)) or given["keepdim"]:
+        return None
+    mask = chosen_experts(of) if value.dim() == 2 else None
+    if mask is not None and not mask.is_by_expert and value.shape[1] == experts:
+        ids = fake_value(mask.ids)
+        # Whole numbers, or truths: none is rounded.
+        return _elements(mask.ids) if not value.is_floating_point() and ids.dim() == 2 else None
+    while base_operation(of) in _CASTS:
+        of = of.all_input_nodes[0]
+    if not is_call(of, aten.eq.Tensor) or value.is_floating_point():
+        return None
+    for ids, numbers in (of.args, of.args[::-1]):
+        assert isinstance(ids, Node)
+        assert isinstance(numbers, Node)
+        if counts_up(numbers) and is_call(ids, aten.unsqueeze.default) and fake_value(ids).shape[-1] == 1:
+            return _number_of(ids, experts)
+    return None
+
+
+def _number_of(ids: Node, experts: int) -> sympy.Expr | None:
+    """How many `ids` there are, where a top-k of as many experts gives them all, in whatever order."""
+    node = ids
+    while True:
+        if is_call(node, operator.getitem) and is_call(node.args[0], aten.sort.stable, aten.sort.default):
+            if node.args[1] != 0:
+                return None
+            node = node.args[0].args[0]  # type: ignore[union-attr, assignment]
+        elif is_view(node) and not is_call(node, operator.getitem, aten.expand.default):
+            if sympy.expand(_elements(node) - _elements(node.all_input_nodes[0])) != 0:
+                return None
+            node = node.all_input_nodes[0]
+        elif base_operation(node) in _CASTS:
+            node = node.all_input_nodes[0]
+        else:
+            break
+    chosen = chosen_by_top_k(node)
+    return _elements(node) if chosen is not None and chosen.experts == experts else None
+
+
+def _elements(node: Node) -> sympy.Expr:
+    return sympy.expand(sympy.Mul(*map(size_expression, fake_value(node).shape)))
+
+
+def _is_filled(node: Node, number: int) -> bool:
+    base = base_operation(node)
+    if base in _ZEROS:
+        return number == 0
+    if base in {"ones", "ones_like", "new_ones"}:
+        return number == 1
+    return base in {"full", "full_like", "new_full"} and all_arguments(node)["fill_value"] == number
+
+
+def _mentions(node: object, known: Mapping[sympy.Symbol, sympy.Expr]) -> bool:
+    """True where sizes that the host reads are in the value of `node`."""
+    if not isinstance(node, Node):
+        return False
+    value = fake_value(node)
+    for one in value if isinstance(value, (tuple, list)) else (value,):
+        sizes = [*one.shape, *one.stride()] if isinstance(one, torch.Tensor) else [one]
+        for size in sizes:
+            symbols = getattr(getattr(size, "node", None), "expr", sympy.Integer(0)).free_symbols
+            if any(symbol in known for symbol in symbols):
+                return True
+    return False
+
+
+def _holds(
+    condition: Any, known: Mapping[Any, Any], whole: Mapping[Any, Any], counts: list[sympy.Symbol], total: sympy.Expr
+) -> bool:
+    """True where `condition` is true of all counts that add up to `total`.
+
+    `known` are the numbers that the host reads, of all counts, `whole` those of all counts but the last.
+    """
+    if isinstance(condition, (sympy.Ge, sympy.Le)):
+        larger, smaller = condition.args if isinstance(condition, sympy.Ge) else condition.args[::-1]
+        difference = sympy.expand((larger - smaller).xreplace(known))
+        # Of sizes of the graph, one term is as many as all counts: as often as it goes into the difference.
+        for times in (0, 1):
+            shifted = sympy.expand(difference + times * (sympy.Add(*counts) - total))
+            terms = shifted.as_coefficients_dict()
+            if all(value >= 0 and (term == 1 or term in counts) for term, value in terms.items()):
+                return True
+    return bool(sympy.simplify(sympy.sympify(condition).xreplace(whole)) == sympy.true)
+
+
+def _describe(graph: Graph, node: Node, whole: Mapping[Any, Any], counts: set[sympy.Symbol]) -> None:
+    """Let `node` have the sizes that are known, as far as they are."""
+    value = fake_value(node)
+    if isinstance(value, torch.SymInt):
+        size = sympy.expand(value.node.expr.xreplace(whole))
+        if size.free_symbols & counts or not node.users:
+            return
+        with graph.inserting_before(node):
+            node.replace_all_uses_with(_written(size, node))
+        return
+    if isinstance(value, (torch.Tensor, tuple, list)) and node.op == "call_function":
+        args, kwargs = map_nodes((node.args, node.kwargs), fake_value)
+        first = value if isinstance(value, torch.Tensor) else value[0]
+        with first.fake_mode:
+            node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _written(size: sympy.Expr, node: Node) -> Any:
+    """A size as a number, or a node in front of `node`. Raises _NotKnownError."""
+    if size.is_Integer:
+        return int(size)
+    for one in node.graph.nodes:
+        if one is node:
+            break
+        if isinstance(fake_value(one), torch.SymInt) and size_expression(one) == size:
+            return one
+    if not (size.is_Mul or size.is_Add):
+        raise _NotKnownError
+    tensor = next(one for one in node.graph.nodes if isinstance(fake_value(one), torch.Tensor))
+    writer = GraphWriter(node.graph, tensor)
+    parts = [_written(part, node) for part in size.args]
+    join = operator.mul if size.is_Mul else operator.add
+    return functools.reduce(lambda left, right: writer.emit(join, left, right), parts)

@@ -1,0 +1,221 @@
+"""Dense experts of which a router chooses some compute these alone, however they are written; others stay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from captured_layers import compiled, forms, tokens
+from torch import nn
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.lowering import lowerings
+from torch.nn import functional as F
+
+import moepass
+from moepass.models.testing.project_styles.dense_experts import (
+    EXPERTS,
+    TAKEN,
+    TOP_K,
+    BaddbmmDense,
+    DenseExperts,
+    EinsumDense,
+    GptOssDense,
+    Llama4Dense,
+    MatmulDense,
+    OneHotDense,
+)
+from moepass.passes.blocks.expert_gemms import is_grouped_gemm
+from moepass.passes.dense.dense_gemms import dense_gemm
+from moepass.passes.graph.nodes import fake_value, graph_inputs
+
+aten = torch.ops.aten
+WRITINGS = [pytest.param(one, id=one.__name__) for one in TAKEN]
+
+
+def layer(kind: type[DenseExperts], **sizes: int) -> DenseExperts:
+    torch.manual_seed(0)
+    return kind(**sizes)
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("kind", WRITINGS)
+def test_the_chosen_pairs_are_computed_alone(kind: type[DenseExperts]) -> None:
+    result = compiled(layer(kind))
+    assert forms(result) == ["grouped_mm"]
+    assert result.refusals == ()
+    nodes = list(result.module.graph.nodes)
+    assert not any(dense_gemm(node) for node in nodes)
+    top_k = 1 if kind is BaddbmmDense else TOP_K
+    batch = 2 if kind.__name__ == "BatchDense" else 1
+    (size,) = [
+        value for node in graph_inputs(result.module.graph) if isinstance(value := fake_value(node), torch.SymInt)
+    ]
+    for gemm in filter(is_grouped_gemm, nodes):
+        assert fake_value(gemm).shape[0].node.expr == top_k * batch * size.node.expr
+
+
+@pytest.mark.sampled(every=16)
+@pytest.mark.parametrize("lower", ["eager", "inductor"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", WRITINGS)
+def test_static_sizes_types_and_decompositions(kind: type[DenseExperts], dtype: torch.dtype, lower: str) -> None:
+    tolerance = 1e-5 if dtype is torch.float32 else 4e-2
+    result = compiled(layer(kind), lower=lower, dtype=dtype, numbers=(EXPERTS,), dynamic=False, tolerance=tolerance)
+    assert forms(result) == ["grouped_mm"]
+    if lower == "inductor":
+        taken_apart = {node.target for node in result.module.graph.nodes if node.target in select_decomp_table()}
+        assert {target for target in taken_apart if target not in lowerings} == set()
+
+
+class AllExperts(EinsumDense):
+    """Every expert of every token counts."""
+
+    def weights(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.softmax(self.router(hidden), dim=-1)
+
+
+class AboveThreshold(EinsumDense):
+    """As many as are above a number, or equal: how many that are, only values tell."""
+
+    def weights(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self.router(hidden)
+        least = logits.topk(self.top_k, dim=-1)[0][:, -1:]
+        return logits.masked_fill(logits < least, float("-inf")).softmax(dim=-1)
+
+
+class SmallNotZero(EinsumDense):
+    def weights(self, hidden: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.choose(hidden)
+        return torch.full((hidden.shape[0], self.experts), 1e-3).scatter(1, ids, weights)
+
+
+class OtherIds(EinsumDense):
+    """Written to the experts behind the chosen ones, some of them twice for a token."""
+
+    def weights(self, hidden: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.choose(hidden)
+        return torch.zeros(hidden.shape[0], self.experts).scatter(1, (ids + 1) // 2, weights)
+
+
+class FewTokens(EinsumDense):
+    """The router's choice for all tokens but the last, which has none."""
+
+    def weights(self, hidden: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.choose(hidden)
+        return torch.zeros(hidden.shape[0], self.experts).scatter(1, ids[:-1], weights[:-1])
+
+
+class ChosenByTokens(EinsumDense):
+    """Experts choose tokens."""
+
+    def weights(self, hidden: torch.Tensor) -> torch.Tensor:
+        scores = F.softmax(self.router(hidden), dim=-1)
+        weights, ids = scores.topk(2, dim=0)
+        return torch.zeros_like(scores).scatter(0, ids, weights)
+
+
+class TwoChoices(EinsumDense):
+    """The sum of two routers' weights."""
+
+    def weights(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().weights(hidden) + super().weights(hidden.flip(1))
+
+
+class BiasedLlama4(Llama4Dense):
+    """An expert gives something for a row of zeros."""
+
+    def activate(self, up: torch.Tensor) -> torch.Tensor:
+        return super().activate(up) + 0.5
+
+
+class SoftmaxOfExperts(GptOssDense):
+    """The results of all experts meet before they are weighed."""
+
+    def activate(self, up: torch.Tensor) -> torch.Tensor:
+        return super().activate(up).softmax(dim=0)
+
+
+class MeanOverTokens(GptOssDense):
+    def activate(self, up: torch.Tensor) -> torch.Tensor:
+        return super().activate(up - up.mean(dim=1, keepdim=True))
+
+
+@pytest.mark.sampled(every=4)
+@pytest.mark.parametrize(
+    "kind",
+    [AllExperts, AboveThreshold, SmallNotZero, OtherIds, FewTokens, ChosenByTokens, TwoChoices, BiasedLlama4],
+    ids=lambda kind: kind.__name__,
+)
+def test_what_is_not_zero_stays(kind: type[DenseExperts]) -> None:
+    result = compiled(layer(kind))
+    assert not any(map(is_grouped_gemm, result.module.graph.nodes))
+    assert result.refusals == ()
+
+
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("kind", [SoftmaxOfExperts, MeanOverTokens], ids=lambda kind: kind.__name__)
+def test_experts_that_look_at_others_are_refused(kind: type[DenseExperts]) -> None:
+    result = compiled(layer(kind))
+    assert not any(map(is_grouped_gemm, result.module.graph.nodes))
+    (refusal,) = result.refusals
+    assert "every expert computes every token" in refusal.reason
+    assert "(test_compute_chosen_pairs.py" in refusal.reason
+
+
+class ReadTwice(GptOssDense):
+    """Something else reads what the experts computed of every token."""
+
+    def activate(self, up: torch.Tensor) -> torch.Tensor:
+        self.largest = up.amax()
+        return super().activate(up)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) + self.largest
+
+
+def test_results_that_are_read_otherwise_too_are_refused() -> None:
+    result = compiled(layer(ReadTwice))
+    assert not any(map(is_grouped_gemm, result.module.graph.nodes))
+    (refusal,) = result.refusals
+    assert "read by something else too" in refusal.reason
+
+
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("kind", [GptOssDense, MatmulDense])
+def test_a_token_that_is_not_finite_stays_one(kind: type[DenseExperts]) -> None:
+    """Its own results are not finite, as before; the others' are the same."""
+    model = layer(kind).eval()
+    given = tokens(7)
+    given[2, 3] = float("inf")
+    torch._dynamo.reset()
+    with torch.no_grad():
+        found = torch.compile(model, backend="asyncep", options={"lower": "eager"})(given)
+        expected = model(given)
+    assert not torch.isfinite(found[2]).all()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_all_experts_chosen_stay_dense() -> None:
+    result = compiled(layer(EinsumDense, top_k=EXPERTS))
+    assert not any(map(is_grouped_gemm, result.module.graph.nodes))
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("kind", [GptOssDense, OneHotDense, Llama4Dense])
+def test_offloaded_experts_stream(kind: type[DenseExperts]) -> None:
+    """Einsums too, whose GEMMs nobody knew as those of experts."""
+    model = nn.Sequential(layer(kind), layer(kind)).eval().requires_grad_(False)
+    given = tokens(9)
+    torch._dynamo.reset()
+    with torch.no_grad(), moepass.record_compilations() as compilations:
+        expected = model(given)
+        moepass.offload_experts(model)
+        found = torch.compile(model, backend="asyncep", options={"lower": "eager", "debug": True})(given)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    (compilation,) = compilations
+    assert [(block.form, block.top_k) for block in compilation.plan.blocks] == [("grouped_mm", TOP_K)] * 2
+    assert len(compilation.plan.slot_stays) == 2
+    assert compilation.plan.refusals == ()
+
+
+def test_no_tokens() -> None:
+    compiled(layer(GptOssDense), numbers=(5, 0))

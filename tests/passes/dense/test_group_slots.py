@@ -1,0 +1,142 @@
+"""Slots of local experts, filled and read by numbers and multiplied in a batch: those that are read are computed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from captured_layers import compiled, forms
+from torch.nn import functional as F
+
+from moepass.models.testing.project_styles.dense_experts import EXPERTS, TOP_K, DenseExperts
+from moepass.passes.blocks.expert_gemms import is_grouped_gemm
+from moepass.passes.graph.nodes import fake_value, graph_inputs
+from moepass.passes.slots.compute_read_slots import compute_read_slots
+
+CAPACITY = 16
+Tensor = torch.Tensor
+
+
+class Slots(DenseExperts):
+    """Rows are written to slots [experts, capacity] and read there again; those without a slot are dropped."""
+
+    has_bias = True
+
+    def multiply(self, slots: Tensor) -> Tensor:
+        up = torch.bmm(slots, self.up) + self.up_bias[:, None]
+        return torch.bmm(self.activate(up), self.down) + self.down_bias[:, None]
+
+    def move(self, rows: Tensor, expert: Tensor, place: Tensor, kept: Tensor) -> Tensor:
+        """Through the slots."""
+        slot = torch.where(kept, expert * CAPACITY + place, EXPERTS * CAPACITY)
+        slots = rows.new_zeros(EXPERTS * CAPACITY + 1, self.hidden).index_copy(0, slot, rows)[:-1]
+        results = self.multiply(slots.view(EXPERTS, CAPACITY, -1)).view(EXPERTS * CAPACITY, -1)
+        return torch.cat([results, results.new_zeros(1, self.hidden)])[slot]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        weights, ids = self.choose(hidden)
+        expert = ids.reshape(-1)
+        mask = F.one_hot(expert, EXPERTS)
+        place = ((mask.cumsum(0) - 1) * mask).sum(-1)
+        rows = self.move(hidden.repeat_interleave(self.top_k, 0), expert, place, place < CAPACITY)
+        return (rows.view(-1, self.top_k, self.hidden) * weights.unsqueeze(-1)).sum(1)
+
+
+class TwoNumbers(Slots):
+    """Slots are written and read by two numbers; a slot more for what is dropped."""
+
+    def move(self, rows: Tensor, expert: Tensor, place: Tensor, kept: Tensor) -> Tensor:
+        place = torch.where(kept, place, CAPACITY)
+        slots = rows.new_zeros(EXPERTS, CAPACITY + 1, self.hidden)
+        slots[expert, place] = rows
+        return self.multiply(slots)[expert, place] * kept.unsqueeze(-1)
+
+
+class FromBehind(TwoNumbers):
+    """Numbers below zero count from the last expert."""
+
+    def move(self, rows: Tensor, expert: Tensor, place: Tensor, kept: Tensor) -> Tensor:
+        return super().move(rows, expert - EXPERTS, place, kept)
+
+
+class Gathered(Slots):
+    """`scatter_add` and `gather`, with a number for each feature; einsums."""
+
+    def multiply(self, slots: Tensor) -> Tensor:
+        up = torch.einsum("ech,ehf->ecf", slots, self.up) + self.up_bias.unsqueeze(1)
+        return torch.einsum("ecf,efh->ech", self.activate(up), self.down) + self.down_bias.unsqueeze(1)
+
+    def move(self, rows: Tensor, expert: Tensor, place: Tensor, kept: Tensor) -> Tensor:
+        slot = torch.where(kept, expert * CAPACITY + place, EXPERTS * CAPACITY).unsqueeze(-1).expand(-1, self.hidden)
+        slots = rows.new_zeros(EXPERTS * CAPACITY + 1, self.hidden).scatter_add(0, slot, rows)[:-1]
+        results = self.multiply(slots.view(EXPERTS, CAPACITY, -1)).view(EXPERTS * CAPACITY, -1)
+        return torch.cat([results, results.new_zeros(1, self.hidden)]).gather(0, slot)
+
+
+class Added(Slots):
+    """Biases inside the products."""
+
+    def multiply(self, slots: Tensor) -> Tensor:
+        up = torch.baddbmm(self.up_bias.unsqueeze(1), slots, self.up)
+        return torch.baddbmm(self.down_bias.unsqueeze(1), self.activate(up), self.down)
+
+
+class AllComputed(DenseExperts):
+    """Every expert computes every token; of each token the chosen results are gathered."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        weights, ids = self.choose(hidden)
+        up = torch.einsum("th,ehf->tef", hidden, self.up)
+        results = torch.einsum("tef,efh->teh", self.activate(up), self.down)
+        chosen = results.gather(1, ids.unsqueeze(-1).expand(-1, -1, self.hidden))
+        return (chosen * weights.unsqueeze(-1)).sum(1)
+
+
+class AllLookedUp(DenseExperts):
+    def forward(self, hidden: Tensor) -> Tensor:
+        weights, ids = self.choose(hidden)
+        rows = hidden.expand(EXPERTS, *hidden.shape)
+        results = torch.bmm(self.activate(torch.bmm(rows, self.up)), self.down)
+        chosen = results[ids, torch.arange(hidden.shape[0]).unsqueeze(1)]
+        return (chosen * weights.unsqueeze(-1)).sum(1)
+
+
+TAKEN = [Slots, TwoNumbers, FromBehind, Gathered, Added, AllComputed, AllLookedUp]
+
+
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("kind", TAKEN, ids=lambda kind: kind.__name__)
+def test_slots_that_are_read_are_computed(kind: type[DenseExperts]) -> None:
+    torch.manual_seed(0)
+    result = compiled(kind(), passes=(compute_read_slots,))
+    assert forms(result) == ["grouped_mm"]
+    graph = result.module.graph
+    (size,) = [value for node in graph_inputs(graph) if isinstance(value := fake_value(node), torch.SymInt)]
+    for gemm in filter(is_grouped_gemm, graph.nodes):
+        assert fake_value(gemm).shape[0].node.expr == TOP_K * size.node.expr
+
+
+class ReadAsAWhole(Slots):
+    def multiply(self, slots: Tensor) -> Tensor:
+        results = super().multiply(slots)
+        return results - results.mean(dim=1, keepdim=True)
+
+
+class SlotsMeet(Slots):
+    def activate(self, up: Tensor) -> Tensor:
+        return super().activate(up.flip(1))
+
+
+class MoreTokens(Slots):
+    """More is looked up than there are slots."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(torch.cat([hidden] * 8))[: len(hidden)]
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("kind", [ReadAsAWhole, SlotsMeet, MoreTokens], ids=lambda kind: kind.__name__)
+def test_others_stay_batches(kind: type[DenseExperts]) -> None:
+    torch.manual_seed(0)
+    result = compiled(kind(), passes=(compute_read_slots,))
+    assert "grouped_mm" not in forms(result)
+    assert not any(map(is_grouped_gemm, result.module.graph.nodes))

@@ -1,0 +1,118 @@
+"""Loops over slices by counts: the host reads no counts where it is known how many rows they are together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from test_write_grouped_gemms import EXPERTS, HIDDEN, TOP_K, SlicesByCounts, SlicesByEnds, read
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx import GraphModule
+from torch.nn import functional as F
+
+from moepass.passes.graph.nodes import is_call
+from moepass.passes.ir.plan import Plan
+from moepass.passes.ir.protocol import PassContext, run_passes
+from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
+from moepass.runtime.lowering.lower_segments import decompositions
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+
+
+class Counted(SlicesByCounts):
+    """Sorted rows through slices; `count` tells how many are each expert's."""
+
+    def count(self, chosen: Tensor) -> Tensor:
+        return chosen.new_zeros(EXPERTS).scatter_add(0, chosen.view(-1), torch.ones_like(chosen.view(-1)))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        _, chosen = (hidden @ self.router.T).topk(TOP_K, dim=-1)
+        order = chosen.view(-1).argsort(stable=True)
+        rows = self.run(hidden[order // TOP_K], self.count(chosen), hidden)
+        return hidden.new_zeros(order.shape[0], HIDDEN).index_copy(0, order[: rows.shape[0]], rows)
+
+
+class ByMask(Counted):
+    """As DeepSeek counts."""
+
+    def count(self, chosen: Tensor) -> Tensor:
+        return chosen.new_zeros((chosen.shape[0], EXPERTS)).scatter_(1, chosen, 1).sum(0)
+
+
+class ByHistogram(Counted):
+    def count(self, chosen: Tensor) -> Tensor:
+        return torch.histc(chosen.float(), bins=EXPERTS, min=0, max=EXPERTS - 1).long()
+
+
+class OfSortedIds(Counted):
+    def count(self, chosen: Tensor) -> Tensor:
+        return F.one_hot(chosen.view(-1).sort()[0], EXPERTS).sum(0)
+
+
+class OfSomeTokens(Counted):
+    """Rows of the first tokens alone are computed: fewer than there are."""
+
+    def count(self, chosen: Tensor) -> Tensor:
+        return F.one_hot(chosen[:3].reshape(-1), EXPERTS).sum(0)
+
+
+class OfOtherIds(Counted):
+    """Ids that no top-k gave, in part beyond the experts that are counted."""
+
+    def count(self, chosen: Tensor) -> Tensor:
+        return torch.histc((chosen * 2).float(), bins=EXPERTS, min=0, max=EXPERTS - 1).long()
+
+
+class CountsReturned(SlicesByCounts):
+    """The graph returns a number that the host read."""
+
+    def run(self, rows: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
+        sizes = read(counts)
+        outputs, start = [], 0
+        for expert, size in zip(self.experts, sizes, strict=True):
+            torch._check(start + size <= rows.shape[0])
+            outputs.append(expert(rows[start : start + size]))
+            start = start + size
+        return torch.cat(outputs) + sizes[0]
+
+
+def host_reads(model: nn.Module) -> int:
+    """How many numbers the host reads behind the pass; what the graph computes is compared with `model`."""
+    found: list[GraphModule] = []
+
+    def compile_graph(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        found.append(run_passes((write_grouped_gemms,), module, Plan(), PassContext()).module)
+        return make_boxed_func(found[-1].forward)
+
+    backend = aot_autograd(
+        fw_compiler=compile_graph, inference_compiler=compile_graph, decompositions=decompositions("eager")
+    )
+    torch._dynamo.reset()
+    with torch.no_grad(), torch._dynamo.config.patch({"capture_scalar_outputs": True}):
+        compiled = torch.compile(model.eval(), backend=backend, dynamic=True, fullgraph=True)
+        for number in (11, 29, 4):
+            hidden = torch.randn(number, HIDDEN, generator=torch.Generator().manual_seed(number))
+            torch.testing.assert_close(compiled(hidden), model(hidden), rtol=1e-5, atol=1e-6)
+    (module,) = found
+    return sum(is_call(node, aten._local_scalar_dense.default) for node in module.graph.nodes)
+
+
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize(
+    "model", [SlicesByCounts, SlicesByEnds, Counted, ByMask, ByHistogram, OfSortedIds], ids=lambda model: model.__name__
+)
+def test_no_counts_are_read(model: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    assert host_reads(model()) == 0
+
+
+@pytest.mark.sampled(every=2)
+@pytest.mark.parametrize("model", [OfSomeTokens, OfOtherIds, CountsReturned], ids=lambda model: model.__name__)
+def test_others_are_read_as_before(model: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    assert host_reads(model()) == EXPERTS
