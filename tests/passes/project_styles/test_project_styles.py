@@ -73,8 +73,7 @@ EVEN_FORMS = ("all_to_all_slots", "all_gather")
 _SOON = ("deepspeed", "deepseek", "megatron", "megatron gathered", "local ids")
 PASSES = (
     sort_masks, leave_out_padding, write_grouped_gemms, merge_low_rank, eliminate_expert_parallelism, split_low_rank,
-    look_up_one_hots,
-    compute_read_slots,
+    look_up_one_hots, compute_read_slots,
 )  # fmt: skip
 SIZES = StyleSizes()
 
