@@ -194,6 +194,10 @@ class Branches(RowRules):
     def _check_alike(self, nodes: tuple[Node, ...]) -> None:
         """All branches do the same, up to how many rows they have. Raises NotThisForm."""
         first = nodes[0]
+        if all(node.op == "placeholder" for node in nodes):
+            if (tied := next((node for node in nodes if nodes.count(node) > 1), None)) is not None:
+                self._refuse(tied, "is a weight of several experts")
+            self._refuse(first, "is no weight, or has another shape or type than in other branches")
         for node in nodes[1:]:
             if (node.op, node.target) != (first.op, first.target) or node.op != "call_function":
                 self._refuse(node, f"stands in the place of {named(first)} in another branch")

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from moepass.models.testing.project_styles.local_loops import (
     EXPERTS,
     HIDDEN,
+    GatedMlp,
     LoopOfSums,
     MaskLoop,
     MixtralLoop,
@@ -227,6 +228,15 @@ class ComparedNarrowIds(SelectedLoop):
         return chosen.bool().long(), weights
 
 
+class TiedWeights(SelectedLoop):
+    def __init__(self) -> None:
+        super().__init__()
+        one, other = self.experts[0], self.experts[2]
+        assert isinstance(one, GatedMlp)
+        assert isinstance(other, GatedMlp)
+        other.w1.weight = one.w1.weight
+
+
 KEPT: list[type[MixtralLoop]] = [
     Descending, SomeExperts, OneExpertTwice, OrderOfMask, SumOverRows, OtherTokens, Places, OverwrittenNotAdded,
     PartialSums, ChosenByThreshold, NarrowIds, ChosenAmongFewer, MixedMasks, DoubledPairs,
@@ -248,6 +258,7 @@ def test_what_looks_like_such_a_loop_computes_as_before(model: type[MaskLoop]) -
     ("model", "reason"),
     [
         (SomeExperts, r"the rows of experts \[0, 1, 2\] of the 4 that a router chooses among; expected all of them"),
+        (TiedWeights, r"^input .* is a weight of several experts"),
         (ComparedNarrowIds, r"compares something other than the ids \[tokens, k\] that torch.topk gives"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
