@@ -271,7 +271,8 @@ class _Lookups:
         value = fake_value(table)
         if self.found.fill is None or _is_positive(value.shape[0]):
             return table
-        row = self.writer.emit(aten.new_zeros.default, table, [1, *value.shape[1:]])
+        features = [int(size) for size in value.shape[1:]]
+        row = self.writer.emit(aten.full.default, [1, *features], 0, dtype=value.dtype, device=self.device)
         return self.writer.emit(aten.cat.default, [table, row])
 
 

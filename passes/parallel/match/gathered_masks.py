@@ -26,11 +26,11 @@ import torch
 from torch.fx import Graph, Node
 
 from moepass.passes.blocks.expert_masks import at_most_chosen, gathered_mask
-from moepass.passes.graph.collectives import WAIT, collective_of
+from moepass.passes.graph.collectives import WAIT, collective_of, communication_of
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments
-from moepass.passes.graph.nodes import fake_value, is_call
+from moepass.passes.graph.nodes import fake_value, is_call, mutates
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.operations import base_operation
 from moepass.passes.graph.source_lines import named
@@ -139,13 +139,35 @@ class _GatheredPairs:
             replaced.append((reader.node, stands))
         if not self._pairs:
             raise NotThisForm(f"nothing is selected by the mask that {named(self._mask.node)} gathers")
+        unread = self._unread({old for old, _ in replaced})
         for old, new in replaced:
             old.replace_all_uses_with(new)
-        for old, _ in replaced:
+        for old in (*(old for old, _ in replaced), *sorted(unread, reverse=True)):
             if old in self._graph.nodes:
                 erase_unread(self._graph, old)
         gather = self._gathered[self._mask.input].all_input_nodes[0]
         return gather
+
+    def _unread(self, replaced: Collection[Node]) -> set[Node]:
+        """What depends on the gathers that go, and not by nodes that are `replaced`: nothing reads it.
+
+        Raises NotThisForm where something does: then its gather would stay, perhaps on this rank alone.
+        """
+        found: set[Node] = set()
+        for gather in (one for one in self._gathers.values() if one.input in self._gathered):
+            pending = [gather.node]
+            while pending:
+                for user in pending.pop().users:
+                    if user in replaced or user in found:
+                        continue
+                    if not is_call(user, WAIT) and (user.is_impure() or mutates(user) or communication_of(user)):
+                        raise NotThisForm(
+                            f"what {named(gather.node)} gathers, of which the mask of chosen experts selects, is also "
+                            f"read by {named(user)}; expected nothing else to read it"
+                        )
+                    found.add(user)
+                    pending.append(user)
+        return found
 
     def _readers(self) -> list[_MaskReader]:
         found: list[_MaskReader] = []

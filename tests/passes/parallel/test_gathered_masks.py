@@ -193,6 +193,37 @@ def test_what_is_no_selection_of_chosen_experts_stays(name: str) -> None:
     assert [(node.name, node.target) for node in changed.graph.nodes] == before
 
 
+class _AlsoRead(Selecting):
+    """The gathered probabilities are a result too, or something is made of them and read by nothing."""
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        scores = hidden @ self.weight
+        mask = gather_rows(self.choose(scores), RANKS, self.group_name)
+        probabilities = gather_rows(scores, RANKS, self.group_name)
+        return (*self.select(mask[:, self.own], probabilities[:, self.own]), probabilities * 2)
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_gathers_that_go_do_so_on_every_rank(is_read: bool) -> None:
+    with pretend_rank(0, RANKS):
+        layer = _AlsoRead(whole, masked, _columns(0))
+        captured = capture_module(layer, hidden_rows(WIDTH, 7, 0, torch.float32), 0, RANKS)
+    graph = copy_graph_module(captured.module).graph
+    if not is_read:
+        output = graph.output_node()
+        output.args = (output.args[0][:-1],)  # type: ignore[index]
+    found, reasons = look_up_gathered_masks(graph, ())
+    gathered = [fake_value(one.input).shape[1] for one in map(collective_of, graph.nodes) if one is not None]
+    if is_read:
+        assert found == []
+        (reason,) = reasons.values()
+        assert "is also read by" in reason
+        assert gathered == [EXPERTS, EXPERTS]
+    else:
+        assert reasons == {}
+        assert gathered == [TOP_K, TOP_K]
+
+
 class _Thresholds(GatheredOrder):
     """As many experts as score more than chance."""
 

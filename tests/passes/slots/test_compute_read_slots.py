@@ -152,6 +152,17 @@ def test_there_may_be_no_slots(read: str) -> None:
     )
 
 
+@pytest.mark.slow
+def test_inductor_lowers_what_is_written_for_no_slots() -> None:
+    model = CountedSlots(READS["zeros behind"])
+    compiled = torch.compile(model, backend="asyncep", options={"lower": "inductor"})
+    slots, ids = _inputs(6, 1, 4)
+    with torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=True):
+        for sign in (1, -1):
+            given = (slots.abs() * sign, ids)
+            torch.testing.assert_close(compiled(*given), model(*given), rtol=1e-5, atol=1e-5)
+
+
 class RowsAcross(SlotExperts):
     """Something between the GEMMs sees other rows."""
 
