@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -93,9 +94,9 @@ def _laid_out(node: Node) -> Node | None:
     return None
 
 
-def _is_filling(node: object) -> bool:
+def _is_filling(node: Any) -> bool:
     while is_view(node) and not is_call(node, operator.getitem):
-        node = node.all_input_nodes[0]  # type: ignore[attr-defined]
+        node = node.all_input_nodes[0]
     return isinstance(node, Node) and node.op == "call_function" and base_operation(node) in _FILLINGS
 
 
