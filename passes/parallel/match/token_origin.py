@@ -5,19 +5,25 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from moepass.passes.blocks.detect import BlockMatch
 from moepass.passes.graph.collectives import WAIT, Collective, collective_of
+from moepass.passes.graph.contents import MAKE_EMPTY
 from moepass.passes.graph.nodes import fake_value, is_call, is_view
 from moepass.passes.graph.not_this_form import NotThisForm
+from moepass.passes.graph.operations import adds_to_places, base_operation
 from moepass.passes.graph.source_lines import named
 from moepass.passes.parallel.match.gathered_masks import OF_MASK_KEY
 from moepass.passes.parallel.match.near_experts import MOST_NODES, is_size
 
 aten, prims = torch.ops.aten, torch.ops.prims
+
+# What is made to be filled with rows, or stands beside them.
+_FILLINGS = {"zeros", "new_zeros", "zeros_like", "full", "new_full", "full_like", *MAKE_EMPTY}
 
 
 def origin(node: Node, passes_through: Callable[[Node], Node | None], gathered: bool) -> Node:
@@ -25,18 +31,20 @@ def origin(node: Node, passes_through: Callable[[Node], Node | None], gathered: 
 
     A block takes rows [tokens, .]; the model may have brought them into that form right in front of it.
     """
-    rows = node
+    rows, is_before = node, gathered
     while True:
         if fake_value(node).dim() == 2:
             rows = node
         if gathered and (collective := _waited_for(node)) is not None and collective.kind == "all_gather":
-            node = collective.input
+            node, is_before = collective.input, False
             if OF_MASK_KEY in collective.node.meta:
                 return node
             if is_call(node, aten.constant_pad_nd.default):
                 node = node.all_input_nodes[0]
             continue
         source = passes_through(node)
+        if source is None and is_before:
+            source = _laid_out(node)
         if source is None:
             return rows
         node = source
@@ -59,7 +67,7 @@ def gathered_rows(node: Node) -> Node | None:
         collective = _waited_for(current)
         if collective is not None:
             return collective.input if collective.kind == "all_gather" else None
-        current = is_row_move(current)
+        current = is_row_move(current) or _laid_out(current)
     return None
 
 
@@ -72,6 +80,24 @@ def is_row_move(node: Node) -> Node | None:
     if is_call(node, aten.clone.default) or (is_view(node) and not is_call(node, operator.getitem)):
         return _node(node.args[0])
     return None
+
+
+def _laid_out(node: Node) -> Node | None:
+    """The rows beside which `node` puts rows of padding, or which it writes to places among these."""
+    if is_call(node, aten.cat.default):
+        rows = [part for part in node.args[0] if not _is_filling(part)]  # type: ignore[union-attr]
+        return _node(rows[0]) if len(rows) == 1 else None
+    if is_call(node, aten.constant_pad_nd.default):
+        return _node(node.args[0])
+    if is_call(node, aten.index_put.default) and _is_filling(node.args[0]) and not adds_to_places(node):
+        return _node(node.args[2])
+    return None
+
+
+def _is_filling(node: Any) -> bool:
+    while is_view(node) and not is_call(node, operator.getitem):
+        node = node.all_input_nodes[0]
+    return isinstance(node, Node) and node.op == "call_function" and base_operation(node) in _FILLINGS
 
 
 def is_id_arithmetic(node: Node) -> Node | None:
@@ -119,7 +145,7 @@ def _row_places(rows: Node) -> Iterator[Node]:
     while node is not None:
         if is_call(node, aten.index.Tensor, aten.index_select.default):
             yield from (used for used in node.all_input_nodes[1:] if not fake_value(used).is_floating_point())
-        node = is_row_move(node)
+        node = is_row_move(node) or _laid_out(node)
 
 
 def _places_before(start: Node) -> Iterator[Node]:

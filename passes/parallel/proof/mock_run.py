@@ -174,6 +174,12 @@ class MockRun:
             return min(max(self.scenario.load * own_pairs, 4), max(MOST_ROWS, own_pairs))
         return experts if self.scenario.full else self.scenario.peer_pairs
 
+    @property
+    def most_padding(self) -> int | None:
+        """How many rows of padding an expert has at most; None for those that the block adds itself."""
+        most = self.scenario.padding
+        return None if most is None else min(most, max(2, MOST_ROWS // self.block.experts))
+
     def random_rows(self, *shape: int) -> torch.Tensor:
         return torch.rand(*shape, generator=self.generator, dtype=torch.float64).sub_(0.5)
 
@@ -229,10 +235,10 @@ class MockRun:
 
     def _padded(self, node: Node, padding: AnyPadding, value_of: Callable[[Node], Any]) -> Any:
         numbers = [value_of(each) for each in node.all_input_nodes]
-        unit, seed = self.scenario.padding, self.generator.initial_seed()
+        seed = self.generator.initial_seed()
         if isinstance(numbers[0], torch.Tensor):
-            return padding.padded(numbers[0].long(), unit, seed).to(fake_value(node).dtype)
-        return int(padding.padded(torch.tensor(sum(numbers)), unit, seed))
+            return padding.padded(numbers[0].long(), self.most_padding, seed).to(fake_value(node).dtype)
+        return int(padding.padded(torch.tensor(sum(numbers)), self.most_padding, seed))
 
     def _call(self, node: Node, arguments: Any, answer: Answer) -> Any:
         args, kwargs = arguments

@@ -59,7 +59,7 @@ def check_run(run: MockRun) -> None:
 
 def _padding(run: MockRun) -> str:
     """How a run pads the rows of a block that does."""
-    most = run.scenario.padding
+    most = run.most_padding
     return f" and 0 to {most} rows of padding for each expert" if run.mock.is_padded and most is not None else ""
 
 

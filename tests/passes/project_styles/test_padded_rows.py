@@ -206,7 +206,7 @@ def check_right(captured: Sequence[Captured], results: Sequence[PassResult], tok
             torch.testing.assert_close(found, wanted[0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("padding", [LastBits, NegativeQuotient, Int32, LeastRoom, RoomForAll, RoomByHost, SumByHost])
 def test_other_ways_to_pad_are_taken(padding: type[Padding]) -> None:
     captured, results = zip(*(eliminated(padding(), rank) for rank in range(2)), strict=True)
@@ -216,7 +216,7 @@ def test_other_ways_to_pad_are_taken(padding: type[Padding]) -> None:
     check_right(captured, results, [(9, 4), (0, 3), (40, 61)])
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize(
     ("padding", "reason"),
     [

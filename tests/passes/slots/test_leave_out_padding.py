@@ -97,6 +97,7 @@ INPUTS = [
 ]
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("loop", [Joined, PaddedWithWeights, PaddedOutputs])
 def test_padding_that_is_cut_off_is_left_out(loop: type[Loop]) -> None:
     result = captured(loop(), PASSES, INPUTS, tolerance=1e-5)
@@ -110,6 +111,7 @@ def test_padding_that_is_cut_off_is_left_out(loop: type[Loop]) -> None:
     )
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("loop", [Mixed, InFront, MaybeFewer, Moved])
 def test_other_rows_of_padding_stay(loop: type[Loop]) -> None:
     result = captured(loop(), PASSES, INPUTS, tolerance=1e-5)

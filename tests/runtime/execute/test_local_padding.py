@@ -41,8 +41,8 @@ def tokens(sizes: StyleSizes, number: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("name", "lower", "dtype"),
     [
-        ("search", "eager", torch.float32),
         ("modules", "eager", torch.float32),
+        *(pytest.param(name, "eager", torch.float32, marks=_SLOW) for name in LAYERS if name != "modules"),
         *(pytest.param(name, "inductor", torch.float32, marks=_SLOW) for name in LAYERS),
         *(pytest.param(name, lower, torch.bfloat16, marks=_SLOW) for name in LAYERS for lower in ("eager", "inductor")),
     ],

@@ -1,0 +1,172 @@
+"""Padded rows in other exchanges, and beside what else travels and meets rows: taken, and right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from simulated_ranks import capture_module, hidden_rows, pretend_rank
+from test_padded_rows import check_right
+from test_project_styles import SIZES, eliminated
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from moepass.models.reference.collectives import exchange_rows, gather_rows, scatter_sums
+from moepass.models.reference.grouped_experts import count_per_expert, grouped_gemm, undo_order
+from moepass.models.testing.project_styles.exact_style import ExactLayer
+from moepass.models.testing.project_styles.gathered_style import GatheredMasks, GatheredOrder
+from moepass.models.testing.project_styles.ids_style import GlobalIdsTravel
+from moepass.models.testing.project_styles.padded_style import PaddedLayer, Padding, ScatteredRows, SearchedTable
+from moepass.models.testing.project_styles.style_sizes import BiasedExpert, StyleSizes, stacked
+from moepass.passes.graph.collectives import communications_of
+
+
+class IdsAndPadding(GlobalIdsTravel):
+    """Expert ids travel with the rows."""
+
+    padding: Padding = SearchedTable()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weights, chosen = torch.topk(self.router(hidden), self.sizes.top_k, dim=-1)
+        ids, order = torch.sort(chosen.view(-1), stable=True)
+        send, receive = self._exchange_sizes(count_per_expert(ids // len(self.owned), self.ranks))
+        rows = self._exchange(hidden[order // self.sizes.top_k], send, receive)
+        local = self._exchange(ids, send, receive) - self.owned.start
+        by_expert = torch.argsort(local, stable=True)
+        counts = count_per_expert(local, len(self.owned))
+        outputs = undo_order(self.padding.run(rows[by_expert], counts, self._experts), by_expert)
+        weighed = self._exchange(outputs, receive, send) * weights.view(-1)[order].unsqueeze(-1)
+        return torch.zeros_like(hidden).index_add(0, order // self.sizes.top_k, weighed.to(hidden.dtype))
+
+    def _experts(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        ends = counts.cumsum(0).to(torch.int32)
+        inner = F.silu(self._gemm(rows, self.gate, ends)) * self._gemm(rows, self.up, ends)
+        return self._gemm(inner, self.down, ends)
+
+
+class IdsAndScatter(IdsAndPadding):
+    padding = ScatteredRows()
+
+
+class WeightsInside(PaddedLayer):
+    """Weights travel, are padded as the rows are, and are applied by the experts."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        scores, chosen = torch.topk(self.router(hidden), self.sizes.top_k, dim=1)
+        counts = count_per_expert(chosen.view(-1), self.sizes.experts)
+        order = torch.argsort(chosen.view(-1), stable=True)
+        arriving, send, receive = self.exchange_counts(counts)
+        arrived = exchange_rows(hidden[order // self.sizes.top_k], send, receive, self.group_name)
+        weights = exchange_rows(scores.view(-1)[order].to(hidden.dtype), send, receive, self.group_name)
+        number, own = arrived.shape[0], len(self.owned)
+        # Rows of each rank are padded by themselves.
+        groups = arriving.view(self.ranks, own).t().reshape(-1)
+        padded = (groups + 7) // 8 * 8
+        start = (padded.cumsum(0) - padded).view(own, self.ranks).t().reshape(-1)
+        first = arriving.cumsum(0) - arriving
+        place = torch.arange(number) + (start - first).repeat_interleave(arriving, output_size=number)
+        laid = arrived.new_zeros((number + own * self.ranks * 8, arrived.shape[1]))
+        laid_weights = arrived.new_zeros((number + own * self.ranks * 8,))
+        laid[place], laid_weights[place] = arrived, weights
+        ends = padded.view(own, self.ranks).sum(1).cumsum(0).to(torch.int32)
+        experts, gemm = self.experts, self.experts._gemm
+        inner = F.silu(gemm(laid, experts.gate, ends)) * gemm(laid, experts.up, ends) * laid_weights.unsqueeze(-1)
+        outputs = gemm(inner, experts.down, ends)[place]
+        returned = exchange_rows(outputs, receive, send, self.group_name)
+        return torch.zeros_like(hidden).index_add(0, order // self.sizes.top_k, returned)
+
+
+class BiasedAndPadded(PaddedLayer):
+    """Biases are looked up for rows of padding as well, and behind the last of these."""
+
+    padding = ScatteredRows()
+
+    def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
+        ExactLayer.__init__(self, sizes, group)
+        experts = [BiasedExpert(sizes, number) for number in self.owned]
+        self.up, self.down = stacked([one.up for one in experts]), stacked([one.down for one in experts])
+        self.up_bias = stacked([one.up_bias for one in experts])
+        self.down_bias = stacked([one.down_bias for one in experts])
+
+    def experts(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ends = counts.cumsum(0)
+        ids = torch.searchsorted(ends, torch.arange(rows.shape[0]), right=True).clamp(max=len(self.owned) - 1)
+        ends = ends.to(torch.int32)
+        inner = F.gelu(grouped_gemm(rows, self.up.transpose(1, 2), ends) + self.up_bias[ids])
+        return grouped_gemm(inner, self.down.transpose(1, 2), ends) + self.down_bias[ids]
+
+
+class GatheredThatPads(GatheredMasks):
+    """All tokens on all ranks; each expert pads its rows and probabilities."""
+
+    def _run(self, rows: torch.Tensor, weights: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        for size in sizes:
+            torch._check(size >= 0)
+        torch._check(sum(sizes) == rows.shape[0])
+        torch._check(sum(sizes) == weights.shape[0])
+        outputs = []
+        for expert, part, weight in zip(self.experts, rows.split(sizes), weights.split(sizes), strict=True):
+            size = part.shape[0]
+            more = (size + 15) // 16 * 16 - size
+            padded = torch.cat([part, part.new_zeros(more, part.shape[1])])
+            outputs.append(expert(padded, torch.cat([weight, weight.new_zeros(more)]))[:size])
+        return torch.cat(outputs)
+
+
+class OrderThatPads(GatheredOrder):
+    """All tokens on all ranks; the rows of this rank's experts are padded."""
+
+    padding: Padding = SearchedTable()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        probabilities, mask = self._route(hidden)
+        group, ranks = self.group.group_name, self.ranks
+        own = slice(self.owned.start, self.owned.stop)
+        by_expert = gather_rows(mask, ranks, group)[:, own].t().reshape(-1)
+        weights = gather_rows(probabilities, ranks, group)[:, own].t().reshape(-1)
+        every = gather_rows(hidden, ranks, group)
+        total = int(by_expert.sum().item())
+        torch._check(total >= 0)
+        torch._check(total <= by_expert.shape[0])
+        order = by_expert.to(torch.int8).argsort(descending=True, stable=True)[:total]
+        tokens = order % every.shape[0]
+        counts = by_expert.view(len(self.owned), -1).sum(dim=1)
+        outputs = self.padding.run(every[tokens], counts, self._experts) * weights[order].unsqueeze(-1)
+        return scatter_sums(torch.zeros_like(every).index_add(0, tokens, outputs), ranks, group)
+
+    def _experts(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        ends = counts.cumsum(0).to(torch.int32)
+        gate, up = grouped_gemm(rows, self.gate_up.transpose(1, 2), ends).chunk(2, dim=-1)
+        return grouped_gemm(F.silu(gate) * up, self.down.transpose(1, 2), ends)
+
+
+class OrderAndScatter(OrderThatPads):
+    padding = ScatteredRows()
+
+
+@pytest.mark.sampled(every=7)
+@pytest.mark.parametrize(
+    ("layer", "form"),
+    [
+        (OrderThatPads, "all_gather"),
+        (OrderAndScatter, "all_gather"),
+        (GatheredThatPads, "all_gather"),
+        (IdsAndPadding, "all_to_all_ids"),
+        (IdsAndScatter, "all_to_all_ids"),
+        (WeightsInside, "all_to_all"),
+        (BiasedAndPadded, "all_to_all"),
+    ],
+)
+def test_padded_rows_in_other_layers(layer: type[nn.Module], form: str) -> None:
+    captured = []
+    for rank in range(2):
+        with pretend_rank(rank, 2):
+            model = layer(SIZES, dist.group.WORLD)
+            captured.append(capture_module(model, hidden_rows(SIZES.hidden, 9, rank, SIZES.dtype), rank, 2))
+    results = [eliminated(one) for one in captured]
+    for result in results:
+        assert [block.form for block in result.plan.local_blocks] == [form], result.plan.refusals
+        assert not list(communications_of(result.module.graph))
+    is_even = form == "all_gather"
+    check_right(captured, results, [(9, 9), (40, 40)] if is_even else [(9, 4), (1, 3), (40, 61)])
