@@ -245,7 +245,7 @@ class RowsOfPairs:
             for dim in kept(layout)
         ]
         if of_operand.has_rows:
-            return self.writer.viewed(self.write(used, of_operand), [self.rows.count, *map(int, sizes)])
+            return self._viewed(self.write(used, of_operand), [self.rows.count, *map(int, sizes)])
         sizes = sizes[len([dim for dim in kept(layout) if dim < front]) :]
         return self.writer.viewed(used, list(map(int, sizes)))
 

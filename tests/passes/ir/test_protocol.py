@@ -108,6 +108,7 @@ def test_matches_and_refusals_of_all_passes_are_collected() -> None:
     assert {match.split(":")[0] for match in result.matches} == set(NAMES) - {
         "sort_masks",
         "write_grouped_gemms",
+        "group_exchanged_slots",
         "merge_low_rank",
         "eliminate_expert_parallelism",
         "split_low_rank",
