@@ -12,6 +12,7 @@ from moepass.passes.blocks.rewrite import rewrite
 from moepass.passes.blocks.sink_token_gather import sink_token_gather
 from moepass.passes.cost.graph_cost import cost
 from moepass.passes.dense.compute_chosen_pairs import compute_chosen_pairs
+from moepass.passes.dense.group_exchanged_slots import group_exchanged_slots
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import Agree, Observer, Pass, PassContext, PassResult, run_passes
 from moepass.passes.loops.sort_masks import sort_masks
@@ -34,6 +35,7 @@ PASSES: tuple[Pass, ...] = (
     sort_masks,  # first: loops over experts cut what masks select, and sizes that a run tells hide what is equal
     leave_out_padding,  # before loops are written as GEMMs of all rows, whose padding nobody could tell any more
     write_grouped_gemms,  # all others know experts by their grouped GEMMs
+    group_exchanged_slots,  # likewise, where experts with slots are batches
     merge_low_rank,  # likewise, for blocks that have one GEMM for each product
     eliminate_expert_parallelism,  # everything after it sees local blocks only
     split_low_rank,  # what no bank took; before weights that are computed in each run hide experts

@@ -187,6 +187,9 @@ def top_k(up: ExpertGemm) -> int | None:
         if is_view(node) or is_call(node, aten._to_copy.default, aten.masked_fill.Scalar, aten.clone.default):
             node = node.all_input_nodes[0]
             continue
+        if is_call(node, aten.mul.Tensor) and str(fake_value(node.args[0]).shape) == str(fake_value(node).shape):  # type: ignore[arg-type]
+            node = node.args[0]  # type: ignore[assignment]
+            continue  # rows that are weighed before the experts
         if is_call(node, aten.index.Tensor, aten.index_select.default, aten.repeat_interleave.self_int):
             tokens = fake_value(node.args[0]).shape[0]  # type: ignore[arg-type]
             return next((k for k in range(1, up.experts + 1) if _always_equal(rows, tokens * k)), None)

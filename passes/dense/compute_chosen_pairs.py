@@ -76,6 +76,7 @@ def compute_chosen_pairs(module: GraphModule, plan: Plan, context: PassContext) 
         matches.append(f"{found.node.name} ({found.pairs.experts} experts)")
         found.node.replace_all_uses_with(result)
         erase_unread(graph, found.node)
+        writer.erase_unread()
     if not matches and not refusals:
         return PassResult(module, plan)
     graph.lint()

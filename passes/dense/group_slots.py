@@ -81,8 +81,7 @@ def group_slots(graph: Graph, gemm: DenseGemm) -> Node:
         graph.erase_node(user)
     result.replace_all_uses_with(written)
     erase_unread(graph, result)
-    if not written.users:
-        erase_unread(graph, written)
+    writer.erase_unread()
     return rows.gemms[gemm.node]
 
 

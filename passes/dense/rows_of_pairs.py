@@ -43,6 +43,8 @@ from moepass.passes.rows.row_rules import acts_by_element
 
 aten = torch.ops.aten
 
+_PLACE = ("nn_module_stack", "stack_trace")
+
 
 @dataclasses.dataclass(frozen=True)
 class PairRows:
@@ -228,7 +230,10 @@ class RowsOfPairs:
         weights = gemm.weights
         if gemm.inner == 2:
             weights = self.writer.emit(aten.permute.default, weights, [0, 2, 1])
-        return self.writer.emit(grouped_gemm_for(rows, weights), rows, weights, self.rows.ends)
+        product = self.writer.emit(grouped_gemm_for(rows, weights), rows, weights, self.rows.ends)
+        # The block is named after the module that multiplies.
+        product.meta.update({key: gemm.node.meta[key] for key in _PLACE if key in gemm.node.meta})
+        return product
 
     def _operand(self, used: Node, layout: Layout) -> Node:
         """`used` as it meets rows of a result that has `layout`."""
@@ -240,7 +245,7 @@ class RowsOfPairs:
             for dim in kept(layout)
         ]
         if of_operand.has_rows:
-            return self.writer.viewed(self.write(used, of_operand), [self.rows.count, *map(int, sizes)])
+            return self._viewed(self.write(used, of_operand), [self.rows.count, *map(int, sizes)])
         sizes = sizes[len([dim for dim in kept(layout) if dim < front]) :]
         return self.writer.viewed(used, list(map(int, sizes)))
 

@@ -68,6 +68,13 @@ class GraphWriter:
             self.graph.erase_node(node)
         self.written.clear()
 
+    def erase_unread(self) -> None:
+        """Take out what was written and nobody reads."""
+        for node in reversed(self.written):
+            if not node.users:
+                self.graph.erase_node(node)
+        self.written.clear()
+
     def size(self, tensor: Node, dim: int) -> Any:
         """A size of `tensor`: a number, or the node that reads it."""
         size = fake_value(tensor).shape[dim]

@@ -82,7 +82,7 @@ def _take_out(graph: Graph, table: Node) -> None:
     whole = {symbol: sympy.expand(form.xreplace(rest)) for symbol, form in known.items()}
     for node in list(graph.nodes):
         if is_call(node, aten._assert_scalar.default) and _mentions(node.args[0], known):
-            condition = fake_value(node.args[0]).node.expr  # type: ignore[arg-type]
+            condition = fake_value(node.args[0]).node.expr
             if not _holds(condition, known, whole, counts, total):
                 raise _NotKnownError
             erase_assertion(graph, node)
@@ -238,7 +238,7 @@ def _describe(graph: Graph, node: Node, whole: Mapping[Any, Any], counts: set[sy
         return
     if isinstance(value, (torch.Tensor, tuple, list)) and node.op == "call_function":
         args, kwargs = map_nodes((node.args, node.kwargs), fake_value)
-        first = value if isinstance(value, torch.Tensor) else value[0]
+        first: Any = value if isinstance(value, torch.Tensor) else value[0]
         with first.fake_mode:
             node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -33,10 +33,14 @@ _movers: MemoryTable[weakref.ref[StackedParameters]] = MemoryTable()
 
 
 class StackedParameters(torch.nn.Module):
-    """The parameters, one for each expert, that one place of a graph reads together; `names` are theirs."""
+    """The parameters, one for each expert, that one place of a graph reads together; `names` are theirs.
 
-    def __init__(self, names: Sequence[str]) -> None:
+    `note` is told why they are copied in each run, once, where they are.
+    """
+
+    def __init__(self, names: Sequence[str], note: Callable[[str], None] | None = None) -> None:
         super().__init__()
+        self._note = note
         self._names = list(names)
         self._is_told = False
         # Those that this object moved last.
@@ -73,16 +77,18 @@ class StackedParameters(torch.nn.Module):
         return len(living) == len(parts) and _side_by_side(living) is not None
 
     def _tell(self, parts: Sequence[torch.Tensor]) -> None:
-        if not self._is_told:
-            self._is_told = True
-            logger.warning(
-                "%s and %d others are copied together in each run (%.0f bytes): something else reaches their memory, "
-                "as tied weights, views of one buffer, a file or another loop over experts do; give each memory of its "
-                "own before the first run: parameter.data = parameter.data.clone()",
-                self._names[0],
-                len(parts) - 1,
-                sum(part.nbytes for part in parts),
-            )
+        if self._is_told:
+            return
+        self._is_told = True
+        reason = (
+            f"{self._names[0]} and {len(parts) - 1} others are copied together in each run "
+            f"({sum(part.nbytes for part in parts)} bytes): something else reaches their memory, as tied weights, "
+            "views of one buffer, a file or another loop over experts do; give each memory of its own before the first "
+            "run: parameter.data = parameter.data.clone()"
+        )
+        logger.warning("%s", reason)
+        if self._note is not None:
+            self._note(reason)
 
 
 def _storage_key(tensor: torch.Tensor) -> int:

@@ -200,7 +200,8 @@ class Executor:
         """
         self.plan = plan
         # Weakly, because the graphs are part of this executor.
-        self.graphs = _segment_graphs(plan, weakref.WeakMethod(self._refuse_recording)) if cudagraphs else None
+        self.graphs = _segment_graphs(plan, _weakly(self._refuse_recording)) if cudagraphs else None
+        self._note_copies = _weakly(self._refuse_stack)
         self._gathers = plan.gathers()
         self._number = next(_executor_numbers)
         self._lock = threading.Lock()
@@ -227,7 +228,8 @@ class Executor:
         self._banks = [plan.bank(index) for index in streamed]
         # The graph inputs that each bank is read from.
         self._inputs = [[names.index(name) for name in shards] for shards in streamed.values()]
-        bound = top if adopt else bind(top, {spec.index: spec for spec in plan.banks}, ring, graphs=self.graphs)
+        specs = {spec.index: spec for spec in plan.banks}
+        bound = top if adopt else bind(top, specs, ring, graphs=self.graphs, note_copies=self._note_copies)
         self._own = Schedule(bound, None if ring is None else weakref.ref(ring))
         # By the memory of the inputs that banks are read from.
         self._schedules: MemoryTable[Schedule] = MemoryTable()
@@ -337,6 +339,12 @@ class Executor:
         self.plan = dataclasses.replace(self.plan, segments=segments)
         logger.warning("%s runs without a CUDA graph: %s", name, reason)
 
+    def _refuse_stack(self, name: str, reason: str) -> None:
+        """Note in the plan that the parameters that `name` puts together are copied in each run."""
+        fresh = Refusal(name, reason)
+        if fresh not in self.plan.refusals:
+            self.plan = dataclasses.replace(self.plan, refusals=(*self.plan.refusals, fresh))
+
     def measured(self) -> MeasuredRuns:
         """Measurements of the last runs. On CUDA this waits until they are over."""
         return self._clock.measured(self._device or torch.device("cpu"))
@@ -414,7 +422,7 @@ class Executor:
                 names = f"here for {', '.join(spec.name for spec in specs.values())}"
                 remark = names if self._own.ring is None else f"compiled for another layer; {names}"
                 others = {spec.index: spec for spec in self.plan.banks}
-                bound = bind(self._top, others | specs, ring, remark, self.graphs)
+                bound = bind(self._top, others | specs, ring, remark, self.graphs, self._note_copies)
                 schedule = Schedule(bound, weakref.ref(ring))
             # Adoption may have given the parameters new storage; compute the key again.
             self._schedules.add(_memories(inputs), (tensor for of_bank in inputs for tensor in of_bank), schedule)
@@ -433,12 +441,19 @@ def device_of(values: Sequence[Any]) -> torch.device:
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
-def _segment_graphs(plan: Plan, note_refusal: weakref.WeakMethod[Callable[[str, str], None]]) -> SegmentGraphs:
+def _weakly(method: Callable[[str, str], None]) -> Callable[[str, str], None]:
+    """`method` of an object that its parts are not to keep alive: without it nobody is told."""
+    reference = weakref.WeakMethod(method)
+
     def note(name: str, reason: str) -> None:
-        found = note_refusal()
+        found = reference()
         if found is not None:
             found(name, reason)
 
+    return note
+
+
+def _segment_graphs(plan: Plan, note: Callable[[str, str], None]) -> SegmentGraphs:
     refused = [segment.name for segment in plan.segments if segment.cuda_graph and segment.cuda_graph.refusal]
     return SegmentGraphs(refused, note)
 
@@ -449,14 +464,16 @@ def bind(
     ring: Ring | None,
     remark: str = "",
     graphs: SegmentGraphs | None = None,
+    note_copies: Callable[[str, str], None] | None = None,
 ) -> GraphModule:
     """Replace the slot operations of `top` by calls of `ring`, and give every segment call its place in the model.
 
     `banks` are those of the graph, by the index that they have in it. `remark` goes with the place. Segments go through
     `graphs` where it is given.
 
-    Parameters of single experts that are read as one tensor are moved together where they come first. Bank tensors that
-    are still read one by one, from shards of several ranks, become calls of their store.
+    Parameters of single experts that are read as one tensor are moved together where they come first; `note_copies` is
+    told which of them are copied instead, by the operation's name and the reason. Bank tensors that are still read one
+    by one, from shards of several ranks, become calls of their store.
     """
     bound = copy_graph_module(top)
     for target, binding in _BINDINGS.items():
@@ -471,7 +488,8 @@ def bind(
             node.op, node.target = "call_module", node.target.__name__
         elif is_call(node, EXPERT_STACK):
             names = [str(one.meta.get(INPUT_NAME_KEY) or one.name) for one in node.all_input_nodes]
-            bound.add_module(node.name, StackedParameters(names))
+            note = None if note_copies is None else functools.partial(note_copies, node.name)
+            bound.add_module(node.name, StackedParameters(names, note))
             node.op, node.target = "call_module", node.name
         elif is_call(node, BANK_TENSOR) and not bank_arguments(node).is_complete:
             name = f"read_bank_tensor_at_{position}"

@@ -20,6 +20,7 @@ from moepass.models.testing.project_styles.style_sizes import (
     Router,
     StyleSizes,
     owned_experts,
+    stacked,
 )
 
 
@@ -116,3 +117,25 @@ class IndexedSlots(_SlotLayer):
         of_tokens = outputs.index_select(0, slot.reshape(-1)).view(tokens, self.sizes.top_k, width)
         result: torch.Tensor = (of_tokens * weights.unsqueeze(-1)).sum(dim=1).to(hidden.dtype)
         return result
+
+
+class BatchedSlots(IndexedSlots):
+    """The same slots, through stacked weights in a batch of all experts of the rank."""
+
+    def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
+        super().__init__(sizes, group)
+        experts: list[Any] = list(self.experts)
+        self.up, self.down = (stacked([getattr(one, name) for one in experts]) for name in ("up", "down"))
+        self.up_bias, self.down_bias = (
+            stacked([getattr(one, name) for one in experts]) for name in ("up_bias", "down_bias")
+        )
+
+    def _run(self, slots: torch.Tensor) -> torch.Tensor:
+        own, hidden = len(self.experts), self.sizes.hidden
+        arrived = EqualAllToAll.apply(self.group, slots)  # type: ignore[no-untyped-call]
+        rows = arrived.reshape(self.ranks, own, -1, hidden).transpose(0, 1).reshape(own, -1, hidden)
+        inner = F.gelu(torch.bmm(rows, self.up.transpose(1, 2)) + self.up_bias.unsqueeze(1))
+        outputs = torch.bmm(inner, self.down.transpose(1, 2)) + self.down_bias.unsqueeze(1)
+        outputs = outputs.reshape(own, self.ranks, -1, hidden).transpose(0, 1).reshape(self.sizes.experts, -1, hidden)
+        returned: torch.Tensor = EqualAllToAll.apply(self.group, outputs)  # type: ignore[no-untyped-call]
+        return returned

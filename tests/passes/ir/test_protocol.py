@@ -109,6 +109,7 @@ def test_matches_and_refusals_of_all_passes_are_collected() -> None:
         "sort_masks",
         "leave_out_padding",
         "write_grouped_gemms",
+        "group_exchanged_slots",
         "merge_low_rank",
         "eliminate_expert_parallelism",
         "split_low_rank",

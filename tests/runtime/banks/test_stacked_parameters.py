@@ -9,8 +9,19 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from fake_gpu import captured_graph, on_gpu, pretended_gpu, put_on_gpu
 from torch import nn
 
+import moepass
+from moepass.models.testing.project_styles.local_loops import HIDDEN, MixtralLoop
+from moepass.passes.blocks.lower_expert_stacks import lower_expert_stacks
+from moepass.passes.graph.nodes import fake_value, graph_inputs, is_call
+from moepass.passes.graph.source_lines import ARGUMENT_KEY
+from moepass.passes.ir.plan import Plan
+from moepass.passes.ir.protocol import PassContext, run_passes
+from moepass.passes.ir.slot_operations import EXPERT_STACK
+from moepass.passes.loops.sort_masks import sort_masks
+from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
 from moepass.runtime.banks.stacked_parameters import StackedParameters
 
 EXPERTS = 4
@@ -218,3 +229,40 @@ def test_models_are_copied_and_stored_as_before() -> None:
     stream.seek(0)
     state = torch.load(stream, weights_only=True)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+@torch.no_grad()
+def test_a_plan_says_which_parameters_are_copied_in_each_run() -> None:
+    torch.manual_seed(0)
+    model = MixtralLoop().eval()
+    model.other = model.experts[1].w1.weight.detach()[0]  # shows memory of one expert
+    switches = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+    with torch._dynamo.config.patch(switches), moepass.record_compilations() as compilations:
+        compiled = torch.compile(model, backend="asyncep", dynamic=True, options={"lower": "eager"})
+        for number in (5, 7):
+            given = torch.randn(number, HIDDEN)
+            torch.testing.assert_close(compiled(given), model(given), rtol=1e-5, atol=1e-5)
+    (compilation,) = compilations
+    (refusal,) = compilation.executor.plan.refusals
+    assert "copied together in each run" in refusal.reason
+    assert "w1.weight" in refusal.reason
+    assert compilation.executor.plan.to_json() == compilation.plan.to_json()
+
+
+@pytest.mark.slow
+def test_stacks_of_parameters_are_described_on_a_gpu() -> None:
+    switches = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+    with pretended_gpu(), torch._dynamo.config.patch(switches):
+        model = MixtralLoop().eval()
+        put_on_gpu(model)
+        module = captured_graph(model, on_gpu(torch.empty(11, HIDDEN)))
+        for node in graph_inputs(module.graph):
+            node.meta[ARGUMENT_KEY] = fake_value(node).shape == (11, HIDDEN)
+        passes = (sort_masks, write_grouped_gemms, lower_expert_stacks)
+        graph = run_passes(passes, module, Plan(), PassContext()).module.graph
+        stacks = [node for node in graph.nodes if is_call(node, EXPERT_STACK)]
+        for node in stacks:
+            described = EXPERT_STACK([fake_value(part) for part in node.args[0]])
+            assert described.shape == fake_value(node).shape
+            assert described.device.type == fake_value(node).device.type == "cuda"
+    assert len(stacks) == 3
