@@ -12,7 +12,7 @@ from moepass.passes.blocks.detect import find_blocks
 from moepass.passes.graph.collectives import WAIT, collective_of
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
 from moepass.passes.graph.nodes import fake_value, positions
-from moepass.passes.parallel.match.match_meshes import next_hop
+from moepass.passes.parallel.match.match_meshes import last_hop
 from moepass.passes.parallel.match.near_experts import communications_before, first_communication_after, most_nodes
 
 aten = torch.ops.aten
@@ -27,10 +27,9 @@ def flatten_exchanged_slots(graph: Graph, ranks: int) -> None:
     for match in find_blocks(graph, may_compute=True).matches:
         first, down = match.gemms[0], match.gemms[-1]
         after = first_communication_after(down.node, down.outer, place, most_nodes(ranks))
-        found = [*communications_before(first.activations), *([after] if after is not None else [])]
-        near |= dict.fromkeys(one.node for one in found)
-        last = None if after is None else next_hop(after, down.outer, place, most_nodes(ranks))
-        near |= dict.fromkeys([last.node] if last is not None else [])
+        arriving = communications_before(first.activations)
+        last = last_hop(after, arriving, down.outer, place, most_nodes(ranks))
+        near |= dict.fromkeys(one.node for one in (*arriving, after, last) if one is not None)
     for node in filter(_exchanges_slots, near):
         _flatten(graph, node)
 

@@ -33,7 +33,7 @@ from moepass.passes.graph.source_lines import place_of
 from moepass.passes.ir.plan import Refusal
 from moepass.passes.ir.protocol import NO_NOTES, CaptureNotes, Group
 from moepass.passes.parallel.match.match_block import match_block
-from moepass.passes.parallel.match.match_meshes import cut_experts, next_hop, row_hops
+from moepass.passes.parallel.match.match_meshes import cut_experts, last_hop, row_hops
 from moepass.passes.parallel.match.near_experts import (
     communications_before,
     first_communication_after,
@@ -139,7 +139,7 @@ def _group_and_last(
     found = hops if cut is None else cut
     joint = None if found is None else found.joint
     most = most_nodes(max((group.ranks for group in groups.values()), default=1))
-    last = None if combine is None else next_hop(combine, width, place, most)
+    last = last_hop(combine, arriving, width, place, most)
     return joint.name if joint is not None else _known_group(near, groups), None if last is None else last.node
 
 

@@ -270,8 +270,8 @@ def _travelling_ids(exchange: Collective, counts: Collective, rows: Node, group:
     if hop is not None:
         raise NotThisForm(
             f"the expert ids that {named(exchange.node)} exchanges have come by another exchange, {named(hop.node)}, "
-            "as where rows go to their experts in two hops; moepass takes out one exchange, over one process group of "
-            "all ranks that share the experts: send rows in one AllToAll over that group"
+            "as where rows go to their experts in two hops; ids are taken on one hop only: send counts on both, or "
+            "rows in one AllToAll over a process group of all ranks that share the experts"
         )
     routed = next((node for node in before if _scores_of(node) is not None), None)
     scores = None if routed is None else _scores_of(routed)

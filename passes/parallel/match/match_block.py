@@ -30,12 +30,13 @@ from moepass.passes.ir.protocol import CaptureNotes, Group
 from moepass.passes.parallel.match.match_all_to_all import match_all_to_all
 from moepass.passes.parallel.match.match_meshes import (
     cut_experts,
+    last_hop,
     match_cut_experts,
     match_two_hops,
     row_hops,
 )
 from moepass.passes.parallel.match.match_partial_sums import match_partial_sums
-from moepass.passes.parallel.match.near_experts import kept_in
+from moepass.passes.parallel.match.near_experts import kept_in, most_nodes
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 
 
@@ -108,8 +109,12 @@ def _match_form(
     capture: CaptureNotes,
 ) -> ParallelBlock:
     hops = row_hops(arriving, groups)
-    if combine.kind == "all_to_all" and hops is not None:
-        return match_two_hops(match, combine, hops, groups, place, capture)
+    last = last_hop(
+        after, arriving, match.gemms[-1].outer, place, most_nodes(max(group.ranks for group in groups.values()))
+    )
+    # Of two hops there, and one back, the second there is a block of its own.
+    if combine.kind == "all_to_all" and hops is not None and last is not None:
+        return match_two_hops(match, combine, hops, last, groups, place, capture)
     if combine.kind == "all_to_all":
         return match_all_to_all(match, combine, groups, place, capture)
     cut = cut_experts(after, arriving, groups, match.gemms[-1].outer, place)

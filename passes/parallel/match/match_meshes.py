@@ -65,35 +65,45 @@ def row_hops(arriving: Sequence[Communication], groups: Mapping[str, Group]) -> 
     return RowHops(first, rows[0], joint_group(*axes, groups))
 
 
-def next_hop(combine: Communication | Collective, width: int, place: dict[Node, int], most: int) -> Collective | None:
-    """The AllToAll over another group that the rows [., width] go on by which `combine` brings back, or adds up."""
-    one = collective_of(combine.node)
-    after = None if one is None else first_communication_after(one.result, width, place, most)
-    last = None if after is None else collective_of(after.node)
-    if one is None or last is None or last.group_name == one.group_name:
+def last_hop(
+    combine: Communication | None,
+    arriving: Sequence[Communication],
+    width: int,
+    place: dict[Node, int],
+    most: int,
+) -> Collective | None:
+    """The AllToAll that the rows [., width] go back by behind `combine`, which is over another group, or a sum.
+
+    Rows have come by an AllToAll over the same group; `arriving` is what brought them.
+    """
+    one = None if combine is None else collective_of(combine.node)
+    if one is None or one.kind not in ("all_to_all", "all_reduce", "reduce_scatter"):
         return None
-    is_known = one.kind in ("all_to_all", "all_reduce", "reduce_scatter")
-    return last if is_known and last.kind == "all_to_all" else None
+    after = first_communication_after(one.result, width, place, most)
+    last = None if after is None else collective_of(after.node)
+    if last is None or last.kind != "all_to_all" or last.group_name == one.group_name:
+        return None
+    came_by = {other.group_name for other in arriving if other.kind == "all_to_all"}
+    return last if last.group_name in came_by else None
 
 
 def match_two_hops(
     match: BlockMatch,
     combine: Collective,
     found: RowHops,
+    last: Collective,
     groups: Mapping[str, Group],
     place: dict[Node, int],
     capture: CaptureNotes,
 ) -> ParallelBlock:
-    """`combine` is the first AllToAll on the way back."""
+    """`combine` is the first AllToAll on the way back, `last` the second."""
     joint, (first, second) = _joint_of(found, groups), (found.first, found.second)
     most = most_nodes(joint.group.ranks)
-    last = next_hop(combine, match.gemms[-1].outer, place, most)
-    if combine.group_name != second.group_name or last is None or last.group_name != first.group_name:
-        after = f"{named(combine.node)}" + (f" and {named(last.node)}" if last is not None else "")
+    if combine.group_name != second.group_name or last.group_name != first.group_name:
         raise NotThisForm(
             f"its rows come in two hops, by {named(first.node)} over one process group and {named(second.node)} over "
-            f"another, and go back by {after}; expected the same groups on the way back, in the other order; "
-            f"{capture.advice()}"
+            f"another, and go back by {named(combine.node)} and {named(last.node)}; expected the same groups on the "
+            f"way back, in the other order; {capture.advice()}"
         )
     region, exchanges, leaves = walk_back(
         last.result,
@@ -173,9 +183,8 @@ def cut_experts(
         return None
     if came_by.group_name not in groups or summed.group_name not in groups:
         return None
-    after = first_communication_after(summed.result, width, place, most_nodes(groups[came_by.group_name].ranks))
-    last = None if after is None else collective_of(after.node)
-    if last is None or last.kind != "all_to_all" or last.group_name != came_by.group_name:
+    last = last_hop(combine, arriving, width, place, most_nodes(groups[came_by.group_name].ranks))
+    if last is None or last.group_name != came_by.group_name:
         return None
     return AddedUp(summed, last, joint_group(groups[last.group_name], groups[summed.group_name], groups))
 
@@ -240,7 +249,11 @@ def _check_counts(hops: Hops, own: int) -> None:
     ranks, passed = hops.grid.group.ranks, own * hops.grid.second.ranks
     for count, wanted in ((first, [own * ranks]), (second, [own * ranks, passed])):
         numbers = fake_value(count.input).numel()
-        if numbers not in wanted or len({*split_sizes(count)[0], *split_sizes(count)[1]}) != 1:
+        if (
+            not isinstance(numbers, int)
+            or numbers not in wanted
+            or len({*split_sizes(count)[0], *split_sizes(count)[1]}) != 1
+        ):
             raise NotThisForm(
                 f"{named(count.node)} exchanges {numbers} counts; expected {' or '.join(map(str, wanted))}, as many "
                 f"for each rank: one for each expert of the ranks that rows go on to{' from there' * (count is second)}"

@@ -31,7 +31,7 @@ def _hidden(tokens: int, seed: int) -> torch.Tensor:
 
 
 def _run(
-    name: str, of_ranks: Sequence[Any], tokens: Sequence[int], below: int | None = None, scale: float = 1.0
+    name: str, of_ranks: Sequence[Any], tokens: Sequence[int], scale: float = 1.0, options: dict[str, Any] | None = None
 ) -> list[Any]:
     """Differences from the uncompiled layer, forms that were taken, reasons and how runs went.
 
@@ -40,7 +40,7 @@ def _run(
     rank = dist.get_rank()
     model, reference = (LAYERS[name](SIZES, dist.group.WORLD).eval() for _ in range(2))  # type: ignore[call-arg]
     differences = []
-    chosen = {"lower": "eager", "timeout_s": 40, "all_to_all_below": below}
+    chosen = {"lower": "eager", "timeout_s": 40, **(options or {})}
     switches = torch._dynamo.config.patch({"capture_scalar_outputs": True})
     with torch.no_grad(), switches, record_compilations() as compilations:
         for one in (model, reference):
@@ -93,7 +93,7 @@ def test_all_ranks_of_a_mesh_leave_what_one_of_them_leaves(name: str, changed: i
 @pytest.mark.parametrize("name", LAYERS)
 def test_few_tokens_on_a_mesh_are_exchanged(name: str) -> None:
     for differences, forms, reasons, runs in run_ranks(
-        RANKS, _run, name, [_unchanged] * RANKS, (12, 40, 40, 5), 20, timeout=200.0
+        RANKS, _run, name, [_unchanged] * RANKS, (12, 40, 40, 5), 1.0, {"all_to_all_below": 20}, timeout=200.0
     ):
         assert max(differences) < 1e-5
         assert all(len(of_graph) == 1 for of_graph in forms), reasons
@@ -104,7 +104,7 @@ def test_few_tokens_on_a_mesh_are_exchanged(name: str) -> None:
 @pytest.mark.timeout(600)
 def test_tokens_that_differ_between_ranks_with_parts_of_the_same_experts() -> None:
     """With the same routing: their rows are added up as they are, and nobody can tell that it stays so."""
-    arguments = ("cut, tokens", [_unchanged] * RANKS, (12, 12), None, 1.01)
+    arguments = ("cut, tokens", [_unchanged] * RANKS, (12, 12), 1.01)
     for differences, _, reasons, _ in run_ranks(RANKS, _run, *arguments, timeout=200.0):
         assert max(differences) < 1e-5
         assert any("the inputs that it is computed from differ between ranks" in reason for reason in reasons), reasons
@@ -115,7 +115,17 @@ def test_tokens_that_differ_between_ranks_with_parts_of_the_same_experts() -> No
 @pytest.mark.timeout(600)
 def test_slots_of_ranks_with_parts_of_the_same_experts_may_differ() -> None:
     for differences, forms, reasons, _ in run_ranks(
-        RANKS, _run, "cut, slots", [_unchanged] * RANKS, (12, 12), None, 1.5, timeout=200.0
+        RANKS, _run, "cut, slots", [_unchanged] * RANKS, (12, 12), 1.5, timeout=200.0
     ):
         assert max(differences) < 1e-5
         assert forms == [["all_to_all_slots"]], reasons
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["hops", "cut", "cut, slots"])
+def test_ranks_of_a_mesh_gather_together(name: str) -> None:
+    arguments = (name, [_unchanged] * RANKS, (12, 40), 1.0, {"transport": "collective"})
+    for differences, forms, reasons, _ in run_ranks(RANKS, _run, *arguments, timeout=200.0):
+        assert max(differences) < 1e-5
+        assert all(len(of_graph) == 1 for of_graph in forms), reasons
