@@ -89,6 +89,7 @@ def test_local_pairs_are_parts_of_the_block(form: str, is_offloaded: bool) -> No
     assert len(plan.slot_stays) == (2 if is_offloaded else 0)
 
 
+@pytest.mark.slow
 def test_pairs_that_no_bank_took_are_products_of_rows_again() -> None:
     sizes, ranks = StyleSizes(experts=4), 2
     captured = []
