@@ -51,13 +51,17 @@ ROOMS = {
         "parallel/local_form": ("parallel/match", "rows", *_GRAPH),
         "parallel/rows": ("parallel/local_form", "rows", *_GRAPH),
         "parallel/ranges": ("parallel/match", *_GRAPH),
-        "parallel/proof": (
+        "parallel/mock": (
             *("parallel/ranges", "parallel/rows", "parallel/local_form", "parallel/match"),
             *("rows", *_GRAPH),
         ),
+        "parallel/proof": (
+            *("parallel/mock", "parallel/ranges", "parallel/rows", "parallel/local_form", "parallel/match"),
+            *("rows", *_GRAPH),
+        ),
         "parallel": (
-            *("parallel/proof", "parallel/ranges", "parallel/rows", "parallel/local_form", "parallel/match"),
-            *("rows", "blocks", *_GRAPH),
+            *("parallel/proof", "parallel/mock", "parallel/ranges", "parallel/rows", "parallel/local_form"),
+            *("parallel/match", "rows", "blocks", *_GRAPH),
         ),
         "planner": ("cost", "machine", "ir"),
         "schedule": ("planner", "parallel", "parallel/match", "blocks", *_GRAPH),

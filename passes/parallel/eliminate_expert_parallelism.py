@@ -53,8 +53,8 @@ from moepass.passes.parallel.match.find_parallel import find_parallel_blocks
 from moepass.passes.parallel.match.gathered_masks import look_up_gathered_masks
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
 from moepass.passes.parallel.match.routed_tokens import TOKENS_KEY, routed_tokens
+from moepass.passes.parallel.mock.mock_run import ContractBroken
 from moepass.passes.parallel.proof.demands import IN_ANOTHER_ORDER
-from moepass.passes.parallel.proof.mock_run import ContractBroken
 from moepass.passes.parallel.proof.prove import check_local_form
 from moepass.passes.parallel.replicated import Origin, ReplicatedValues
 

@@ -107,7 +107,7 @@ def _readers(down: Node) -> tuple[list[Node], set[Node]]:
             if is_lookup_of_rows(user):
                 lookups[user] = None
                 continue
-            if user.op != "call_function" or len(between) > _MOST_NODES:
+            if user.op != "call_function" or not user.users or len(between) > _MOST_NODES:
                 raise NotThisForm(f"its slots are read by more than lookups, {named(user)} for one")
             between.add(user)
             pending.append(user)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moepass.passes.parallel.proof.mock_run import ContractBroken
+from moepass.passes.parallel.mock.mock_run import ContractBroken
 
 TOLERANCE = 1e-9
 # Ends the reasons of what would be right in another order, which is tried as well.

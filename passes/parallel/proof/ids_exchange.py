@@ -17,8 +17,8 @@ import torch
 
 from moepass.passes.graph.collectives import Collective
 from moepass.passes.parallel.match.parallel_block import OWN_IDS
+from moepass.passes.parallel.mock.mock_run import ContractBroken, MockRun, repeat_each
 from moepass.passes.parallel.proof.demands import demand, equal
-from moepass.passes.parallel.proof.mock_run import ContractBroken, MockRun, repeat_each
 
 
 @dataclasses.dataclass(frozen=True)

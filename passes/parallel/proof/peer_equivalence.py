@@ -28,10 +28,10 @@ from moepass.passes.graph.collectives import Collective
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.refusals import why_it_stopped
 from moepass.passes.parallel.match.parallel_block import TRAVELLING_IDS, ParallelBlock
+from moepass.passes.parallel.mock.mock_run import ContractBroken, MockRun, no_collectives
 from moepass.passes.parallel.proof.added_parts import AddedParts
 from moepass.passes.parallel.proof.demands import demand, equal
 from moepass.passes.parallel.proof.ids_exchange import check_ids_exchange
-from moepass.passes.parallel.proof.mock_run import ContractBroken, MockRun, no_collectives
 from moepass.passes.parallel.proof.sent_rows import SentRows, expert_outputs
 from moepass.passes.parallel.proof.two_hops import check_two_hops
 

@@ -29,14 +29,14 @@ from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.parallel.local_form.data_flow import data_nodes
 from moepass.passes.parallel.local_form.local_experts import LocalForm
 from moepass.passes.parallel.match.parallel_block import ParallelBlock
-from moepass.passes.parallel.proof.free_padding import with_free_padding
-from moepass.passes.parallel.proof.mock_run import ContractBroken, MockBlock, MockRun
-from moepass.passes.parallel.proof.own_symbol import with_own_symbol
+from moepass.passes.parallel.mock.free_padding import with_free_padding
+from moepass.passes.parallel.mock.mock_run import ContractBroken, MockBlock, MockRun
+from moepass.passes.parallel.mock.own_symbol import with_own_symbol
+from moepass.passes.parallel.mock.scenarios import PADDED_SCENARIOS, SCENARIOS, Scenario, among, anywhere
+from moepass.passes.parallel.mock.small_copy import small_copies
+from moepass.passes.parallel.mock.small_guess import NoSmallCopy
+from moepass.passes.parallel.mock.small_sizes import run_bytes
 from moepass.passes.parallel.proof.peer_equivalence import check_run
-from moepass.passes.parallel.proof.scenarios import PADDED_SCENARIOS, SCENARIOS, Scenario, among, anywhere
-from moepass.passes.parallel.proof.small_copy import small_copies
-from moepass.passes.parallel.proof.small_guess import NoSmallCopy
-from moepass.passes.parallel.proof.small_sizes import run_bytes
 from moepass.passes.parallel.ranges.value_ranges import ValueRanges
 from moepass.passes.parallel.rows.row_functions import row_functions
 

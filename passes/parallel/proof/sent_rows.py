@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from moepass.passes.parallel.proof.mock_run import MockRun, repeat_each
+from moepass.passes.parallel.mock.mock_run import MockRun, repeat_each
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 import torch
 
 from moepass.passes.graph.collectives import Collective
+from moepass.passes.parallel.mock.mock_run import ContractBroken, MockRun
 from moepass.passes.parallel.proof.demands import IN_ANOTHER_ORDER, demand, equal
-from moepass.passes.parallel.proof.mock_run import ContractBroken, MockRun
 from moepass.passes.parallel.proof.sent_rows import SentRows, by_expert, expert_outputs
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from simulated_ranks import capture_module, hidden_rows, pretend_rank
-from test_padded_rows import check_right
+from test_padded_experts import check_right
 from test_project_styles import SIZES, eliminated
 from torch import nn
 from torch.distributed import ProcessGroup

@@ -15,7 +15,8 @@ from torch import nn
 
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
 from moepass.passes.graph.nodes import graph_inputs, is_call
-from moepass.passes.ir.protocol import PassResult
+from moepass.passes.ir.plan import Plan
+from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
 from moepass.passes.slots.compute_read_slots import compute_read_slots
 
 EXPERTS, HIDDEN, WIDTH = 4, 8, 6
@@ -196,6 +197,15 @@ KEPT: dict[str, Callable[[], nn.Module]] = {
 def test_anything_else_stays(name: str) -> None:
     result = captured(KEPT[name](), (compute_read_slots,), [_inputs(5, 2, 4), _inputs(6, 2, 5)], tolerance=1e-5)
     assert result.matches == ()
+
+
+def test_slots_stay_where_something_else_hangs_on_them_though_nothing_reads_it() -> None:
+    module = captured(SlotExperts(READS["slots alone"]), (), [_inputs(5, 2, 4)], tolerance=0.0).module
+    last = [node for node in module.graph.nodes if is_grouped_gemm(node)][-1]
+    with module.graph.inserting_after(last):
+        unread = module.graph.call_function(torch.ops.aten.new_zeros.default, (last, [1, HIDDEN]))
+    unread.meta["val"] = last.meta["val"].new_zeros(1, HIDDEN)
+    assert run_passes((compute_read_slots,), module, Plan(), PassContext()).matches == ()
 
 
 def test_more_lookups_than_slots_stay() -> None:

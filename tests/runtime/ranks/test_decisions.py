@@ -21,7 +21,7 @@ from moepass.models.reference.grouped_experts import grouped_gemm
 from moepass.models.testing.moe_stack import build_stack
 from moepass.passes.ir.plan import LocalBlock
 from moepass.passes.parallel import eliminate_expert_parallelism as eliminate_expert_parallelism
-from moepass.passes.parallel.proof.mock_run import ContractBroken
+from moepass.passes.parallel.mock.mock_run import ContractBroken
 from moepass.passes.parallel.proposals import UNEXPLAINED, Proposal, RefusedBlock, blocks_to_leave, explain_difference
 from moepass.runtime.ranks.decisions import BlockDecisions
 from moepass.runtime.ranks.rendezvous import PeerError

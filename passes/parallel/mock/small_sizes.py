@@ -16,8 +16,8 @@ from typing import Any
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.parallel.match.parallel_block import EXACT_SIZES, FIXED_SLOTS, ParallelBlock
 from moepass.passes.parallel.match.routed_tokens import routed_tokens
-from moepass.passes.parallel.proof.mock_run import MOST_ROWS, MockBlock, concrete
-from moepass.passes.parallel.proof.scenarios import SCENARIOS
+from moepass.passes.parallel.mock.mock_run import MOST_ROWS, MockBlock, concrete
+from moepass.passes.parallel.mock.scenarios import SCENARIOS
 
 # Small sizes. Of two that differ from each other one does not pass for the other.
 SMALL_TOKENS = (6, 7)

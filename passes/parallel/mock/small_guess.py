@@ -21,7 +21,7 @@ from torch.fx import Node
 from moepass.passes.graph.node_arguments import UNNAMED, replace_numbers
 from moepass.passes.graph.nodes import fake_value, is_call, map_nodes
 from moepass.passes.parallel.match.parallel_block import bias_after
-from moepass.passes.parallel.proof.mock_run import (
+from moepass.passes.parallel.mock.mock_run import (
     Answer,
     ContractBroken,
     MockBlock,
@@ -29,8 +29,8 @@ from moepass.passes.parallel.proof.mock_run import (
     concrete,
     no_collectives,
 )
-from moepass.passes.parallel.proof.scenarios import SCENARIOS
-from moepass.passes.parallel.proof.small_sizes import Reading, Scale, Use
+from moepass.passes.parallel.mock.scenarios import SCENARIOS
+from moepass.passes.parallel.mock.small_sizes import Reading, Scale, Use
 
 aten = torch.ops.aten
 

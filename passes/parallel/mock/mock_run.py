@@ -27,7 +27,7 @@ from moepass.passes.graph.nodes import constant_of, fake_value, is_call, map_nod
 from moepass.passes.graph.operations import base_operation
 from moepass.passes.parallel.local_form.local_experts import LocalForm
 from moepass.passes.parallel.match.parallel_block import TRAVELLING_IDS, ParallelBlock
-from moepass.passes.parallel.proof.scenarios import Scenario
+from moepass.passes.parallel.mock.scenarios import Scenario
 from moepass.passes.parallel.ranges.any_padding import AnyPadding, padding_of
 from moepass.passes.parallel.ranges.tried_values import UNWRITTEN
 from moepass.passes.parallel.ranges.value_ranges import ValueRanges

@@ -29,10 +29,10 @@ from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
 from moepass.passes.parallel.match.parallel_block import FIXED_SLOTS, ParallelBlock
 from moepass.passes.parallel.match.routed_tokens import routed_tokens
-from moepass.passes.parallel.proof.mock_run import SYMBOL_SIZES, MockBlock
-from moepass.passes.parallel.proof.small_copy import BlockCopier, SmallCopy
-from moepass.passes.parallel.proof.small_guess import Guess, SmallMock
-from moepass.passes.parallel.proof.small_sizes import Scale
+from moepass.passes.parallel.mock.mock_run import SYMBOL_SIZES, MockBlock
+from moepass.passes.parallel.mock.small_copy import BlockCopier, SmallCopy
+from moepass.passes.parallel.mock.small_guess import Guess, SmallMock
+from moepass.passes.parallel.mock.small_sizes import Scale
 from moepass.passes.rows.row_layout import ratio
 
 AS_CAPTURED = Scale(None, {}, (1, 1), frozenset())

@@ -33,10 +33,10 @@ from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import named_arguments
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.graph.operations import base_operation
-from moepass.passes.parallel.proof.mock_run import MockBlock
-from moepass.passes.parallel.proof.own_symbol import AS_CAPTURED
-from moepass.passes.parallel.proof.small_copy import BlockCopier, SmallCopy
-from moepass.passes.parallel.proof.small_guess import Guess, SmallMock
+from moepass.passes.parallel.mock.mock_run import MockBlock
+from moepass.passes.parallel.mock.own_symbol import AS_CAPTURED
+from moepass.passes.parallel.mock.small_copy import BlockCopier, SmallCopy
+from moepass.passes.parallel.mock.small_guess import Guess, SmallMock
 from moepass.passes.parallel.ranges.any_padding import PADDING_KEY, AnyPadding, any_padding
 from moepass.passes.parallel.ranges.growing_sizes import grows_in_size
 from moepass.passes.parallel.ranges.step_functions import StepFunction

@@ -34,10 +34,10 @@ from moepass.passes.graph.collectives import Collective
 from moepass.passes.graph.node_arguments import replace_numbers
 from moepass.passes.graph.nodes import fake_value, map_nodes
 from moepass.passes.parallel.match.parallel_block import FIXED_SLOTS, Hops
-from moepass.passes.parallel.proof.feature_flow import tells_features_apart
-from moepass.passes.parallel.proof.mock_run import MockBlock, MockRun
-from moepass.passes.parallel.proof.small_guess import Guess, NoSmallCopy, SmallMock, guesses, place_of, size_readings
-from moepass.passes.parallel.proof.small_sizes import Reading, run_bytes, scales
+from moepass.passes.parallel.mock.feature_flow import tells_features_apart
+from moepass.passes.parallel.mock.mock_run import MockBlock, MockRun
+from moepass.passes.parallel.mock.small_guess import Guess, NoSmallCopy, SmallMock, guesses, place_of, size_readings
+from moepass.passes.parallel.mock.small_sizes import Reading, run_bytes, scales
 
 # A size of so many symbols, as the sum of what hundreds of ranks send, is taken for one that nothing is known of.
 _MOST_SYMBOLS = 8
