@@ -210,7 +210,7 @@ class _ChosenSum:
         raise NotThisForm(f"{named(self.found.node)} has a size that nothing shows")
 
     def _check_unread(self, gemms: list[Node]) -> None:
-        """Raises NotThisForm where something else than the sum reads what the GEMMs give."""
+        """Raises NotThisForm where more than the sum reads what the GEMMs give, or the chosen pairs need it."""
         pending, seen = list(gemms), set(gemms)
         written = set(self.writer.written)
         while pending:
@@ -218,6 +218,8 @@ class _ChosenSum:
             if node.op == "output" or mutates(node):
                 raise NotThisForm("what each expert computes of each token is read by something else too")
             for user in node.users:
-                if user is not self.found.node and user not in seen and user not in written:
+                if user in written:
+                    raise NotThisForm(f"{named(node)} is computed of several tokens or experts")
+                if user is not self.found.node and user not in seen:
                     seen.add(user)
                     pending.append(user)

@@ -84,6 +84,20 @@ def test_eager_lowering_is_bit_identical(family: str, implementation: str, dtype
     _check_numbers(family, model, compilation, streaming)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("streaming", [False, True], ids=["resident", "streaming"])
+@pytest.mark.parametrize("family", sorted(CHOSEN))
+def test_dense_experts_that_stay_dense_are_bit_identical(family: str, streaming: bool) -> None:
+    model = tiny_model(family)
+    inputs = tiny_inputs(model)
+    expected = main_result(model(**inputs))
+    if streaming:
+        moepass.offload_experts(model)
+    logits, (compilation,) = _compile(model, inputs, lower="eager", disable=["compute_chosen_pairs"])
+    assert torch.equal(logits, expected)
+    assert {block.form for block in compilation.plan.blocks} == {"dense_bmm"}
+
+
 def _check_numbers(family: str, model: PreTrainedModel, compilation: moepass.Compilation, streaming: bool) -> None:
     """The blocks' records against the family's configuration."""
     config = model.config.get_text_config()
