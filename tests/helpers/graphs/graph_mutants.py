@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
 import torch
 from torch._guards import detect_fake_mode
 from torch.fx import GraphModule, Node
@@ -146,3 +150,38 @@ def mutate_values(module: GraphModule, place: int, how: str) -> GraphModule | No
             return None
     changed.recompile()
     return changed
+
+
+def mutant_of(module: GraphModule, place: int, how: int | str) -> GraphModule | None:
+    """The graph with one node changed in way `how`: a number as for `mutate`, a word as for `mutate_values`."""
+    return mutate(module, place, how) if isinstance(how, int) else mutate_values(module, place, how)
+
+
+def changes_of(module: GraphModule, ways: Sequence[int | str]) -> list[tuple[int, int | str]]:
+    """Every node that calls a function, by number, in each of `ways`."""
+    nodes = sum(node.op == "call_function" for node in module.graph.nodes)
+    return [(place, how) for place in range(nodes) for how in ways]
+
+
+def outcomes_of(cases: Iterable[tuple[Any, ...]], check: Callable[..., str]) -> collections.Counter[str]:
+    """How often `check` says what of `cases`, without "no mutant". Raises AssertionError with a case that it fails."""
+    outcomes: collections.Counter[str] = collections.Counter()
+    for case in cases:
+        try:
+            outcomes[check(*case)] += 1
+        except Exception as error:
+            raise AssertionError(f"case {case}") from error
+    del outcomes["no mutant"]
+    return outcomes
+
+
+def finite_or_none(run: Callable[[], Sequence[torch.Tensor]]) -> Sequence[torch.Tensor] | None:
+    """What a graph gives; None where it gives nothing, or nothing finite, as from memory that nobody wrote."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # which fills such memory with NaN
+    try:
+        outputs = run()
+    except Exception:
+        return None
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return outputs if all(bool(torch.isfinite(output).all()) for output in outputs) else None

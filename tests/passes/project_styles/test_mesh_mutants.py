@@ -5,16 +5,18 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
+from graph_mutants import changes_of, finite_or_none, mutant_of, outcomes_of
 from simulated_meshes import captured_on_mesh, decide_on_mesh, run_mesh
 from simulated_ranks import Captured, hidden_rows, with_tokens
 from test_meshes import CUT, EXACT, SLOTS, banks_of_ranks
 from test_project_styles import PASSES, SIZES
-from test_style_mutants import VALUE_CHANGES, mutant_of
+from test_style_mutants import WAYS
 from torch import nn
 
 from moepass.models.testing.project_styles.mesh_style import CutExpertsOfTokens
@@ -40,16 +42,8 @@ def _unchanged(name: str, rank: int, leave: tuple[tuple[str, str], ...]) -> Pass
     return _eliminate(_captured(name)[rank], dict(leave))
 
 
-def _run(ranks: Sequence[Captured], modules: Sequence[Any], inputs: Sequence[Any], banks: Any = None) -> Any:
-    """What the ranks give; None where they give nothing, or nothing finite, as from memory that nobody wrote."""
-    torch.use_deterministic_algorithms(True, warn_only=True)  # which fills such memory with NaN
-    try:
-        outputs = [found[0] for found in run_mesh(modules, inputs, [one.groups for one in ranks], banks)]
-    except Exception:
-        return None
-    finally:
-        torch.use_deterministic_algorithms(False)
-    return outputs if all(bool(torch.isfinite(output).all()) for output in outputs) else None
+def _first_outputs(ranks: Sequence[Captured], inputs: Sequence[Any]) -> list[torch.Tensor]:
+    return [found[0] for found in run_mesh([one.module for one in ranks], inputs, [one.groups for one in ranks])]
 
 
 def check_mutant(name: str, place: int, how: int | str, changed_ranks: Collection[int]) -> str:
@@ -66,7 +60,7 @@ def check_mutant(name: str, place: int, how: int | str, changed_ranks: Collectio
         places = [rank // 2 if LAYERS[name] is alike else rank for rank in range(RANKS)]
         hidden = [hidden_rows(SIZES.hidden, TOKENS, at, SIZES.dtype, seed) for at in places]
         inputs = [with_tokens(one, rows) for one, rows in zip(ranks, hidden, strict=True)]
-        expected.append((inputs, _run(ranks, [one.module for one in ranks], inputs)))
+        expected.append((inputs, finite_or_none(functools.partial(_first_outputs, ranks, inputs))))
     if any(wanted is None for _, wanted in expected):
         return "meaningless"
 
@@ -88,27 +82,17 @@ def check_mutant(name: str, place: int, how: int | str, changed_ranks: Collectio
     return "right"
 
 
-def check_layer(name: str, step: int, ranks: Sequence[Collection[int]], first: int = 0) -> collections.Counter[str]:
-    """Every `step`-th change of every node from the `first` on, on each of `ranks` in turn."""
-    nodes = sum(node.op == "call_function" for node in _captured(name)[0].module.graph.nodes)
-    cases = [(place, how) for place in range(nodes) for how in (*range(5), *VALUE_CHANGES)][first::step]
-    outcomes: collections.Counter[str] = collections.Counter()
-    for number, (place, how) in enumerate(cases):
-        changed = ranks[number % len(ranks)]
-        try:
-            outcomes[check_mutant(name, place, how, changed)] += 1
-        except AssertionError as error:
-            raise AssertionError(f"{name}: node {place} changed in way {how} on ranks {list(changed)}") from error
-    del outcomes["no mutant"]
-    print(f"\n{name}: {sum(outcomes.values())} graphs, {dict(outcomes)}")
-    return outcomes
+def check_layer(name: str, ranks: Sequence[Collection[int]]) -> collections.Counter[str]:
+    """Every third change of every node, on each of `ranks` in turn."""
+    turns = zip(changes_of(_captured(name)[0].module, WAYS)[::3], itertools.cycle(ranks), strict=False)
+    return outcomes_of(((name, *change, of_ranks) for change, of_ranks in turns), check_mutant)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_mutant_of_a_mesh_is_taken_rightly_or_refused(name: str) -> None:
-    outcomes = check_layer(name, 3, [range(RANKS)])
+    outcomes = check_layer(name, [range(RANKS)])
     assert outcomes["refused"] > 10
     assert outcomes["right"] > 10
 
@@ -117,6 +101,6 @@ def test_every_mutant_of_a_mesh_is_taken_rightly_or_refused(name: str) -> None:
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_change_of_some_ranks_of_a_mesh_is_taken_rightly_or_refused(name: str) -> None:
-    outcomes = check_layer(name, 3, [[0], [1], [2, 3], [1, 3]])
+    outcomes = check_layer(name, [[0], [1], [2, 3], [1, 3]])
     assert outcomes["refused"] > 10
     assert outcomes["right"] > 10

@@ -5,42 +5,26 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
-from graph_mutants import FLOAT_CHANGES, INT_CHANGES, mutate, mutate_values
+from graph_mutants import FLOAT_CHANGES, INT_CHANGES, changes_of, finite_or_none, mutant_of, outcomes_of
 from simulated_ranks import Captured, decide, hidden_rows, run_ranks, with_tokens
 from test_project_styles import PASSES, SIZES, STYLES, captured_style, complete_banks
-from torch.fx import GraphModule
 
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
 
 RANKS = 2
-VALUE_CHANGES = (*FLOAT_CHANGES, *INT_CHANGES, "flag", "constant")
+WAYS: tuple[int | str, ...] = (*range(5), *FLOAT_CHANGES, *INT_CHANGES, "flag", "constant")
 
 
 @functools.cache
 def _captured(style: str) -> list[Captured]:
     return [captured_style(style, rank, RANKS, 9, SIZES, dynamic=True) for rank in range(RANKS)]
-
-
-def mutant_of(module: GraphModule, place: int, how: int | str) -> GraphModule | None:
-    return mutate(module, place, how) if isinstance(how, int) else mutate_values(module, place, how)
-
-
-def _run(modules: list[GraphModule], inputs: list[list[Any]], banks: dict[int, list[torch.Tensor]]) -> Any:
-    """What the ranks give; None where they give nothing, or nothing finite, as from memory that nobody wrote."""
-    torch.use_deterministic_algorithms(True, warn_only=True)  # which fills such memory with NaN
-    try:
-        outputs = [found[0] for found in run_ranks(modules, inputs, banks)]
-    except Exception:
-        return None
-    finally:
-        torch.use_deterministic_algorithms(False)
-    return outputs if all(bool(torch.isfinite(output).all()) for output in outputs) else None
 
 
 def _eliminate(captured: Captured, leave: Mapping[str, str]) -> PassResult:
@@ -61,6 +45,10 @@ def _decide(style: str, ranks: Sequence[Captured]) -> list[PassResult]:
     return decide(ranks, result)
 
 
+def _first_outputs(ranks: Sequence[Captured], inputs: list[list[Any]]) -> list[torch.Tensor]:
+    return [found[0] for found in run_ranks([one.module for one in ranks], inputs)]
+
+
 def check_mutant(style: str, place: int, how: int | str, ranks: Collection[int] = range(RANKS)) -> str:
     """What becomes of node number `place`, changed in way `how` on `ranks`."""
     changed = list(_captured(style))
@@ -76,7 +64,7 @@ def check_mutant(style: str, place: int, how: int | str, ranks: Collection[int] 
     for seed in range(2):
         hidden = [hidden_rows(SIZES.hidden, 9, rank, SIZES.dtype, seed) for rank in range(RANKS)]
         inputs = [with_tokens(one, rows) for one, rows in zip(changed, hidden, strict=True)]
-        expected = _run([one.module for one in changed], inputs, {})
+        expected = finite_or_none(functools.partial(_first_outputs, changed, inputs))
         if expected is None:
             return "meaningless"
         if not taken[0]:
@@ -87,27 +75,17 @@ def check_mutant(style: str, place: int, how: int | str, ranks: Collection[int] 
     return "right"
 
 
-def check_style(style: str, step: int, ranks: Sequence[Collection[int]]) -> collections.Counter[str]:
-    """Every `step`-th change of every node, on each of `ranks` in turn."""
-    nodes = sum(node.op == "call_function" for node in _captured(style)[0].module.graph.nodes)
-    cases = [(place, how) for place in range(nodes) for how in (*range(5), *VALUE_CHANGES)][::step]
-    outcomes: collections.Counter[str] = collections.Counter()
-    for number, (place, how) in enumerate(cases):
-        changed = ranks[number % len(ranks)]
-        try:
-            outcomes[check_mutant(style, place, how, changed)] += 1
-        except AssertionError as error:
-            raise AssertionError(f"{style}: node {place} changed in way {how} on ranks {list(changed)}") from error
-    del outcomes["no mutant"]
-    print(f"\n{style}: {sum(outcomes.values())} graphs, {dict(outcomes)}")
-    return outcomes
+def check_style(style: str, ranks: Sequence[Collection[int]]) -> collections.Counter[str]:
+    """Every change of every node, on each of `ranks` in turn."""
+    turns = zip(changes_of(_captured(style)[0].module, WAYS), itertools.cycle(ranks), strict=False)
+    return outcomes_of(((style, *change, of_ranks) for change, of_ranks in turns), check_mutant)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("style", STYLES)
 def test_every_mutant_is_taken_rightly_or_refused(style: str) -> None:
-    outcomes = check_style(style, 1, [range(RANKS)])
+    outcomes = check_style(style, [range(RANKS)])
     assert outcomes["refused"] > 20
     assert outcomes["right"] > 20
 
@@ -116,6 +94,6 @@ def test_every_mutant_is_taken_rightly_or_refused(style: str) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("style", STYLES)
 def test_every_change_of_one_rank_is_taken_rightly_or_refused(style: str) -> None:
-    outcomes = check_style(style, 1, [[0], [1]])
+    outcomes = check_style(style, [[0], [1]])
     assert outcomes["refused"] > 20
     assert outcomes["right"] > 20

@@ -1,0 +1,78 @@
+"""Layers of one rank, changed at one node: what passes write of them is right, or the layer is left as it was."""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from graph_mutants import FLOAT_CHANGES, INT_CHANGES, changes_of, finite_or_none, mutant_of, outcomes_of
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx import GraphModule
+
+from moepass.passes.blocks.expert_gemms import is_grouped_gemm
+from moepass.passes.graph.nodes import fake_value, graph_inputs
+from moepass.passes.ir.plan import Plan
+from moepass.passes.ir.protocol import Pass, PassContext, run_passes
+from moepass.runtime.lowering.lower_segments import decompositions
+
+WAYS: tuple[int | str, ...] = (*range(4), *FLOAT_CHANGES, *INT_CHANGES, "flag", "constant")
+
+
+class LocalMutants:
+    """Checks what `passes` write of the layer that `build` makes, changed at one node and run with each of `inputs`."""
+
+    def __init__(self, build: Callable[[], nn.Module], inputs: Sequence[torch.Tensor], passes: Sequence[Pass]) -> None:
+        self.build, self.inputs, self.passes = build, inputs, passes
+        self._capture()
+
+    def _capture(self) -> None:
+        """The graph of the layer, with a symbolic number of tokens, and what it is called with for each input."""
+        modules: list[GraphModule] = []
+        self.called_with: list[tuple[Any, ...]] = []
+
+        def keep(module: GraphModule, example: Sequence[Any]) -> Callable[..., Any]:
+            modules.append(module)
+
+            def run(given: list[Any]) -> Any:
+                self.called_with.append(tuple(given))
+                return module.forward(*given)
+
+            run._boxed_call = True  # type: ignore[attr-defined]
+            return run
+
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        backend = aot_autograd(fw_compiler=keep, inference_compiler=keep, decompositions=decompositions("eager"))
+        switches = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+        with torch.no_grad(), torch._dynamo.config.patch(switches):
+            compiled = torch.compile(self.build().eval(), backend=backend, dynamic=True, fullgraph=True)
+            for given in self.inputs:
+                compiled(given)
+        (self.module,) = modules
+
+    @torch.no_grad()
+    def check(self, place: int, how: int | str) -> str:
+        """What becomes of node number `place`, changed in way `how`. Raises AssertionError where it becomes wrong."""
+        sizes = [
+            value for node in graph_inputs(self.module.graph) if isinstance(value := fake_value(node), torch.SymInt)
+        ]
+        if any(size.node.expr.is_number for size in sizes):
+            self._capture()  # what was written of the mutant before took the number of tokens for a constant
+        mutant = mutant_of(self.module, place, how)
+        if mutant is None:
+            return "no mutant"
+        written = run_passes(self.passes, mutant, Plan(), PassContext()).module
+        for arguments in self.called_with:
+            expected = finite_or_none(functools.partial(mutant.forward, *arguments))
+            if expected is None:
+                return "meaningless"
+            torch.testing.assert_close(written.forward(*arguments), expected, rtol=1e-4, atol=1e-4)
+        return "right" if any(map(is_grouped_gemm, written.graph.nodes)) else "left"
+
+    def check_all(self) -> collections.Counter[str]:
+        """Every change of every node."""
+        return outcomes_of(changes_of(self.module, WAYS), self.check)
