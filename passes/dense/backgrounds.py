@@ -24,6 +24,7 @@ from torch.fx import Node
 
 from moepass.passes.dense.dense_gemms import dense_gemm
 from moepass.passes.dense.pair_layouts import CUTS, REDUCTIONS, SAME, Pairs, is_counting, is_plain, sources
+from moepass.passes.graph.contents import number_everywhere
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import constant_of, draws_random_numbers, fake_value, is_call, map_nodes, mutates
@@ -38,8 +39,6 @@ Number = bool | int | float
 
 _CASTS = {"_to_copy", "convert_element_type"}
 _ANDS = {"mul", "bitwise_and", "logical_and"}
-_FULL = {"full", "full_like", "new_full"}
-_ZEROS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
 _ABOUT_MEMORY = ("device", "pin_memory", "memory_format", "non_blocking")
 _MOVES = {"permute", "transpose", "t", "expand", "repeat", "slice", "select", *SAME}
 
@@ -306,15 +305,8 @@ def _constant(node: Node) -> Number | None:
         with unset_fake_temporarily():
             is_number = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and value.numel() == 1
             return value.item() if is_number else None
-    base = base_operation(node)
-    if base in _ZEROS:
-        return _cast(_ZEROS[base], node)
-    given = all_arguments(node)
-    if base in _FULL and isinstance(given["fill_value"], (bool, int, float)):
-        return _cast(given["fill_value"], node)
-    if base == "scalar_tensor" and isinstance(given["s"], (bool, int, float)):
-        return _cast(given["s"], node)
-    return None
+    number = all_arguments(node)["s"] if base_operation(node) == "scalar_tensor" else number_everywhere(node)
+    return _cast(number, node) if isinstance(number, (bool, int, float)) else None
 
 
 def _cast(number: Number, node: Node) -> Number:

@@ -14,9 +14,10 @@ import sympy
 import torch
 from torch.fx import Node
 
+from moepass.passes.graph.contents import counts_up
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments, named_arguments
-from moepass.passes.graph.nodes import fake_value, is_call, nodes_in
+from moepass.passes.graph.nodes import fake_value, nodes_in
 from moepass.passes.graph.operations import base_operation, operation
 from moepass.passes.rows.row_layout import Dimension, Layout, Part, features, reshaped, size_of
 from moepass.passes.rows.row_operations import NORMS, VIEWS
@@ -256,18 +257,8 @@ def _joined_back(node: Node, base: str, layout: Layout) -> dict[Node, Layout] | 
 
 def is_counting(node: Any) -> bool:
     """True for 0, 1, 2, .. along the one dimension that has more than one element."""
-    if not isinstance(node, Node) or node.op != "call_function":
-        return False
-    while operation(node) in VIEWS or base_operation(node) in SAME | {"_to_copy", "convert_element_type"}:
-        if fake_value(node).dtype not in (torch.int32, torch.int64):
-            return False
+    while isinstance(node, Node) and fake_value(node).dtype in (torch.int32, torch.int64):
+        if operation(node) not in VIEWS and base_operation(node) not in SAME | {"_to_copy", "convert_element_type"}:
+            return counts_up(node)
         node = node.all_input_nodes[0]
-    if node.op != "call_function":
-        return False
-    given = all_arguments(node)
-    return bool(
-        (is_call(node, torch.ops.prims.iota.default) and (given["start"], given["step"]) == (0, 1))
-        or is_call(node, aten.arange.default)
-        or (is_call(node, aten.arange.start) and given["start"] == 0)
-        or (is_call(node, aten.arange.start_step) and (given["start"], given.get("step", 1)) == (0, 1))
-    )
+    return False

@@ -1,4 +1,4 @@
-"""Tell what an operation reads of its inputs: their contents, or no more than how large they are."""
+"""What an operation reads of its inputs: their contents, or no more than how large they are; and plain contents."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ _LIKE_ANOTHER = {
     "empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_empty_strided", "new_zeros", "new_ones",
     "new_full", "fill", "zero", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset",
 }  # fmt: skip
+_ALIKE = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
+_FULL = {"full", "full_like", "new_full"}
 _SAME_NUMBERS = (
     aten.clone.default, aten._to_copy.default, prims.convert_element_type.default, aten.view.default,
     aten._unsafe_view.default, aten.alias.default,
@@ -107,13 +109,23 @@ def _is_order(node: Node) -> bool:
     if is_call(node, aten.index_put.default) and is_uninitialised(node.args[0]):  # type: ignore[arg-type]
         _, unread = inputs_read(node)
         values = named_arguments(node)["values"]
-        return bool(unread) and _counts_up(values) and _have_equal_sizes(values, node)
+        return bool(unread) and counts_up(values) and _have_equal_sizes(values, node)
     return False
 
 
-def _counts_up(node: object) -> bool:
-    """True for 0, 1, 2 and so on."""
+def number_everywhere(node: Node) -> bool | int | float | None:
+    """The number that all elements of `node` are made with; None where that is not plain."""
+    if not _is_of_torch(node):
+        return None
+    base = base_operation(node)
+    number = named_arguments(node)["fill_value"] if base in _FULL else _ALIKE.get(base)
+    return number if isinstance(number, (bool, int, float)) else None
+
+
+def counts_up(node: Node) -> bool:
+    """True for 0, 1, 2 and so on, in one dimension and a type that holds them all."""
     if not is_call(node, aten.arange.default, aten.arange.start, aten.arange.start_step, prims.iota.default):
         return False
-    given = named_arguments(node)  # type: ignore[arg-type]
-    return (given.get("start", 0), given.get("step", 1)) == (0, 1)
+    given = named_arguments(node)
+    is_exact = fake_value(node).dtype in (torch.int32, torch.int64)
+    return is_exact and (given.get("start", 0), given.get("step", 1)) == (0, 1)

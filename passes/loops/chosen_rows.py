@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 from torch.fx import Node
 
+from moepass.passes.graph.contents import counts_up
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
@@ -157,19 +158,6 @@ def _one_hot(left: object, right: object) -> Chosen | None:
         if chosen is not None and counts_up(numbers) and fake_value(numbers).shape[0] >= chosen.experts:
             return chosen
     return None
-
-
-def counts_up(node: Node) -> bool:
-    """True where `node` is 0, 1, .. in one dimension."""
-    if is_call(node, prims.iota.default):
-        given = all_arguments(node)
-        return bool(given["start"] == 0 and given["step"] == 1)
-    if is_call(node, aten.arange.start_step):
-        given = all_arguments(node)
-        return bool(given["start"] == 0 and given["step"] == 1)
-    return is_call(node, aten.arange.default) or (
-        is_call(node, aten.arange.start) and bool(all_arguments(node)["start"] == 0)
-    )
 
 
 def chosen_by_top_k(node: object) -> Chosen | None:

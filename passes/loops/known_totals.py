@@ -22,17 +22,17 @@ from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.blocks.expert_masks import chosen_experts
 from moepass.passes.graph.collectives import communications_of
+from moepass.passes.graph.contents import counts_up, number_everywhere
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call, is_view, map_nodes, mutates
 from moepass.passes.graph.operations import base_operation
-from moepass.passes.loops.chosen_rows import chosen_by_top_k, counts_up
+from moepass.passes.loops.chosen_rows import chosen_by_top_k
 
 aten = torch.ops.aten
 
 _CASTS = {"_to_copy", "convert_element_type", "clone", "alias", "detach", "contiguous"}
-_ZEROS = {"zeros", "zeros_like", "new_zeros"}
 
 
 class _NotKnownError(Exception):
@@ -131,9 +131,8 @@ def _total(counts: Node, experts: int) -> sympy.Expr | None:
         return _number_of(given["self"], experts) if is_whole else None
     if is_call(counts, aten.scatter_add.default):
         given = all_arguments(counts)
-        is_count = (
-            _is_filled(given["self"], 0) and _is_filled(given["src"], 1) and fake_value(given["index"]).dim() == 1
-        )
+        starts, steps = number_everywhere(given["self"]), number_everywhere(given["src"])
+        is_count = (starts, steps) == (0, 1) and fake_value(given["index"]).dim() == 1
         return _elements(given["index"]) if is_count else None
     if not is_call(counts, aten.sum.dim_IntList):
         return None
@@ -182,15 +181,6 @@ def _number_of(ids: Node, experts: int) -> sympy.Expr | None:
 
 def _elements(node: Node) -> sympy.Expr:
     return sympy.expand(sympy.Mul(*map(size_expression, fake_value(node).shape)))
-
-
-def _is_filled(node: Node, number: int) -> bool:
-    base = base_operation(node)
-    if base in _ZEROS:
-        return number == 0
-    if base in {"ones", "ones_like", "new_ones"}:
-        return number == 1
-    return base in {"full", "full_like", "new_full"} and all_arguments(node)["fill_value"] == number
 
 
 def _mentions(node: object, known: Mapping[sympy.Symbol, sympy.Expr]) -> bool:

@@ -12,19 +12,16 @@ import dataclasses
 import torch
 from torch.fx import Graph, Node
 
+from moepass.passes.graph.contents import number_everywhere
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import base_operation
 from moepass.passes.graph.source_lines import named
 from moepass.passes.loops.branches import Branches, RowsOfAll
 
 aten = torch.ops.aten
-
-_ZEROS = {"zeros", "zeros_like", "new_zeros"}
-_FULL = {"full", "full_like", "new_full"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,9 +130,4 @@ def summed(join: SumByToken, branches: Branches, writer: GraphWriter) -> Node:
     in_order = writer.emit(aten.index.Tensor, rows.node, [inverse])
     shape = [writer.size(chosen[0].ids, 0), int(ids.shape[1]), *first.shape[1:]]
     result = writer.emit(aten.sum.dim_IntList, writer.viewed(in_order, shape), [1])
-    return result if _is_zero(join.first) else writer.emit(aten.add.Tensor, result, join.first)
-
-
-def _is_zero(node: Node) -> bool:
-    base = base_operation(node)
-    return base in _ZEROS or (base in _FULL and all_arguments(node)["fill_value"] == 0)
+    return result if number_everywhere(join.first) == 0 else writer.emit(aten.add.Tensor, result, join.first)

@@ -19,6 +19,8 @@ from typing import Any, NoReturn
 import torch
 from torch.fx import Graph, Node
 
+from moepass.passes.dense.pair_layouts import is_counting
+from moepass.passes.graph.contents import number_everywhere
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments
@@ -35,7 +37,6 @@ _COPIES = {"clone", "contiguous", "alias", "detach"}
 _TURNS = {"permute", "transpose", "t"}
 _PRODUCTS = {"mul", "bitwise_and", "logical_and"}
 _FOLLOWED = {*_CASTS, *_COPIES, *_TURNS, *_PRODUCTS, "expand", "ne", "gt"}
-_ZEROS = {"zeros", "zeros_like", "new_zeros"}
 # Places of a token are compared with each other.
 _MOST_PLACES = 8
 
@@ -98,7 +99,8 @@ def possible_masks(graph: Graph) -> set[Node]:
         if base == "eq":
             is_mask = is_call(node, aten.eq.Tensor) and any(_counting_dim(used) is not None for used in node.args)
         elif base == "add":
-            is_mask = bool(masks) and all(used in found or _is_zero(used) for used in node.all_input_nodes)
+            others = [used for used in node.all_input_nodes if used not in found]
+            is_mask = bool(masks) and all(number_everywhere(used) == 0 for used in others)
         else:
             is_mask = bool(masks) and (base in _FOLLOWED or operation(node) in VIEWS)
         if is_mask:
@@ -366,29 +368,7 @@ def _counting_dim(node: Any) -> int | None:
     if not isinstance(node, Node) or not isinstance(value := fake_value(node), torch.Tensor) or value.dim() == 0:
         return None
     dims = [dim for dim in range(value.dim()) if not _is_one(value.shape[dim])]
-    if len(dims) != 1 or value.dtype not in (torch.int32, torch.int64):
-        return None
-    while operation(node) in VIEWS or base_operation(node) in _CASTS | _COPIES:
-        node = node.all_input_nodes[0]
-        if fake_value(node).dtype not in (torch.int32, torch.int64):
-            return None
-    given = all_arguments(node) if node.op == "call_function" else {}
-    counts = (
-        (is_call(node, prims.iota.default) and (given["start"], given["step"]) == (0, 1))
-        or is_call(node, aten.arange.default)
-        or (is_call(node, aten.arange.start) and given["start"] == 0)
-        or (is_call(node, aten.arange.start_step) and (given["start"], given.get("step", 1)) == (0, 1))
-    )
-    return dims[0] if counts else None
-
-
-def _is_zero(node: Node) -> bool:
-    if node.op != "call_function":
-        return False
-    filled = (
-        all_arguments(node).get("fill_value") if base_operation(node) in ("full", "full_like", "new_full") else None
-    )
-    return base_operation(node) in _ZEROS or (filled is not None and not isinstance(filled, Node) and filled == 0)
+    return dims[0] if len(dims) == 1 and is_counting(node) else None
 
 
 def _is_one(size: Any) -> bool:

@@ -11,13 +11,14 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.blocks.detect import BlockMatch
+from moepass.passes.graph.contents import number_everywhere
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.operations import base_operation, operation
 from moepass.passes.graph.source_lines import named
-from moepass.passes.rows.row_operations import MADE, MADE_LIKE, VIEWS
+from moepass.passes.rows.row_operations import VIEWS
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -25,7 +26,6 @@ aten, prims = torch.ops.aten, torch.ops.prims
 _MOST_NODES = 60
 _SAME = {"clone", "contiguous", "alias", "detach"}
 _CASTS = {"convert_element_type", "_to_copy"}
-_FILLED = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +132,7 @@ def _table(lookups: tuple[Node, ...], table: Node, between: set[Node]) -> ReadTa
     given = all_arguments(table) if table.op == "call_function" else {}
     if is_call(table, aten.cat.default) and given.get("dim", 0) % fake_value(table).dim() == 0:
         parts = list(given["tensors"])
-        fills = {part: _filled_with(part) for part in parts}
+        fills = {part: number_everywhere(part) for part in parts}
         (slots, *others) = [part for part in parts if fills[part] is None] or [table]
         numbers = {fill for fill in fills.values() if fill is not None}
         types = {fake_value(part).dtype for part in parts}
@@ -149,16 +149,6 @@ def _table(lookups: tuple[Node, ...], table: Node, between: set[Node]) -> ReadTa
     if table not in between:
         raise NotThisForm(f"{named(table)} is not what its experts compute")
     return ReadTable(lookups, table, table)
-
-
-def _filled_with(node: Node) -> float | None:
-    """The number that `node` has everywhere; None where that is not plain."""
-    base = base_operation(node)
-    if base in _FILLED:
-        return _FILLED[base]
-    if base in MADE | MADE_LIKE and isinstance(value := all_arguments(node).get("fill_value"), (bool, int, float)):
-        return value
-    return None
 
 
 def _rows_of_all(nodes: Sequence[Node]) -> int:

@@ -151,6 +151,21 @@ def test_what_is_not_zero_stays(kind: type[DenseExperts]) -> None:
     assert result.refusals == ()
 
 
+class RoundedNumbers(OneHotDense):
+    """Numbers of experts in bfloat16, of which 257 is none: its mask lies where 256 is."""
+
+    def weights(self, hidden: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.choose(hidden)
+        mask = ids.unsqueeze(-1) == torch.arange(self.experts, dtype=torch.bfloat16)
+        return (mask.to(weights.dtype) * weights.unsqueeze(-1)).sum(dim=1)
+
+
+def test_rounded_numbers_of_experts_choose_others_than_ids_say() -> None:
+    model = layer(RoundedNumbers, experts=258, width=2)
+    model.router.weight.data[256:] += torch.randn(2, 1)  # let them be chosen
+    assert not any(map(is_grouped_gemm, compiled(model, numbers=(40, 3)).module.graph.nodes))
+
+
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("kind", [SoftmaxOfExperts, MeanOverTokens], ids=lambda kind: kind.__name__)
 def test_experts_that_look_at_others_are_refused(kind: type[DenseExperts]) -> None:

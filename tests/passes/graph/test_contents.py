@@ -1,0 +1,53 @@
+"""Plain contents: numbers that count up, and memory that is one number everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from moepass.passes.graph.contents import counts_up, number_everywhere
+
+
+def _made(make: Callable[[torch.Tensor], torch.Tensor]) -> Node:
+    """The node that gives what `make` gives."""
+    graph = make_fx(make, tracing_mode="fake")(torch.empty(5)).graph
+    (result,) = graph.output_node().all_input_nodes
+    return result
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda _: torch.arange(300), True),
+        (lambda _: torch.arange(0, 300, dtype=torch.int32), True),
+        (lambda _: torch.arange(0, 300, 1), True),
+        (lambda _: torch.arange(1, 300), False),
+        (lambda _: torch.arange(0, 300, 2), False),
+        (lambda _: torch.arange(300, dtype=torch.bfloat16), False),  # 257 is none of these
+        (lambda _: torch.zeros(300, dtype=torch.int64), False),
+    ],
+)
+def test_numbers_that_count_up(make: Callable[[torch.Tensor], torch.Tensor], expected: bool) -> None:
+    assert counts_up(_made(make)) is expected
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda _: torch.zeros(3), 0),
+        (lambda given: torch.zeros_like(given), 0),
+        (lambda given: given.new_ones(3), 1),
+        (lambda _: torch.full((3,), -2.5), -2.5),
+        (lambda given: torch.full_like(given, True), True),
+        (lambda given: given + 0, None),
+        (lambda given: torch.empty_like(given), None),
+    ],
+)
+def test_numbers_everywhere(make: Callable[[torch.Tensor], torch.Tensor], expected: float | None) -> None:
+    found = number_everywhere(_made(make))
+    assert found == expected
+    assert (found is None) == (expected is None)
