@@ -112,7 +112,8 @@ def _take(graph: Graph, match: BlockMatch) -> None:
         raise NotThisForm("more is looked up than there are slots")
     first = found.lookups[0]
     _bring_forward(found, first)
-    inside = nodes_between(match, found.slots)
+    first_gemms = [gemm.node for gemm in match.gemms if gemm.activations is match.gemms[0].activations]
+    inside = nodes_between(first_gemms, found.slots)
     writer = GraphWriter(graph, first)
     try:
         with graph.inserting_before(first):

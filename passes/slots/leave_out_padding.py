@@ -30,7 +30,7 @@ from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
 from moepass.passes.loops.write_grouped_gemms import ends_in_gemms, places_of_loops
-from moepass.passes.slots.rows_of_lookups import RowsOfLookups
+from moepass.passes.slots.rows_of_lookups import RowsOfLookups, nodes_between
 
 aten = torch.ops.aten
 
@@ -169,29 +169,12 @@ def _without_padding(cut: Node, writer: GraphWriter) -> Node:
     def first_rows(used: Node) -> Node:
         return writer.emit(aten.slice.Tensor, used, 0, 0, count)
 
+    repeated = [node for node in nodes_between(paddings, source) if node not in paddings]
     written = RowsOfLookups(
         writer, {}, paddings, size_expression(fake_value(source).shape[0]), count, None, first_rows
-    ).write(_between(paddings, source))
+    ).write(repeated)
     old, new = fake_value(cut), fake_value(written)
     sizes = [size_expression(new.shape[0]), *map(size_expression, old.shape[1:])]
     if old.dtype != new.dtype or sizes != [_cut_to(cut), *map(size_expression, new.shape[1:])]:
         raise NotThisForm(f"it gives {list(new.shape)} where it gave {list(old.shape)}")
     return written
-
-
-def _between(starts: dict[Node, Node], end: Node) -> list[Node]:
-    """What `end` is computed by of `starts`, in order."""
-    found: set[Node] = set()
-    for node in end.graph.nodes:
-        if node not in starts and any(used in starts or used in found for used in node.all_input_nodes):
-            found.add(node)
-        if node is end:
-            break
-    needed: set[Node] = set()
-    pending = [end]
-    while pending:
-        node = pending.pop()
-        if node in found and node not in needed:
-            needed.add(node)
-            pending += node.all_input_nodes
-    return sorted(needed)

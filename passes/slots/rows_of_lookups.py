@@ -6,14 +6,13 @@ The rows of the slots are followed from the first GEMMs to what is looked up, op
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NoReturn
 
 import sympy
 import torch
 from torch.fx import Node
 
-from moepass.passes.blocks.detect import BlockMatch
 from moepass.passes.blocks.expert_gemms import ExpertGemm, is_grouped_gemm
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.input_sizes import size_expression
@@ -31,22 +30,21 @@ from moepass.passes.rows.row_rules import Layouts, RowRules, acts_by_element, fi
 _NOT_REPEATED = {"bmm", "gather", "scatter", "scatter_add", *GROUP_NORMS, *MADE}
 
 
-def nodes_between(match: BlockMatch, slots: Node) -> list[Node]:
-    """What `slots` is computed by, of the results of the block's first GEMMs, in order."""
-    first = match.gemms[0].activations
-    found: set[Node] = set()
-    depends = {gemm.node for gemm in match.gemms if gemm.activations is first}
-    for node in slots.graph.nodes:
+def nodes_between(starts: Collection[Node], end: Node) -> list[Node]:
+    """What `end` is computed by of `starts`, and those of them that it needs, in order."""
+    depends = set(starts)
+    for node in end.graph.nodes:
         if any(used in depends for used in node.all_input_nodes):
             depends.add(node)
-        if node is slots:
+        if node is end:
             break
-    pending = [slots]
+    found: set[Node] = set()
+    pending = [end]
     while pending:
         node = pending.pop()
         if node in depends and node not in found:
             found.add(node)
-            pending += node.all_input_nodes
+            pending += [] if node in starts else node.all_input_nodes
     return sorted(found)
 
 

@@ -131,9 +131,12 @@ class GatheredOrder(_GatheredLayer):
         order = by_expert.to(torch.int8).argsort(descending=True, stable=True)[:total]
         tokens = order % every.shape[0]
         counts = by_expert.view(len(self.owned), -1).sum(dim=1)
-        ends = counts.cumsum(0).to(torch.int32)
-        gate, up = grouped_gemm(every[tokens], self.gate_up.transpose(1, 2), ends).chunk(2, dim=-1)
-        outputs = grouped_gemm(nn.functional.silu(gate) * up, self.down.transpose(1, 2), ends)
-        outputs = outputs * weights[order].unsqueeze(-1)
+        outputs = self.compute(every[tokens], counts) * weights[order].unsqueeze(-1)
         summed = torch.zeros_like(every).index_add(0, tokens, outputs)
         return scatter_sums(summed, ranks, group)
+
+    def compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """The experts on `rows`, of which each has as many as `counts` say."""
+        ends = counts.cumsum(0).to(torch.int32)
+        gate, up = grouped_gemm(rows, self.gate_up.transpose(1, 2), ends).chunk(2, dim=-1)
+        return grouped_gemm(nn.functional.silu(gate) * up, self.down.transpose(1, 2), ends)

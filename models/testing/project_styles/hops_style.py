@@ -78,7 +78,7 @@ class ExactBetweenMachinesFirst(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         scores, chosen = torch.topk(self.router(hidden), self.sizes.top_k, dim=1)
-        ids = chosen.view(-1)
+        ids = self._numbers(chosen.view(-1))
         order = torch.argsort(ids, stable=True)
         rows = hidden.index_select(0, order // self.sizes.top_k)
         returned = self._exchange(rows, _counted(ids, self.sizes.experts))
@@ -86,8 +86,12 @@ class ExactBetweenMachinesFirst(nn.Module):
         token = (order // self.sizes.top_k).unsqueeze(-1).expand(-1, hidden.shape[1])
         return torch.zeros_like(hidden).scatter_add(0, token, weighed)
 
+    def _numbers(self, experts: torch.Tensor) -> torch.Tensor:
+        """The order in which rows of `experts` are sent."""
+        return experts
+
     def _exchange(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """`rows` sorted by expert, `counts` of each."""
+        """`rows` in that order, `counts` of each number."""
         experts_of_machine = 2 * self.own
         arriving = exchange_rows(counts, *_equal(experts_of_machine, self.machines), self.between)
         send, receive = self._sizes(counts, self.machines), self._sizes(arriving, self.machines)
@@ -147,16 +151,9 @@ class ExactByExpert(ExactBetweenMachinesFirst):
 class ExactWithinMachineFirst(ExactBetweenMachinesFirst):
     """Rows go to their place within the machine first: sorted by place, then by machine."""
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        scores, chosen = torch.topk(self.router(hidden), self.sizes.top_k, dim=1)
-        rank, expert = chosen.view(-1) // self.own, chosen.view(-1) % self.own
-        ids = ((rank % 2) * self.machines + rank // 2) * self.own + expert
-        order = torch.argsort(ids, stable=True)
-        rows = hidden.index_select(0, order // self.sizes.top_k)
-        returned = self._exchange(rows, _counted(ids, self.sizes.experts))
-        weighed = (returned.float() * scores.view(-1)[order].unsqueeze(-1)).to(hidden.dtype)
-        token = (order // self.sizes.top_k).unsqueeze(-1).expand(-1, hidden.shape[1])
-        return torch.zeros_like(hidden).scatter_add(0, token, weighed)
+    def _numbers(self, experts: torch.Tensor) -> torch.Tensor:
+        rank, expert = experts // self.own, experts % self.own
+        return ((rank % 2) * self.machines + rank // 2) * self.own + expert
 
     def _exchange(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         arriving = exchange_rows(counts, *_equal(self.machines * self.own, 2), self.within)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from moepass.models.reference.collectives import exchange_rows, gather_rows, scatter_sums
+from moepass.models.reference.collectives import exchange_rows
 from moepass.models.reference.grouped_experts import count_per_expert, grouped_gemm, undo_order
 from moepass.models.testing.project_styles.exact_style import ExactLayer
 from moepass.models.testing.project_styles.gathered_style import GatheredMasks, GatheredOrder
@@ -119,26 +119,8 @@ class OrderThatPads(GatheredOrder):
 
     padding: Padding = SearchedTable()
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        probabilities, mask = self._route(hidden)
-        group, ranks = self.group.group_name, self.ranks
-        own = slice(self.owned.start, self.owned.stop)
-        by_expert = gather_rows(mask, ranks, group)[:, own].t().reshape(-1)
-        weights = gather_rows(probabilities, ranks, group)[:, own].t().reshape(-1)
-        every = gather_rows(hidden, ranks, group)
-        total = int(by_expert.sum().item())
-        torch._check(total >= 0)
-        torch._check(total <= by_expert.shape[0])
-        order = by_expert.to(torch.int8).argsort(descending=True, stable=True)[:total]
-        tokens = order % every.shape[0]
-        counts = by_expert.view(len(self.owned), -1).sum(dim=1)
-        outputs = self.padding.run(every[tokens], counts, self._experts) * weights[order].unsqueeze(-1)
-        return scatter_sums(torch.zeros_like(every).index_add(0, tokens, outputs), ranks, group)
-
-    def _experts(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        ends = counts.cumsum(0).to(torch.int32)
-        gate, up = grouped_gemm(rows, self.gate_up.transpose(1, 2), ends).chunk(2, dim=-1)
-        return grouped_gemm(F.silu(gate) * up, self.down.transpose(1, 2), ends)
+    def compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        return self.padding.run(rows, counts, super().compute)
 
 
 class OrderAndScatter(OrderThatPads):
