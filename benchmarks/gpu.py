@@ -150,6 +150,9 @@ def main(
 ) -> None:
     """PROFILE: a preset or a file of `moepass calibrate`; by default the preset of the GPU's name. LAYERS: of the model
     of part streaming, fewer where memory asks for it; 24 take 30 GB of the device and 82 GB of host memory."""
+    if tiny:
+        # Triton reads it when it is imported.
+        os.environ["TRITON_INTERPRET"] = "1"
     import torch
     import typer
     from on_gpu.profiles import profile_of_gpu

@@ -230,7 +230,7 @@ class _OperationWriter:
         temporary = [peak.expression for peak in peaks(inner.operations, _joined(returned))]
         outputs = [self._made(fake_value(node), sizes) for node in _outputs(segment.graph)]
         makes = {number: nbytes for one in outputs for number, nbytes in one.items()}
-        last = next(reversed(segment.graph.nodes)).prev
+        last = segment.graph.output_node().prev
         self._add(last, _joined(shown.values()), makes, temporary)
         return [frozenset(one) for one in outputs]
 
