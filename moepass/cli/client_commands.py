@@ -66,12 +66,12 @@ def batch(
     output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Answers, added as they come.")],
     url: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Ask this server instead of a MODEL, such as http://127.0.0.1:8000."),
+        typer.Option("--url", metavar="URL", help="Ask this server instead of a MODEL, such as http://127.0.0.1:8000."),
     ] = None,
     api_key: Annotated[str | None, typer.Option(metavar="KEY", help="What --url asks for.")] = None,
     name: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="What requests call the MODEL.", show_default="its last part"),
+        typer.Option("--name", metavar="NAME", help="What requests call the MODEL.", show_default="its last part"),
     ] = None,
     in_flight: Annotated[
         int, typer.Option(min=1, max=1 << 16, metavar="N", help="Requests that are open at once.")
@@ -145,7 +145,7 @@ def bench(
         typer.Option(metavar="NAME", help=f"Lengths and sharing of {', '.join(PRESETS)}.", show_default="none"),
     ] = None,
     file: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Requests as lines of a batch, instead of made ones.")
+        str | None, typer.Option("--file", metavar="FILE", help="Requests as lines of a batch, instead of made ones.")
     ] = None,
     route: Annotated[str, typer.Option(metavar=f"[{'|'.join(ROUTES)}]", help="What to ask.")] = "decisions",
     requests: Annotated[

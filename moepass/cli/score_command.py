@@ -102,9 +102,12 @@ def score(
         int,
         typer.Option(metavar="N", help="Slots of the ring that the experts stream through; each holds one layer's."),
     ] = 2,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="Where to compute: cpu, cuda or cuda:INDEX.")] = "cpu",
+    device: Annotated[
+        str, typer.Option("--device", metavar="DEVICE", help="Where to compute: cpu, cuda or cuda:INDEX.")
+    ] = "cpu",
     link: Annotated[
-        str, typer.Option(metavar="LINK", help="real, or emulate:BYTES_PER_S to see how a slower link would do.")
+        str,
+        typer.Option("--link", metavar="LINK", help="real, or emulate:BYTES_PER_S to see how a slower link would do."),
     ] = "real",
     eager: Annotated[bool, typer.Option("--eager", help="Do not compile at all.")] = False,
     threads: Annotated[

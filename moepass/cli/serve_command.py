@@ -37,6 +37,7 @@ def serve(
     name: Annotated[
         list[str] | None,
         typer.Option(
+            "--name",
             metavar="NAME",
             help="What clients call the model; more than one may be given.",
             show_default="the last part of MODEL",
@@ -46,7 +47,9 @@ def serve(
         str | None,
         typer.Option(metavar="KEY", help="Clients must send it.", show_default="none"),
     ] = None,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="Where ranks compute: cpu or cuda.")] = "cpu",
+    device: Annotated[
+        str, typer.Option("--device", metavar="DEVICE", help="Where ranks compute: cpu or cuda.")
+    ] = "cpu",
     dtype: Annotated[
         ServedDtype | None,
         typer.Option(help="Of the weights.", show_default="that of the checkpoint"),
@@ -138,7 +141,7 @@ def serve(
     eager: Annotated[bool, typer.Option("--eager", help="Do not compile at all.")] = False,
     link: Annotated[
         str,
-        typer.Option(metavar="LINK", help="real, or emulate:BYTES_PER_S."),
+        typer.Option("--link", metavar="LINK", help="real, or emulate:BYTES_PER_S."),
     ] = "real",
     threads: Annotated[
         int | None,

@@ -10,11 +10,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
 from tiny_checkpoint import broken_copy, edit_config, original_model, save_tiny_checkpoint
+from typer.models import OptionInfo
 from typer.testing import CliRunner
 
 from moepass.cli.arguments import parse_labels
@@ -412,3 +413,20 @@ def test_demo_compares_every_prediction(capsys: pytest.CaptureFixture[str]) -> N
     found = re.search(r"compiled \((\d+) graphs?\).* ([\d.]+) (MB|GB) of experts went through the ring", words)
     assert found is not None
     assert int(found[1]) > 0
+
+
+def test_no_option_is_called_as_its_value() -> None:
+    """typer 0.27 takes a metavar that is the parameter's name in capitals for the option's name: `--DEVICE`."""
+    commands = [app.registered_callback, *app.registered_commands]
+    options = [
+        (name, option)
+        for command in commands
+        if command is not None and command.callback is not None
+        for name, hint in get_type_hints(command.callback, include_extras=True).items()
+        for option in getattr(hint, "__metadata__", ())
+        if isinstance(option, OptionInfo)
+    ]
+    assert len(options) > 50
+    # Inside Annotated, the first name that is given comes as the default.
+    unnamed = [(name, option) for name, option in options if option.default is ...]
+    assert [name for name, option in unnamed if option.metavar == name.upper()] == []
