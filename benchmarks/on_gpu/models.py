@@ -18,6 +18,9 @@ from moepass.passes.planner.strategies import peak_activation_bytes
 
 # Random attention makes all tokens of a sequence alike, and one expert everybody's; so it adds little here.
 _ATTENTION_SCALE = 0.1
+# As large as what norms give, so that a layer adds little to what comes into it, as in trained models. With random
+# weights in bfloat16 a tenth of the tokens lies between two experts, and rounding decides which one a token goes to.
+_EMBEDDING_SCALE = 50
 
 
 def fitting_layers(config: PreTrainedConfig, tokens: int, slots: int, device_bytes: float, host_bytes: float) -> int:
@@ -46,6 +49,7 @@ def build_model(config: PreTrainedConfig, target: Target) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(config, dtype=target.dtype).eval().requires_grad_(False)
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight.mul_(_ATTENTION_SCALE)
+    model.model.embed_tokens.weight.mul_(_EMBEDDING_SCALE)
     empty = [name for name, value in model.named_parameters() if value.dim() > 1 and not bool(value.any())]
     assert not empty, f"transformers left {empty} without values"
     model.set_experts_implementation("grouped_mm")

@@ -215,8 +215,12 @@ def _right_ones(
     result: StreamingResult,
     failures: Failures,
 ) -> tuple[list[_Variant], str]:
-    """The variants whose logits are those of the uncompiled model, and how far each is from it, in words."""
+    """The variants whose logits are those of the uncompiled model, and how far each is from it, in words.
+
+    Streamed experts run the kernels of resident ones, so their logits are compared with each other too.
+    """
     plain = _logits_of(model)(ids).double()
+    logits: dict[str, torch.Tensor] = {}
     right, told = [], []
     for variant in variants:
         try:
@@ -227,6 +231,12 @@ def _right_ones(
             told.append(f"{variant.name} {off:.1e}{how}")
             if not off <= _DEPTH_FACTOR * target.most_error:
                 raise WrongResultError(f"logits are off by {off:.2e} of those of the uncompiled model")
+            logits[variant.name] = found
+            if variant.name == STREAMED and RESIDENT in logits:
+                apart = relative_error(found.flatten(0, -2), logits[RESIDENT].double().flatten(0, -2))
+                told.append(f"streamed against resident {apart:.1e}")
+                if not apart <= target.most_error:
+                    raise WrongResultError(f"logits are off by {apart:.2e} of those with resident experts")
             right.append(variant)
         except Exception as error:
             result.missing.append(f"{variant.name}: {failures.add(error)}")

@@ -4,7 +4,7 @@ torch's symmetric memory maps the memory of all ranks into the addresses of each
 ordinary copy on the ring's own stream: no rank takes part in what another one copies. By CUDA's rules for memory that
 was mapped from another process, it stays for as long as anybody has it mapped, as shared memory of the host does.
 
-Unmeasured: tests run all of this with memory of another kind, and `SymmetricMemory` has not been on a GPU yet.
+Two ranks on one H100 have run it; how fast GPUs copy from each other is unmeasured.
 """
 
 from __future__ import annotations

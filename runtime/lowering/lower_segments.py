@@ -53,6 +53,8 @@ from moepass.runtime.lowering.lower_triton_experts import TritonExperts, lower_t
 from moepass.runtime.torch_private import compilers_side_by_side
 
 Lowered = Callable[..., Any]
+# Terms of a sum; no model here gives a token to more than 16 experts.
+_UNROLLED_BELOW = 17
 _VIEWS_OF_TRACED_STRIDES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
@@ -243,11 +245,15 @@ def compile_with_inductor(module: GraphModule, fake_mode: Any) -> Lowered:
     inputs: Sequence[Any] = [fake_value(node) for node in graph_inputs(module.graph)]
     # Inductor's layout optimisation gives wrong results for depthwise 1-d convolutions on CPUs (seen with torch 2.13.0
     # on jamba, whole graph and segment alike), and has nothing to gain in a language model.
-    correct = {"layout_optimization": False}
+    correct: dict[str, Any] = {"layout_optimization": False}
     # What is asserted of sizes stands in the top-level graph; Inductor would assert it again, with sizes that are no
     # inputs of the segment. Versions that cannot be told so are left to it.
     if hasattr(inductor_config, "do_not_emit_runtime_assertions"):
         correct["do_not_emit_runtime_assertions"] = True
+    if any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in inputs):
+        # The sum over a token's experts, added up element by element: as a reduction, it reads memory at a third of the
+        # speed. [Empirical] 8 experts, hidden 2048, 32,768 tokens on an H100 with torch 2.11: 1.26 ms for 1.2 GB.
+        correct["unroll_reductions_threshold"] = _UNROLLED_BELOW
     # Inductor compiles in what is known of sizes that only a run tells, but its cache does not look at that.
     tag = "; ".join([torch.compiler.config.cache_key_tag, *unbacked_conditions(module.graph)])
     known = torch.compiler.config.patch(cache_key_tag=tag)  # type: ignore[attr-defined]

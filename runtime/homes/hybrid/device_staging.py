@@ -5,7 +5,7 @@ changes before a copy into the buffer is issued, and again once the event behind
 at it before it issues a copy from the buffer, and again once the event behind that copy has happened. If the word is
 the same, no byte was overwritten meanwhile.
 
-Unmeasured: this has not been on a GPU yet.
+Two ranks on one H100 have run it; its speed is unmeasured.
 """
 
 from __future__ import annotations

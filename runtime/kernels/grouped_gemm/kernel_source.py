@@ -6,7 +6,9 @@
                   host, which does not know where experts end
     weights       a table of one address for each expert: experts may lie in different memory
     descriptors   where WEIGHT_DESCRIPTOR and ROW_DESCRIPTOR say so, tiles are loaded by the hardware that copies tiles
-                  (TMA): each tile describes its expert's weights, and the rows where they lie side by side
+                  (TMA): of rows that lie side by side, and of weights. Each tile describes its expert's; with ONE_BANK
+                  one description serves all of them
+    tables        rows of a table that experts choose, as biases are, are loaded once for each tile
     rows of none  rows behind those of the last expert get zeros as GEMM results, as in the loop on CPUs
 
 Sizes of tiles are constants that the caller chooses: one source serves all of them.
@@ -63,13 +65,13 @@ def {name}(
     tiles = row_tiles * column_tiles
     tile_stops = tl.cumsum(tiles, 0)
     inner = tl.arange(0, BLOCK_INNER)
-    for tile in range(tl.program_id(0), tl.sum(tiles, 0), tl.num_programs(0)):
-        expert = tl.sum((tile_stops <= tile).to(tl.int32), 0)
-        is_expert = lanes == expert
-        begin = tl.sum(tl.where(is_expert, begins, 0), 0)
-        stop = tl.sum(tl.where(is_expert, stops, 0), 0)
-        height = tl.sum(tl.where(is_expert, row_tiles, 0), 0)
-        place = tile - tl.sum(tl.where(is_expert, tile_stops - tiles, 0), 0)
+{descriptors}    for tile in range(tl.program_id(0), tl.sum(tiles, 0), tl.num_programs(0)):
+        is_before = tile_stops <= tile
+        expert = tl.sum(is_before.to(tl.int32), 0)
+        place = tile - tl.sum(tl.where(is_before, tiles, 0), 0)
+        begin = tl.minimum(tl.load(ends + expert - 1, mask=expert > 0, other=0), count)
+        stop = tl.minimum(tl.load(ends + expert, mask=expert < EXPERTS, other=count), count)
+        height = tl.cdiv(stop - begin, BLOCK_ROWS)
         # Neighbours share rows or columns, which the cache has then.
         group = place // (GROUP * column_tiles)
         place -= group * GROUP * column_tiles
@@ -90,9 +92,12 @@ def kernel_source(kernel: GemmKernel) -> str:
     Raises NoTileFunctionError for operators and types that tiles do not have.
     """
     head = _HEAD.format(
-        name=KERNEL_NAME, varying=varying_parameters(kernel), parameters=",\n    ".join(_declared(kernel))
+        name=KERNEL_NAME,
+        varying=varying_parameters(kernel),
+        parameters=",\n    ".join(_declared(kernel)),
+        descriptors="".join(f"    {line}\n" for line in _descriptors(kernel)),
     )
-    body = [*_row_numbers(kernel), *_products(kernel), *_row_work(kernel), *_stores(kernel)]
+    body = [*_row_numbers(kernel), *_products(kernel), *_results(kernel)]
     return head + "".join(f"        {line}\n" for line in body)
 
 
@@ -116,6 +121,7 @@ def varying_parameters(kernel: GemmKernel) -> list[str]:
 CONSTANTS = (
     *("EXPERTS", "EXPERT_LANES", "INNER", "COLUMNS", "WIDTH", "PRODUCT_TYPE", "PRECISION", "ALIGNMENT"),
     *("BLOCK_ROWS", "BLOCK_COLUMNS", "BLOCK_INNER", "GROUP", "WEIGHT_DESCRIPTOR", "ROW_DESCRIPTOR"),
+    "ONE_BANK",
 )
 # Values of WEIGHT_DESCRIPTOR: plain pointers, or descriptors of weights whose inner elements or columns are contiguous.
 POINTERS, INNER_CONTIGUOUS, COLUMNS_CONTIGUOUS = range(3)
@@ -142,8 +148,11 @@ def table_operands(kernel: GemmKernel) -> list[int]:
 
 
 def _row_numbers(kernel: GemmKernel) -> Iterator[str]:
+    chosen = chosen_once(kernel)
     for number in row_number_operands(kernel):
-        yield f"number_{number} = tl.load(operand_{number} + row * operand_{number}_stride_0).to(tl.int64)"
+        # Numbers of experts need no more, and half of the registers.
+        kept = "tl.int32" if number == chosen else "tl.int64"
+        yield f"number_{number} = tl.load(operand_{number} + row * operand_{number}_stride_0).to({kept})"
 
 
 def _row_of_table(table: int, numbers: int) -> str:
@@ -181,17 +190,16 @@ def _products(kernel: GemmKernel) -> Iterator[str]:
         yield f"right_{number} += column_{number}[None, :].to(tl.int64) * weight_stride_column"
         columns = "2 * BLOCK_COLUMNS" if wide else "BLOCK_COLUMNS"
         yield f"sum_{number} = tl.zeros((BLOCK_ROWS, {columns}), tl.float32)"
+    yield "if not ONE_BANK:"
     for width in sorted({len(group) for group in products}):
-        yield from _descriptor(width)
-    if kernel.row_numbers is None:
-        table = f"operand_{kernel.rows}"
-        yield "if ROW_DESCRIPTOR:"
-        described = f"{table}, [count, INNER], [{table}_stride_0, 1], [BLOCK_ROWS, BLOCK_INNER]"
-        yield f"    rows = tl.make_tensor_descriptor({described})"
+        yield from (f"    {line}" for line in _descriptor(width, "base", "1"))
+    yield "expert_row = expert * (COLUMNS if WEIGHT_DESCRIPTOR == 1 else INNER) if ONE_BANK else 0"
     yield "for step in range(0, tl.where(expert < EXPERTS, tl.cdiv(INNER, BLOCK_INNER), 0)):"
     yield "    is_inner = inner < INNER - step * BLOCK_INNER"
     # What lies behind the last row or column of a tile has a result that is not stored.
-    plain = "tl.load(left, mask=is_inner[None, :], other=0.0)"
+    yield "    is_whole: tl.constexpr = INNER % BLOCK_INNER == 0"
+    yield "    are_whole: tl.constexpr = is_whole and WIDTH % BLOCK_COLUMNS == 0"
+    plain = "tl.load(left) if is_whole else tl.load(left, mask=is_inner[None, :], other=0.0)"
     advance = f"left += BLOCK_INNER * operand_{kernel.rows}_stride_1"
     if kernel.row_numbers is None:
         yield "    if ROW_DESCRIPTOR:"
@@ -203,11 +211,14 @@ def _products(kernel: GemmKernel) -> Iterator[str]:
     for number, group in enumerate(products):
         mask = f"is_inner[:, None] & is_column_{number}[None, :]"
         yield f"    if WEIGHT_DESCRIPTOR == {INNER_CONTIGUOUS}:"
-        yield f"        right_tile = weights_{len(group)}.load([first_{number}, step * BLOCK_INNER]).T"
+        yield f"        right_tile = weights_{len(group)}.load([expert_row + first_{number}, step * BLOCK_INNER]).T"
         yield f"    elif WEIGHT_DESCRIPTOR == {COLUMNS_CONTIGUOUS}:"
-        yield f"        right_tile = weights_{len(group)}.load([step * BLOCK_INNER, first_{number}])"
+        yield f"        right_tile = weights_{len(group)}.load([expert_row + step * BLOCK_INNER, first_{number}])"
         yield "    else:"
-        yield f"        right_tile = tl.load(right_{number}, mask={mask}, other=0.0)"
+        yield "        if are_whole:"
+        yield f"            right_tile = tl.load(right_{number})"
+        yield "        else:"
+        yield f"            right_tile = tl.load(right_{number}, mask={mask}, other=0.0)"
         yield f"        right_{number} += BLOCK_INNER * weight_stride_inner"
         product = "left_tile.to(PRODUCT_TYPE), right_tile.to(PRODUCT_TYPE)"
         yield f"    sum_{number} = tl.dot({product}, sum_{number}, input_precision=PRECISION)"
@@ -219,14 +230,28 @@ def _products(kernel: GemmKernel) -> Iterator[str]:
             yield f"{_sum_name(group[0])} = sum_{number}"
 
 
-def _descriptor(width: int) -> Iterator[str]:
-    """Of one expert's weights, for tiles of `width` times BLOCK_COLUMNS columns."""
+def _descriptors(kernel: GemmKernel) -> Iterator[str]:
+    """Those that all tiles share: of the rows, and of weights that lie side by side."""
+    dtype = fake_value(kernel.gemm.node).dtype
+    yield "if ONE_BANK:"
+    yield f"    bank = tl.multiple_of(tl.load(weights).to(tl.pointer_type({triton_type(dtype)})), ALIGNMENT)"
+    for width in sorted({len(group) for group in column_groups(kernel)}):
+        yield from (f"    {line}" for line in _descriptor(width, "bank", "EXPERTS"))
+    if kernel.row_numbers is None:
+        table = f"operand_{kernel.rows}"
+        yield "if ROW_DESCRIPTOR:"
+        described = f"{table}, [count, INNER], [{table}_stride_0, 1], [BLOCK_ROWS, BLOCK_INNER]"
+        yield f"    rows = tl.make_tensor_descriptor({described})"
+
+
+def _descriptor(width: int, base: str, experts: str) -> Iterator[str]:
+    """Of the weights of so many `experts` from `base` on, for tiles of `width` times BLOCK_COLUMNS columns."""
     columns = "BLOCK_COLUMNS" if width == 1 else f"{width} * BLOCK_COLUMNS"
     described = f"weights_{width} = tl.make_tensor_descriptor"
     yield f"if WEIGHT_DESCRIPTOR == {INNER_CONTIGUOUS}:"
-    yield f"    {described}(base, [COLUMNS, INNER], [weight_stride_column, 1], [{columns}, BLOCK_INNER])"
+    yield f"    {described}({base}, [{experts} * COLUMNS, INNER], [weight_stride_column, 1], [{columns}, BLOCK_INNER])"
     yield f"elif WEIGHT_DESCRIPTOR == {COLUMNS_CONTIGUOUS}:"
-    yield f"    {described}(base, [INNER, COLUMNS], [weight_stride_inner, 1], [BLOCK_INNER, {columns}])"
+    yield f"    {described}({base}, [{experts} * INNER, COLUMNS], [weight_stride_inner, 1], [BLOCK_INNER, {columns}])"
 
 
 def column_groups(kernel: GemmKernel) -> list[tuple[Columns, ...]]:
@@ -253,25 +278,104 @@ def _columns(name: str, columns: Columns) -> str:
     return scaled if columns.start == 0 else f"{scaled} + {columns.start}"
 
 
-def _row_work(kernel: GemmKernel) -> Iterator[str]:
+def _results(kernel: GemmKernel) -> Iterator[str]:
+    """Row work and stores; where experts choose rows of tables, as of biases, once for each row that is chosen.
+
+    That is one row, but for tiles of rows without an expert: it is loaded once, and not for each row of a tile.
+    """
+    chosen = chosen_once(kernel)
+    if chosen is None:
+        yield from (*_row_work(kernel, None), *_stores(kernel, "is_row"))
+        return
+    # Others are no numbers of experts.
+    yield f"lowest = tl.maximum(tl.min(number_{chosen}, 0), -EXPERTS)"
+    yield f"highest = tl.minimum(tl.max(number_{chosen}, 0), EXPERTS - 1)"
+    yield "for chosen in tl.range(lowest, highest + 1, num_stages=1):"
+    yield f"    is_chosen = is_row & (number_{chosen} == chosen)"
+    for line in (*_row_work(kernel, chosen), *_stores(kernel, "is_chosen")):
+        yield f"    {line}"
+
+
+def chosen_once(kernel: GemmKernel) -> int | None:
+    """The operand whose numbers choose rows of tables with one row for each expert, if it is one, of no other use.
+
+    Larger tables may have all of their rows between the lowest and the highest number of a tile.
+    """
+    wide = [value for value in kernel.values if isinstance(value, Loaded) and is_wide_choice(value)]
+    numbers = {int(value.rows) for value in wide}
+    heights = [fake_value(kernel.operands[value.operand]).shape[0] for value in wide]
+    experts = fake_value(kernel.gemm.weights).shape[0]
+    if len(numbers) != 1 or not all(isinstance(height, int) and height == experts for height in heights):
+        return None
+    number = numbers.pop()
+    return None if number in (kernel.row_numbers, *kernel.orders) else number
+
+
+def is_wide_choice(value: Loaded) -> bool:
+    """Whether the rows of a tile choose rows of a table by number, of more than one column."""
+    return isinstance(value.rows, int) and value.columns.step > 0
+
+
+def _row_work(kernel: GemmKernel, chosen: int | None) -> Iterator[str]:
+    """`chosen`: the operand of which the number `chosen` is in the kernel."""
     held: list[torch.dtype] = []
+    pairs = [] if chosen is None else _pairs_of_columns(kernel)
+    for first, second in pairs:
+        yield from _load_pair(kernel, first, second)
+    loaded = {place for pair in pairs for place in pair}
     for place, value in enumerate(kernel.values):
         held.append(held_type(value.dtype))
         if isinstance(value, Accumulated):
             yield f"value_{place} = {_sum_name(value.columns)}"
-        elif isinstance(value, Loaded):
-            yield f"value_{place} = {_load(kernel, value)}.to({triton_type(held[-1])})"
-        else:
+        elif isinstance(value, Computed):
             yield f"value_{place} = {_compute(value, held)}"
+        elif place not in loaded:
+            is_chosen = value.rows == chosen and is_wide_choice(value)
+            yield f"value_{place} = {_load(kernel, value, is_chosen)}.to({triton_type(held[-1])})"
 
 
-def _load(kernel: GemmKernel, value: Loaded) -> str:
+def _pairs_of_columns(kernel: GemmKernel) -> list[tuple[int, int]]:
+    """Places of chosen values, two and two of one table, such as the biases of gate and up."""
+    waiting: dict[tuple[int, int, torch.dtype], int] = {}
+    pairs = []
+    for place, value in enumerate(kernel.values):
+        if isinstance(value, Loaded) and is_wide_choice(value):
+            kind = value.operand, value.columns.step, value.dtype
+            if kind in waiting:
+                pairs.append((waiting.pop(kind), place))
+            else:
+                waiting[kind] = place
+    return pairs
+
+
+def _load_pair(kernel: GemmKernel, first: int, second: int) -> Iterator[str]:
+    """Two values by one load, with an element for each thread. Of two smaller loads the compiler would have each thread
+    load all that it needs itself: 64 elements of an H100's tile, one by one."""
+    value, other = kernel.values[first], kernel.values[second]
+    assert isinstance(value, Loaded)
+    assert isinstance(other, Loaded)
+    name, apart = f"operand_{value.operand}", other.columns.start - value.columns.start
+    yield f"pair = ({_columns('column', value.columns)})[:, None] + tl.arange(0, 2)[None, :] * {apart}"
+    pointer = f"{name} + {_chosen_row(name)} * {name}_stride_0 + pair.to(tl.int64) * {name}_stride_1"
+    yield f"pair = tl.load({pointer}, mask=is_column[:, None], other=0).to({triton_type(held_type(value.dtype))})"
+    yield f"value_{first}, value_{second} = tl.split(pair)"
+    yield from (f"value_{place} = value_{place}[None, :]" for place in (first, second))
+
+
+def _chosen_row(table: str) -> str:
+    return f"tl.where(chosen < 0, chosen + {table}_rows, chosen).to(tl.int64)"
+
+
+def _load(kernel: GemmKernel, value: Loaded, is_chosen: bool) -> str:
     name = f"operand_{value.operand}"
     dims = fake_value(kernel.operands[value.operand]).dim()
     pointer, mask = name, ""
     if value.rows != ONE_ROW:
         row = "row" if value.rows == OWN_ROWS else _row_of_table(value.operand, int(value.rows))
-        pointer += f" + ({row})[:, None] * {name}_stride_0"
+        if is_chosen:
+            pointer += f" + {_chosen_row(name)} * {name}_stride_0"
+        else:
+            pointer += f" + ({row})[:, None] * {name}_stride_0"
     column_dim = dims - 1 if value.rows == ONE_ROW else 1
     if value.columns == ONE_COLUMN or column_dim >= dims or column_dim < 0:
         pass
@@ -319,7 +423,7 @@ def _is_cast(value: Computed) -> bool:
     return value.operator in (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 
 
-def _stores(kernel: GemmKernel) -> Iterator[str]:
+def _stores(kernel: GemmKernel, is_row: str) -> Iterator[str]:
     stored = zip(kernel.outputs, kernel.places, kernel.orders, strict=True)
     for number, (node, place, order) in enumerate(stored):
         row = "tile_rows.to(tl.int64)" if order is None else f"({_from_start(order, 'count')})"
@@ -329,5 +433,5 @@ def _stores(kernel: GemmKernel) -> Iterator[str]:
         mask = "is_column[None, :]" if is_wide else "(column == 0)[None, :]"
         yield (
             f"tl.store({name} + {row}[:, None] * {name}_stride_0{columns}, "
-            f"value_{place}.to({triton_type(result.dtype)}), mask=is_row[:, None] & {mask})"
+            f"value_{place}.to({triton_type(result.dtype)}), mask={is_row}[:, None] & {mask})"
         )

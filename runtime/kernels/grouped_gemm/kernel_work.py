@@ -20,7 +20,12 @@ import torch
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.machine.hardware import Hardware
 from moepass.passes.segments.expert_kernels import ONE_COLUMN, ONE_ROW, OWN_ROWS, GemmKernel, Loaded
-from moepass.runtime.kernels.grouped_gemm.kernel_source import column_groups, row_number_operands
+from moepass.runtime.kernels.grouped_gemm.kernel_source import (
+    chosen_once,
+    column_groups,
+    is_wide_choice,
+    row_number_operands,
+)
 from moepass.runtime.kernels.grouped_gemm.tile_sizes import TileSizes
 
 _ADDRESS_BYTES = 8
@@ -80,7 +85,9 @@ def count_work(kernel: GemmKernel, tile: TileSizes, rows: Sequence[int], program
     left_bytes = inner * left.itemsize  # of one row
     loaded = filled_rows * column_tiles * left_bytes + int(row_tiles.sum()) * columns * right_bytes
     others = _other_loads(kernel, filled_rows, tiles, column_tiles, int(row_tiles.sum()))
-    others += tiles * _ADDRESS_BYTES + programs * 2 * len(rows) * _END_BYTES
+    # Of the first expert no beginning is loaded.
+    tile_ends = 2 * tiles - int(row_tiles[0]) * column_tiles
+    others += tiles * _ADDRESS_BYTES + (programs * 2 * len(rows) + tile_ends) * _END_BYTES
     waved = _wave_bytes(counts, tile, column_tiles, kernel.width, left_bytes, right_bytes, programs)
     used = int((counts > 0).sum())
     table = int(left.shape[0]) if kernel.row_numbers is not None else all_rows
@@ -150,13 +157,15 @@ def _is_one_column(value: Loaded) -> bool:
 def _other_loads(kernel: GemmKernel, filled_rows: int, tiles: int, column_tiles: int, row_tiles: int) -> int:
     """Bytes of numbers of rows and of row work that all tiles ask for."""
     total = 0
+    chosen = chosen_once(kernel)
     for number in row_number_operands(kernel):
         total += filled_rows * column_tiles * fake_value(kernel.operands[number]).itemsize
     for value in kernel.values:
         if not isinstance(value, Loaded):
             continue
         size = fake_value(kernel.operands[value.operand]).itemsize
-        by_row, by_tile = (row_tiles, tiles) if value.rows == ONE_ROW else (filled_rows, filled_rows * column_tiles)
+        is_once = value.rows == ONE_ROW or (value.rows == chosen and is_wide_choice(value))
+        by_row, by_tile = (row_tiles, tiles) if is_once else (filled_rows, filled_rows * column_tiles)
         total += size * (by_tile if _is_one_column(value) else by_row * kernel.width)
     return total
 

@@ -81,7 +81,7 @@ class GeneratedGemm:
 
         def run(sizes: TileSizes) -> None:
             launch = self.launch(operands, weights, ends, outputs, sizes)
-            programs = min(launch.most_tiles, _programs(ends.device))
+            programs = min(launch.most_tiles, _programs(ends.device) * sizes.blocks)
             # A context of its own: the allocator of the program around is not changed.
             contextvars.copy_context().run(self._start, launch, programs, sizes)
 
@@ -171,6 +171,7 @@ class GeneratedGemm:
             "BLOCK_INNER": sizes.inner,
             "GROUP": sizes.group,
             "WEIGHT_DESCRIPTOR": self._weight_descriptor(weights) if sizes.descriptors else POINTERS,
+            "ONE_BANK": sizes.descriptors and self._lie_in_one_bank(weights, sizes),
             "ROW_DESCRIPTOR": sizes.descriptors and self._has_row_descriptor(operands[self.kernel.rows]),
         }
         column_tiles = -(-self.kernel.width // sizes.columns)
@@ -187,6 +188,19 @@ class GeneratedGemm:
             if first.stride(2) == 1 and _is_described(first.stride(1), first):
                 return COLUMNS_CONTIGUOUS
         return POINTERS
+
+    def _lie_in_one_bank(self, weights: Sequence[torch.Tensor], sizes: TileSizes) -> bool:
+        """Whether one descriptor serves all experts: one lies behind the other as rows of one matrix, and no tile takes
+        inner elements of two of them."""
+        parts = [part for part in weights if len(part)]
+        descriptor = self._weight_descriptor(weights)
+        if len(parts) != 1 or descriptor == POINTERS:
+            return False
+        (bank,) = parts
+        _, inner, columns = bank.shape
+        if descriptor == INNER_CONTIGUOUS:
+            return bank.stride(0) == columns * bank.stride(2)
+        return bank.stride(0) == inner * bank.stride(1) and inner % sizes.inner == 0
 
     def _has_row_descriptor(self, rows: torch.Tensor) -> bool:
         """Whether the rows of a tile lie side by side, and in memory that a descriptor describes."""

@@ -224,6 +224,40 @@ def test_weights_in_parts(cuts: tuple[int, ...]) -> None:
     assert torch.equal(ours[0], whole[0])
 
 
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("hidden", [48, 40])
+def test_one_description_of_all_experts(hidden: int, turned: bool) -> None:
+    """It reaches from an expert's weights into those of the next one, which here are no numbers."""
+    inputs = expert_inputs(dataclasses.replace(SIZES, hidden=hidden), SKEWED, turned=turned)
+    inputs.up[3] = torch.nan
+    tile = TileSizes(16, 16, 16, 4, 2, descriptors=True)
+    kernel, operands, bank = _first_kernel(inputs), [inputs.x, inputs.token], inputs.up.mT
+    outputs = [torch.empty(SIZES.pairs, SIZES.width)]
+    is_one = {
+        len(parts): kernel.launch(operands, parts, inputs.ends, outputs, tile).constants["ONE_BANK"]
+        for parts in ([bank], [bank[:2], bank[2:]])
+    }
+    # With columns side by side, a tile of inner elements would take some of the next expert's.
+    assert is_one == {1: not turned or hidden % tile.inner == 0, 2: False}
+    (ours,) = kernel(operands, [bank], inputs.ends, SIZES.pairs, tile)
+    (parts,) = kernel(operands, [bank[:2], bank[2:]], inputs.ends, SIZES.pairs, tile)
+    (pointers,) = kernel(operands, [bank], inputs.ends, SIZES.pairs, dataclasses.replace(tile, descriptors=False))
+    begin, end = inputs.ends[2:4].tolist()
+    assert ours[begin:end].isnan().all()
+    assert torch.cat([ours[:begin], ours[end:]]).isfinite().all()
+    assert torch.equal(ours.nan_to_num(), parts.nan_to_num())
+    assert torch.equal(ours.nan_to_num(), pointers.nan_to_num())
+
+
+@pytest.mark.parametrize("form", ["biases", "biases, returned"])
+@pytest.mark.parametrize("activation", ["swiglu", "clamped, interleaved"])
+def test_rows_of_a_tile_may_choose_any_rows_of_a_table(activation: str, form: str) -> None:
+    """Most choose the row of their expert, which is loaded once for a tile; negative numbers count from the end."""
+    inputs = expert_inputs(SIZES, SKEWED)
+    inputs.expert = torch.randint(-SIZES.experts, SIZES.experts, (SIZES.pairs,))
+    _assert_right(activation, form, inputs)
+
+
 def test_parts_of_different_layouts_are_refused() -> None:
     inputs = expert_inputs(SIZES)
     parts = [inputs.up[:2].mT, inputs.up[2:].mT.contiguous()]

@@ -29,11 +29,12 @@ TILE = TileSizes(rows=16, columns=16, inner=32, warps=4, stages=1, group=2)
 class Counted:
     """What a kernel did: bytes loaded and stored, FLOPs, tiles, and the addresses that it loaded rows and weights from.
 
-    `addresses` by the number that a tile has in its program: tiles of one number run side by side.
+    `addresses` by the number that a tile has in its program: tiles of one number run side by side. `ends`: bytes that
+    tiles load of where their experts begin and end.
     """
 
     def __init__(self) -> None:
-        self.loaded = self.stored = self.flops = self.tiles = 0
+        self.loaded = self.stored = self.flops = self.tiles = self.ends = 0
         self.addresses: dict[int, set[int]] = collections.defaultdict(set)
         self.of_program: collections.Counter[int] = collections.Counter()
 
@@ -46,9 +47,11 @@ def _counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
     def counting_load(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
         size = pointers.get_element_ty().primitive_bitwidth // 8
         counted.loaded += int(mask.data.sum()) * size
-        if mask.data.size == 1 and size == 8:  # where an expert's weights begin: a tile's first load
+        if mask.data.size == 1 and size == 8:  # where an expert's weights begin: once for each tile
             counted.tiles += 1
             counted.of_program[self.grid_idx[0]] += 1
+        elif mask.data.size == 1:
+            counted.ends += int(mask.data.sum()) * size
         elif mask.data.ndim == 2:
             counted.addresses[counted.of_program[self.grid_idx[0]]].update(pointers.data[mask.data].tolist())
         return load(self, pointers, mask, *others)
@@ -109,7 +112,7 @@ def test_tiles_flops_and_bytes_are_those_of_the_kernels_loops(
 def test_what_a_wave_shares_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     work, counted = _both(1, "swiglu", "plain", monkeypatch)
     elements = sum(len(addresses) for addresses in counted.addresses.values())
-    others = 8 * work.tiles + work.programs * 2 * 4 * SIZES.experts
+    others = 8 * work.tiles + work.programs * 2 * 4 * SIZES.experts + counted.ends
     assert len(counted.addresses) == work.most_tiles
     assert work.wave_bytes == 4 * elements + others + work.stored_bytes
     assert work.once_bytes == 4 * len(set.union(*counted.addresses.values())) + work.stored_bytes
