@@ -93,8 +93,12 @@ def _check_expression(node: Node, structural: Collection[int], tokens: Collectio
             continue
         if term.is_number and (abs(times) <= 1 or any(abs(times) == each * n for each in structural for n in tokens)):
             continue
+        if term.is_number:
+            added = f"with {times * term} added"
+        else:
+            added = f"in which {'one' if term.is_Symbol else 'a product of some'} counts {times} times"
         raise NotThisForm(
-            f"{node.name} ({node.target}) is {size}, in which {times * term} may make more of a difference for more "
+            f"{node.name} ({node.target}) is a sum of sizes {added}, which may make more of a difference for more "
             f"tokens than were tried; {CHANGE}"
         )
 

@@ -364,7 +364,7 @@ NO_MOVE = "is neither a move nor a sum"
 CONSTANT = "meets the constant"
 ACTS_LATER = {
     ClampedOutputs: NO_MOVE,
-    ClampedRows: NO_MOVE,
+    ClampedRows: "computed with before its GEMMs",
     NoInfinities: NO_MOVE,
     HiddenByMagnitude: NO_MOVE,
     ClampedPartialSums: NO_MOVE,
