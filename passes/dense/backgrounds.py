@@ -221,7 +221,9 @@ class Backgrounds:
         given = all_arguments(node)
         if base in _ANDS:
             zero = next((one for one in below.values() if one is not None and one.is_zero), None)
-            if zero is not None:
+            # 0 times what is infinite for every pair that was not chosen, as by a norm of zeros, spoils every token.
+            is_spoiled = any(one is not None and not math.isfinite(one.number) for one in below.values())
+            if zero is not None and not is_spoiled:
                 return Background(_cast(0, node), zero.ids)
         if base == "div" and given.get("rounding_mode") is None:
             above = below.get(given["self"])

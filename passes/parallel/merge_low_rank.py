@@ -140,7 +140,9 @@ def _sum_of(pair: LowRankPair) -> _PairSum | None:
         is_main = others[0] is pair.main.node or _adds_to(others[0], pair.main.node)
         if alpha != 1:
             scales.append(float(alpha))
-        return _PairSum(user, others[0], tuple(scales)) if is_main else None
+        # A scale of one dimension promotes what it multiplies: the sum, and all behind it, have its type then.
+        is_same_type = fake_value(user).dtype == fake_value(others[0]).dtype
+        return _PairSum(user, others[0], tuple(scales)) if is_main and is_same_type else None
     return None
 
 

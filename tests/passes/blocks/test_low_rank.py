@@ -137,3 +137,18 @@ def test_a_pair_that_cannot_be_merged_is_refused_in_words() -> None:
     check_readable(result.refusals)
     assert any("matrices of low rank" in refusal.reason for refusal in result.refusals)
     assert sum(map(is_grouped_gemm, result.module.graph.nodes)) == 9
+
+
+def test_a_scale_that_gives_another_type_is_not_merged() -> None:
+    """One of one dimension promotes what it multiplies: the results of the experts are float64 then."""
+    with pretend_rank(0, 2):
+        layer = LowRankModules(StyleSizes(experts=4), dist.group.WORLD)  # type: ignore[arg-type]
+        scale = nn.Parameter(torch.tensor([0.5], dtype=torch.float64), requires_grad=False)
+        for expert in layer.experts:
+            expert.down.scale = scale
+        captured = capture_module(layer, hidden_rows(16, 9, 0, torch.float32), 0, 2, dynamic=True)
+    module, counts = captured.module, []
+    for each in (write_grouped_gemms, merge_low_rank):
+        module = run_passes((each,), module, Plan(), PassContext(groups=captured.groups)).module
+        counts.append(sum(map(is_grouped_gemm, module.graph.nodes)))
+    assert counts == [9, 5]  # those of gate and up, whose scale has their type, are merged

@@ -127,6 +127,14 @@ class BiasedLlama4(Llama4Dense):
         return super().activate(up) + 0.5
 
 
+class NormOfZeros(Llama4Dense):
+    """0 times an infinite number in every row that was not chosen, so no result is a number."""
+
+    def activate(self, up: torch.Tensor) -> torch.Tensor:
+        rows = super().activate(up)
+        return rows * torch.rsqrt(rows.pow(2).mean(dim=-1, keepdim=True))
+
+
 class SoftmaxOfExperts(GptOssDense):
     """The results of all experts meet before they are weighed."""
 
@@ -142,7 +150,17 @@ class MeanOverTokens(GptOssDense):
 @pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(
     "kind",
-    [AllExperts, AboveThreshold, SmallNotZero, OtherIds, FewTokens, ChosenByTokens, TwoChoices, BiasedLlama4],
+    [
+        AllExperts,
+        AboveThreshold,
+        SmallNotZero,
+        OtherIds,
+        FewTokens,
+        ChosenByTokens,
+        TwoChoices,
+        BiasedLlama4,
+        NormOfZeros,
+    ],
     ids=lambda kind: kind.__name__,
 )
 def test_what_is_not_zero_stays(kind: type[DenseExperts]) -> None:
