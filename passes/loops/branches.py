@@ -34,6 +34,7 @@ from moepass.passes.loops.pieces import Pieces, pieces_of, rows_in
 from moepass.passes.loops.repeated_matrix import multiplies_by_one_matrix, repeated_matrix
 from moepass.passes.loops.row_groups import RowGroups
 from moepass.passes.loops.rows_in_front import dim_in_front, features_behind, row_parts, rows_dim, trailing
+from moepass.passes.rows.equal_arguments import compute_the_same
 from moepass.passes.rows.row_layout import Layout, no_rows, size_of
 from moepass.passes.rows.row_operations import ALONG, MADE, NORMS, TOGETHER, VIEWS
 from moepass.passes.rows.row_rules import Layouts, RowRules, acts_by_element, any_rows, fits, several
@@ -44,6 +45,7 @@ _CASTS = {"_to_copy", "convert_element_type"}
 _COPIES = {"clone", "alias", "detach", "contiguous"}
 # More nodes than an expert has.
 _MOST_STEPS = 400
+_OTHER_ARGUMENTS = "has other arguments than in other branches"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +125,10 @@ class Branches(RowRules):
         if len(set(map(len, given))) != 1:
             self._refuse(first, "reads more or fewer values than in other branches")
         tensors = {of_all[0]: self.together(of_all) for of_all in zip(*given, strict=True)}
-        if any(isinstance(value, RowsOfAll) for value in tensors.values()):
+        have_rows = any(isinstance(value, RowsOfAll) for value in tensors.values())
+        if not compute_the_same(nodes, have_rows=have_rows):
+            self._refuse(first, _OTHER_ARGUMENTS)
+        if have_rows:
             return self._of_rows(nodes, tensors)
         if any(isinstance(value, ByExpert) for value in tensors.values()):
             return ByExpert(self._of_weights(first, tensors))
@@ -207,7 +212,7 @@ class Branches(RowRules):
         if len(texts) != 1 and base_operation(first) == "eq":
             self._refuse(first, "compares something other than the ids [tokens, k] that torch.topk gives")
         if len(texts) != 1 and not self._counts_rows(first):
-            self._refuse(first, "has other arguments than in other branches")
+            self._refuse(first, _OTHER_ARGUMENTS)
 
     def _counts_rows(self, node: Node) -> bool:
         """True where sizes stand among the arguments, which are looked at where the results are."""

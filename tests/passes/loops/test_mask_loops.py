@@ -268,6 +268,45 @@ def test_a_loop_that_stays_is_told(model: type[MaskLoop], reason: str) -> None:
     assert re.search(reason, refusal.reason)
 
 
+def _turned(table: torch.Tensor, number: int) -> torch.Tensor:
+    return table.view(4, 1) if number % 2 else table.view(1, 4)
+
+
+# What an expert does with its rows, given a table [2 * experts, hidden] and its number, which another expert does with
+# other numbers.
+BY_NUMBER: dict[str, Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]] = {
+    "table from behind": lambda rows, table, number: rows * table[EXPERTS - 1 - number : EXPERTS - number],
+    "every other of a table": lambda rows, table, number: rows * table[2 * number : 2 * number + 1],
+    "columns": lambda rows, table, number: rows * table[:EXPERTS, 2 * number : 2 * number + 1].sum(),
+    "features": lambda rows, table, number: F.pad(rows[:, number : number + 8], (0, 8)),
+    "number": lambda rows, table, number: rows * torch.full((1,), number + 1.0),
+    "view": lambda rows, table, number: (rows.view(-1, 4, 4) * _turned(table[0, :4], number)).reshape(-1, HIDDEN),
+    "count": lambda rows, table, number: rows / (1 + torch.ones(rows.shape[0]).sum()),
+    "counted up": lambda rows, table, number: rows / (2 + torch.arange(rows.shape[0] + 1).max()),
+    "number of rows": lambda rows, table, number: rows * torch.full((1,), rows.shape[0] + 1.0),
+    "for each row": lambda rows, table, number: rows + table[:1].expand(rows.shape[0], HIDDEN),
+}
+
+
+class ByNumber(MixtralLoop):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.change = BY_NUMBER[name]
+        self.table = nn.Parameter(torch.randn(2 * EXPERTS, HIDDEN))
+
+    def module_of(self, number: int) -> Any:
+        return lambda rows: self.change(self.experts[number](rows), self.table, number)
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("name", BY_NUMBER)
+def test_experts_that_do_the_same_with_other_numbers_stay(name: str) -> None:
+    torch.manual_seed(0)
+    module, (refusal,) = written(ByNumber(name))
+    assert kinds(module)[0] == 0
+    assert re.search("other arguments than in other branches|with another value for each", refusal.reason)
+
+
 @pytest.mark.slow
 def test_experts_in_another_order_than_their_masks() -> None:
     torch.manual_seed(0)
