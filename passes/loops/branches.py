@@ -34,6 +34,7 @@ from moepass.passes.loops.pieces import Pieces, pieces_of, rows_in
 from moepass.passes.loops.repeated_matrix import multiplies_by_one_matrix, repeated_matrix
 from moepass.passes.loops.row_groups import RowGroups
 from moepass.passes.loops.rows_in_front import dim_in_front, features_behind, row_parts, rows_dim, trailing
+from moepass.passes.rows.equal_arguments import compute_the_same
 from moepass.passes.rows.row_layout import Layout, no_rows, size_of
 from moepass.passes.rows.row_operations import ALONG, MADE, NORMS, TOGETHER, VIEWS
 from moepass.passes.rows.row_rules import Layouts, RowRules, acts_by_element, any_rows, fits, several
@@ -44,6 +45,7 @@ _CASTS = {"_to_copy", "convert_element_type"}
 _COPIES = {"clone", "alias", "detach", "contiguous"}
 # More nodes than an expert has.
 _MOST_STEPS = 400
+_OTHER_ARGUMENTS = "has other arguments than in other branches"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +125,11 @@ class Branches(RowRules):
         if len(set(map(len, given))) != 1:
             self._refuse(first, "reads more or fewer values than in other branches")
         tensors = {of_all[0]: self.together(of_all) for of_all in zip(*given, strict=True)}
-        if any(isinstance(value, RowsOfAll) for value in tensors.values()):
+        have_rows = any(isinstance(value, RowsOfAll) for value in tensors.values())
+        if not compute_the_same(nodes, have_rows=have_rows):
+            self._check_cuts(nodes)
+            self._refuse(first, _OTHER_ARGUMENTS)
+        if have_rows:
             return self._of_rows(nodes, tensors)
         if any(isinstance(value, ByExpert) for value in tensors.values()):
             return ByExpert(self._of_weights(first, tensors))
@@ -185,7 +191,7 @@ class Branches(RowRules):
         first = nodes[0]
         if first.op != "call_function" or draws_random_numbers(first):
             self._refuse(first, "is not the same in all branches, and no piece of rows")
-        if not isinstance(fake_value(first), torch.Tensor):
+        if not isinstance(fake_value(first), (torch.Tensor, tuple, list)):
             self._refuse(first, "is a size of one branch")
         return Shared(first)
 
@@ -207,7 +213,20 @@ class Branches(RowRules):
         if len(texts) != 1 and base_operation(first) == "eq":
             self._refuse(first, "compares something other than the ids [tokens, k] that torch.topk gives")
         if len(texts) != 1 and not self._counts_rows(first):
-            self._refuse(first, "has other arguments than in other branches")
+            self._refuse(first, _OTHER_ARGUMENTS)
+
+    def _check_cuts(self, nodes: tuple[Node, ...]) -> None:
+        """Raises NotThisForm where `nodes` cut rows out that may not all be there."""
+        if base_operation(nodes[0]) != "slice":
+            return
+        given = [all_arguments(node) for node in nodes]
+        sizes = [fake_value(node).shape[one["dim"]] for node, one in zip(nodes, given, strict=True)]
+        if len({one["self"] for one in given}) == 1 and not all(isinstance(size, int) for size in sizes):
+            self._refuse(
+                nodes[0],
+                "and those of the other branches are not known to cut out all rows, one after the other; "
+                "torch._check(end <= rows.shape[0]) before each rows[start:end] tells that they do",
+            )
 
     def _counts_rows(self, node: Node) -> bool:
         """True where sizes stand among the arguments, which are looked at where the results are."""
@@ -479,6 +498,8 @@ class Branches(RowRules):
             written = writer.emit(node.target, *args, **kwargs)  # type: ignore[arg-type]
             self._check_type(node, value, fake_value(written))
             return written
+        if any(isinstance(one, Shared) and not self._fixed.holds(used) for used, one in tensors.items()):
+            self._refuse(node, "has the same rows in every branch, or rows that are no pieces of one tensor")
         return self._refuse(node, "computes something of weights that moepass cannot compute for all experts at once")
 
     def _aligned(self, used: Node, value: Together, dims: int) -> Node:

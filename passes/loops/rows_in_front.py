@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.rows.row_layout import Dimension, Layout, Part, size_of
 
@@ -60,9 +61,9 @@ def row_parts(layout: Layout) -> list[Part]:
     return sorted(parts, key=lambda part: part.share or ())
 
 
-def trailing(shape: Sequence[int], behind: int) -> list[int]:
+def trailing(shape: Sequence[Any], behind: int) -> list[Any]:
     """The last `behind` sizes of something that rows meet. Raises NotThisForm where others are more than one."""
     front = len(shape) - min(len(shape), behind)
-    if any(size != 1 for size in shape[:front]):
+    if any(size_expression(size) != 1 for size in shape[:front]):
         raise NotThisForm("it meets rows with another value for each of them")
     return list(shape[front:])

@@ -23,17 +23,20 @@ from moepass.passes.loops.branches import Branches, RowsOfAll
 
 aten = torch.ops.aten
 
+_BY_MASK = "selects rows by a mask, and not by the numbers of tokens that torch.where(mask) lists"
+
 
 @dataclasses.dataclass(frozen=True)
 class SumByToken:
     """`node` is `first` [tokens, ..] with the rows of each branch added where its `tokens` say; `start` is the first of
-    these additions.
+    these additions. `refusal` says what else is done with the rows.
     """
 
     node: Node
     start: Node
     branches: tuple[Node, ...]
     tokens: tuple[Node, ...]
+    refusal: str | None = None
 
     @property
     def first(self) -> Node:
@@ -52,6 +55,7 @@ class _Added:
     rows: Node
     # What else reads `total` on the way.
     reader: Node | None = None
+    refusal: str | None = None
 
 
 def sums_by_token(graph: Graph) -> list[SumByToken]:
@@ -69,13 +73,13 @@ def sums_by_token(graph: Graph) -> list[SumByToken]:
             continue  # no loop
         chain.reverse()
         branches, tokens = (tuple(getattr(one, name) for one in chain) for name in ("rows", "tokens"))
-        found.append(SumByToken(last.node, chain[0].node, branches, tokens))
+        found.append(SumByToken(last.node, chain[0].node, branches, tokens, last.refusal))
     return found
 
 
 def _next_alone(node: Node, added: dict[Node, _Added]) -> bool:
-    """Whether nothing but the next addition reads `node`."""
-    following = [one for one in added.values() if one.total is node]
+    """Whether nothing but the next addition reads `node`, which does the same with its rows."""
+    following = [one for one in added.values() if one.total is node and one.refusal == added[node].refusal]
     return len(following) == 1 and set(node.users) == {following[0].node, following[0].reader} - {None}
 
 
@@ -91,18 +95,26 @@ def _added(node: Node) -> _Added | None:
     total, indices, rows = given["self"], given["indices"], given["values"]
     if len(indices) != 1 or indices[0] is None or fake_value(indices[0]).dim() != 1:
         return None
-    if fake_value(indices[0]).dtype is torch.bool:
-        return None
+    by_mask = fake_value(indices[0]).dtype is torch.bool
+    refusal = (
+        "selects rows by a mask, and not by the numbers of tokens that torch.where(mask) lists" if by_mask else None
+    )
     if given["accumulate"]:
-        return _Added(node, total, indices[0], rows)
+        return _Added(node, total, indices[0], rows, refusal=refusal)
+    overwritten = _Added(node, total, indices[0], rows, refusal=refusal or "overwrites rows, and does not add to them")
     if not is_call(rows, aten.add.Tensor) or all_arguments(rows)["alpha"] != 1 or len(rows.users) != 1:
-        return None
+        return overwritten
     one, other = all_arguments(rows)["self"], all_arguments(rows)["other"]
     for before, more in ((one, other), (other, one)):
         is_read = is_call(before, aten.index.Tensor) and before.args == (total, [indices[0]])
-        if is_read and isinstance(more, Node) and len(before.users) == 1:
-            return _Added(node, total, indices[0], more, before)
-    return None
+        # How many rows a mask selects is asked of the first that it does.
+        if (
+            is_read
+            and isinstance(more, Node)
+            and all(user is rows or (by_mask and is_call(user, aten.sym_size.int)) for user in before.users)
+        ):
+            return _Added(node, total, indices[0], more, before, refusal)
+    return overwritten
 
 
 def summed(join: SumByToken, branches: Branches, writer: GraphWriter) -> Node:

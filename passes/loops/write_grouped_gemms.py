@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -66,7 +67,7 @@ def write_grouped_gemms(module: GraphModule, plan: Plan, context: PassContext) -
         except NotThisForm as error:
             writer.erase()
             # Values that are put side by side may be anything; rows of tokens that are added up are of experts.
-            if branches.has_weights or isinstance(join, SumByToken):
+            if branches.has_weights or isinstance(join, SumByToken) or _are_of_experts(join, fixed):
                 refusals.append(refused(join.node, in_words(str(error), written.graph), place_of(join.node)))
             continue
         matches.append(f"{join.node.name} ({len(join.branches)} experts)")
@@ -91,6 +92,8 @@ def places_of_loops(graph: Graph) -> Iterator[Join | SumByToken]:
 
 
 def _result(join: Join | SumByToken, branches: Branches, writer: GraphWriter) -> Node:
+    if isinstance(join, SumByToken) and join.refusal is not None:
+        raise NotThisForm(f"{named(join.node)} {join.refusal}")
     rows = branches.together(join.branches)
     if not isinstance(rows, RowsOfAll) or not branches.gemms:
         raise NotThisForm("its branches have no GEMMs with weights of their own")
@@ -111,6 +114,18 @@ def ends_in_gemms(join: Join | SumByToken) -> bool:
     """True where each branch has a GEMM of its own within reach."""
     first, *others = (_gemms_before(branch) for branch in join.branches[:2])
     return bool(first) and all(first - other and other - first for other in others)
+
+
+def _are_of_experts(join: Join, fixed: FixedNodes) -> bool:
+    """True where the branches multiply rows of their own by weights of their own, as many and as large in each."""
+    gemms = [_gemms_before(branch) for branch in join.branches]
+    rows, weights = (
+        [{cast("Node", gemm.args[place]) for gemm in of_branch} for of_branch in gemms] for place in (-2, -1)
+    )
+    if any(len(set().union(*of_all)) != sum(map(len, of_all)) for of_all in (rows, weights)):
+        return False
+    shapes = {str(sorted(str(fake_value(weight).shape) for weight in of_branch)) for of_branch in weights}
+    return len(shapes) == 1 and all(fixed.holds(weight) for of_branch in weights for weight in of_branch)
 
 
 def _gemms_before(branch: Node) -> set[Node]:

@@ -174,6 +174,19 @@ class ChosenByThreshold(MixtralLoop):
         return result
 
 
+class BooleanMasks(MixtralLoop):
+    """Tokens are selected by masks, and by no numbers."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        chosen, weights = self.route(hidden)
+        result = torch.zeros_like(hidden)
+        for number in self.order:
+            mask = (chosen == number).any(dim=-1)
+            scales = (weights * (chosen == number)).sum(dim=-1, keepdim=True)
+            result[mask] += self.module_of(number)(hidden[mask]) * scales[mask]
+        return result
+
+
 class NarrowIds(MixtralLoop):
     """Ids in a type that may not hold them all: as truths, all but 0 are 1."""
 
@@ -239,10 +252,10 @@ class TiedWeights(SelectedLoop):
 
 KEPT: list[type[MixtralLoop]] = [
     Descending, SomeExperts, OneExpertTwice, OrderOfMask, SumOverRows, OtherTokens, Places, OverwrittenNotAdded,
-    PartialSums, ChosenByThreshold, NarrowIds, ChosenAmongFewer, MixedMasks, DoubledPairs,
+    PartialSums, ChosenByThreshold, BooleanMasks, NarrowIds, ChosenAmongFewer, MixedMasks, DoubledPairs,
 ]  # fmt: skip
-# These add up no rows that nothing else reads, so no loop is seen in them.
-NO_SUMS = (OverwrittenNotAdded, PartialSums)
+# It adds up no rows that nothing else reads, so no loop is seen in it.
+NO_SUMS = (PartialSums,)
 
 
 @pytest.mark.sampled(every=7)
@@ -259,6 +272,8 @@ def test_what_looks_like_such_a_loop_computes_as_before(model: type[MaskLoop]) -
     [
         (SomeExperts, r"the rows of experts \[0, 1, 2\] of the 4 that a router chooses among; expected all of them"),
         (TiedWeights, r"^input .* is a weight of several experts"),
+        (OverwrittenNotAdded, "overwrites rows, and does not add to them"),
+        (BooleanMasks, r"not by the numbers of tokens that torch\.where\(mask\) lists"),
         (ComparedNarrowIds, r"compares something other than the ids \[tokens, k\] that torch.topk gives"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -266,6 +281,45 @@ def test_what_looks_like_such_a_loop_computes_as_before(model: type[MaskLoop]) -
 def test_a_loop_that_stays_is_told(model: type[MaskLoop], reason: str) -> None:
     _, (refusal,) = written(model())
     assert re.search(reason, refusal.reason)
+
+
+def _turned(table: torch.Tensor, number: int) -> torch.Tensor:
+    return table.view(4, 1) if number % 2 else table.view(1, 4)
+
+
+# What an expert does with its rows, given a table [2 * experts, hidden] and its number, which another expert does with
+# other numbers.
+BY_NUMBER: dict[str, Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]] = {
+    "table from behind": lambda rows, table, number: rows * table[EXPERTS - 1 - number : EXPERTS - number],
+    "every other of a table": lambda rows, table, number: rows * table[2 * number : 2 * number + 1],
+    "columns": lambda rows, table, number: rows * table[:EXPERTS, 2 * number : 2 * number + 1].sum(),
+    "features": lambda rows, table, number: F.pad(rows[:, number : number + 8], (0, 8)),
+    "number": lambda rows, table, number: rows * torch.full((1,), number + 1.0),
+    "view": lambda rows, table, number: (rows.view(-1, 4, 4) * _turned(table[0, :4], number)).reshape(-1, HIDDEN),
+    "count": lambda rows, table, number: rows / (1 + torch.ones(rows.shape[0]).sum()),
+    "counted up": lambda rows, table, number: rows / (2 + torch.arange(rows.shape[0] + 1).max()),
+    "number of rows": lambda rows, table, number: rows * torch.full((1,), rows.shape[0] + 1.0),
+    "for each row": lambda rows, table, number: rows + table[:1].expand(rows.shape[0], HIDDEN),
+}
+
+
+class ByNumber(MixtralLoop):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.change = BY_NUMBER[name]
+        self.table = nn.Parameter(torch.randn(2 * EXPERTS, HIDDEN))
+
+    def module_of(self, number: int) -> Any:
+        return lambda rows: self.change(self.experts[number](rows), self.table, number)
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("name", BY_NUMBER)
+def test_experts_that_do_the_same_with_other_numbers_stay(name: str) -> None:
+    torch.manual_seed(0)
+    module, (refusal,) = written(ByNumber(name))
+    assert kinds(module)[0] == 0
+    assert re.search("other arguments than in other branches|with another value for each", refusal.reason)
 
 
 @pytest.mark.slow
@@ -302,8 +356,34 @@ class TwoLoops(nn.Module):
         return first + self.second(first)
 
 
+class BlankedTokens(MixtralLoop):
+    """What was added up for some tokens is overwritten in the end."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        result = super().forward(hidden)
+        result[hidden[:, 0] > 0] = 0.0
+        return result
+
+
+class NormInEachBranch(SelectedLoop):
+    """Each branch normalises all tokens for itself."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        chosen, weights = self.route(hidden)
+        result = self.start(hidden)
+        for number in self.order:
+            token, place = torch.where(chosen == number)
+            rows = self.module_of(number)(F.layer_norm(hidden, (HIDDEN,))[token])
+            result = self.add(result, number, rows * weights[token, place, None], token)
+        return result
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "grouped"), [(OnTop, 3), (TwoLoops, 6)], ids=["on top", "two loops"])
+@pytest.mark.parametrize(
+    ("model", "grouped"),
+    [(OnTop, 3), (TwoLoops, 6), (BlankedTokens, 3), (NormInEachBranch, 3)],
+    ids=["on top", "two loops", "blanked tokens", "norm in each branch"],
+)
 def test_sums_begin_with_what_is_there(model: type[nn.Module], grouped: int) -> None:
     torch.manual_seed(0)
     module, refusals = written(model())
