@@ -96,9 +96,7 @@ def _added(node: Node) -> _Added | None:
     if len(indices) != 1 or indices[0] is None or fake_value(indices[0]).dim() != 1:
         return None
     by_mask = fake_value(indices[0]).dtype is torch.bool
-    refusal = (
-        "selects rows by a mask, and not by the numbers of tokens that torch.where(mask) lists" if by_mask else None
-    )
+    refusal = _BY_MASK if by_mask else None
     if given["accumulate"]:
         return _Added(node, total, indices[0], rows, refusal=refusal)
     overwritten = _Added(node, total, indices[0], rows, refusal=refusal or "overwrites rows, and does not add to them")

@@ -66,8 +66,7 @@ def write_grouped_gemms(module: GraphModule, plan: Plan, context: PassContext) -
                 result = _result(join, branches, writer)
         except NotThisForm as error:
             writer.erase()
-            # Values that are put side by side may be anything; rows of tokens that are added up are of experts.
-            if branches.has_weights or isinstance(join, SumByToken) or _are_of_experts(join, fixed):
+            if isinstance(join, SumByToken) or _are_of_experts(join, branches, fixed):
                 refusals.append(refused(join.node, in_words(str(error), written.graph), place_of(join.node)))
             continue
         matches.append(f"{join.node.name} ({len(join.branches)} experts)")
@@ -116,12 +115,18 @@ def ends_in_gemms(join: Join | SumByToken) -> bool:
     return bool(first) and all(first - other and other - first for other in others)
 
 
-def _are_of_experts(join: Join, fixed: FixedNodes) -> bool:
-    """True where the branches multiply rows of their own by weights of their own, as many and as large in each."""
+def _are_of_experts(join: Join, branches: Branches, fixed: FixedNodes) -> bool:
+    """Whether values that are put side by side, which may be anything, are of experts: weights of each were found, or
+    the branches multiply rows of their own by weights of their own, as many and as large in each.
+    """
     gemms = [_gemms_before(branch) for branch in join.branches]
     rows, weights = (
         [{cast("Node", gemm.args[place]) for gemm in of_branch} for of_branch in gemms] for place in (-2, -1)
     )
+    if set.intersection(*rows):
+        return False  # queries, keys and values, of the same rows
+    if branches.has_weights:
+        return True
     if any(len(set().union(*of_all)) != sum(map(len, of_all)) for of_all in (rows, weights)):
         return False
     shapes = {str(sorted(str(fake_value(weight).shape) for weight in of_branch)) for of_branch in weights}

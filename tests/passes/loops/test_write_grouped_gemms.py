@@ -371,6 +371,27 @@ def test_what_looks_like_a_loop_computes_as_before(model: type[nn.Module]) -> No
     written(model().eval(), _hidden(11), _hidden(29))
 
 
+class Projections(nn.Module):
+    """Queries, keys and values of the same rows are no experts, and nothing to be told about."""
+
+    def __init__(self, put_together: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> None:
+        super().__init__()
+        self.put_together = put_together
+        self.projections = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.put_together([projection(hidden) for projection in self.projections])
+
+
+@pytest.mark.parametrize("put_together", [torch.cat, torch.stack, torch.hstack], ids=lambda one: one.__name__)
+def test_projections_of_the_same_rows_are_no_loop(
+    put_together: Callable[[Sequence[torch.Tensor]], torch.Tensor],
+) -> None:
+    module, refusals = written(Projections(put_together).eval(), _hidden(11), _hidden(29))
+    assert _gemms(module)[0] == 0
+    assert refusals == []
+
+
 class TiedLoops(SlicesByCounts):
     """A second loop reads the experts of the first in another order."""
 
