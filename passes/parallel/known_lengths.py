@@ -46,16 +46,21 @@ def read_known_lengths(graph: Graph, block: ParallelBlock) -> None:
 
 
 def read_whole_quotients(graph: Graph) -> None:
-    """Read `a` for `(a * b * c) // (b * c)`, where the graph has `a`."""
+    """Read `a` for `(a * b * c) // (b * c)`, where the graph has `a`, which only a run tells."""
     for node in graph.find_nodes(op="call_function", target=operator.floordiv):
         product, number = node.args
-        if not (isinstance(product, Node) and isinstance(number, int) and number > 0):
+        if not (isinstance(product, Node) and isinstance(number, int) and number > 0 and _only_a_run_tells(product)):
             continue
         quotient = (size_expression(product) / number).expand()
         found = next((factor for factor in _factors(product) if size_expression(factor) == quotient), None)
         if found is not None:
             node.replace_all_uses_with(found)
             erase_unread(graph, node)
+
+
+def _only_a_run_tells(node: Node) -> bool:
+    env = fake_value(node).node.shape_env
+    return any(map(env.is_unbacked_symint, size_expression(node).free_symbols))
 
 
 def _factors(product: Node) -> Iterator[Node]:

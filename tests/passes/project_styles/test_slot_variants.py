@@ -60,8 +60,7 @@ class AgreedCapacity(ExactLayer):
         weights, chosen = self.router(hidden).topk(self.sizes.top_k, dim=-1)
         mask = F.one_hot(chosen.reshape(-1), self.sizes.experts)
         most = max_over_ranks(mask.sum(dim=0).max().reshape(1), self.group_name)
-        capacity = int(most.item())
-        torch._check(capacity >= 1)
+        capacity = self._slots(int(most.item()))
         slot = chosen.reshape(-1) * capacity + ((mask.cumsum(dim=0) - 1) * mask).sum(dim=1)
         slots = hidden.new_zeros(self.sizes.experts * capacity, width)
         slots = slots.index_put((slot,), hidden.repeat_interleave(self.sizes.top_k, dim=0))
@@ -71,7 +70,19 @@ class AgreedCapacity(ExactLayer):
         inner = F.silu(torch.bmm(rows, self.gate.transpose(1, 2))) * torch.bmm(rows, self.up.transpose(1, 2))
         outputs = torch.bmm(inner, self.down.transpose(1, 2)).view(own, self.ranks, capacity, width)
         back = exchange_rows(outputs.transpose(0, 1).reshape(-1, width), equal, equal, self.group_name)
-        return (back[slot].view(*chosen.shape, width) * weights.unsqueeze(-1)).sum(dim=1)
+        result: torch.Tensor = (back[slot].view(*chosen.shape, width) * weights.unsqueeze(-1)).sum(dim=1)
+        return result
+
+    def _slots(self, most: int) -> int:
+        torch._check(most >= 1)
+        return most
+
+
+class RoundedCapacity(AgreedCapacity):
+    """That many, in eights."""
+
+    def _slots(self, most: int) -> int:
+        return (super()._slots(most) + 7) // 8 * 8
 
 
 def check_slots(layer: type[nn.Module], ranks: int, kept: Sequence[str], tokens: Sequence[Sequence[int]]) -> None:
@@ -100,8 +111,9 @@ def test_slots_multiplied_by_einsum(layer: type[nn.Module]) -> None:
     check_slots(layer, 2, [], [(9, 9), (40, 40), (1, 1)])
 
 
-def test_as_many_slots_as_any_rank_needs() -> None:
-    check_slots(AgreedCapacity, 2, ["all_reduce"], [(9, 9), (40, 3), (1, 1)])
+@pytest.mark.parametrize("layer", [RoundedCapacity, pytest.param(AgreedCapacity, marks=pytest.mark.slow)])
+def test_as_many_slots_as_any_rank_needs(layer: type[nn.Module]) -> None:
+    check_slots(layer, 2, ["all_reduce"], [(9, 9), (40, 3), (1, 1)])
 
 
 @pytest.mark.slow
