@@ -259,7 +259,7 @@ class RowsOfPairs:
             )
         if base in SAME or operation(node) in VIEWS or base == "repeat":
             ((source, one),) = below.items()
-            return writer.viewed(self.write(source, one), self._shape(layout))
+            return self._viewed(self.write(source, one), self._shape(layout))
         if base == "expand":
             ((source, one),) = below.items()
             return writer.emit(aten.expand.default, self._operand(source, layout), self._shape(layout))
@@ -288,7 +288,11 @@ class RowsOfPairs:
         order, own = permutation(node), kept(before)
         places = [1 + own.index(order[dim]) for dim in kept(layout)]
         rows = self.write(source, before)
-        return rows if places == sorted(places) else self.writer.emit(aten.permute.default, rows, [0, *places])
+        # Dimensions of 1, which einsum moves about, are nowhere in particular.
+        moved = [place for place in places if fake_value(rows).shape[place] != 1]
+        if moved == sorted(moved):
+            return self._viewed(rows, self._shape(layout))
+        return self.writer.emit(aten.permute.default, rows, [0, *places])
 
     def _item(self, node: Node, layout: Layout, source: Node, before: Layout) -> Node:
         cut = node.args[0]

@@ -47,7 +47,7 @@ from moepass.passes.ir.slot_operations import gather
 from moepass.passes.parallel.block_text import block_text
 from moepass.passes.parallel.experts_text import experts_text
 from moepass.passes.parallel.flatten_slots import flatten_exchanged_slots
-from moepass.passes.parallel.known_lengths import read_known_lengths
+from moepass.passes.parallel.known_lengths import read_known_lengths, read_whole_quotients
 from moepass.passes.parallel.local_form.local_experts import LocalForm
 from moepass.passes.parallel.match.find_parallel import find_parallel_blocks
 from moepass.passes.parallel.match.gathered_masks import look_up_gathered_masks
@@ -96,6 +96,7 @@ def _eliminate(
     """
     local = copy_graph_module(module)
     fix_count_lengths(local.graph)
+    read_whole_quotients(local.graph)
     flatten_exchanged_slots(local.graph, max((group.ranks for group in context.groups.values()), default=1))
     masks, unread = look_up_gathered_masks(local.graph, leave)
     blocks, refused = find_parallel_blocks(local.graph, context.groups, context.capture, unread)

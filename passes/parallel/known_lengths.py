@@ -1,12 +1,16 @@
-"""Lengths that are read of what ranks exchange, though the graph has the same numbers without that.
+"""Sizes that the graph has already: read there, where computing them again would hide what they are.
 
 An exchange cannot go while anything else reads its result, and a length of it is enough. Where another node gives the
 same size, and no exchange of the block brought what that is computed from, it is read instead.
+
+`slots.reshape(-1, width)` of a number of slots that only a run tells is captured as a quotient of the number of all
+elements, which counts the slots more often than any number of experts or ranks would.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 
 import sympy
 import torch
@@ -39,6 +43,33 @@ def read_known_lengths(graph: Graph, block: ParallelBlock) -> None:
     for node in sorted(brought - region, reverse=True):
         if is_call(node, aten.sym_size.int) and not node.users and node in graph.nodes:
             erase_unread(graph, node)
+
+
+def read_whole_quotients(graph: Graph) -> None:
+    """Read `a` for `(a * b * c) // (b * c)`, where the graph has `a`, which only a run tells."""
+    for node in graph.find_nodes(op="call_function", target=operator.floordiv):
+        product, number = node.args
+        if not (isinstance(product, Node) and isinstance(number, int) and number > 0 and _only_a_run_tells(product)):
+            continue
+        quotient = (size_expression(product) / number).expand()
+        found = next((factor for factor in _factors(product) if size_expression(factor) == quotient), None)
+        if found is not None:
+            node.replace_all_uses_with(found)
+            erase_unread(graph, node)
+
+
+def _only_a_run_tells(node: Node) -> bool:
+    env = fake_value(node).node.shape_env
+    return any(map(env.is_unbacked_symint, size_expression(node).free_symbols))
+
+
+def _factors(product: Node) -> Iterator[Node]:
+    pending = [product]
+    while pending:
+        node = pending.pop()
+        yield node
+        if is_call(node, operator.mul):
+            pending += node.all_input_nodes
 
 
 def _brought(block: ParallelBlock) -> set[Node]:

@@ -74,7 +74,12 @@ def keeps_features(node: Node, width: int) -> bool:
         return False  # a norm: the block has ended, and the next one has its own collectives
     value = fake_value(node)
     values = value if isinstance(value, (tuple, list)) else (value,)  # rows that are split
-    return all(isinstance(one, torch.Tensor) and one.dim() > 0 and is_size(one.shape[-1], width) for one in values)
+    return all(isinstance(one, torch.Tensor) and is_size(_features(one, node), width) for one in values)
+
+
+def _features(value: torch.Tensor, node: Node) -> Any:
+    """The last size of what `node` gives. In views the last that is not 1: einsum moves others behind it, and back."""
+    return next((size for size in reversed(value.shape) if not (is_view(node) and is_size(size, 1))), None)
 
 
 def _is_row_statistic(node: Node) -> bool:

@@ -59,8 +59,9 @@ def _tokens(block: ParallelBlock) -> sympy.Expr | None:
     else:
         routed = routed_tokens(block)
         tokens = sympy.expand(size_expression(rows) if routed is None else routed)
-    is_computed = bool(tokens.atoms(Application))
-    return tokens if is_computed and not any(map(rows.node.shape_env.is_unbacked_symint, tokens.free_symbols)) else None
+    # How many slots there are is known where they are filled, also where the host reads what ranks agreed on.
+    is_known = block.form in FIXED_SLOTS or not any(map(rows.node.shape_env.is_unbacked_symint, tokens.free_symbols))
+    return tokens if is_known and tokens.atoms(Application) else None
 
 
 class _Renamer(BlockCopier):

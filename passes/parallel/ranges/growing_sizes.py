@@ -138,6 +138,7 @@ def _check_joined(node: Node, arguments: dict[str, Any]) -> None:
 
 def _check_view(node: Node, before: list[Any], after: list[Any], structural: Collection[int]) -> None:
     """Dimensions that stay may have any size; those that are regrouped with one that grows may not."""
+    before, after = ([size for size in sizes if str(size) != "1"] for sizes in (before, after))
     while before and after and str(before[0]) == str(after[0]):
         before, after = before[1:], after[1:]
     while before and after and str(before[-1]) == str(after[-1]):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from moepass.passes.graph.collectives import collective_of
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.operations import base_operation
@@ -92,7 +93,10 @@ class RangeSums(RangeArithmetic):
 
 
 def _times(node: Node, used: Node) -> float:
-    """How many elements `node` has for each of `used`."""
+    """How many elements `node` has for each of `used`. What ranks gather is of each of them another one."""
+    collective = collective_of(node)
+    if collective is not None and collective.kind == "all_gather":
+        return 1.0
     given = fake_value(used)
     if isinstance(given, (list, tuple)):
         return 1.0  # `node` is one of several results

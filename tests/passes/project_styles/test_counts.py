@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from test_project_styles import complete_banks, eliminated
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from moepass.models.reference.collectives import exchange_rows
+from moepass.models.reference.collectives import exchange_rows, gather_rows
 from moepass.models.reference.grouped_experts import grouped_gemm
 from moepass.models.testing.project_styles.exact_style import ExactLayer
 from moepass.models.testing.project_styles.style_sizes import BiasedExpert, StyleSizes, stacked
@@ -68,13 +69,32 @@ class CountedLayer(ExactLayer):
         expert_of = torch.arange(own, device=hidden.device).repeat(self.ranks)
         expert_of = expert_of.repeat_interleave(arriving, output_size=arrived.shape[0])
         sorted_ids, by_expert = expert_of.sort(stable=True)
-        ends = self.behind(expert_of, own).cumsum(0, dtype=torch.int32)
+        ends = self.ends(expert_of, arriving)
         inner = F.gelu(grouped_gemm(arrived[by_expert], self.up.transpose(1, 2), ends) + self.bias[sorted_ids])
         outputs = torch.empty_like(arrived)
         outputs[by_expert] = grouped_gemm(inner, self.down.transpose(1, 2), ends)
         returned = exchange_rows(outputs, receive, send, self.group_name)
         weighed = returned * scores.view(-1)[order].unsqueeze(-1)
         return torch.zeros_like(hidden).index_add(0, order // self.sizes.top_k, weighed)
+
+    def ends(self, expert_of: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
+        return self.behind(expert_of, len(self.owned)).cumsum(0, dtype=torch.int32)
+
+
+class CountsOfAllRanks(CountedLayer):
+    """Every rank gathers the counts of all, and adds up those of its experts."""
+
+    def exchange_counts(self, counts: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
+        every = gather_rows(counts, self.ranks, self.group_name).view(self.ranks, -1)
+        arriving = every[:, self.owned.start : self.owned.stop]
+        send = counts.view(self.ranks, len(self.owned)).sum(dim=1).tolist()
+        receive = arriving.sum(dim=1).tolist()
+        for size in (*send, *receive):
+            torch._check(size >= 0)
+        return arriving.reshape(-1), send, receive
+
+    def ends(self, expert_of: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
+        return arriving.view(self.ranks, -1).sum(dim=0).cumsum(0, dtype=torch.int32)
 
 
 class CountsOnTheWire(CountedLayer):
@@ -97,15 +117,26 @@ class NarrowCountsOnTheWire(CountsOnTheWire):
 
 
 def _captured(
-    before: Count, behind: Count, rank: int, ranks: int, layer_type: type[CountedLayer] = CountedLayer
+    before: Count,
+    behind: Count,
+    rank: int,
+    ranks: int,
+    layer_type: type[CountedLayer] = CountedLayer,
+    sizes: StyleSizes = SIZES,
 ) -> Captured:
     with pretend_rank(rank, ranks):
-        layer = layer_type(SIZES, dist.group.WORLD, before, behind)  # type: ignore[arg-type]
+        layer = layer_type(sizes, dist.group.WORLD, before, behind)  # type: ignore[arg-type]
         return capture_module(layer, hidden_rows(SIZES.hidden, 9, rank, SIZES.dtype), rank, ranks)
 
 
-def check_counts(before: Count, behind: Count, ranks: int, layer_type: type[CountedLayer] = CountedLayer) -> None:
-    captured = [_captured(before, behind, rank, ranks, layer_type) for rank in range(ranks)]
+def check_counts(
+    before: Count,
+    behind: Count,
+    ranks: int,
+    layer_type: type[CountedLayer] = CountedLayer,
+    sizes: StyleSizes = SIZES,
+) -> None:
+    captured = [_captured(before, behind, rank, ranks, layer_type, sizes) for rank in range(ranks)]
     results = [eliminated(one) for one in captured]
     for result in results:
         assert [block.form for block in result.plan.local_blocks] == ["all_to_all"], result.plan.refusals
@@ -122,6 +153,10 @@ def check_counts(before: Count, behind: Count, ranks: int, layer_type: type[Coun
 
 def test_counts_of_a_length_that_only_a_run_tells() -> None:
     check_counts(COUNTS["bincount"], COUNTS["histc"], 2)
+
+
+def test_counts_that_all_ranks_gather_and_add_up() -> None:
+    check_counts(COUNTS["histc"], COUNTS["histc"], 3, CountsOfAllRanks, dataclasses.replace(SIZES, experts=9))
 
 
 def test_counts_that_travel_in_another_type() -> None:
