@@ -40,6 +40,13 @@ from moepass.passes.ir.slot_operations import BANK_TENSOR
 
 aten = torch.ops.aten
 
+_ALONE = "an expert GEMM without a partner: a block has an up and a down, which share offsets or expert ids"
+_ALONE_AND_DENSE = (
+    "it multiplies every row by the weights of every expert, and the GEMM before it does so in another form, or there is "
+    "none. Where a router chooses some experts of each token, expected the weights of the others to be zero by "
+    "construction, such as zeros.scatter(1, ids, weights)"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class BlockMatch:
@@ -171,8 +178,7 @@ def _check_group(group: list[ExpertGemm], low_rank: list[ExpertGemm]) -> BlockMa
     *ups, down = group
     where = module_path(down.node)
     if not ups:
-        reason = "an expert GEMM without a partner: a block has an up and a down, which share offsets or expert ids"
-        return refused(down.node, reason)
+        return refused(down.node, _ALONE_AND_DENSE if down.form == "dense_bmm" else _ALONE)
     counts = sorted({gemm.experts for gemm in group})
     if len(counts) > 1:
         return refused(down.node, f"the GEMMs disagree on the number of experts: {counts}")

@@ -135,6 +135,25 @@ def test_a_single_gemm_is_refused(offloaded: bool) -> None:
         assert any("`up` is read outside a recognised MoE block" in reason for reason in reasons)
 
 
+def test_dense_experts_that_stay_are_told_what_to_write() -> None:
+    class Thresholds(nn.Module):
+        """Scores above a threshold choose any number of experts."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH), requires_grad=False)
+            self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            inner = torch.einsum("th,ehf->etf", x, self.up).relu()
+            outputs = torch.einsum("etf,efh->eth", inner, self.down)
+            return (outputs * torch.threshold(x[:, :EXPERTS], 0.5, 0.0).T.unsqueeze(-1)).sum(0)
+
+    (reason,) = _reasons(Thresholds(), tokens())
+    assert "every row by the weights of every expert" in reason
+    assert "zeros.scatter(1, ids, weights)" in reason
+
+
 def test_widths_that_fit_no_mlp_are_refused() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
