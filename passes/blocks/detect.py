@@ -42,8 +42,8 @@ aten = torch.ops.aten
 
 _ALONE = "an expert GEMM without a partner: a block has an up and a down, which share offsets or expert ids"
 _ALONE_AND_DENSE = (
-    "it multiplies every row by the weights of every expert, and the GEMM before it does so in another form, or there is "
-    "none. Where a router chooses some experts of each token, expected the weights of the others to be zero by "
+    "it multiplies every row by the weights of every expert, and the GEMM before it does so in another form, or there "
+    "is none. Where a router chooses some experts of each token, expected the weights of the others to be zero by "
     "construction, such as zeros.scatter(1, ids, weights)"
 )
 

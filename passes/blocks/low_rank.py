@@ -14,11 +14,11 @@ from torch.fx import Node
 from moepass.passes.blocks.expert_gemms import ExpertGemm
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_call, is_view
-from moepass.passes.graph.operations import base_operation
+from moepass.passes.graph.operations import CASTS, base_operation
 
 aten = torch.ops.aten
 
-_CASTS = {"_to_copy", "convert_element_type", "clone"}
+_SAME = CASTS | {"clone"}
 # Between the two products, and behind them.
 _MOST_STEPS = 8
 
@@ -68,7 +68,7 @@ def _is_beside(main: ExpertGemm, first: ExpertGemm) -> bool:
 
 
 def _before_casts(node: Node) -> Node:
-    while node.op == "call_function" and (is_view(node) or base_operation(node) in _CASTS) and node.all_input_nodes:
+    while node.op == "call_function" and (is_view(node) or base_operation(node) in _SAME) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
@@ -110,7 +110,7 @@ def _sums_behind(node: Node) -> set[Node]:
         if not pending:
             break
         for user in pending.pop(0).users:
-            is_step = is_view(user) or base_operation(user) in {*_CASTS, "mul"}
+            is_step = is_view(user) or base_operation(user) in {*_SAME, "mul"}
             if is_call(user, aten.add.Tensor):
                 found.add(user)
             if (is_step or is_call(user, aten.add.Tensor)) and isinstance(fake_value(user), torch.Tensor):

@@ -28,7 +28,7 @@ from moepass.passes.graph.contents import number_everywhere
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import constant_of, draws_random_numbers, fake_value, is_call, map_nodes, mutates
-from moepass.passes.graph.operations import base_operation, operation
+from moepass.passes.graph.operations import CASTS, base_operation, operation
 from moepass.passes.rows.row_layout import Layout, features, size_of
 from moepass.passes.rows.row_operations import VIEWS
 from moepass.passes.rows.row_rules import acts_by_element
@@ -37,7 +37,6 @@ aten = torch.ops.aten
 
 Number = bool | int | float
 
-_CASTS = {"_to_copy", "convert_element_type"}
 _ANDS = {"mul", "bitwise_and", "logical_and"}
 _ABOUT_MEMORY = ("device", "pin_memory", "memory_format", "non_blocking")
 _MOVES = {"permute", "transpose", "t", "expand", "repeat", "slice", "select", *SAME}
@@ -287,7 +286,7 @@ def _before_views(node: Node, front: int) -> Node:
         if not isinstance(value, torch.Tensor) or value.dtype not in (torch.int64, torch.int32):
             return node
         shapes = [[size_expression(size) for size in fake_value(one).shape] for one in (node, source)]
-        if base in _CASTS | SAME:
+        if base in CASTS | SAME:
             is_shown = True
         elif base in ("unsqueeze", "view", "reshape", "_unsafe_view"):
             is_shown = [size for size in shapes[0] if size != 1] == [size for size in shapes[1] if size != 1]

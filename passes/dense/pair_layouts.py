@@ -18,14 +18,14 @@ from moepass.passes.graph.contents import counts_up
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments, named_arguments
 from moepass.passes.graph.nodes import fake_value, nodes_in
-from moepass.passes.graph.operations import base_operation, operation
+from moepass.passes.graph.operations import CASTS, COPIES, base_operation, operation
 from moepass.passes.rows.row_layout import Dimension, Layout, Part, features, reshaped, size_of
 from moepass.passes.rows.row_operations import NORMS, VIEWS
 from moepass.passes.rows.row_rules import acts_by_element
 
 aten = torch.ops.aten
 
-SAME = {"clone", "contiguous", "alias", "detach", "lift_fresh_copy"}
+SAME = COPIES | {"lift_fresh_copy"}
 CUTS = {"split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "chunk"}
 # Along features, which they leave out, or keep as one.
 REDUCTIONS = {"sum", "mean", "amax", "amin", "prod", "any", "all", "logsumexp", "linalg_vector_norm"}
@@ -258,7 +258,7 @@ def _joined_back(node: Node, base: str, layout: Layout) -> dict[Node, Layout] | 
 def is_counting(node: Any) -> bool:
     """True for 0, 1, 2, .. along the one dimension that has more than one element."""
     while isinstance(node, Node) and fake_value(node).dtype in (torch.int32, torch.int64):
-        if operation(node) not in VIEWS and base_operation(node) not in SAME | {"_to_copy", "convert_element_type"}:
+        if operation(node) not in VIEWS and base_operation(node) not in SAME | CASTS:
             return counts_up(node)
         node = node.all_input_nodes[0]
     return False

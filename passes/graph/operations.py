@@ -10,6 +10,10 @@ from torch.fx import Node
 from moepass.passes.graph.node_arguments import named_arguments
 from moepass.passes.graph.nodes import fake_value
 
+# By their `base_operation`: the same numbers in another type, and the same elements, copied or not.
+CASTS = frozenset({"_to_copy", "convert_element_type"})
+COPIES = frozenset({"clone", "alias", "detach", "contiguous"})
+
 
 def operation(node: Node) -> str:
     """The name of a node's operation with its variant and without its library, as `sum.dim_IntList`, or `view`."""

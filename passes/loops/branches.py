@@ -26,7 +26,7 @@ from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments, named_arguments
 from moepass.passes.graph.nodes import draws_random_numbers, fake_value, map_nodes, mutates, nodes_in
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import base_operation, operation
+from moepass.passes.graph.operations import CASTS, COPIES, base_operation, operation
 from moepass.passes.graph.source_lines import named
 from moepass.passes.loops.chosen_rows import Chosen, SortedPairs, masks_of_all_experts, masks_of_experts
 from moepass.passes.loops.expert_weights import FixedNodes, stacked_weights
@@ -41,8 +41,6 @@ from moepass.passes.rows.row_rules import Layouts, RowRules, acts_by_element, an
 
 aten = torch.ops.aten
 
-_CASTS = {"_to_copy", "convert_element_type"}
-_COPIES = {"clone", "alias", "detach", "contiguous"}
 # More nodes than an expert has.
 _MOST_STEPS = 400
 _OTHER_ARGUMENTS = "has other arguments than in other branches"
@@ -472,7 +470,7 @@ class Branches(RowRules):
         if base == "getitem":
             return writer.getitem(first.node, node.args[1])  # type: ignore[arg-type]
         value = fake_value(node)
-        if base in _CASTS | _COPIES:
+        if base in CASTS | COPIES:
             return writer.emit(node.target, first.node, *node.args[1:], **node.kwargs)  # type: ignore[arg-type]
         if base == "t":
             return writer.emit(aten.permute.default, first.node, [0, *range(value.dim(), 0, -1)])

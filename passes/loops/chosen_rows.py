@@ -24,12 +24,11 @@ from moepass.passes.graph.contents import counts_up
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
-from moepass.passes.graph.operations import base_operation
+from moepass.passes.graph.operations import CASTS, COPIES, base_operation
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-_CASTS = {"_to_copy", "convert_element_type"}
-_SAME = {"clone", "contiguous", "detach", "alias", *_CASTS}
+_SAME = CASTS | COPIES
 # Types that hold every expert id.
 _ID_TYPES = (torch.int64, torch.int32)
 

@@ -27,12 +27,12 @@ from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call, is_view, map_nodes, mutates
-from moepass.passes.graph.operations import base_operation
+from moepass.passes.graph.operations import CASTS, COPIES, base_operation
 from moepass.passes.loops.chosen_rows import chosen_by_top_k
 
 aten = torch.ops.aten
 
-_CASTS = {"_to_copy", "convert_element_type", "clone", "alias", "detach", "contiguous"}
+_SAME = CASTS | COPIES
 
 
 class _NotKnownError(Exception):
@@ -121,7 +121,7 @@ def _reads(table: Node) -> list[Node]:
 
 def _total(counts: Node, experts: int) -> sympy.Expr | None:
     """What `counts` [experts] add up to, where that is known; none of them is below zero."""
-    while base_operation(counts) in _CASTS:
+    while base_operation(counts) in _SAME:
         counts = counts.all_input_nodes[0]
         if fake_value(counts).dtype not in (torch.int32, torch.int64, torch.float32):
             return None
@@ -147,7 +147,7 @@ def _total(counts: Node, experts: int) -> sympy.Expr | None:
         ids = fake_value(mask.ids)
         # Whole numbers, or truths: none is rounded.
         return _elements(mask.ids) if not value.is_floating_point() and ids.dim() == 2 else None
-    while base_operation(of) in _CASTS:
+    while base_operation(of) in _SAME:
         of = of.all_input_nodes[0]
     if not is_call(of, aten.eq.Tensor) or value.is_floating_point():
         return None
@@ -171,7 +171,7 @@ def _number_of(ids: Node, experts: int) -> sympy.Expr | None:
             if sympy.expand(_elements(node) - _elements(node.all_input_nodes[0])) != 0:
                 return None
             node = node.all_input_nodes[0]
-        elif base_operation(node) in _CASTS:
+        elif base_operation(node) in _SAME:
             node = node.all_input_nodes[0]
         else:
             break

@@ -26,17 +26,15 @@ from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import base_operation, operation
+from moepass.passes.graph.operations import CASTS, COPIES, base_operation, operation
 from moepass.passes.graph.source_lines import named
 from moepass.passes.rows.row_operations import VIEWS
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-_CASTS = {"_to_copy", "convert_element_type"}
-_COPIES = {"clone", "contiguous", "alias", "detach"}
 _TURNS = {"permute", "transpose", "t"}
 _PRODUCTS = {"mul", "bitwise_and", "logical_and"}
-_FOLLOWED = {*_CASTS, *_COPIES, *_TURNS, *_PRODUCTS, "expand", "ne", "gt"}
+_FOLLOWED = {*CASTS, *COPIES, *_TURNS, *_PRODUCTS, "expand", "ne", "gt"}
 # Places of a token are compared with each other.
 _MOST_PLACES = 8
 
@@ -133,7 +131,7 @@ class MaskReader:
             return self._product(node, given)
         source = node.all_input_nodes[0]
         mask = self.read(source)
-        if base in _CASTS:
+        if base in CASTS:
             return self._cast(node, mask)
         if base in ("ne", "gt"):
             if given["other"] != 0:

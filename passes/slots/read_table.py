@@ -16,7 +16,7 @@ from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import base_operation, operation
+from moepass.passes.graph.operations import CASTS, COPIES, base_operation, operation
 from moepass.passes.graph.source_lines import named
 from moepass.passes.rows.row_operations import VIEWS
 
@@ -24,8 +24,6 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 # Of the operations behind the experts, before their slots are looked up; a walk that meets more has left them.
 _MOST_NODES = 60
-_SAME = {"clone", "contiguous", "alias", "detach"}
-_CASTS = {"convert_element_type", "_to_copy"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +79,7 @@ def is_lookup_of_rows(node: Node) -> bool:
 def even_groups(ends: Node) -> tuple[int, Any]:
     """Number of experts, and rows of each, where `ends` says that all have as many. Raises NotThisForm."""
     chain = [ends]
-    while base_operation(chain[-1]) in _CASTS | _SAME:
+    while base_operation(chain[-1]) in CASTS | COPIES:
         chain.append(chain[-1].all_input_nodes[0])
     if is_call(chain[-1], aten.cumsum.default):
         chain.append(all_arguments(chain[-1])["self"])
@@ -120,7 +118,7 @@ def _readers(down: Node) -> tuple[list[Node], set[Node]]:
 
 def _whole(node: Node) -> Node:
     """`node` without operations that give the same elements in the same shape."""
-    while base_operation(node) in _SAME or operation(node) in VIEWS:
+    while base_operation(node) in COPIES or operation(node) in VIEWS:
         source = node.all_input_nodes[0]
         if _sizes(source) != _sizes(node):
             break

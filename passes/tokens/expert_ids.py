@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value
-from moepass.passes.graph.operations import base_operation
+from moepass.passes.graph.operations import CASTS, base_operation
 
 # One of several results, or the only one, are places.
 _GIVE_PLACES = {"topk", "sort", "max", "min", "kthvalue", "mode", "median"}
@@ -33,7 +33,6 @@ _PASS_ON = {
     "where": ("self", "other"),
     "masked_fill": ("self", "value"),
 }
-_CASTS = {"_to_copy", "convert_element_type"}
 _MADE = {"zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones"}
 _FULL = {"full", "full_like", "new_full", "scalar_tensor"}
 
@@ -73,7 +72,7 @@ def _read_by(node: Node) -> list[Any] | None:
         return None
     if value.dtype is torch.bool or base in _ARE_PLACES | _MADE:
         return []
-    if base in _CASTS:
+    if base in CASTS:
         source = node.all_input_nodes[0]
         # In narrower numbers large ones turn negative.
         is_whole = not fake_value(source).is_floating_point() and value.dtype in (torch.int32, torch.int64)

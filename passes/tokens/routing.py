@@ -28,13 +28,12 @@ from moepass.passes.blocks.expert_gemms import is_grouped_gemm
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments, named_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
-from moepass.passes.graph.operations import base_operation, operation
+from moepass.passes.graph.operations import CASTS, base_operation, operation
 from moepass.passes.rows.row_layout import Dimension, Layout, Part, features, features_per_row, no_rows, size_of
 from moepass.passes.rows.row_rules import Layouts, RowRules, several
 from moepass.passes.tokens.expert_ids import never_negative
 
 PAIRS, TOKENS, ROWS, COUNTS, ENDS, EMPTY = "pairs", "tokens", "rows", "counts", "ends", "empty"
-_CASTS = ("_to_copy", "convert_element_type")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +102,7 @@ class RoutingRules(RowRules):
             found = self._counts(node, given)
         elif base == "cumsum":
             found = self._ends(node, given)
-        elif base in _CASTS:
+        elif base in CASTS:
             found = self._cast(node, given)
         if found is None and any(used in self.facts for used in node.all_input_nodes):
             self._refuse(node, "computes with places of rows among those of all tokens")

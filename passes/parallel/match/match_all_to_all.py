@@ -14,7 +14,7 @@ from moepass.passes.graph.collectives import Collective, collective_of
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import base_operation
+from moepass.passes.graph.operations import CASTS, base_operation
 from moepass.passes.graph.source_lines import describe_shape, named
 from moepass.passes.ir.protocol import CaptureNotes, Group
 from moepass.passes.parallel.match.near_experts import communications_before, is_size, most_nodes
@@ -127,7 +127,7 @@ def match_all_to_all(
 
 def _check_counts(counts: Node) -> None:
     """Raises NotThisForm where `counts` were whole numbers of a wider type before, by which a rank sends its rows."""
-    source = counts.all_input_nodes[0] if base_operation(counts) in ("_to_copy", "convert_element_type") else None
+    source = counts.all_input_nodes[0] if base_operation(counts) in CASTS else None
     if source is not None and not fake_value(source).is_floating_point():
         raise NotThisForm(
             f"{named(counts)} turns counts from {fake_value(source).dtype} into {fake_value(counts).dtype} for their "

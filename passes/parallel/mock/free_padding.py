@@ -32,7 +32,7 @@ from torch.fx import Node
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import named_arguments
 from moepass.passes.graph.nodes import fake_value
-from moepass.passes.graph.operations import base_operation
+from moepass.passes.graph.operations import CASTS, COPIES, base_operation
 from moepass.passes.parallel.mock.mock_run import MockBlock
 from moepass.passes.parallel.mock.own_symbol import AS_CAPTURED
 from moepass.passes.parallel.mock.small_copy import BlockCopier, SmallCopy
@@ -42,7 +42,7 @@ from moepass.passes.parallel.ranges.growing_sizes import grows_in_size
 from moepass.passes.parallel.ranges.step_functions import StepFunction
 
 _INTEGERS = (torch.int64, torch.int32)
-_SAME = {"clone", "alias", "detach", "contiguous", "_to_copy", "convert_element_type"}
+_SAME = CASTS | COPIES
 _QUOTIENTS = {"floor_divide", "floordiv", "div"}
 _REMAINDERS = {"remainder", "mod"}
 
