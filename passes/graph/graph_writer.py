@@ -116,10 +116,10 @@ class GraphWriter:
         return self.emit(aten.reshape.default, source, list(shape))
 
 
-def describe_again(graph: Graph, changed: Node) -> None:
+def describe_again(graph: Graph, *changed: Node) -> None:
     """Fake values of what depends on `changed`, as far as their sizes are other ones now."""
-    fresh = {changed}
-    with fake_value(changed).fake_mode:
+    fresh = {*changed}
+    with fake_value(changed[0]).fake_mode:
         for node in graph.nodes:
             if node.op != "call_function" or not any(used in fresh for used in node.all_input_nodes):
                 continue

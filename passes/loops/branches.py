@@ -33,11 +33,11 @@ from moepass.passes.loops.expert_weights import FixedNodes, stacked_weights
 from moepass.passes.loops.pieces import Pieces, pieces_of, rows_in
 from moepass.passes.loops.repeated_matrix import multiplies_by_one_matrix, repeated_matrix
 from moepass.passes.loops.row_groups import RowGroups
-from moepass.passes.loops.rows_in_front import dim_in_front, features_behind, row_parts, rows_dim, trailing
 from moepass.passes.rows.equal_arguments import compute_the_same
 from moepass.passes.rows.row_layout import Layout, no_rows, size_of
 from moepass.passes.rows.row_operations import ALONG, MADE, NORMS, TOGETHER, VIEWS
 from moepass.passes.rows.row_rules import Layouts, RowRules, acts_by_element, any_rows, fits, several
+from moepass.passes.rows.rows_in_front import dim_in_front, features_behind, row_parts, rows_dim, trailing
 
 aten = torch.ops.aten
 
@@ -173,7 +173,7 @@ class Branches(RowRules):
         if any(size.is_Integer for size in sizes):
             self._refuse(nodes[0], "is said to have a constant number of rows")
         source = self.pairs.tokens if are_tokens else self.pairs.places
-        return Pieces(source, 0, sizes, table=self.pairs.ends)
+        return Pieces(source, 0, sizes, table=self.pairs.ends, are_whole=True)
 
     def _row_dims(self, shape: Sequence[Any]) -> list[int]:
         """The dimensions of an even piece that are rows: all but the last; of later pieces as many as fit the first."""

@@ -16,8 +16,8 @@ from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
 from moepass.passes.loops.branches import RowsOfAll
 from moepass.passes.loops.row_groups import RowGroups
-from moepass.passes.loops.rows_in_front import row_parts, shape_in_place
 from moepass.passes.rows.row_layout import Dimension, size_of
+from moepass.passes.rows.rows_in_front import row_parts, shape_in_place
 
 aten = torch.ops.aten
 

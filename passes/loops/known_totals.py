@@ -11,9 +11,10 @@ wait for nothing.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -35,7 +36,7 @@ aten = torch.ops.aten
 _SAME = CASTS | COPIES
 
 
-class _NotKnownError(Exception):
+class NotKnownError(Exception):
     """Something is left that only a run tells."""
 
 
@@ -43,12 +44,12 @@ def without_known_reads(module: GraphModule) -> GraphModule:
     """A copy of `module` without host reads that are not needed; `module` itself where there are none."""
     if any(True for _ in communications_of(module.graph)):
         return module
-    for name in [node.name for node in _tables(module.graph)]:
+    for name in [node.name for node in read_tables(module.graph)]:
         trial = copy_graph_module(module)
         table = next(node for node in trial.graph.nodes if node.name == name)
         try:
             _take_out(trial.graph, table)
-        except _NotKnownError:
+        except NotKnownError:
             continue
         trial.graph.lint()
         trial.recompile()
@@ -56,7 +57,7 @@ def without_known_reads(module: GraphModule) -> GraphModule:
     return module
 
 
-def _tables(graph: Graph) -> list[Node]:
+def read_tables(graph: Graph) -> list[Node]:
     """The tensors [n] that the host reads number by number."""
     found: dict[Node, None] = {}
     for node in graph.nodes:
@@ -65,35 +66,83 @@ def _tables(graph: Graph) -> list[Node]:
     return list(found)
 
 
+@dataclasses.dataclass(frozen=True)
+class KnownCounts:
+    """Counts, none of them below zero, that add up to `total`.
+
+    `known` are the numbers that the host reads, as counts or sums of these; `whole` the same of all counts but the
+    last, which has the rest.
+    """
+
+    counts: tuple[sympy.Symbol, ...]
+    total: sympy.Expr
+    known: Mapping[sympy.Symbol, sympy.Expr]
+    whole: Mapping[sympy.Symbol, sympy.Expr]
+
+    @classmethod
+    def of(cls, reads: Sequence[Node], total: sympy.Expr, *, are_ends: bool = False) -> KnownCounts:
+        """Of the numbers that `reads` give: counts, or where the rows of each expert end. Raises NotKnownError."""
+        counts = [sympy.Symbol(f"count_{number}", integer=True, nonnegative=True) for number in range(len(reads))]
+        forms = [sympy.Add(*counts[: number + 1]) for number in range(len(reads))] if are_ends else list(counts)
+        known = {size_expression(read): form for read, form in zip(reads, forms, strict=True)}
+        if not all(symbol.is_Symbol for symbol in known) or len(known) != len(reads):
+            raise NotKnownError
+        rest = {counts[-1]: total - sympy.Add(*counts[:-1])}
+        whole = {symbol: sympy.expand(form.xreplace(rest)) for symbol, form in known.items()}
+        return cls(tuple(counts), total, known, whole)
+
+    def assertions(self, graph: Graph) -> Iterator[tuple[Node, bool]]:
+        """What the graph asserts of these numbers, and whether that is true of all counts with that sum."""
+        for node in list(graph.nodes):
+            if is_call(node, aten._assert_scalar.default) and self.are_in(node.args[0]):
+                yield node, self._are_true(fake_value(node.args[0]).node.expr)
+
+    def are_in(self, node: object) -> bool:
+        """True where sizes that the host reads are in the value of `node`."""
+        if not isinstance(node, Node):
+            return False
+        value = fake_value(node)
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            sizes = [*one.shape, *one.stride()] if isinstance(one, torch.Tensor) else [one]
+            for size in sizes:
+                symbols = getattr(getattr(size, "node", None), "expr", sympy.Integer(0)).free_symbols
+                if any(symbol in self.known for symbol in symbols):
+                    return True
+        return False
+
+    def _are_true(self, condition: Any) -> bool:
+        if isinstance(condition, (sympy.Ge, sympy.Le)):
+            larger, smaller = condition.args if isinstance(condition, sympy.Ge) else condition.args[::-1]
+            difference = sympy.expand((larger - smaller).xreplace(self.known))
+            # Of sizes of the graph, one term is as many as all counts: as often as it goes into the difference.
+            for times in (0, 1):
+                shifted = sympy.expand(difference + times * (sympy.Add(*self.counts) - self.total))
+                terms = shifted.as_coefficients_dict()
+                if all(value >= 0 and (term == 1 or term in self.counts) for term, value in terms.items()):
+                    return True
+        return bool(sympy.simplify(sympy.sympify(condition).xreplace(self.whole)) == sympy.true)
+
+
 def _take_out(graph: Graph, table: Node) -> None:
-    """Raises _NotKnownError; the graph is of no use then."""
-    reads = _reads(table)
-    is_of_ends = is_call(table, aten.cumsum.default)
-    total = _total(all_arguments(table)["self"] if is_of_ends else table, len(reads))
+    """Raises NotKnownError; the graph is of no use then."""
+    reads = reads_of(table)
+    are_ends = is_call(table, aten.cumsum.default)
+    total = known_total(all_arguments(table)["self"] if are_ends else table, len(reads))
     if total is None:
-        raise _NotKnownError
-    # Counts of all experts but the last are free; the last one has the rest.
-    counts = [sympy.Symbol(f"count_{number}", integer=True, nonnegative=True) for number in range(len(reads))]
-    forms = [sympy.Add(*counts[: number + 1]) for number in range(len(reads))] if is_of_ends else list(counts)
-    known = {size_expression(read): form for read, form in zip(reads, forms, strict=True)}
-    if not all(symbol.is_Symbol for symbol in known) or len(known) != len(reads):
-        raise _NotKnownError
-    rest = {counts[-1]: total - sympy.Add(*counts[:-1])}
-    whole = {symbol: sympy.expand(form.xreplace(rest)) for symbol, form in known.items()}
+        raise NotKnownError
+    known = KnownCounts.of(reads, total, are_ends=are_ends)
+    for assertion, is_true in known.assertions(graph):
+        if not is_true:
+            raise NotKnownError
+        erase_assertion(graph, assertion)
     for node in list(graph.nodes):
-        if is_call(node, aten._assert_scalar.default) and _mentions(node.args[0], known):
-            condition = fake_value(node.args[0]).node.expr
-            if not _holds(condition, known, whole, counts, total):
-                raise _NotKnownError
-            erase_assertion(graph, node)
-    for node in list(graph.nodes):
-        if _mentions(node, known):
-            _describe(graph, node, whole, {*counts})
+        if known.are_in(node):
+            _describe(graph, node, known.whole, {*known.counts})
     for node in reversed(list(graph.nodes)):
-        if not node.users and _mentions(node, known) and node.op == "call_function" and not mutates(node):
+        if not node.users and known.are_in(node) and node.op == "call_function" and not mutates(node):
             graph.erase_node(node)
-    if any(_mentions(node, known) for node in graph.nodes):
-        raise _NotKnownError
+    if any(map(known.are_in, graph.nodes)):
+        raise NotKnownError
 
 
 def erase_assertion(graph: Graph, assertion: Node) -> None:
@@ -103,8 +152,8 @@ def erase_assertion(graph: Graph, assertion: Node) -> None:
         erase_unread(graph, condition)
 
 
-def _reads(table: Node) -> list[Node]:
-    """The reads of all numbers of `table`, in order. Raises _NotKnownError where some are missing."""
+def reads_of(table: Node) -> list[Node]:
+    """The reads of all numbers of `table`, in order. Raises NotKnownError where some are missing."""
     value = fake_value(table)
     found: dict[int, Node] = {}
     for select in table.users:
@@ -113,13 +162,13 @@ def _reads(table: Node) -> list[Node]:
                 if is_call(read, aten._local_scalar_dense.default):
                     found[all_arguments(select)["index"]] = read
     if value.dim() != 1 or value.dtype not in (torch.int32, torch.int64) or sorted(found) != list(range(len(found))):
-        raise _NotKnownError
+        raise NotKnownError
     if value.shape[0] != len(found):
-        raise _NotKnownError
+        raise NotKnownError
     return [found[number] for number in range(len(found))]
 
 
-def _total(counts: Node, experts: int) -> sympy.Expr | None:
+def known_total(counts: Node, experts: int) -> sympy.Expr | None:
     """What `counts` [experts] add up to, where that is known; none of them is below zero."""
     while base_operation(counts) in _SAME:
         counts = counts.all_input_nodes[0]
@@ -183,39 +232,6 @@ def _elements(node: Node) -> sympy.Expr:
     return sympy.expand(sympy.Mul(*map(size_expression, fake_value(node).shape)))
 
 
-def _mentions(node: object, known: Mapping[sympy.Symbol, sympy.Expr]) -> bool:
-    """True where sizes that the host reads are in the value of `node`."""
-    if not isinstance(node, Node):
-        return False
-    value = fake_value(node)
-    for one in value if isinstance(value, (tuple, list)) else (value,):
-        sizes = [*one.shape, *one.stride()] if isinstance(one, torch.Tensor) else [one]
-        for size in sizes:
-            symbols = getattr(getattr(size, "node", None), "expr", sympy.Integer(0)).free_symbols
-            if any(symbol in known for symbol in symbols):
-                return True
-    return False
-
-
-def _holds(
-    condition: Any, known: Mapping[Any, Any], whole: Mapping[Any, Any], counts: list[sympy.Symbol], total: sympy.Expr
-) -> bool:
-    """True where `condition` is true of all counts that add up to `total`.
-
-    `known` are the numbers that the host reads, of all counts, `whole` those of all counts but the last.
-    """
-    if isinstance(condition, (sympy.Ge, sympy.Le)):
-        larger, smaller = condition.args if isinstance(condition, sympy.Ge) else condition.args[::-1]
-        difference = sympy.expand((larger - smaller).xreplace(known))
-        # Of sizes of the graph, one term is as many as all counts: as often as it goes into the difference.
-        for times in (0, 1):
-            shifted = sympy.expand(difference + times * (sympy.Add(*counts) - total))
-            terms = shifted.as_coefficients_dict()
-            if all(value >= 0 and (term == 1 or term in counts) for term, value in terms.items()):
-                return True
-    return bool(sympy.simplify(sympy.sympify(condition).xreplace(whole)) == sympy.true)
-
-
 def _describe(graph: Graph, node: Node, whole: Mapping[Any, Any], counts: set[sympy.Symbol]) -> None:
     """Let `node` have the sizes that are known, as far as they are."""
     value = fake_value(node)
@@ -234,7 +250,7 @@ def _describe(graph: Graph, node: Node, whole: Mapping[Any, Any], counts: set[sy
 
 
 def _written(size: sympy.Expr, node: Node) -> Any:
-    """A size as a number, or a node in front of `node`. Raises _NotKnownError."""
+    """A size as a number, or a node in front of `node`. Raises NotKnownError."""
     if size.is_Integer:
         return int(size)
     for one in node.graph.nodes:
@@ -243,7 +259,7 @@ def _written(size: sympy.Expr, node: Node) -> Any:
         if isinstance(fake_value(one), torch.SymInt) and size_expression(one) == size:
             return one
     if not (size.is_Mul or size.is_Add):
-        raise _NotKnownError
+        raise NotKnownError
     tensor = next(one for one in node.graph.nodes if isinstance(fake_value(one), torch.Tensor))
     writer = GraphWriter(node.graph, tensor)
     parts = [_written(part, node) for part in size.args]

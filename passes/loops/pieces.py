@@ -31,7 +31,8 @@ class Pieces:
     """What branches cut out of `source` along `dim`, in their order, `sizes` long.
 
     `counts` are these sizes, and `ends` where the pieces end, as numbers or nodes of the graph; one of them may not be
-    known. Where the pieces are all of `source`, `table` may have their ends [experts] instead. `keeps_dim` is False for
+    known. Where the pieces are all of `source`, `table` may have their ends [experts] instead. They `are_whole` where
+    they are, though torch does not know that their sizes add up to that of `source`. `keeps_dim` is False for
     `slots[e]`, which has that dimension no more.
     """
 
@@ -42,6 +43,7 @@ class Pieces:
     ends: tuple[Any, ...] | None = None
     table: Node | None = None
     keeps_dim: bool = True
+    are_whole: bool = False
 
     @property
     def is_even(self) -> bool:
@@ -124,9 +126,21 @@ def _split(nodes: Sequence[Node]) -> Pieces | None:
         return Pieces(source, dim, (sympy.Integer(1),) * len(nodes), keeps_dim=False)
     if base.endswith("with_sizes"):
         counts = tuple(given["split_sizes"])
-        return Pieces(source, dim, tuple(map(size_expression, counts)), counts)
+        sizes = tuple(map(size_expression, counts))
+        return Pieces(source, dim, sizes, counts, are_whole=not _fills(source, dim, counts))
     sizes = tuple(size_expression(value.shape[dim]) for value in fake_value(split))
     return Pieces(source, dim, sizes) if all(size.is_Integer for size in sizes) else None
+
+
+def _fills(source: Node, dim: int, counts: Sequence[Any]) -> bool:
+    """True where torch knows that `source` has as many rows along `dim` as all `counts`."""
+    value = fake_value(source)
+    rows = sum(fake_value(count) if isinstance(count, Node) else count for count in counts)
+    if not isinstance(rows, torch.SymInt):
+        return True
+    with value.fake_mode, rows.node.shape_env.ignore_fresh_unbacked_symbols():
+        cut = aten.slice.Tensor(value, dim, 0, rows)
+    return bool(size_expression(cut.shape[dim]) == size_expression(rows))
 
 
 def rows_in(shape: Sequence[Any], dims: Sequence[int]) -> Layout:

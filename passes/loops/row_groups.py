@@ -57,6 +57,13 @@ class RowGroups:
             )
         return cls(pieces, pieces.sizes, _total(pieces, writer))
 
+    def are_equal(self, size: Any, of_all: Any) -> bool:
+        """True where a captured `size` is `of_all`, that of all rows together."""
+        sizes = [sympy.expand(size_expression(one)) for one in (size, of_all)]
+        # Pieces that are whole add up to all rows, whether the sizes show it or not.
+        is_sum = self.pieces.are_whole and sizes == [self.pieces.total, sympy.expand(size_expression(self.total))]
+        return is_sum or sizes[0] == sizes[1]
+
     def part(self, size: sympy.Expr) -> Any:
         """A size of even groups, a number or a node. Raises NotThisForm where it is none of theirs."""
         if size.is_Integer:
@@ -84,7 +91,7 @@ class RowGroups:
         source, dim = pieces.source, pieces.dim
         if not self.is_even:
             rows = source
-            if pieces.table is None and size_expression(fake_value(source).shape[dim]) != pieces.total:
+            if not pieces.are_whole and size_expression(fake_value(source).shape[dim]) != pieces.total:
                 rows = writer.emit(aten.slice.Tensor, source, dim, 0, self.total)
             return writer.viewed(rows, shape)
         value = fake_value(source)
@@ -154,7 +161,7 @@ class RowGroups:
 
 def _total(pieces: Pieces, writer: GraphWriter) -> Any:
     """The sum of the sizes of `pieces`: the size of what they are cut from where that is known to be equal."""
-    if pieces.table is not None or size_expression(fake_value(pieces.source).shape[pieces.dim]) == pieces.total:
+    if pieces.are_whole or size_expression(fake_value(pieces.source).shape[pieces.dim]) == pieces.total:
         return writer.size(pieces.source, pieces.dim)
     if pieces.ends is not None:
         return pieces.ends[-1]

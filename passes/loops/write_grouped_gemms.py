@@ -25,7 +25,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.blocks.expert_gemms import refused
-from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
+from moepass.passes.graph.graph_writer import GraphWriter, describe_again, erase_unread
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import in_words, named, place_of
@@ -35,6 +35,7 @@ from moepass.passes.loops.branches import Branches, RowsOfAll
 from moepass.passes.loops.equal_views import merge_equal_views
 from moepass.passes.loops.expert_weights import FixedNodes
 from moepass.passes.loops.joins import Join, joined, joins
+from moepass.passes.loops.known_slices import split_known_slices
 from moepass.passes.loops.known_totals import without_known_reads
 from moepass.passes.loops.sums_by_token import SumByToken, summed, sums_by_token
 from moepass.passes.loops.unread_masks import erase_unread_masks
@@ -53,6 +54,7 @@ def write_grouped_gemms(module: GraphModule, plan: Plan, context: PassContext) -
         return PassResult(module, plan)
     written = copy_graph_module(module)
     merge_equal_views(written.graph)
+    written = split_known_slices(written)
     matches: list[str] = []
     refusals: list[Refusal] = []
     fixed = FixedNodes()
@@ -71,6 +73,7 @@ def write_grouped_gemms(module: GraphModule, plan: Plan, context: PassContext) -
             continue
         matches.append(f"{join.node.name} ({len(join.branches)} experts)")
         join.node.replace_all_uses_with(result)
+        describe_again(written.graph, result)
         erase_unread(written.graph, join.node)
         erase_unread_masks(written.graph)
     fixed.erase_unread()
@@ -104,7 +107,8 @@ def _result(join: Join | SumByToken, branches: Branches, writer: GraphWriter) ->
             raise NotThisForm(f"{named(join.node)} reads the rows of each mask in the order of that mask")
         result = joined(join, rows, branches.groups, writer)
     old, new = fake_value(join.node), fake_value(result)
-    if (old.dtype, str(old.shape)) != (new.dtype, str(new.shape)):
+    is_same = old.dtype == new.dtype and old.dim() == new.dim()
+    if not is_same or not all(map(branches.groups.are_equal, old.shape, new.shape)):
         raise NotThisForm(f"all experts together give {list(new.shape)} where they gave {list(old.shape)}")
     return result
 
@@ -120,8 +124,9 @@ def _are_of_experts(join: Join, branches: Branches, fixed: FixedNodes) -> bool:
     the branches multiply rows of their own by weights of their own, as many and as large in each.
     """
     gemms = [_gemms_before(branch) for branch in join.branches]
+    shared = set.intersection(*gemms)  # the router's
     rows, weights = (
-        [{cast("Node", gemm.args[place]) for gemm in of_branch} for of_branch in gemms] for place in (-2, -1)
+        [{cast("Node", gemm.args[place]) for gemm in of_branch - shared} for of_branch in gemms] for place in (-2, -1)
     )
     if set.intersection(*rows):
         return False  # queries, keys and values, of the same rows

@@ -21,10 +21,10 @@ from moepass.passes.graph.nodes import draws_random_numbers, fake_value, map_nod
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.operations import base_operation, operation
 from moepass.passes.graph.source_lines import named
-from moepass.passes.loops.rows_in_front import features_behind
 from moepass.passes.rows.row_layout import Layout, no_rows, rows_first
 from moepass.passes.rows.row_operations import GROUP_NORMS, MADE, MADE_LIKE, VIEWS
 from moepass.passes.rows.row_rules import Layouts, RowRules, acts_by_element, fits, several
+from moepass.passes.rows.rows_in_front import features_behind
 
 # These look values up by what rows say, or multiply matrices of rows; neither stands between the GEMMs of experts.
 _NOT_REPEATED = {"bmm", "gather", "scatter", "scatter_add", *GROUP_NORMS, *MADE}

@@ -101,10 +101,11 @@ def test_the_ring_lies_where_the_graph_computes(device: torch.device | None) -> 
 def _essence(plan: Plan) -> object:
     """All but the names of nodes, and bytes: attention and counting come as other operators there.
 
-    Routing weights are multiplied in the segments of experts there, so that FLOPs are those of all steps.
+    Routing weights are multiplied in the segments of experts there, which may end in another module of the model: FLOPs
+    are those of all steps.
     """
     blocks = [dataclasses.replace(block, gemms=()) for block in plan.blocks]
-    steps = [(step.op, step.name, step.bank, step.slot) for step in plan.steps]
+    steps = [(step.op, (step.name or "").split(" to ")[0], step.bank, step.slot) for step in plan.steps]
     flops = sum(sympy.sympify(step.cost.flops) for step in plan.steps if step.cost)
     return plan.strategy, plan.refusals, plan.slot_stays, blocks, steps, flops
 

@@ -87,6 +87,23 @@ class SlicesByCounts(Routed):
         return torch.cat(outputs)
 
 
+class UncheckedSlices(SlicesByCounts):
+    """As model code has it: nothing says that no slice ends behind the rows, but that the counts are of chosen ids."""
+
+    def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        outputs, start = [], 0
+        for expert, size in zip(self.experts, self.counts_of(counts).tolist(), strict=True):
+            outputs.append(expert(rows[start : start + size]) * weights[start : start + size].unsqueeze(1))
+            start += size
+        return self.fit(torch.cat(outputs), rows.shape[0])
+
+    def fit(self, outputs: torch.Tensor, rows: int) -> torch.Tensor:
+        return outputs
+
+    def counts_of(self, counts: torch.Tensor) -> torch.Tensor:
+        return counts
+
+
 class SlicesByEnds(Routed):
     """Biases, norms, a scale of each expert, GELU and a softmax along features."""
 
@@ -211,7 +228,8 @@ class SlotsNarrowed(Slots):
 
 
 TAKEN: list[type[nn.Module]] = [
-    SlicesByCounts, SlicesByEnds, SplitStacked, CastStacked, SlotsSelected, SlotsInChunks, SlotsUnbound, SlotsNarrowed,
+    SlicesByCounts, UncheckedSlices, SlicesByEnds, SplitStacked, CastStacked, SlotsSelected, SlotsInChunks,
+    SlotsUnbound, SlotsNarrowed,
 ]  # fmt: skip
 
 
@@ -336,15 +354,32 @@ class WideScales(SlicesByCounts):
         )
 
 
-class UncheckedSlices(SlicesByCounts):
-    """Nothing says that the slices are not beyond the rows."""
+class OtherCounts(UncheckedSlices):
+    """Slices that may be more rows than there are, or fewer."""
 
-    def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        outputs, start = [], 0
-        for expert, size in zip(self.experts, counts.tolist(), strict=True):
-            outputs.append(expert(rows[start : start + size]))
-            start += size
-        return torch.cat(outputs)
+    def fit(self, outputs: torch.Tensor, rows: int) -> torch.Tensor:
+        return F.pad(outputs, (0, 0, 0, rows))[:rows]
+
+
+class DoubledCounts(OtherCounts):
+    """The first slices have rows of other experts, the last ones end where the rows do."""
+
+    def counts_of(self, counts: torch.Tensor) -> torch.Tensor:
+        return counts * 2
+
+
+class CountsOfOtherIds(OtherCounts):
+    """As many as there are rows, and some below zero."""
+
+    def counts_of(self, counts: torch.Tensor) -> torch.Tensor:
+        return counts + torch.tensor([3, -3, 3, -3])
+
+
+class NarrowCounts(OtherCounts):
+    """A type that does not hold every number of rows."""
+
+    def counts_of(self, counts: torch.Tensor) -> torch.Tensor:
+        return counts.to(torch.int8)
 
 
 REFUSED: list[tuple[type[nn.Module], str]] = [
@@ -352,7 +387,9 @@ REFUSED: list[tuple[type[nn.Module], str]] = [
     (NormOverRows, "works along the rows"),
     (OtherScales, "other arguments"),
     (WideScales, "float64 for all experts together"),
-    (UncheckedSlices, "not known to cut out all rows"),
+    (DoubledCounts, "not known to cut out all rows"),
+    (CountsOfOtherIds, "not known to cut out all rows"),
+    (NarrowCounts, "not known to cut out all rows"),
 ]
 
 
