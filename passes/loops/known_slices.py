@@ -46,24 +46,18 @@ _WIDE = (torch.bool, torch.int32, torch.int64, torch.float32)
 
 def split_known_slices(module: GraphModule) -> GraphModule:
     """A copy of `module` in which such slices are pieces of a split; `module` itself where there are none."""
-    for name in [node.name for node in read_tables(module.graph)]:
-        if not any(True for _ in _slices_by(_named(module.graph, name))):
-            continue
-        trial = copy_graph_module(module)
-        try:
-            for pieces, reads in list(_slices_by(_named(trial.graph, name))):
-                _split(trial.graph, pieces, reads)
-        except Exception:  # whatever an operator says to sizes that it was not captured for
-            continue
-        trial.graph.lint()
-        trial.recompile()
-        module = trial
-    return module
-
-
-def _named(graph: Graph, name: str) -> Node:
-    (found,) = (node for node in graph.nodes if node.name == name)
-    return found  # type: ignore[no-any-return]
+    if not any(True for table in read_tables(module.graph) for _ in _slices_by(table)):
+        return module
+    changed = copy_graph_module(module)
+    try:
+        for table in read_tables(changed.graph):
+            for pieces, reads in list(_slices_by(table)):
+                _split(changed.graph, pieces, reads)
+    except Exception:  # whatever an operator says to sizes that it was not captured for
+        return module
+    changed.graph.lint()
+    changed.recompile()
+    return changed
 
 
 def _slices_by(table: Node) -> Iterator[tuple[list[Node], list[Node]]]:

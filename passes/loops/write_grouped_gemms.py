@@ -73,7 +73,14 @@ def write_grouped_gemms(module: GraphModule, plan: Plan, context: PassContext) -
             continue
         matches.append(f"{join.node.name} ({len(join.branches)} experts)")
         join.node.replace_all_uses_with(result)
-        describe_again(written.graph, result)
+        try:
+            describe_again(written.graph, result)
+        except Exception as error:  # whatever an operator says to a size that it was not captured for
+            first = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reason = f"what reads the results of its loop over experts does not take their sizes ({first})"
+            refusal = refused(join.node, reason, place_of(join.node))
+            plan = dataclasses.replace(plan, refusals=(*plan.refusals, refusal))
+            return PassResult(module, plan, refusals=(refusal,))
         erase_unread(written.graph, join.node)
         erase_unread_masks(written.graph)
     fixed.erase_unread()

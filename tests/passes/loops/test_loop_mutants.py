@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from local_mutants import LocalMutants
-from test_write_grouped_gemms import SlicesByCounts
+from test_write_grouped_gemms import SlicesByCounts, UncheckedSlices
 from torch import nn
 
 from moepass.models.testing.project_styles.local_loops import HIDDEN, MixtralLoop, NonzeroLoop, SelectedLoop
@@ -14,6 +14,7 @@ from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
 
 LOOPS: dict[str, type[nn.Module]] = {
     "mixtral": MixtralLoop, "selected": SelectedLoop, "nonzero": NonzeroLoop, "slices": SlicesByCounts,
+    "unchecked slices": UncheckedSlices,
 }  # fmt: skip
 
 
