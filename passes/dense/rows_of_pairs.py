@@ -288,7 +288,7 @@ class RowsOfPairs:
         order, own = permutation(node), kept(before)
         places = [1 + own.index(order[dim]) for dim in kept(layout)]
         rows = self.write(source, before)
-        # Dimensions of 1, which einsum moves about, are nowhere in particular.
+        # Where a dimension of 1 stands does not matter; einsum moves them about.
         moved = [place for place in places if fake_value(rows).shape[place] != 1]
         if moved == sorted(moved):
             return self._viewed(rows, self._shape(layout))

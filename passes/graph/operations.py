@@ -10,9 +10,11 @@ from torch.fx import Node
 from moepass.passes.graph.node_arguments import named_arguments
 from moepass.passes.graph.nodes import fake_value
 
-# By their `base_operation`: the same numbers in another type, and the same elements, copied or not.
+# By their `base_operation`: the same numbers in another type; the same elements, copied or not; in another order of
+# dimensions.
 CASTS = frozenset({"_to_copy", "convert_element_type"})
 COPIES = frozenset({"clone", "alias", "detach", "contiguous"})
+TURNS = frozenset({"permute", "transpose", "t"})
 
 
 def operation(node: Node) -> str:

@@ -12,6 +12,11 @@ from moepass.passes.ir.plan import Refusal
 COLLECTIVES_STAY = "; its collectives stay"
 
 
+def first_line(error: Exception) -> str:
+    """The first line of what `error` says, or its type where it says nothing."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
 def why_it_stopped(error: Exception) -> str:
     """Why a block could not be run on sample numbers. Internal error texts are replaced by an explanation."""
     first = str(error).splitlines()[0] if str(error) else ""

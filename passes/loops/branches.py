@@ -26,7 +26,7 @@ from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments, named_arguments
 from moepass.passes.graph.nodes import draws_random_numbers, fake_value, map_nodes, mutates, nodes_in
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import CASTS, COPIES, base_operation, operation
+from moepass.passes.graph.operations import CASTS, COPIES, TURNS, base_operation, operation
 from moepass.passes.graph.source_lines import named
 from moepass.passes.loops.chosen_rows import Chosen, SortedPairs, masks_of_all_experts, masks_of_experts
 from moepass.passes.loops.expert_weights import FixedNodes, stacked_weights
@@ -383,7 +383,7 @@ class Branches(RowRules):
             assert isinstance(found, Layout)
             rows, shape = self._only_rows(tensors).node, self._shape_of(found)
             return writer.emit(aten.expand.default, rows, shape) if base == "expand" else writer.viewed(rows, shape)
-        if base in ("permute", "transpose", "t"):
+        if base in TURNS:
             return self._permuted_rows(node, base, arguments, self._only_rows(tensors))
         if base == "index":
             looked_up = self._looked_up_rows(node, tensors)

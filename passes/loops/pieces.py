@@ -31,9 +31,9 @@ class Pieces:
     """What branches cut out of `source` along `dim`, in their order, `sizes` long.
 
     `counts` are these sizes, and `ends` where the pieces end, as numbers or nodes of the graph; one of them may not be
-    known. Where the pieces are all of `source`, `table` may have their ends [experts] instead. They `are_whole` where
-    they are, though torch does not know that their sizes add up to that of `source`. `keeps_dim` is False for
-    `slots[e]`, which has that dimension no more.
+    known. Where the pieces are all of `source`, `table` may have their ends [experts] instead. `are_whole` says that
+    they are all of `source`, although torch does not know that their sizes add up to its size. `keeps_dim` is False
+    for `slots[e]`, which has that dimension no more.
     """
 
     source: Node

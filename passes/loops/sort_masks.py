@@ -30,6 +30,7 @@ from moepass.passes.graph.graph_writer import GraphWriter, describe_again, erase
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
+from moepass.passes.graph.refusals import first_line
 from moepass.passes.graph.source_lines import place_of
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
@@ -66,8 +67,7 @@ def sort_masks(module: GraphModule, plan: Plan, context: PassContext) -> PassRes
         try:
             describe_again(graph, selected)
         except Exception as error:  # whatever an operator says to a size that it was not captured for
-            first = str(error).splitlines()[0] if str(error) else type(error).__name__
-            reason = f"what reads the selection has a size that does not follow from it ({first})"
+            reason = f"what reads the selection has a size that does not follow from it ({first_line(error)})"
             refusal = refused(node, reason, place_of(node))
             plan = dataclasses.replace(plan, refusals=(*plan.refusals, refusal))
             return PassResult(module, plan, refusals=(refusal,))

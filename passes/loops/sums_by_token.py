@@ -29,7 +29,7 @@ _BY_MASK = "selects rows by a mask, and not by the numbers of tokens that torch.
 @dataclasses.dataclass(frozen=True)
 class SumByToken:
     """`node` is `first` [tokens, ..] with the rows of each branch added where its `tokens` say; `start` is the first of
-    these additions. `refusal` says what else is done with the rows.
+    these additions. `refusal` says why it cannot be taken.
     """
 
     node: Node
@@ -105,12 +105,10 @@ def _added(node: Node) -> _Added | None:
     one, other = all_arguments(rows)["self"], all_arguments(rows)["other"]
     for before, more in ((one, other), (other, one)):
         is_read = is_call(before, aten.index.Tensor) and before.args == (total, [indices[0]])
-        # How many rows a mask selects is asked of the first that it does.
-        if (
-            is_read
-            and isinstance(more, Node)
-            and all(user is rows or (by_mask and is_call(user, aten.sym_size.int)) for user in before.users)
-        ):
+        if not is_read or not isinstance(more, Node):
+            continue
+        # The graph also reads how many rows a mask selects.
+        if all(user is rows or (by_mask and is_call(user, aten.sym_size.int)) for user in before.users):
             return _Added(node, total, indices[0], more, before, refusal)
     return overwritten
 

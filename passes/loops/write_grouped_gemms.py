@@ -25,9 +25,10 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.blocks.expert_gemms import refused
-from moepass.passes.graph.graph_writer import GraphWriter, describe_again, erase_unread
+from moepass.passes.graph.graph_writer import GraphWriter, describe_again, described_sizes, erase_unread
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
+from moepass.passes.graph.refusals import first_line
 from moepass.passes.graph.source_lines import in_words, named, place_of
 from moepass.passes.ir.plan import Plan, Refusal
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
@@ -73,11 +74,12 @@ def write_grouped_gemms(module: GraphModule, plan: Plan, context: PassContext) -
             continue
         matches.append(f"{join.node.name} ({len(join.branches)} experts)")
         join.node.replace_all_uses_with(result)
+        has_other_size = described_sizes(fake_value(join.node)) != described_sizes(fake_value(result))
         try:
-            describe_again(written.graph, result)
+            if has_other_size:
+                describe_again(written.graph, result)
         except Exception as error:  # whatever an operator says to a size that it was not captured for
-            first = str(error).splitlines()[0] if str(error) else type(error).__name__
-            reason = f"what reads the results of its loop over experts does not take their sizes ({first})"
+            reason = f"what reads the results of a loop over experts does not take their sizes ({first_line(error)})"
             refusal = refused(join.node, reason, place_of(join.node))
             plan = dataclasses.replace(plan, refusals=(*plan.refusals, refusal))
             return PassResult(module, plan, refusals=(refusal,))

@@ -23,7 +23,7 @@ from moepass.passes.rows.row_rules import acts_by_element
 def compute_the_same(nodes: Sequence[Node], *, have_rows: bool) -> bool:
     """True where `nodes`, one of each branch, do the same with tensors that correspond.
 
-    What those that `have_rows` give is compared elsewhere, row by row, so their views say nothing else.
+    Where these `have_rows`, the rules of rows (`row_rules.py`) compare the shapes of the results, and nothing here.
     """
     base = base_operation(nodes[0])
     if base == "slice":

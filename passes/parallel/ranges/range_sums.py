@@ -93,7 +93,7 @@ class RangeSums(RangeArithmetic):
 
 
 def _times(node: Node, used: Node) -> float:
-    """How many elements `node` has for each of `used`. What ranks gather is of each of them another one."""
+    """How many elements `node` has for each of `used`. An AllGather has each of them once."""
     collective = collective_of(node)
     if collective is not None and collective.kind == "all_gather":
         return 1.0

@@ -65,8 +65,8 @@ def _same(rows_per_expert: int, sizes: TileSizes) -> _SizesFrom:
 # By the first digits of the compute capability (8: sm_80, 9: sm_90, 10: sm_100) and the bytes of an element; the most
 # rows first.
 # [Empirical] for sm_90 and two bytes: an H100, 2026-11-26, layers of qwen3-30b-a3b and gpt-oss-120b with 32 to 2,048
-# rows for each expert (docs/results/gpu.md). For others no GPU was there yet: as large as registers and shared memory
-# allow without spilling, and smaller ones for few rows.
+# rows for each expert (docs/results/2026-11-26-h100.md). For others no GPU was there yet: as large as registers and
+# shared memory allow without spilling, and smaller ones for few rows.
 _SIZES: dict[tuple[int, int], tuple[_SizesFrom, ...]] = {
     (8, 2): (
         _same(64, TileSizes(128, 64, 64, 8, 3)),
