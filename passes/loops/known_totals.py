@@ -163,7 +163,8 @@ def reads_of(table: Node) -> list[Node]:
                     found[all_arguments(select)["index"]] = read
     if value.dim() != 1 or value.dtype not in (torch.int32, torch.int64) or sorted(found) != list(range(len(found))):
         raise NotKnownError
-    if value.shape[0] != len(found):
+    # How many numbers torch.bincount gives, only a run tells.
+    if size_expression(value.shape[0]) != len(found):
         raise NotKnownError
     return [found[number] for number in range(len(found))]
 
@@ -192,7 +193,7 @@ def known_total(counts: Node, experts: int) -> sympy.Expr | None:
     if dims != list(range(value.dim() - 1)) or given["keepdim"]:
         return None
     mask = chosen_experts(of) if value.dim() == 2 else None
-    if mask is not None and not mask.is_by_expert and value.shape[1] == experts:
+    if mask is not None and not mask.is_by_expert and size_expression(value.shape[1]) == experts:
         ids = fake_value(mask.ids)
         # Whole numbers, or truths: none is rounded.
         return _elements(mask.ids) if not value.is_floating_point() and ids.dim() == 2 else None
@@ -203,7 +204,8 @@ def known_total(counts: Node, experts: int) -> sympy.Expr | None:
     for ids, numbers in (of.args, of.args[::-1]):
         assert isinstance(ids, Node)
         assert isinstance(numbers, Node)
-        if counts_up(numbers) and is_call(ids, aten.unsqueeze.default) and fake_value(ids).shape[-1] == 1:
+        is_column = is_call(ids, aten.unsqueeze.default) and size_expression(fake_value(ids).shape[-1]) == 1
+        if counts_up(numbers) and is_column:
             return _number_of(ids, experts)
     return None
 
@@ -212,11 +214,13 @@ def _number_of(ids: Node, experts: int) -> sympy.Expr | None:
     """How many `ids` there are, where a top-k of as many experts gives them all, in whatever order."""
     node = ids
     while True:
+        if not _holds_ids(fake_value(node).dtype, experts):
+            return None
         if is_call(node, operator.getitem) and is_call(node.args[0], aten.sort.stable, aten.sort.default):
             if node.args[1] != 0:
                 return None
             node = node.args[0].args[0]  # type: ignore[union-attr, assignment]
-        elif is_view(node) and not is_call(node, operator.getitem, aten.expand.default):
+        elif is_view(node) and not is_call(node, operator.getitem, aten.expand.default, aten.view.dtype):
             if sympy.expand(_elements(node) - _elements(node.all_input_nodes[0])) != 0:
                 return None
             node = node.all_input_nodes[0]
@@ -226,6 +230,13 @@ def _number_of(ids: Node, experts: int) -> sympy.Expr | None:
             break
     chosen = chosen_by_top_k(node)
     return _elements(node) if chosen is not None and chosen.experts == experts else None
+
+
+def _holds_ids(dtype: torch.dtype, experts: int) -> bool:
+    """True where no id of an expert becomes another number, which might be none of an expert."""
+    if dtype.is_floating_point:
+        return experts <= 2 / torch.finfo(dtype).eps
+    return dtype is not torch.bool and not dtype.is_complex and experts - 1 <= torch.iinfo(dtype).max
 
 
 def _elements(node: Node) -> sympy.Expr:

@@ -12,11 +12,13 @@ from test_write_grouped_gemms import EXPERTS, HIDDEN, TOP_K, SlicesByCounts, Sli
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from moepass.passes.graph.nodes import is_call
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, run_passes
+from moepass.passes.loops.known_totals import known_total
 from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
 from moepass.runtime.lowering.lower_segments import decompositions
 
@@ -116,3 +118,19 @@ def test_no_counts_are_read(model: type[nn.Module]) -> None:
 def test_others_are_read_as_before(model: type[nn.Module]) -> None:
     torch.manual_seed(0)
     assert host_reads(model()) == EXPERTS
+
+
+@pytest.mark.parametrize(
+    ("dtype", "experts", "is_known"),
+    [(torch.int8, 128, True), (torch.int8, 129, False), (torch.bfloat16, 256, True), (torch.bfloat16, 300, False)],
+)
+def test_ids_in_a_type_that_does_not_hold_them_may_be_of_no_expert(
+    dtype: torch.dtype, experts: int, is_known: bool
+) -> None:
+    def count(scores: Tensor) -> Tensor:
+        return torch.histc(scores.topk(2)[1].to(dtype).float(), experts, 0, experts - 1).long()
+
+    module = make_fx(count, decompositions("eager"), tracing_mode="fake")(torch.zeros(5, experts))
+    (counts,) = module.graph.output_node().all_input_nodes
+    total = known_total(counts, experts)
+    assert total == (10 if is_known else None)
