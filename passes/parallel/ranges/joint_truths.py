@@ -39,9 +39,11 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Node
 
+from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import named_arguments
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.graph.not_this_form import NotThisForm
@@ -235,7 +237,8 @@ class JointTruths:
         """Whether `node` writes each of a fixed number of places, `used`, once: the inverse of an order."""
         if base_operation(node) not in _WRITES or base_operation(used) not in ("arange", "iota"):
             return False
-        size, written = fake_value(used).numel(), fake_value(node).numel()
+        # Not by `==` itself: of sizes that only a run tells, torch does not answer.
+        size, written = (sympy.expand(size_expression(fake_value(one).numel())) for one in (used, node))
         return self._range_of(node.args[0]).empty and bool(size == written)  # type: ignore[arg-type]
 
     def _tells_all(self, node: Node) -> bool:

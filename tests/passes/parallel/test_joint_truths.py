@@ -141,3 +141,15 @@ NESTED = (
 @pytest.mark.parametrize("experts", NESTED, ids=lambda experts: experts.__name__)
 def test_truths_that_were_never_tried_together_are_not_taken(experts: type[AllToAllExperts]) -> None:
     assert refusal("all_to_all", experts, config=WIDE)
+
+
+class RowsInTheirPlaces(AllToAllExperts):
+    """As many places as there are rows, not as there are numbers in them; how many these are, only a run tells."""
+
+    def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
+        outputs = super()._run_arrived(rows, arriving)
+        return torch.empty_like(outputs).index_copy(0, torch.arange(outputs.shape[0]), outputs)
+
+
+def test_sizes_that_a_run_tells_are_not_asked_whether_they_are_equal() -> None:
+    assert refusal("all_to_all", RowsInTheirPlaces, config=WIDE) == ""
