@@ -40,6 +40,8 @@ from moepass.passes.rows.row_operations import VIEWS
 
 aten = torch.ops.aten
 
+# Some of the numbers, as those of the experts of this rank.
+_SOME = {"slice", "select", "index_select"}
 _WIDE = (torch.bool, torch.int32, torch.int64, torch.float32)
 
 
@@ -155,7 +157,7 @@ def _is_count(node: Node) -> bool:
     collective = collective_of(node)
     if collective is not None:
         return collective.kind in ("all_to_all", "all_gather") and _is_count(collective.input)
-    passes_on = base in TURNS | COPIES | CASTS | {"sum"} or operation(node) in VIEWS or is_call(node, WAIT)
+    passes_on = base in TURNS | COPIES | CASTS | _SOME | {"sum"} or operation(node) in VIEWS or is_call(node, WAIT)
     return passes_on and _is_count(node.all_input_nodes[0])
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from moepass.models.reference.collectives import exchange_rows, gather_rows
 from moepass.models.reference.grouped_experts import grouped_gemm
-from moepass.models.testing.project_styles.exact_style import ExactLayer
+from moepass.models.testing.project_styles.exact_style import ExactLayer, SlicesOfModules
 from moepass.models.testing.project_styles.style_sizes import BiasedExpert, StyleSizes, stacked
 from moepass.passes.graph.collectives import communications_of
 
@@ -81,20 +81,34 @@ class CountedLayer(ExactLayer):
         return self.behind(expert_of, len(self.owned)).cumsum(0, dtype=torch.int32)
 
 
+def _gathered_counts(layer: ExactLayer, counts: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
+    every = gather_rows(counts, layer.ranks, layer.group_name).view(layer.ranks, -1)
+    arriving = every[:, layer.owned.start : layer.owned.stop]
+    send = counts.view(layer.ranks, len(layer.owned)).sum(dim=1).tolist()
+    receive = arriving.sum(dim=1).tolist()
+    for size in (*send, *receive):
+        torch._check(size >= 0)
+    return arriving.reshape(-1), send, receive
+
+
 class CountsOfAllRanks(CountedLayer):
     """Every rank gathers the counts of all, and adds up those of its experts."""
 
     def exchange_counts(self, counts: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
-        every = gather_rows(counts, self.ranks, self.group_name).view(self.ranks, -1)
-        arriving = every[:, self.owned.start : self.owned.stop]
-        send = counts.view(self.ranks, len(self.owned)).sum(dim=1).tolist()
-        receive = arriving.sum(dim=1).tolist()
-        for size in (*send, *receive):
-            torch._check(size >= 0)
-        return arriving.reshape(-1), send, receive
+        return _gathered_counts(self, counts)
 
     def ends(self, expert_of: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
         return arriving.view(self.ranks, -1).sum(dim=0).cumsum(0, dtype=torch.int32)
+
+
+class SlicesByCountsOfAllRanks(SlicesOfModules):
+    """A loop over slices by such counts."""
+
+    def __init__(self, sizes: StyleSizes, group: ProcessGroup, before: Count, behind: Count) -> None:
+        super().__init__(sizes, group)
+
+    def exchange_counts(self, counts: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
+        return _gathered_counts(self, counts)
 
 
 class CountsOnTheWire(CountedLayer):
@@ -121,7 +135,7 @@ def _captured(
     behind: Count,
     rank: int,
     ranks: int,
-    layer_type: type[CountedLayer] = CountedLayer,
+    layer_type: type[ExactLayer] = CountedLayer,
     sizes: StyleSizes = SIZES,
 ) -> Captured:
     with pretend_rank(rank, ranks):
@@ -133,7 +147,7 @@ def check_counts(
     before: Count,
     behind: Count,
     ranks: int,
-    layer_type: type[CountedLayer] = CountedLayer,
+    layer_type: type[ExactLayer] = CountedLayer,
     sizes: StyleSizes = SIZES,
 ) -> None:
     captured = [_captured(before, behind, rank, ranks, layer_type, sizes) for rank in range(ranks)]
@@ -155,8 +169,9 @@ def test_counts_of_a_length_that_only_a_run_tells() -> None:
     check_counts(COUNTS["bincount"], COUNTS["histc"], 2)
 
 
-def test_counts_that_all_ranks_gather_and_add_up() -> None:
-    check_counts(COUNTS["histc"], COUNTS["histc"], 3, CountsOfAllRanks, dataclasses.replace(SIZES, experts=9))
+@pytest.mark.parametrize("layer_type", [CountsOfAllRanks, SlicesByCountsOfAllRanks], ids=lambda one: one.__name__)
+def test_counts_that_all_ranks_gather_and_add_up(layer_type: type[ExactLayer]) -> None:
+    check_counts(COUNTS["histc"], COUNTS["histc"], 3, layer_type, dataclasses.replace(SIZES, experts=9))
 
 
 def test_counts_that_travel_in_another_type() -> None:
