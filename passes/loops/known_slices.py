@@ -154,6 +154,8 @@ def _is_count(node: Node) -> bool:
         given = all_arguments(node)
         written = given.get("src", given.get("value"))
         return given.get("reduce") is None and _is_made(given["self"]) and _is_made(written)
+    if is_call(node, aten.copy.default):  # what torch.distributed writes into memory that was given
+        return _is_count(all_arguments(node)["src"])
     collective = collective_of(node)
     if collective is not None:
         return collective.kind in ("all_to_all", "all_gather") and _is_count(collective.input)

@@ -111,6 +111,18 @@ class SlicesByCountsOfAllRanks(SlicesOfModules):
         return _gathered_counts(self, counts)
 
 
+class SlicesByCountsInGivenMemory(SlicesByCountsOfAllRanks):
+    """The ranks exchange counts by torch.distributed's own function."""
+
+    def exchange_counts(self, counts: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts)
+        send, receive = (one.view(self.ranks, len(self.owned)).sum(dim=1).tolist() for one in (counts, arriving))
+        for size in (*send, *receive):
+            torch._check(size >= 0)
+        return arriving, send, receive
+
+
 class CountsOnTheWire(CountedLayer):
     """Counts travel in a type of their own. This rank reads its own sizes before that."""
 
@@ -172,6 +184,10 @@ def test_counts_of_a_length_that_only_a_run_tells() -> None:
 @pytest.mark.parametrize("layer_type", [CountsOfAllRanks, SlicesByCountsOfAllRanks], ids=lambda one: one.__name__)
 def test_counts_that_all_ranks_gather_and_add_up(layer_type: type[ExactLayer]) -> None:
     check_counts(COUNTS["histc"], COUNTS["histc"], 3, layer_type, dataclasses.replace(SIZES, experts=9))
+
+
+def test_counts_that_are_exchanged_into_given_memory() -> None:
+    check_counts(COUNTS["histc"], COUNTS["histc"], 2, SlicesByCountsInGivenMemory)
 
 
 def test_counts_that_travel_in_another_type() -> None:
