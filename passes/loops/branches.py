@@ -14,6 +14,7 @@ each row. All other operations are repeated as they are: `passes/rows` proves th
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import Any, NoReturn, cast
 
@@ -24,13 +25,13 @@ from torch.fx import Node
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments, named_arguments
-from moepass.passes.graph.nodes import draws_random_numbers, fake_value, map_nodes, mutates, nodes_in
+from moepass.passes.graph.nodes import draws_random_numbers, fake_value, is_call, map_nodes, mutates, nodes_in
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.operations import CASTS, COPIES, TURNS, base_operation, operation
 from moepass.passes.graph.source_lines import named
 from moepass.passes.loops.chosen_rows import Chosen, SortedPairs, masks_of_all_experts, masks_of_experts
 from moepass.passes.loops.expert_weights import FixedNodes, stacked_weights
-from moepass.passes.loops.pieces import Pieces, pieces_of, rows_in
+from moepass.passes.loops.pieces import SPLITS, Pieces, pieces_of, rows_in
 from moepass.passes.loops.repeated_matrix import multiplies_by_one_matrix, repeated_matrix
 from moepass.passes.loops.row_groups import RowGroups
 from moepass.passes.rows.equal_arguments import compute_the_same
@@ -211,10 +212,18 @@ class Branches(RowRules):
         if len(texts) != 1 and base_operation(first) == "eq":
             self._refuse(first, "compares something other than the ids [tokens, k] that torch.topk gives")
         if len(texts) != 1 and not self._counts_rows(first):
+            self._check_cuts(nodes)
             self._refuse(first, _OTHER_ARGUMENTS)
 
     def _check_cuts(self, nodes: tuple[Node, ...]) -> None:
-        """Raises NotThisForm where `nodes` cut rows out that may not all be there."""
+        """Raises NotThisForm where `nodes` cut rows out that may not all be there, or take pieces in another order."""
+        sources = {node.args[0] for node in nodes if is_call(node, operator.getitem)}
+        if len(sources) == 1 and base_operation(cast("Node", next(iter(sources)))) in SPLITS:
+            self._refuse(
+                nodes[0],
+                "cuts rows into pieces, and not all of these are put together, or in another order; "
+                "let the experts come in the order of their pieces",
+            )
         if base_operation(nodes[0]) != "slice":
             return
         given = [all_arguments(node) for node in nodes]

@@ -25,6 +25,9 @@ from moepass.passes.rows.row_layout import Layout, Part, features
 
 aten = torch.ops.aten
 
+# By their `base_operation`.
+SPLITS = {"split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "unbind", "chunk"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
@@ -115,7 +118,7 @@ def _split(nodes: Sequence[Node]) -> Pieces | None:
     (split,) = sources
     assert isinstance(split, Node)
     base = base_operation(split)
-    if base not in ("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "unbind", "chunk"):
+    if base not in SPLITS:
         return None
     if len(fake_value(split)) != len(nodes):
         return None
