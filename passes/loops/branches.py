@@ -231,8 +231,9 @@ class Branches(RowRules):
         if len({one["self"] for one in given}) == 1 and not all(isinstance(size, int) for size in sizes):
             self._refuse(
                 nodes[0],
-                "and those of the other branches are not known to cut out all rows, one after the other; "
-                "torch._check(end <= rows.shape[0]) before each rows[start:end] tells that they do",
+                "and those of the other branches are not known to cut out all rows, one after the other; where each "
+                "starts at the very end of the one before, torch._check(end >= start) and "
+                "torch._check(end <= rows.shape[0]) before each rows[start:end] tell that they do",
             )
 
     def _counts_rows(self, node: Node) -> bool:

@@ -160,13 +160,20 @@ def reads_of(table: Node) -> list[Node]:
         if is_call(select, aten.select.int):
             for read in select.users:
                 if is_call(read, aten._local_scalar_dense.default):
-                    found[all_arguments(select)["index"]] = read
+                    found[place_of_number(select)] = read
     if value.dim() != 1 or value.dtype not in (torch.int32, torch.int64) or sorted(found) != list(range(len(found))):
         raise NotKnownError
     # How many numbers torch.bincount gives, only a run tells.
     if size_expression(value.shape[0]) != len(found):
         raise NotKnownError
     return [found[number] for number in range(len(found))]
+
+
+def place_of_number(select: Node) -> int:
+    """The place that `select` reads, counted from the front where it is known how many numbers there are."""
+    given = all_arguments(select)
+    place, numbers = given["index"], fake_value(given["self"]).shape[given["dim"]]
+    return place + numbers if place < 0 and isinstance(numbers, int) else place  # type: ignore[no-any-return]
 
 
 def known_total(counts: Node, experts: int) -> sympy.Expr | None:

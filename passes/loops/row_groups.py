@@ -14,10 +14,11 @@ from torch.fx import Node
 
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.input_sizes import size_expression
-from moepass.passes.graph.node_arguments import named_arguments
+from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import named
+from moepass.passes.loops.known_totals import place_of_number
 from moepass.passes.loops.pieces import Pieces
 from moepass.passes.rows.row_layout import Layout
 
@@ -178,12 +179,12 @@ def _table_of(sizes: Sequence[Any], writer: GraphWriter) -> Node | None:
     sources = [size.args[0] for size in sizes]
     if not all(is_call(source, aten.select.int) for source in sources):
         return None
-    given = [named_arguments(source) for source in sources]
-    table, first = given[0]["self"], given[0]["index"]
+    table, first = all_arguments(sources[0])["self"], place_of_number(sources[0])
     value = fake_value(table)
-    in_order = [one["index"] for one in given] == list(range(first, first + len(given)))
-    if value.dim() != 1 or value.is_floating_point() or not in_order or any(one["self"] is not table for one in given):
+    in_order = [*map(place_of_number, sources)] == list(range(first, first + len(sources))) and first >= 0
+    of_one = all(source.args[0] is table for source in sources)
+    if value.dim() != 1 or value.is_floating_point() or not in_order or not of_one:
         return None
-    if first == 0 and len(given) == value.shape[0]:
+    if first == 0 and size_expression(value.shape[0]) == len(sources):
         return table  # type: ignore[no-any-return]
-    return writer.emit(aten.slice.Tensor, table, 0, first, first + len(given))
+    return writer.emit(aten.slice.Tensor, table, 0, first, first + len(sources))

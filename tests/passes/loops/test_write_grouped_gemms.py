@@ -107,6 +107,21 @@ class UncheckedSlices(SlicesByCounts):
         return counts.tolist()  # type: ignore[no-any-return]
 
 
+class SlicesAsRefusalsAsk(SlicesByCounts):
+    """Counts of which nothing is known but what is checked; the host reads them from the back."""
+
+    def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        outputs, start = [], 0
+        counts = counts.roll(1)
+        for number, expert in enumerate(self.experts):
+            end = start + int(counts[number - EXPERTS].item())
+            torch._check(end >= start)
+            torch._check(end <= rows.shape[0])
+            outputs.append(expert(rows[start:end]))
+            start = end
+        return torch.cat(outputs)
+
+
 class SlicesByEnds(Routed):
     """Biases, norms, a scale of each expert, GELU and a softmax along features."""
 
@@ -231,8 +246,8 @@ class SlotsNarrowed(Slots):
 
 
 TAKEN: list[type[nn.Module]] = [
-    SlicesByCounts, UncheckedSlices, SlicesByEnds, SplitStacked, CastStacked, SlotsSelected, SlotsInChunks,
-    SlotsUnbound, SlotsNarrowed,
+    SlicesByCounts, UncheckedSlices, SlicesAsRefusalsAsk, SlicesByEnds, SplitStacked, CastStacked, SlotsSelected,
+    SlotsInChunks, SlotsUnbound, SlotsNarrowed,
 ]  # fmt: skip
 
 
