@@ -28,11 +28,11 @@ from moepass.passes.graph.nodes import draws_random_numbers, fake_value, map_nod
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.operations import CASTS, COPIES, TURNS, base_operation, operation
 from moepass.passes.graph.source_lines import named
-from moepass.passes.loops.chosen_rows import Chosen, SortedPairs, masks_of_all_experts, masks_of_experts
 from moepass.passes.loops.expert_weights import FixedNodes, stacked_weights
 from moepass.passes.loops.pieces import Pieces, pieces_of, rows_in
 from moepass.passes.loops.repeated_matrix import multiplies_by_one_matrix, repeated_matrix
 from moepass.passes.loops.row_groups import RowGroups
+from moepass.passes.masks.chosen_rows import Chosen, SortedPairs, masks_of_all_experts, masks_of_experts
 from moepass.passes.rows.equal_arguments import compute_the_same
 from moepass.passes.rows.row_layout import Layout, no_rows, size_of
 from moepass.passes.rows.row_operations import ALONG, MADE, NORMS, TOGETHER, VIEWS

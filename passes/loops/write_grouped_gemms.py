@@ -39,7 +39,7 @@ from moepass.passes.loops.joins import Join, joined, joins
 from moepass.passes.loops.known_slices import split_known_slices
 from moepass.passes.loops.known_totals import without_known_reads
 from moepass.passes.loops.sums_by_token import SumByToken, summed, sums_by_token
-from moepass.passes.loops.unread_masks import erase_unread_masks
+from moepass.passes.masks.unread_masks import erase_unread_masks
 
 aten = torch.ops.aten
 

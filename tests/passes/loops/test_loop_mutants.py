@@ -9,8 +9,8 @@ from test_write_grouped_gemms import SlicesByCounts, UncheckedSlices
 from torch import nn
 
 from moepass.models.testing.project_styles.local_loops import HIDDEN, MixtralLoop, NonzeroLoop, SelectedLoop
-from moepass.passes.loops.sort_masks import sort_masks
 from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
+from moepass.passes.masks.sort_masks import sort_masks
 
 LOOPS: dict[str, type[nn.Module]] = {
     "mixtral": MixtralLoop, "selected": SelectedLoop, "nonzero": NonzeroLoop, "slices": SlicesByCounts,

@@ -30,8 +30,8 @@ from moepass.models.testing.project_styles.local_loops import (
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
 from moepass.passes.ir.plan import Plan, Refusal
 from moepass.passes.ir.protocol import PassContext, run_passes
-from moepass.passes.loops.sort_masks import sort_masks
 from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
+from moepass.passes.masks.sort_masks import sort_masks
 from moepass.runtime.lowering.lower_segments import decompositions
 
 aten = torch.ops.aten
