@@ -43,7 +43,7 @@ ROOMS = {
         "blocks": _GRAPH,
         "cost": _GRAPH,
         "rows": _GRAPH,
-        "masks": ("blocks", *_GRAPH),
+        "masks": ("rows", "blocks", *_GRAPH),
         "loops": ("masks", "rows", "blocks", *_GRAPH),
         "dense": ("loops", "masks", "rows", "blocks", *_GRAPH),
         "slots": ("dense", "loops", "rows", "blocks", *_GRAPH),
