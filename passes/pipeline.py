@@ -15,8 +15,8 @@ from moepass.passes.dense.compute_chosen_pairs import compute_chosen_pairs
 from moepass.passes.dense.group_exchanged_slots import group_exchanged_slots
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import Agree, Observer, Pass, PassContext, PassResult, run_passes
-from moepass.passes.loops.sort_masks import sort_masks
 from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
+from moepass.passes.masks.sort_masks import sort_masks
 from moepass.passes.memory.activation_memory import activation_memory
 from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
 from moepass.passes.parallel.merge_low_rank import merge_low_rank, split_low_rank

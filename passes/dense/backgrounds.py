@@ -306,7 +306,7 @@ def _constant(node: Node) -> Number | None:
         with unset_fake_temporarily():
             is_number = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and value.numel() == 1
             return value.item() if is_number else None
-    number = all_arguments(node)["s"] if base_operation(node) == "scalar_tensor" else number_everywhere(node)
+    number = number_everywhere(node)
     return _cast(number, node) if isinstance(number, (bool, int, float)) else None
 
 

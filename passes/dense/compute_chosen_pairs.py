@@ -37,7 +37,7 @@ from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.source_lines import in_words, named, place_of
 from moepass.passes.ir.plan import Plan, Refusal
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
-from moepass.passes.loops.chosen_rows import Chosen, SortedPairs
+from moepass.passes.masks.chosen_rows import Chosen, SortedPairs
 from moepass.passes.rows.row_layout import ratio, size_of
 
 aten, prims = torch.ops.aten, torch.ops.prims

@@ -118,7 +118,8 @@ def number_everywhere(node: Node) -> bool | int | float | None:
     if not _is_of_torch(node):
         return None
     base = base_operation(node)
-    number = named_arguments(node)["fill_value"] if base in _FULL else _ALIKE.get(base)
+    given = named_arguments(node)
+    number = given["fill_value"] if base in _FULL else given["s"] if base == "scalar_tensor" else _ALIKE.get(base)
     return number if isinstance(number, (bool, int, float)) else None
 
 

@@ -29,11 +29,17 @@ from moepass.passes.graph.nodes import draws_random_numbers, fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.operations import CASTS, COPIES, TURNS, base_operation, operation
 from moepass.passes.graph.source_lines import named
-from moepass.passes.loops.chosen_rows import Chosen, SortedPairs, masks_of_all_experts, masks_of_experts
 from moepass.passes.loops.expert_weights import FixedNodes, stacked_weights
 from moepass.passes.loops.pieces import SPLITS, Pieces, pieces_of, rows_in
 from moepass.passes.loops.repeated_matrix import multiplies_by_one_matrix, repeated_matrix
 from moepass.passes.loops.row_groups import RowGroups
+from moepass.passes.masks.chosen_rows import (
+    Chosen,
+    SortedPairs,
+    chosen_by_top_k,
+    masks_of_all_experts,
+    masks_of_experts,
+)
 from moepass.passes.rows.equal_arguments import compute_the_same
 from moepass.passes.rows.row_layout import Layout, no_rows, size_of
 from moepass.passes.rows.row_operations import ALONG, MADE, NORMS, TOGETHER, VIEWS
@@ -210,6 +216,8 @@ class Branches(RowRules):
             self._refuse(first, "writes to its inputs or draws random numbers")
         texts = {str(map_nodes((node.args, node.kwargs), _anything)) for node in nodes}
         if len(texts) != 1 and base_operation(first) == "eq":
+            if chosen_by_top_k(first.args[0]) is not None:
+                self._refuse(first, "compares ids of experts, but does not select rows or weights by them alone")
             self._refuse(first, "compares something other than the ids [tokens, k] that torch.topk gives")
         if len(texts) != 1 and not self._counts_rows(first):
             self._check_cuts(nodes)

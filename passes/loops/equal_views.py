@@ -1,4 +1,7 @@
-"""Merge equal views, and equal computations of parameters: a captured loop over experts has one for every expert."""
+"""Merge equal views, and equal computations of parameters: a captured loop over experts has one for every expert.
+
+A slice of everything is no view of its own: Python's `ids[:, 0]` is captured with one.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from moepass.passes.graph.operations import base_operation
 from moepass.passes.graph.source_lines import ARGUMENT_KEY
 from moepass.passes.graph.written_inputs import writes_to_inputs
 from moepass.passes.ir.weight_recipe import RECIPE_OPERATIONS
+from moepass.passes.masks.chosen_rows import is_whole_slice
 
 
 def merge_equal_views(graph: Graph) -> None:
@@ -25,6 +29,10 @@ def merge_equal_views(graph: Graph) -> None:
     for node in list(graph.nodes):
         if node.op == "placeholder" and not node.meta.get(ARGUMENT_KEY, False) and node not in written:
             fixed.add(node)
+        if is_whole_slice(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+            continue
         is_weight = _is_computed_of(node, fixed)
         if is_view(node) or is_weight:
             # As text: lists cannot be looked up. Names tell nodes apart.

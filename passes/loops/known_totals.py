@@ -29,7 +29,7 @@ from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call, is_view, map_nodes, mutates
 from moepass.passes.graph.operations import CASTS, COPIES, base_operation
-from moepass.passes.loops.chosen_rows import chosen_by_top_k
+from moepass.passes.masks.chosen_rows import chosen_by_top_k
 
 aten = torch.ops.aten
 

@@ -3,7 +3,7 @@
 slices     `rows[0:n0]`, `rows[n0:n0 + n1]`, ..: consecutive, from the first row on
 splits     `rows.split([n0, n1, ..])`, all of them
 chunks     `slots.chunk(experts, dim)`, `slots[e]`: equal ones, along any dimension
-masks      what masks of experts select, all of it (`chosen_rows.py`)
+masks      what masks of experts select, all of it (`masks/chosen_rows.py`)
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@ the next.
 
     result.index_add_(0, tokens, rows)
     result[tokens] += rows                  where each expert has a token once
+    result[tokens] = rows                   where each token has one expert
 """
 
 from __future__ import annotations
@@ -18,24 +19,32 @@ from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
+from moepass.passes.graph.operations import is_mask, operation
 from moepass.passes.graph.source_lines import named
 from moepass.passes.loops.branches import Branches, RowsOfAll
+from moepass.passes.masks.chosen_rows import Chosen, selected_column
+from moepass.passes.rows.row_operations import VIEWS
 
 aten = torch.ops.aten
 
-_BY_MASK = "selects rows by a mask, and not by the numbers of tokens that torch.where(mask) lists"
+_BY_MASK = (
+    "selects rows by a mask that is not made of expert ids, as (ids == expert).any(-1) is of the ids that a top-k of "
+    "scores [tokens, experts] gives"
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class SumByToken:
     """`node` is `first` [tokens, ..] with the rows of each branch added where its `tokens` say; `start` is the first of
-    these additions. `refusal` says why it cannot be taken.
+    these additions. Where it `overwrites`, each token has one branch, and `first` is not read. `refusal` says why it
+    cannot be taken.
     """
 
     node: Node
     start: Node
     branches: tuple[Node, ...]
     tokens: tuple[Node, ...]
+    overwrites: bool = False
     refusal: str | None = None
 
     @property
@@ -55,32 +64,50 @@ class _Added:
     rows: Node
     # What else reads `total` on the way.
     reader: Node | None = None
+    overwrites: bool = False
     refusal: str | None = None
+
+    @property
+    def chosen(self) -> Chosen | None:
+        """Whose tokens these are, if a mask of an expert selects them."""
+        selected = selected_column(self.tokens)
+        return None if selected is None else selected[0].chosen
+
+    def goes_on_as(self, other: _Added) -> bool:
+        return (self.overwrites, self.refusal) == (other.overwrites, other.refusal)
 
 
 def sums_by_token(graph: Graph) -> list[SumByToken]:
     """Every place of `graph` where the last of several additions stands."""
-    found: list[SumByToken] = []
     added = {one.node: one for node in list(graph.nodes) if (one := _added(node)) is not None}
+    # A loop for each place of the tokens' k is one for each choice of one expert.
+    return _chains(added, by_choice=True) or _chains(added, by_choice=False)
+
+
+def _chains(added: dict[Node, _Added], *, by_choice: bool) -> list[SumByToken]:
+    """The chains of several additions; `by_choice`, a chain ends where the next one adds for other expert ids."""
+    found: list[SumByToken] = []
     totals = {one.total for one in added.values()}
     for last in added.values():
-        if last.node in totals and _next_alone(last.node, added):
+        if last.node in totals and _next_alone(last.node, added, by_choice):
             continue
         chain = [last]
-        while (before := added.get(chain[-1].total)) is not None and _next_alone(before.node, added):
+        while (before := added.get(chain[-1].total)) is not None and _next_alone(before.node, added, by_choice):
             chain.append(before)
         if len(chain) == 1:
             continue  # no loop
         chain.reverse()
         branches, tokens = (tuple(getattr(one, name) for one in chain) for name in ("rows", "tokens"))
-        found.append(SumByToken(last.node, chain[0].node, branches, tokens, last.refusal))
+        found.append(SumByToken(last.node, chain[0].node, branches, tokens, last.overwrites, last.refusal))
     return found
 
 
-def _next_alone(node: Node, added: dict[Node, _Added]) -> bool:
+def _next_alone(node: Node, added: dict[Node, _Added], by_choice: bool) -> bool:
     """Whether nothing but the next addition reads `node`, which does the same with its rows."""
-    following = [one for one in added.values() if one.total is node and one.refusal == added[node].refusal]
-    return len(following) == 1 and set(node.users) == {following[0].node, following[0].reader} - {None}
+    following = [one for one in added.values() if one.total is node and one.goes_on_as(added[node])]
+    if len(following) != 1 or (by_choice and following[0].chosen != added[node].chosen):
+        return False
+    return set(node.users) == {following[0].node, following[0].reader} - {None}
 
 
 def _added(node: Node) -> _Added | None:
@@ -89,17 +116,29 @@ def _added(node: Node) -> _Added | None:
         if given["dim"] % fake_value(given["self"]).dim() != 0 or given["alpha"] != 1:
             return None
         return _Added(node, given["self"], given["index"], given["source"])
+    if is_call(node, aten.index_copy.default):
+        given = all_arguments(node)
+        if given["dim"] % fake_value(given["self"]).dim() != 0:
+            return None
+        return _overwritten(node, given["self"], given["index"], given["source"])
+    if is_call(node, aten.scatter_add.default):
+        given = all_arguments(node)
+        tokens = _rows_of_index(given["index"])
+        is_whole = str(fake_value(given["index"]).shape) == str(fake_value(given["src"]).shape)
+        if given["dim"] % fake_value(given["self"]).dim() != 0 or tokens is None or not is_whole:
+            return None
+        return _Added(node, given["self"], tokens, given["src"])
     if not is_call(node, aten.index_put.default):
         return None
     given = all_arguments(node)
     total, indices, rows = given["self"], given["indices"], given["values"]
-    if len(indices) != 1 or indices[0] is None or fake_value(indices[0]).dim() != 1:
+    if len(indices) != 1 or indices[0] is None or (fake_value(indices[0]).dim() != 1 and not is_mask(indices[0])):
         return None
     by_mask = fake_value(indices[0]).dtype is torch.bool
     refusal = _BY_MASK if by_mask else None
     if given["accumulate"]:
         return _Added(node, total, indices[0], rows, refusal=refusal)
-    overwritten = _Added(node, total, indices[0], rows, refusal=refusal or "overwrites rows, and does not add to them")
+    overwritten = _overwritten(node, total, indices[0], rows)
     if not is_call(rows, aten.add.Tensor) or all_arguments(rows)["alpha"] != 1 or len(rows.users) != 1:
         return overwritten
     one, other = all_arguments(rows)["self"], all_arguments(rows)["other"]
@@ -109,8 +148,34 @@ def _added(node: Node) -> _Added | None:
             continue
         # The graph also reads how many rows a mask selects.
         if all(user is rows or (by_mask and is_call(user, aten.sym_size.int)) for user in before.users):
-            return _Added(node, total, indices[0], more, before, refusal)
+            return _Added(node, total, indices[0], more, before, refusal=refusal)
     return overwritten
+
+
+def _overwritten(node: Node, total: Node, tokens: Node, rows: Node) -> _Added:
+    if fake_value(tokens).dtype is torch.bool:
+        return _Added(node, total, tokens, rows, refusal=_BY_MASK)
+    overwrites = _Added(node, total, tokens, rows, overwrites=True)
+    if overwrites.chosen is None or overwrites.chosen.k != 1:
+        return _Added(node, total, tokens, rows, refusal="overwrites rows, and does not add to them")
+    return overwrites
+
+
+def _rows_of_index(index: Node) -> Node | None:
+    """The numbers of rows that `index` [rows, ..] has in all its columns."""
+    if not is_call(index, aten.expand.default):
+        return None
+    column = index.args[0]
+    assert isinstance(column, Node)
+    rows, *others = fake_value(column).shape
+    is_column = fake_value(column).dim() == fake_value(index).dim() and all(
+        size_expression(size) == 1 for size in others
+    )
+    if not is_column or size_expression(rows) != size_expression(fake_value(index).shape[0]):
+        return None
+    while fake_value(column).dim() > 1 and operation(column) in VIEWS:
+        column = column.all_input_nodes[0]
+    return column if fake_value(column).dim() == 1 else None
 
 
 def summed(join: SumByToken, branches: Branches, writer: GraphWriter) -> Node:
@@ -136,6 +201,8 @@ def summed(join: SumByToken, branches: Branches, writer: GraphWriter) -> Node:
     places = writer.arange(count, like["device"])
     inverse = writer.emit(aten.index_put.default, empty, [pairs.order], places)
     in_order = writer.emit(aten.index.Tensor, rows.node, [inverse])
-    shape = [writer.size(chosen[0].ids, 0), int(ids.shape[1]), *first.shape[1:]]
+    if join.overwrites:
+        return in_order
+    shape = [writer.size(chosen[0].ids, 0), chosen[0].k, *first.shape[1:]]
     result = writer.emit(aten.sum.dim_IntList, writer.viewed(in_order, shape), [1])
     return result if number_everywhere(join.first) == 0 else writer.emit(aten.add.Tensor, result, join.first)

@@ -39,7 +39,8 @@ from moepass.passes.loops.joins import Join, joined, joins
 from moepass.passes.loops.known_slices import split_known_slices
 from moepass.passes.loops.known_totals import without_known_reads
 from moepass.passes.loops.sums_by_token import SumByToken, summed, sums_by_token
-from moepass.passes.loops.unread_masks import erase_unread_masks
+from moepass.passes.masks.list_masked_rows import list_masked_rows
+from moepass.passes.masks.unread_masks import erase_unread_masks
 
 aten = torch.ops.aten
 
@@ -55,7 +56,7 @@ def write_grouped_gemms(module: GraphModule, plan: Plan, context: PassContext) -
         return PassResult(module, plan)
     written = copy_graph_module(module)
     merge_equal_views(written.graph)
-    written = split_known_slices(written)
+    written = split_known_slices(list_masked_rows(written))
     matches: list[str] = []
     refusals: list[Refusal] = []
     fixed = FixedNodes()

@@ -5,16 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 from local_mutants import LocalMutants
+from test_boolean_masks import PlaceByPlace, SummedWeights
 from test_write_grouped_gemms import SlicesByCounts, UncheckedSlices
 from torch import nn
 
+from moepass.models.testing.project_styles.boolean_loops import AnyPlace, FlatPairs, OneExpert
 from moepass.models.testing.project_styles.local_loops import HIDDEN, MixtralLoop, NonzeroLoop, SelectedLoop
-from moepass.passes.loops.sort_masks import sort_masks
 from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
+from moepass.passes.masks.sort_masks import sort_masks
 
 LOOPS: dict[str, type[nn.Module]] = {
     "mixtral": MixtralLoop, "selected": SelectedLoop, "nonzero": NonzeroLoop, "slices": SlicesByCounts,
-    "unchecked slices": UncheckedSlices,
+    "unchecked slices": UncheckedSlices, "any place": AnyPlace, "summed weights": SummedWeights,
+    "flat pairs": FlatPairs, "one expert": OneExpert, "place by place": PlaceByPlace,
 }  # fmt: skip
 
 

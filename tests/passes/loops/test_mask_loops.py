@@ -30,8 +30,8 @@ from moepass.models.testing.project_styles.local_loops import (
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
 from moepass.passes.ir.plan import Plan, Refusal
 from moepass.passes.ir.protocol import PassContext, run_passes
-from moepass.passes.loops.sort_masks import sort_masks
 from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
+from moepass.passes.masks.sort_masks import sort_masks
 from moepass.runtime.lowering.lower_segments import decompositions
 
 aten = torch.ops.aten
@@ -174,19 +174,6 @@ class ChosenByThreshold(MixtralLoop):
         return result
 
 
-class BooleanMasks(MixtralLoop):
-    """Tokens are selected by masks, and by no numbers."""
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        chosen, weights = self.route(hidden)
-        result = torch.zeros_like(hidden)
-        for number in self.order:
-            mask = (chosen == number).any(dim=-1)
-            scales = (weights * (chosen == number)).sum(dim=-1, keepdim=True)
-            result[mask] += self.module_of(number)(hidden[mask]) * scales[mask]
-        return result
-
-
 class NarrowIds(MixtralLoop):
     """Ids in a type that may not hold them all: as truths, all but 0 are 1."""
 
@@ -252,7 +239,7 @@ class TiedWeights(SelectedLoop):
 
 KEPT: list[type[MixtralLoop]] = [
     Descending, SomeExperts, OneExpertTwice, OrderOfMask, SumOverRows, OtherTokens, Places, OverwrittenNotAdded,
-    PartialSums, ChosenByThreshold, BooleanMasks, NarrowIds, ChosenAmongFewer, MixedMasks, DoubledPairs,
+    PartialSums, ChosenByThreshold, NarrowIds, ChosenAmongFewer, MixedMasks, DoubledPairs,
 ]  # fmt: skip
 # It adds up no rows that nothing else reads, so no loop is seen in it.
 NO_SUMS = (PartialSums,)
@@ -273,7 +260,6 @@ def test_what_looks_like_such_a_loop_computes_as_before(model: type[MaskLoop]) -
         (SomeExperts, r"the rows of experts \[0, 1, 2\] of the 4 that a router chooses among; expected all of them"),
         (TiedWeights, r"^input .* is a weight of several experts"),
         (OverwrittenNotAdded, "overwrites rows, and does not add to them"),
-        (BooleanMasks, r"not by the numbers of tokens that torch\.where\(mask\) lists"),
         (ComparedNarrowIds, r"compares something other than the ids \[tokens, k\] that torch.topk gives"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -36,8 +36,8 @@ from moepass.passes.ir.plan import BankSpec, Plan
 from moepass.passes.ir.protocol import Group, PassContext, PassResult, run_passes
 from moepass.passes.ir.shards import shard_layout
 from moepass.passes.ir.slot_operations import gather
-from moepass.passes.loops.sort_masks import sort_masks
 from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
+from moepass.passes.masks.sort_masks import sort_masks
 from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
 from moepass.passes.parallel.merge_low_rank import merge_low_rank, split_low_rank
 from moepass.passes.slots.compute_read_slots import compute_read_slots

@@ -20,8 +20,8 @@ from moepass.passes.graph.source_lines import ARGUMENT_KEY
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, run_passes
 from moepass.passes.ir.slot_operations import EXPERT_STACK
-from moepass.passes.loops.sort_masks import sort_masks
 from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
+from moepass.passes.masks.sort_masks import sort_masks
 from moepass.runtime.banks.stacked_parameters import StackedParameters
 
 EXPERTS = 4

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import moepass
+from moepass.models.testing.project_styles.boolean_loops import AnyPlace, FlatPairs, OneExpert
 from moepass.models.testing.project_styles.local_loops import HIDDEN, LoopOfSums, MixtralLoop, SelectedLoop
 
 SWITCHES = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
@@ -79,6 +80,33 @@ def test_a_local_model_of_loops(lower: str, dtype: torch.dtype) -> None:
         check(model, compiled, dtype, 7, 9)
         assert len(set(experts_memories(model))) == len(layers)
     assert compilations == [compilation]  # nothing of this made Dynamo compile again
+
+
+class LastExpertStays(AnyPlace):
+    """Of a token's two experts, the last one stays: a loop that is left."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        chosen, _ = self.route(hidden)
+        result = self.start(hidden)
+        for number in self.order:
+            mask = (chosen == number).any(dim=-1)
+            result[mask] = self.module_of(number)(hidden[mask])
+        return result
+
+
+@pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@torch.no_grad()
+def test_loops_over_boolean_masks(lower: str) -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = Stack(AnyPlace(), FlatPairs(), OneExpert(), LastExpertStays()).eval()
+    with torch._dynamo.config.patch(SWITCHES), moepass.record_compilations() as compilations:
+        compiled = torch.compile(model, backend="asyncep", dynamic=True, fullgraph=True, options={"lower": lower})
+        check(model, compiled, torch.float32, 13, 5, 40)
+    (compilation,) = compilations
+    assert len(compilation.plan.blocks) == 3
+    (refusal,) = compilation.plan.refusals
+    assert "overwrites rows" in refusal.reason
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from moepass.passes.graph.nodes import graph_inputs
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
-from moepass.passes.loops.sort_masks import sort_masks
+from moepass.passes.masks.sort_masks import sort_masks
 from moepass.runtime.lowering.lower_segments import decompositions
 
 EXPERTS, TOP_K = 5, 2

@@ -2,6 +2,8 @@
 
     tokens_of, places_of = torch.where(chosen == e)              chosen [tokens, k]
     places_of, tokens_of = torch.where(one_hot[e])               one_hot [experts, k, tokens]
+    (tokens_of,) = torch.where((chosen == e).any(-1))            as the first
+    (pairs_of,) = torch.where(chosen.flatten() == e)             each pair counts as a token with one expert
 
 How many pairs each mask selects, only a run tells, and the host waits for it. But together they are all tokens · k
 pairs, where the ids come from a top-k over as many experts as the loop has: then each pair is selected by one mask.
@@ -15,7 +17,7 @@ import dataclasses
 import operator
 import sys
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch.fx import Node
@@ -24,26 +26,34 @@ from moepass.passes.graph.contents import counts_up
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
-from moepass.passes.graph.operations import CASTS, COPIES, base_operation
+from moepass.passes.graph.operations import CASTS, COPIES, TURNS, base_operation, operation
+from moepass.passes.rows.row_operations import VIEWS
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
 _SAME = CASTS | COPIES
+# Over the places of a token, of which one at most has the expert.
+_OVER_PLACES = {"any", "sum", "amax"}
 # Types that hold every expert id.
 _ID_TYPES = (torch.int64, torch.int32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """Expert ids [tokens, k] as a top-k over `experts` gives them, different for each token."""
+    """Expert ids [tokens, k] as a top-k over `experts` gives them, different for each token; [tokens] for one each."""
 
     ids: Node
     experts: int
 
+    @property
+    def k(self) -> int:
+        shape = fake_value(self.ids).shape
+        return int(shape[1]) if len(shape) == 2 else 1
+
 
 @dataclasses.dataclass(frozen=True)
 class ExpertMask:
-    """Where `chosen` has `expert`: a mask [tokens, k], or [k, tokens] if it `is_turned`."""
+    """Where `chosen` has `expert`: a mask [tokens, k], or [k, tokens] if it `is_turned`; or of its tokens [tokens]."""
 
     chosen: Chosen
     expert: int
@@ -67,7 +77,7 @@ class SortedPairs:
         device = fake_value(ids).device
         if fake_value(ids).dtype is not torch.int64:
             ids = writer.emit(prims.convert_element_type.default, ids, torch.int64)
-        k = int(fake_value(ids).shape[1])
+        k = chosen.k
         count = writer.product(writer.size(ids, 0), k)
         both = writer.emit(aten.sort.stable, writer.viewed(ids, [count]), stable=True)
         experts, order = writer.getitem(both, 0), writer.getitem(both, 1)
@@ -87,28 +97,36 @@ def selected_column(node: Node) -> tuple[ExpertMask, bool] | None:
     elif is_call(node, aten.select.int):
         given = all_arguments(node)
         places, dim, column = given["self"], given["dim"], given["index"]
+    elif operation(node) in VIEWS and fake_value(node).dim() == 1:
+        places, dim, column = node.args[0], 1, 0
     else:
         return None
     if not is_call(places, aten.nonzero.default) or dim % 2 != 1:
         return None
     mask = expert_mask(cast("Node", places.args[0]))
-    return None if mask is None else (mask, (cast("int", column) % 2 == 0) ^ mask.is_turned)
+    if mask is None:
+        return None
+    columns = fake_value(places).shape[1]
+    if columns == 1:
+        return mask, True
+    if operation(node) in VIEWS:
+        return None  # all columns in one
+    return mask, (cast("int", column) % columns == 0) ^ mask.is_turned
 
 
 def expert_mask(node: Node) -> ExpertMask | None:
-    """`node` as a mask of the pairs that chose one expert."""
-    dims: list[int] | None = None  # of the mask, as dimensions of [tokens, k, experts]
+    """`node` as a mask of the pairs that chose one expert, or of their tokens."""
     steps: list[tuple[str, Node]] = []
     while True:
         if not isinstance(fake_value(node), torch.Tensor) or node.op != "call_function":
             return None
         base, given = base_operation(node), all_arguments(node)
-        if base in ("permute", "t", "transpose", "select"):
+        if base in TURNS | _OVER_PLACES | {"select"}:
             steps.append((base, node))
-        elif base == "ne":
+        elif base in ("ne", "gt"):
             if given["other"] != 0:
                 return None
-        elif base not in _SAME and not _is_whole_slice(base, given):
+        elif base not in _SAME and not is_whole_slice(node):
             break
         node = node.all_input_nodes[0]
     if base != "eq":
@@ -116,11 +134,14 @@ def expert_mask(node: Node) -> ExpertMask | None:
     left, right = given["self"], given["other"]
     expert: int | None = None
     if isinstance(right, int) and not isinstance(right, bool):
-        chosen, dims, expert = chosen_by_top_k(left), [0, 1], right
+        chosen, expert = chosen_by_top_k(left), right
     else:
-        chosen, dims = _one_hot(left, right), [0, 1, 2]
+        chosen = _one_hot(left, right)
     if chosen is None:
         return None
+    # Of the mask, as dimensions of [tokens, k, experts].
+    dims = [0, 1] if fake_value(chosen.ids).dim() == 2 else [0]
+    dims += [2] if expert is None else []
     for base, step in reversed(steps):
         given = all_arguments(step)
         if base == "select":
@@ -128,6 +149,11 @@ def expert_mask(node: Node) -> ExpertMask | None:
             if dims.pop(dim) != 2 or given["index"] < 0:
                 return None
             expert = given["index"]
+        elif base in _OVER_PLACES:
+            over = given.get("dim")
+            (dim,) = over if isinstance(over, (list, tuple)) and len(over) == 1 else (over,)
+            if not isinstance(dim, int) or given.get("keepdim") or dims.pop(dim % len(dims)) != 1:
+                return None
         elif base == "permute":
             dims = [dims[dim] for dim in given["dims"]]
         elif base == "t":
@@ -135,15 +161,17 @@ def expert_mask(node: Node) -> ExpertMask | None:
         else:
             one, other = (given[name] % len(dims) for name in ("dim0", "dim1"))
             dims[one], dims[other] = dims[other], dims[one]
-    if expert is None or sorted(dims) != [0, 1] or not 0 <= expert < chosen.experts:
+    if expert is None or sorted(dims) not in ([0], [0, 1]) or not 0 <= expert < chosen.experts:
         return None
     return ExpertMask(chosen, expert, dims == [1, 0])
 
 
-def _is_whole_slice(base: str, given: dict[str, Any]) -> bool:
-    return (
-        base == "slice" and given["start"] in (None, 0) and given["end"] in (None, sys.maxsize) and given["step"] == 1
-    )
+def is_whole_slice(node: Node) -> bool:
+    """True for a slice of everything."""
+    if not is_call(node, aten.slice.Tensor):
+        return False
+    given = all_arguments(node)
+    return given["start"] in (None, 0) and given["end"] in (None, sys.maxsize) and given["step"] == 1
 
 
 def _one_hot(left: object, right: object) -> Chosen | None:
@@ -151,7 +179,8 @@ def _one_hot(left: object, right: object) -> Chosen | None:
     for ids, numbers in ((left, right), (right, left)):
         if not (isinstance(ids, Node) and isinstance(numbers, Node)):
             return None
-        if not is_call(ids, aten.unsqueeze.default) or all_arguments(ids)["dim"] % 3 != 2:
+        dims = fake_value(ids).dim()
+        if not is_call(ids, aten.unsqueeze.default) or all_arguments(ids)["dim"] % dims != dims - 1:
             continue
         chosen = chosen_by_top_k(all_arguments(ids)["self"])
         if chosen is not None and counts_up(numbers) and fake_value(numbers).shape[0] >= chosen.experts:
@@ -160,25 +189,44 @@ def _one_hot(left: object, right: object) -> Chosen | None:
 
 
 def chosen_by_top_k(node: object) -> Chosen | None:
-    """`node` as the indices of a top-k along the last of two dimensions."""
+    """`node` as the experts that a top-k, a sort or a maximum chooses in each row of scores [tokens, experts].
+
+    Ids [tokens, k], or those of one expert each: the only ones, one of the k of each token, or all in the order of
+    tokens, each of which counts as a token then.
+    """
     while isinstance(node, Node) and node.op == "call_function":
-        if fake_value(node).dtype not in _ID_TYPES:
+        if not isinstance(fake_value(node), torch.Tensor) or fake_value(node).dtype not in _ID_TYPES:
             return None
-        if is_call(node, operator.getitem):
-            break
         if base_operation(node) not in _SAME:
-            return None
+            break
         node = node.all_input_nodes[0]
-    if not isinstance(node, Node) or node.op != "call_function" or node.args[1] != 1:
+    if not isinstance(node, Node) or node.op != "call_function":
         return None
-    (top,) = node.all_input_nodes
-    if not is_call(top, aten.topk.default):
+    base = base_operation(node)
+    if fake_value(node).dim() == 1 and (operation(node) in VIEWS or base == "select"):
+        given = all_arguments(node)
+        source = chosen_by_top_k(given["self"])
+        is_place = base != "select" or given["dim"] % 2 == 1
+        return Chosen(node, source.experts) if source is not None and is_place else None
+    if base == "slice":  # the first of all experts, sorted
+        given = all_arguments(node)
+        source = chosen_by_top_k(given["self"])
+        is_fixed = given["dim"] % 2 == 1 and isinstance(fake_value(node).shape[-1], int)
+        is_whole = source is not None and fake_value(source.ids).dim() == 2 and is_fixed
+        return Chosen(node, source.experts) if source is not None and is_whole else None
+    chooses = node
+    if is_call(node, operator.getitem):
+        if node.args[1] != 1:
+            return None
+        (chooses,) = node.all_input_nodes
+        if base_operation(chooses) not in ("topk", "sort") and not is_call(chooses, aten.max.dim):
+            return None
+    elif base != "argmax":
         return None
-    given = all_arguments(top)
+    given = all_arguments(chooses)
     shape = fake_value(given["self"]).shape
-    if len(shape) != 2 or given["dim"] % 2 != 1 or not all(isinstance(size, int) for size in (shape[1], given["k"])):
-        return None
-    return Chosen(node, int(shape[1]))
+    is_known = given["dim"] is not None and isinstance(shape[-1], int) and isinstance(given.get("k", 1), int)
+    return Chosen(node, int(shape[1])) if len(shape) == 2 and is_known and given["dim"] % 2 == 1 else None
 
 
 def masks_of_experts(nodes: Sequence[Node]) -> list[ExpertMask] | None:

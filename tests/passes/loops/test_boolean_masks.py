@@ -1,0 +1,207 @@
+"""Loops over experts that select rows by boolean masks, or in which each token has one expert, become grouped GEMMs."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from test_mask_loops import kinds, written
+from torch.nn import functional as F
+
+from moepass.models.testing.project_styles.boolean_loops import AnyPlace, FlatPairs, OneExpert
+from moepass.models.testing.project_styles.local_loops import EXPERTS, HIDDEN, MaskLoop
+
+aten = torch.ops.aten
+
+
+class SummedWeights(MaskLoop):
+    """Weights of each token, 0 where it has not chosen the expert."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        chosen, weights = self.route(hidden)
+        result = self.start(hidden)
+        for number in self.order:
+            mask = (chosen == number).any(dim=-1)
+            result[mask] += self.module_of(number)(hidden[mask]) * self.scales(weights, chosen == number)[mask]
+        return result
+
+    def scales(self, weights: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+        """[tokens, 1]"""
+        return (weights * pairs).sum(dim=-1, keepdim=True)
+
+
+class WhereWeights(SummedWeights):
+    def scales(self, weights: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+        return torch.where(pairs, weights, 0.0).sum(dim=-1, keepdim=True)
+
+
+class OneHotOfTokens(MaskLoop):
+    """A mask [tokens, experts], and rows that are added by `index_add_`."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        chosen, weights = self.route(hidden)
+        result = self.start(hidden)
+        mask = F.one_hot(chosen, len(self.experts)).sum(dim=1).bool()
+        for number in self.order:
+            (token,) = torch.where(mask[:, number])
+            scales = (weights * (chosen == number)).sum(dim=-1)
+            rows = self.module_of(number)(hidden[token]) * scales[mask[:, number]].unsqueeze(-1)
+            result = self.add(result, number, rows, token)
+        return result
+
+
+class CopiedPairs(FlatPairs):
+    def write(self, result: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor, number: int) -> torch.Tensor:
+        pair = mask.nonzero().squeeze(-1)
+        return result.index_copy_(0, pair, self.module_of(number)(rows.index_select(0, pair)))
+
+
+class AddedPairs(FlatPairs):
+    def write(self, result: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor, number: int) -> torch.Tensor:
+        (pair,) = torch.where(mask)
+        values = self.module_of(number)(rows[pair])
+        # What `empty_like` left there is no part of a sum.
+        start = torch.zeros_like(result) if number == 0 else result
+        return start.scatter_add(0, pair.unsqueeze(1).expand(-1, HIDDEN), values)
+
+
+class ArgmaxExpert(OneExpert):
+    def largest(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen = scores.argmax(dim=-1)
+        return chosen, scores.gather(1, chosen.unsqueeze(1)).squeeze(1)
+
+
+class TopOneExpert(OneExpert):
+    def largest(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, chosen = scores.topk(1, dim=-1)
+        return chosen.squeeze(-1), weights.squeeze(-1)
+
+
+class SortedScores(AnyPlace):
+    def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, chosen = self.router(hidden).softmax(dim=-1).sort(dim=-1, descending=True)
+        return chosen[:, : self.top_k], weights[:, : self.top_k]
+
+
+class PlaceByPlace(MaskLoop):
+    """A loop over experts for the first choice of all tokens, then for the second."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        chosen, weights = self.route(hidden)
+        result = self.start(hidden)
+        for place in range(self.top_k):
+            for number in self.order:
+                mask = chosen[:, place] == number
+                result[mask] += self.module_of(number)(hidden[mask]) * weights[mask, place].unsqueeze(-1)
+        return result
+
+
+TAKEN: dict[type[MaskLoop], int] = dict.fromkeys(
+    (
+        AnyPlace, SummedWeights, WhereWeights, OneHotOfTokens, FlatPairs, CopiedPairs, AddedPairs, OneExpert,
+        ArgmaxExpert, TopOneExpert, SortedScores,
+    ),
+    3,
+)  # fmt: skip
+TAKEN[PlaceByPlace] = 6
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("model", TAKEN, ids=lambda model: model.__name__)
+def test_a_loop_over_boolean_masks_becomes_grouped_gemms(model: type[MaskLoop]) -> None:
+    torch.manual_seed(0)
+    module, refusals = written(model())
+    assert refusals == []
+    assert kinds(module) == (TAKEN[model], 0)
+    assert not any(node.target is aten._assert_scalar.default for node in module.graph.nodes)
+
+
+class Overwritten(AnyPlace):
+    """Of a token's two experts, the last one stays."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        chosen, _ = self.route(hidden)
+        result = self.start(hidden)
+        for number in self.order:
+            mask = (chosen == number).any(dim=-1)
+            result[mask] = self.module_of(number)(hidden[mask])
+        return result
+
+
+class WeightsOfNext(SummedWeights):
+    """Each row meets the weight that its token has for another expert."""
+
+    def scales(self, weights: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+        return (weights * pairs.roll(1, dims=1)).sum(dim=-1, keepdim=True)
+
+
+class AllExpertsButOne(OneExpert):
+    """The rows of one expert are those of the start."""
+
+    order = tuple(range(EXPERTS - 1))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        chosen, weights = self.largest(self.router(hidden).softmax(dim=-1))
+        result = hidden.clone()
+        for number in self.order:
+            mask = chosen == number
+            result[mask] = self.module_of(number)(hidden[mask]) * weights[mask].unsqueeze(-1)
+        return result
+
+
+class AlongExperts(OneExpert):
+    """The token with the largest score for each expert: one token may be that of several."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        chosen = self.router(hidden).argmax(dim=0)
+        result = torch.zeros(EXPERTS, HIDDEN)
+        for number in self.order:
+            mask = chosen == number
+            result[mask] += self.module_of(number)(self.router.weight[mask])
+        return result
+
+
+class PositiveWeights(MaskLoop):
+    """A chosen expert whose weight is 0 computes nothing."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        chosen, weights = self.route(hidden)
+        result = self.start(hidden)
+        table = torch.zeros(hidden.shape[0], EXPERTS).scatter(1, chosen, weights)
+        for number in self.order:
+            mask = table[:, number] > 0
+            result[mask] += self.module_of(number)(hidden[mask]) * table[mask, number].unsqueeze(-1)
+        return result
+
+
+class TurnedColumn(AddedPairs):
+    """The numbers of the pairs lie along the features, and only those of the first rows are read."""
+
+    def write(self, result: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor, number: int) -> torch.Tensor:
+        (pair,) = torch.where(mask)
+        torch._check(pair.shape[0] <= HIDDEN)
+        values = self.module_of(number)(rows[pair])[:, : pair.shape[0]]
+        start = torch.zeros_like(result) if number == 0 else result
+        return start.scatter_add(0, pair.unsqueeze(0).expand(pair.shape[0], -1), values)
+
+
+KEPT: dict[type[MaskLoop], str] = {
+    Overwritten: "overwrites rows, and does not add to them",
+    WeightsOfNext: "compares ids of experts, but does not select rows or weights by them alone",
+    AllExpertsButOne: r"the rows of experts \[0, 1, 2\] of the 4 that a router chooses among",
+    AlongExperts: "is not made of expert ids",
+    PositiveWeights: "is not made of expert ids",
+    TurnedColumn: "",
+}
+
+
+@pytest.mark.sampled(every=3)
+@pytest.mark.parametrize("model", KEPT, ids=lambda model: model.__name__)
+def test_a_loop_over_other_masks_computes_as_before(model: type[MaskLoop]) -> None:
+    torch.manual_seed(0)
+    module, refusals = written(model())
+    assert kinds(module)[0] == 0
+    if KEPT[model]:
+        (refusal,) = refusals
+        assert re.search(KEPT[model], refusal.reason), refusal.reason
