@@ -10,8 +10,7 @@ import torch
 from test_mask_loops import kinds, written
 from torch.nn import functional as F
 
-from moepass.models.testing.project_styles.boolean_loops import AnyPlace, FlatPairs, OneExpert
-from moepass.models.testing.project_styles.local_loops import EXPERTS, HIDDEN, MaskLoop
+from moepass.models.testing.project_styles.local_loops import EXPERTS, HIDDEN, AnyPlace, FlatPairs, MaskLoop, OneExpert
 
 aten = torch.ops.aten
 

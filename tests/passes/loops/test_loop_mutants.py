@@ -9,8 +9,15 @@ from test_boolean_masks import PlaceByPlace, SummedWeights
 from test_write_grouped_gemms import SlicesByCounts, UncheckedSlices
 from torch import nn
 
-from moepass.models.testing.project_styles.boolean_loops import AnyPlace, FlatPairs, OneExpert
-from moepass.models.testing.project_styles.local_loops import HIDDEN, MixtralLoop, NonzeroLoop, SelectedLoop
+from moepass.models.testing.project_styles.local_loops import (
+    HIDDEN,
+    AnyPlace,
+    FlatPairs,
+    MixtralLoop,
+    NonzeroLoop,
+    OneExpert,
+    SelectedLoop,
+)
 from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
 from moepass.passes.masks.sort_masks import sort_masks
 

@@ -11,8 +11,15 @@ import torch
 from torch import nn
 
 import moepass
-from moepass.models.testing.project_styles.boolean_loops import AnyPlace, FlatPairs, OneExpert
-from moepass.models.testing.project_styles.local_loops import HIDDEN, LoopOfSums, MixtralLoop, SelectedLoop
+from moepass.models.testing.project_styles.local_loops import (
+    HIDDEN,
+    AnyPlace,
+    FlatPairs,
+    LoopOfSums,
+    MixtralLoop,
+    OneExpert,
+    SelectedLoop,
+)
 
 SWITCHES = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
 
