@@ -164,6 +164,12 @@ class Branches(RowRules):
         found = masks_of_all_experts(nodes)
         if found is None:
             if (masks := masks_of_experts(nodes)) is not None:
+                if len({(mask.chosen, mask.is_turned) for mask in masks}) != 1:
+                    self._refuse(
+                        nodes[0],
+                        "and those of the other branches list rows by different expert ids, or in different orders; "
+                        "expected are the ids of one router, or of one place of each token's k",
+                    )
                 numbers = [mask.expert for mask in masks]
                 self._refuse(
                     nodes[0],

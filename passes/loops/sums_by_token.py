@@ -19,18 +19,24 @@ from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import is_mask, operation
+from moepass.passes.graph.operations import CASTS, base_operation, is_mask, operation
 from moepass.passes.graph.source_lines import named
 from moepass.passes.loops.branches import Branches, RowsOfAll
-from moepass.passes.masks.chosen_rows import Chosen, selected_column
+from moepass.passes.masks.chosen_rows import Chosen, expert_mask, selected_column
 from moepass.passes.rows.row_operations import VIEWS
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
 
 _BY_MASK = (
     "selects rows by a mask that is not made of expert ids, as (ids == expert).any(-1) is of the ids that a top-k of "
     "scores [tokens, experts] gives"
 )
+
+_BY_PAIRS = (
+    "selects pairs of a token and one of its experts by a mask [tokens, k]; a mask of rows is expected, as "
+    "(ids == expert).any(-1), or ids.view(-1) == expert where each pair is a row"
+)
+_OTHER_VALUES = "writes values that are not known to be one for each row that its mask selects"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +87,18 @@ def sums_by_token(graph: Graph) -> list[SumByToken]:
     """Every place of `graph` where the last of several additions stands."""
     added = {one.node: one for node in list(graph.nodes) if (one := _added(node)) is not None}
     # A loop for each place of the tokens' k is one for each choice of one expert.
-    return _chains(added, by_choice=True) or _chains(added, by_choice=False)
+    found = _chains(added, by_choice=True)
+    covered = {node for one in found for node in _additions(one, added)}
+    rest = {node: one for node, one in added.items() if node not in covered}
+    return found + _chains(rest, by_choice=False)
+
+
+def _additions(chain: SumByToken, added: dict[Node, _Added]) -> list[Node]:
+    """The additions of `chain`, the last one first."""
+    nodes = [chain.node]
+    while nodes[-1] is not chain.start:
+        nodes.append(added[nodes[-1]].total)
+    return nodes
 
 
 def _chains(added: dict[Node, _Added], *, by_choice: bool) -> list[SumByToken]:
@@ -135,10 +152,13 @@ def _added(node: Node) -> _Added | None:
     if len(indices) != 1 or indices[0] is None or (fake_value(indices[0]).dim() != 1 and not is_mask(indices[0])):
         return None
     by_mask = fake_value(indices[0]).dtype is torch.bool
-    refusal = _BY_MASK if by_mask else None
+    refusal = _reason_to_keep(indices[0]) if by_mask else None
     if given["accumulate"]:
         return _Added(node, total, indices[0], rows, refusal=refusal)
     overwritten = _overwritten(node, total, indices[0], rows)
+    if base_operation(rows) in CASTS and len(rows.users) == 1:
+        # A sum of another type than the result has is cast to that before it is written.
+        (rows,) = rows.all_input_nodes
     if not is_call(rows, aten.add.Tensor) or all_arguments(rows)["alpha"] != 1 or len(rows.users) != 1:
         return overwritten
     one, other = all_arguments(rows)["self"], all_arguments(rows)["other"]
@@ -152,9 +172,16 @@ def _added(node: Node) -> _Added | None:
     return overwritten
 
 
+def _reason_to_keep(mask: Node) -> str:
+    """Why rows are still written by `mask`, and not by what it lists."""
+    if expert_mask(mask) is None:
+        return _BY_MASK
+    return _OTHER_VALUES if fake_value(mask).dim() == 1 else _BY_PAIRS
+
+
 def _overwritten(node: Node, total: Node, tokens: Node, rows: Node) -> _Added:
     if fake_value(tokens).dtype is torch.bool:
-        return _Added(node, total, tokens, rows, refusal=_BY_MASK)
+        return _Added(node, total, tokens, rows, refusal=_reason_to_keep(tokens))
     overwrites = _Added(node, total, tokens, rows, overwrites=True)
     if overwrites.chosen is None or overwrites.chosen.k != 1:
         return _Added(node, total, tokens, rows, refusal="overwrites rows, and does not add to them")
@@ -193,8 +220,11 @@ def summed(join: SumByToken, branches: Branches, writer: GraphWriter) -> Node:
     if not isinstance(rows, RowsOfAll) or size_expression(first.shape[0]) != size_expression(ids.shape[0]):
         raise NotThisForm(f"{named(join.node)} adds up no rows of all tokens")
     of_rows = fake_value(rows.node)
-    if str(of_rows.shape[1:]) != str(first.shape[1:]) or of_rows.dtype != first.dtype:
+    if str(of_rows.shape[1:]) != str(first.shape[1:]):
         raise NotThisForm(f"{named(join.node)} adds rows to a tensor that has others")
+    is_cast = of_rows.dtype != first.dtype
+    if is_cast and not (of_rows.dtype.is_floating_point and first.dtype.is_floating_point):
+        raise NotThisForm(f"{named(join.node)} adds {of_rows.dtype} to {first.dtype}")
     count = writer.size(pairs.order, 0)
     like = {"dtype": torch.int64, "device": fake_value(pairs.order).device}
     empty = writer.emit(aten.empty.memory_format, [count], **like)
@@ -204,5 +234,10 @@ def summed(join: SumByToken, branches: Branches, writer: GraphWriter) -> Node:
     if join.overwrites:
         return in_order
     shape = [writer.size(chosen[0].ids, 0), chosen[0].k, *first.shape[1:]]
-    result = writer.emit(aten.sum.dim_IntList, writer.viewed(in_order, shape), [1])
-    return result if number_everywhere(join.first) == 0 else writer.emit(aten.add.Tensor, result, join.first)
+    # `result[tokens] += rows` adds in the wider one of both types.
+    wider = {"dtype": torch.promote_types(of_rows.dtype, first.dtype)} if is_cast else {}
+    result = writer.emit(aten.sum.dim_IntList, writer.viewed(in_order, shape), [1], **wider)
+    if number_everywhere(join.first) != 0:
+        result = writer.emit(aten.add.Tensor, result, join.first)
+    is_narrowed = fake_value(result).dtype != first.dtype
+    return writer.emit(prims.convert_element_type.default, result, first.dtype) if is_narrowed else result

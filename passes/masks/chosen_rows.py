@@ -34,6 +34,8 @@ aten, prims = torch.ops.aten, torch.ops.prims
 _SAME = CASTS | COPIES
 # Over the places of a token, of which one at most has the expert.
 _OVER_PLACES = {"any", "sum", "amax"}
+# They cut columns out, or all rows.
+_CUT_COLUMNS = {"slice", "split", "split_with_sizes"}
 # Types that hold every expert id.
 _ID_TYPES = (torch.int64, torch.int32)
 
@@ -121,7 +123,7 @@ def expert_mask(node: Node) -> ExpertMask | None:
         if not isinstance(fake_value(node), torch.Tensor) or node.op != "call_function":
             return None
         base, given = base_operation(node), all_arguments(node)
-        if base in TURNS | _OVER_PLACES | {"select"}:
+        if base in TURNS | _OVER_PLACES | {"select", "squeeze"}:
             steps.append((base, node))
         elif base in ("ne", "gt"):
             if given["other"] != 0:
@@ -154,6 +156,10 @@ def expert_mask(node: Node) -> ExpertMask | None:
             (dim,) = over if isinstance(over, (list, tuple)) and len(over) == 1 else (over,)
             if not isinstance(dim, int) or given.get("keepdim") or dims.pop(dim % len(dims)) != 1:
                 return None
+        elif base == "squeeze":
+            removed = _removed_dimension(step)
+            if removed is None or dims.pop(removed) != 1:
+                return None
         elif base == "permute":
             dims = [dims[dim] for dim in given["dims"]]
         elif base == "t":
@@ -164,6 +170,17 @@ def expert_mask(node: Node) -> ExpertMask | None:
     if expert is None or sorted(dims) not in ([0], [0, 1]) or not 0 <= expert < chosen.experts:
         return None
     return ExpertMask(chosen, expert, dims == [1, 0])
+
+
+def _removed_dimension(squeeze: Node) -> int | None:
+    """The one dimension of size 1 that `squeeze` removes; None where that is not plain."""
+    given = all_arguments(squeeze)
+    over = given.get("dim")
+    (dim,) = over if isinstance(over, (list, tuple)) and len(over) == 1 else (over,)
+    if not isinstance(dim, int):
+        return None
+    shape = fake_value(given["self"]).shape
+    return dim % len(shape) if isinstance(shape[dim], int) and shape[dim] == 1 else None
 
 
 def is_whole_slice(node: Node) -> bool:
@@ -203,13 +220,13 @@ def chosen_by_top_k(node: object) -> Chosen | None:
     if not isinstance(node, Node) or node.op != "call_function":
         return None
     base = base_operation(node)
-    if fake_value(node).dim() == 1 and (operation(node) in VIEWS or base == "select"):
-        given = all_arguments(node)
-        source = chosen_by_top_k(given["self"])
-        is_place = base != "select" or given["dim"] % 2 == 1
-        return Chosen(node, source.experts) if source is not None and is_place else None
-    if base == "slice":  # the first of all experts, sorted
-        given = all_arguments(node)
+    is_flat = fake_value(node).dim() == 1 and operation(node) in VIEWS
+    if (of_all := node.args[0] if is_flat else _ids_of_places(node)) is not None:
+        source = chosen_by_top_k(of_all)
+        return Chosen(node, source.experts) if source is not None else None
+    columns = _cut(node)
+    if base_operation(columns) in _CUT_COLUMNS:  # such as the first of all experts, sorted
+        given = all_arguments(columns)
         source = chosen_by_top_k(given["self"])
         is_fixed = given["dim"] % 2 == 1 and isinstance(fake_value(node).shape[-1], int)
         is_whole = source is not None and fake_value(source.ids).dim() == 2 and is_fixed
@@ -227,6 +244,34 @@ def chosen_by_top_k(node: object) -> Chosen | None:
     shape = fake_value(given["self"]).shape
     is_known = given["dim"] is not None and isinstance(shape[-1], int) and isinstance(given.get("k", 1), int)
     return Chosen(node, int(shape[1])) if len(shape) == 2 and is_known and given["dim"] % 2 == 1 else None
+
+
+def _ids_of_places(node: Node) -> Node | None:
+    """The ids [tokens, k] of which `node` has those of one place, as `ids[:, k]` and what `ids.t()` is cut into."""
+    cut = _cut(node)
+    if not is_call(cut, aten.select.int, aten.unbind.int):
+        return None
+    given = all_arguments(cut)
+    ids, dim = given["self"], given["dim"] % 2
+    while fake_value(ids).dim() == 2 and base_operation(ids) in TURNS:
+        before = ids.args[0]
+        if _swaps(ids):
+            dim = 1 - dim
+        ids = before
+    return ids if fake_value(ids).dim() == 2 and dim == 1 else None
+
+
+def _cut(node: Node) -> Node:
+    """What cuts `node` out, if that gives several pieces; else itself."""
+    return cast("Node", node.args[0]) if is_call(node, operator.getitem) else node
+
+
+def _swaps(turn: Node) -> bool:
+    """True where `turn` swaps the dimensions of a matrix."""
+    given = all_arguments(turn)
+    if base_operation(turn) == "permute":
+        return [dim % 2 for dim in given["dims"]] == [1, 0]
+    return base_operation(turn) == "t" or (given["dim0"] - given["dim1"]) % 2 == 1
 
 
 def masks_of_experts(nodes: Sequence[Node]) -> list[ExpertMask] | None:

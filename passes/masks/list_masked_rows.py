@@ -45,6 +45,7 @@ def list_masked_rows(module: GraphModule) -> GraphModule:
                 lists.replace(node)
     except NotThisForm:
         return module
+    lists.erase_unread()
     _erase_equalities(changed.graph)
     changed.graph.lint()
     changed.recompile()
@@ -123,6 +124,13 @@ class _Lists:
                 describe_again(self.graph, new)
             except Exception as error:  # whatever an operator says to a size that it was not captured for
                 raise NotThisForm(str(error)) from error
+
+    def erase_unread(self) -> None:
+        """Erase what lists the places of pairs of which only the tokens are read."""
+        for found in self._listed.values():
+            for column in found.all_places:
+                if not column.users:
+                    self.graph.erase_node(column)
 
     def _written(self, node: Node) -> Node | None:
         if node.op != "call_function" or not isinstance(fake_value(node), torch.Tensor):
@@ -230,10 +238,14 @@ def _masked(node: Node) -> list[tuple[Node, Node]]:
     return [(one, other) for one, other in pairs if isinstance(one, Node) and isinstance(other, Node)]
 
 
+def _is_size(value: Any) -> bool:
+    return isinstance(value, Node) and isinstance(fake_value(value), torch.SymInt)
+
+
 def _erase_equalities(graph: Graph) -> None:
     """Erase the assertions that two sizes are equal which are one now."""
     for node in list(graph.nodes):
-        if not is_call(node, operator.eq) or not all(isinstance(fake_value(one), torch.SymInt) for one in node.args):
+        if not is_call(node, operator.eq) or not all(map(_is_size, node.args)):
             continue
         is_one = len({size_expression(one) for one in node.args}) == 1
         if is_one and all(is_call(user, aten._assert_scalar.default) for user in node.users):

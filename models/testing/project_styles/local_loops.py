@@ -1,4 +1,5 @@
-"""Loops over the masks of experts on one device, as models of transformers 4 and of other projects write them.
+"""Loops over the masks of experts on one device, as models of transformers 4 and of other projects write them: by what
+masks list, and by the masks themselves.
 
 Each expert is a module. What it computes is added up by token. A module `Loop()` takes hidden states
 [tokens, HIDDEN] and gives as many.

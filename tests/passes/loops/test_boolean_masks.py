@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -96,14 +97,81 @@ class PlaceByPlace(MaskLoop):
         return result
 
 
+class CutColumns(PlaceByPlace):
+    """The choices of each place, cut out of the ids in other ways than `ids[:, place]`."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        chosen, weights = self.route(hidden)
+        result = self.start(hidden)
+        for ids, scales in self.columns(chosen, weights):
+            for number in self.order:
+                mask = ids == number
+                result[mask] += self.module_of(number)(hidden[mask]) * scales[mask].unsqueeze(-1)
+        return result
+
+    def columns(self, chosen: torch.Tensor, weights: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        return zip(chosen.unbind(1), weights.unbind(1), strict=True)
+
+
+class TurnedColumns(CutColumns):
+    def columns(self, chosen: torch.Tensor, weights: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        return zip(chosen.t(), weights.T, strict=True)
+
+
+class SplitColumns(CutColumns):
+    def columns(self, chosen: torch.Tensor, weights: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        cut = zip(chosen.split(1, dim=1), weights.split(1, dim=1), strict=True)
+        return ((ids.squeeze(1), scales.squeeze(1)) for ids, scales in cut)
+
+
+class KeptDimension(OneExpert):
+    """Ids and masks are [tokens, 1]."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.router(hidden).softmax(dim=-1).max(dim=-1, keepdim=True)
+        result = torch.empty_like(hidden)
+        for number in self.order:
+            mask = (chosen == number).squeeze(-1)
+            result[mask] = self.module_of(number)(hidden[mask]) * weights[mask]
+        return result
+
+
+class NoWeights(AnyPlace):
+    """The places of tokens among their choices are not read."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        chosen, _ = self.route(hidden)
+        result = self.start(hidden)
+        for number in self.order:
+            mask = (chosen == number).any(dim=-1)
+            result[mask] += self.module_of(number)(hidden[mask])
+        return result
+
+
+class WiderWeights(AnyPlace):
+    """Rows are wider than the result, which casts each sum: so do bfloat16 models with weights in float32."""
+
+    def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen, weights = super().route(hidden)
+        return chosen, weights.double()
+
+    def start(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.clone()
+
+
+class WiderResult(AnyPlace):
+    def start(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.double()
+
+
 TAKEN: dict[type[MaskLoop], int] = dict.fromkeys(
     (
         AnyPlace, SummedWeights, WhereWeights, OneHotOfTokens, FlatPairs, CopiedPairs, AddedPairs, OneExpert,
-        ArgmaxExpert, TopOneExpert, SortedScores,
+        ArgmaxExpert, TopOneExpert, SortedScores, KeptDimension, NoWeights, WiderWeights, WiderResult,
     ),
     3,
 )  # fmt: skip
-TAKEN[PlaceByPlace] = 6
+TAKEN |= dict.fromkeys((PlaceByPlace, CutColumns, TurnedColumns, SplitColumns), 6)
 
 
 @pytest.mark.sampled(every=3)
@@ -185,6 +253,61 @@ class TurnedColumn(AddedPairs):
         return start.scatter_add(0, pair.unsqueeze(0).expand(pair.shape[0], -1), values)
 
 
+class PairsOfRows(MaskLoop):
+    """Each token has a row for each of its choices, side by side."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        chosen, weights = self.route(hidden)
+        rows = hidden.unsqueeze(1).repeat(1, self.top_k, 1)
+        result = torch.zeros_like(rows)
+        for number in self.order:
+            result[chosen == number] = self.module_of(number)(rows[chosen == number])
+        return (result * weights.unsqueeze(-1)).sum(dim=1)
+
+
+class OneValue(OneExpert):
+    """All tokens of an expert have the same values."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        chosen, _ = self.largest(self.router(hidden))
+        result = torch.empty_like(hidden)
+        for number in self.order:
+            result[chosen == number] = self.module_of(number)(hidden[chosen == number]).sum(0, keepdim=True)
+        return result
+
+
+class TwoRouters(OneExpert):
+    """Every other expert has the tokens that another router chose for it."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        both = self.router(hidden).argmax(dim=-1), self.router(-hidden).argmax(dim=-1)
+        result = torch.zeros_like(hidden)
+        for number in self.order:
+            mask = both[number % 2] == number
+            result[mask] += self.module_of(number)(hidden[mask])
+        return result
+
+
+class IdsOfToken(CutColumns):
+    """The choices of one token stand for one choice of several tokens."""
+
+    def columns(self, chosen: torch.Tensor, weights: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        return [(chosen.t()[:, 0].repeat(15)[: chosen.shape[0]], weights[:, 0])]
+
+
+class MaskOfFeatures(AnyPlace):
+    """Rows by a mask of all features, of which torch learns only from the view how many there are."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        chosen, weights = self.route(hidden)
+        result = self.start(hidden)
+        for number in self.order:
+            mask = (chosen == number).any(dim=-1, keepdim=True)
+            rows = hidden[mask.expand(-1, HIDDEN)].view(-1, HIDDEN)
+            result[mask.squeeze(-1)] += self.module_of(number)(rows) * weights[chosen == number].unsqueeze(-1)
+        return result
+
+
 KEPT: dict[type[MaskLoop], str] = {
     Overwritten: "overwrites rows, and does not add to them",
     WeightsOfNext: "compares ids of experts, but does not select rows or weights by them alone",
@@ -192,6 +315,11 @@ KEPT: dict[type[MaskLoop], str] = {
     AlongExperts: "is not made of expert ids",
     PositiveWeights: "is not made of expert ids",
     TurnedColumn: "",
+    PairsOfRows: r"selects pairs of a token and one of its experts by a mask \[tokens, k\]",
+    OneValue: "values that are not known to be one for each row",
+    TwoRouters: "list rows by different expert ids",
+    IdsOfToken: "is not made of expert ids",
+    MaskOfFeatures: "",
 }
 
 
@@ -204,3 +332,28 @@ def test_a_loop_over_other_masks_computes_as_before(model: type[MaskLoop]) -> No
     if KEPT[model]:
         (refusal,) = refusals
         assert re.search(KEPT[model], refusal.reason), refusal.reason
+
+
+class ExpertByExpert(MaskLoop):
+    """A loop over the places of tokens in each expert's turn, behind a loop that is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = AnyPlace()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden + self.before(hidden)
+        chosen, weights = self.route(hidden)
+        result = self.start(hidden)
+        for number in self.order:
+            for place in range(self.top_k):
+                mask = chosen[:, place] == number
+                result[mask] += self.module_of(number)(hidden[mask]) * weights[mask, place].unsqueeze(-1)
+        return result
+
+
+def test_a_loop_that_stays_is_told_beside_one_that_is_taken() -> None:
+    torch.manual_seed(0)
+    module, (refusal,) = written(ExpertByExpert())
+    assert kinds(module)[0] == 3
+    assert "list rows by different expert ids" in refusal.reason
