@@ -174,7 +174,7 @@ TAKEN: dict[type[MaskLoop], int] = dict.fromkeys(
 TAKEN |= dict.fromkeys((PlaceByPlace, CutColumns, TurnedColumns, SplitColumns), 6)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("model", TAKEN, ids=lambda model: model.__name__)
 def test_a_loop_over_boolean_masks_becomes_grouped_gemms(model: type[MaskLoop]) -> None:
     torch.manual_seed(0)
@@ -323,7 +323,7 @@ KEPT: dict[type[MaskLoop], str] = {
 }
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("model", KEPT, ids=lambda model: model.__name__)
 def test_a_loop_over_other_masks_computes_as_before(model: type[MaskLoop]) -> None:
     torch.manual_seed(0)
