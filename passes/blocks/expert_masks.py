@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -11,7 +10,7 @@ from torch.fx import Node
 from moepass.passes.graph.collectives import Collective, collective_of
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
-from moepass.passes.graph.operations import base_operation
+from moepass.passes.graph.operations import TURNS, base_operation, permutation
 
 aten = torch.ops.aten
 
@@ -39,8 +38,8 @@ def chosen_experts(node: Node) -> Mask | None:
     is_turned = False
     while True:
         base, given = base_operation(node), all_arguments(node)
-        if base in ("permute", "t", "transpose") and fake_value(node).dim() == 2:
-            is_turned ^= _turns(base, given)
+        if base in TURNS and fake_value(node).dim() == 2:
+            is_turned ^= permutation(node) == [1, 0]
         elif base == "ne":
             if given["other"] != 0:
                 return None
@@ -77,13 +76,6 @@ def at_most_chosen(node: Node) -> Mask | None:
         if found is not None:
             return dataclasses.replace(found, is_partial=True)
     return None
-
-
-def _turns(base: str, given: dict[str, Any]) -> bool:
-    """Whether an operation on a matrix transposes it: its arguments may leave all dimensions where they are."""
-    if base == "permute":
-        return bool(given["dims"][0] % 2 == 1)
-    return bool(base == "t" or given["dim0"] % 2 != given["dim1"] % 2)
 
 
 def _ids_of_mask(node: Node) -> Node | None:

@@ -307,7 +307,7 @@ def _constant(node: Node) -> Number | None:
             is_number = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and value.numel() == 1
             return value.item() if is_number else None
     number = number_everywhere(node)
-    return _cast(number, node) if isinstance(number, (bool, int, float)) else None
+    return None if number is None else _cast(number, node)
 
 
 def _cast(number: Number, node: Node) -> Number:

@@ -16,11 +16,11 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.blocks.expert_gemms import is_expert_weight
-from moepass.passes.dense.pair_layouts import SAME, Pairs, permutation
+from moepass.passes.dense.pair_layouts import SAME, Pairs
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
-from moepass.passes.graph.operations import TURNS, base_operation, operation
+from moepass.passes.graph.operations import TURNS, base_operation, operation, permutation
 from moepass.passes.rows.row_layout import Layout, features
 from moepass.passes.rows.row_operations import VIEWS
 

@@ -18,7 +18,7 @@ from moepass.passes.graph.contents import counts_up
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments, named_arguments
 from moepass.passes.graph.nodes import fake_value, nodes_in
-from moepass.passes.graph.operations import CASTS, COPIES, TURNS, base_operation, operation
+from moepass.passes.graph.operations import CASTS, COPIES, TURNS, base_operation, operation, permutation
 from moepass.passes.rows.row_layout import Dimension, Layout, Part, features, reshaped, size_of
 from moepass.passes.rows.row_operations import NORMS, VIEWS
 from moepass.passes.rows.row_rules import acts_by_element
@@ -171,19 +171,6 @@ def _sources_of_item(node: Node, layout: Layout) -> dict[Node, Layout] | None:
             return None
         return {source: layout}
     return None
-
-
-def permutation(node: Node) -> list[int]:
-    """Of each dimension of the result, which one of the operand it is."""
-    base, given = base_operation(node), all_arguments(node)
-    order = list(range(fake_value(node).dim()))
-    if base == "permute":
-        return [dim % len(order) for dim in given["dims"]]
-    if base == "t":
-        return order[::-1]
-    left, right = (given[name] % len(order) for name in ("dim0", "dim1"))
-    order[left], order[right] = order[right], order[left]
-    return order
 
 
 def broadcast_back(layout: Layout, shape: Sequence[Any]) -> Layout:

@@ -26,7 +26,6 @@ from moepass.passes.dense.pair_layouts import (
     features_in,
     is_plain,
     kept,
-    permutation,
     sources,
 )
 from moepass.passes.graph.graph_writer import GraphWriter
@@ -34,7 +33,7 @@ from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import draws_random_numbers, fake_value, map_nodes, mutates
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import base_operation, operation
+from moepass.passes.graph.operations import base_operation, operation, permutation
 from moepass.passes.graph.source_lines import named
 from moepass.passes.loops.branches import grouped_gemm_for
 from moepass.passes.rows.row_layout import Layout, Part

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moepass.passes.graph.node_arguments import named_arguments
+from moepass.passes.graph.node_arguments import all_arguments, named_arguments
 from moepass.passes.graph.nodes import fake_value
 
 # By their `base_operation`: the same numbers in another type; the same elements, copied or not; in another order of
@@ -29,6 +29,19 @@ def operation(node: Node) -> str:
 def base_operation(node: Node) -> str:
     """The name of a node's operation, whichever variant."""
     return operation(node).split(".", 1)[0]
+
+
+def permutation(node: Node) -> list[int]:
+    """Of each dimension of the result of one of `TURNS`, which one of the operand it is."""
+    base, given = base_operation(node), all_arguments(node)
+    order = list(range(fake_value(node).dim()))
+    if base == "permute":
+        return [dim % len(order) for dim in given["dims"]]
+    if base == "t":
+        return order[::-1]
+    left, right = (given[name] % len(order) for name in ("dim0", "dim1"))
+    order[left], order[right] = order[right], order[left]
+    return order
 
 
 def adds_to_places(node: Node) -> bool:

@@ -27,7 +27,7 @@ from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments, named_arguments
 from moepass.passes.graph.nodes import draws_random_numbers, fake_value, is_call, map_nodes, mutates, nodes_in
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import CASTS, COPIES, TURNS, base_operation, operation
+from moepass.passes.graph.operations import CASTS, COPIES, TURNS, base_operation, operation, permutation
 from moepass.passes.graph.source_lines import named
 from moepass.passes.loops.expert_weights import FixedNodes, stacked_weights
 from moepass.passes.loops.pieces import SPLITS, Pieces, pieces_of, rows_in
@@ -408,7 +408,7 @@ class Branches(RowRules):
             rows, shape = self._only_rows(tensors).node, self._shape_of(found)
             return writer.emit(aten.expand.default, rows, shape) if base == "expand" else writer.viewed(rows, shape)
         if base in TURNS:
-            return self._permuted_rows(node, base, arguments, self._only_rows(tensors))
+            return self._permuted_rows(node, self._only_rows(tensors))
         if base == "index":
             looked_up = self._looked_up_rows(node, tensors)
             if not isinstance(found, Layout) or not self._has_shape(fake_value(looked_up), found):
@@ -460,16 +460,8 @@ class Branches(RowRules):
         names = [one.name for one in node.target._schema.arguments if not one.kwarg_only]  # type: ignore[union-attr]
         return [given.pop(name) for name in names], given
 
-    def _permuted_rows(self, node: Node, base: str, arguments: dict[str, Any], rows: RowsOfAll) -> Node:
-        dims = list(range(len(rows.layout.dimensions)))
-        if base == "permute":
-            dims = [dim % len(dims) for dim in arguments["dims"]]
-        elif base == "t":
-            dims.reverse()
-        else:
-            left, right = (arguments[name] % len(dims) for name in ("dim0", "dim1"))
-            dims[left], dims[right] = dims[right], dims[left]
-        behind = [dim for dim in dims if dim > rows_dim(rows.layout)]
+    def _permuted_rows(self, node: Node, rows: RowsOfAll) -> Node:
+        behind = [dim for dim in permutation(node) if dim > rows_dim(rows.layout)]
         order = [0, *(dim_in_front(rows.layout, dim) for dim in behind)]
         found = self._layouts[node]
         assert isinstance(found, Layout)
@@ -488,26 +480,18 @@ class Branches(RowRules):
 
     def _of_weights(self, node: Node, tensors: dict[Node, Together]) -> Node:
         """The operation of a branch on its weights, for those of all experts [experts, ..]."""
-        base, arguments = base_operation(node), named_arguments(node)
-        writer = self.writer
+        base, writer = base_operation(node), self.writer
         (first, *others) = tensors.values()
         if base == "getitem":
             return writer.getitem(first.node, node.args[1])  # type: ignore[arg-type]
         value = fake_value(node)
         if base in CASTS | COPIES:
             return writer.emit(node.target, first.node, *node.args[1:], **node.kwargs)  # type: ignore[arg-type]
-        if base == "t":
-            return writer.emit(aten.permute.default, first.node, [0, *range(value.dim(), 0, -1)])
+        if base in TURNS:
+            return writer.emit(aten.permute.default, first.node, [0, *(dim + 1 for dim in permutation(node))])
         if operation(node) in VIEWS:
             return writer.viewed(first.node, [self.experts, *value.shape])
         dims = fake_value(next(iter(tensors))).dim()
-        if base == "transpose":
-            left, right = (arguments[name] % dims + 1 for name in ("dim0", "dim1"))
-            order = list(range(dims + 1))
-            order[left], order[right] = order[right], order[left]
-            return writer.emit(aten.permute.default, first.node, order)
-        if base == "permute":
-            return writer.emit(aten.permute.default, first.node, [0, *(dim % dims + 1 for dim in arguments["dims"])])
         if base in ("slice", "select", "split", "split_with_sizes") and not others:
             given = all_arguments(node)
             given["dim"] = given["dim"] % dims + 1

@@ -7,6 +7,7 @@ Contract
           of GEMMs. A loop that cannot be taken stays as it came: a refusal says why
 
 Pseudo-code
+    merge equal views, list what masks select (`masks/list_masked_rows.py`), split rows by counts (`known_slices.py`)
     for each place where values are put side by side (`joins.py`), or added up by token (`sums_by_token.py`):
         follow the values back in lockstep (`branches.py`)
         without a GEMM by expert on the way: it is no loop over experts

@@ -26,7 +26,7 @@ from moepass.passes.graph.contents import counts_up
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
-from moepass.passes.graph.operations import CASTS, COPIES, TURNS, base_operation, operation
+from moepass.passes.graph.operations import CASTS, COPIES, TURNS, base_operation, operation, permutation
 from moepass.passes.rows.row_operations import VIEWS
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -151,36 +151,24 @@ def expert_mask(node: Node) -> ExpertMask | None:
             if dims.pop(dim) != 2 or given["index"] < 0:
                 return None
             expert = given["index"]
-        elif base in _OVER_PLACES:
-            over = given.get("dim")
-            (dim,) = over if isinstance(over, (list, tuple)) and len(over) == 1 else (over,)
-            if not isinstance(dim, int) or given.get("keepdim") or dims.pop(dim % len(dims)) != 1:
-                return None
-        elif base == "squeeze":
+        elif base in _OVER_PLACES | {"squeeze"}:
             removed = _removed_dimension(step)
             if removed is None or dims.pop(removed) != 1:
                 return None
-        elif base == "permute":
-            dims = [dims[dim] for dim in given["dims"]]
-        elif base == "t":
-            dims.reverse()
         else:
-            one, other = (given[name] % len(dims) for name in ("dim0", "dim1"))
-            dims[one], dims[other] = dims[other], dims[one]
+            dims = [dims[dim] for dim in permutation(step)]
     if expert is None or sorted(dims) not in ([0], [0, 1]) or not 0 <= expert < chosen.experts:
         return None
     return ExpertMask(chosen, expert, dims == [1, 0])
 
 
-def _removed_dimension(squeeze: Node) -> int | None:
-    """The one dimension of size 1 that `squeeze` removes; None where that is not plain."""
-    given = all_arguments(squeeze)
+def _removed_dimension(node: Node) -> int | None:
+    """The one dimension that `node` removes, as `any(dim)` and `squeeze(dim)` do; None where that is not plain."""
+    given = all_arguments(node)
     over = given.get("dim")
     (dim,) = over if isinstance(over, (list, tuple)) and len(over) == 1 else (over,)
-    if not isinstance(dim, int):
-        return None
-    shape = fake_value(given["self"]).shape
-    return dim % len(shape) if isinstance(shape[dim], int) and shape[dim] == 1 else None
+    before, after = fake_value(given["self"]).dim(), fake_value(node).dim()
+    return dim % before if isinstance(dim, int) and after == before - 1 else None
 
 
 def is_whole_slice(node: Node) -> bool:
@@ -254,24 +242,14 @@ def _ids_of_places(node: Node) -> Node | None:
     given = all_arguments(cut)
     ids, dim = given["self"], given["dim"] % 2
     while fake_value(ids).dim() == 2 and base_operation(ids) in TURNS:
-        before = ids.args[0]
-        if _swaps(ids):
-            dim = 1 - dim
-        ids = before
+        dim = permutation(ids)[dim]
+        ids = ids.args[0]
     return ids if fake_value(ids).dim() == 2 and dim == 1 else None
 
 
 def _cut(node: Node) -> Node:
     """What cuts `node` out, if that gives several pieces; else itself."""
     return cast("Node", node.args[0]) if is_call(node, operator.getitem) else node
-
-
-def _swaps(turn: Node) -> bool:
-    """True where `turn` swaps the dimensions of a matrix."""
-    given = all_arguments(turn)
-    if base_operation(turn) == "permute":
-        return [dim % 2 for dim in given["dims"]] == [1, 0]
-    return base_operation(turn) == "t" or (given["dim0"] - given["dim1"]) % 2 == 1
 
 
 def masks_of_experts(nodes: Sequence[Node]) -> list[ExpertMask] | None:

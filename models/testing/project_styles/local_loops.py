@@ -154,3 +154,15 @@ class OneExpert(MaskLoop):
         """Expert ids and weights, both [tokens]."""
         weights, chosen = scores.max(dim=-1)
         return chosen, weights
+
+
+class LastExpertStays(AnyPlace):
+    """Of a token's two experts, the last one stays."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        chosen, _ = self.route(hidden)
+        result = self.start(hidden)
+        for number in self.order:
+            mask = (chosen == number).any(dim=-1)
+            result[mask] = self.module_of(number)(hidden[mask])
+        return result

@@ -16,7 +16,7 @@ from moepass.passes.graph.collectives import Collective
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value
-from moepass.passes.graph.operations import base_operation
+from moepass.passes.graph.operations import TURNS, base_operation, permutation
 
 _VIEWS = {"view", "_unsafe_view", "reshape"}
 # Beyond this a bound of a slice means the end, whatever the size.
@@ -64,8 +64,8 @@ class MaskColumns:
             return self._regrouped(fake_value(node))
         if self.order is Order.FLAT:
             return None
-        if base in ("permute", "t", "transpose"):
-            return self._turned() if _turns(base, given) else self
+        if base in TURNS:
+            return self._turned() if permutation(node) == [1, 0] else self
         return self._cut(given) if base == "slice" else None
 
     def _turned(self) -> MaskColumns:
@@ -110,12 +110,6 @@ def columns_of(node: Node, gathers: Mapping[Node, Collective]) -> tuple[Collecti
             return None
         columns = columns.behind(one)
     return None if columns is None else (gathers[node], columns)
-
-
-def _turns(base: str, given: Mapping[str, Any]) -> bool:
-    if base == "permute":
-        return bool(given["dims"][0] % 2 == 1)
-    return bool(base == "t" or given["dim0"] % 2 != given["dim1"] % 2)
 
 
 def _size(size: Any) -> sympy.Expr:

@@ -10,7 +10,15 @@ import torch
 from test_mask_loops import kinds, written
 from torch.nn import functional as F
 
-from moepass.models.testing.project_styles.local_loops import EXPERTS, HIDDEN, AnyPlace, FlatPairs, MaskLoop, OneExpert
+from moepass.models.testing.project_styles.local_loops import (
+    EXPERTS,
+    HIDDEN,
+    AnyPlace,
+    FlatPairs,
+    LastExpertStays,
+    MaskLoop,
+    OneExpert,
+)
 
 aten = torch.ops.aten
 
@@ -184,18 +192,6 @@ def test_a_loop_over_boolean_masks_becomes_grouped_gemms(model: type[MaskLoop]) 
     assert not any(node.target is aten._assert_scalar.default for node in module.graph.nodes)
 
 
-class Overwritten(AnyPlace):
-    """Of a token's two experts, the last one stays."""
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        chosen, _ = self.route(hidden)
-        result = self.start(hidden)
-        for number in self.order:
-            mask = (chosen == number).any(dim=-1)
-            result[mask] = self.module_of(number)(hidden[mask])
-        return result
-
-
 class WeightsOfNext(SummedWeights):
     """Each row meets the weight that its token has for another expert."""
 
@@ -309,7 +305,7 @@ class MaskOfFeatures(AnyPlace):
 
 
 KEPT: dict[type[MaskLoop], str] = {
-    Overwritten: "overwrites rows, and does not add to them",
+    LastExpertStays: "overwrites rows, and does not add to them",
     WeightsOfNext: "compares ids of experts, but does not select rows or weights by them alone",
     AllExpertsButOne: r"the rows of experts \[0, 1, 2\] of the 4 that a router chooses among",
     AlongExperts: "is not made of expert ids",

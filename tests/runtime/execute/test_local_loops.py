@@ -15,6 +15,7 @@ from moepass.models.testing.project_styles.local_loops import (
     HIDDEN,
     AnyPlace,
     FlatPairs,
+    LastExpertStays,
     LoopOfSums,
     MixtralLoop,
     OneExpert,
@@ -87,18 +88,6 @@ def test_a_local_model_of_loops(lower: str, dtype: torch.dtype) -> None:
         check(model, compiled, dtype, 7, 9)
         assert len(set(experts_memories(model))) == len(layers)
     assert compilations == [compilation]  # nothing of this made Dynamo compile again
-
-
-class LastExpertStays(AnyPlace):
-    """Of a token's two experts, the last one stays: a loop that is left."""
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        chosen, _ = self.route(hidden)
-        result = self.start(hidden)
-        for number in self.order:
-            mask = (chosen == number).any(dim=-1)
-            result[mask] = self.module_of(number)(hidden[mask])
-        return result
 
 
 @pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
