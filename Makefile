@@ -50,7 +50,7 @@ test-packages: $(PACKAGES)/.installed bytecode
 	PYTHONPATH=$(PACKAGES) $(BIN)/python -m pytest tests/packages
 
 record-packages: $(PACKAGES)/.installed bytecode
-	PYTHONPATH=$(PACKAGES):tests/helpers/processes $(BIN)/python tests/packages/record_packages.py $(NAMES)
+	PYTHONPATH=$(PACKAGES) $(BIN)/python -m tests.helpers.packages.record_packages $(NAMES)
 
 # Beside the environment, which they must not change: other projects ask for other versions of torch.
 $(PACKAGES)/.installed: $(INSTALLED) tests/packages/requirements.txt
@@ -66,21 +66,21 @@ bytecode: $(INSTALLED)
 # Its tests and benchmarks read the source tree, through links that show it as the package that it installs as.
 ifdef PYTHON_GPU
 GPU_NEEDS := source-tree
-GPU_PYTHON := PYTHONPATH=$(CURDIR)/$(SOURCE_TREE)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON_GPU)
+GPU_PYTHON := PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/$(SOURCE_TREE):$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON_GPU)
 else
 GPU_NEEDS := $(INSTALLED)
 GPU_PYTHON := $(BIN)/python
 endif
 
 source-tree:
-	@$(PYTHON_GPU) benchmarks/on_gpu/source_tree.py $(SOURCE_TREE)
+	@$(PYTHON_GPU) -m benchmarks.on_gpu.source_tree $(SOURCE_TREE)
 
 test-gpu: $(GPU_NEEDS)
 	$(GPU_PYTHON) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'this torch finds no GPU')"
-	$(GPU_PYTHON) -P -m pytest -m gpu tests/face/test_gpu.py tests/face/test_gpu_kernels.py
+	$(GPU_PYTHON) -m pytest -m gpu tests/moepass/test_gpu.py tests/moepass/test_gpu_kernels.py
 
 benchmark-gpu: $(GPU_NEEDS)
-	$(GPU_PYTHON) benchmarks/gpu.py all --output build/gpu
+	$(GPU_PYTHON) -m benchmarks.gpu all --output build/gpu
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -94,28 +94,28 @@ types: $(INSTALLED)
 	cd $(TYPING) && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p moepass
 
 benchmarks: $(INSTALLED)
-	$(BIN)/python benchmarks/exactness.py
-	$(BIN)/python benchmarks/compile_time.py compare
-	$(BIN)/python benchmarks/overlap.py
-	$(BIN)/python benchmarks/bank_memory.py
-	$(BIN)/python benchmarks/compile_time.py start
-	$(BIN)/python benchmarks/compile_time.py serve
-	$(BIN)/python benchmarks/two_ranks.py
-	$(BIN)/python benchmarks/idle_rank.py
-	$(BIN)/python benchmarks/load_memory.py
-	$(BIN)/python benchmarks/memory/hybrid_prefill.py
-	$(BIN)/python benchmarks/disk_home.py
-	$(BIN)/python benchmarks/hybrid.py
-	$(BIN)/python benchmarks/prediction.py
-	$(BIN)/python benchmarks/memory_budget.py
-	$(BIN)/python benchmarks/serving/company.py
-	$(BIN)/python benchmarks/published.py
-	$(BIN)/python benchmarks/serving/faults.py
-	$(BIN)/python benchmarks/serving/overload.py
-	$(BIN)/python benchmarks/serving/routing.py
-	$(BIN)/python benchmarks/serving/throughput.py compare
-	$(BIN)/python benchmarks/serving/throughput.py questions
-	$(BIN)/python benchmarks/ranks/project_styles.py
+	$(BIN)/python -m benchmarks.exactness
+	$(BIN)/python -m benchmarks.compile_time compare
+	$(BIN)/python -m benchmarks.overlap
+	$(BIN)/python -m benchmarks.bank_memory
+	$(BIN)/python -m benchmarks.compile_time start
+	$(BIN)/python -m benchmarks.compile_time serve
+	$(BIN)/python -m benchmarks.two_ranks
+	$(BIN)/python -m benchmarks.idle_rank
+	$(BIN)/python -m benchmarks.load_memory
+	$(BIN)/python -m benchmarks.memory.hybrid_prefill
+	$(BIN)/python -m benchmarks.disk_home
+	$(BIN)/python -m benchmarks.hybrid
+	$(BIN)/python -m benchmarks.prediction
+	$(BIN)/python -m benchmarks.memory_budget
+	$(BIN)/python -m benchmarks.serving.company
+	$(BIN)/python -m benchmarks.published
+	$(BIN)/python -m benchmarks.serving.faults
+	$(BIN)/python -m benchmarks.serving.overload
+	$(BIN)/python -m benchmarks.serving.routing
+	$(BIN)/python -m benchmarks.serving.throughput compare
+	$(BIN)/python -m benchmarks.serving.throughput questions
+	$(BIN)/python -m benchmarks.ranks.project_styles
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

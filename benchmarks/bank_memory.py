@@ -9,9 +9,9 @@ import gc
 
 import torch
 import typer
-from common import print_table, reference_model, verdict
 
 import moepass
+from benchmarks.common import print_table, reference_model, verdict
 
 
 def main(depths: str = "2,6,12", slots: str = "1,2,3") -> None:

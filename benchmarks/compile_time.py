@@ -18,9 +18,9 @@ from collections.abc import Callable
 
 import torch
 import typer
-from common import median_and_spread, print_table, reference_model, verdict
 
 import moepass
+from benchmarks.common import median_and_spread, print_table, reference_model, verdict
 
 LIMIT = 0.33
 # Of the first start's time that the second one may take.
@@ -154,7 +154,7 @@ def _middle(measured: list[dict[str, float]]) -> dict[str, float]:
 def _in_fresh_process(variant: str, layers: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
-        command = [sys.executable, __file__, "measure", variant, str(layers)]
+        command = [sys.executable, "-m", "benchmarks.compile_time", "measure", variant, str(layers)]
         output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
     result: dict[str, float] = json.loads(output.splitlines()[-1])
     return result

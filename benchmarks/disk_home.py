@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 import typer
-from common import median_and_spread, print_table, reference_model, verdict
 
 import moepass
+from benchmarks.common import median_and_spread, print_table, reference_model, verdict
 from moepass.runtime.homes.disk.disk_home import DiskHome
 
 # Between two forwards: until the slots that a run leaves are filled for the next one.

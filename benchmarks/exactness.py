@@ -6,10 +6,10 @@ import os
 
 import torch
 import typer
-from common import print_table, verdict
 
 import moepass
-from moepass.models.testing.tiny import TINY_FAMILIES, tiny_inputs, tiny_model
+from benchmarks.common import print_table, verdict
+from tests.helpers.models.tiny import TINY_FAMILIES, tiny_inputs, tiny_model
 
 INDUCTOR_LIMIT = 1e-5
 

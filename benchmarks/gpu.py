@@ -1,6 +1,6 @@
 """What moepass reaches on one GPU: kernels, streaming, memory. Each part prints one table.
 
-    python benchmarks/gpu.py kernels|streaming|memory|all --output FOLDER
+    python -m benchmarks.gpu kernels|streaming|memory|all --output FOLDER
 
 Weights are random and made here; results are compared with float64, or with the uncompiled model, before anything is
 timed. A part ends when its time is over, and says what it has left out. FOLDER gets each table as Markdown, row by row.
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from on_gpu.target import Target
+    from benchmarks.on_gpu.target import Target
 
 PARTS = ("kernels", "streaming", "memory")
 
@@ -48,10 +48,10 @@ def full_sizes(models: Sequence[str], layers: int, memory_layers: int) -> Sizes:
     """Those of the measurements, with fewer `layers` where memory asks for it. Raises ValueError where none fits."""
     import psutil
     import torch
-    from on_gpu.expert_layers import ROUTINGS
-    from on_gpu.models import fitting_layers
-    from on_gpu.streaming_runs import SLOTS
 
+    from benchmarks.on_gpu.expert_layers import ROUTINGS
+    from benchmarks.on_gpu.models import fitting_layers
+    from benchmarks.on_gpu.streaming_runs import SLOTS
     from moepass.models.sizes.presets import preset_config
 
     config, counts = preset_config("qwen3-30b-a3b", layers=layers), (1024, 4096, 16384, 49152, 65536, 98304, 131072)
@@ -79,7 +79,7 @@ def full_sizes(models: Sequence[str], layers: int, memory_layers: int) -> Sizes:
 
 def tiny_sizes() -> Sizes:
     """For a machine without a GPU."""
-    from moepass.models.testing.tiny import tiny_model
+    from tests.helpers.models.tiny import tiny_model
 
     config = tiny_model("qwen3_moe", num_hidden_layers=2).config
     return Sizes(
@@ -105,11 +105,11 @@ def run_parts(
 
     What fails is reported, and the rest is measured all the same; the first error is raised at the end.
     """
-    from on_gpu.kernel_runs import measure_kernels
-    from on_gpu.memory_runs import measure_memory
-    from on_gpu.streaming_runs import measure_streaming
-    from on_gpu.summary import summarise
-    from on_gpu.target import Deadline, Failures, conditions
+    from benchmarks.on_gpu.kernel_runs import measure_kernels
+    from benchmarks.on_gpu.memory_runs import measure_memory
+    from benchmarks.on_gpu.streaming_runs import measure_streaming
+    from benchmarks.on_gpu.summary import summarise
+    from benchmarks.on_gpu.target import Deadline, Failures, conditions
 
     one, failures = sizes, Failures()
     runs = {
@@ -155,9 +155,9 @@ def main(
         os.environ["TRITON_INTERPRET"] = "1"
     import torch
     import typer
-    from on_gpu.profiles import profile_of_gpu
-    from on_gpu.target import Target
 
+    from benchmarks.on_gpu.profiles import profile_of_gpu
+    from benchmarks.on_gpu.target import Target
     from moepass.runtime.profiles.hardware_profiles import load_hardware
 
     if device != "cpu" and not torch.cuda.is_available():
@@ -178,7 +178,7 @@ def main(
 
 # transformers looks whether a package `kernels` is there, and finds and imports the file of that name beside this one.
 if __name__ == "__main__":
-    from on_gpu.source_tree import use_source_tree
+    from benchmarks.on_gpu.source_tree import use_source_tree
 
     use_source_tree()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

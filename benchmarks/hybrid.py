@@ -25,10 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import typer
-from common import print_table, verdict
 
 import moepass
-from moepass.models.testing.moe_stack import StackConfig, build_stack
+from benchmarks.common import print_table, verdict
+from tests.helpers.models.moe_stack import StackConfig, build_stack
 
 LIMIT = 1.10
 VARIANTS = ("peer", "host", "hybrid", "alone")

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import typer
-from common import interleaved_seconds, median_and_spread, print_table, verdict
 
-from moepass.models.testing.moe_stack import StackConfig, build_stack
+from benchmarks.common import interleaved_seconds, median_and_spread, print_table, verdict
+from tests.helpers.models.moe_stack import StackConfig, build_stack
 
 RANKS = 2
 LIMIT = 1.03

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import typer
-from common import print_table, verdict
 from safetensors.torch import save_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import moepass
+from benchmarks.common import print_table, verdict
 
 ALLOWANCE_BYTES = 300_000_000
 SAMPLE_SECONDS = 0.005

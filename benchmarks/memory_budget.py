@@ -17,14 +17,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 import typer
-from common import interleaved_seconds, print_table, verdict
-from parts.causal_attention import CAUSAL, causal_attention
-from prediction import SEQUENCE, Calibrations
 from torch import nn
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 import moepass
+from benchmarks.common import interleaved_seconds, print_table, verdict
+from benchmarks.parts.causal_attention import CAUSAL, causal_attention
+from benchmarks.prediction import SEQUENCE, Calibrations
 from moepass.passes.ir.decisions import Decisions
 from moepass.passes.machine.hardware import Hardware
 from moepass.passes.planner.graph_problem import bank_phases

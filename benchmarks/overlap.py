@@ -10,9 +10,9 @@ import statistics
 
 import torch
 import typer
-from common import interleaved_seconds, median_and_spread, print_table, reference_model, verdict
 
 import moepass
+from benchmarks.common import interleaved_seconds, median_and_spread, print_table, reference_model, verdict
 
 LIMIT = 1.05
 

@@ -21,9 +21,10 @@ from pathlib import Path
 
 import torch
 import typer
-from common import print_table, reference_model, verdict
-from parts.causal_attention import causal_attention
-from parts.prediction_runs import (
+
+from benchmarks.common import print_table, reference_model, verdict
+from benchmarks.parts.causal_attention import causal_attention
+from benchmarks.parts.prediction_runs import (
     CROSSOVER_LAYERS,
     CROSSOVER_TOKENS,
     RANKS,
@@ -34,7 +35,6 @@ from parts.prediction_runs import (
     crossing_of,
     on_ranks,
 )
-
 from moepass.models.formulas.memory import bank_bytes
 from moepass.models.homes import HOMES
 from moepass.models.sizes.architecture import Architecture

@@ -1,6 +1,6 @@
 """Predicted against published: the speed-ups and MFU of arXiv 2605.02960, from datasheets and three efficiencies.
 
-    python benchmarks/published.py
+    python -m benchmarks.published
 
 Nothing here is fitted to a cell. The constants are the three efficiencies of `hardware.py` and the size of an
 engine's micro-batches in `strategies.py`, each with its justification where it stands. What is taken from the
@@ -15,8 +15,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from common import print_table
-
+from benchmarks.common import print_table
 from moepass.models.sizes.presets import preset
 from moepass.passes.machine.layer_times import Sequences
 from moepass.passes.planner.forecast import Forecast, forecast

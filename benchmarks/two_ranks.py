@@ -25,12 +25,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import typer
-from common import print_table, verdict
-from parts.emulated_exchange import exchanges_take
 
 import moepass
-from moepass.models.testing.moe_stack import MoEStack, StackConfig, build_stack
+from benchmarks.common import print_table, verdict
+from benchmarks.parts.emulated_exchange import exchanges_take
 from moepass.runtime.kernels.cpu_gemm_library import multiply
+from tests.helpers.models.moe_stack import MoEStack, StackConfig, build_stack
 
 RANKS = 2
 VARIANTS = ("resident", "EP eager", "EP Inductor", "pull", "collective")

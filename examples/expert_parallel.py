@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 import moepass
-from moepass.models.testing.tiny import tiny_model
+from tests.helpers.models.tiny import tiny_model
 
 
 def main() -> None:

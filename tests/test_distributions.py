@@ -27,7 +27,7 @@ _NO_SOURCES = shutil.ignore_patterns(
 # Torch finds the backend through its entry point: nothing is imported before.
 _COMPILE = """
 import torch
-from moepass.models.testing.tiny import tiny_model
+from tests.helpers.models.tiny import tiny_model
 model = tiny_model("qwen3_moe")
 ids = torch.arange(32).reshape(2, 16)
 with torch.no_grad():

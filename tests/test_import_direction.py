@@ -6,6 +6,7 @@ import ast
 import collections
 import itertools
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # From the bottom up: a folder may import itself and those before it.
 FOLDERS = ("models", "passes", "runtime", "moepass")
-MOST_FILES = 15
+MANY_FILES = 20
+# The package imports its public names on first use, and `explain` imports the package for its version.
+KNOWN_CIRCLES = {
+    frozenset({"moepass", "moepass.explaining.explain_model"}),
+    frozenset(f"moepass.explaining.{name}" for name in ("report", "report_page", "report_text")),
+}
 
 # What the rooms of a folder may import of that folder. Files beside the rooms of `models`, `passes` and `runtime` are
 # in EVERYWHERE, or import whatever they like and are imported by other folders alone.
@@ -33,8 +39,6 @@ ROOMS = {
         "demo": (),
         "checkpoint": ("sizes", "demo"),
         "reference": ("formulas",),
-        "testing": ("sizes", "formulas", "checkpoint", "reference"),
-        "testing/project_styles": ("reference",),
     },
     "passes": {
         "machine": (),
@@ -229,10 +233,30 @@ def test_the_drawing_in_the_documentation_is_that_of_the_table() -> None:
     assert drawing() in (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"), drawing()
 
 
-def test_no_room_holds_more_files_than_one_can_look_over() -> None:
-    rooms = {path.parent for path in (*FILES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py"))}
-    counts = {room: sum(path.is_file() for path in room.iterdir()) for room in rooms}
-    assert {str(room): count for room, count in counts.items() if count > MOST_FILES} == {}
+def test_folders_with_many_files_are_warned_of() -> None:
+    """Warn only: a folder exists because of its meaning, and some meanings need more files than others."""
+    for folder, count in collections.Counter(path.parent.relative_to(ROOT) for path in FILES).items():
+        if count > MANY_FILES:
+            warnings.warn(f"{folder} holds {count} files; is it still about one thing?", stacklevel=1)
+
+
+def module_name(path: Path) -> str:
+    parts = (path.parent if path.name == "__init__.py" else path.with_suffix("")).relative_to(ROOT).parts
+    return ".".join(parts if parts[0] == "moepass" else ("moepass", *parts))
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports inside functions and those for type checkers count too."""
+    paths = {module_name(path): path for path in FILES}
+    graph = nx.DiGraph()
+    for name, path in paths.items():
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        for imported in imported_modules(path.read_text(encoding="utf-8"), package):
+            target = imported if imported in paths else imported.rpartition(".")[0]
+            if target in paths and target != name:
+                graph.add_edge(name, target)
+    circles = {frozenset(circle) for circle in nx.strongly_connected_components(graph) if len(circle) > 1}
+    assert circles == KNOWN_CIRCLES
 
 
 def test_every_package_says_what_it_holds() -> None:
@@ -305,7 +329,7 @@ def test_the_check_sees_imports_that_point_up(folder: str, room: str, source: st
         ("runtime", "homes/disk", "from moepass.runtime.homes import peers\nimport threading"),
         ("runtime", "ranks", "from moepass.runtime.torch_private import compiled_code"),
         ("moepass", "cli", "from moepass.runtime.offload.offload import offload_experts"),
-        ("models", "testing", "import torch, passes, runtime"),
+        ("models", "reference", "import torch, passes, runtime"),
     ],
 )
 def test_the_check_lets_imports_that_point_down_pass(folder: str, room: str, source: str) -> None:

@@ -9,20 +9,16 @@ many bytes as the whole one, from the bytes of two lengths, between which they g
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import typer
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # what benchmarks share
-from common import interleaved_seconds, median_and_spread, print_table, verdict
-from parts.causal_attention import CAUSAL, causal_attention
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
 import moepass
-from moepass.models.testing.peak_memory import peak_bytes
+from benchmarks.common import interleaved_seconds, median_and_spread, print_table, verdict
+from benchmarks.parts.causal_attention import CAUSAL, causal_attention
+from tests.helpers.models.peak_memory import peak_bytes
 
 LEAST_LONGER = 4.0
 MOST_TIME = 1.05

@@ -17,15 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from on_gpu.expert_layers import (
+from torch.fx import Graph, GraphModule
+from torch.nn import functional as F
+from transformers import PreTrainedConfig
+
+import moepass
+from benchmarks.on_gpu.expert_layers import (
     ExpertLayer,
     Routed,
     dense_layer,
     relative_error,
     sorted_pairs,
 )
-from on_gpu.tables import ResultTable
-from on_gpu.target import (
+from benchmarks.on_gpu.tables import ResultTable
+from benchmarks.on_gpu.target import (
     Deadline,
     Failures,
     Target,
@@ -34,11 +39,6 @@ from on_gpu.target import (
     conditions,
     is_out_of_memory,
 )
-from torch.fx import Graph, GraphModule
-from torch.nn import functional as F
-from transformers import PreTrainedConfig
-
-import moepass
 from moepass.models.formulas.gemms import grouped_gemm_flops
 from moepass.passes.ir.segment import EXPERTS
 from moepass.passes.segments.expert_kernels import read_kernels

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from on_gpu.models import build_model, held_bytes, token_ids
-from on_gpu.tables import ResultTable
-from on_gpu.target import Deadline, Failures, Target, conditions, fits
 from transformers import PreTrainedConfig
 
 import moepass
+from benchmarks.on_gpu.models import build_model, held_bytes, token_ids
+from benchmarks.on_gpu.tables import ResultTable
+from benchmarks.on_gpu.target import Deadline, Failures, Target, conditions, fits
 
 _SLOTS = 2
 # The search ends where it is known to so much.

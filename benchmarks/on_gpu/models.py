@@ -6,11 +6,11 @@ import copy
 from typing import Any
 
 import torch
-from on_gpu.target import Target
-from parts.causal_attention import CAUSAL, causal_attention
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from benchmarks.on_gpu.target import Target
+from benchmarks.parts.causal_attention import CAUSAL, causal_attention
 from moepass.models.formulas.layers import layer_parameters, model_parameters
 from moepass.models.formulas.memory import bank_bytes, element_bytes
 from moepass.models.sizes.families import from_config

@@ -1,6 +1,6 @@
 """Make `moepass` importable from the source tree, where it is not installed and pip can install nothing.
 
-    python benchmarks/on_gpu/source_tree.py FOLDER
+    python -m benchmarks.on_gpu.source_tree FOLDER
 
 makes FOLDER, which PYTHONPATH then names: links show the four folders as the one package that they install as, and a
 description of the package tells torch.compile of the backend "asyncep", as an installed one does.

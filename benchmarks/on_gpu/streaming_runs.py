@@ -20,11 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from on_gpu.expert_layers import relative_error
-from on_gpu.kernel_runs import how_experts_run
-from on_gpu.models import build_model, held_bytes, sharing_copy, token_ids
-from on_gpu.tables import ResultTable
-from on_gpu.target import (
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+import moepass
+from benchmarks.on_gpu.expert_layers import relative_error
+from benchmarks.on_gpu.kernel_runs import how_experts_run
+from benchmarks.on_gpu.models import build_model, held_bytes, sharing_copy, token_ids
+from benchmarks.on_gpu.tables import ResultTable
+from benchmarks.on_gpu.target import (
     Deadline,
     Failures,
     Target,
@@ -33,10 +37,6 @@ from on_gpu.target import (
     conditions,
     is_out_of_memory,
 )
-from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
-
-import moepass
 from moepass.models.formulas.layers import model_flops
 from moepass.models.sizes.architecture import short_dtype
 from moepass.models.sizes.families import from_config

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from on_gpu.kernel_runs import LAYER, KernelResult
-from on_gpu.memory_runs import LongestSequence
-from on_gpu.streaming_runs import ACCELERATE, RESIDENT, STREAMED, StreamingResult
-from on_gpu.tables import ResultTable
+from benchmarks.on_gpu.kernel_runs import LAYER, KernelResult
+from benchmarks.on_gpu.memory_runs import LongestSequence
+from benchmarks.on_gpu.streaming_runs import ACCELERATE, RESIDENT, STREAMED, StreamingResult
+from benchmarks.on_gpu.tables import ResultTable
 
 KERNEL_TOKENS = 32768
 MET, MISSED, NOT_MEASURED = "met", "MISSED", "not measured"

@@ -7,7 +7,7 @@ import time
 import torch
 
 from moepass.models.reference.expert_parallel import AllToAllExperts
-from moepass.models.testing.moe_stack import MoEStack
+from tests.helpers.models.moe_stack import MoEStack
 
 
 @torch.library.custom_op("moepass_benchmarks::link_delay", mutates_args={"rows"})

@@ -8,7 +8,7 @@ import torch
 from torch.fx import GraphModule
 
 from moepass.models.sizes.presets import preset
-from moepass.models.testing.expert_segments import ExpertSizes, expert_inputs, expert_segment
+from tests.helpers.models.expert_segments import ExpertSizes, expert_inputs, expert_segment
 
 MODELS = ("qwen3-30b-a3b", "qwen3-235b-a22b", "mixtral-8x7b", "gpt-oss-120b")
 

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import reference_model
-from parts.causal_attention import CAUSAL, causal_attention
-from parts.emulated_exchange import DelayedExperts
 from transformers import PreTrainedModel
 
 import moepass
+from benchmarks.common import reference_model
+from benchmarks.parts.causal_attention import CAUSAL, causal_attention
+from benchmarks.parts.emulated_exchange import DelayedExperts
 from moepass.models.formulas.expert_placement import ExpertPlacement
 from moepass.models.reference.expert_parallel import AllToAllExperts
 

@@ -12,9 +12,9 @@ import os
 from collections.abc import Iterator, Sequence
 
 import typer
-from common import console, print_table
-from parts.expert_shapes import MODELS, ExpertShape, even_rows, expert_shape, skewed_rows
 
+from benchmarks.common import console, print_table
+from benchmarks.parts.expert_shapes import MODELS, ExpertShape, even_rows, expert_shape, skewed_rows
 from moepass.passes.machine.hardware import Hardware
 from moepass.passes.segments.expert_kernels import read_kernels
 from moepass.passes.segments.expert_program import read_program

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -20,14 +19,12 @@ import typer
 from torch import nn
 from torch.nn import functional as F
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # what benchmarks share
-from common import print_table, verdict
-
 import moepass
-from moepass.models.testing.project_styles.exact_style import SlicesOfModules, SplitOfStacks
-from moepass.models.testing.project_styles.megatron_style import MaskedDispatch
-from moepass.models.testing.project_styles.slots_style import EinsumSlots, IndexedSlots
-from moepass.models.testing.project_styles.style_sizes import StyleSizes
+from benchmarks.common import print_table, verdict
+from tests.helpers.project_styles.exact_style import SlicesOfModules, SplitOfStacks
+from tests.helpers.project_styles.megatron_style import MaskedDispatch
+from tests.helpers.project_styles.slots_style import EinsumSlots, IndexedSlots
+from tests.helpers.project_styles.style_sizes import StyleSizes
 
 RANKS = 2
 STYLES: dict[str, Any] = {

@@ -1,6 +1,6 @@
 """How much a score changes with the requests beside it, their order and the cache: in fp32 and in bf16.
 
-    python benchmarks/serving/company.py
+    python -m benchmarks.serving.company
 
 The embedded model and its held-out texts; groups of texts stand behind prefixes that they share. The reference is each
 request alone in a step, without a cache, in the same dtype. Beside it: what plain transformers changes when it pads a
@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 import typer
-from shared import print_table
 from transformers import PreTrainedModel
 
+from benchmarks.serving.shared import print_table
 from moepass.models.checkpoint.checkpoint_folders import load_model, load_prompt, load_tokenizer, resolve_model
 from moepass.runtime.serving.engine.load_engine import EngineOptions, make_engine
 from moepass.runtime.serving.engine.model_engine import ModelEngine

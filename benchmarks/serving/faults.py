@@ -1,6 +1,6 @@
 """Ranks are killed and clients leave: is every request answered once, rightly, and in time, and does memory stay flat?
 
-    python benchmarks/serving/faults.py [--seconds 600] [--kill-every 20] [--seed 0]
+    python -m benchmarks.serving.faults [--seconds 600] [--kill-every 20] [--seed 0]
 
 `moepass serve demo` with 2 ranks as processes, asked over sockets by clients that send one request after the other.
 Every KILL_EVERY seconds a rank gets SIGKILL, every third time SIGSTOP: it stands still and must be found out. One
@@ -35,9 +35,9 @@ from typing import Any
 import psutil
 import torch
 import typer
-from served import Connection, ServedProcess, posted, served_process
-from shared import print_table, verdict
 
+from benchmarks.serving.served import Connection, ServedProcess, posted, served_process
+from benchmarks.serving.shared import print_table, verdict
 from moepass.models.checkpoint.checkpoint_folders import load_model, load_prompt, load_tokenizer, resolve_model
 
 RANKS = 2

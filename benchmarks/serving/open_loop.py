@@ -1,7 +1,7 @@
 """Asks a server, as a process of its own; prints a line when it begins, and what came back as one JSON object.
 
-    python benchmarks/serving/open_loop.py PORT SECONDS closed CLIENTS
-    python benchmarks/serving/open_loop.py PORT SECONDS open REQUESTS_PER_S
+    python -m benchmarks.serving.open_loop PORT SECONDS closed CLIENTS
+    python -m benchmarks.serving.open_loop PORT SECONDS open REQUESTS_PER_S
 
 Closed: so many clients, each of which asks again when it is answered. Open: requests come at random times, at this rate
 on average, whatever becomes of those before them. Imports nothing but the standard library and `served`.
@@ -17,7 +17,7 @@ import random
 import sys
 import time
 
-from served import Connection, posted
+from benchmarks.serving.served import Connection, posted
 
 PROMPTS, PROMPT_TOKENS = 4, 400
 BODIES = 1024

@@ -1,6 +1,6 @@
 """Ten times as many requests as a server can answer: goodput, how fast refusals are, and memory.
 
-    python benchmarks/serving/overload.py [--seconds 60] [--times 10]
+    python -m benchmarks.serving.overload [--seconds 60] [--times 10]
 
 `moepass serve demo` with one rank. Its capacity is what clients get that ask again as soon as they are answered. Then
 requests come at TIMES that rate, at random times, whatever becomes of those before them, from a process of its own;
@@ -22,12 +22,12 @@ import sys
 import tempfile
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import typer
-from served import ServedProcess, served_process
-from shared import print_table, verdict
+
+from benchmarks.serving.served import ServedProcess, served_process
+from benchmarks.serving.shared import print_table, verdict
 
 CLIENTS = 16
 TURNS = 5
@@ -49,8 +49,7 @@ class Phase:
 
 
 def phase(served: ServedProcess, seconds: float, kind: str, number: float) -> Phase:
-    program = str(Path(__file__).with_name("open_loop.py"))
-    words = [sys.executable, program, str(served.port), str(seconds), kind, str(number)]
+    words = [sys.executable, "-m", "benchmarks.serving.open_loop", str(served.port), str(seconds), kind, str(number)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         process.stdout.readline()

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 import psutil
-from serving_workloads import Prompts
+
+from benchmarks.serving.serving_workloads import Prompts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """How many requests a second the router takes through their whole life on one core, and how well each policy routes.
 
-    python benchmarks/serving/routing.py
+    python -m benchmarks.serving.routing
 
 The workloads are those of arXiv 2605.02960 (numbers and lengths as in `published.py`), shuffled into one stream and
 scaled to REQUESTS. Their texts are not published with them; how much of a prompt is shared, and by how many, is ours
@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable, Sequence
 
 import typer
-from shared import REAL, print_table, real_shape, verdict
 
+from benchmarks.serving.shared import REAL, print_table, real_shape, verdict
 from moepass.models.formulas.attention import score_flops
 from moepass.models.formulas.layers import flops_per_token
 from moepass.models.formulas.saturation import GAMMA

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 import typer
-from shared import median_and_spread, print_table, verdict
 
+from benchmarks.serving.shared import median_and_spread, print_table, verdict
 from moepass.models.demo import demo_folder
 
 LEAST_RATIO = 1.5
@@ -142,7 +142,7 @@ def _moepass(source: Path, threads: int, more: list[str], environment: dict[str,
 
 def _plain(source: Path, batch_size: int, threads: int, environment: dict[str, str]) -> tuple[float, float, Path]:
     target = source.parent / "plain.jsonl"
-    words = [__file__, "plain", str(source), str(target), str(batch_size), str(threads)]
+    words = ["-m", "benchmarks.serving.scoring", "plain", str(source), str(target), str(batch_size), str(threads)]
     return *_timed(words, environment), target
 
 

@@ -14,9 +14,9 @@ from types import TracebackType
 import msgspec
 import numpy as np
 import psutil
-from peer_process import Run
-from serving_workloads import Prompts, ServedModel
 
+from benchmarks.serving.peer_process import Run
+from benchmarks.serving.serving_workloads import Prompts, ServedModel
 from moepass.cli.rank_options import RankOptions
 from moepass.models.checkpoint.checkpoint_folders import load_config
 from moepass.models.homes import home_named

@@ -6,10 +6,10 @@ import dataclasses
 from pathlib import Path
 
 import numpy as np
-from shared import reference_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.serving.shared import reference_model
 from moepass.models.checkpoint.checkpoint_folders import load_config, resolve_model
 
 LARGER_LAYERS = 8

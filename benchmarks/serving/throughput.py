@@ -28,12 +28,12 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
-from peer_process import Peer, Run
-from served_ranks import MakeRouter, ServedRanks
-from serving_workloads import Prompts, ServedModel, demo_model, larger_model, prompts_of
-from shared import print_table, verdict
 
 import moepass  # noqa: F401  # registers the backend
+from benchmarks.serving.peer_process import Peer, Run
+from benchmarks.serving.served_ranks import MakeRouter, ServedRanks
+from benchmarks.serving.serving_workloads import Prompts, ServedModel, demo_model, larger_model, prompts_of
+from benchmarks.serving.shared import print_table, verdict
 from moepass.cli.rank_frontend import make_router as prefix_router
 from moepass.runtime.serving.engine.load_engine import EngineOptions, load_engine
 from moepass.runtime.serving.engine.model_engine import ModelEngine

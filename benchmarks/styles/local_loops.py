@@ -7,20 +7,16 @@ Nothing is emulated.
 from __future__ import annotations
 
 import statistics
-import sys
 import time
-from pathlib import Path
 
 import torch
 import typer
 from torch import nn
 from torch.nn import functional as F
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # what benchmarks share
-from common import interleaved_seconds, median_and_spread, print_table, verdict
-
 import moepass
-from moepass.models.testing.project_styles.local_loops import MixtralLoop
+from benchmarks.common import interleaved_seconds, median_and_spread, print_table, verdict
+from tests.helpers.project_styles.local_loops import MixtralLoop
 
 
 class Stack(nn.Module):

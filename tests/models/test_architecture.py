@@ -7,8 +7,6 @@ import dataclasses
 import pytest
 import torch
 import transformers
-from error_fields import refused
-from tiny_configs import meta_model, tiny_config
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from moepass.models import formulas
@@ -16,7 +14,9 @@ from moepass.models.errors import InputError
 from moepass.models.sizes.architecture import ATTENTION_KINDS, Attention, Experts, Layer, short_dtype
 from moepass.models.sizes.families import FAMILIES, from_config
 from moepass.models.sizes.presets import preset, preset_config, preset_names, presets_source
-from moepass.models.testing.tiny import TINY_FAMILIES, discover_expert_families, discovered_tiny_model
+from tests.helpers.graphs.error_fields import refused
+from tests.helpers.graphs.tiny_configs import meta_model, tiny_config
+from tests.helpers.models.tiny import TINY_FAMILIES, discover_expert_families, discovered_tiny_model
 
 # Parameters in total and per token as their publishers give them, and what they count per token beside the layers.
 PUBLISHED = {

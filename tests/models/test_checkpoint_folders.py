@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from error_fields import refused
 from safetensors.torch import load_file, save_file
-from tiny_checkpoint import broken_copy, edit_config, edit_weights, original_model, save_tiny_checkpoint
 
 from moepass import CheckpointError
 from moepass.models.checkpoint.checkpoint_folders import (
@@ -22,7 +20,15 @@ from moepass.models.checkpoint.checkpoint_folders import (
     meta_model,
     resolve_model,
 )
-from moepass.models.testing.tiny import tiny_inputs
+from tests.helpers.graphs.error_fields import refused
+from tests.helpers.graphs.tiny_checkpoint import (
+    broken_copy,
+    edit_config,
+    edit_weights,
+    original_model,
+    save_tiny_checkpoint,
+)
+from tests.helpers.models.tiny import tiny_inputs
 
 
 @pytest.fixture(scope="module")

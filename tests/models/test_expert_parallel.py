@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import RankError, run_ranks
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.fx import GraphModule
@@ -22,8 +21,9 @@ from moepass.models.errors import InputError
 from moepass.models.formulas.expert_placement import ExpertPlacement, shard_bounds
 from moepass.models.reference.expert_parallel import EP_FORMS, AllReduceExperts
 from moepass.models.reference.grouped_experts import GroupedExperts
-from moepass.models.testing.moe_stack import StackConfig, build_experts, build_stack
-from moepass.models.testing.tiny import tiny_model
+from tests.helpers.models.moe_stack import StackConfig, build_experts, build_stack
+from tests.helpers.models.tiny import tiny_model
+from tests.helpers.processes.ranks import RankError, run_ranks
 
 FORMS = tuple(EP_FORMS)
 DTYPES = (torch.float32, torch.bfloat16)

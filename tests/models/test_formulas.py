@@ -6,7 +6,6 @@ import time
 
 import pytest
 import sympy
-from error_fields import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from moepass.models.formulas.attention import delta_rule_flops
 from moepass.models.formulas.memory import ELEMENT_BYTES
 from moepass.models.sizes.architecture import Architecture, Attention, Experts, Layer
 from moepass.models.sizes.presets import preset, preset_names
+from tests.helpers.graphs.error_fields import refused
 
 small = st.integers(1, 40)
 

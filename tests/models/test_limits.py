@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from error_fields import refused
-from tiny_checkpoint import broken_copy, edit_config, save_tiny_checkpoint
 
 import moepass
 from moepass.cli.arguments import parse_labels
@@ -26,6 +24,8 @@ from moepass.passes.planner.microbatches import pipeline_seconds
 from moepass.runtime.offload.residents import Residents
 from moepass.runtime.profiles.hardware_profiles import load_hardware, read_profile
 from moepass.runtime.transfer.link import parse_link
+from tests.helpers.graphs.error_fields import refused
+from tests.helpers.graphs.tiny_checkpoint import broken_copy, edit_config, save_tiny_checkpoint
 
 
 def nested(depth: int) -> str:

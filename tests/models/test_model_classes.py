@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, Qwen3MoeForCausalLM, Qwen3MoeForSequen
 import moepass
 from moepass.models.checkpoint.checkpoint_folders import load_config, load_model
 from moepass.models.errors import CheckpointError
-from moepass.models.testing.tiny import tiny_model
+from tests.helpers.models.tiny import tiny_model
 
 
 @pytest.mark.parametrize("model_class", [Qwen3MoeForCausalLM, Qwen3MoeForSequenceClassification, Qwen3MoeModel])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from error_fields import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,6 +10,7 @@ from moepass.models import formulas
 from moepass.models.errors import InputError
 from moepass.models.sizes.architecture import Attention, Experts, Layer
 from moepass.models.sizes.presets import preset
+from tests.helpers.graphs.error_fields import refused
 
 HIDDEN = 64
 EXPERTS = Experts(8, 2, 32)

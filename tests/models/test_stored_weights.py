@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_configs import meta_model, tiny_config
 from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 from transformers.utils.quantization_config import FineGrainedFP8Config
@@ -19,6 +18,7 @@ from moepass.models.sizes.architecture import Architecture
 from moepass.models.sizes.families import FAMILIES, from_config
 from moepass.models.sizes.presets import preset
 from moepass.models.sizes.weight_formats import EXPERTS, WeightFormat
+from tests.helpers.graphs.tiny_configs import meta_model, tiny_config
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from moepass.models.testing import tiny
+from tests.helpers.models import tiny
 
 FAMILIES = sorted(tiny.TINY_FAMILIES)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 
 import pytest
-from package_cases import CASES, PackageCase, RunSettings, run_case, settings_of
-from package_table import BEGIN, END, PAGE, read_results, table
+
+from tests.helpers.packages.package_cases import CASES, PackageCase, RunSettings, run_case, settings_of
+from tests.helpers.packages.package_table import BEGIN, END, PAGE, read_results, table
 
 RUNS = [(case, settings) for case in CASES for settings in settings_of(case)]
 

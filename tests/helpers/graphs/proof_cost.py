@@ -16,12 +16,12 @@ import time
 from pathlib import Path
 
 import torch
-from simulated_ranks import Captured, capture
 
-from moepass.models.testing.moe_stack import StackConfig
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, run_passes
 from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
+from tests.helpers.graphs.simulated_ranks import Captured, capture
+from tests.helpers.models.moe_stack import StackConfig
 
 
 def _resident_bytes() -> int:

@@ -19,7 +19,6 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule, Node
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from moepass.models.testing.moe_stack import StackConfig, build_stack
 from moepass.passes.graph.collectives import WAIT, Collective, collective_of
 from moepass.passes.graph.nodes import graph_inputs, map_nodes
 from moepass.passes.graph.source_lines import ARGUMENT_KEY
@@ -28,6 +27,7 @@ from moepass.passes.ir.protocol import Group, PassResult
 from moepass.passes.ir.slot_operations import gather
 from moepass.passes.parallel.proposals import Proposal, blocks_to_leave, exchanges_by_group
 from moepass.runtime.lowering.lower_segments import decompositions
+from tests.helpers.models.moe_stack import StackConfig, build_stack
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """What the package stores of its presets, made anew: sizes and captures.
 
-`python tests/helpers/graphs/store_presets.py` writes the files that tests compare with what this makes today.
+`python -m tests.helpers.graphs.store_presets` writes the files that tests compare with what this makes today.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from moepass.models.testing.tiny import tiny_model
+from tests.helpers.models.tiny import tiny_model
 
 VOCABULARY = 128
 _LINES = ["the cat sat on the mat", "a dog ran to the park", "yes no maybe good bad yesterday", "this is a film"]

@@ -6,7 +6,7 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from moepass.models.testing.tiny import TINY_FAMILIES
+from tests.helpers.models.tiny import TINY_FAMILIES
 
 
 def tiny_config(family: str, **changes: object) -> PreTrainedConfig:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import transformers.integrations.moe  # noqa: F401  registers the fallback of grouped_mm
-from backend_helper import capture
 from torch import nn
 from torch.fx import GraphModule
 
@@ -17,6 +16,7 @@ from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
 from moepass.passes.ir.segment import REGION_KEY
 from moepass.passes.pipeline import PASSES
 from moepass.passes.tokens.hybrid_prefill import hybrid_prefill
+from tests.helpers.graphs.backend_helper import capture
 
 EXPERTS, TOP_K, VOCABULARY = 4, 2, 11
 Forward = Callable[["TokenModel", torch.Tensor], Any]

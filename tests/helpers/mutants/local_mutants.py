@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from graph_mutants import FLOAT_CHANGES, INT_CHANGES, changes_of, finite_or_none, mutant_of, outcomes_of
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
@@ -18,6 +17,14 @@ from moepass.passes.graph.nodes import fake_value, graph_inputs
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import Pass, PassContext, run_passes
 from moepass.runtime.lowering.lower_segments import decompositions
+from tests.helpers.mutants.graph_mutants import (
+    FLOAT_CHANGES,
+    INT_CHANGES,
+    changes_of,
+    finite_or_none,
+    mutant_of,
+    outcomes_of,
+)
 
 WAYS: tuple[int | str, ...] = (*range(4), *FLOAT_CHANGES, *INT_CHANGES, "flag", "constant")
 

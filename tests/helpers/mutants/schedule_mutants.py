@@ -7,10 +7,7 @@ import functools
 import random
 from collections.abc import Callable
 
-import halved_format
 import torch
-from backend_helper import BatchedBlock, DenseBlock, Stack, find, streamed, tokens, up_to
-from schedule_judge import Contents, expected_reads
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
@@ -22,6 +19,9 @@ from moepass.passes.ir.slot_operations import SLOT_OPS, acquire, decode, gather,
 from moepass.passes.schedule.assign_slots import lifetimes
 from moepass.passes.schedule.assign_slots import plan as plan_slots
 from moepass.passes.schedule.schedule_slots import schedule
+from tests.helpers.graphs.backend_helper import BatchedBlock, DenseBlock, Stack, find, streamed, tokens, up_to
+from tests.helpers.graphs.schedule_judge import Contents, expected_reads
+from tests.helpers.processes import halved_format
 
 
 class Shared(nn.Module):

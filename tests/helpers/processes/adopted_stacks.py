@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 import moepass
-from moepass.models.testing.moe_stack import StackConfig, build_stack
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.ir.shards import shard_layout
 from moepass.runtime.execute.executor import Executor
 from moepass.runtime.homes.adopted_banks import AdoptedHome
+from tests.helpers.models.moe_stack import StackConfig, build_stack
 
 FORBIDDEN = ("_c10d_functional", "aten._local_scalar_dense", "aten._assert_scalar", "aten.nonzero")
 SMALL = StackConfig(layers=2, max_tokens=32)

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from backend_helper import Stack
 from torch import nn
 
 import moepass
-from moepass.models.testing.moe_stack import StackConfig, build_stack
+from tests.helpers.graphs.backend_helper import Stack
+from tests.helpers.models.moe_stack import StackConfig, build_stack
 
 SMALL = StackConfig(layers=2, max_tokens=32)
 

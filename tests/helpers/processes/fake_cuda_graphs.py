@@ -17,7 +17,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from fake_cuda import FakeCuda
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -25,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 from moepass.passes.ir.slot_operations import SLOT_OPS
 from moepass.runtime.cuda_graphs.graph_memory import without_ownership
 from moepass.runtime.torch_private import storage_at
+from tests.helpers.processes.fake_cuda import FakeCuda
 
 aten = torch.ops.aten
 POISON = 0xFF

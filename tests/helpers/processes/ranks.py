@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 # Imported once, in the process that the ranks are forked from.
-_PRELOADED = ["pytest", "hypothesis", "torch._dynamo.backends.common", "moepass.models.testing.tiny"]
+_PRELOADED = ["pytest", "hypothesis", "torch._dynamo.backends.common", "tests.helpers.models.tiny"]
 _START_SECONDS = 60.0
 # How long the others may take to report too, once one rank has failed: the first is not always the cause.
 _GRACE_SECONDS = 0.3

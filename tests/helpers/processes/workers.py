@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import _PRELOADED
+
+from tests.helpers.processes.ranks import _PRELOADED
 
 _ANSWER_SECONDS = 60.0
 

@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3MoeForSequenceClassification
 from transformers.utils import logging
 
-from moepass.models.testing.tiny import tiny_model
-from moepass.models.testing.tiny_build import build_tiny
+from tests.helpers.models.tiny import tiny_model
+from tests.helpers.models.tiny_build import build_tiny
 
 VOCABULARY = 512
 CONTROL_TOKENS = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|pad|>", "<sep>"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 
 import torch
-from reference_backend import ReferenceBackend
 from transformers import PreTrainedModel
 
 from moepass.runtime.serving.engine.load_engine import EngineOptions, make_engine
 from moepass.runtime.serving.requests.answer import Answer
 from moepass.runtime.serving.requests.request import Request
+from tests.helpers.serving.reference_backend import ReferenceBackend
 
 CACHE_BYTES = 1 << 20
 

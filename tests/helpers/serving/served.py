@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from engine_backend import EngineBackend
 from transformers import PreTrainedModel
 
 from moepass.models.checkpoint.checkpoint_folders import Prompt, load_model, load_prompt, load_tokenizer
@@ -18,6 +17,7 @@ from moepass.runtime.serving.http.listening_socket import open_socket
 from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.serving.routes.server_settings import ServerSettings
 from moepass.runtime.serving.routes.service import Service
+from tests.helpers.serving.engine_backend import EngineBackend
 
 # A chat template of the usual form, which ends prompts with an open turn of the assistant.
 CHAT_TEMPLATE = (

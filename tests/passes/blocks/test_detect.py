@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from backend_helper import (
+from torch import nn
+from torch.nn import functional as F
+
+import moepass
+from moepass.passes.blocks.detect import find_blocks
+from tests.helpers.graphs.backend_helper import (
     BLOCKS,
     EXPERTS,
     HIDDEN,
@@ -22,11 +27,6 @@ from backend_helper import (
     tokens,
     up_to,
 )
-from torch import nn
-from torch.nn import functional as F
-
-import moepass
-from moepass.passes.blocks.detect import find_blocks
 
 FORMS = [
     ("grouped_mm", torch.bfloat16),

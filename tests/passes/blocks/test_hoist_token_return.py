@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from backend_helper import EXPERTS, TOP_K, Captured, GroupedBlock, Stack, capture, streamed, tokens, up_to
 from torch import nn
 from torch.fx import GraphModule, Node
 
@@ -16,6 +15,17 @@ from moepass.passes.blocks.hoist_token_return import block_ends, token_return
 from moepass.passes.graph.nodes import is_call, positions
 from moepass.passes.ir.protocol import PassResult
 from moepass.passes.ir.slot_operations import release
+from tests.helpers.graphs.backend_helper import (
+    EXPERTS,
+    TOP_K,
+    Captured,
+    GroupedBlock,
+    Stack,
+    capture,
+    streamed,
+    tokens,
+    up_to,
+)
 
 
 @pytest.fixture

@@ -8,20 +8,20 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers.integrations.moe  # noqa: F401  registers the fallback of grouped_mm
-from readable_refusals import check_readable
-from simulated_ranks import capture_module, hidden_rows, pretend_rank, run_ranks, with_tokens
 from torch import nn
 from torch.nn import functional as F
 
 import moepass
-from moepass.models.testing.project_styles.low_rank_style import LowRankModules
-from moepass.models.testing.project_styles.style_sizes import StyleSizes
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, run_passes
 from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
 from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
 from moepass.passes.parallel.merge_low_rank import merge_low_rank, split_low_rank
+from tests.helpers.graphs.readable_refusals import check_readable
+from tests.helpers.graphs.simulated_ranks import capture_module, hidden_rows, pretend_rank, run_ranks, with_tokens
+from tests.helpers.project_styles.low_rank_style import LowRankModules
+from tests.helpers.project_styles.style_sizes import StyleSizes
 
 EXPERTS, HIDDEN, WIDTH, RANK, TOP_K = 4, 32, 48, 4, 2
 

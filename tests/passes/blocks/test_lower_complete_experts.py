@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from backend_helper import BLOCKS, EXPERTS, TOP_K, capture, count, tokens, up_to
 from torch import nn
 
 from moepass.passes.blocks.lower_complete_experts import COMPLETE_EXPERTS
 from moepass.passes.ir.slot_operations import gather
 from moepass.runtime.integrations import complete_experts
+from tests.helpers.graphs.backend_helper import BLOCKS, EXPERTS, TOP_K, capture, count, tokens, up_to
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

@@ -6,7 +6,12 @@ import operator
 
 import pytest
 import torch
-from backend_helper import (
+from torch import nn
+
+import moepass
+from moepass.passes.ir.protocol import PlanError
+from moepass.passes.ir.slot_operations import BANK_TENSOR, gather
+from tests.helpers.graphs.backend_helper import (
     BLOCKS,
     EXPERTS,
     BatchedBlock,
@@ -20,12 +25,7 @@ from backend_helper import (
     tokens,
     up_to,
 )
-from error_fields import refused
-from torch import nn
-
-import moepass
-from moepass.passes.ir.protocol import PlanError
-from moepass.passes.ir.slot_operations import BANK_TENSOR, gather
+from tests.helpers.graphs.error_fields import refused
 
 
 @pytest.mark.slow

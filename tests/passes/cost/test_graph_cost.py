@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from backend_helper import Stack, capture, streamed, tokens, up_to
-from tiny_configs import meta_model, tiny_config
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
@@ -22,10 +20,12 @@ from moepass.models.formulas.text import evaluate_text
 from moepass.models.sizes.architecture import Architecture, Layer
 from moepass.models.sizes.families import from_config
 from moepass.models.sizes.presets import preset, preset_config
-from moepass.models.testing.tiny import TINY_FAMILIES
 from moepass.passes.cost.graph_cost import graph_cost, total_cost
 from moepass.passes.cost.op_costs import node_cost
 from moepass.passes.graph.nodes import module_path
+from tests.helpers.graphs.backend_helper import Stack, capture, streamed, tokens, up_to
+from tests.helpers.graphs.tiny_configs import meta_model, tiny_config
+from tests.helpers.models.tiny import TINY_FAMILIES
 
 # A multiple of the delta rule's chunk, so that no padding is computed.
 BATCH, SEQUENCE = 2, DELTA_RULE_CHUNK

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from backend_helper import capture
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import FlopCounterMode
 
 from moepass.models import formulas
 from moepass.passes.cost.graph_cost import graph_cost
 from moepass.passes.cost.op_costs import OpCost, is_elementwise, node_cost, op_cost
+from tests.helpers.graphs.backend_helper import capture
 
 aten = torch.ops.aten
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from captured_layers import compiled, forms, tokens
 from torch import nn
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.lowering import lowerings
 from torch.nn import functional as F
 
 import moepass
-from moepass.models.testing.project_styles.dense_experts import (
+from moepass.passes.blocks.expert_gemms import is_grouped_gemm
+from moepass.passes.dense.dense_gemms import dense_gemm
+from moepass.passes.graph.nodes import fake_value, graph_inputs
+from tests.helpers.graphs.captured_layers import compiled, forms, tokens
+from tests.helpers.project_styles.dense_experts import (
     EXPERTS,
     TAKEN,
     TOP_K,
@@ -23,9 +26,6 @@ from moepass.models.testing.project_styles.dense_experts import (
     MatmulDense,
     OneHotDense,
 )
-from moepass.passes.blocks.expert_gemms import is_grouped_gemm
-from moepass.passes.dense.dense_gemms import dense_gemm
-from moepass.passes.graph.nodes import fake_value, graph_inputs
 
 aten = torch.ops.aten
 WRITINGS = [pytest.param(one, id=one.__name__) for one in TAKEN]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from captured_layers import tokens
-from local_mutants import LocalMutants
 
-from moepass.models.testing.project_styles.dense_experts import TAKEN
 from moepass.passes.dense.compute_chosen_pairs import compute_chosen_pairs
+from tests.helpers.graphs.captured_layers import tokens
+from tests.helpers.mutants.local_mutants import LocalMutants
+from tests.helpers.project_styles.dense_experts import TAKEN
 
 LAYERS = {kind.__name__: kind for kind in TAKEN}
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from captured_layers import compiled, forms
 from torch.nn import functional as F
 
-from moepass.models.testing.project_styles.dense_experts import EXPERTS, TOP_K, DenseExperts
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
 from moepass.passes.graph.nodes import fake_value, graph_inputs
 from moepass.passes.slots.compute_read_slots import compute_read_slots
+from tests.helpers.graphs.captured_layers import compiled, forms
+from tests.helpers.project_styles.dense_experts import EXPERTS, TOP_K, DenseExperts
 
 CAPACITY = 16
 Tensor = torch.Tensor

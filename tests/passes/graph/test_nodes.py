@@ -5,17 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from backend_helper import DenseBlock, capture, tokens
 from torch import nn
 from torch.fx import Node
 
 import moepass
 from moepass.passes.graph import nodes as graph
 from moepass.passes.graph.nodes import draws_random_numbers, graphs_within, is_view, mutates, view_source
+from tests.helpers.graphs.backend_helper import DenseBlock, capture, tokens
 
 aten = torch.ops.aten
 
@@ -41,8 +40,13 @@ def test_views_that_no_schema_declares_share_memory() -> None:
 
 @pytest.mark.slow
 def test_no_other_operator_gives_a_view_that_its_schema_does_not_declare() -> None:
-    program = Path(__file__).with_name("undeclared_views.py")
-    finished = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=280, check=True)
+    finished = subprocess.run(
+        [sys.executable, "-m", "tests.helpers.graphs.undeclared_views"],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=True,
+    )
     # The functional form of set_, which AOT does not capture.
     views = set(finished.stdout.split()) - {"aten.set.source_Tensor"}
     assert "aten.unsafe_split.Tensor" in views

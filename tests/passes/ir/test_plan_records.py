@@ -11,7 +11,6 @@ import sys
 import msgspec
 import pytest
 import torch
-from backend_helper import Stack, streamed, tokens, up_to
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,6 +30,7 @@ from moepass.passes.ir.plan import (
 )
 from moepass.passes.ir.segment import Lowering, NotLowered, Segment, SegmentUse
 from moepass.passes.ir.slot_operations import BANK_TENSOR, acquire, decode, gather, prefetch, release
+from tests.helpers.graphs.backend_helper import Stack, streamed, tokens, up_to
 
 NAMES = st.text(max_size=12)
 COUNTS = st.integers(0, 2**53)

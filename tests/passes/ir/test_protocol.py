@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from backend_helper import Stack, capture, find, fingerprint, streamed, tokens
-from error_fields import refused
 from torch.fx import GraphModule
 
 from moepass.models.errors import OptionError
@@ -25,6 +23,8 @@ from moepass.passes.ir.protocol import (
 )
 from moepass.passes.ir.slot_operations import gather
 from moepass.passes.pipeline import PASSES, compile_graph
+from tests.helpers.graphs.backend_helper import Stack, capture, find, fingerprint, streamed, tokens
+from tests.helpers.graphs.error_fields import refused
 
 NAMES = [function.__name__ for function in PASSES]
 

@@ -7,7 +7,6 @@ import itertools
 
 import pytest
 import torch
-from error_fields import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,6 +25,7 @@ from moepass.passes.ir.shards import (
 )
 from moepass.runtime.banks.banks import describe_bank, write_parts
 from moepass.runtime.transfer.sources import MemorySource, read_range, whole
+from tests.helpers.graphs.error_fields import refused
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.uint8]
 CPU = torch.device("cpu")

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from backend_helper import Stack, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -22,6 +21,7 @@ from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.timeline import COMPUTE, COPY, HOST, Event, Timeline, chrome_trace, timeline_of
 from moepass.passes.planner.simulate import Simulation, simulate_plan
 from moepass.runtime.transfer.ring import Ring
+from tests.helpers.graphs.backend_helper import Stack, tokens
 
 # ---- The format ------------------------------------------------------------------------------------------------------
 

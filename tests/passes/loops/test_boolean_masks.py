@@ -7,10 +7,9 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from test_mask_loops import kinds, written
 from torch.nn import functional as F
 
-from moepass.models.testing.project_styles.local_loops import (
+from tests.helpers.project_styles.local_loops import (
     EXPERTS,
     HIDDEN,
     AnyPlace,
@@ -19,6 +18,7 @@ from moepass.models.testing.project_styles.local_loops import (
     MaskLoop,
     OneExpert,
 )
+from tests.passes.loops.test_mask_loops import kinds, written
 
 aten = torch.ops.aten
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from test_write_grouped_gemms import EXPERTS, HIDDEN, TOP_K, SlicesByCounts, SlicesByEnds, read
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
@@ -21,6 +20,7 @@ from moepass.passes.ir.protocol import PassContext, run_passes
 from moepass.passes.loops.known_totals import known_total
 from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
 from moepass.runtime.lowering.lower_segments import decompositions
+from tests.passes.loops.test_write_grouped_gemms import EXPERTS, HIDDEN, TOP_K, SlicesByCounts, SlicesByEnds, read
 
 aten = torch.ops.aten
 Tensor = torch.Tensor

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from local_mutants import LocalMutants
-from test_boolean_masks import PlaceByPlace, SummedWeights
-from test_write_grouped_gemms import SlicesByCounts, UncheckedSlices
 from torch import nn
 
-from moepass.models.testing.project_styles.local_loops import (
+from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
+from moepass.passes.masks.sort_masks import sort_masks
+from tests.helpers.mutants.local_mutants import LocalMutants
+from tests.helpers.project_styles.local_loops import (
     HIDDEN,
     AnyPlace,
     FlatPairs,
@@ -18,8 +18,8 @@ from moepass.models.testing.project_styles.local_loops import (
     OneExpert,
     SelectedLoop,
 )
-from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
-from moepass.passes.masks.sort_masks import sort_masks
+from tests.passes.loops.test_boolean_masks import PlaceByPlace, SummedWeights
+from tests.passes.loops.test_write_grouped_gemms import SlicesByCounts, UncheckedSlices
 
 LOOPS: dict[str, type[nn.Module]] = {
     "mixtral": MixtralLoop, "selected": SelectedLoop, "nonzero": NonzeroLoop, "slices": SlicesByCounts,

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from readable_refusals import check_readable
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
@@ -17,7 +16,14 @@ from torch._inductor.lowering import lowerings
 from torch.fx import GraphModule
 from torch.nn import functional as F
 
-from moepass.models.testing.project_styles.local_loops import (
+from moepass.passes.blocks.expert_gemms import is_grouped_gemm
+from moepass.passes.ir.plan import Plan, Refusal
+from moepass.passes.ir.protocol import PassContext, run_passes
+from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
+from moepass.passes.masks.sort_masks import sort_masks
+from moepass.runtime.lowering.lower_segments import decompositions
+from tests.helpers.graphs.readable_refusals import check_readable
+from tests.helpers.project_styles.local_loops import (
     EXPERTS,
     HIDDEN,
     GatedMlp,
@@ -27,12 +33,6 @@ from moepass.models.testing.project_styles.local_loops import (
     NonzeroLoop,
     SelectedLoop,
 )
-from moepass.passes.blocks.expert_gemms import is_grouped_gemm
-from moepass.passes.ir.plan import Plan, Refusal
-from moepass.passes.ir.protocol import PassContext, run_passes
-from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
-from moepass.passes.masks.sort_masks import sort_masks
-from moepass.runtime.lowering.lower_segments import decompositions
 
 aten = torch.ops.aten
 TAKEN: list[type[MaskLoop]] = [MixtralLoop, NonzeroLoop, SelectedLoop, LoopOfSums]

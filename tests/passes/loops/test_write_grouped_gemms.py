@@ -11,7 +11,6 @@ import torch
 from functorch.compile import make_boxed_func
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from readable_refusals import check_readable
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
@@ -26,6 +25,7 @@ from moepass.passes.ir.plan import Plan, Refusal
 from moepass.passes.ir.protocol import PassContext, run_passes
 from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
 from moepass.runtime.lowering.lower_segments import decompositions
+from tests.helpers.graphs.readable_refusals import check_readable
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 16, 24, 4, 2
 aten = torch.ops.aten

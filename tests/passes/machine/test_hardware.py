@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from error_fields import refused
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,6 +27,7 @@ from moepass.passes.machine.hardware import (
 )
 from moepass.passes.machine.seconds_table import Source, table_of
 from moepass.runtime.profiles.hardware_profiles import load_hardware, preset_names, profile_json, read_profile
+from tests.helpers.graphs.error_fields import refused
 
 H100 = load_hardware("8xh100-80g")
 BANK_BYTES = 128 * 3 * 4096 * 1536 * 2  # one layer of Qwen3-235B-A22B in bf16

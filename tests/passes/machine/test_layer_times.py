@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from error_fields import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +21,7 @@ from moepass.passes.machine.hardware import (
 from moepass.passes.machine.layer_times import Sequences, Split, activation_dtype, head_seconds, layer_seconds
 from moepass.passes.machine.times import TILE_ROWS
 from moepass.runtime.profiles.hardware_profiles import load_hardware
+from tests.helpers.graphs.error_fields import refused
 
 H100 = load_hardware("8xh100-80g")
 HIDDEN = 4096

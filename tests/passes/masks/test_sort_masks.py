@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from readable_refusals import check_readable
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
@@ -18,6 +17,7 @@ from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
 from moepass.passes.masks.sort_masks import sort_masks
 from moepass.runtime.lowering.lower_segments import decompositions
+from tests.helpers.graphs.readable_refusals import check_readable
 
 EXPERTS, TOP_K = 5, 2
 aten = torch.ops.aten

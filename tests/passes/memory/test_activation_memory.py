@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from error_fields import refused
 from torch._dynamo.exc import BackendCompilerFailed
 from transformers import PreTrainedModel
 
 import moepass
 from moepass.models.errors import InputError
-from moepass.models.testing.peak_memory import peak_bytes
-from moepass.models.testing.tiny import TINY_FAMILIES, tiny_inputs, tiny_model
 from moepass.passes.ir.activation_memory import LEAST_CHUNK_TOKENS, MOST_CHUNK_TOKENS, ActivationMemory, ActivationPeak
 from moepass.passes.ir.plan import Plan
 from moepass.passes.memory.activation_memory import COUNTED, ESTIMATED
+from tests.helpers.graphs.error_fields import refused
+from tests.helpers.models.peak_memory import peak_bytes
+from tests.helpers.models.tiny import TINY_FAMILIES, tiny_inputs, tiny_model
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

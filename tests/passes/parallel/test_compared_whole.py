@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from simulated_ranks import capture
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.func import functionalize
@@ -17,7 +16,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import moepass.passes.blocks.lower_complete_experts  # noqa: F401  registers the operator
 from moepass.models.reference.expert_parallel import EP_FORMS
 from moepass.models.reference.grouped_experts import grouped_gemm
-from moepass.models.testing.moe_stack import StackConfig
 from moepass.passes.graph.canonical_text import CanonicalText, describe_constant
 from moepass.passes.graph.nodes import graph_inputs
 from moepass.passes.graph.not_this_form import NotThisForm
@@ -25,6 +23,8 @@ from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, run_passes
 from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
 from moepass.passes.parallel.replicated import Origin, ReplicatedValues
+from tests.helpers.graphs.simulated_ranks import capture
+from tests.helpers.models.moe_stack import StackConfig
 
 GROUP = "0"
 c10d = torch.ops._c10d_functional

@@ -7,12 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import simulated_ranks
 import torch
 import torch.distributed as dist
-from adopted_stacks import compile_whole
-from ranks import run_ranks as run_on_processes
-from simulated_ranks import Captured, capture, hidden_states, run_local, run_ranks, with_tokens
 from torch import nn
 from torch.nn import functional as F
 
@@ -26,10 +22,14 @@ from moepass.models.reference.expert_parallel import (
     ShardedExperts,
 )
 from moepass.models.reference.grouped_experts import weighted_sum
-from moepass.models.testing.moe_stack import MoELayer, StackConfig, build_stack
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
 from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
+from tests.helpers.graphs import simulated_ranks
+from tests.helpers.graphs.simulated_ranks import Captured, capture, hidden_states, run_local, run_ranks, with_tokens
+from tests.helpers.models.moe_stack import MoELayer, StackConfig, build_stack
+from tests.helpers.processes.adopted_stacks import compile_whole
+from tests.helpers.processes.ranks import run_ranks as run_on_processes
 
 CONFIG = StackConfig(layers=1, experts=6, top_k=2, max_tokens=64)
 TOKENS = 35

@@ -10,25 +10,25 @@ import re
 from typing import Any
 
 import pytest
-import simulated_ranks
 import torch
-from graph_mutants import mutate
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from readable_refusals import check_readable
-from simulated_ranks import Captured, capture, hidden_states, run_local, run_ranks, with_tokens
 from torch.fx import GraphModule
 
 from moepass.models.formulas.expert_placement import shard_bounds
 from moepass.models.reference.collectives import exchange_rows, sum_over_ranks
 from moepass.models.reference.expert_parallel import EP_FORMS, AllReduceExperts, AllToAllExperts, ShardedExperts
 from moepass.models.reference.grouped_experts import count_per_expert, sort_by_expert, undo_order, weighted_sum
-from moepass.models.testing.moe_stack import MoEStack, StackConfig, build_stack
 from moepass.passes.graph.collectives import communications_of
 from moepass.passes.graph.nodes import copy_graph_module, fake_value
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
 from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
+from tests.helpers.graphs import simulated_ranks
+from tests.helpers.graphs.readable_refusals import check_readable
+from tests.helpers.graphs.simulated_ranks import Captured, capture, hidden_states, run_local, run_ranks, with_tokens
+from tests.helpers.models.moe_stack import MoEStack, StackConfig, build_stack
+from tests.helpers.mutants.graph_mutants import mutate
 
 # What must be gone from a graph of which every block was taken.
 HOST_SYNCS = ("aten._local_scalar_dense", "aten._assert_scalar", "aten.nonzero")

@@ -7,15 +7,15 @@ import importlib
 from typing import Any
 
 import pytest
-from graph_mutants import mutate
-from simulated_ranks import Captured, capture
 from torch.fx import GraphModule
 
 from moepass.models.reference.expert_parallel import EP_FORMS
-from moepass.models.testing.moe_stack import StackConfig
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, run_passes
 from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
+from tests.helpers.graphs.simulated_ranks import Captured, capture
+from tests.helpers.models.moe_stack import StackConfig
+from tests.helpers.mutants.graph_mutants import mutate
 
 # The package's attribute of that name is the pass.
 MODULE = importlib.import_module("moepass.passes.parallel.eliminate_expert_parallelism")

@@ -8,20 +8,27 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import torch.distributed as dist
-from readable_refusals import check_readable
-from simulated_ranks import Captured, capture_module, hidden_rows, pretend_rank, run_ranks, with_tokens
 from torch import nn
 from torch.fx import GraphModule
 
 from moepass.models.reference.collectives import gather_rows
-from moepass.models.testing.project_styles.gathered_style import GatheredOrder
-from moepass.models.testing.project_styles.style_sizes import StyleSizes
 from moepass.passes.graph.collectives import collective_of
 from moepass.passes.graph.nodes import copy_graph_module, fake_value
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, run_passes
 from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
 from moepass.passes.parallel.match.gathered_masks import look_up_gathered_masks
+from tests.helpers.graphs.readable_refusals import check_readable
+from tests.helpers.graphs.simulated_ranks import (
+    Captured,
+    capture_module,
+    hidden_rows,
+    pretend_rank,
+    run_ranks,
+    with_tokens,
+)
+from tests.helpers.project_styles.gathered_style import GatheredOrder
+from tests.helpers.project_styles.style_sizes import StyleSizes
 
 RANKS, EXPERTS, TOP_K, WIDTH = 2, 6, 2, 8
 Select = Callable[[torch.Tensor, torch.Tensor], Sequence[torch.Tensor]]

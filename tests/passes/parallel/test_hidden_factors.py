@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_hidden_thresholds import CONFIG, refusal
 
 from moepass.models.reference.expert_parallel import AllReduceExperts, AllToAllExperts
 from moepass.models.reference.grouped_experts import count_per_expert, sort_by_expert
+from tests.passes.parallel.test_hidden_thresholds import CONFIG, refusal
 
 WIDE = dataclasses.replace(CONFIG, max_tokens=400)
 # Takes the places [S] of the pairs in order, their experts [S], and experts of each token; gives places.

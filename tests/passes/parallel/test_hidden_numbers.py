@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_hidden_thresholds import CONFIG, refusal
 from torch.nn import functional as F
 
 from moepass.models.reference.expert_parallel import AllGatherExperts, AllReduceExperts, AllToAllExperts, ShardedExperts
 from moepass.models.reference.grouped_experts import count_per_expert, grouped_gemm, sort_by_expert, undo_order
+from tests.passes.parallel.test_hidden_thresholds import CONFIG, refusal
 
 T = torch.Tensor
 WIDE = dataclasses.replace(CONFIG, max_tokens=400)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from simulated_ranks import capture
 
 from moepass.models.reference.collectives import gather_rows, scatter_sums, sum_over_ranks
 from moepass.models.reference.expert_parallel import (
@@ -21,10 +20,11 @@ from moepass.models.reference.expert_parallel import (
     ShardedExperts,
 )
 from moepass.models.reference.grouped_experts import count_per_expert, sort_by_expert, undo_order, weighted_sum
-from moepass.models.testing.moe_stack import StackConfig
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, run_passes
 from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
+from tests.helpers.graphs.simulated_ranks import capture
+from tests.helpers.models.moe_stack import StackConfig
 
 Predicate = Callable[[torch.Tensor], torch.Tensor]
 SUBJECTS = ("places", "counts", "rows")

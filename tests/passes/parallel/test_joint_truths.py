@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 import torch
-from test_hidden_thresholds import CONFIG, refusal
 
 from moepass.models.reference.expert_parallel import AllToAllExperts
+from tests.passes.parallel.test_hidden_thresholds import CONFIG, refusal
 
 # Four experts on each of two ranks: eight counts arrive.
 WIDE = dataclasses.replace(CONFIG, experts=8, max_tokens=400)

@@ -6,23 +6,23 @@ import sys
 from typing import Any
 
 import pytest
-import simulated_ranks
 import torch
 import torch.distributed as dist
-from backend_helper import BLOCKS, EXPERTS, TOP_K, Stack, tokens
-from ranks import run_ranks
-from simulated_ranks import capture, hidden_states, run_local, with_tokens
-from simulated_ranks import run_ranks as run_together
 from torch import nn
 from torch.nn import functional as F
 
 import moepass
 from moepass.models.reference.expert_parallel import EP_FORMS
-from moepass.models.testing.moe_stack import MoEStack, StackConfig, build_stack
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, run_passes
 from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
 from moepass.passes.pipeline import PASSES
+from tests.helpers.graphs import simulated_ranks
+from tests.helpers.graphs.backend_helper import BLOCKS, EXPERTS, TOP_K, Stack, tokens
+from tests.helpers.graphs.simulated_ranks import capture, hidden_states, run_local, with_tokens
+from tests.helpers.graphs.simulated_ranks import run_ranks as run_together
+from tests.helpers.models.moe_stack import MoEStack, StackConfig, build_stack
+from tests.helpers.processes.ranks import run_ranks
 
 CONFIG = StackConfig(layers=2, hidden=16, width=16, max_tokens=12)
 needs_memfd = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")

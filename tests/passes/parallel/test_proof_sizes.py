@@ -7,24 +7,22 @@ import importlib
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-import simulated_ranks
 import torch
-from simulated_ranks import Captured, capture, hidden_states, run_local, run_ranks, with_tokens
-from test_eliminate_expert_parallelism import ACTS_LATER, FewRows, OwnSizesExperts
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moepass.models.reference.expert_parallel import EP_FORMS, AllReduceExperts, AllToAllExperts, ShardedExperts
 from moepass.models.reference.grouped_experts import grouped_gemm
-from moepass.models.testing.moe_stack import StackConfig, build_stack
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
 from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
+from tests.helpers.graphs.simulated_ranks import Captured, capture, hidden_states, run_local, run_ranks, with_tokens
+from tests.helpers.models.moe_stack import StackConfig, build_stack
+from tests.passes.parallel.test_eliminate_expert_parallelism import ACTS_LATER, FewRows, OwnSizesExperts
 
 PROOF = importlib.import_module("moepass.passes.parallel.proof.prove")
 MODES = ["static", "dynamic"]
@@ -74,8 +72,7 @@ def test_a_proof_touches_few_numbers_whatever_the_sizes(form: str) -> None:
 
 def _cost(form: str, mode: str, *sizes: int) -> dict[str, Any]:
     """Tokens, hidden, width, experts, top-k, ranks."""
-    script = Path(simulated_ranks.__file__).with_name("proof_cost.py")
-    command = [sys.executable, str(script), form, mode, *map(str, sizes)]
+    command = [sys.executable, "-m", "tests.helpers.graphs.proof_cost", form, mode, *map(str, sizes)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)

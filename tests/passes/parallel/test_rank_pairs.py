@@ -15,20 +15,20 @@ from typing import Any
 
 import pytest
 import torch
-from graph_mutants import FLOAT_CHANGES, INT_CHANGES, mutate, mutate_values
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from simulated_ranks import Captured, capture, decide, hidden_states, run_ranks, with_tokens
 from torch.fx import GraphModule
 
 from moepass.models.reference.expert_parallel import EP_FORMS
-from moepass.models.testing.moe_stack import StackConfig
 from moepass.passes.graph.nodes import graph_inputs, is_call
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
 from moepass.passes.ir.slot_operations import gather
 from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
 from moepass.runtime.ranks.checksum import checksum
+from tests.helpers.graphs.simulated_ranks import Captured, capture, decide, hidden_states, run_ranks, with_tokens
+from tests.helpers.models.moe_stack import StackConfig
+from tests.helpers.mutants.graph_mutants import FLOAT_CHANGES, INT_CHANGES, mutate, mutate_values
 
 CONFIG = StackConfig(layers=2, hidden=16, width=16, experts=4, top_k=2, max_tokens=9)
 TOKENS = 9

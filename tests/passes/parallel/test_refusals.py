@@ -11,8 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func
-from readable_refusals import check_readable
-from simulated_ranks import Captured, capture, hidden_states, pretend_rank
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,7 +21,6 @@ from torch.nn import functional as F
 from moepass.models.reference.collectives import exchange_rows, gather_rows, sum_over_ranks
 from moepass.models.reference.expert_parallel import EP_FORMS, AllGatherExperts, AllReduceExperts, AllToAllExperts
 from moepass.models.reference.grouped_experts import count_per_expert, grouped_gemm, sort_by_expert, weighted_sum
-from moepass.models.testing.moe_stack import StackConfig, build_stack
 from moepass.passes.graph.collectives import communications_of, group_names
 from moepass.passes.graph.nodes import copy_graph_module, graph_inputs
 from moepass.passes.graph.refusals import refusal_of
@@ -34,6 +31,9 @@ from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_exper
 from moepass.passes.pipeline import compile_graph
 from moepass.runtime.execute.captured import capture_notes, name_inputs
 from moepass.runtime.lowering.lower_segments import decompositions
+from tests.helpers.graphs.readable_refusals import check_readable
+from tests.helpers.graphs.simulated_ranks import Captured, capture, hidden_states, pretend_rank
+from tests.helpers.models.moe_stack import StackConfig, build_stack
 
 SCALARS, MASKS = "capture_scalar_outputs", "capture_dynamic_output_shape_ops"
 CONFIG = StackConfig(layers=1, hidden=16, width=16, max_tokens=12)

@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from adopted_stacks import SMALL, compile_whole, hidden_rows
-from ranks import run_ranks
-from simulated_ranks import capture
 from torch import nn
 
 import moepass
 from moepass.models.reference.collectives import gather_rows, scatter_sums, sum_over_ranks
 from moepass.models.reference.grouped_experts import count_per_expert
-from moepass.models.testing.moe_stack import MoELayer, build_stack
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
 from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
 from moepass.runtime.ranks import replicas
 from moepass.runtime.ranks.rendezvous import PeerError
+from tests.helpers.graphs.simulated_ranks import capture
+from tests.helpers.models.moe_stack import MoELayer, build_stack
+from tests.helpers.processes.adopted_stacks import SMALL, compile_whole, hidden_rows
+from tests.helpers.processes.ranks import run_ranks
 
 on_ranks = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
 
@@ -207,7 +207,7 @@ def test_a_buffer_that_no_rank_can_write_alike_keeps_its_all_reduce(
 
 
 def _take_balanced(what: str, rank: int, monkeypatch: pytest.MonkeyPatch) -> PassResult:
-    import simulated_ranks
+    from tests.helpers.graphs import simulated_ranks
 
     def build(config: Any, form: str) -> nn.Module:
         stack = build_stack(config, form)
@@ -450,7 +450,7 @@ class _AfterAnExchange(nn.Module):
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("kind", "is_taken"), [("summed", True), ("gathered", True), ("scattered", False)])
 def test_what_ranks_exchanged_before_decides(kind: str, is_taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    import simulated_ranks
+    from tests.helpers.graphs import simulated_ranks
 
     def build(config: Any, form: str) -> nn.Module:
         stack = build_stack(config, form)

@@ -11,15 +11,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from simulated_ranks import Captured, capture, hidden_states, run_ranks, with_tokens
-from test_rank_pairs import _banks, _eliminate
 from torch.nn import functional as F
 
 from moepass.models.reference.expert_parallel import EP_FORMS
 from moepass.models.reference.grouped_experts import grouped_gemm
-from moepass.models.testing.moe_stack import StackConfig
 from moepass.passes.ir.plan import Plan
 from moepass.passes.rows.row_layout import Layout, broadcast, features, reshaped, rows_first
+from tests.helpers.graphs.simulated_ranks import Captured, capture, hidden_states, run_ranks, with_tokens
+from tests.helpers.models.moe_stack import StackConfig
+from tests.passes.parallel.test_rank_pairs import _banks, _eliminate
 
 # Of what the GEMMs before it give for gate and up, on a rank.
 Activation = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -13,10 +11,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def published() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
-        yield importlib.import_module("published")
+def published() -> ModuleType:
+    return importlib.import_module("benchmarks.published")
 
 
 @pytest.mark.parametrize(("table", "cells"), [("by_context", 4), ("mfu_ranges", 5), ("end_to_end", 4)])

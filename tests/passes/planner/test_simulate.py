@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
-from error_fields import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from moepass.passes.ir.protocol import PlanError
 from moepass.passes.ir.timeline import COMPUTE, COPY
 from moepass.passes.planner.phases import LayerPhase, TimedStep, phase_steps, plan_steps, streamed_phases
 from moepass.passes.planner.simulate import Machine, Simulation, simulate, simulate_phases, simulate_plan
+from tests.helpers.graphs.error_fields import refused
 
 
 def phase(number: int, compute: float, transfer: float = 0.0, bank_bytes: int | None = None) -> LayerPhase:

@@ -7,19 +7,26 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
-from simulated_ranks import Captured, capture_module, hidden_rows, pretend_rank, run_ranks, with_tokens
-from test_project_styles import SIZES, complete_banks, eliminated, host_syncs
 
-from moepass.models.testing.project_styles.mesh_style import (
+from moepass.passes.graph.collectives import communications_of, group_names
+from moepass.passes.ir.protocol import PassResult
+from moepass.runtime.execute.adoption import process_groups
+from tests.helpers.graphs.simulated_ranks import (
+    Captured,
+    capture_module,
+    hidden_rows,
+    pretend_rank,
+    run_ranks,
+    with_tokens,
+)
+from tests.helpers.project_styles.mesh_style import (
     OneAxisOfMesh,
     OneAxisOfMeshWithMasks,
     SequenceParallel,
     SequenceParallelBare,
     TwoHops,
 )
-from moepass.passes.graph.collectives import communications_of, group_names
-from moepass.passes.ir.protocol import PassResult
-from moepass.runtime.execute.adoption import process_groups
+from tests.passes.project_styles.test_project_styles import SIZES, complete_banks, eliminated, host_syncs
 
 
 def captured_on(layer: type[torch.nn.Module], rank: int, ranks: int) -> Captured:

@@ -8,17 +8,25 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from simulated_ranks import Captured, capture_module, hidden_rows, pretend_rank, run_ranks, run_with_banks, with_tokens
-from test_project_styles import complete_banks, eliminated
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from moepass.models.reference.collectives import exchange_rows
 from moepass.models.reference.grouped_experts import grouped_gemm
-from moepass.models.testing.project_styles.exact_style import ExactLayer
-from moepass.models.testing.project_styles.style_sizes import BiasedExpert, StyleSizes, stacked
 from moepass.passes.ir.protocol import PassResult
 from moepass.passes.parallel.eliminate_expert_parallelism import texts_of
+from tests.helpers.graphs.simulated_ranks import (
+    Captured,
+    capture_module,
+    hidden_rows,
+    pretend_rank,
+    run_ranks,
+    run_with_banks,
+    with_tokens,
+)
+from tests.helpers.project_styles.exact_style import ExactLayer
+from tests.helpers.project_styles.style_sizes import BiasedExpert, StyleSizes, stacked
+from tests.passes.project_styles.test_project_styles import complete_banks, eliminated
 
 SIZES = StyleSizes()
 Change = Callable[[torch.Tensor], torch.Tensor]

@@ -12,21 +12,28 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from simulated_ranks import Captured, capture_module, hidden_rows, pretend_rank, run_ranks, with_tokens
-from test_project_styles import complete_banks, eliminated
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.fx import Graph, Node
 
-from moepass.models.testing.project_styles.exact_style import SlicesOfModules
-from moepass.models.testing.project_styles.gathered_style import GatheredMasks
-from moepass.models.testing.project_styles.slots_style import EinsumSlots, EqualAllToAll, IndexedSlots
-from moepass.models.testing.project_styles.style_sizes import StyleSizes
 from moepass.passes.graph.collectives import collective_of, communications_of
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call
 from moepass.passes.graph.source_lines import ARGUMENT_KEY
 from moepass.passes.ir.protocol import PassResult
+from tests.helpers.graphs.simulated_ranks import (
+    Captured,
+    capture_module,
+    hidden_rows,
+    pretend_rank,
+    run_ranks,
+    with_tokens,
+)
+from tests.helpers.project_styles.exact_style import SlicesOfModules
+from tests.helpers.project_styles.gathered_style import GatheredMasks
+from tests.helpers.project_styles.slots_style import EinsumSlots, EqualAllToAll, IndexedSlots
+from tests.helpers.project_styles.style_sizes import StyleSizes
+from tests.passes.project_styles.test_project_styles import complete_banks, eliminated
 
 aten = torch.ops.aten
 
@@ -266,7 +273,7 @@ class KeptMemory:
 )
 def test_tokens_in_memory_that_outlives_the_run_are_refused(layer: type[nn.Module], exchange: str) -> None:
     with (
-        mock.patch(f"moepass.models.testing.project_styles.{exchange}", KeptMemory),
+        mock.patch(f"tests.helpers.project_styles.{exchange}", KeptMemory),
         pretend_rank(0, RANKS),
     ):
         model = layer(StyleSizes(), dist.group.WORLD)  # type: ignore[call-arg]

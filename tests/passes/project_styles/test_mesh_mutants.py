@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from graph_mutants import changes_of, finite_or_none, mutant_of, outcomes_of
-from simulated_meshes import captured_on_mesh, decide_on_mesh, run_mesh
-from simulated_ranks import Captured, hidden_rows, with_tokens
-from test_meshes import CUT, EXACT, SLOTS, banks_of_ranks
-from test_project_styles import PASSES, SIZES
-from test_style_mutants import WAYS
 from torch import nn
 
-from moepass.models.testing.project_styles.mesh_style import CutExpertsOfTokens
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
+from tests.helpers.graphs.simulated_meshes import captured_on_mesh, decide_on_mesh, run_mesh
+from tests.helpers.graphs.simulated_ranks import Captured, hidden_rows, with_tokens
+from tests.helpers.mutants.graph_mutants import changes_of, finite_or_none, mutant_of, outcomes_of
+from tests.helpers.project_styles.mesh_style import CutExpertsOfTokens
+from tests.passes.project_styles.test_meshes import CUT, EXACT, SLOTS, banks_of_ranks
+from tests.passes.project_styles.test_project_styles import PASSES, SIZES
+from tests.passes.project_styles.test_style_mutants import WAYS
 
 RANKS = 4
 TOKENS = 9

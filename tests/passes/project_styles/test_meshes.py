@@ -10,30 +10,30 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from simulated_meshes import captured_on_mesh, run_mesh
-from simulated_ranks import Captured, hidden_rows, with_tokens
-from test_project_styles import SIZES, complete_banks, eliminated, host_syncs
 from torch import nn
 
 from moepass.models.reference.collectives import gather_rows, scatter_sums, sum_over_ranks
-from moepass.models.testing.project_styles.exact_style import SplitOfStacks
-from moepass.models.testing.project_styles.hops_style import (
+from moepass.passes.graph.collectives import communications_of
+from moepass.passes.ir.protocol import PassResult
+from tests.helpers.graphs.simulated_meshes import captured_on_mesh, run_mesh
+from tests.helpers.graphs.simulated_ranks import Captured, hidden_rows, with_tokens
+from tests.helpers.project_styles.exact_style import SplitOfStacks
+from tests.helpers.project_styles.hops_style import (
     ExactBetweenMachinesFirst,
     ExactByExpert,
     ExactWithinMachineFirst,
     SlotsBetweenMachinesFirst,
     SlotsWithinMachineFirst,
 )
-from moepass.models.testing.project_styles.mesh_style import (
+from tests.helpers.project_styles.mesh_style import (
     CutExperts,
     CutExpertsInOrder,
     CutExpertsOfTokens,
     CutSlots,
 )
-from moepass.models.testing.project_styles.slots_style import IndexedSlots
-from moepass.models.testing.project_styles.style_sizes import StyleSizes
-from moepass.passes.graph.collectives import communications_of
-from moepass.passes.ir.protocol import PassResult
+from tests.helpers.project_styles.slots_style import IndexedSlots
+from tests.helpers.project_styles.style_sizes import StyleSizes
+from tests.passes.project_styles.test_project_styles import SIZES, complete_banks, eliminated, host_syncs
 
 SLOTS = (SlotsBetweenMachinesFirst, SlotsWithinMachineFirst)
 EXACT = (ExactBetweenMachinesFirst, ExactByExpert, ExactWithinMachineFirst)

@@ -8,20 +8,28 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from readable_refusals import check_readable
-from simulated_ranks import Captured, capture_module, hidden_rows, pretend_rank, run_ranks, run_with_banks, with_tokens
-from test_project_styles import PASSES, SIZES, complete_banks
 from torch import nn
 
-from moepass.models.testing.project_styles.padded_style import (
+from moepass.passes.graph.collectives import communications_of
+from moepass.passes.ir.plan import Plan
+from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
+from tests.helpers.graphs.readable_refusals import check_readable
+from tests.helpers.graphs.simulated_ranks import (
+    Captured,
+    capture_module,
+    hidden_rows,
+    pretend_rank,
+    run_ranks,
+    run_with_banks,
+    with_tokens,
+)
+from tests.helpers.project_styles.padded_style import (
     Experts,
     PaddedLayer,
     Padding,
     SearchedTable,
 )
-from moepass.passes.graph.collectives import communications_of
-from moepass.passes.ir.plan import Plan
-from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
+from tests.passes.project_styles.test_project_styles import PASSES, SIZES, complete_banks
 
 OWN = 4  # experts of each of two ranks
 

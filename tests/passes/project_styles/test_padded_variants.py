@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from simulated_ranks import capture_module, hidden_rows, pretend_rank
-from test_padded_experts import check_right
-from test_project_styles import SIZES, eliminated
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from moepass.models.reference.collectives import exchange_rows
 from moepass.models.reference.grouped_experts import count_per_expert, grouped_gemm, undo_order
-from moepass.models.testing.project_styles.exact_style import ExactLayer
-from moepass.models.testing.project_styles.gathered_style import GatheredMasks, GatheredOrder
-from moepass.models.testing.project_styles.ids_style import GlobalIdsTravel
-from moepass.models.testing.project_styles.padded_style import PaddedLayer, Padding, ScatteredRows, SearchedTable
-from moepass.models.testing.project_styles.style_sizes import BiasedExpert, StyleSizes, stacked
 from moepass.passes.graph.collectives import communications_of
+from tests.helpers.graphs.simulated_ranks import capture_module, hidden_rows, pretend_rank
+from tests.helpers.project_styles.exact_style import ExactLayer
+from tests.helpers.project_styles.gathered_style import GatheredMasks, GatheredOrder
+from tests.helpers.project_styles.ids_style import GlobalIdsTravel
+from tests.helpers.project_styles.padded_style import PaddedLayer, Padding, ScatteredRows, SearchedTable
+from tests.helpers.project_styles.style_sizes import BiasedExpert, StyleSizes, stacked
+from tests.passes.project_styles.test_padded_experts import check_right
+from tests.passes.project_styles.test_project_styles import SIZES, eliminated
 
 
 class IdsAndPadding(GlobalIdsTravel):

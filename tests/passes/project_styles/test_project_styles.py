@@ -9,26 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from readable_refusals import check_readable
-from simulated_ranks import Captured, capture_module, hidden_rows, pretend_rank, run_ranks, run_with_banks, with_tokens
 from torch import nn
 
-from moepass.models.testing.project_styles.converted_style import FlatWeights, MasterWeights, ScaledModules
-from moepass.models.testing.project_styles.exact_style import SlicesOfModules, SplitOfStacks
-from moepass.models.testing.project_styles.gathered_style import DroppingMasks, GatheredMasks, GatheredOrder
-from moepass.models.testing.project_styles.ids_style import GlobalIdsTravel, LocalIdsTravel
-from moepass.models.testing.project_styles.low_rank_style import LowRankModules
-from moepass.models.testing.project_styles.megatron_style import MaskedDispatch
-from moepass.models.testing.project_styles.overlap_style import OverlappedHalves, OverlappedModules
-from moepass.models.testing.project_styles.padded_style import (
-    ModulesThatPad,
-    PaddedByJoin,
-    PaddedByScatter,
-    PaddedBySearch,
-    PaddedByTable,
-)
-from moepass.models.testing.project_styles.slots_style import BatchedSlots, EinsumSlots, IndexedSlots
-from moepass.models.testing.project_styles.style_sizes import StyleSizes
 from moepass.passes.dense.group_exchanged_slots import group_exchanged_slots
 from moepass.passes.graph.collectives import communications_of
 from moepass.passes.graph.nodes import graph_inputs, is_call
@@ -44,6 +26,32 @@ from moepass.passes.slots.compute_read_slots import compute_read_slots
 from moepass.passes.slots.leave_out_padding import leave_out_padding
 from moepass.passes.slots.look_up_one_hots import look_up_one_hots
 from moepass.runtime.banks.banks import write_parts
+from tests.helpers.graphs.readable_refusals import check_readable
+from tests.helpers.graphs.simulated_ranks import (
+    Captured,
+    capture_module,
+    hidden_rows,
+    pretend_rank,
+    run_ranks,
+    run_with_banks,
+    with_tokens,
+)
+from tests.helpers.project_styles.converted_style import FlatWeights, MasterWeights, ScaledModules
+from tests.helpers.project_styles.exact_style import SlicesOfModules, SplitOfStacks
+from tests.helpers.project_styles.gathered_style import DroppingMasks, GatheredMasks, GatheredOrder
+from tests.helpers.project_styles.ids_style import GlobalIdsTravel, LocalIdsTravel
+from tests.helpers.project_styles.low_rank_style import LowRankModules
+from tests.helpers.project_styles.megatron_style import MaskedDispatch
+from tests.helpers.project_styles.overlap_style import OverlappedHalves, OverlappedModules
+from tests.helpers.project_styles.padded_style import (
+    ModulesThatPad,
+    PaddedByJoin,
+    PaddedByScatter,
+    PaddedBySearch,
+    PaddedByTable,
+)
+from tests.helpers.project_styles.slots_style import BatchedSlots, EinsumSlots, IndexedSlots
+from tests.helpers.project_styles.style_sizes import StyleSizes
 
 STYLES: dict[str, tuple[type[nn.Module], str]] = {
     "gshard": (EinsumSlots, "all_to_all_slots"),

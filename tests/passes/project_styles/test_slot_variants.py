@@ -7,17 +7,17 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.distributed as dist
-from simulated_ranks import capture_module, hidden_rows, pretend_rank, run_ranks, with_tokens
-from test_project_styles import SIZES, complete_banks, eliminated
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from moepass.models.reference.collectives import exchange_rows, max_over_ranks
-from moepass.models.testing.project_styles.exact_style import ExactLayer
-from moepass.models.testing.project_styles.slots_style import BatchedSlots, EqualAllToAll
-from moepass.models.testing.project_styles.style_sizes import GatedExpert, StyleSizes, stacked
 from moepass.passes.graph.collectives import communications_of
+from tests.helpers.graphs.simulated_ranks import capture_module, hidden_rows, pretend_rank, run_ranks, with_tokens
+from tests.helpers.project_styles.exact_style import ExactLayer
+from tests.helpers.project_styles.slots_style import BatchedSlots, EqualAllToAll
+from tests.helpers.project_styles.style_sizes import GatedExpert, StyleSizes, stacked
+from tests.passes.project_styles.test_project_styles import SIZES, complete_banks, eliminated
 
 
 class EinsumExperts(BatchedSlots):

@@ -11,12 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from graph_mutants import FLOAT_CHANGES, INT_CHANGES, changes_of, finite_or_none, mutant_of, outcomes_of
-from simulated_ranks import Captured, decide, hidden_rows, run_ranks, with_tokens
-from test_project_styles import PASSES, SIZES, STYLES, captured_style, complete_banks
 
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
+from tests.helpers.graphs.simulated_ranks import Captured, decide, hidden_rows, run_ranks, with_tokens
+from tests.helpers.mutants.graph_mutants import (
+    FLOAT_CHANGES,
+    INT_CHANGES,
+    changes_of,
+    finite_or_none,
+    mutant_of,
+    outcomes_of,
+)
+from tests.passes.project_styles.test_project_styles import PASSES, SIZES, STYLES, captured_style, complete_banks
 
 RANKS = 2
 WAYS: tuple[int | str, ...] = (*range(5), *FLOAT_CHANGES, *INT_CHANGES, "flag", "constant")

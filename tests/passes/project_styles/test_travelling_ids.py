@@ -7,14 +7,21 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from readable_refusals import check_readable
-from simulated_ranks import capture_module, hidden_rows, pretend_rank, run_ranks, run_with_banks, with_tokens
-from test_project_styles import PASSES, SIZES, complete_banks
 
-from moepass.models.testing.project_styles.ids_style import GlobalIdsTravel
 from moepass.passes.graph.collectives import communications_of
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
+from tests.helpers.graphs.readable_refusals import check_readable
+from tests.helpers.graphs.simulated_ranks import (
+    capture_module,
+    hidden_rows,
+    pretend_rank,
+    run_ranks,
+    run_with_banks,
+    with_tokens,
+)
+from tests.helpers.project_styles.ids_style import GlobalIdsTravel
+from tests.passes.project_styles.test_project_styles import PASSES, SIZES, complete_banks
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 

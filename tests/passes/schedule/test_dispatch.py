@@ -9,16 +9,12 @@ from typing import Any
 import pytest
 import sympy
 import torch
-from backend_helper import Stack, tokens
-from error_fields import refused
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from ranks import run_ranks
 from torch.fx import GraphModule
 
 import moepass
 from moepass.models.reference.expert_parallel import EP_FORMS
-from moepass.models.testing.moe_stack import StackConfig, build_stack
 from moepass.options import parse_options
 from moepass.passes.graph.input_sizes import SizeSource, read_sizes, size_sources
 from moepass.passes.ir.plan import Dispatch, Plan
@@ -27,6 +23,10 @@ from moepass.passes.schedule.dispatch import EXCHANGED, GATHERED, HYSTERESIS, ch
 from moepass.runtime.lowering.lower_later import lower_later
 from moepass.runtime.profiles.hardware_profiles import load_hardware
 from moepass.runtime.ranks.agreement import RunVote
+from tests.helpers.graphs.backend_helper import Stack, tokens
+from tests.helpers.graphs.error_fields import refused
+from tests.helpers.models.moe_stack import StackConfig, build_stack
+from tests.helpers.processes.ranks import run_ranks
 
 FORMS = [None, GATHERED, EXCHANGED]
 _numbers = st.integers(0, 10**6)

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from backend_helper import (
+from torch import nn
+
+import moepass
+from moepass.passes.ir.protocol import PassContext, PassError, PlanError
+from moepass.passes.ir.slot_operations import acquire, gather, prefetch, release
+from moepass.passes.pipeline import PASSES
+from tests.helpers.graphs.backend_helper import (
     BLOCKS,
     EXPERTS,
     BatchedBlock,
@@ -19,12 +25,6 @@ from backend_helper import (
     tokens,
     up_to,
 )
-from torch import nn
-
-import moepass
-from moepass.passes.ir.protocol import PassContext, PassError, PlanError
-from moepass.passes.ir.slot_operations import acquire, gather, prefetch, release
-from moepass.passes.pipeline import PASSES
 
 schedule = next(function for function in PASSES if function.__name__ == "schedule")
 

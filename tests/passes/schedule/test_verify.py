@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from backend_helper import Stack, find, fingerprint, gather, streamed, tokens, up_to
-from schedule_mutants import Shared, case
 from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.graph.nodes import copy_graph_module, is_call
@@ -17,6 +15,8 @@ from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult
 from moepass.passes.ir.slot_operations import acquire, decode, prefetch, release
 from moepass.passes.schedule.verify import RULES, ScheduleError, verify, violations
+from tests.helpers.graphs.backend_helper import Stack, find, fingerprint, gather, streamed, tokens, up_to
+from tests.helpers.mutants.schedule_mutants import Shared, case
 
 Breaker = Callable[[GraphModule, PassResult], None]
 

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from schedule_judge import wrong_because
-from schedule_mutants import CASES, KINDS, Case, Mutation, case, correct_schedule, mutant
 from torch.fx import Graph, GraphModule
 
 from moepass.passes.ir.plan import Plan
@@ -18,6 +16,8 @@ from moepass.passes.schedule.verify import RULES, ScheduleFacts, schedule_facts
 from moepass.runtime.execute.executor import bind
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.ring import make_ring
+from tests.helpers.graphs.schedule_judge import wrong_because
+from tests.helpers.mutants.schedule_mutants import CASES, KINDS, Case, Mutation, case, correct_schedule, mutant
 
 # Rules about timing alone. The others, and the event that a refill names, are also about what the plan says.
 TIMING = {"read_after_write", "read_before_release", "write_after_read"}

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from backend_helper import BLOCKS, EXPERTS, Stack, streamed, tokens
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -18,6 +17,7 @@ from moepass.passes.ir.segment import EXPERT_LOOP, INDUCTOR, TRITON, Lowering
 from moepass.passes.ir.shards import slot_layout
 from moepass.passes.pipeline import compile_graph
 from moepass.passes.segments.bank_parts import bank_parts, weights_in_parts, with_bank_parts
+from tests.helpers.graphs.backend_helper import BLOCKS, EXPERTS, Stack, streamed, tokens
 
 ROWS, WIDTH = 6, 8
 

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from backend_helper import HIDDEN
-from fake_gpu import captured_graph, on_gpu, pretended_gpu, put_on_gpu
-from simulated_ranks import pretend_rank
 from torch import nn
 from torch.fx import GraphModule
 
-from moepass.models.testing.moe_stack import StackConfig, build_stack
 from moepass.passes.segments.cuda_graphs import with_cuda_graphs
 from moepass.passes.segments.partition import cut_into_segments
+from tests.helpers.graphs.backend_helper import HIDDEN
+from tests.helpers.graphs.fake_gpu import captured_graph, on_gpu, pretended_gpu, put_on_gpu
+from tests.helpers.graphs.simulated_ranks import pretend_rank
+from tests.helpers.models.moe_stack import StackConfig, build_stack
 
 
 def _refusals(captured: GraphModule) -> list[str]:

@@ -6,7 +6,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from backend_helper import (
+from torch import nn
+from torch.fx import GraphModule
+
+import moepass
+from moepass.passes.graph.nodes import mutates
+from moepass.passes.ir.plan import Plan
+from moepass.passes.ir.protocol import PassContext, PlanError
+from moepass.passes.pipeline import compile_graph
+from moepass.runtime.execute.executor import Executor
+from moepass.runtime.lowering.lower_segments import lower_segments
+from tests.helpers.graphs.backend_helper import (
     BLOCKS,
     EXPERTS,
     BatchedBlock,
@@ -21,17 +31,7 @@ from backend_helper import (
     tokens,
     up_to,
 )
-from error_fields import refused
-from torch import nn
-from torch.fx import GraphModule
-
-import moepass
-from moepass.passes.graph.nodes import mutates
-from moepass.passes.ir.plan import Plan
-from moepass.passes.ir.protocol import PassContext, PlanError
-from moepass.passes.pipeline import compile_graph
-from moepass.runtime.execute.executor import Executor
-from moepass.runtime.lowering.lower_segments import lower_segments
+from tests.helpers.graphs.error_fields import refused
 
 
 def _segments(top: GraphModule) -> dict[str, GraphModule]:

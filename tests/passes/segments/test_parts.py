@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from naive_trie import naive_step
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule, Node
@@ -17,7 +16,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import moepass
-from moepass.models.testing.tiny import tiny_inputs, tiny_model
 from moepass.passes.blocks.detect import find_blocks
 from moepass.passes.graph.nodes import module_path
 from moepass.passes.ir.segment import role_of
@@ -27,6 +25,8 @@ from moepass.runtime.lowering.lower_segments import decompositions
 from moepass.runtime.serving.attention.running_step import RunningStep, running_step
 from moepass.runtime.serving.attention.survey import survey_attention
 from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME
+from tests.helpers.models.tiny import tiny_inputs, tiny_model
+from tests.helpers.serving.naive_trie import naive_step
 
 # By the end of a module's path in transformers.
 _PART_OF_PATH = {

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from sympy import Integer
-from token_models import Forward, TokenModel, chunked, compiled, reasons, token_model
 from torch.fx import Graph
 
 from moepass.passes.rows.row_layout import Layout, Part
 from moepass.passes.segments.token_program import NotByTokenError, TokenDims, TokenFactor, _token_dims
+from tests.helpers.graphs.token_models import Forward, TokenModel, chunked, compiled, reasons, token_model
 
 
 def _time_major(model: TokenModel, ids: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import transformers.integrations.moe  # noqa: F401  registers the operator of grouped GEMMs
-from captured_functions import captured
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -18,6 +17,7 @@ from moepass.passes.graph.nodes import graph_inputs, is_call
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
 from moepass.passes.slots.compute_read_slots import compute_read_slots
+from tests.helpers.graphs.captured_functions import captured
 
 EXPERTS, HIDDEN, WIDTH = 4, 8, 6
 Ids = torch.Tensor

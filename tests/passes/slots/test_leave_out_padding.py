@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from captured_functions import captured
 from torch import nn
 from torch.nn import functional as F
 
-from moepass.models.testing.project_styles.local_loops import EXPERTS, HIDDEN, WIDTH, GatedMlp
 from moepass.passes.graph.nodes import is_call
 from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
 from moepass.passes.slots.leave_out_padding import leave_out_padding
+from tests.helpers.graphs.captured_functions import captured
+from tests.helpers.project_styles.local_loops import EXPERTS, HIDDEN, WIDTH, GatedMlp
 
 aten = torch.ops.aten
 PASSES = (leave_out_padding, write_grouped_gemms)

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from captured_functions import captured
 from torch import nn
 from torch.nn import functional as F
 
 from moepass.passes.graph.nodes import is_call
 from moepass.passes.ir.protocol import PassResult
 from moepass.passes.slots.look_up_one_hots import look_up_one_hots
+from tests.helpers.graphs.captured_functions import captured
 
 EXPERTS, HIDDEN = 5, 4
 aten = torch.ops.aten

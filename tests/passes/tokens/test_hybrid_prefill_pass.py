@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 
 import torch
-from backend_helper import capture
-from token_models import TokenModel, hybrid, regions, token_model
 
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.ir.plan import Plan
@@ -14,6 +12,8 @@ from moepass.passes.ir.protocol import PassContext
 from moepass.passes.ir.segment import REGION_KEY
 from moepass.passes.tokens.hybrid_prefill import hybrid_prefill
 from moepass.passes.tokens.token_flow import token_inputs
+from tests.helpers.graphs.backend_helper import capture
+from tests.helpers.graphs.token_models import TokenModel, hybrid, regions, token_model
 
 
 def _running_sum(model: TokenModel, ids: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from token_models import EXPERTS, TOP_K, TokenModel, compiled, token_model
 from torch.nn import functional as F
+
+from tests.helpers.graphs.token_models import EXPERTS, TOP_K, TokenModel, compiled, token_model
 
 Step = Callable[[TokenModel, torch.Tensor], torch.Tensor]
 

@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from token_models import EXPERTS, TOP_K, TokenModel, chunked, compiled, hybrid, regions, token_model
+
+from tests.helpers.graphs.token_models import (
+    EXPERTS,
+    TOP_K,
+    TokenModel,
+    chunked,
+    compiled,
+    hybrid,
+    regions,
+    token_model,
+)
 
 GROUPED = "transformers.grouped_mm_fallback.default"
 

@@ -6,12 +6,12 @@ import warnings
 
 import pytest
 import torch
-from backend_helper import Stack, tokens
-from error_fields import refused
 from torch import nn
 from torch.nn.utils import parametrize
 
 import moepass
+from tests.helpers.graphs.backend_helper import Stack, tokens
+from tests.helpers.graphs.error_fields import refused
 
 RANK = 2
 

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import run_ranks
 
 from moepass.models.errors import InputError
 from moepass.runtime.banks.identity import MemoryTable, memories_of
 from moepass.runtime.homes.adopted_banks import adopted_banks
 from moepass.runtime.integrations.complete_experts import CompleteExperts
+from tests.helpers.processes.ranks import run_ranks
 
 
 def _views_are_banks_of_their_own() -> None:

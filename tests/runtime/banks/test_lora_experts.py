@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
-from backend_helper import BLOCKS, EXPERTS, HIDDEN, TOP_K, WIDTH, Stack, find, streamed, tokens, up_to
 from torch import nn
 
 import moepass
+from tests.helpers.graphs.backend_helper import (
+    BLOCKS,
+    EXPERTS,
+    HIDDEN,
+    TOP_K,
+    WIDTH,
+    Stack,
+    find,
+    streamed,
+    tokens,
+    up_to,
+)
 
 RANK = 4
 

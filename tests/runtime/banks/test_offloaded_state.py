@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from backend_helper import BLOCKS, Stack, tokens
 from torch import nn
 
 import moepass
-from moepass.models.testing.tiny import tiny_inputs, tiny_model
+from tests.helpers.graphs.backend_helper import BLOCKS, Stack, tokens
+from tests.helpers.models.tiny import tiny_inputs, tiny_model
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

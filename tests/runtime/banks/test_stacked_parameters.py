@@ -9,11 +9,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from fake_gpu import captured_graph, on_gpu, pretended_gpu, put_on_gpu
 from torch import nn
 
 import moepass
-from moepass.models.testing.project_styles.local_loops import HIDDEN, MixtralLoop
 from moepass.passes.blocks.lower_expert_stacks import lower_expert_stacks
 from moepass.passes.graph.nodes import fake_value, graph_inputs, is_call
 from moepass.passes.graph.source_lines import ARGUMENT_KEY
@@ -23,6 +21,8 @@ from moepass.passes.ir.slot_operations import EXPERT_STACK
 from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
 from moepass.passes.masks.sort_masks import sort_masks
 from moepass.runtime.banks.stacked_parameters import StackedParameters
+from tests.helpers.graphs.fake_gpu import captured_graph, on_gpu, pretended_gpu, put_on_gpu
+from tests.helpers.project_styles.local_loops import HIDDEN, MixtralLoop
 
 EXPERTS = 4
 

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from error_fields import refused
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import run_ranks
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -29,6 +27,8 @@ from moepass.runtime.calibrate.experiments import CPU_SIZES, CUDA_SIZES, Sizes, 
 from moepass.runtime.calibrate.measure_transfers import ThreadLane
 from moepass.runtime.calibrate.stopwatch import Timing, TimingEffort, time_calls, timing_of
 from moepass.runtime.profiles.hardware_profiles import profile_json, read_profile
+from tests.helpers.graphs.error_fields import refused
+from tests.helpers.processes.ranks import run_ranks
 
 CPU = torch.device("cpu")
 TINY = Sizes(

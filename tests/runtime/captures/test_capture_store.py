@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from error_fields import refused
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 from moepass.models.errors import InputError
 from moepass.runtime.captures import capture_store
 from moepass.runtime.captures.capture_store import CaptureStore, find_store
+from tests.helpers.graphs.error_fields import refused
 
 KEY = "a" * 64
 VERSIONS = {"torch": "2.13.0"}

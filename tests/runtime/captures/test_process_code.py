@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 import torch
-from forked import in_child
 from torch import nn
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from moepass.models.testing.tiny import tiny_model
 from moepass.runtime.captures import process_code
 from moepass.runtime.captures.capture_store import CaptureStore
 from moepass.runtime.captures.process_code import distributions, foreign_code
 from moepass.stored_compile import StoredModule
+from tests.helpers.models.tiny import tiny_model
+from tests.helpers.processes.forked import in_child
 
 PACKAGES = sysconfig.get_path("purelib")
 PYTHON = sysconfig.get_path("stdlib")

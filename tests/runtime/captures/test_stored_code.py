@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from stored_models import EAGER, compiles, graphs_compiled_by
 from torch import nn
 
 from moepass import stored_compile
 from moepass.runtime.captures import fingerprint
 from moepass.runtime.captures.capture_store import CaptureStore
 from moepass.stored_compile import StoredModule
+from tests.helpers.graphs.stored_models import EAGER, compiles, graphs_compiled_by
 
 pytestmark = pytest.mark.usefixtures("known_tests", "no_grad")
 

@@ -10,7 +10,8 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from tiny_checkpoint import save_tiny_checkpoint
+
+from tests.helpers.graphs.tiny_checkpoint import save_tiny_checkpoint
 
 TEXT = json.dumps({"text": "the cat sat on the mat"}) + "\n"
 MODULE = [sys.executable, "-m", "moepass.cli"]

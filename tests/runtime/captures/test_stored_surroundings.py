@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from stored_models import compiles
 from torch import nn
 
 from moepass.runtime.captures import fingerprint
 from moepass.runtime.captures.capture_store import CaptureStore
+from tests.helpers.graphs.stored_models import compiles
 
 pytestmark = pytest.mark.usefixtures("known_tests", "no_grad")
 Script = Callable[..., nn.Module]

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from stored_models import EAGER, compiles
 from torch import nn
 
 import moepass
 from moepass.runtime.captures.capture_store import CaptureStore
 from moepass.stored_compile import StoredModule
+from tests.helpers.graphs.stored_models import EAGER, compiles
 
 pytestmark = pytest.mark.usefixtures("known_tests", "no_grad")
 

@@ -16,9 +16,6 @@ from unittest import mock
 
 import pytest
 import torch
-from backend_helper import HIDDEN, Stack, capture, tokens, up_to
-from fake_cuda import FakeCuda
-from fake_cuda_graphs import CaptureError, FakeGraph, FakeGraphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -33,6 +30,9 @@ from moepass.runtime.execute.executor import Executor, SegmentCall, SegmentError
 from moepass.runtime.lowering.lower_segments import lower_segments
 from moepass.runtime.transfer import ring as ring_module
 from moepass.runtime.transfer.stream_copier import StreamCopier
+from tests.helpers.graphs.backend_helper import HIDDEN, Stack, capture, tokens, up_to
+from tests.helpers.processes.fake_cuda import FakeCuda
+from tests.helpers.processes.fake_cuda_graphs import CaptureError, FakeGraph, FakeGraphs
 
 CPU = torch.device("cpu")
 LAYERS = 4

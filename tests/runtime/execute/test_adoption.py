@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from adopted_stacks import SMALL, compile_whole, hidden_rows, stays_exact
-from error_fields import refused
-from ranks import RankError, run_ranks
 
 import moepass
 from moepass.models.reference.expert_parallel import EP_FORMS
-from moepass.models.testing.moe_stack import MoEStack, build_stack
 from moepass.runtime.ranks.rendezvous import PeerError
+from tests.helpers.graphs.error_fields import refused
+from tests.helpers.models.moe_stack import MoEStack, build_stack
+from tests.helpers.processes.adopted_stacks import SMALL, compile_whole, hidden_rows, stays_exact
+from tests.helpers.processes.ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
 

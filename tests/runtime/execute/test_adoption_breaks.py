@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from adopted_stacks import SMALL, hidden_rows
-from ranks import run_ranks
 from torch import nn
 from torch.nn import functional as F
 
 import moepass
-from moepass.models.testing.moe_stack import MoEStack, build_stack
 from moepass.runtime.transfer.ring import RingStatistics
+from tests.helpers.models.moe_stack import MoEStack, build_stack
+from tests.helpers.processes.adopted_stacks import SMALL, hidden_rows
+from tests.helpers.processes.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
 

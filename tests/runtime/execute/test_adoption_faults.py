@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from adopted_stacks import SMALL, compile_whole, hidden_rows
-from workers import Worker, join_group, named_memory
 
-from moepass.models.testing.moe_stack import build_stack
 from moepass.runtime.homes.peer_home import PeerPacker
 from moepass.runtime.homes.peers import PeerGroup
 from moepass.runtime.ranks.rendezvous import PeerError
+from tests.helpers.models.moe_stack import build_stack
+from tests.helpers.processes.adopted_stacks import SMALL, compile_whole, hidden_rows
+from tests.helpers.processes.workers import Worker, join_group, named_memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
 

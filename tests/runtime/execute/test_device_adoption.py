@@ -12,14 +12,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from adopted_stacks import SMALL, compile_whole, hidden_rows, shard_bytes, stays_exact
-from rank_memory import Seen, Segments
-from ranks import run_ranks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moepass
-from moepass.models.testing.moe_stack import build_stack
 from moepass.runtime.homes import adopted_banks
 from moepass.runtime.homes.adopted_banks import AdoptedHome
 from moepass.runtime.homes.device_home import DevicePacker
@@ -28,6 +24,10 @@ from moepass.runtime.homes.peers import PeerGroup
 from moepass.runtime.ranks.rendezvous import PeerError
 from moepass.runtime.system.shared_memory import PAGE_BYTES
 from moepass.runtime.transfer.transports import Transport
+from tests.helpers.models.moe_stack import build_stack
+from tests.helpers.processes.adopted_stacks import SMALL, compile_whole, hidden_rows, shard_bytes, stays_exact
+from tests.helpers.processes.rank_memory import Seen, Segments
+from tests.helpers.processes.ranks import run_ranks
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from backend_helper import BLOCKS, Stack, find, streamed, tokens, up_to
 from torch import nn
 
 import moepass
@@ -27,6 +26,7 @@ from moepass.runtime.execute.executor import CopyError, Executor, SegmentError
 from moepass.runtime.lowering.lower_segments import lower_segments
 from moepass.runtime.transfer.copying import PendingCopy
 from moepass.runtime.transfer.link import Link
+from tests.helpers.graphs.backend_helper import BLOCKS, Stack, find, streamed, tokens, up_to
 
 MODES: list[Callable[[], Any]] = [torch.no_grad, torch.inference_mode]
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import moepass
-from moepass.models.testing.project_styles.local_loops import (
+from tests.helpers.project_styles.local_loops import (
     HIDDEN,
     AnyPlace,
     FlatPairs,

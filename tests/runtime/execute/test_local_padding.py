@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import moepass
-from moepass.models.testing.project_styles.padded_style import (
+from tests.helpers.project_styles.padded_style import (
     JoinedWithZeros,
     LocalPadded,
     PaddedModules,
@@ -20,7 +20,7 @@ from moepass.models.testing.project_styles.padded_style import (
     SearchedTable,
     Unpadded,
 )
-from moepass.models.testing.project_styles.style_sizes import StyleSizes
+from tests.helpers.project_styles.style_sizes import StyleSizes
 
 SWITCHES = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
 Make = Callable[[StyleSizes], nn.Module]

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch import nn
 
 from moepass.compilations import record_compilations
-from moepass.models.testing.project_styles import hops_style, mesh_style
-from moepass.models.testing.project_styles.style_sizes import StyleSizes
+from tests.helpers.processes.ranks import run_ranks
+from tests.helpers.project_styles import hops_style, mesh_style
+from tests.helpers.project_styles.style_sizes import StyleSizes
 
 LAYERS: dict[str, type[nn.Module]] = {
     "hops": hops_style.ExactByExpert,

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch.fx import GraphModule
 
 from moepass.compilations import record_compilations
-from moepass.models.testing.project_styles.style_sizes import StyleSizes
 from moepass.passes.graph.collectives import communications_of
+from tests.helpers.processes.ranks import run_ranks
+from tests.helpers.project_styles.style_sizes import StyleSizes
 
 STYLES = {
     "gshard": "slots_style.EinsumSlots",
@@ -67,7 +67,7 @@ ALIKE = ("cut experts of tokens",)
 def compare(style: str, sizes: StyleSizes, lower: str) -> list[Any]:
     """Largest difference of each run, relative to the largest number; then what the plans say and what is left."""
     module, name = (STYLES[style] if style in STYLES else AROUND[style][0]).split(".")
-    found = importlib.import_module(f"moepass.models.testing.project_styles.{module}")
+    found = importlib.import_module(f"tests.helpers.project_styles.{module}")
     model, reference = (getattr(found, name)(sizes, dist.group.WORLD).eval() for _ in range(2))
     rank = dist.get_rank()
     differences = []

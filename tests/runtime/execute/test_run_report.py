@@ -10,9 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-from backend_helper import Stack, tokens
-from fake_cuda import FakeCuda
-from ring_runs import SLOT_BYTES, run_banks, small_bank
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import moepass
@@ -23,6 +20,9 @@ from moepass.runtime.profiles.hardware_profiles import load_hardware
 from moepass.runtime.transfer.copier import Wait
 from moepass.runtime.transfer.ring import Ring
 from moepass.runtime.transfer.stream_copier import StreamCopier
+from tests.helpers.graphs.backend_helper import Stack, tokens
+from tests.helpers.processes.fake_cuda import FakeCuda
+from tests.helpers.processes.ring_runs import SLOT_BYTES, run_banks, small_bank
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 SIZES = {"tokens": 4}

@@ -15,15 +15,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from adopted_stacks import SMALL, compile_whole, hidden_rows, shard_bytes
-from ranks import run_ranks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import moepass
-from moepass.models.testing.moe_stack import MoEStack, build_stack
 from moepass.runtime.homes.adopted_banks import AdoptedHome, adopted_banks
 from moepass.runtime.homes.peer_home import PeerPacker
 from moepass.runtime.homes.shared_parameters import is_movable
+from tests.helpers.models.moe_stack import MoEStack, build_stack
+from tests.helpers.processes.adopted_stacks import SMALL, compile_whole, hidden_rows, shard_bytes
+from tests.helpers.processes.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from error_fields import refused
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -18,6 +17,7 @@ import moepass
 from moepass.models.checkpoint.checkpoint_files import CheckpointFiles
 from moepass.models.checkpoint.unread_tensors import unread
 from moepass.runtime.homes.disk.bank_files import BankFolder
+from tests.helpers.graphs.error_fields import refused
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="home disk locks its folder as Linux does")
 Tensors = dict[str, torch.Tensor]

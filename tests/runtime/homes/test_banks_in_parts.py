@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from adopted_stacks import SMALL, compile_whole, hidden_rows
-from backend_helper import EXPERTS, Stack, tokens
-from ranks import run_ranks
 from torch import nn
 
 import moepass
 from moepass.compilations import Compilation
-from moepass.models.testing.moe_stack import build_stack
-from moepass.models.testing.tiny import tiny_inputs, tiny_model
 from moepass.passes.ir.shards import expert_range, slot_layout
 from moepass.runtime.transfer.ring import Ring
+from tests.helpers.graphs.backend_helper import EXPERTS, Stack, tokens
+from tests.helpers.models.moe_stack import build_stack
+from tests.helpers.models.tiny import tiny_inputs, tiny_model
+from tests.helpers.processes.adopted_stacks import SMALL, compile_whole, hidden_rows
+from tests.helpers.processes.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
 

@@ -10,20 +10,27 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from backend_helper import Stack, tokens
-from collective_helper import SMALL, adopted_model, bias_stack, compiled_model, hidden_states, offload_collective
-from ranks import run_ranks
-from tiny_checkpoint import save_tiny_checkpoint
 from torch import nn
 
 import moepass
 from moepass.models.checkpoint.checkpoint_folders import load_model
-from moepass.models.testing.moe_stack import StackConfig, build_stack
-from moepass.models.testing.tiny import tiny_inputs, tiny_model
 from moepass.options import parse_options
 from moepass.runtime.homes import peers
 from moepass.runtime.system.processes import ProcessError
 from moepass.runtime.system.shared_memory import SharedMemoryError
+from tests.helpers.graphs.backend_helper import Stack, tokens
+from tests.helpers.graphs.tiny_checkpoint import save_tiny_checkpoint
+from tests.helpers.models.moe_stack import StackConfig, build_stack
+from tests.helpers.models.tiny import tiny_inputs, tiny_model
+from tests.helpers.processes.collective_helper import (
+    SMALL,
+    adopted_model,
+    bias_stack,
+    compiled_model,
+    hidden_states,
+    offload_collective,
+)
+from tests.helpers.processes.ranks import run_ranks
 
 
 def _no_shared_memory(*_: object) -> Any:

@@ -14,18 +14,25 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from backend_helper import tokens
-from collective_helper import SMALL, adopted_model, bias_stack, compiled_model, hidden_states, offload_collective
-from error_fields import refused
-from ranks import run_ranks
 from torch import nn
-from workers import Worker, join_group
 
 import moepass
-from moepass.models.testing.moe_stack import build_stack
 from moepass.runtime.execute.executor import SegmentError
 from moepass.runtime.homes import peer_home
 from moepass.runtime.ranks.rendezvous import PeerError
+from tests.helpers.graphs.backend_helper import tokens
+from tests.helpers.graphs.error_fields import refused
+from tests.helpers.models.moe_stack import build_stack
+from tests.helpers.processes.collective_helper import (
+    SMALL,
+    adopted_model,
+    bias_stack,
+    compiled_model,
+    hidden_states,
+    offload_collective,
+)
+from tests.helpers.processes.ranks import run_ranks
+from tests.helpers.processes.workers import Worker, join_group
 
 
 def _errors(*attempts: Callable[[], object]) -> list[str]:

@@ -16,16 +16,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from backend_helper import Stack, tokens
-from error_fields import refused
-from executor_calls import compiled_executor, forget_rings
-from fake_cuda import FakeCuda
-from late_thread import LateThread
-from ranks import run_ranks
-from ring_runs import SLOT_BYTES, holds, run_banks
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
-from workers import Worker, join_group
 
 import moepass
 from moepass.models.errors import InputError
@@ -45,6 +37,14 @@ from moepass.runtime.transfer.home_protocol import Home
 from moepass.runtime.transfer.issuing_copier import IssuingCopier
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.ring import Ring, make_copier
+from tests.helpers.graphs.backend_helper import Stack, tokens
+from tests.helpers.graphs.error_fields import refused
+from tests.helpers.processes.executor_calls import compiled_executor, forget_rings
+from tests.helpers.processes.fake_cuda import FakeCuda
+from tests.helpers.processes.late_thread import LateThread
+from tests.helpers.processes.ranks import run_ranks
+from tests.helpers.processes.ring_runs import SLOT_BYTES, holds, run_banks
+from tests.helpers.processes.workers import Worker, join_group
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)

@@ -12,10 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
-from backend_helper import Stack, tokens
-from error_fields import refused
-from rank_memory import Segments
-from ranks import run_ranks
 from torch.distributed import distributed_c10d as c10d
 
 import moepass
@@ -29,6 +25,10 @@ from moepass.runtime.ranks.rendezvous import PeerError
 from moepass.runtime.system.shared_memory import SharedMemoryError
 from moepass.runtime.transfer.sources import read_range
 from moepass.runtime.transfer.transports import Transport
+from tests.helpers.graphs.backend_helper import Stack, tokens
+from tests.helpers.graphs.error_fields import refused
+from tests.helpers.processes.rank_memory import Segments
+from tests.helpers.processes.ranks import run_ranks
 
 
 class _Unreadable(Segments):

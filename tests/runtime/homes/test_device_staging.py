@@ -11,15 +11,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from backend_helper import Stack, tokens
-from error_fields import refused
-from fake_cuda import FakeCuda
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from late_thread import LateThread
-from rank_memory import Segments
-from ranks import run_ranks
-from ring_runs import SLOT_BYTES, holds, run_banks, small_bank
 
 import moepass
 from moepass.models.errors import OptionError
@@ -43,6 +36,13 @@ from moepass.runtime.transfer.link import BusyLink, Link
 from moepass.runtime.transfer.recording import recorded_event
 from moepass.runtime.transfer.ring import Ring
 from moepass.runtime.transfer.sources import Source, whole
+from tests.helpers.graphs.backend_helper import Stack, tokens
+from tests.helpers.graphs.error_fields import refused
+from tests.helpers.processes.fake_cuda import FakeCuda
+from tests.helpers.processes.late_thread import LateThread
+from tests.helpers.processes.rank_memory import Segments
+from tests.helpers.processes.ranks import run_ranks
+from tests.helpers.processes.ring_runs import SLOT_BYTES, holds, run_banks, small_bank
 
 CPU = torch.device("cpu")
 BANKS = [small_bank(index) for index in range(5)]

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from error_fields import refused
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -28,6 +27,7 @@ from moepass.runtime.transfer import copying
 from moepass.runtime.transfer.copying import CopyThread, PendingCopy
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.sources import read_range
+from tests.helpers.graphs.error_fields import refused
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="home disk advises the Linux kernel")

@@ -11,14 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from backend_helper import BLOCKS, Stack, tokens
-from ranks import run_ranks
-from tiny_checkpoint import save_tiny_checkpoint
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import moepass
 from moepass.models.checkpoint.checkpoint_folders import load_model
-from moepass.models.testing.tiny import (
+from moepass.runtime.homes.disk.bank_files import BankFolder
+from moepass.runtime.homes.disk.disk_files import FileSource
+from moepass.runtime.homes.disk.disk_home import DiskHome
+from tests.helpers.graphs.backend_helper import BLOCKS, Stack, tokens
+from tests.helpers.graphs.tiny_checkpoint import save_tiny_checkpoint
+from tests.helpers.models.tiny import (
     TINY_FAMILIES,
     discover_expert_families,
     discovered_tiny_model,
@@ -26,9 +28,7 @@ from moepass.models.testing.tiny import (
     tiny_inputs,
     tiny_model,
 )
-from moepass.runtime.homes.disk.bank_files import BankFolder
-from moepass.runtime.homes.disk.disk_files import FileSource
-from moepass.runtime.homes.disk.disk_home import DiskHome
+from tests.helpers.processes.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.usefixtures("no_grad"),

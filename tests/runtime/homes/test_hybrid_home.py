@@ -19,18 +19,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from backend_helper import BLOCKS, Stack, tokens
-from ranks import run_ranks
-from tiny_checkpoint import save_tiny_checkpoint
 from torch import nn
 
 import moepass
 from moepass.models.checkpoint.checkpoint_folders import load_model
-from moepass.models.testing.tiny import tiny_inputs, tiny_model
 from moepass.runtime.banks.banks import BankStore
 from moepass.runtime.homes.hybrid import stager, staging_board
 from moepass.runtime.homes.hybrid.staging_order import StagingState
 from moepass.runtime.ranks.rendezvous import PeerError
+from tests.helpers.graphs.backend_helper import BLOCKS, Stack, tokens
+from tests.helpers.graphs.tiny_checkpoint import save_tiny_checkpoint
+from tests.helpers.models.tiny import tiny_inputs, tiny_model
+from tests.helpers.processes.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() not in staging_board._ORDERED_MACHINES,

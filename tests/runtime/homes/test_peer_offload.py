@@ -18,16 +18,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from backend_helper import BLOCKS, Stack, tokens
-from ranks import run_ranks
 from torch import nn
-from workers import Worker, join_group, named_memory
 
 import moepass
-from moepass.models.testing.tiny import tiny_inputs, tiny_model
 from moepass.runtime.banks.banks import BankStore
 from moepass.runtime.homes import peer_home
 from moepass.runtime.ranks.rendezvous import PeerError
+from tests.helpers.graphs.backend_helper import BLOCKS, Stack, tokens
+from tests.helpers.models.tiny import tiny_inputs, tiny_model
+from tests.helpers.processes.ranks import run_ranks
+from tests.helpers.processes.workers import Worker, join_group, named_memory
 
 SPREAD = {"peer": moepass.Peer, "hybrid": moepass.Hybrid}
 

@@ -13,12 +13,10 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from error_fields import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 from torch.fx.experimental.proxy_tensor import make_fx
-from workers import Worker
 
 from moepass.models.errors import InputError, OptionError
 from moepass.passes.ir.plan import BankSpec
@@ -30,6 +28,8 @@ from moepass.runtime.ranks.agree import DisagreementError
 from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous
 from moepass.runtime.system.processes import ProcessIdentity, this_process
 from moepass.runtime.system.shared_memory import PAGE_BYTES
+from tests.helpers.graphs.error_fields import refused
+from tests.helpers.processes.workers import Worker
 
 T = TypeVar("T")
 ENDED = "the ranks of this group missed each other before, and cannot meet any more: "

@@ -11,8 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-from backend_helper import Stack, tokens
-from error_fields import refused
 
 import moepass
 from moepass.models.formulas.communication import background_bytes
@@ -28,6 +26,8 @@ from moepass.runtime.profiles.hardware_profiles import load_hardware
 from moepass.runtime.transfer.home_protocol import Home
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.sources import Source, whole
+from tests.helpers.graphs.backend_helper import Stack, tokens
+from tests.helpers.graphs.error_fields import refused
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from emulated_clock import EmulatedClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,6 +29,7 @@ from moepass.runtime.transfer import copying
 from moepass.runtime.transfer.copying import CopyThread
 from moepass.runtime.transfer.link import BusyLink, Link
 from moepass.runtime.transfer.sources import MemorySource, whole
+from tests.helpers.processes.emulated_clock import EmulatedClock
 
 SLICE = 16
 

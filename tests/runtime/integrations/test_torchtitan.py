@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from adopted_stacks import remains
-from ranks import run_ranks
 
 import moepass
+from tests.helpers.processes.adopted_stacks import remains
+from tests.helpers.processes.ranks import run_ranks
 
 pytest.importorskip("torchtitan", reason="torchtitan, whose layers are tested here, is not installed")
 

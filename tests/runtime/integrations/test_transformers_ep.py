@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from error_fields import refused
-from ranks import run_ranks
 from torch import nn
 from torch.fx import GraphModule
 
 import moepass
-from moepass.models.testing.tiny import tiny_model
 from moepass.runtime.execute.executor import Executor
 from moepass.runtime.homes.adopted_banks import adopted_banks
 from moepass.runtime.integrations.transformers_ep import NAME, UNEVEN_STYLE
+from tests.helpers.graphs.error_fields import refused
+from tests.helpers.models.tiny import tiny_model
+from tests.helpers.processes.ranks import run_ranks
 
 try:
     from transformers.distributed.expert_parallel import EPImplementationInterface

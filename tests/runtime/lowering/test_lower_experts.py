@@ -14,13 +14,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import moepass
-from moepass.models.testing.moe_stack import StackConfig, build_stack
 from moepass.passes.blocks.sink_token_gather import is_lookup, with_lookup
 from moepass.passes.graph.nodes import is_call
 from moepass.passes.ir.segment import NotLowered
 from moepass.passes.segments.expert_program import GroupedGemm, NotByExpertError, RowWork, read_program
 from moepass.runtime.lowering import lower_experts
 from moepass.runtime.lowering.lower_segments import LOWERINGS, compile_with_inductor, decompositions
+from tests.helpers.models.moe_stack import StackConfig, build_stack
 
 EXPERTS, HIDDEN, WIDTH = 4, 8, 16
 gemm = torch.ops.transformers.grouped_mm_fallback

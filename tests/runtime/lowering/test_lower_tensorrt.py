@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from backend_helper import EXPERTS, HIDDEN, Stack, tokens
-from fake_gpu import captured_graph, on_gpu, pretended_gpu, put_on_gpu
-from stand_in_tensorrt import Given, StandIn, in_one_engine
 from torch.fx import GraphModule
 
 import moepass
@@ -27,6 +24,9 @@ from moepass.passes.segments.partition import cut_into_segments
 from moepass.passes.segments.tensorrt_choice import with_tensorrt_choices
 from moepass.runtime.lowering import lower_segments
 from moepass.runtime.lowering.lower_tensorrt import TensorrtEngine, lower_to_tensorrt
+from tests.helpers.graphs.backend_helper import EXPERTS, HIDDEN, Stack, tokens
+from tests.helpers.graphs.fake_gpu import captured_graph, on_gpu, pretended_gpu, put_on_gpu
+from tests.helpers.kernels.stand_in_tensorrt import Given, StandIn, in_one_engine
 
 GPU = torch.device("cuda", 0)
 

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from backend_helper import DenseBlock, tokens
 from torch import nn
 from torch.fx import Graph, GraphModule
 
 import moepass
-from moepass.models.testing.tiny import tiny_inputs, tiny_model
 from moepass.runtime.lowering.lower_later import lower_later
 from moepass.runtime.lowering.lower_segments import LOWERINGS
+from tests.helpers.graphs.backend_helper import DenseBlock, tokens
+from tests.helpers.models.tiny import tiny_inputs, tiny_model
 
 
 def relative_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:

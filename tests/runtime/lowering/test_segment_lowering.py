@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from backend_helper import TOP_K, GroupedBlock, Stack, tokens
 from torch import nn
 
 import moepass
 from moepass.passes.ir.plan import Plan
+from tests.helpers.graphs.backend_helper import TOP_K, GroupedBlock, Stack, tokens
 
 
 class MeanOfRows(GroupedBlock):

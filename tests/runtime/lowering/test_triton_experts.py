@@ -13,9 +13,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import moepass
-from moepass.models.testing.expert_segments import ExpertInputs, ExpertSizes, expert_inputs, expert_segment
-from moepass.models.testing.tiny import tiny_inputs, tiny_model
-from moepass.models.testing.tiny_families import TINY_FAMILIES
 from moepass.passes.blocks import hoist_token_return
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
 from moepass.passes.ir.segment import EAGER, INDUCTOR, TRITON, Lowering
@@ -23,6 +20,9 @@ from moepass.runtime.lowering import lower_segments
 from moepass.runtime.lowering.lower_experts import ExpertLoop
 from moepass.runtime.lowering.lower_segments import LoweredSegment
 from moepass.runtime.lowering.lower_triton_experts import TritonExperts, lower_to_triton
+from tests.helpers.models.expert_segments import ExpertInputs, ExpertSizes, expert_inputs, expert_segment
+from tests.helpers.models.tiny import tiny_inputs, tiny_model
+from tests.helpers.models.tiny_families import TINY_FAMILIES
 
 Compile = Callable[[GraphModule], Any]
 

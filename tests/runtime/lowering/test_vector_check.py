@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from backend_helper import Stack, tokens
 from torch._inductor import cpu_vec_isa
 
 from moepass.runtime import torch_private
 from moepass.runtime.lowering import segment_records
 from moepass.runtime.lowering.vector_check import vector_check
+from tests.helpers.graphs.backend_helper import Stack, tokens
 
 _context: contextvars.ContextVar[str] = contextvars.ContextVar("context", default="nobody's")
 

@@ -14,14 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from tiny_checkpoint import (
-    broken_copy,
-    edit_config,
-    edit_weights,
-    save_tiny_checkpoint,
-)
 from transformers import PreTrainedModel, conversion_mapping
 from transformers.core_model_loading import MergeModulelist, Transpose, WeightConverter
 
@@ -30,7 +23,17 @@ from moepass.models.checkpoint import checkpoint_files, checkpoint_folders
 from moepass.models.checkpoint.checkpoint_files import CheckpointFiles, StoredTensor
 from moepass.models.checkpoint.checkpoint_folders import load_model
 from moepass.models.formulas.expert_placement import shard_bounds
-from moepass.models.testing.tiny import (
+from moepass.runtime.offload import loading
+from moepass.runtime.offload.loading_progress import shown_progress
+from moepass.runtime.offload.offload import OffloadReport
+from moepass.runtime.ranks.rendezvous import PeerError
+from tests.helpers.graphs.tiny_checkpoint import (
+    broken_copy,
+    edit_config,
+    edit_weights,
+    save_tiny_checkpoint,
+)
+from tests.helpers.models.tiny import (
     TINY_FAMILIES,
     TinyModelUnavailableError,
     discover_expert_families,
@@ -39,10 +42,7 @@ from moepass.models.testing.tiny import (
     tiny_inputs,
     tiny_model,
 )
-from moepass.runtime.offload import loading
-from moepass.runtime.offload.loading_progress import shown_progress
-from moepass.runtime.offload.offload import OffloadReport
-from moepass.runtime.ranks.rendezvous import PeerError
+from tests.helpers.processes.ranks import run_ranks
 
 # Their code writes into single numbers of weights after they were loaded.
 CHANGE_LOADED_WEIGHTS = {"hy_v4", "zaya"}

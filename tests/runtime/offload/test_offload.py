@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from backend_helper import BLOCKS, EXPERTS, HIDDEN, BatchedBlock, Stack, tokens
-from error_fields import refused
 from torch import nn
 
 import moepass
-from moepass.models.testing.tiny import TINY_FAMILIES, tiny_inputs, tiny_model
 from moepass.runtime.banks.banks import BankStore, find_store
 from moepass.runtime.offload.offload import BankedParameter, expert_parameters, find_expert_modules
+from tests.helpers.graphs.backend_helper import BLOCKS, EXPERTS, HIDDEN, BatchedBlock, Stack, tokens
+from tests.helpers.graphs.error_fields import refused
+from tests.helpers.models.tiny import TINY_FAMILIES, tiny_inputs, tiny_model
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

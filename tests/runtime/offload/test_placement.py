@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from error_fields import refused
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -26,6 +25,7 @@ from moepass.runtime.offload.offload import OffloadReport
 from moepass.runtime.profiles.hardware_profiles import load_hardware
 from moepass.runtime.profiles.stored_profiles import store_profile
 from moepass.runtime.system.device_names import device_name
+from tests.helpers.graphs.error_fields import refused
 
 TOKENS = (2, 32)
 

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from test_placement import TOKENS, machine, tiny
 
 import moepass
 from moepass.models.errors import InputError
@@ -21,6 +19,8 @@ from moepass.passes.machine.hardware import Figure, Hardware, TransferLink
 from moepass.runtime.homes.registry.home_options import HomeOptions
 from moepass.runtime.offload.offload import OffloadReport
 from moepass.runtime.ranks.rendezvous import PeerError
+from tests.helpers.processes.ranks import run_ranks
+from tests.runtime.offload.test_placement import TOKENS, machine, tiny
 
 BANK_BYTES = 8 * 3 * 64 * 32 * 4
 

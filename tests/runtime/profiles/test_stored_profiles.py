@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from error_fields import refused
 
 from moepass.models.errors import InputError
 from moepass.passes.machine.hardware import Conditions, Hardware
 from moepass.runtime.profiles.hardware_profiles import load_hardware
 from moepass.runtime.profiles.stored_profiles import calibrate_command, profiles_folder, store_profile, stored_profile
 from moepass.runtime.system.device_names import device_name
+from tests.helpers.graphs.error_fields import refused
 
 CPU = torch.device("cpu")
 

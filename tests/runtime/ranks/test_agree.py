@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import pytest
-from error_fields import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
@@ -17,6 +16,7 @@ from torch.distributed import HashStore
 from moepass.runtime.ranks.agree import DisagreementError, Topic, agree, agree_on_run, check_equal
 from moepass.runtime.ranks.connections import Connections
 from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous
+from tests.helpers.graphs.error_fields import refused
 
 T = TypeVar("T")
 VALUES = st.one_of(st.integers(0, 2), st.sampled_from(["a", "b"]), st.lists(st.integers(0, 1), max_size=2))

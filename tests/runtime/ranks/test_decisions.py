@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from adopted_stacks import SMALL, compile_whole, hidden_rows
-from ranks import run_ranks
 from torch import nn
 from torch.nn import functional as F
 
 import moepass
 from moepass.models.reference.expert_parallel import EP_FORMS, ShardedExperts
 from moepass.models.reference.grouped_experts import grouped_gemm
-from moepass.models.testing.moe_stack import build_stack
 from moepass.passes.ir.plan import LocalBlock
 from moepass.passes.parallel import eliminate_expert_parallelism as eliminate_expert_parallelism
 from moepass.passes.parallel.mock.mock_run import ContractBroken
 from moepass.passes.parallel.proposals import UNEXPLAINED, Proposal, RefusedBlock, blocks_to_leave, explain_difference
 from moepass.runtime.ranks.decisions import BlockDecisions
 from moepass.runtime.ranks.rendezvous import PeerError
+from tests.helpers.models.moe_stack import build_stack
+from tests.helpers.processes.adopted_stacks import SMALL, compile_whole, hidden_rows
+from tests.helpers.processes.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
 

@@ -13,7 +13,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from error_fields import refused
 from torch.distributed import HashStore
 
 from moepass.models.errors import InputError
@@ -21,6 +20,7 @@ from moepass.runtime.ranks import device_gathers
 from moepass.runtime.ranks.device_gathers import DeviceGatherGroup
 from moepass.runtime.ranks.device_links import NcclLinks, PartsByRank, check_nccl
 from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous
+from tests.helpers.graphs.error_fields import refused
 
 T = TypeVar("T")
 CPU = torch.device("cpu")

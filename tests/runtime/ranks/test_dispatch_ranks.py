@@ -13,19 +13,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from adopted_stacks import SMALL, compile_whole, hidden_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import run_ranks
-from workers import Worker, join_group
 
 import moepass
-from moepass.models.testing.moe_stack import StackConfig, build_stack
 from moepass.passes.machine.hardware import with_emulated_link
 from moepass.passes.schedule.dispatch import EXCHANGED, GATHERED, HYSTERESIS, choose_form
 from moepass.runtime.execute.dispatching import FormStatistics
 from moepass.runtime.profiles.hardware_profiles import load_hardware
 from moepass.runtime.ranks.rendezvous import PeerError
+from tests.helpers.models.moe_stack import StackConfig, build_stack
+from tests.helpers.processes.adopted_stacks import SMALL, compile_whole, hidden_rows
+from tests.helpers.processes.ranks import run_ranks
+from tests.helpers.processes.workers import Worker, join_group
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
 

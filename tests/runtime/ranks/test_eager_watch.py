@@ -7,14 +7,14 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from adopted_stacks import SMALL, hidden_rows
-from ranks import run_ranks
 from torch import nn
 
 from moepass.models.errors import InputError
-from moepass.models.testing.moe_stack import build_stack
 from moepass.runtime.ranks import eager_watch
 from moepass.runtime.ranks.rendezvous import PeerError
+from tests.helpers.models.moe_stack import build_stack
+from tests.helpers.processes.adopted_stacks import SMALL, hidden_rows
+from tests.helpers.processes.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
 

@@ -12,8 +12,6 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from emulated_clock import EmulatedClock
-from error_fields import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
@@ -28,6 +26,8 @@ from moepass.runtime.ranks.gather_group import GatherGroup, Request
 from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.sources import MemorySource
+from tests.helpers.graphs.error_fields import refused
+from tests.helpers.processes.emulated_clock import EmulatedClock
 
 T = TypeVar("T")
 UNTOUCHED = 0xAB

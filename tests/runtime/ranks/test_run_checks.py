@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from adopted_stacks import compile_whole, hidden_rows
-from ranks import run_ranks
 from torch import nn
 from torch.nn import functional as F
 
 import moepass
 from moepass.models.reference.expert_parallel import EP_FORMS, ShardedExperts
 from moepass.models.reference.grouped_experts import grouped_gemm
-from moepass.models.testing.moe_stack import StackConfig, build_stack
 from moepass.passes.ir.plan import LocalBlock
 from moepass.passes.parallel.proposals import Proposal, RefusedBlock
 from moepass.runtime.ranks import eager_watch
 from moepass.runtime.ranks.decisions import BlockDecisions
 from moepass.runtime.ranks.rendezvous import PeerError
+from tests.helpers.models.moe_stack import StackConfig, build_stack
+from tests.helpers.processes.adopted_stacks import compile_whole, hidden_rows
+from tests.helpers.processes.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
 

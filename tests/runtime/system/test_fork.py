@@ -13,16 +13,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from backend_helper import Stack, tokens
-from collective_helper import SMALL, adopted_model, bias_stack, compiled_model, hidden_states, offload_collective
-from forked import in_child
-from ranks import run_ranks
 
 import moepass
 from moepass.runtime.ranks.eager_watch import FailureLook
 from moepass.runtime.system.forking import ForkedProcessError
 from moepass.runtime.transfer.copying import CopyThread, PendingCopy
 from moepass.runtime.transfer.link import Link
+from tests.helpers.graphs.backend_helper import Stack, tokens
+from tests.helpers.processes.collective_helper import (
+    SMALL,
+    adopted_model,
+    bias_stack,
+    compiled_model,
+    hidden_states,
+    offload_collective,
+)
+from tests.helpers.processes.forked import in_child
+from tests.helpers.processes.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork") or sys.platform == "darwin", reason="needs a fork that is safe"),

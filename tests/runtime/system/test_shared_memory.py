@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from workers import Worker, named_memory
 
 from moepass.runtime.system import shared_memory
 from moepass.runtime.system.processes import ProcessWatch, this_process
 from moepass.runtime.system.shared_memory import PAGE_BYTES, SharedMemoryError, create_segment, open_segment
+from tests.helpers.processes.workers import Worker, named_memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
 

@@ -6,7 +6,6 @@ import ctypes
 
 import pytest
 import torch
-from emulated_clock import EmulatedClock
 
 from moepass.passes.ir.shards import Piece
 from moepass.passes.machine.times import MOST_STREAM_SLICES, SLICE_BYTES
@@ -14,6 +13,7 @@ from moepass.runtime.transfer import copying
 from moepass.runtime.transfer.copying import CopyError, CopyThread, PendingCopy
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.sources import MemorySource
+from tests.helpers.processes.emulated_clock import EmulatedClock
 
 
 def _bytes(nbytes: int, value: int) -> torch.Tensor:

@@ -13,12 +13,8 @@ from unittest import mock
 
 import pytest
 import torch
-from backend_helper import Stack, tokens
-from executor_calls import compiled_executor, forget_rings
-from fake_cuda import FakeCuda, Stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ring_runs import SLOT_BYTES, holds, run_banks, small_bank
 
 import moepass
 from moepass.models.errors import InputError
@@ -28,6 +24,10 @@ from moepass.runtime.execute.executor import SegmentCall
 from moepass.runtime.transfer.home_protocol import Home
 from moepass.runtime.transfer.ring import Ring
 from moepass.runtime.transfer.stream_copier import StreamCopier
+from tests.helpers.graphs.backend_helper import Stack, tokens
+from tests.helpers.processes.executor_calls import compiled_executor, forget_rings
+from tests.helpers.processes.fake_cuda import FakeCuda, Stream
+from tests.helpers.processes.ring_runs import SLOT_BYTES, holds, run_banks, small_bank
 
 CPU = torch.device("cpu")
 STREAMS = 3

@@ -11,10 +11,8 @@ from unittest import mock
 
 import pytest
 import torch
-from fake_cuda import FakeCuda
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ring_runs import SLOT_BYTES, holds, run_banks, small_bank
 
 import moepass
 from moepass.models.errors import OptionError
@@ -25,6 +23,8 @@ from moepass.runtime.transfer.learned_order import Fetch
 from moepass.runtime.transfer.link import parse_link
 from moepass.runtime.transfer.ring import Ring, make_ring
 from moepass.runtime.transfer.stream_copier import StreamCopier
+from tests.helpers.processes.fake_cuda import FakeCuda
+from tests.helpers.processes.ring_runs import SLOT_BYTES, holds, run_banks, small_bank
 
 CPU = torch.device("cpu")
 

@@ -9,15 +9,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-import halved_format
 import pytest
 import torch
-from backend_helper import Stack, tokens
-from fake_cuda import FakeCuda
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from late_thread import LateTransport
-from ring_runs import holds
 
 import moepass
 from moepass.models.errors import InputError
@@ -33,6 +28,11 @@ from moepass.runtime.transfer.issuing_copier import IssuingCopier
 from moepass.runtime.transfer.learned_order import Fetch
 from moepass.runtime.transfer.ring import Ring
 from moepass.runtime.transfer.stream_copier import StreamCopier
+from tests.helpers.graphs.backend_helper import Stack, tokens
+from tests.helpers.processes import halved_format
+from tests.helpers.processes.fake_cuda import FakeCuda
+from tests.helpers.processes.late_thread import LateTransport
+from tests.helpers.processes.ring_runs import holds
 
 CPU = torch.device("cpu")
 ROWS = tokens()

@@ -12,11 +12,8 @@ from unittest import mock
 
 import pytest
 import torch
-from fake_cuda import FakeCuda
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from late_thread import LateTransport
-from ring_runs import SLOT_BYTES, holds, run_banks, small_bank
 from safetensors.torch import save_file
 
 import moepass
@@ -34,6 +31,9 @@ from moepass.runtime.transfer.issuing_copier import IssuingCopier
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.ring import Ring, make_copier
 from moepass.runtime.transfer.stream_copier import StreamCopier
+from tests.helpers.processes.fake_cuda import FakeCuda
+from tests.helpers.processes.late_thread import LateTransport
+from tests.helpers.processes.ring_runs import SLOT_BYTES, holds, run_banks, small_bank
 
 CPU = torch.device("cpu")
 BANKS = [small_bank(index) for index in range(5)]

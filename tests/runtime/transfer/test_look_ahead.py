@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from backend_helper import BLOCKS, Stack, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ring_runs import SLOT_BYTES, holds, run_banks, small_bank
 
 import moepass
 from moepass.passes.ir.plan import GatherSignature
 from moepass.runtime.banks.banks import Bank
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.ring import Ring, make_ring
+from tests.helpers.graphs.backend_helper import BLOCKS, Stack, tokens
+from tests.helpers.processes.ring_runs import SLOT_BYTES, holds, run_banks, small_bank
 
 
 def _ring(slots: int) -> Ring:

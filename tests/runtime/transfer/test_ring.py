@@ -8,8 +8,6 @@ import weakref
 
 import pytest
 import torch
-from emulated_clock import EmulatedClock
-from error_fields import refused
 
 from moepass.models.errors import InputError, OptionError
 from moepass.passes.ir.bank_format import BankFormat
@@ -19,6 +17,8 @@ from moepass.runtime.transfer.copying import SLICE_BYTES, CopyError, CopyThread,
 from moepass.runtime.transfer.link import Link, parse_link
 from moepass.runtime.transfer.ring import Ring, make_ring
 from moepass.runtime.transfer.thread_copier import ThreadCopier
+from tests.helpers.graphs.error_fields import refused
+from tests.helpers.processes.emulated_clock import EmulatedClock
 
 CPU = torch.device("cpu")
 

@@ -7,15 +7,13 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moepass.models.testing.expert_segments import ACTIVATIONS, FORMS
 from moepass.runtime.kernels.grouped_gemm.gpu_code import GpuCode
+from tests.helpers.models.expert_segments import ACTIVATIONS, FORMS
 
-SCRIPT = Path(__file__).parents[3] / "helpers" / "kernels" / "static_kernels.py"
 CAPABILITIES = (80, 90, 100)
 # The instruction that multiplies tiles of two-byte elements, where a tile has enough rows for the architecture's own.
 TENSOR_CORES = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
@@ -53,7 +51,12 @@ def _compiled(
     geometry: str = "qwen3-30b-a3b",
 ) -> list[dict[str, Any]]:
     asked = {"activation": activation, "form": form, "dtype": dtype, "capabilities": capabilities}
-    words = [sys.executable, str(SCRIPT), json.dumps({**asked, "turned": turned, "tiles": tiles, "geometry": geometry})]
+    words = [
+        sys.executable,
+        "-m",
+        "tests.helpers.kernels.static_kernels",
+        json.dumps({**asked, "turned": turned, "tiles": tiles, "geometry": geometry}),
+    ]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -14,14 +14,6 @@ from hypothesis import strategies as st
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from moepass.models.testing.expert_segments import (
-    ACTIVATIONS,
-    FORMS,
-    ExpertInputs,
-    ExpertSizes,
-    expert_inputs,
-    expert_segment,
-)
 from moepass.passes.graph.nodes import is_call
 from moepass.passes.ir.segment import NotLowered
 from moepass.passes.segments.expert_kernels import read_kernels
@@ -31,6 +23,14 @@ from moepass.runtime.kernels.grouped_gemm.launch import GeneratedGemm
 from moepass.runtime.kernels.grouped_gemm.tile_sizes import TileSizes, tile_sizes
 from moepass.runtime.lowering.lower_segments import decompositions
 from moepass.runtime.lowering.lower_triton_experts import TritonExperts, lower_to_triton
+from tests.helpers.models.expert_segments import (
+    ACTIVATIONS,
+    FORMS,
+    ExpertInputs,
+    ExpertSizes,
+    expert_inputs,
+    expert_segment,
+)
 
 SIZES = ExpertSizes(tokens=40, pairs=75, experts=5, hidden=48, width=24)
 # One expert has most of the rows, one has none.

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from moepass.models.errors import InputError
-from moepass.models.testing.expert_segments import ExpertInputs, ExpertSizes, expert_inputs, expert_segment
 from moepass.passes.segments.expert_kernels import read_kernels
 from moepass.passes.segments.expert_program import read_program
 from moepass.runtime.kernels.grouped_gemm.launch import GeneratedGemm
 from moepass.runtime.kernels.grouped_gemm.tile_sizes import TileSizes, candidate_sizes, tile_sizes
 from moepass.runtime.kernels.grouped_gemm.tuned_tiles import rows_bucket
 from moepass.runtime.kernels.grouped_gemm.tuner import seconds_on_gpu, tune_kernels
+from tests.helpers.models.expert_segments import ExpertInputs, ExpertSizes, expert_inputs, expert_segment
 
 SIZES = ExpertSizes(tokens=8, pairs=9, experts=2, hidden=16, width=8)
 INPUTS = expert_inputs(SIZES)
@@ -182,7 +182,7 @@ def test_a_gpu_is_needed_to_tune() -> None:
 
 
 IN_ANOTHER_PROCESS = """
-from test_tuner import RecordedGemm
+from tests.runtime.kernels.grouped_gemm.test_tuner import RecordedGemm
 gemm = RecordedGemm()
 gemm.run()
 print(gemm.candidates().index(gemm.sizes[-1]))
@@ -193,7 +193,7 @@ print(gemm.candidates().index(gemm.sizes[-1]))
 def test_another_process_uses_what_was_measured() -> None:
     with tune_kernels(_timer(3)):
         RecordedGemm().run()
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "TRITON_INTERPRET": "1"}
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
         [sys.executable, "-c", IN_ANOTHER_PROCESS], env=environment, capture_output=True, text=True, check=True
     )

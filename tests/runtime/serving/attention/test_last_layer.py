@@ -5,11 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from narrowed import narrowed_backbone
 from torch.fx import GraphModule
 
 from moepass.models.errors import InputError
-from moepass.models.testing.tiny import TINY_FAMILIES, discover_expert_families, discovered_tiny_model, tiny_model
 from moepass.runtime.serving.attention.last_layer import LastLayer
 from moepass.runtime.serving.attention.survey import survey_attention
 from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME
@@ -21,6 +19,8 @@ from moepass.runtime.serving.engine.load_engine import EngineOptions, make_engin
 from moepass.runtime.serving.engine.model_head import ModelHead
 from moepass.runtime.serving.engine.trie_states import TrieStates
 from moepass.runtime.serving.requests.request import NO_TOKENS, Request, TokenPiece, TokenRead
+from tests.helpers.models.tiny import TINY_FAMILIES, discover_expert_families, discovered_tiny_model, tiny_model
+from tests.helpers.serving.narrowed import narrowed_backbone
 
 CPU = torch.device("cpu")
 # Recurrent layers take no trie.

@@ -6,13 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from fake_gpu import captured_graph, pretended_gpu, put_on_gpu
-from naive_trie import naive_step
-from stored_models import EAGER, graphs_compiled_by
 from torch import nn
 
 import moepass
-from moepass.models.testing.tiny import tiny_model
 from moepass.runtime.captures.capture_store import CaptureStore
 from moepass.runtime.serving.attention.attention_layers import AttentionLayer, Temperature
 from moepass.runtime.serving.attention.partial_attention import partial_attention
@@ -23,6 +19,10 @@ from moepass.runtime.serving.attention.trie_parts import VisiblePast
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
 from moepass.runtime.serving.cache.block_memory import BlockMemory, KeyValueShape, block_bytes
 from moepass.stored_compile import StoredModule
+from tests.helpers.graphs.fake_gpu import captured_graph, pretended_gpu, put_on_gpu
+from tests.helpers.graphs.stored_models import EAGER, graphs_compiled_by
+from tests.helpers.models.tiny import tiny_model
+from tests.helpers.serving.naive_trie import naive_step
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

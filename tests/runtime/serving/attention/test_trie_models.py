@@ -9,15 +9,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from naive_trie import naive_step
 from transformers import PreTrainedModel
 
-from moepass.models.testing.tiny import (
-    TINY_FAMILIES,
-    discover_expert_families,
-    discovered_tiny_model,
-    tiny_model,
-)
 from moepass.runtime.serving.attention.probe import probe_trie
 from moepass.runtime.serving.attention.running_step import RunningStep, running_step
 from moepass.runtime.serving.attention.survey import AttentionSurvey, survey_attention, trie_refusal
@@ -25,6 +18,13 @@ from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME
 from moepass.runtime.serving.attention.trie_parts import VisiblePast
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, StepBatch
 from moepass.runtime.serving.cache.block_memory import BlockMemory, block_bytes
+from tests.helpers.models.tiny import (
+    TINY_FAMILIES,
+    discover_expert_families,
+    discovered_tiny_model,
+    tiny_model,
+)
+from tests.helpers.serving.naive_trie import naive_step
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

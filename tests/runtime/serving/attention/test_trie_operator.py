@@ -9,11 +9,8 @@ import threading
 import numpy as np
 import pytest
 import torch
-from dense_attention import dense_attention
-from error_fields import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from naive_trie import naive_step
 from torch.nn.attention.varlen import AuxRequest
 
 from moepass.models.errors import InputError, MoepassError
@@ -24,6 +21,9 @@ from moepass.runtime.serving.attention.trie_attention import trie_attention_forw
 from moepass.runtime.serving.attention.trie_parts import VisiblePast
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, StepBatch, StoredBlock, TrieNode
 from moepass.runtime.serving.cache.block_memory import BlockMemory, KeyValueShape, block_bytes
+from tests.helpers.graphs.error_fields import refused
+from tests.helpers.serving.dense_attention import dense_attention
+from tests.helpers.serving.naive_trie import naive_step
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from naive_trie import naive_step
 
 from moepass.runtime.serving.attention import trie_parts as parts_module
 from moepass.runtime.serving.attention.trie_parts import EarlierPart, OwnPart, TrieParts, VisiblePast, trie_parts
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, StepBatch, TrieNode
+from tests.helpers.serving.naive_trie import naive_step
 
 # 8 heads of 64 numbers.
 PAIR_FLOPS = 2048

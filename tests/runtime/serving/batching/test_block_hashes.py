@@ -6,14 +6,14 @@ import hashlib
 
 import numpy as np
 import pytest
-from error_fields import refused
 from hypothesis import given
-from naive_packing import KEY, full_path, piece_depth, requests_to_pack
 
 from moepass.models.errors import InputError
 from moepass.runtime.serving.batching.block_hashes import KEY_BYTES, path_hashes, request_hashes
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
 from moepass.runtime.serving.requests.request import Request, TokenPiece
+from tests.helpers.graphs.error_fields import refused
+from tests.helpers.serving.naive_packing import KEY, full_path, piece_depth, requests_to_pack
 
 TOKENS = np.arange(50, dtype=np.int32)
 

@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from naive_packing import (
+
+from moepass.models.formulas import attention_flops, flops_per_token, head_flops
+from moepass.models.sizes.architecture import Architecture, Attention, Layer
+from moepass.runtime.serving.batching.block_hashes import request_hashes
+from moepass.runtime.serving.batching.pack import PackedStep, pack
+from moepass.runtime.serving.batching.request_costs import unshared_flops
+from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
+from moepass.runtime.serving.batching.step_flops import FlopsTable
+from moepass.runtime.serving.requests.request import Request
+from tests.helpers.serving.naive_packing import (
     KEY,
     NaiveCache,
     NaiveStep,
@@ -25,15 +34,6 @@ from naive_packing import (
     stream_sequences,
     visible_tokens,
 )
-
-from moepass.models.formulas import attention_flops, flops_per_token, head_flops
-from moepass.models.sizes.architecture import Architecture, Attention, Layer
-from moepass.runtime.serving.batching.block_hashes import request_hashes
-from moepass.runtime.serving.batching.pack import PackedStep, pack
-from moepass.runtime.serving.batching.request_costs import unshared_flops
-from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
-from moepass.runtime.serving.batching.step_flops import FlopsTable
-from moepass.runtime.serving.requests.request import Request
 
 LAYERS = (
     Layer(Attention("full", 2, 1, 4, 4), None, 16),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from error_fields import refused
-from naive_packing import KEY, NaiveCache, full_path
 
 from moepass.models.errors import InputError
 from moepass.models.sizes.architecture import Architecture, Attention, Layer
@@ -16,6 +14,8 @@ from moepass.runtime.serving.batching.request_costs import unshared_flops
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
 from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead, Vector
+from tests.helpers.graphs.error_fields import refused
+from tests.helpers.serving.naive_packing import KEY, NaiveCache, full_path
 
 TABLE = FlopsTable(Architecture("test", "test", 8, 50, "fp32", (Layer(Attention("full", 2, 1, 4, 4), None, 16),)))
 

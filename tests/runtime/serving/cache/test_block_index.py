@@ -6,11 +6,9 @@ import dataclasses
 
 import numpy as np
 import pytest
-from error_fields import refused
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from naive_packing import KEY, STORIES
 
 from moepass.models.errors import InputError, MoepassError
 from moepass.models.sizes.architecture import Architecture, Attention, Layer
@@ -22,6 +20,8 @@ from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.cache.block_index import BlockEvent, BlockIndex, StepLease
 from moepass.runtime.serving.requests.answer import ScoredTokens
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead
+from tests.helpers.graphs.error_fields import refused
+from tests.helpers.serving.naive_packing import KEY, STORIES
 
 TABLE = FlopsTable(Architecture("test", "test", 8, 50, "fp32", (Layer(Attention("full", 2, 1, 4, 4), None, 16),)))
 

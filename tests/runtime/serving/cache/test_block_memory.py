@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from error_fields import refused
 
 from moepass.models.errors import InputError
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
 from moepass.runtime.serving.cache.block_memory import BlockMemory, KeyValueShape, block_bytes
+from tests.helpers.graphs.error_fields import refused
 
 # As latent attention has it, and a layer of another shape.
 LAYERS = (KeyValueShape(4, 24, 16, torch.float32), KeyValueShape(2, 8, 8, torch.bfloat16))

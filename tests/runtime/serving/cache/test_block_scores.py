@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from error_fields import refused
 
 from moepass.models.errors import InputError
 from moepass.runtime.serving.cache.block_scores import BlockScores
 from moepass.runtime.serving.requests.answer import ScoredTokens
+from tests.helpers.graphs.error_fields import refused
 
 
 def scored(*values: int) -> ScoredTokens:

@@ -11,7 +11,6 @@ import zlib
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from naive_packing import KEY, full_path, piece_depth, requests_to_pack, stream_sequences
 
 from moepass.models.sizes.architecture import Architecture, Attention, Layer
 from moepass.runtime.serving.batching.block_hashes import request_hashes
@@ -20,6 +19,7 @@ from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.cache.block_index import BlockIndex
 from moepass.runtime.serving.requests.answer import ScoredTokens
 from moepass.runtime.serving.requests.request import Request
+from tests.helpers.serving.naive_packing import KEY, full_path, piece_depth, requests_to_pack, stream_sequences
 
 TABLE = FlopsTable(Architecture("test", "test", 8, 50, "fp32", (Layer(Attention("full", 2, 1, 4, 4), None, 16),)))
 

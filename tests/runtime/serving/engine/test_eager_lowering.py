@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import moepass
-from moepass.models.testing.tiny import TINY_FAMILIES, tiny_model
 from moepass.runtime.serving.engine import load_engine
 from moepass.runtime.serving.engine.load_engine import EngineOptions, make_engine
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead
+from tests.helpers.models.tiny import TINY_FAMILIES, tiny_model
 
 OPTIONS = EngineOptions(None, torch.device("cpu"), step_tokens=64, cache_bytes=0, warms_up=False)
 # Within a chunk of recurrent layers, which is 64 tokens; as long as one; and several of them.

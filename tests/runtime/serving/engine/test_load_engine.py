@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from error_fields import refused
 from transformers import PreTrainedModel, Qwen3MoeForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from moepass.models.errors import CheckpointError, InputError
-from moepass.models.testing.tiny import tiny_model
 from moepass.runtime.homes.registry.home_options import Host
 from moepass.runtime.offload.offload import offload_experts
 from moepass.runtime.serving.engine.load_engine import EngineOptions, make_engine
 from moepass.runtime.serving.engine.model_head import ModelHead
 from moepass.runtime.serving.engine.plain_outputs import plain_outputs
+from tests.helpers.graphs.error_fields import refused
+from tests.helpers.models.tiny import tiny_model
 
 OPTIONS = EngineOptions(None, torch.device("cpu"), step_tokens=64, cache_bytes=0)
 

@@ -9,14 +9,11 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from alone import check_answers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from narrowed import narrowed_backbone
 
 from moepass.models.errors import InputError
 from moepass.models.sizes.families import from_config
-from moepass.models.testing.tiny import tiny_model
 from moepass.runtime.serving.attention.survey import survey_attention
 from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME
 from moepass.runtime.serving.batching.step_batch import StepBatch
@@ -31,6 +28,9 @@ from moepass.runtime.serving.engine.padded_rows import PaddedRows
 from moepass.runtime.serving.engine.step_engine import EngineFacts
 from moepass.runtime.serving.engine.trie_states import TrieStates
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead
+from tests.helpers.models.tiny import tiny_model
+from tests.helpers.serving.alone import check_answers
+from tests.helpers.serving.narrowed import narrowed_backbone
 
 CPU = torch.device("cpu")
 PLAIN = tiny_model("qwen3_moe")

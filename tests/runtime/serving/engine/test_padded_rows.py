@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from moepass.models.testing.tiny import tiny_model
 from moepass.runtime.serving.batching.step_batch import StepBatch, TrieNode
 from moepass.runtime.serving.engine.backbones import RowsBackbone
 from moepass.runtime.serving.engine.padded_rows import PaddedRows
+from tests.helpers.models.tiny import tiny_model
 
 # 5 6 7, which branches into 8 9 and 10; and 11 by itself.
 NODES = (TrieNode(0, 3, -1, 6), TrieNode(3, 5, 0, 5), TrieNode(5, 6, 0, 6), TrieNode(6, 7, -1, 7))

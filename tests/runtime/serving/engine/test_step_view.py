@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from naive_packing import caches_for, requests_to_pack
 
 from moepass.models.sizes.architecture import Architecture, Attention, Layer
 from moepass.runtime.serving.batching.pack import pack
@@ -17,6 +16,7 @@ from moepass.runtime.serving.cache.block_index import BlockIndex
 from moepass.runtime.serving.engine.step_engine import StepResult
 from moepass.runtime.serving.engine.step_view import StepWatch, cached_tokens, step_nodes
 from moepass.runtime.serving.requests.view import EngineView, StepNode
+from tests.helpers.serving.naive_packing import caches_for, requests_to_pack
 
 TABLE = FlopsTable(Architecture("test", "test", 8, 50, "fp32", (Layer(Attention("full", 2, 1, 4, 4), None, 16),)))
 

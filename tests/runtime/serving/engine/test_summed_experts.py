@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 from transformers.integrations.moe import grouped_mm_experts_forward
 
-from moepass.models.testing.tiny import tiny_model
 from moepass.runtime.offload.offload import find_expert_modules
 from moepass.runtime.serving.engine import summed_experts
 from moepass.runtime.serving.engine.summed_experts import (
@@ -19,6 +18,7 @@ from moepass.runtime.serving.engine.summed_experts import (
     summed_experts_forward,
     use_summed_experts,
 )
+from tests.helpers.models.tiny import tiny_model
 
 # gpt_oss has biases, and its banks are transposed: transformers computes it.
 FAMILIES = ("qwen3_moe", "granitemoe", "gpt_oss")

@@ -8,12 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from naive_trie import Sequence_, naive_step
-from narrowed import narrowed_backbone
 from torch.utils.flop_counter import FlopCounterMode
 
 from moepass.models.sizes.families import from_config
-from moepass.models.testing.tiny import tiny_model
 from moepass.runtime.serving.attention.running_step import RunningStep
 from moepass.runtime.serving.attention.survey import survey_attention
 from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME
@@ -25,6 +22,9 @@ from moepass.runtime.serving.engine.model_head import ModelHead
 from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult
 from moepass.runtime.serving.engine.trie_states import TrieStates
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead
+from tests.helpers.models.tiny import tiny_model
+from tests.helpers.serving.naive_trie import Sequence_, naive_step
+from tests.helpers.serving.narrowed import narrowed_backbone
 
 CPU = torch.device("cpu")
 MODEL = tiny_model("qwen3_moe", max_position_embeddings=2048, num_hidden_layers=2)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import openai
 import pytest
-from byte_checkpoint import classifier, save_byte_checkpoint
-from served import CHAT_TEMPLATE, Served, served
 
 from moepass.models.checkpoint.checkpoint_folders import resolve_model
+from tests.helpers.serving.byte_checkpoint import classifier, save_byte_checkpoint
+from tests.helpers.serving.served import CHAT_TEMPLATE, Served, served
 
 CLASS_NAMES = ("bad", "good", "neither")
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import openai
 import pytest
-from plain_scores import next_token_table
-from served import CHAT_TEMPLATE, Served
 
 from moepass.models.errors import CheckpointError
 from moepass.runtime.serving.routes.completions import at_least
+from tests.helpers.serving.plain_scores import next_token_table
+from tests.helpers.serving.served import CHAT_TEMPLATE, Served
 
 TEXT = "The cat sat on the mat"
 

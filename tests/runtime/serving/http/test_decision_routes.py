@@ -9,11 +9,11 @@ from typing import Any
 
 import openai
 import pytest
-from plain_scores import label_log_probability, label_probabilities
-from served import CHAT_TEMPLATE, Served
 from transformers.pipelines import DecisionPipeline
 
 from moepass.models.limits import MOST_CHOICES, MOST_QUESTIONS
+from tests.helpers.serving.plain_scores import label_log_probability, label_probabilities
+from tests.helpers.serving.served import CHAT_TEMPLATE, Served
 
 INPUT = "The cat sat on the mat, and a dog ran to the park."
 PREDICATE = {"type": "predicate", "name": "cat", "instructions": "A cat is mentioned."}

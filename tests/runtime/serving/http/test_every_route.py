@@ -14,7 +14,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from served import CHAT_TEMPLATE, Served, served
 
 from moepass import __version__
 from moepass.clients.batch_run import Batch
@@ -30,6 +29,7 @@ from moepass.runtime.serving.requests.backend import (
 )
 from moepass.runtime.serving.routes import scores, service
 from moepass.runtime.serving.routes.server_settings import ServerSettings
+from tests.helpers.serving.served import CHAT_TEMPLATE, Served, served
 
 POSTS = sorted({route.path for route in ROUTES if route.method == "POST" and route.bodies})
 ASKED = {"type": "predicate", "instructions": "Is it so?"}

@@ -16,8 +16,6 @@ from typing import Any
 
 import httpx
 import pytest
-from error_fields import refused
-from served import Served
 
 from moepass.models.errors import OptionError
 from moepass.runtime.serving.http.listen import server_of
@@ -25,6 +23,8 @@ from moepass.runtime.serving.http.listening_socket import open_socket
 from moepass.runtime.serving.requests.answer import Answer
 from moepass.runtime.serving.requests.backend import Backend, BackendStatus
 from moepass.runtime.serving.requests.request import Request
+from tests.helpers.graphs.error_fields import refused
+from tests.helpers.serving.served import Served
 
 
 def test_a_port_that_is_taken_is_refused() -> None:
@@ -71,7 +71,7 @@ def test_clients_at_the_same_time_get_their_own_answers(chat: Served) -> None:
 _PROGRAM = """
 import asyncio, sys
 from pathlib import Path
-from reference_backend import ReferenceBackend
+from tests.helpers.serving.reference_backend import ReferenceBackend
 from moepass.models.checkpoint.checkpoint_folders import load_model, load_prompt, load_tokenizer
 from moepass.runtime.serving.http.listen import server_of
 from moepass.runtime.serving.http.listening_socket import open_socket

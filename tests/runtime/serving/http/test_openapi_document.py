@@ -12,10 +12,10 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from served import Served
 
 from moepass.runtime.serving.http.app import ROUTES
 from moepass.runtime.serving.routes.service import Route
+from tests.helpers.serving.served import Served
 
 CHECKS = [not_a_server_error, content_type_conformance, response_schema_conformance, status_code_conformance]
 # For each server, route and mode; 5,760 in all.

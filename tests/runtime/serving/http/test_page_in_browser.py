@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser import BROWSER, Page, browser_page
-from served import CHAT_TEMPLATE, Served, served
-from test_state_route import VIEW
+
+from tests.helpers.serving.browser import BROWSER, Page, browser_page
+from tests.helpers.serving.served import CHAT_TEMPLATE, Served, served
+from tests.runtime.serving.http.test_state_route import VIEW
 
 pytestmark = [
     pytest.mark.slow,

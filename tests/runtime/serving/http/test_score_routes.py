@@ -8,10 +8,10 @@ from typing import Any
 import cohere
 import pytest
 import torch
-from plain_scores import label_probabilities, next_token_table
-from served import Served, served
 
 from moepass.models.checkpoint.checkpoint_folders import Prompt
+from tests.helpers.serving.plain_scores import label_probabilities, next_token_table
+from tests.helpers.serving.served import Served, served
 
 LABELS = [70, 80, 90]
 

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from served import Served
 
 from moepass.models.limits import MOST_BODY_BYTES
 from moepass.runtime.serving.http.listen import DrainingServer, server_of
 from moepass.runtime.serving.http.listening_socket import open_socket
 from moepass.runtime.serving.http.patience import ConnectionLimits
+from tests.helpers.serving.served import Served
 
 HEAD_SECONDS, READ_SECONDS = 0.3, 0.4
 BODY = json.dumps({"prompt": "a", "max_tokens": 1}).encode()

@@ -18,11 +18,11 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
-from served import CHAT_TEMPLATE, Served, served
 
 from moepass.runtime.serving.http import app, tracing
 from moepass.runtime.serving.http.tracing import MOST_REQUESTS, configured_tracer
 from moepass.runtime.serving.requests.answer import AnswerTimes
+from tests.helpers.serving.served import CHAT_TEMPLATE, Served, served
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 DECISION = {"model": "tiny", "input": "a text", "questions": [{"type": "predicate", "instructions": "Is it so?"}]}

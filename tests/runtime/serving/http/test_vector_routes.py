@@ -9,10 +9,10 @@ import numpy as np
 import openai
 import pytest
 import torch
-from plain_scores import label_probabilities
-from served import Served, served
 
 from moepass.models.checkpoint.checkpoint_folders import Prompt
+from tests.helpers.serving.plain_scores import label_probabilities
+from tests.helpers.serving.served import Served, served
 
 TEXTS = ["The cat sat on the mat", "a dog"]
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_checkpoint import save_tiny_checkpoint
 from torch import nn
 
 import moepass
@@ -25,6 +24,7 @@ from moepass.runtime.serving.offline.text_scorer import TextScorer
 from moepass.runtime.serving.questions.labels import ImpossibleLabelsError
 from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.serving.requests.request import Request
+from tests.helpers.graphs.tiny_checkpoint import save_tiny_checkpoint
 
 TEXTS = [
     "the cat sat on the mat",

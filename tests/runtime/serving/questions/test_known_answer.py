@@ -8,9 +8,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from byte_checkpoint import classifier, save_byte_checkpoint
-from reference_backend import ReferenceBackend
-from served import CHAT_TEMPLATE
 
 from moepass.models.checkpoint.checkpoint_folders import (
     KnownAnswer,
@@ -25,6 +22,9 @@ from moepass.runtime.serving.questions.known_answer import check_known_answer
 from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.serving.requests.answer import Answer
 from moepass.runtime.serving.requests.request import Request
+from tests.helpers.serving.byte_checkpoint import classifier, save_byte_checkpoint
+from tests.helpers.serving.reference_backend import ReferenceBackend
+from tests.helpers.serving.served import CHAT_TEMPLATE
 
 Ask = Callable[[Request], Answer]
 

@@ -8,10 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from error_fields import refused
-from plain_scores import label_log_probability
-from reference_backend import ReferenceBackend
-from tiny_checkpoint import save_tiny_checkpoint
 
 from moepass.models.checkpoint.checkpoint_folders import Prompt, load_model, load_tokenizer, resolve_model
 from moepass.models.errors import CheckpointError, InputError
@@ -25,6 +21,10 @@ from moepass.runtime.serving.questions.labels import (
 )
 from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.serving.questions.request_tree import RequestTree, TreeAnswer
+from tests.helpers.graphs.error_fields import refused
+from tests.helpers.graphs.tiny_checkpoint import save_tiny_checkpoint
+from tests.helpers.serving.plain_scores import label_log_probability
+from tests.helpers.serving.reference_backend import ReferenceBackend
 
 # One token each; of several tokens; one that begins with another; one that shares a beginning with another.
 LABELS = ["yes", "no", "maybe good", "good dog park", "yes dog", "good bad"]

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_checkpoint import save_tiny_checkpoint
 
 from moepass.models.checkpoint.checkpoint_folders import Prompt, load_tokenizer
 from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.serving.questions.render_limit import RenderLimit, RenderTimeoutError
+from tests.helpers.graphs.tiny_checkpoint import save_tiny_checkpoint
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 

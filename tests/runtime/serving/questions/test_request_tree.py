@@ -6,17 +6,17 @@ import asyncio
 
 import numpy as np
 import pytest
-from byte_checkpoint import byte_model
-from error_fields import refused
 from hypothesis import given
 from hypothesis import strategies as st
-from plain_scores import next_token_table
-from reference_backend import ReferenceBackend
 
 from moepass.models.errors import CheckpointError, InputError
 from moepass.runtime.serving.questions.request_tree import RequestTree, TreeAnswer
 from moepass.runtime.serving.requests.answer import Answer, PieceAnswer, ReadAnswer, Usage
 from moepass.runtime.serving.requests.request import Request
+from tests.helpers.graphs.error_fields import refused
+from tests.helpers.serving.byte_checkpoint import byte_model
+from tests.helpers.serving.plain_scores import next_token_table
+from tests.helpers.serving.reference_backend import ReferenceBackend
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=10)
 

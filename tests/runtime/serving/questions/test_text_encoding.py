@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from byte_checkpoint import CONTROL_TOKENS, save_byte_checkpoint
-from error_fields import refused
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_checkpoint import save_tiny_checkpoint
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from moepass.models.checkpoint.checkpoint_folders import load_tokenizer, resolve_model
 from moepass.models.errors import InputError
 from moepass.runtime.serving.questions.text_encoding import TextEncoder
+from tests.helpers.graphs.error_fields import refused
+from tests.helpers.graphs.tiny_checkpoint import save_tiny_checkpoint
+from tests.helpers.serving.byte_checkpoint import CONTROL_TOKENS, save_byte_checkpoint
 
 
 def _metaspace() -> PreTrainedTokenizerFast:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from router_oracle import LinearAndPairs
 
 from moepass.runtime.serving.requests.request import Request, TokenPiece, Tokens
 from moepass.runtime.serving.router.routable import RoutablePart, questions_of, routable_request
+from tests.helpers.serving.router_oracle import LinearAndPairs
 
 
 def pieces(*parents_and_lengths: tuple[int, int]) -> tuple[TokenPiece, ...]:

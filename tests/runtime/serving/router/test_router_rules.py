@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from router_oracle import LinearAndPairs
 
 from moepass.models.errors import InputError
 from moepass.runtime.serving.router import prefix_router
@@ -18,6 +17,7 @@ from moepass.runtime.serving.router.routable import RoutablePart, RoutableReques
 from moepass.runtime.serving.router.router import RankRouter
 from moepass.runtime.serving.router.simple_routers import LeastTokensRouter, RoundRobinRouter
 from moepass.runtime.serving.router.waiting_queue import WaitingQueue
+from tests.helpers.serving.router_oracle import LinearAndPairs
 
 TOKENS = LinearAndPairs(per_token=1, per_pair=0)
 

@@ -16,12 +16,12 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from router_oracle import BLOCK, LinearAndPairs, RouterOracle
 
 from moepass.runtime.serving.router.prefix_router import MOST_PASSED_OVER, PrefixRouter
 from moepass.runtime.serving.router.routable import RoutablePart, RoutableRequest
 from moepass.runtime.serving.router.router import RankRouter
 from moepass.runtime.serving.router.simple_routers import LeastTokensRouter, RoundRobinRouter
+from tests.helpers.serving.router_oracle import BLOCK, LinearAndPairs, RouterOracle
 
 FORMULA = LinearAndPairs()
 SATURATION = st.sampled_from([1, 300, 2000, 6000, 20000])

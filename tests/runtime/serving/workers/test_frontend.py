@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import sum_rank
 
 from moepass.models.errors import InputError
 from moepass.runtime.serving.engine.step_engine import EngineFacts
@@ -29,6 +28,7 @@ from moepass.runtime.serving.workers.frontend_limits import FrontendLimits
 from moepass.runtime.serving.workers.messages import RankReady, Seen, encode
 from moepass.runtime.serving.workers.rank_watch import HangLimits
 from moepass.runtime.serving.workers.supervisor import RankCommand, RankStartError
+from tests.helpers.serving import sum_rank
 
 KEY = bytes(range(32))
 TIMEOUT = 30.0

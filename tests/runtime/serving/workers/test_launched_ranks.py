@@ -9,14 +9,23 @@ import sys
 from pathlib import Path
 
 import pytest
-import sum_rank
-from test_frontend import KEY, NO_LIMITS, TIMEOUT, TokensFormula, is_right, make_router, request, run
 
 from moepass.models.errors import InputError
 from moepass.runtime.serving.requests.backend import NotServingError
 from moepass.runtime.serving.workers.frontend import Frontend
 from moepass.runtime.serving.workers.launched_ranks import LaunchedRank, ServerWatch, WatchedProcess, announce
 from moepass.runtime.serving.workers.supervisor import RankLostError
+from tests.helpers.serving import sum_rank
+from tests.runtime.serving.workers.test_frontend import (
+    KEY,
+    NO_LIMITS,
+    TIMEOUT,
+    TokensFormula,
+    is_right,
+    make_router,
+    request,
+    run,
+)
 
 
 def launch(folder: Path, rank: int) -> subprocess.Popen[bytes]:

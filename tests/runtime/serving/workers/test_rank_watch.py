@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from error_fields import refused
-from sum_rank import SumEngine
 
 from moepass.models.errors import OptionError
 from moepass.runtime.serving.workers.rank_watch import LOOK_SECONDS, HangLimits, RankWatch
+from tests.helpers.graphs.error_fields import refused
+from tests.helpers.serving.sum_rank import SumEngine
 
 # A full step takes 40 of 1000 FLOPs per second.
 FACTS = {0: SumEngine.facts}

@@ -7,8 +7,6 @@ import json
 from pathlib import Path
 
 import pytest
-from byte_checkpoint import save_byte_checkpoint
-from test_frontend import run, serving, slow
 
 from moepass.models.checkpoint.checkpoint_folders import load_prompt, load_tokenizer
 from moepass.runtime.serving.http.listen import server_of
@@ -16,6 +14,8 @@ from moepass.runtime.serving.http.listening_socket import open_socket
 from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.serving.routes.server_settings import ServerSettings
 from moepass.runtime.serving.routes.service import Service
+from tests.helpers.serving.byte_checkpoint import save_byte_checkpoint
+from tests.runtime.serving.workers.test_frontend import run, serving, slow
 
 
 @pytest.mark.slow

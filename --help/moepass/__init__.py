@@ -1,0 +1,1 @@
+/work/main/moepass/__init__.py

@@ -1,0 +1,131 @@
+"""Megatron-Core's own MoE layer on a CPU, as it comes, and with what Dynamo needs to capture it in one graph."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.helpers.packages.package_layers import EXPERTS, HIDDEN, TOP_K, WIDTH
+
+
+class NoStream:
+    """In the place of a CUDA stream and its events: on a CPU work is done when it is issued."""
+
+    def wait_stream(self, other: NoStream) -> None: ...
+
+    def record_event(self) -> NoStream:
+        return self
+
+    def synchronize(self) -> None: ...
+
+
+def _as_if_moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What Megatron-Core makes of sizes on a GPU: its exchanges take numpy arrays, and no tensors."""
+    return tensor.numpy() if torch.is_tensor(tensor) and as_numpy else tensor
+
+
+def _as_list(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    if not torch.is_tensor(tensor) or not as_numpy:
+        return tensor
+    sizes = tensor.tolist()
+    for size in sizes:
+        torch._check(size >= 0)
+    return sizes
+
+
+def _gathered(tokens: torch.Tensor, use_global_buffer: bool = False, **options: Any) -> torch.Tensor:
+    """What Megatron-Core gathers, but never in its buffer for the whole process, which holds it beyond the run."""
+    from megatron.core.tensor_parallel import mappings
+
+    gathered: torch.Tensor = mappings.gather_from_sequence_parallel_region(tokens, **options)
+    return gathered
+
+
+class Order(list[int]):
+    """A constant order of chunks: `tolist` of a tensor gives numbers that Dynamo does not know."""
+
+    def tolist(self) -> list[int]:
+        return list(self)
+
+
+@contextlib.contextmanager
+def stand_in_for_cuda() -> Iterator[None]:
+    """Megatron-Core makes tensors on `torch.cuda.current_device()` and copies sizes on a stream, wherever it runs."""
+    # Dynamo looks its rules for torch's functions up by name, once: these are to be traced like any other.
+    torch._dynamo.trace_rules.get_torch_obj_rule_map()
+    stream = NoStream()
+    with mock.patch.multiple(
+        torch.cuda,
+        current_device=lambda: torch.device("cpu"),
+        Stream=NoStream,
+        current_stream=lambda device=None: stream,
+        stream=lambda stream: contextlib.nullcontext(),
+    ):
+        yield
+
+
+class MegatronLayer(nn.Module):
+    """`megatron.core.transformer.moe.moe_layer.MoELayer` with an MLP for each expert.
+
+    `for_capture`: exchanges get lists of sizes, orders of chunks are lists, AllGathers bring memory of their own, and
+    what the dispatcher notes of a run is forgotten behind it; noted sizes would be results of the graph, which nobody
+    may take the exchange of counts from.
+    Built and run under `stand_in_for_cuda`.
+    """
+
+    def __init__(self, dispatcher: str, for_capture: bool) -> None:
+        super().__init__()
+        from megatron.core import parallel_state
+        from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+        from megatron.core.tensor_parallel import mappings
+        from megatron.core.transformer.moe import moe_utils, token_dispatcher
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        # Asked for, and not defined where there is no Transformer Engine.
+        moe_utils.te_general_gemm = None
+        token_dispatcher.maybe_move_tensor_to_cpu = _as_list if for_capture else _as_if_moved
+        gather = _gathered if for_capture else mappings.gather_from_sequence_parallel_region
+        token_dispatcher.gather_from_sequence_parallel_region = gather
+        # Processes of tests outlive their group.
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
+        config = TransformerConfig(
+            num_layers=1,
+            hidden_size=HIDDEN,
+            num_attention_heads=1,
+            num_moe_experts=EXPERTS,
+            moe_router_topk=TOP_K,
+            moe_router_load_balancing_type="none",
+            ffn_hidden_size=WIDTH,
+            moe_ffn_hidden_size=WIDTH,
+            add_bias_linear=False,
+            gated_linear_unit=True,
+            activation_func=nn.functional.silu,
+            moe_token_dispatcher_type=dispatcher,
+            expert_model_parallel_size=dist.get_world_size(),
+            use_cpu_initialization=True,
+        )
+        spec = get_moe_module_spec(use_te=False, num_experts=EXPERTS)
+        self.moe = spec.module(config, spec.submodules)
+        self.for_capture = for_capture
+        found = self.moe.token_dispatcher
+        for name in ("sort_input_by_local_experts", "restore_output_by_local_experts"):
+            if for_capture and hasattr(found, name):
+                setattr(found, name, Order(getattr(found, name).tolist()))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.moe(hidden.unsqueeze(1))[0].squeeze(1)
+        if self.for_capture:
+            found = self.moe.token_dispatcher
+            noted = ("probs", "tokens_per_expert", "hidden_shape_before_permute", "local_map", "local_probs")
+            orders = ("reversed_local_input_permutation_mapping",)
+            for name in (*found.cudagraph_attrs, "d2h_event", *noted, *orders):
+                if hasattr(found, name):
+                    setattr(found, name, None)
+        return result

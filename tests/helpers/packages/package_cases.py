@@ -1,0 +1,195 @@
+"""Which layers of other projects are run how, and one run: compiled with asyncep against itself, on real ranks."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import importlib
+import re
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moepass.compilations import Compilation, record_compilations
+from moepass.passes.graph.nodes import graphs_within
+from tests.helpers.packages.megatron_layer import stand_in_for_cuda
+from tests.helpers.packages.package_layers import EXPERTS, HIDDEN, fill
+from tests.helpers.processes.ranks import run_ranks
+
+SCALARS = "torch._dynamo.config.capture_scalar_outputs = True"
+SHAPES = "torch._dynamo.config.capture_dynamic_output_shape_ops = True"
+WARNINGS = "torch._dynamo.config.ignore_logging_functions.add(warnings.warn)"
+STATIC = "torch.compile(dynamic=False)"
+IN_CODE = "sizes and orders as lists, and no notes in the dispatcher (tests/packages/megatron_layer.py)"
+OWN_MEMORY = "gathered tokens not in Megatron-Core's global memory buffer (likewise)"
+# What is no switch of Dynamo is done by whoever builds or compiles the layer.
+_SWITCHES: dict[str, tuple[str, Any]] = {
+    SCALARS: ("capture_scalar_outputs", True),
+    SHAPES: ("capture_dynamic_output_shape_ops", True),
+    WARNINGS: ("ignore_logging_functions", {warnings.warn}),
+}
+_WAITS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select")
+
+
+@dataclasses.dataclass(frozen=True)
+class PackageCase:
+    """A layer of `package`, built by `module.builder(**options)`, and what capturing it `needs`.
+
+    `is_even`: every rank has as many tokens, by contract of the layer; `dtypes` that it is run in.
+    """
+
+    package: str
+    dispatcher: str
+    builder: str
+    options: dict[str, Any]
+    needs: tuple[str, ...] = ()
+    is_even: bool = False
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+
+    @property
+    def name(self) -> str:
+        return f"{self.package}: {self.dispatcher}"
+
+
+DEEPSPEED, FAIRSCALE, MEGATRON, TORCHTITAN = "deepspeed", "fairscale", "megatron-core", "torchtitan"
+CASES = (
+    PackageCase(DEEPSPEED, "top-1", "package_layers.DeepSpeedLayer", {"k": 1}, (SCALARS, STATIC), True),
+    PackageCase(DEEPSPEED, "top-2", "package_layers.DeepSpeedLayer", {"k": 2}, (SCALARS, STATIC), True),
+    PackageCase(
+        *(DEEPSPEED, "top-4, no token dropped", "package_layers.DeepSpeedLayer"),
+        *({"k": 4, "drop_tokens": False}, (SCALARS,), True),
+    ),
+    PackageCase(FAIRSCALE, "`Top2Gate`", "package_layers.FairscaleLayer", {"own_gate": True}, (), True, ("float32",)),
+    # Its einsum over a mask in float32 takes no other rows.
+    PackageCase(
+        *(FAIRSCALE, "a gate without random numbers", "package_layers.FairscaleLayer"),
+        *({"own_gate": False}, (), True, ("float32",)),
+    ),
+    PackageCase(
+        *(MEGATRON, "AllToAll, as it comes", "megatron_layer.MegatronLayer"),
+        *({"dispatcher": "alltoall", "for_capture": False}, (), False, ("float32",)),
+    ),
+    PackageCase(
+        *(MEGATRON, "AllToAll", "megatron_layer.MegatronLayer"),
+        *({"dispatcher": "alltoall", "for_capture": True}, (SCALARS, SHAPES, WARNINGS, IN_CODE)),
+    ),
+    PackageCase(
+        *(MEGATRON, "AllGather", "megatron_layer.MegatronLayer"),
+        *({"dispatcher": "allgather", "for_capture": True}, (SCALARS, SHAPES, WARNINGS, IN_CODE, OWN_MEMORY), True),
+    ),
+    PackageCase(TORCHTITAN, "AllToAll", "package_layers.TorchtitanLayer", {}, (SCALARS,)),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSettings:
+    """How a case is run: `lower` is the backend's option, `dtype` that of all parameters and tokens."""
+
+    ranks: int
+    lower: str
+    dtype: str
+
+
+def settings_of(case: PackageCase) -> Iterator[RunSettings]:
+    """The most telling ones first."""
+    for ranks, lower in ((2, "eager"), (2, "inductor"), (4, "eager"), (4, "inductor")):
+        for dtype in case.dtypes:
+            yield RunSettings(ranks, lower, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class PackageRun:
+    """One case as it ran on the first rank: others may have more or fewer graphs where Dynamo breaks them.
+
+    `graphs` were compiled; `forms` were taken out of them; `refusals` are the plan's, in full. `exchanges` and `waits`
+    (reads of tensors by the host) are left in the graphs, by kind. `difference` is the largest over all runs and ranks,
+    as a part of the largest number of a run; where nothing could be compiled, `error` says why.
+    """
+
+    settings: RunSettings
+    graphs: int = 0
+    forms: tuple[str, ...] = ()
+    refusals: tuple[str, ...] = ()
+    exchanges: dict[str, int] = dataclasses.field(default_factory=dict)
+    waits: int = 0
+    difference: float = 0.0
+    error: str = ""
+
+    @property
+    def is_taken(self) -> bool:
+        return bool(self.forms) and not self.refusals and not self.error
+
+
+def run_case(case: PackageCase, settings: RunSettings) -> PackageRun:
+    """Run `case` on real ranks. Raises AssertionError where results differ, or ranks took different things."""
+    found = run_ranks(settings.ranks, run_here, case, settings, timeout=500.0)
+    assert len({(one.is_taken, one.forms) for one in found}) == 1, found
+    worst = max(one.difference for one in found)
+    # torchtitan's experts compute in bfloat16 whatever they are given.
+    is_exact = settings.dtype == "float32" and case.package != TORCHTITAN
+    assert worst < (1e-5 if is_exact else 2e-2), worst
+    return dataclasses.replace(found[0], difference=worst)
+
+
+def run_here(case: PackageCase, settings: RunSettings) -> PackageRun:
+    """This rank's part of a run."""
+    with stand_in_for_cuda() if case.package == MEGATRON else contextlib.nullcontext():
+        return _compared(case, settings)
+
+
+def _compared(case: PackageCase, settings: RunSettings) -> PackageRun:
+    """Token counts change, and a number that all tokens share skews their routing."""
+    module, name = case.builder.split(".")
+    layer = getattr(importlib.import_module(module), name)(**case.options).eval()
+    fill(layer)
+    dtype = getattr(torch, settings.dtype)
+    layer.to(dtype)
+    differences = []
+    switches = dict(_SWITCHES[need] for need in case.needs if need in _SWITCHES)
+    rank = dist.get_rank()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch._dynamo.config.patch(switches))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        compilations = stack.enter_context(record_compilations())
+        dynamic = False if STATIC in case.needs else None
+        compiled = torch.compile(layer, backend="asyncep", options={"lower": settings.lower}, dynamic=dynamic)
+        for number, each in enumerate((2, 5, 2) if STATIC in case.needs else (2, 5, 3)):
+            tokens = each * EXPERTS + (0 if case.is_even else 3 * rank)
+            generator = torch.Generator().manual_seed(10 * number + rank)
+            hidden = (torch.randn(tokens, HIDDEN, generator=generator) + number * 0.5).to(dtype)
+            expected = layer(hidden).float()
+            try:
+                result = compiled(hidden).float()
+            except Exception as error:
+                return PackageRun(settings, error=_reason(error))
+            differences.append(float((result - expected).abs().max() / expected.abs().max()))
+    return _described(settings, compilations, max(differences))
+
+
+def _reason(error: Exception) -> str:
+    """Its own text, without the advice of torch behind it."""
+    text = str(error).split("\n\n")[0].split("raised:\n")[-1]
+    return " ".join(text.split())
+
+
+def _described(settings: RunSettings, compilations: list[Compilation], difference: float) -> PackageRun:
+    graphs = [graph for one in compilations for graph in graphs_within(one.executor.graph_module)]
+    # Segments that are lowered show their collectives no more; the plan has counted them.
+    exchanges: collections.Counter[str] = collections.Counter()
+    for one in compilations:
+        for listed in re.findall(r"collectives? stays? in the graph \(([^)]*)\)", one.plan.reason):
+            for entry in listed.split(", "):
+                number, kind = entry.split(" ")
+                exchanges[kind] += int(number)
+    waits = sum(str(node.target).startswith(_WAITS) for graph in graphs for node in graph.nodes)
+    forms = dict.fromkeys(block.form for one in compilations for block in one.plan.local_blocks)
+    refusals = dict.fromkeys(str(refusal) for one in compilations for refusal in one.plan.refusals)
+    return PackageRun(
+        settings, len(compilations), tuple(forms), tuple(refusals), dict(sorted(exchanges.items())), waits, difference
+    )

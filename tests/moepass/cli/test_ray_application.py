@@ -1,0 +1,187 @@
+"""Replicas on a local Ray answer as one server does, also while one of them is killed."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+
+from moepass.models.errors import InputError, OptionError
+from moepass.ray_serve import app, build_app
+from moepass.ray_serve.ray_options import parse_options
+from tests.helpers.graphs.error_fields import refused
+from tests.moepass.cli.test_serve import serving
+
+DRIVER = Path(__file__).parents[2] / "helpers" / "serving" / "ray_driver.py"
+SECONDS = 240
+LABELS = ("<de>", "<en>", "<fr>", "<da>")
+
+
+def test_options_come_as_values_or_as_text() -> None:
+    options = parse_options({"model": "demo", "replicas": "2", "eager": "true", "timeout": "2.5", "kv_cache": "off"})
+    assert options == parse_options({"model": "demo", "replicas": 2, "eager": True, "timeout": 2.5, "kv_cache": "off"})
+    told = options.rank_options(bytes(16))
+    assert (told.compiled, told.cache_bytes, told.key) == (False, 0, "00" * 16)
+    assert options.names == ("demo",)
+    assert parse_options({"model": "m", "ranks": 2, "threads": 3}).actor_resources == {"num_cpus": 6, "num_gpus": 0}
+    assert parse_options({"model": "m", "ranks": 2, "device": "cuda"}).actor_resources["num_gpus"] == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"replica": 2}, "replica"),
+        ({"replicas": "two"}, "replicas"),
+        ({"replicas": 0}, "replicas is 0"),
+        ({"lower": "other"}, "lower"),
+    ],
+)
+def test_wrong_options_are_named(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        parse_options({"model": "demo", **given})
+
+
+def test_numbers_of_bytes_are_refused_by_the_names_of_their_options() -> None:
+    with pytest.raises(InputError, match=r"^queue bytes 'lots'"):
+        _ = parse_options({"model": "demo", "queue_bytes": "lots"}).open_bytes
+    with pytest.raises(InputError, match=r"^kv cache 'lots'"):
+        parse_options({"model": "demo", "kv_cache": "lots"}).rank_options(bytes(16))
+
+
+def test_chunks_and_tuned_kernels_are_as_those_of_a_server() -> None:
+    ranks = parse_options({"chunk_tokens": "auto", "memory_budget": "1GB", "model": "demo"}).rank_options(bytes(16))
+    assert ranks.chunk_tokens == "auto"
+    assert parse_options({"chunk_tokens": "64", "model": "demo"}).rank_options(bytes(16)).chunk_tokens == 64
+    with refused(OptionError, name="chunk_tokens", value="auto"):
+        parse_options({"chunk_tokens": "auto", "model": "demo"}).rank_options(bytes(16))
+    with refused(OptionError, name="tune_kernels", value=True):
+        parse_options({"tune_kernels": True, "model": "demo"}).rank_options(bytes(16))
+    on_gpu = parse_options({"tune_kernels": True, "device": "cuda", "model": "demo"})
+    assert on_gpu.rank_options(bytes(16)).tune_kernels
+
+
+def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setitem(sys.modules, "ray.serve", None)
+    with pytest.raises(OptionError, match=r"pip install 'moepass\[ray\]'"):
+        build_app("demo")
+    with pytest.raises(OptionError, match="model="):
+        app({})
+
+
+@contextlib.contextmanager
+def running_on_ray(folder: Path, *options: str) -> Iterator[httpx.Client]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    # From a folder of its own, because Ray lets its workers import from the folder of their driver.
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "MOEPASS_CACHE_DIR": ""}
+    with open(folder / "log", "wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, str(DRIVER), str(port), *options],
+            **{"cwd": folder, "env": environment, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log},
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == b"running\n", (folder / "log").read_text()
+            client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120)
+            wait_ready(client)
+            yield client
+            process.stdin.close()
+            assert process.wait(90) == 0
+        finally:
+            for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else ():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+def wait_ready(client: httpx.Client, words: str = "") -> None:
+    end = time.monotonic() + SECONDS
+    while (response := client.get("/ready")).status_code != 200 or words not in response.text:
+        assert time.monotonic() < end, response.text
+        time.sleep(0.2)
+
+
+def decision(client: httpx.Client, number: int) -> httpx.Response:
+    choices = [{"value": label} for label in LABELS]
+    body = {
+        "model": "demo",
+        "input": f"Bitte geben Sie eine Adresse ein {number} " * (1 + number % 5),
+        "questions": [{"type": "choice", "instructions": "?", "choices": choices[: 2 + number % 3]}] * 2,
+    }
+    return client.post("/v1/decisions", json=body)
+
+
+def probabilities(response: httpx.Response) -> list[float]:
+    assert response.status_code == 200, response.text
+    return [one["probability"] for answer in response.json()["answers"] for one in answer["probabilities"]]
+
+
+def prompts(count: int, tokens: int) -> list[list[int]]:
+    """That share nothing."""
+    return np.random.default_rng(0).integers(5, 500, (count, tokens)).tolist()
+
+
+@pytest.mark.slow
+def test_no_request_is_lost_with_a_replica(tmp_path: Path) -> None:
+    pytest.importorskip("ray.serve", reason="Ray Serve is in the extra moepass[ray]")
+    with serving("demo", "--eager", "--step-tokens", "256", cache=tmp_path / "cache") as server:
+        expected = [probabilities(decision(server.client, number)) for number in range(20)]
+    options = ("model=demo", "replicas=2", "eager=true", "step_tokens=256", "api_key=secret")
+    with running_on_ray(tmp_path, *options) as client:
+        assert client.get("/v1/models").status_code == 401
+        client.headers["Authorization"] = "Bearer secret"
+        # All routes are there, and errors have the shape that they have without Ray.
+        served = set(client.get("/openapi.json").json()["paths"])
+        assert {"/v1/score", "/rerank", "/v1/embeddings", "/v1/completions", "/invocations"} <= served
+        refused = client.post("/v1/decisions", json={"model": "demo", "input": "a", "questions": []})
+        assert refused.status_code == 400
+        too_long = client.post("/v1/completions", json={"model": "demo", "prompt": [5] * 9000, "max_tokens": 1})
+        assert too_long.status_code == 400, too_long.text
+        body = {"model": "demo", "prompt": [[5, 6, 7], [5, 6], [5]], "max_tokens": 1, "logprobs": 1}
+        assert len(client.post("/v1/completions", json=body).json()["choices"]) == 3
+
+        # A client that goes away frees its place at the replica.
+        long = {"model": "demo", "max_tokens": 0, "echo": True, "logprobs": 1, "prompt": prompts(150, 500)}
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/v1/completions", json=long, timeout=0.3)
+        end = time.monotonic() + SECONDS
+        while not re.search(r'finished_reason="abort"\} [1-9]', client.get("/metrics").text):
+            assert time.monotonic() < end
+            time.sleep(0.2)
+
+        processes = psutil.Process().children(recursive=True)
+        replicas = [one for one in processes if "ServeReplica:default:Replica" in "".join(one.cmdline())]
+        assert len(replicas) == 2
+        with concurrent.futures.ThreadPoolExecutor(16) as pool:
+            asked = [pool.submit(decision, client, number % 20) for number in range(600)]
+            while sum(one.done() for one in asked) < 100:
+                time.sleep(0.01)
+            replicas[0].kill()
+            assert not all(one.done() for one in asked)
+            answers = [probabilities(one.result()) for one in asked]
+        for number, answer in enumerate(answers):
+            assert answer == pytest.approx(expected[number % 20], abs=1e-5)
+        # Ray starts another one, and both answer again.
+        wait_ready(client, "2 of 2 replicas")
+        assert probabilities(decision(client, 3)) == pytest.approx(expected[3], abs=1e-5)
+        metrics = client.get("/metrics").text
+        assert 'moepass_rank_ready{rank="1"} 1.0' in metrics
+        assert "moepass_compilations_after_ready 0.0" in metrics

@@ -1,0 +1,137 @@
+"""Graphs that compute on a GPU become the plans that they become on a CPU. They are captured, and cannot be run."""
+
+from __future__ import annotations
+
+import dataclasses
+from unittest import mock
+
+import pytest
+import sympy
+import torch
+from torch.fx import Graph, GraphModule
+
+from moepass.backend import _ring_device
+from moepass.models.errors import InputError, OptionError
+from moepass.models.homes import COLLECTIVE
+from moepass.models.reference.expert_parallel import EP_FORMS
+from moepass.passes.graph.collectives import communications_of
+from moepass.passes.graph.nodes import fake_value
+from moepass.passes.ir.plan import Plan
+from moepass.passes.ir.protocol import Group, PassContext, PassResult
+from moepass.passes.ir.slot_operations import acquire, prefetch, release
+from moepass.passes.pipeline import compile_graph
+from moepass.passes.segments.cuda_graphs import with_cuda_graphs
+from moepass.runtime.execute.adoption import AdoptionOptions, adoption
+from moepass.runtime.transfer.link import Link
+from tests.helpers.graphs.fake_gpu import captured_graph, on_gpu, pretended_gpu, put_on_gpu
+from tests.helpers.graphs.simulated_ranks import pretend_rank
+from tests.helpers.models.moe_stack import StackConfig, build_stack
+from tests.helpers.models.tiny import TINY_FAMILIES, tiny_inputs, tiny_model
+
+# Grouped GEMMs want bf16 on a GPU.
+CONFIG = StackConfig(layers=3, dtype=torch.bfloat16, max_tokens=12)
+DEVICE = torch.device("cuda", 0)
+FAST_FAMILIES = ("gpt_oss", "qwen3_moe")
+
+
+def _graphs(module: GraphModule) -> list[Graph]:
+    """Its own and those of its segments."""
+    return [part.graph for part in module.modules() if isinstance(part, GraphModule)]
+
+
+def _devices(graphs: list[Graph]) -> set[torch.device]:
+    values = [fake_value(node) for graph in graphs for node in graph.nodes]
+    return {value.device for value in values if isinstance(value, torch.Tensor)}
+
+
+def _with_parallel_experts(form: str, lower: str) -> tuple[GraphModule, PassResult]:
+    """The graph of one of two ranks, and what it becomes."""
+    with pretend_rank(1, 2) as group:
+        model = build_stack(CONFIG, form)
+        with pretended_gpu():
+            put_on_gpu(model)
+            captured = captured_graph(model, on_gpu(torch.empty(12, CONFIG.hidden, dtype=CONFIG.dtype)), lower=lower)
+    context = PassContext(slots=2, groups={group: Group(1, 2)})
+    return captured, compile_graph(captured, context)
+
+
+@pytest.mark.sampled(every=9)
+@pytest.mark.parametrize("lower", ["eager", "inductor"])
+@pytest.mark.parametrize("form", EP_FORMS)
+def test_expert_parallelism_leaves_the_graph(form: str, lower: str) -> None:
+    captured, result = _with_parallel_experts(form, lower)
+    assert len(list(communications_of(captured.graph))) >= CONFIG.layers
+    assert result.plan.refusals == ()
+    assert [block.parallel for block in result.plan.blocks] == [form] * CONFIG.layers
+    targets = [node.target for node in result.module.graph.nodes]
+    for operation in (prefetch, acquire, release):
+        assert targets.count(operation) == CONFIG.layers
+    graphs = _graphs(result.module)
+    assert not any(True for graph in graphs for _ in communications_of(graph))
+    assert _devices(graphs) == {DEVICE}
+
+
+@pytest.mark.slow
+def test_what_does_not_come_to_a_gpu_yet_is_an_error() -> None:
+    _, result = _with_parallel_experts("all_to_all", "eager")
+    assert adoption(result.plan, DEVICE, AdoptionOptions()) is not None
+    with (
+        mock.patch.object(torch.distributed, "is_nccl_available", return_value=False),
+        pytest.raises(
+            InputError, match=r"transport='collective' needs NCCL where device is cuda:0, .* transport='pull'"
+        ),
+    ):
+        adoption(result.plan, DEVICE, AdoptionOptions(transport=COLLECTIVE))
+    with pytest.raises(OptionError, match="exists for device cpu only; the device is cuda:0"):
+        adoption(result.plan, DEVICE, AdoptionOptions(link=Link(1e9)))
+
+
+@pytest.mark.parametrize("device", [None, DEVICE])
+def test_the_ring_lies_where_the_graph_computes(device: torch.device | None) -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, first: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+            return first.sum() + hidden
+
+    with pretended_gpu():
+        on_cpu = torch.empty(3)
+        captured = captured_graph(Layer(), on_cpu, on_cpu if device is None else on_gpu(on_cpu))
+    assert _ring_device(captured) == (device or torch.device("cpu"))
+
+
+def _essence(plan: Plan) -> object:
+    """All but the names of nodes, and bytes: attention and counting come as other operators there.
+
+    Routing weights are multiplied in the segments of experts there, which may end in another module of the model: FLOPs
+    are those of all steps.
+    """
+    blocks = [dataclasses.replace(block, gemms=()) for block in plan.blocks]
+    steps = [(step.op, (step.name or "").split(" to ")[0], step.bank, step.slot) for step in plan.steps]
+    flops = sum(sympy.sympify(step.cost.flops) for step in plan.steps if step.cost)
+    return plan.strategy, plan.refusals, plan.slot_stays, blocks, steps, flops
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+@pytest.mark.parametrize(
+    "family", [name if name in FAST_FAMILIES else pytest.param(name, marks=pytest.mark.slow) for name in TINY_FAMILIES]
+)
+def test_families_become_the_plans_of_a_cpu_and_cuda_graphs(family: str, capability: tuple[int, int]) -> None:
+    model = tiny_model(family, dtype=torch.bfloat16)
+    inputs = tiny_inputs(model)
+    expected = compile_graph(captured_graph(model, **inputs), PassContext()).plan
+    torch._dynamo.reset()
+    with pretended_gpu(capability):
+        put_on_gpu(model)
+        captured = captured_graph(model, **{name: on_gpu(value) for name, value in inputs.items()})
+    result = compile_graph(captured, PassContext())
+    assert len(result.plan.blocks) > 0
+    assert _essence(result.plan) == _essence(expected)
+    uses = [segment.cuda_graph for segment in with_cuda_graphs(result.plan.segments, result.module)]
+    refusals = [str(use.refusal) for use in uses if use and use.refusal]
+    if family == "phimoe":
+        # It computes its rotary frequencies on the host in every run, and copies them.
+        (refusal,) = refusals
+        assert "compute_default_rope_parameters" in refusal
+        assert "makes a tensor on cpu" in refusal
+    else:
+        assert refusals == []
