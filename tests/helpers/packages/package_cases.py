@@ -24,8 +24,8 @@ SCALARS = "torch._dynamo.config.capture_scalar_outputs = True"
 SHAPES = "torch._dynamo.config.capture_dynamic_output_shape_ops = True"
 WARNINGS = "torch._dynamo.config.ignore_logging_functions.add(warnings.warn)"
 STATIC = "torch.compile(dynamic=False)"
-IN_CODE = "sizes and orders as lists, and no notes in the dispatcher (tests/packages/megatron_layer.py)"
-OWN_MEMORY = "gathered tokens not in Megatron-Core's global memory buffer (likewise)"
+IN_CODE = "sizes and orders as lists, and no notes in the dispatcher (tests/helpers/packages/megatron_layer.py)"
+OWN_MEMORY = "gathered tokens not in Megatron-Core's global memory buffer (same file)"
 # What is no switch of Dynamo is done by whoever builds or compiles the layer.
 _SWITCHES: dict[str, tuple[str, Any]] = {
     SCALARS: ("capture_scalar_outputs", True),
@@ -70,7 +70,7 @@ CASES = (
         *({"own_gate": False}, (), True, ("float32",)),
     ),
     PackageCase(
-        *(MEGATRON, "AllToAll, as it comes", "megatron_layer.MegatronLayer"),
+        *(MEGATRON, "AllToAll, unmodified", "megatron_layer.MegatronLayer"),
         *({"dispatcher": "alltoall", "for_capture": False}, (), False, ("float32",)),
     ),
     PackageCase(
