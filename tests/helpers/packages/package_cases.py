@@ -144,7 +144,7 @@ def run_here(case: PackageCase, settings: RunSettings) -> PackageRun:
 def _compared(case: PackageCase, settings: RunSettings) -> PackageRun:
     """Token counts change, and a number that all tokens share skews their routing."""
     module, name = case.builder.split(".")
-    layer = getattr(importlib.import_module(module), name)(**case.options).eval()
+    layer = getattr(importlib.import_module(f"tests.helpers.packages.{module}"), name)(**case.options).eval()
     fill(layer)
     dtype = getattr(torch, settings.dtype)
     layer.to(dtype)
