@@ -16,7 +16,7 @@ from moepass.passes.ir.segment import REGION_KEY
 aten = torch.ops.aten
 
 # Views whose schema declares no alias although they share memory with their input, always or for some arguments. Found
-# by running every operator of torch 2.13 (tests/passes/graph/undeclared_views.py).
+# by running every operator of torch 2.13 (tests/helpers/graphs/undeclared_views.py).
 _UNDECLARED_VIEWS = {
     aten._unsafe_view.default,
     aten.unsafe_split.Tensor,

@@ -149,6 +149,13 @@ def run_ranks(
         answers = carry_out(asked)
 
 
+def first_outputs(
+    modules: Sequence[GraphModule], inputs: Sequence[Sequence[Any]], banks: Mapping[object, Any] | None = None
+) -> list[torch.Tensor]:
+    """Return the first output of every rank's graph; arguments are as for `run_ranks`."""
+    return [outputs[0] for outputs in run_ranks(modules, inputs, banks)]
+
+
 def steps_of(module: GraphModule, inputs: Sequence[Any], banks: Mapping[object, Any] | None = None) -> Iterator[Any]:
     """Yields each collective with what it is given; `banks` answers gathers, by the index of the bank."""
     values: dict[Node, Any] = {}

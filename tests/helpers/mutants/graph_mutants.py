@@ -119,6 +119,9 @@ INT_CHANGES = {
 }
 
 
+EVERY_CHANGE: tuple[int | str, ...] = (*range(5), *FLOAT_CHANGES, *INT_CHANGES, "flag", "constant")
+
+
 def mutate_values(module: GraphModule, place: int, how: str) -> GraphModule | None:
     """The graph with the value of one node changed on its way; None where this change does not apply to that node.
 

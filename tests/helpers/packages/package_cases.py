@@ -24,7 +24,7 @@ SCALARS = "torch._dynamo.config.capture_scalar_outputs = True"
 SHAPES = "torch._dynamo.config.capture_dynamic_output_shape_ops = True"
 WARNINGS = "torch._dynamo.config.ignore_logging_functions.add(warnings.warn)"
 STATIC = "torch.compile(dynamic=False)"
-IN_CODE = "sizes and orders as lists, and no notes in the dispatcher (tests/packages/megatron_layer.py)"
+IN_CODE = "sizes and orders as lists, and no notes in the dispatcher (tests/helpers/packages/megatron_layer.py)"
 OWN_MEMORY = "gathered tokens not in Megatron-Core's global memory buffer (likewise)"
 # What is no switch of Dynamo is done by whoever builds or compiles the layer.
 _SWITCHES: dict[str, tuple[str, Any]] = {

@@ -13,7 +13,7 @@ from tests.helpers.packages.package_cases import PackageRun
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results" / "packages.json"
 PAGE = ROOT / "docs" / "expert-parallelism.md"
-BEGIN, END = "<!-- packages: made by tests/packages/record_packages.py -->\n", "<!-- end of packages -->\n"
+BEGIN, END = "<!-- packages: made by tests/helpers/packages/record_packages.py -->\n", "<!-- end of packages -->\n"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -166,3 +166,32 @@ class LastExpertStays(AnyPlace):
             mask = (chosen == number).any(dim=-1)
             result[mask] = self.module_of(number)(hidden[mask])
         return result
+
+
+class SummedWeights(MaskLoop):
+    """A loop that sums the weights of a token, 0 for experts it has not chosen, and selects rows afterwards."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        chosen, weights = self.route(hidden)
+        result = self.start(hidden)
+        for number in self.order:
+            mask = (chosen == number).any(dim=-1)
+            result[mask] += self.module_of(number)(hidden[mask]) * self.scales(weights, chosen == number)[mask]
+        return result
+
+    def scales(self, weights: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+        """Return the weight of each token [tokens, 1] for the expert that `pairs` [tokens, k] mark."""
+        return (weights * pairs).sum(dim=-1, keepdim=True)
+
+
+class PlaceByPlace(MaskLoop):
+    """A loop over experts for the first choice of all tokens, then for the second."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        chosen, weights = self.route(hidden)
+        result = self.start(hidden)
+        for place in range(self.top_k):
+            for number in self.order:
+                mask = chosen[:, place] == number
+                result[mask] += self.module_of(number)(hidden[mask]) * weights[mask, place].unsqueeze(-1)
+        return result

@@ -13,7 +13,7 @@ import moepass
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
 from moepass.passes.dense.dense_gemms import dense_gemm
 from moepass.passes.graph.nodes import fake_value, graph_inputs
-from tests.helpers.graphs.captured_layers import compiled, forms, tokens
+from tests.helpers.graphs.captured_layers import compare_layer, expert_forms, random_tokens
 from tests.helpers.project_styles.dense_experts import (
     EXPERTS,
     TAKEN,
@@ -39,8 +39,8 @@ def layer(kind: type[DenseExperts], **sizes: int) -> DenseExperts:
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("kind", WRITINGS)
 def test_the_chosen_pairs_are_computed_alone(kind: type[DenseExperts]) -> None:
-    result = compiled(layer(kind))
-    assert forms(result) == ["grouped_mm"]
+    result = compare_layer(layer(kind))
+    assert expert_forms(result) == ["grouped_mm"]
     assert result.refusals == ()
     nodes = list(result.module.graph.nodes)
     assert not any(dense_gemm(node) for node in nodes)
@@ -59,8 +59,8 @@ def test_the_chosen_pairs_are_computed_alone(kind: type[DenseExperts]) -> None:
 @pytest.mark.parametrize("kind", WRITINGS)
 def test_static_sizes_types_and_decompositions(kind: type[DenseExperts], dtype: torch.dtype, lower: str) -> None:
     tolerance = 1e-5 if dtype is torch.float32 else 4e-2
-    result = compiled(layer(kind), lower=lower, dtype=dtype, numbers=(EXPERTS,), dynamic=False, tolerance=tolerance)
-    assert forms(result) == ["grouped_mm"]
+    result = compare_layer(layer(kind), lower=lower, dtype=dtype, counts=(EXPERTS,), dynamic=False, tolerance=tolerance)
+    assert expert_forms(result) == ["grouped_mm"]
     if lower == "inductor":
         taken_apart = {node.target for node in result.module.graph.nodes if node.target in select_decomp_table()}
         assert {target for target in taken_apart if target not in lowerings} == set()
@@ -164,7 +164,7 @@ class MeanOverTokens(GptOssDense):
     ids=lambda kind: kind.__name__,
 )
 def test_what_is_not_zero_stays(kind: type[DenseExperts]) -> None:
-    result = compiled(layer(kind))
+    result = compare_layer(layer(kind))
     assert not any(map(is_grouped_gemm, result.module.graph.nodes))
     assert result.refusals == ()
 
@@ -181,13 +181,13 @@ class RoundedNumbers(OneHotDense):
 def test_rounded_numbers_of_experts_choose_others_than_ids_say() -> None:
     model = layer(RoundedNumbers, experts=258, width=2)
     model.router.weight.data[256:] += torch.randn(2, 1)  # let them be chosen
-    assert not any(map(is_grouped_gemm, compiled(model, numbers=(40, 3)).module.graph.nodes))
+    assert not any(map(is_grouped_gemm, compare_layer(model, counts=(40, 3)).module.graph.nodes))
 
 
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("kind", [SoftmaxOfExperts, MeanOverTokens], ids=lambda kind: kind.__name__)
 def test_experts_that_look_at_others_are_refused(kind: type[DenseExperts]) -> None:
-    result = compiled(layer(kind))
+    result = compare_layer(layer(kind))
     assert not any(map(is_grouped_gemm, result.module.graph.nodes))
     (refusal,) = result.refusals
     assert "every expert computes every token" in refusal.reason
@@ -206,7 +206,7 @@ class ReadTwice(GptOssDense):
 
 
 def test_results_that_are_read_otherwise_too_are_refused() -> None:
-    result = compiled(layer(ReadTwice))
+    result = compare_layer(layer(ReadTwice))
     assert not any(map(is_grouped_gemm, result.module.graph.nodes))
     (refusal,) = result.refusals
     assert "read by something else too" in refusal.reason
@@ -217,7 +217,7 @@ def test_results_that_are_read_otherwise_too_are_refused() -> None:
 def test_a_token_that_is_not_finite_stays_one(kind: type[DenseExperts]) -> None:
     """Its own results are not finite, as before; the others' are the same."""
     model = layer(kind).eval()
-    given = tokens(7)
+    given = random_tokens(7)
     given[2, 3] = float("inf")
     torch._dynamo.reset()
     with torch.no_grad():
@@ -228,7 +228,7 @@ def test_a_token_that_is_not_finite_stays_one(kind: type[DenseExperts]) -> None:
 
 
 def test_all_experts_chosen_stay_dense() -> None:
-    result = compiled(layer(EinsumDense, top_k=EXPERTS))
+    result = compare_layer(layer(EinsumDense, top_k=EXPERTS))
     assert not any(map(is_grouped_gemm, result.module.graph.nodes))
 
 
@@ -237,7 +237,7 @@ def test_all_experts_chosen_stay_dense() -> None:
 def test_offloaded_experts_stream(kind: type[DenseExperts]) -> None:
     """Einsums too, whose GEMMs nobody knew as those of experts."""
     model = nn.Sequential(layer(kind), layer(kind)).eval().requires_grad_(False)
-    given = tokens(9)
+    given = random_tokens(9)
     torch._dynamo.reset()
     with torch.no_grad(), moepass.record_compilations() as compilations:
         expected = model(given)
@@ -251,4 +251,5 @@ def test_offloaded_experts_stream(kind: type[DenseExperts]) -> None:
 
 
 def test_no_tokens() -> None:
-    compiled(layer(GptOssDense), numbers=(5, 0), dynamic=False)
+    for count in (5, 0):
+        compare_layer(layer(GptOssDense), counts=(count,), dynamic=False)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
 from moepass.passes.graph.nodes import fake_value, graph_inputs
 from moepass.passes.slots.compute_read_slots import compute_read_slots
-from tests.helpers.graphs.captured_layers import compiled, forms
+from tests.helpers.graphs.captured_layers import compare_layer, expert_forms
 from tests.helpers.project_styles.dense_experts import EXPERTS, TOP_K, DenseExperts
 
 CAPACITY = 16
@@ -107,8 +107,8 @@ TAKEN = [Slots, TwoNumbers, FromBehind, Gathered, Added, AllComputed, AllLookedU
 @pytest.mark.parametrize("kind", TAKEN, ids=lambda kind: kind.__name__)
 def test_slots_that_are_read_are_computed(kind: type[DenseExperts]) -> None:
     torch.manual_seed(0)
-    result = compiled(kind(), passes=(compute_read_slots,))
-    assert forms(result) == ["grouped_mm"]
+    result = compare_layer(kind(), passes=(compute_read_slots,))
+    assert expert_forms(result) == ["grouped_mm"]
     graph = result.module.graph
     (size,) = [value for node in graph_inputs(graph) if isinstance(value := fake_value(node), torch.SymInt)]
     for gemm in filter(is_grouped_gemm, graph.nodes):
@@ -137,6 +137,6 @@ class MoreTokens(Slots):
 @pytest.mark.parametrize("kind", [ReadAsAWhole, SlotsMeet, MoreTokens], ids=lambda kind: kind.__name__)
 def test_others_stay_batches(kind: type[DenseExperts]) -> None:
     torch.manual_seed(0)
-    result = compiled(kind(), passes=(compute_read_slots,))
-    assert "grouped_mm" not in forms(result)
+    result = compare_layer(kind(), passes=(compute_read_slots,))
+    assert "grouped_mm" not in expert_forms(result)
     assert not any(map(is_grouped_gemm, result.module.graph.nodes))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tests.helpers.graphs.rewritten_loops import count_gemms_and_selections, rewrite_loop
 from tests.helpers.project_styles.local_loops import (
     EXPERTS,
     HIDDEN,
@@ -17,26 +18,11 @@ from tests.helpers.project_styles.local_loops import (
     LastExpertStays,
     MaskLoop,
     OneExpert,
+    PlaceByPlace,
+    SummedWeights,
 )
-from tests.passes.loops.test_mask_loops import kinds, written
 
 aten = torch.ops.aten
-
-
-class SummedWeights(MaskLoop):
-    """Weights of each token, 0 where it has not chosen the expert."""
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        chosen, weights = self.route(hidden)
-        result = self.start(hidden)
-        for number in self.order:
-            mask = (chosen == number).any(dim=-1)
-            result[mask] += self.module_of(number)(hidden[mask]) * self.scales(weights, chosen == number)[mask]
-        return result
-
-    def scales(self, weights: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
-        """[tokens, 1]"""
-        return (weights * pairs).sum(dim=-1, keepdim=True)
 
 
 class WhereWeights(SummedWeights):
@@ -90,19 +76,6 @@ class SortedScores(AnyPlace):
     def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weights, chosen = self.router(hidden).softmax(dim=-1).sort(dim=-1, descending=True)
         return chosen[:, : self.top_k], weights[:, : self.top_k]
-
-
-class PlaceByPlace(MaskLoop):
-    """A loop over experts for the first choice of all tokens, then for the second."""
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        chosen, weights = self.route(hidden)
-        result = self.start(hidden)
-        for place in range(self.top_k):
-            for number in self.order:
-                mask = chosen[:, place] == number
-                result[mask] += self.module_of(number)(hidden[mask]) * weights[mask, place].unsqueeze(-1)
-        return result
 
 
 class CutColumns(PlaceByPlace):
@@ -186,9 +159,9 @@ TAKEN |= dict.fromkeys((PlaceByPlace, CutColumns, TurnedColumns, SplitColumns), 
 @pytest.mark.parametrize("model", TAKEN, ids=lambda model: model.__name__)
 def test_a_loop_over_boolean_masks_becomes_grouped_gemms(model: type[MaskLoop]) -> None:
     torch.manual_seed(0)
-    module, refusals = written(model())
+    module, refusals = rewrite_loop(model())
     assert refusals == []
-    assert kinds(module) == (TAKEN[model], 0)
+    assert count_gemms_and_selections(module) == (TAKEN[model], 0)
     assert not any(node.target is aten._assert_scalar.default for node in module.graph.nodes)
 
 
@@ -323,8 +296,8 @@ KEPT: dict[type[MaskLoop], str] = {
 @pytest.mark.parametrize("model", KEPT, ids=lambda model: model.__name__)
 def test_a_loop_over_other_masks_computes_as_before(model: type[MaskLoop]) -> None:
     torch.manual_seed(0)
-    module, refusals = written(model())
-    assert kinds(module)[0] == 0
+    module, refusals = rewrite_loop(model())
+    assert count_gemms_and_selections(module)[0] == 0
     if KEPT[model]:
         (refusal,) = refusals
         assert re.search(KEPT[model], refusal.reason), refusal.reason
@@ -350,6 +323,6 @@ class ExpertByExpert(MaskLoop):
 
 def test_a_loop_that_stays_is_told_beside_one_that_is_taken() -> None:
     torch.manual_seed(0)
-    module, (refusal,) = written(ExpertByExpert())
-    assert kinds(module)[0] == 3
+    module, (refusal,) = rewrite_loop(ExpertByExpert())
+    assert count_gemms_and_selections(module)[0] == 3
     assert "list rows by different expert ids" in refusal.reason

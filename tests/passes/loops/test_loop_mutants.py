@@ -16,10 +16,11 @@ from tests.helpers.project_styles.local_loops import (
     MixtralLoop,
     NonzeroLoop,
     OneExpert,
+    PlaceByPlace,
     SelectedLoop,
+    SummedWeights,
 )
-from tests.passes.loops.test_boolean_masks import PlaceByPlace, SummedWeights
-from tests.passes.loops.test_write_grouped_gemms import SlicesByCounts, UncheckedSlices
+from tests.helpers.project_styles.slice_loops import SlicesByCounts, UncheckedSlices
 
 LOOPS: dict[str, type[nn.Module]] = {
     "mixtral": MixtralLoop, "selected": SelectedLoop, "nonzero": NonzeroLoop, "slices": SlicesByCounts,

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.lowering import lowerings
-from torch.fx import GraphModule
 from torch.nn import functional as F
 
-from moepass.passes.blocks.expert_gemms import is_grouped_gemm
-from moepass.passes.ir.plan import Plan, Refusal
-from moepass.passes.ir.protocol import PassContext, run_passes
-from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
-from moepass.passes.masks.sort_masks import sort_masks
-from moepass.runtime.lowering.lower_segments import decompositions
-from tests.helpers.graphs.readable_refusals import check_readable
+from tests.helpers.graphs.rewritten_loops import count_gemms_and_selections, rewrite_loop
 from tests.helpers.project_styles.local_loops import (
     EXPERTS,
     HIDDEN,
@@ -38,54 +29,21 @@ aten = torch.ops.aten
 TAKEN: list[type[MaskLoop]] = [MixtralLoop, NonzeroLoop, SelectedLoop, LoopOfSums]
 
 
-def tokens(number: int) -> torch.Tensor:
-    return torch.randn(number, HIDDEN, generator=torch.Generator().manual_seed(number))
-
-
-def written(model: nn.Module, lower: str = "eager") -> tuple[GraphModule, list[Refusal]]:
-    """The graph behind the passes. What it computes is compared with `model` for several numbers of tokens."""
-    found: list[tuple[GraphModule, list[Refusal]]] = []
-
-    def compile_graph(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        result = run_passes((sort_masks, write_grouped_gemms), module, Plan(), PassContext())
-        found.append((result.module, list(result.refusals)))
-        return make_boxed_func(result.module.forward)
-
-    backend = aot_autograd(
-        fw_compiler=compile_graph, inference_compiler=compile_graph, decompositions=decompositions(lower)
-    )
-    torch._dynamo.reset()
-    switches = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
-    with torch.no_grad(), torch._dynamo.config.patch(switches):
-        compiled = torch.compile(model.eval(), backend=backend, dynamic=True, fullgraph=True)
-        for number in (11, 29, 2):
-            torch.testing.assert_close(compiled(tokens(number)), model(tokens(number)), rtol=1e-5, atol=1e-6)
-    ((module, refusals),) = found
-    check_readable(refusals)
-    return module, refusals
-
-
-def kinds(module: GraphModule) -> tuple[int, int]:
-    """Grouped GEMMs, and selections whose size only a run tells."""
-    calls = [node for node in module.graph.nodes if node.op == "call_function"]
-    return sum(map(is_grouped_gemm, calls)), sum(node.target is aten.nonzero.default for node in calls)
-
-
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("model", TAKEN, ids=lambda model: model.__name__)
 def test_a_loop_over_masks_becomes_grouped_gemms(model: type[MaskLoop]) -> None:
     torch.manual_seed(0)
-    module, refusals = written(model())
+    module, refusals = rewrite_loop(model())
     assert refusals == []
-    assert kinds(module) == (3, 0)
+    assert count_gemms_and_selections(module) == (3, 0)
     assert not any(node.target is aten._assert_scalar.default for node in module.graph.nodes)
 
 
 @pytest.mark.slow
 def test_what_is_written_is_what_inductor_lowers() -> None:
     torch.manual_seed(0)
-    module, _ = written(MixtralLoop(), lower="inductor")
-    assert kinds(module) == (3, 0)
+    module, _ = rewrite_loop(MixtralLoop(), lower="inductor")
+    assert count_gemms_and_selections(module) == (3, 0)
     taken_apart = {node.target for node in module.graph.nodes if node.target in select_decomp_table()}
     assert {target for target in taken_apart if target not in lowerings} == set()
 
@@ -249,8 +207,8 @@ NO_SUMS = (PartialSums,)
 @pytest.mark.parametrize("model", KEPT, ids=lambda model: model.__name__)
 def test_what_looks_like_such_a_loop_computes_as_before(model: type[MaskLoop]) -> None:
     torch.manual_seed(0)
-    module, refusals = written(model())
-    assert kinds(module)[0] == 0
+    module, refusals = rewrite_loop(model())
+    assert count_gemms_and_selections(module)[0] == 0
     assert len(refusals) == (model not in NO_SUMS)
 
 
@@ -265,7 +223,7 @@ def test_what_looks_like_such_a_loop_computes_as_before(model: type[MaskLoop]) -
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_loop_that_stays_is_told(model: type[MaskLoop], reason: str) -> None:
-    _, (refusal,) = written(model())
+    _, (refusal,) = rewrite_loop(model())
     assert re.search(reason, refusal.reason)
 
 
@@ -303,16 +261,16 @@ class ByNumber(MixtralLoop):
 @pytest.mark.parametrize("name", BY_NUMBER)
 def test_experts_that_do_the_same_with_other_numbers_stay(name: str) -> None:
     torch.manual_seed(0)
-    module, (refusal,) = written(ByNumber(name))
-    assert kinds(module)[0] == 0
+    module, (refusal,) = rewrite_loop(ByNumber(name))
+    assert count_gemms_and_selections(module)[0] == 0
     assert re.search("other arguments than in other branches|with another value for each", refusal.reason)
 
 
 @pytest.mark.slow
 def test_experts_in_another_order_than_their_masks() -> None:
     torch.manual_seed(0)
-    module, _ = written(OtherWeights())
-    assert kinds(module) == (3, 0)
+    module, _ = rewrite_loop(OtherWeights())
+    assert count_gemms_and_selections(module) == (3, 0)
 
 
 class OnTop(MixtralLoop):
@@ -372,5 +330,5 @@ class NormInEachBranch(SelectedLoop):
 )
 def test_sums_begin_with_what_is_there(model: type[nn.Module], grouped: int) -> None:
     torch.manual_seed(0)
-    module, refusals = written(model())
-    assert kinds(module) == (grouped, 0), refusals
+    module, refusals = rewrite_loop(model())
+    assert count_gemms_and_selections(module) == (grouped, 0), refusals

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.lowering import lowerings
 from torch.fx import GraphModule
@@ -21,90 +19,24 @@ from torch.nn import functional as F
 
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
 from moepass.passes.graph.source_lines import ARGUMENT_KEY
-from moepass.passes.ir.plan import Plan, Refusal
+from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, run_passes
 from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
 from moepass.runtime.lowering.lower_segments import decompositions
-from tests.helpers.graphs.readable_refusals import check_readable
+from tests.helpers.graphs.rewritten_loops import rewrite_loop
+from tests.helpers.project_styles.local_loops import EXPERTS, HIDDEN, WIDTH
+from tests.helpers.project_styles.slice_loops import (
+    Mlp,
+    Routed,
+    SlicesByCounts,
+    SlicesByEnds,
+    UncheckedSlices,
+    random_weight,
+    read_counts,
+)
 
-HIDDEN, WIDTH, EXPERTS, TOP_K = 16, 24, 4, 2
 aten = torch.ops.aten
-
-
-def weight(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.randn(*shape) / shape[-1] ** 0.5, requires_grad=False)
-
-
-class Routed(nn.Module):
-    """Tokens sorted by expert, `run` on them with the rows of each expert, and back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = weight(EXPERTS, HIDDEN)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        weights, chosen = (hidden @ self.router.T).softmax(-1).topk(TOP_K, dim=-1)
-        counts = F.one_hot(chosen.view(-1), EXPERTS).sum(0)
-        order = chosen.view(-1).argsort(stable=True)
-        rows = self.run(hidden[order // TOP_K], counts, weights.view(-1)[order])
-        unsorted = torch.empty_like(rows)
-        unsorted[order] = rows
-        return (unsorted.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1)
-
-    def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-
-def read(counts: torch.Tensor) -> list[int]:
-    sizes: list[int] = counts.tolist()
-    for size in sizes:
-        torch._check(size >= 0)
-    return sizes
-
-
-class Mlp(nn.Module):
-    def __init__(self, *, bias: bool = False) -> None:
-        super().__init__()
-        self.gate, self.up = nn.Linear(HIDDEN, WIDTH, bias), nn.Linear(HIDDEN, WIDTH, bias)
-        self.down = nn.Linear(WIDTH, HIDDEN, bias)
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.down(F.silu(self.gate(rows)) * self.up(rows))  # type: ignore[no-any-return]
-
-
-class SlicesByCounts(Routed):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(Mlp() for _ in range(EXPERTS))
-
-    def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        outputs, start = [], 0
-        for expert, size in zip(self.experts, read(counts), strict=True):
-            end = start + size
-            torch._check(end <= rows.shape[0])
-            outputs.append(expert(rows[start:end]))
-            start = end
-        return torch.cat(outputs)
-
-
-class UncheckedSlices(SlicesByCounts):
-    """As model code has it: nothing says that no slice ends behind the rows, but that the counts are of chosen ids."""
-
-    def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        outputs, start = [], 0
-        for expert, size in zip(self.experts, self.sizes_of(self.counts_of(counts)), strict=True):
-            outputs.append(expert(rows[start : start + size]) * weights[start : start + size].unsqueeze(1))
-            start += size
-        return self.fit(torch.cat(outputs), rows.shape[0])
-
-    def fit(self, outputs: torch.Tensor, rows: int) -> torch.Tensor:
-        return outputs
-
-    def counts_of(self, counts: torch.Tensor) -> torch.Tensor:
-        return counts
-
-    def sizes_of(self, counts: torch.Tensor) -> list[int]:
-        return counts.tolist()  # type: ignore[no-any-return]
+_rewrite = functools.partial(rewrite_loop, passes=(write_grouped_gemms,))
 
 
 class SlicesAsRefusalsAsk(SlicesByCounts):
@@ -122,36 +54,15 @@ class SlicesAsRefusalsAsk(SlicesByCounts):
         return torch.cat(outputs)
 
 
-class SlicesByEnds(Routed):
-    """Biases, norms, a scale of each expert, GELU and a softmax along features."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.ModuleList(nn.Linear(HIDDEN, WIDTH) for _ in range(EXPERTS))
-        self.down = nn.ModuleList(nn.Linear(WIDTH, HIDDEN) for _ in range(EXPERTS))
-        self.scale = weight(EXPERTS)
-
-    def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        outputs, start = [], 0
-        ends = counts.cumsum(0).tolist()
-        for number, end in enumerate(ends):
-            torch._check(end >= start)
-            torch._check(end <= rows.shape[0])
-            inner = F.layer_norm(F.gelu(self.up[number](rows[start:end])), (WIDTH,))
-            outputs.append(self.down[number](inner.softmax(-1) * self.scale[number]))
-            start = end
-        return torch.cat(outputs)
-
-
 class SplitStacked(Routed):
     """Stacked weights, transposed in the loop, gate and up in one; the weights of rows are applied between."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate_up, self.down = weight(EXPERTS, 2 * WIDTH, HIDDEN), weight(EXPERTS, HIDDEN, WIDTH)
+        self.gate_up, self.down = random_weight(EXPERTS, 2 * WIDTH, HIDDEN), random_weight(EXPERTS, HIDDEN, WIDTH)
 
     def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        sizes = read(counts)
+        sizes = read_counts(counts)
         torch._check(sum(sizes) == rows.shape[0])
         outputs = []
         parts = zip(torch.split(rows, sizes), torch.split(weights, sizes), strict=True)
@@ -167,11 +78,11 @@ class CastStacked(Routed):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = weight(EXPERTS, HIDDEN, WIDTH), weight(EXPERTS, WIDTH, HIDDEN)
+        self.up, self.down = random_weight(EXPERTS, HIDDEN, WIDTH), random_weight(EXPERTS, WIDTH, HIDDEN)
 
     def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         outputs = []
-        for number, part in enumerate(torch.split(rows, read(counts))):
+        for number, part in enumerate(torch.split(rows, read_counts(counts))):
             inner = torch.relu(part.double() @ self.up[number].double())
             outputs.append((inner @ self.down[number].double()).to(rows.dtype))
         return torch.cat(outputs)
@@ -184,7 +95,7 @@ class Slots(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mix = weight(72, HIDDEN)
+        self.mix = random_weight(72, HIDDEN)
         self.experts = nn.ModuleList(Mlp(bias=True) for _ in range(EXPERTS))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -220,7 +131,7 @@ class SlotsUnbound(Slots):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = weight(EXPERTS, HIDDEN, WIDTH), weight(EXPERTS, WIDTH, HIDDEN)
+        self.up, self.down = random_weight(EXPERTS, HIDDEN, WIDTH), random_weight(EXPERTS, WIDTH, HIDDEN)
 
     def run(self, slots: torch.Tensor) -> torch.Tensor:
         parts = zip(slots.unbind(1), self.up.unbind(), self.down.unbind(), strict=True)
@@ -234,7 +145,7 @@ class SlotsNarrowed(Slots):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = weight(EXPERTS * HIDDEN, WIDTH), weight(EXPERTS * WIDTH, HIDDEN)
+        self.up, self.down = random_weight(EXPERTS * HIDDEN, WIDTH), random_weight(EXPERTS * WIDTH, HIDDEN)
 
     def run(self, slots: torch.Tensor) -> torch.Tensor:
         outputs = []
@@ -251,35 +162,6 @@ TAKEN: list[type[nn.Module]] = [
 ]  # fmt: skip
 
 
-def written(
-    model: nn.Module, hidden: torch.Tensor, *others: torch.Tensor, lower: str = "eager"
-) -> tuple[GraphModule, list[Refusal]]:
-    """The graph behind the pass. What it computes is compared with `model` for all of these hidden states."""
-    found: list[tuple[GraphModule, list[Refusal]]] = []
-
-    def compile_graph(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        result = run_passes((write_grouped_gemms,), module, Plan(), PassContext())
-        found.append((result.module, list(result.refusals)))
-        return make_boxed_func(result.module.forward)
-
-    backend = aot_autograd(
-        fw_compiler=compile_graph, inference_compiler=compile_graph, decompositions=decompositions(lower)
-    )
-    torch._dynamo.reset()
-    switches = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
-    with torch.no_grad(), torch._dynamo.config.patch(switches):
-        compiled = torch.compile(model, backend=backend, dynamic=True, fullgraph=True)
-        for each in (hidden, *others):
-            torch.testing.assert_close(compiled(each), model(each), rtol=1e-5, atol=1e-6)
-    ((module, refusals),) = found
-    check_readable(refusals)
-    return module, refusals
-
-
-def _hidden(tokens: int) -> torch.Tensor:
-    return torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(tokens))
-
-
 def _gemms(module: GraphModule) -> tuple[int, int]:
     """Grouped GEMMs, and GEMMs with other weights than the router's."""
     grouped = sum(is_grouped_gemm(node) for node in module.graph.nodes)
@@ -290,7 +172,7 @@ def _gemms(module: GraphModule) -> tuple[int, int]:
 @pytest.mark.parametrize("model", TAKEN, ids=lambda model: model.__name__)
 def test_a_loop_becomes_grouped_gemms(model: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    module, refusals = written(model().eval(), _hidden(11), _hidden(29), _hidden(2))
+    module, refusals = _rewrite(model())
     grouped, plain = _gemms(module)
     assert grouped in (2, 3)
     assert plain <= 3  # the router, and what mixes tokens into slots and back
@@ -301,7 +183,7 @@ def test_a_loop_becomes_grouped_gemms(model: type[nn.Module]) -> None:
 @pytest.mark.parametrize("model", TAKEN, ids=lambda model: model.__name__)
 def test_what_is_written_is_what_inductor_lowers(model: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    module, _ = written(model().eval(), _hidden(11), lower="inductor")
+    module, _ = _rewrite(model(), counts=(11,), lower="inductor")
     taken_apart = {node.target for node in module.graph.nodes if node.target in select_decomp_table()}
     assert {target for target in taken_apart if target not in lowerings} == set()
 
@@ -319,7 +201,7 @@ class NormOverRows(SlicesByCounts):
 
     def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         outputs = []
-        for expert, part in zip(self.experts, torch.split(rows, read(counts)), strict=True):
+        for expert, part in zip(self.experts, torch.split(rows, read_counts(counts)), strict=True):
             inner = expert.gate(part)
             outputs.append(expert.down(inner - inner.mean(dim=0, keepdim=True)))
         return torch.cat(outputs)
@@ -329,7 +211,7 @@ class OtherScales(SlicesByCounts):
     """A number in the code of each branch."""
 
     def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        parts = zip(self.experts, torch.split(rows, read(counts)), strict=True)
+        parts = zip(self.experts, torch.split(rows, read_counts(counts)), strict=True)
         return torch.cat([expert.down(expert.gate(part) * (1 + number)) for number, (expert, part) in enumerate(parts)])
 
 
@@ -355,7 +237,7 @@ class ShuffledOutputs(SlicesByCounts):
     """Joined in another order than they were cut: rows would come back as those of others."""
 
     def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        parts = list(zip(self.experts, torch.split(rows, read(counts)), strict=True))
+        parts = list(zip(self.experts, torch.split(rows, read_counts(counts)), strict=True))
         return torch.cat([expert(part) for expert, part in reversed(parts)])
 
 
@@ -367,7 +249,7 @@ class WideScales(SlicesByCounts):
         self.scale = nn.Parameter(torch.rand(EXPERTS, dtype=torch.float64), requires_grad=False)
 
     def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        parts = zip(self.experts, torch.split(rows, read(counts)), strict=True)
+        parts = zip(self.experts, torch.split(rows, read_counts(counts)), strict=True)
         return torch.cat(
             [expert.down(expert.gate(part) * self.scale[number]) for number, (expert, part) in enumerate(parts)]
         )
@@ -427,7 +309,7 @@ REFUSED: list[tuple[type[nn.Module], str]] = [
 @pytest.mark.parametrize(("model", "why"), REFUSED, ids=lambda one: getattr(one, "__name__", ""))
 def test_a_loop_that_cannot_be_taken_stays_and_says_why(model: type[nn.Module], why: str) -> None:
     torch.manual_seed(0)
-    module, refusals = written(model().eval(), _hidden(11), _hidden(29))
+    module, refusals = _rewrite(model())
     assert _gemms(module)[0] == 0
     (refusal,) = refusals
     assert re.search(why, refusal.reason)
@@ -436,7 +318,7 @@ def test_a_loop_that_cannot_be_taken_stays_and_says_why(model: type[nn.Module], 
 @pytest.mark.parametrize("model", [OverlappingSlices, SharedWeights], ids=lambda model: model.__name__)
 def test_what_looks_like_a_loop_computes_as_before(model: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    written(model().eval(), _hidden(11), _hidden(29))
+    _rewrite(model())
 
 
 class Projections(nn.Module):
@@ -455,7 +337,7 @@ class Projections(nn.Module):
 def test_projections_of_the_same_rows_are_no_loop(
     put_together: Callable[[Sequence[torch.Tensor]], torch.Tensor],
 ) -> None:
-    module, refusals = written(Projections(put_together).eval(), _hidden(11), _hidden(29))
+    module, refusals = _rewrite(Projections(put_together))
     assert _gemms(module)[0] == 0
     assert refusals == []
 
@@ -464,7 +346,7 @@ class TiedLoops(SlicesByCounts):
     """A second loop reads the experts of the first in another order."""
 
     def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        sizes = read(counts)
+        sizes = read_counts(counts)
         for experts in (self.experts, [self.experts[number] for number in (1, 0, 2, 3)]):
             rows = torch.cat([expert(part) for expert, part in zip(experts, rows.split(sizes), strict=True)])
         return rows
@@ -484,7 +366,7 @@ class TransposedParameters(SlicesByCounts):
 )
 def test_parameters_that_cannot_lie_together(model: type[nn.Module], grouped: int, why: str) -> None:
     torch.manual_seed(0)
-    module, refusals = written(model().eval(), _hidden(11), _hidden(29))
+    module, refusals = _rewrite(model())
     assert _gemms(module)[0] == grouped
     assert [why in refusal.reason for refusal in refusals] == [True]
 

@@ -19,10 +19,8 @@ from moepass.models.reference.grouped_experts import grouped_gemm
 from moepass.passes.graph.canonical_text import CanonicalText, describe_constant
 from moepass.passes.graph.nodes import graph_inputs
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.ir.plan import Plan
-from moepass.passes.ir.protocol import PassContext, run_passes
-from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
 from moepass.passes.parallel.replicated import Origin, ReplicatedValues
+from tests.helpers.graphs.eliminated_graphs import eliminate
 from tests.helpers.graphs.simulated_ranks import capture
 from tests.helpers.models.moe_stack import StackConfig
 
@@ -280,7 +278,7 @@ def _digests_of_experts(factor_of: Callable[[int], int], monkeypatch: pytest.Mon
     found = []
     for rank in range(2):
         one = capture(StackConfig(layers=1, hidden=16, width=16, experts=4), "all_to_all", rank, 2, 9, moe_alone=True)
-        result = run_passes((eliminate_expert_parallelism,), one.module, Plan(), PassContext(groups=one.groups))
+        result = eliminate(one)
         found.append([block.experts for block in result.plan.local_blocks])
     return found
 

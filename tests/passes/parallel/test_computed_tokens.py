@@ -22,10 +22,8 @@ from moepass.models.reference.expert_parallel import (
     ShardedExperts,
 )
 from moepass.models.reference.grouped_experts import weighted_sum
-from moepass.passes.ir.plan import Plan
-from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
-from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
 from tests.helpers.graphs import simulated_ranks
+from tests.helpers.graphs.eliminated_graphs import eliminate
 from tests.helpers.graphs.simulated_ranks import Captured, capture, hidden_states, run_local, run_ranks, with_tokens
 from tests.helpers.models.moe_stack import MoELayer, StackConfig, build_stack
 from tests.helpers.processes.adopted_stacks import compile_whole
@@ -76,10 +74,6 @@ def _captured(kind: str, form: str, rank: int, monkeypatch: pytest.MonkeyPatch, 
     return capture(CONFIG, form, rank, 2, TOKENS, moe_alone=True, dynamic=dynamic)
 
 
-def _eliminated(captured: Captured) -> PassResult:
-    return run_passes((eliminate_expert_parallelism,), captured.module, Plan(), PassContext(groups=captured.groups))
-
-
 _QUICK = {("all_gather", "padded by a remainder"), ("all_gather", "a quotient"), ("all_reduce", "padded by a quotient")}
 
 
@@ -97,7 +91,7 @@ def test_they_are_taken_and_right(form: str, kind: str, monkeypatch: pytest.Monk
     complete = {"experts": [experts.gate_up_proj, experts.down_proj]}
     for dynamic in (False, True):
         captured = [_captured(kind, form, rank, monkeypatch, dynamic) for rank in range(2)]
-        results = [_eliminated(one) for one in captured]
+        results = [eliminate(one) for one in captured]
         assert [result.refusals for result in results] == [(), ()]
         for counts in ((TOKENS, TOKENS), (19, 40), (7, 33)) if dynamic else ((TOKENS, TOKENS),):
             if form == "all_reduce":
@@ -165,7 +159,7 @@ def test_what_is_wrong_for_any_token_is_refused(
 ) -> None:
     """A sixteenth of the few tokens that mock runs bring are none, and with none nothing is wrong."""
     monkeypatch.setitem(EP_FORMS, form, experts)
-    result = _eliminated(_captured(kind, form, 0, monkeypatch, dynamic))
+    result = eliminate(_captured(kind, form, 0, monkeypatch, dynamic))
     assert not result.plan.local_blocks
     assert result.refusals
 
@@ -192,7 +186,7 @@ def _padded_and_cut(layer: MoELayer, hidden: torch.Tensor) -> torch.Tensor:
 def test_a_block_that_also_knows_the_other_size_is_refused(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EP_FORMS, "all_reduce", _Forgetful)
     monkeypatch.setitem(LAYERS, "padded and cut", _padded_and_cut)
-    result = _eliminated(_captured("padded and cut", "all_reduce", 0, monkeypatch, dynamic))
+    result = eliminate(_captured("padded and cut", "all_reduce", 0, monkeypatch, dynamic))
     assert not result.plan.local_blocks
     (refusal,) = result.refusals
     if dynamic:

@@ -16,26 +16,34 @@ from hypothesis import strategies as st
 from torch.fx import GraphModule
 
 from moepass.models.formulas.expert_placement import shard_bounds
-from moepass.models.reference.collectives import exchange_rows, sum_over_ranks
+from moepass.models.reference.collectives import sum_over_ranks
 from moepass.models.reference.expert_parallel import EP_FORMS, AllReduceExperts, AllToAllExperts, ShardedExperts
-from moepass.models.reference.grouped_experts import count_per_expert, sort_by_expert, undo_order, weighted_sum
+from moepass.models.reference.grouped_experts import count_per_expert, sort_by_expert, weighted_sum
 from moepass.passes.graph.collectives import communications_of
 from moepass.passes.graph.nodes import copy_graph_module, fake_value
-from moepass.passes.ir.plan import Plan
-from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
-from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
+from moepass.passes.ir.protocol import PassResult
 from tests.helpers.graphs import simulated_ranks
+from tests.helpers.graphs.eliminated_graphs import eliminate
 from tests.helpers.graphs.readable_refusals import check_readable
-from tests.helpers.graphs.simulated_ranks import Captured, capture, hidden_states, run_local, run_ranks, with_tokens
+from tests.helpers.graphs.simulated_ranks import (
+    Captured,
+    capture,
+    first_outputs,
+    hidden_states,
+    run_local,
+    run_ranks,
+    with_tokens,
+)
+from tests.helpers.models.expert_variants import ACT_ON_MORE, OwnSizesExperts
 from tests.helpers.models.moe_stack import MoEStack, StackConfig, build_stack
-from tests.helpers.mutants.graph_mutants import mutate
+from tests.helpers.mutants.graph_mutants import finite_or_none, mutate
 
 # What must be gone from a graph of which every block was taken.
 HOST_SYNCS = ("aten._local_scalar_dense", "aten._assert_scalar", "aten.nonzero")
 
 
 def _eliminated(captured: Captured) -> PassResult:
-    result = run_passes((eliminate_expert_parallelism,), captured.module, Plan(), PassContext(groups=captured.groups))
+    result = eliminate(captured)
     check_readable(result.refusals)
     return result
 
@@ -107,27 +115,6 @@ def test_every_form_becomes_local_and_stays_right(
             (output,) = run_local(result.module, inputs[rank], result.plan.banks, _complete(config))
             tolerance = 1e-5 if dtype is torch.float32 else 5e-2
             torch.testing.assert_close(output, expected[rank][0], rtol=tolerance, atol=tolerance)
-
-
-class OwnSizesExperts(AllToAllExperts):
-    """As torchtitan writes it: counts travel in another shape than that in which a rank reads its own sizes."""
-
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        ranks, owned = self.placement.ranks, len(self.placement.owned)
-        chosen = torch.zeros(len(top_k_index), self.placement.experts, dtype=torch.bool)
-        leaving = chosen.scatter(-1, top_k_index, True).sum(dim=0)
-        ones = [1] * ranks
-        arriving = exchange_rows(leaving.view(ranks, owned), send=ones, receive=ones, group_name=self.group_name)
-        send, receive = leaving.view(ranks, owned).sum(dim=1).tolist(), arriving.sum(dim=1).tolist()
-        for size in send + receive:
-            torch._check(size >= 0)
-        _, order = sort_by_expert(top_k_index)
-        rows = exchange_rows(hidden_states[order // top_k_index.shape[1]], send, receive, self.group_name)
-        rows = self._run_arrived(rows, arriving.view(-1))
-        rows = exchange_rows(rows, send=receive, receive=send, group_name=self.group_name)
-        return weighted_sum(rows, order, top_k_weights).to(hidden_states.dtype)
 
 
 @pytest.mark.slow
@@ -258,128 +245,9 @@ def test_a_graph_without_collectives_is_left_alone() -> None:
     assert not result.refusals
 
 
-class ClampedOutputs(AllToAllExperts):
-    def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
-        return super()._run_arrived(rows, arriving).clamp(-2, 2)
-
-
-class ClampedRows(AllToAllExperts):
-    def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
-        return super()._run_arrived(rows.clamp(-6, 6), arriving)
-
-
-class NoInfinities(AllToAllExperts):
-    def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
-        return torch.nan_to_num(super()._run_arrived(rows, arriving), posinf=0.0)
-
-
-class HiddenByMagnitude(AllReduceExperts):
-    """Rows of large numbers count for nothing: the data decides, not the routing."""
-
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        rows, order = self.run_some(hidden_states, self.to_local(top_k_index))
-        rows = rows.masked_fill(rows > 50, 0.0)
-        return sum_over_ranks(weighted_sum(rows, order, top_k_weights), self.group_name)
-
-
-class ClampedPartialSums(AllReduceExperts):
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        rows, order = self.run_some(hidden_states, self.to_local(top_k_index))
-        return sum_over_ranks(weighted_sum(rows.clamp(-2, 2), order, top_k_weights), self.group_name)
-
-
-def _places(sorted_ids: torch.Tensor, experts: int) -> torch.Tensor:
-    """The place of each of `sorted_ids` [S] among those of its expert."""
-    counts = count_per_expert(sorted_ids, experts)
-    return torch.arange(len(sorted_ids)) - (counts.cumsum(0) - counts)[sorted_ids]
-
-
-class FewRows(AllToAllExperts):
-    """An expert takes 64 rows, of all ranks together; the others give zeros."""
-
-    def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
-        owned = len(self.placement.owned)
-        ids = torch.arange(owned).repeat(self.placement.ranks).repeat_interleave(arriving, output_size=len(rows))
-        sorted_ids, order = sort_by_expert(ids)
-        outputs = self.run_groups(rows[order], count_per_expert(sorted_ids, owned))
-        kept = self.keeps(_places(sorted_ids, owned)).unsqueeze(-1)
-        return undo_order(torch.where(kept, outputs, 0.0), order)
-
-    def keeps(self, places: torch.Tensor) -> torch.Tensor:
-        return places < 64
-
-
-class FewRowsByDivision(FewRows):
-    """The constant 64 in parts, none of which any run would notice alone."""
-
-    def keeps(self, places: torch.Tensor) -> torch.Tensor:
-        return ((places // 8) // 8) == 0
-
-
-class FewRowsByDifference(FewRows):
-    def keeps(self, places: torch.Tensor) -> torch.Tensor:
-        return (places - 64) < 0
-
-
-class FewRowsBesideASpare(FewRows):
-    """More rows than any run tries; what holds the places has one element that nobody writes, and nobody uses."""
-
-    def keeps(self, places: torch.Tensor) -> torch.Tensor:
-        held = torch.empty(len(places) + 1, dtype=torch.int64)
-        held[torch.arange(len(places))] = places
-        return (held < 10_000)[: len(places)]
-
-
-class FewIds(AllReduceExperts):
-    """An expert takes 64 tokens; the ids of the others become those of nobody."""
-
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        experts = self.placement.experts
-        sorted_ids, order = sort_by_expert(top_k_index)
-        keep = undo_order(_places(sorted_ids, experts) < 64, order).view(top_k_index.shape)
-        ids = self.to_local(torch.where(keep, top_k_index, experts))
-        rows, order = self.run_some(hidden_states, ids)
-        return sum_over_ranks(weighted_sum(rows, order, top_k_weights), self.group_name)
-
-
-class FewWeights(AllReduceExperts):
-    """An expert takes 64 tokens; the weights of the others become 0."""
-
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        sorted_ids, order = sort_by_expert(self.to_local(top_k_index))
-        keep = undo_order(_places(sorted_ids, len(self.placement.owned) + 1) < 64, order).view(top_k_index.shape)
-        rows, order = self.run_some(hidden_states, self.to_local(top_k_index))
-        return sum_over_ranks(weighted_sum(rows, order, top_k_weights * keep), self.group_name)
-
-
-NO_MOVE = "is neither a move nor a sum"
-CONSTANT = "meets the constant"
-ACTS_LATER = {
-    ClampedOutputs: NO_MOVE,
-    ClampedRows: "computed with before its GEMMs",
-    NoInfinities: NO_MOVE,
-    HiddenByMagnitude: NO_MOVE,
-    ClampedPartialSums: NO_MOVE,
-    FewRows: "",
-    FewRowsByDivision: "",
-    FewRowsByDifference: "",
-    FewRowsBesideASpare: CONSTANT,
-    FewIds: CONSTANT,
-    FewWeights: "",
-}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [True, False])
-@pytest.mark.parametrize("experts", ACTS_LATER, ids=lambda experts: experts.__name__)
+@pytest.mark.parametrize("experts", ACT_ON_MORE, ids=lambda experts: experts.__name__)
 def test_what_acts_on_larger_numbers_or_more_tokens_only_is_not_dropped(
     experts: type[ShardedExperts], dynamic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -390,7 +258,7 @@ def test_what_acts_on_larger_numbers_or_more_tokens_only_is_not_dropped(
         result = _eliminated(capture(StackConfig(layers=1, max_tokens=12), form, rank, 2, 12, dynamic=dynamic))
         assert not result.plan.banks
         (refusal,) = result.refusals
-        assert ACTS_LATER[experts] in refusal.reason
+        assert ACT_ON_MORE[experts] in refusal.reason
 
 
 @pytest.mark.slow
@@ -455,19 +323,6 @@ def _ranks_of(form: str, experts: int) -> tuple[StackConfig, tuple[Captured, ...
     return config, tuple(capture(config, form, rank, 2, 9) for rank in range(2))
 
 
-def _behaviour(modules: list[GraphModule], inputs: list[list[Any]]) -> list[Any] | None:
-    """What the ranks compute; None where they fail, or where their result is no number."""
-    # Memory that nobody wrote is filled with NaN, and the largest index, so that whoever reads it is found out.
-    torch.use_deterministic_algorithms(True)
-    try:
-        outputs = [output for (output,) in run_ranks(modules, inputs)]
-    except Exception:  # a mutant may fail in any way; then there is nothing to preserve
-        return None
-    finally:
-        torch.use_deterministic_algorithms(False)
-    return outputs if all(bool(torch.isfinite(output).all()) for output in outputs) else None
-
-
 def _check_mutant(form: str, experts: int, place: int, how: int) -> str:
     config, captured = _ranks_of(form, experts)
     mutants = [mutate(one.module, place, how) for one in captured]
@@ -481,7 +336,7 @@ def _check_mutant(form: str, experts: int, place: int, how: int) -> str:
     for seed in range(2):
         hidden = [hidden_states(config, 9, 0 if form == "all_reduce" else rank, seed) for rank in range(2)]
         inputs = [with_tokens(one, values) for one, values in zip(captured, hidden, strict=True)]
-        expected = _behaviour(list(mutants), inputs)  # type: ignore[arg-type]
+        expected = finite_or_none(functools.partial(first_outputs, mutants, inputs))
         if expected is None:
             return "meaningless"
         # Not `run_local`: a mutant may have a collective that nobody reads, which is no part of the block and stays.

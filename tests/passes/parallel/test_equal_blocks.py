@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 from typing import Any
@@ -10,9 +11,7 @@ import pytest
 from torch.fx import GraphModule
 
 from moepass.models.reference.expert_parallel import EP_FORMS
-from moepass.passes.ir.plan import Plan
-from moepass.passes.ir.protocol import PassContext, run_passes
-from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
+from tests.helpers.graphs.eliminated_graphs import eliminate
 from tests.helpers.graphs.simulated_ranks import Captured, capture
 from tests.helpers.models.moe_stack import StackConfig
 from tests.helpers.mutants.graph_mutants import mutate
@@ -44,7 +43,7 @@ class _Proofs:
 
 
 def _outcome(module: GraphModule, captured: Captured) -> tuple[list[str], list[str]]:
-    result = run_passes((eliminate_expert_parallelism,), module, Plan(), PassContext(groups=captured.groups))
+    result = eliminate(dataclasses.replace(captured, module=module))
     return [bank.name for bank in result.plan.banks], [refusal.reason for refusal in result.plan.refusals]
 
 

@@ -14,10 +14,8 @@ from torch.fx import GraphModule
 from moepass.models.reference.collectives import gather_rows
 from moepass.passes.graph.collectives import collective_of
 from moepass.passes.graph.nodes import copy_graph_module, fake_value
-from moepass.passes.ir.plan import Plan
-from moepass.passes.ir.protocol import PassContext, run_passes
-from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
 from moepass.passes.parallel.match.gathered_masks import look_up_gathered_masks
+from tests.helpers.graphs.eliminated_graphs import eliminate
 from tests.helpers.graphs.readable_refusals import check_readable
 from tests.helpers.graphs.simulated_ranks import (
     Captured,
@@ -248,10 +246,9 @@ def _captured_layer(layer: type[nn.Module]) -> Captured:
 
 def test_a_block_that_other_ranks_leave_gathers_its_mask() -> None:
     captured = _captured_layer(GatheredOrder)
-    taken = run_passes((eliminate_expert_parallelism,), captured.module, Plan(), PassContext(groups=captured.groups))
+    taken = eliminate(captured)
     (block,) = taken.plan.local_blocks
-    context = PassContext(groups=captured.groups, leave={block.name: "rank 0 has other experts"})
-    left = run_passes((eliminate_expert_parallelism,), captured.module, Plan(), context)
+    left = eliminate(captured, leave={block.name: "rank 0 has other experts"})
     assert left.plan.local_blocks == ()
     (refusal,) = left.plan.refusals
     assert "rank 0 has other experts" in refusal.reason
@@ -261,7 +258,7 @@ def test_a_block_that_other_ranks_leave_gathers_its_mask() -> None:
 
 def test_a_mask_by_a_threshold_is_refused_with_its_line() -> None:
     captured = _captured_layer(_Thresholds)
-    result = run_passes((eliminate_expert_parallelism,), captured.module, Plan(), PassContext(groups=captured.groups))
+    result = eliminate(captured)
     check_readable(result.refusals)
     assert result.plan.local_blocks == ()
     (refusal,) = result.refusals

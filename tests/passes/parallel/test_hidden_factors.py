@@ -10,7 +10,7 @@ import torch
 
 from moepass.models.reference.expert_parallel import AllReduceExperts, AllToAllExperts
 from moepass.models.reference.grouped_experts import count_per_expert, sort_by_expert
-from tests.passes.parallel.test_hidden_thresholds import CONFIG, refusal
+from tests.helpers.graphs.refused_experts import CONFIG, refusal_of_experts
 
 WIDE = dataclasses.replace(CONFIG, max_tokens=400)
 # Takes the places [S] of the pairs in order, their experts [S], and experts of each token; gives places.
@@ -92,15 +92,19 @@ HIDDEN = (
 @pytest.mark.sampled(every=9)
 @pytest.mark.parametrize("places", HIDDEN, ids=lambda places: places.__name__.strip("_"))
 def test_a_constant_that_is_put_together_is_not_taken(places: Places) -> None:
-    assert refusal("all_reduce", _variant(places), config=WIDE)
+    assert refusal_of_experts("all_reduce", _variant(places), config=WIDE)
 
 
 @pytest.mark.slow
 def test_places_as_they_are_are_taken() -> None:
     """The variant itself is no reason to refuse, nor is what is computed once."""
-    assert refusal("all_reduce", _variant(lambda order, ids, top_k: order), config=WIDE) == ""
-    assert refusal("all_reduce", _variant(lambda order, ids, top_k: order + order - order), config=WIDE) == ""
-    assert refusal("all_reduce", _variant(lambda order, ids, top_k: order - (order - order)), config=WIDE) == ""
+    assert refusal_of_experts("all_reduce", _variant(lambda order, ids, top_k: order), config=WIDE) == ""
+    assert (
+        refusal_of_experts("all_reduce", _variant(lambda order, ids, top_k: order + order - order), config=WIDE) == ""
+    )
+    assert (
+        refusal_of_experts("all_reduce", _variant(lambda order, ids, top_k: order - (order - order)), config=WIDE) == ""
+    )
 
 
 class TenTimes(AllToAllExperts):
@@ -115,4 +119,4 @@ class TenTimes(AllToAllExperts):
 
 
 def test_a_ratio_that_no_run_has_is_not_taken() -> None:
-    assert refusal("all_to_all", TenTimes, config=WIDE)
+    assert refusal_of_experts("all_to_all", TenTimes, config=WIDE)

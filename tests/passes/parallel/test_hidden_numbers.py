@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from moepass.models.reference.expert_parallel import AllGatherExperts, AllReduceExperts, AllToAllExperts, ShardedExperts
 from moepass.models.reference.grouped_experts import count_per_expert, grouped_gemm, sort_by_expert, undo_order
-from tests.passes.parallel.test_hidden_thresholds import CONFIG, refusal
+from tests.helpers.graphs.refused_experts import CONFIG, refusal_of_experts
 
 T = torch.Tensor
 WIDE = dataclasses.replace(CONFIG, max_tokens=400)
@@ -213,19 +213,19 @@ CHANGES: tuple[Rows, ...] = (
 @pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
 def test_a_number_that_ids_give_hides_no_threshold(change: Rows) -> None:
-    assert refusal("all_to_all", _arrived(change), config=WIDE)
+    assert refusal_of_experts("all_to_all", _arrived(change), config=WIDE)
 
 
 @pytest.mark.sampled(every=15)
 @pytest.mark.parametrize("few", _FEW)
 def test_no_way_to_a_small_number_hides_a_threshold(few: str) -> None:
-    assert refusal("all_to_all", _arrived(_as_a_shift(_FEW[few])), config=WIDE)
+    assert refusal_of_experts("all_to_all", _arrived(_as_a_shift(_FEW[few])), config=WIDE)
 
 
 @pytest.mark.slow
 def test_rows_in_order_are_taken() -> None:
     """The variant itself is no reason to refuse, nor is a number that ids give, beside no truth."""
-    assert refusal("all_to_all", _arrived(lambda rows, order, ids, number: rows[order]), config=WIDE) == ""
+    assert refusal_of_experts("all_to_all", _arrived(lambda rows, order, ids, number: rows[order]), config=WIDE) == ""
 
 
 # --------------------------------------------------------------------------------------------------- from constants
@@ -263,12 +263,12 @@ SLOTS: dict[str, Slots] = {
 @pytest.mark.parametrize("moves", [False, True])
 @pytest.mark.parametrize("slots", SLOTS)
 def test_the_slot_of_an_expert_hides_no_threshold(slots: str, moves: bool) -> None:
-    assert refusal("all_reduce", _by_slot(AllReduceExperts, SLOTS[slots], moves), config=WIDE)
+    assert refusal_of_experts("all_reduce", _by_slot(AllReduceExperts, SLOTS[slots], moves), config=WIDE)
 
 
 @pytest.mark.slow
 def test_the_slot_of_an_expert_hides_no_threshold_among_gathered_tokens() -> None:
-    assert refusal("all_gather", _by_slot(AllGatherExperts, torch.arange, False), config=WIDE)
+    assert refusal_of_experts("all_gather", _by_slot(AllGatherExperts, torch.arange, False), config=WIDE)
 
 
 class ConstantsInside(AllReduceExperts):
@@ -282,4 +282,4 @@ class ConstantsInside(AllReduceExperts):
 
 
 def test_constants_of_the_activation_function_are_taken() -> None:
-    assert refusal("all_reduce", ConstantsInside, config=WIDE) == ""
+    assert refusal_of_experts("all_reduce", ConstantsInside, config=WIDE) == ""

@@ -13,22 +13,16 @@ from hypothesis import strategies as st
 
 from moepass.models.reference.collectives import gather_rows, scatter_sums, sum_over_ranks
 from moepass.models.reference.expert_parallel import (
-    EP_FORMS,
     AllGatherExperts,
     AllReduceExperts,
     AllToAllExperts,
     ShardedExperts,
 )
 from moepass.models.reference.grouped_experts import count_per_expert, sort_by_expert, undo_order, weighted_sum
-from moepass.passes.ir.plan import Plan
-from moepass.passes.ir.protocol import PassContext, run_passes
-from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
-from tests.helpers.graphs.simulated_ranks import capture
-from tests.helpers.models.moe_stack import StackConfig
+from tests.helpers.graphs.refused_experts import CONFIG, refusal_of_experts
 
 Predicate = Callable[[torch.Tensor], torch.Tensor]
 SUBJECTS = ("places", "counts", "rows")
-CONFIG = StackConfig(layers=1, max_tokens=12)
 
 
 def _kept(subject: str, sorted_ids: torch.Tensor, experts: int, keeps: Predicate) -> torch.Tensor:
@@ -83,23 +77,12 @@ def _some(
     return rows.masked_fill(~kept.unsqueeze(-1), 0.0), order
 
 
-def refusal(
-    form: str, experts: type[ShardedExperts], dynamic: bool = True, config: StackConfig = CONFIG, tokens: int = 12
-) -> str:
-    """Why the variant is left; empty where it is taken."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(EP_FORMS, form, experts)
-        captured = capture(config, form, 1, 2, tokens, dynamic=dynamic)
-    result = run_passes((eliminate_expert_parallelism,), captured.module, Plan(), PassContext(groups=captured.groups))
-    return result.refusals[0].reason if result.refusals else ""
-
-
 @pytest.mark.sampled(every=9)
 @pytest.mark.parametrize("subject", SUBJECTS)
 @pytest.mark.parametrize("form", ["all_to_all", "all_reduce", "all_gather"])
 def test_what_keeps_everything_is_taken(form: str, subject: str) -> None:
     """The variants themselves are no reason to refuse."""
-    assert refusal(form, _variant(form, subject, lambda value: value * 0 == 0)) == ""
+    assert refusal_of_experts(form, _variant(form, subject, lambda value: value * 0 == 0)) == ""
 
 
 # What is false beyond some place, and part of the reason for which it is refused.
@@ -149,7 +132,7 @@ THRESHOLDS: dict[str, tuple[Predicate, str]] = {
 def test_a_threshold_is_not_taken(name: str) -> None:
     keeps, reason = THRESHOLDS[name]
     form = ("all_to_all", "all_reduce")[list(THRESHOLDS).index(name) % 2]
-    found = refusal(form, _variant(form, "places", keeps))
+    found = refusal_of_experts(form, _variant(form, "places", keeps))
     assert found, "it was taken"
     assert reason in found
 
@@ -170,7 +153,7 @@ def test_the_number_of_rows_as_a_symbol_hides_no_threshold() -> None:
             return super()._run_arrived(rows, arriving) * mask.view(-1, 5000).sum(-1).sign().unsqueeze(-1)
 
     for experts in (Scaled, Divided, Cut):
-        assert refusal("all_to_all", experts)
+        assert refusal_of_experts("all_to_all", experts)
 
 
 class SeveralAtOnce(AllToAllExperts):
@@ -208,7 +191,7 @@ class PairsOfRows(AllToAllExperts):
     ],
 )
 def test_what_no_single_comparison_shows_is_not_taken(experts: type[ShardedExperts], reason: str) -> None:
-    assert reason in refusal("all_to_all", experts)
+    assert reason in refusal_of_experts("all_to_all", experts)
 
 
 @pytest.mark.slow
@@ -224,8 +207,8 @@ def test_every_expert_is_tried_however_few_tokens_a_graph_is_for(tokens: int) ->
             return super().forward(hidden_states, ids, top_k_weights)
 
     config = dataclasses.replace(CONFIG, experts=64, top_k=1)
-    assert refusal("all_reduce", AllReduceExperts, dynamic=False, config=config, tokens=tokens) == ""
-    assert refusal("all_reduce", OneLess, dynamic=False, config=config, tokens=tokens)
+    assert refusal_of_experts("all_reduce", AllReduceExperts, dynamic=False, config=config, tokens=tokens) == ""
+    assert refusal_of_experts("all_reduce", OneLess, dynamic=False, config=config, tokens=tokens)
 
 
 # ------------------------------------------------------------------------------------------------------ random chains
@@ -300,7 +283,7 @@ def _check_chain(form: str, subject: str, chain: list[Step], beyond: int, dynami
     keeps = _threshold(chain, beyond)
     assume(keeps is not None)
     assert keeps is not None
-    assert refusal(form, _variant(form, subject, keeps), dynamic), f"{subject} {chain} was taken"
+    assert refusal_of_experts(form, _variant(form, subject, keeps), dynamic), f"{subject} {chain} was taken"
 
 
 CHAIN_CASES = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moepass.models.reference.expert_parallel import AllToAllExperts
-from tests.passes.parallel.test_hidden_thresholds import CONFIG, refusal
+from tests.helpers.graphs.refused_experts import CONFIG, refusal_of_experts
 
 # Four experts on each of two ranks: eight counts arrive.
 WIDE = dataclasses.replace(CONFIG, experts=8, max_tokens=400)
@@ -140,7 +140,7 @@ NESTED = (
 @pytest.mark.sampled(every=15)
 @pytest.mark.parametrize("experts", NESTED, ids=lambda experts: experts.__name__)
 def test_truths_that_were_never_tried_together_are_not_taken(experts: type[AllToAllExperts]) -> None:
-    assert refusal("all_to_all", experts, config=WIDE)
+    assert refusal_of_experts("all_to_all", experts, config=WIDE)
 
 
 class RowsInTheirPlaces(AllToAllExperts):
@@ -152,4 +152,4 @@ class RowsInTheirPlaces(AllToAllExperts):
 
 
 def test_sizes_that_a_run_tells_are_not_asked_whether_they_are_equal() -> None:
-    assert refusal("all_to_all", RowsInTheirPlaces, config=WIDE) == ""
+    assert refusal_of_experts("all_to_all", RowsInTheirPlaces, config=WIDE) == ""

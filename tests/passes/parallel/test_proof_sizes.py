@@ -17,19 +17,14 @@ from torch.utils._pytree import tree_leaves
 
 from moepass.models.reference.expert_parallel import EP_FORMS, AllReduceExperts, AllToAllExperts, ShardedExperts
 from moepass.models.reference.grouped_experts import grouped_gemm
-from moepass.passes.ir.plan import Plan
-from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
-from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
-from tests.helpers.graphs.simulated_ranks import Captured, capture, hidden_states, run_local, run_ranks, with_tokens
+from moepass.passes.ir.protocol import PassResult
+from tests.helpers.graphs.eliminated_graphs import eliminate
+from tests.helpers.graphs.simulated_ranks import capture, hidden_states, run_local, run_ranks, with_tokens
+from tests.helpers.models.expert_variants import ACT_ON_MORE, FewRows, OwnSizesExperts
 from tests.helpers.models.moe_stack import StackConfig, build_stack
-from tests.passes.parallel.test_eliminate_expert_parallelism import ACTS_LATER, FewRows, OwnSizesExperts
 
 PROOF = importlib.import_module("moepass.passes.parallel.proof.prove")
 MODES = ["static", "dynamic"]
-
-
-def _eliminated(captured: Captured) -> PassResult:
-    return run_passes((eliminate_expert_parallelism,), captured.module, Plan(), PassContext(groups=captured.groups))
 
 
 def _reasons(result: PassResult) -> list[str]:
@@ -63,7 +58,7 @@ def test_a_proof_touches_few_numbers_whatever_the_sizes(form: str) -> None:
     config = StackConfig(layers=1, hidden=256, width=128, experts=16, top_k=4, max_tokens=4096)
     captured = capture(config, form, 1, 4, 4096, dynamic=False, moe_alone=True)
     with _Elements() as elements:
-        result = _eliminated(captured)
+        result = eliminate(captured)
     assert not result.refusals
     # One activation of the captured block has 4096 * 4 * 256 numbers, twice as many as all ranks' slots.
     assert elements.largest < 100_000
@@ -104,7 +99,7 @@ def test_a_block_of_more_nodes_than_a_walk_once_had_is_taken() -> None:
     """Each of 72 ranks has nodes that read what it sends and is sent."""
     one = capture(StackConfig(layers=1, experts=72), "all_to_all", 5, 72, 12, moe_alone=True)
     assert sum(node.op == "call_function" for node in one.module.graph.nodes) > 700
-    result = _eliminated(one)
+    result = eliminate(one)
     assert not result.refusals
 
 
@@ -169,7 +164,7 @@ def _form_of(experts: type[ShardedExperts]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [12, 8, 2])
-@pytest.mark.parametrize("experts", [*TAKEN, *ACTS_LATER, MixesRows], ids=lambda experts: experts.__name__)
+@pytest.mark.parametrize("experts", [*TAKEN, *ACT_ON_MORE, MixesRows], ids=lambda experts: experts.__name__)
 def test_static_and_dynamic_captures_come_to_the_same_decision(
     experts: type[ShardedExperts], tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,7 +173,7 @@ def test_static_and_dynamic_captures_come_to_the_same_decision(
     monkeypatch.setitem(EP_FORMS, form, experts)
     config = StackConfig(layers=1, max_tokens=tokens)
     taken = [
-        bool(_eliminated(capture(config, form, 1, 2, tokens, dynamic=dynamic, moe_alone=True)).plan.banks)
+        bool(eliminate(capture(config, form, 1, 2, tokens, dynamic=dynamic, moe_alone=True)).plan.banks)
         for dynamic in (False, True)
     ]
     assert taken == [experts in TAKEN] * 2
@@ -207,7 +202,7 @@ def test_what_was_copied_for_any_number_of_rows_is_right(
     moe = build_stack(config).moe[0].experts
     complete = {"moe.0.experts": [moe.gate_up_proj, moe.down_proj]}
     for rank, one in enumerate(captured):
-        result = _eliminated(one)
+        result = eliminate(one)
         assert not result.refusals
         (output,) = run_local(result.module, inputs[rank], result.plan.banks, complete)
         torch.testing.assert_close(output, expected[rank][0], rtol=1e-5, atol=1e-5)
@@ -232,7 +227,7 @@ COINCIDENCES = {
 def test_sizes_that_are_equal_by_chance_are_told_apart(form: str, case: str) -> None:
     tokens, config, ranks = COINCIDENCES[case]
     config = dataclasses.replace(config, layers=1, max_tokens=max(tokens, 1))
-    result = _eliminated(capture(config, form, ranks - 1, ranks, tokens, dynamic=False, moe_alone=True))
+    result = eliminate(capture(config, form, ranks - 1, ranks, tokens, dynamic=False, moe_alone=True))
     assert _reasons(result) == []
 
 
@@ -254,7 +249,7 @@ class RowsOfAllRanks(FewRows):
 def test_a_multiple_of_the_tokens_that_no_run_reaches_is_a_constant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EP_FORMS, "all_to_all", RowsOfAllRanks)
     config = StackConfig(layers=1, experts=16)
-    result = _eliminated(capture(config, "all_to_all", 3, 16, 12, dynamic=False, moe_alone=True))
+    result = eliminate(capture(config, "all_to_all", 3, 16, 12, dynamic=False, moe_alone=True))
     (reason,) = _reasons(result)
     assert "meets the constant 384" in reason
 
@@ -300,7 +295,7 @@ def test_what_only_many_features_show_is_not_lost_in_small(
 ) -> None:
     monkeypatch.setitem(EP_FORMS, "all_to_all", experts)
     config = StackConfig(layers=1, hidden=64, width=32)
-    result = _eliminated(capture(config, "all_to_all", 1, 2, 12, dynamic=dynamic, moe_alone=True))
+    result = eliminate(capture(config, "all_to_all", 1, 2, 12, dynamic=dynamic, moe_alone=True))
     assert not result.plan.banks
 
 
@@ -314,10 +309,10 @@ class FlippedTwice(AllToAllExperts):
 def test_a_proof_that_would_take_too_much_memory_is_refused_with_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EP_FORMS, "all_to_all", FlippedTwice)
     captured = capture(StackConfig(layers=1), "all_to_all", 1, 2, 12, dynamic=False, moe_alone=True)
-    assert not _eliminated(captured).refusals
+    assert not eliminate(captured).refusals
     monkeypatch.setattr(PROOF, "MOST_PROOF_BYTES", 1_000_000)
     with _Elements() as elements:
-        (reason,) = _reasons(_eliminated(captured))
+        (reason,) = _reasons(eliminate(captured))
     assert "would take 3222528 bytes of memory, where 1000000 are allowed" in reason
     assert "flip" in reason
     assert elements.total < 10_000
@@ -335,5 +330,5 @@ class LongActivation(AllReduceExperts):
 @pytest.mark.slow
 def test_a_long_activation_function_is_copied_without_recursion(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EP_FORMS, "all_reduce", LongActivation)
-    result = _eliminated(capture(StackConfig(layers=1), "all_reduce", 1, 2, 12, moe_alone=True))
+    result = eliminate(capture(StackConfig(layers=1), "all_reduce", 1, 2, 12, moe_alone=True))
     assert _reasons(result) == []

@@ -16,11 +16,10 @@ from torch import nn
 import moepass
 from moepass.models.reference.collectives import gather_rows, scatter_sums, sum_over_ranks
 from moepass.models.reference.grouped_experts import count_per_expert
-from moepass.passes.ir.plan import Plan
-from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
-from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
+from moepass.passes.ir.protocol import PassResult
 from moepass.runtime.ranks import replicas
 from moepass.runtime.ranks.rendezvous import PeerError
+from tests.helpers.graphs.eliminated_graphs import eliminate
 from tests.helpers.graphs.simulated_ranks import capture
 from tests.helpers.models.moe_stack import MoELayer, build_stack
 from tests.helpers.processes.adopted_stacks import SMALL, compile_whole, hidden_rows
@@ -216,7 +215,7 @@ def _take_balanced(what: str, rank: int, monkeypatch: pytest.MonkeyPatch) -> Pas
 
     monkeypatch.setattr(simulated_ranks, "build_stack", build)
     captured = capture(SMALL, "all_reduce", rank, 2, 8, moe_alone=True, dynamic=False)
-    return run_passes((eliminate_expert_parallelism,), captured.module, Plan(), PassContext(groups=captured.groups))
+    return eliminate(captured)
 
 
 def _inputs_differ_later(debug: bool) -> list[str]:
@@ -461,9 +460,7 @@ def test_what_ranks_exchanged_before_decides(kind: str, is_taken: bool, monkeypa
     signatures = []
     for rank in range(2):
         captured = capture(SMALL, "all_reduce", rank, 2, 8, moe_alone=True, dynamic=False)
-        result = run_passes(
-            (eliminate_expert_parallelism,), captured.module, Plan(), PassContext(groups=captured.groups)
-        )
+        result = eliminate(captured)
         assert len(result.plan.local_blocks) == is_taken
         signatures.append([block.signature for block in result.plan.local_blocks])
         assert all("results differ by rank" in refusal.reason for refusal in result.refusals)

@@ -17,9 +17,9 @@ from moepass.models.reference.expert_parallel import EP_FORMS
 from moepass.models.reference.grouped_experts import grouped_gemm
 from moepass.passes.ir.plan import Plan
 from moepass.passes.rows.row_layout import Layout, broadcast, features, reshaped, rows_first
+from tests.helpers.graphs.eliminated_graphs import complete_banks, eliminate
 from tests.helpers.graphs.simulated_ranks import Captured, capture, hidden_states, run_ranks, with_tokens
 from tests.helpers.models.moe_stack import StackConfig
-from tests.passes.parallel.test_rank_pairs import _banks, _eliminate
 
 # Of what the GEMMs before it give for gate and up, on a rank.
 Activation = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -43,7 +43,7 @@ def _captured(
 
 
 def _plan(form: str, activation: Activation, rank: int = 1, tokens: int = 9, dynamic: bool = True) -> Plan:
-    return _eliminate(_captured(form, activation, rank, tokens, dynamic), {}).plan
+    return eliminate(_captured(form, activation, rank, tokens, dynamic)).plan
 
 
 def _largest_difference(
@@ -52,13 +52,13 @@ def _largest_difference(
     """Between what the ranks compute and what they compute after the rewrite, of tokens that are `times` as large;
     None where that is refused."""
     ranks = [_captured(form, activation, rank, tokens, dynamic) for rank in range(2)]
-    results = [_eliminate(one, {}) for one in ranks]
+    results = [eliminate(one) for one in ranks]
     if not all(result.plan.local_blocks for result in results):
         return None
     hidden = [times * hidden_states(CONFIG, tokens, 0 if form == "all_reduce" else rank) for rank in range(2)]
     inputs = [with_tokens(one, values) for one, values in zip(ranks, hidden, strict=True)]
     wanted = run_ranks([one.module for one in ranks], inputs)
-    found = run_ranks([result.module for result in results], inputs, _banks(results, inputs))
+    found = run_ranks([result.module for result in results], inputs, complete_banks(ranks, results))
     pairs = zip(wanted, found, strict=True)
     return max(float((one - other).abs().max() / one.abs().max().clamp(min=1)) for (one,), (other,) in pairs)
 
@@ -163,7 +163,7 @@ def test_rows_that_meet_only_for_large_numbers_are_refused_in_every_form(form: s
 @pytest.mark.slow
 def test_a_wide_activation_is_not_judged_by_a_narrow_one() -> None:
     config = dataclasses.replace(CONFIG, width=256)
-    plan = _eliminate(_captured("all_to_all", _turned_far_out, 1, config=config), {}).plan
+    plan = eliminate(_captured("all_to_all", _turned_far_out, 1, config=config)).plan
     assert "flip" in plan.refusals[0].reason
 
 
@@ -184,7 +184,7 @@ def test_what_only_some_features_read_is_proved_too() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(EP_FORMS, "all_to_all", Experts)
         captured = capture(config, "all_to_all", 1, 2, 9)
-    assert not _eliminate(captured, {}).plan.local_blocks
+    assert not eliminate(captured).plan.local_blocks
 
 
 def _features_first(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -384,7 +384,7 @@ def test_what_ranks_exchange_is_named(dynamic: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(EP_FORMS, "all_gather", Experts)
         captured = capture(CONFIG, "all_gather", 1, 2, 9, dynamic=dynamic)
-    (refusal,) = _eliminate(captured, {}).plan.refusals
+    (refusal,) = eliminate(captured).plan.refusals
     assert "reads what ranks exchange at `_c10d_functional.all_gather" in refusal.reason
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
@@ -15,18 +15,13 @@ from moepass.models.reference.collectives import exchange_rows
 from moepass.models.reference.grouped_experts import grouped_gemm
 from moepass.passes.ir.protocol import PassResult
 from moepass.passes.parallel.eliminate_expert_parallelism import texts_of
+from tests.helpers.graphs.eliminated_graphs import check_same_outputs, collective_kinds
 from tests.helpers.graphs.simulated_ranks import (
     Captured,
-    capture_module,
-    hidden_rows,
-    pretend_rank,
-    run_ranks,
-    run_with_banks,
-    with_tokens,
 )
 from tests.helpers.project_styles.exact_style import ExactLayer
+from tests.helpers.project_styles.style_layers import capture_layer, eliminate_readably
 from tests.helpers.project_styles.style_sizes import BiasedExpert, StyleSizes, stacked
-from tests.passes.project_styles.test_project_styles import complete_banks, eliminated
 
 SIZES = StyleSizes()
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -79,19 +74,12 @@ class CastLayer(ExactLayer):
 
 
 def _captured(rank: int, **changes: Change | torch.dtype) -> Captured:
-    with pretend_rank(rank, 2):
-        layer = CastLayer(dist.group.WORLD, **changes)  # type: ignore[arg-type]
-        return capture_module(layer, hidden_rows(SIZES.hidden, 9, rank, SIZES.dtype), rank, 2)
+    return capture_layer(functools.partial(CastLayer, **changes), rank, 2, sizes=SIZES)  # type: ignore[arg-type]
 
 
 def _check_right(captured: list[Captured], results: list[PassResult]) -> None:
-    banks = complete_banks(captured, results)
-    rows = [hidden_rows(SIZES.hidden, (30, 7)[rank], rank, SIZES.dtype) for rank in range(2)]
-    inputs = [with_tokens(one, of_rank) for one, of_rank in zip(captured, rows, strict=True)]
-    expected = run_ranks([one.module for one in captured], inputs)
-    for rank, (result, given) in enumerate(zip(results, inputs, strict=True)):
-        (found,) = run_with_banks(result.module, given, banks)
-        torch.testing.assert_close(found, expected[rank][0], rtol=1e-5, atol=1e-5)
+    assert [collective_kinds(result) for result in results] == [[], []]
+    check_same_outputs(captured, results, [(30, 7)], hidden=SIZES.hidden, dtype=SIZES.dtype)
 
 
 # Each rounds so much that a cast left out, or done in another order, would show.
@@ -110,7 +98,7 @@ TAKEN: dict[str, dict[str, Change | torch.dtype]] = {
 )
 def test_rows_are_cast_as_they_were(case: str) -> None:
     captured = [_captured(rank, **TAKEN[case]) for rank in range(2)]
-    results = [eliminated(one) for one in captured]
+    results = [eliminate_readably(one) for one in captured]
     for result in results:
         assert [block.form for block in result.plan.local_blocks] == ["all_to_all"], result.plan.refusals
     _check_right(captured, results)
@@ -135,7 +123,7 @@ REFUSED: dict[str, tuple[dict[str, Change | torch.dtype], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_other_changes_are_refused(case: str) -> None:
     changes, reason = REFUSED[case]
-    result = eliminated(_captured(0, **changes))
+    result = eliminate_readably(_captured(0, **changes))
     assert not result.plan.local_blocks
     reasons = " ".join(refusal.reason for refusal in result.refusals)
     assert re.search(reason, reasons), reasons
@@ -145,7 +133,7 @@ def test_other_changes_are_refused(case: str) -> None:
 def test_ranks_may_make_their_weights_by_other_means() -> None:
     """Each rank gives what its own experts compute with."""
     captured = [_captured(0, weight=lambda weight: weight * 2), _captured(1)]
-    results = [eliminated(one) for one in captured]
+    results = [eliminate_readably(one) for one in captured]
     signatures = {block.signature for result in results for block in result.plan.local_blocks}
     assert len(signatures) == 1
     _check_right(captured, results)
@@ -153,7 +141,9 @@ def test_ranks_may_make_their_weights_by_other_means() -> None:
 
 @pytest.mark.slow
 def test_ranks_that_cast_rows_differently_are_told_apart() -> None:
-    one, other = (eliminated(_captured(0, arrived=change)) for change in (same, lambda rows: rows.to(SHORT).float()))
+    one, other = (
+        eliminate_readably(_captured(0, arrived=change)) for change in (same, lambda rows: rows.to(SHORT).float())
+    )
     (block,), (cast,) = one.plan.local_blocks, other.plan.local_blocks
     assert block.signature != cast.signature
     (line,) = set(texts_of(other.module, cast)[0]) - set(texts_of(one.module, block)[0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,19 +13,13 @@ from torch.nn import functional as F
 
 from moepass.models.reference.collectives import exchange_rows, gather_rows
 from moepass.models.reference.grouped_experts import grouped_gemm
-from moepass.passes.graph.collectives import communications_of
+from tests.helpers.graphs.eliminated_graphs import check_same_outputs, collective_kinds
 from tests.helpers.graphs.simulated_ranks import (
     Captured,
-    capture_module,
-    hidden_rows,
-    pretend_rank,
-    run_ranks,
-    run_with_banks,
-    with_tokens,
 )
 from tests.helpers.project_styles.exact_style import ExactLayer, SlicesOfModules
+from tests.helpers.project_styles.style_layers import capture_layer, eliminate_readably
 from tests.helpers.project_styles.style_sizes import BiasedExpert, StyleSizes, stacked
-from tests.passes.project_styles.test_project_styles import complete_banks, eliminated
 
 SIZES = StyleSizes()
 Count = Callable[[torch.Tensor, int], torch.Tensor]
@@ -158,9 +151,7 @@ def _captured(
     layer_type: type[ExactLayer] = CountedLayer,
     sizes: StyleSizes = SIZES,
 ) -> Captured:
-    with pretend_rank(rank, ranks):
-        layer = layer_type(sizes, dist.group.WORLD, before, behind)  # type: ignore[arg-type]
-        return capture_module(layer, hidden_rows(SIZES.hidden, 9, rank, SIZES.dtype), rank, ranks)
+    return capture_layer(lambda group: layer_type(sizes, group, before, behind), rank, ranks)  # type: ignore[call-arg]
 
 
 def check_counts(
@@ -171,18 +162,11 @@ def check_counts(
     sizes: StyleSizes = SIZES,
 ) -> None:
     captured = [_captured(before, behind, rank, ranks, layer_type, sizes) for rank in range(ranks)]
-    results = [eliminated(one) for one in captured]
+    results = [eliminate_readably(rank) for rank in captured]
     for result in results:
         assert [block.form for block in result.plan.local_blocks] == ["all_to_all"], result.plan.refusals
-        assert not list(communications_of(result.module.graph))
-    banks = complete_banks(captured, results)
-    for seed, tokens in enumerate(((9, 4, 12, 7), (40, 1, 3, 2))):
-        rows = [hidden_rows(SIZES.hidden, tokens[rank], rank, SIZES.dtype, seed) for rank in range(ranks)]
-        inputs = [with_tokens(one, of_rank) for one, of_rank in zip(captured, rows, strict=True)]
-        expected: list[Any] = run_ranks([one.module for one in captured], inputs)
-        for rank, (result, given) in enumerate(zip(results, inputs, strict=True)):
-            (found,) = run_with_banks(result.module, given, banks)
-            torch.testing.assert_close(found, expected[rank][0], rtol=1e-5, atol=1e-5)
+        assert collective_kinds(result) == []
+    check_same_outputs(captured, results, [(9, 4, 12, 7), (40, 1, 3, 2)])
 
 
 def test_counts_of_a_length_that_only_a_run_tells() -> None:
@@ -203,7 +187,7 @@ def test_counts_that_travel_in_another_type() -> None:
 
 
 def test_counts_that_travel_in_a_type_that_does_not_hold_them() -> None:
-    result = eliminated(_captured(COUNTS["one_hot"], COUNTS["histc"], 0, 2, NarrowCountsOnTheWire))
+    result = eliminate_readably(_captured(COUNTS["one_hot"], COUNTS["histc"], 0, 2, NarrowCountsOnTheWire))
     assert not result.plan.local_blocks
     assert "turns counts from torch.int64 into torch.int16 for their exchange" in result.refusals[0].reason
 
@@ -228,6 +212,6 @@ def test_counts_behind_an_exchange(name: str) -> None:
 @pytest.mark.slow
 def test_counts_that_need_a_row_are_refused() -> None:
     """A rank may get none, where the model itself stops."""
-    result = eliminated(_captured(COUNTS["histc"], COUNTS["one_hot, last of cumsum"], 0, 2))
+    result = eliminate_readably(_captured(COUNTS["histc"], COUNTS["one_hot, last of cumsum"], 0, 2))
     assert not result.plan.local_blocks
     assert "with peers without tokens" in result.refusals[0].reason

@@ -16,24 +16,19 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.fx import Graph, Node
 
-from moepass.passes.graph.collectives import collective_of, communications_of
+from moepass.passes.graph.collectives import collective_of
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call
 from moepass.passes.graph.source_lines import ARGUMENT_KEY
-from moepass.passes.ir.protocol import PassResult
+from tests.helpers.graphs.eliminated_graphs import check_same_outputs, collective_kinds
 from tests.helpers.graphs.simulated_ranks import (
     Captured,
-    capture_module,
-    hidden_rows,
-    pretend_rank,
-    run_ranks,
-    with_tokens,
 )
 from tests.helpers.project_styles.exact_style import SlicesOfModules
 from tests.helpers.project_styles.gathered_style import GatheredMasks
 from tests.helpers.project_styles.slots_style import EinsumSlots, EqualAllToAll, IndexedSlots
+from tests.helpers.project_styles.style_layers import capture_layer, eliminate_readably
 from tests.helpers.project_styles.style_sizes import StyleSizes
-from tests.passes.project_styles.test_project_styles import complete_banks, eliminated
 
 aten = torch.ops.aten
 
@@ -124,30 +119,16 @@ class AgreedSlots(nn.Module):
 
 @functools.cache
 def captured_ranks(build: Build, *, lower: str = "eager", tokens: int = 12) -> list[Captured]:
-    captured = []
-    for rank in range(RANKS):
-        with pretend_rank(rank, RANKS):
-            layer = build(dist.group.WORLD)  # type: ignore[arg-type]
-            hidden = hidden_rows(StyleSizes().hidden, tokens, rank, torch.float32)
-            captured.append(capture_module(layer, hidden, rank, RANKS, lower=lower))
-    return captured
+    return [capture_layer(build, rank, RANKS, tokens=tokens, lower=lower) for rank in range(RANKS)]
 
 
-def check_taken(captured: list[Captured], kept: list[str]) -> list[PassResult]:
-    """The blocks go, and with them all exchanges but those of the kinds `kept`; the ranks give what they gave."""
-    results = [eliminated(one) for one in captured]
+def check_taken(captured: list[Captured], kinds: list[str]) -> None:
+    """Check that the blocks are local, that only collectives of `kinds` remain, and that all ranks return the same."""
+    results = [eliminate_readably(rank) for rank in captured]
     for result in results:
         assert [block.form for block in result.plan.local_blocks] == ["all_to_all_slots"], result.plan.refusals
-        assert [one.kind for one in communications_of(result.module.graph)] == kept
-    banks = complete_banks(captured, results)
-    for seed, tokens in enumerate((12, 4, 32)):
-        rows = [hidden_rows(StyleSizes().hidden, tokens, rank, torch.float32, seed) for rank in range(RANKS)]
-        inputs = [with_tokens(one, of_rank) for one, of_rank in zip(captured, rows, strict=True)]
-        expected = run_ranks([one.module for one in captured], inputs)
-        found = run_ranks([result.module for result in results], inputs, banks)
-        for outputs, wanted in zip(found, expected, strict=True):
-            torch.testing.assert_close(list(outputs), list(wanted), rtol=1e-5, atol=1e-5)
-    return results
+        assert collective_kinds(result) == kinds
+    check_same_outputs(captured, results, [[tokens] * RANKS for tokens in (12, 4, 32)])
 
 
 @pytest.mark.slow
@@ -183,7 +164,7 @@ def test_a_length_that_only_the_tokens_have_is_known() -> None:
 @pytest.mark.parametrize("is_length", [True, False])
 def test_a_length_of_something_else_is_refused(is_length: bool) -> None:
     captured = captured_ranks(OtherLength)[0]
-    result = eliminated(_reading_parts(captured) if is_length else captured)
+    result = eliminate_readably(_reading_parts(captured) if is_length else captured)
     assert not result.plan.local_blocks
     (refusal,) = result.refusals
     assert ("reads the length" if is_length else "computes with a size") in refusal.reason
@@ -233,19 +214,17 @@ def test_a_length_of_what_arrived_is_read_elsewhere() -> None:
 @pytest.mark.slow
 def test_lengths_that_are_compared_stay_so() -> None:
     captured = _reading_length(captured_ranks(LengthInside)[0], _arrived, compared=True)
-    result = eliminated(captured)
+    result = eliminate_readably(captured)
     assert result.plan.local_blocks
     # It was asserted of what has gone.
     assert not any(is_call(node, aten._assert_scalar.default) for node in result.module.graph.nodes)
 
 
 def test_a_length_that_only_the_exchange_tells_is_refused() -> None:
-    with pretend_rank(0, RANKS):
-        layer = SlicesOfModules(StyleSizes(), dist.group.WORLD)  # type: ignore[arg-type]
-        captured = capture_module(layer, hidden_rows(StyleSizes().hidden, 9, 0, torch.float32), 0, RANKS)
-    assert eliminated(captured).plan.local_blocks
-    assert eliminated(_reading_length(captured, _sent)).plan.local_blocks
-    (refusal,) = eliminated(_reading_length(captured, _arrived)).refusals
+    captured = capture_layer(functools.partial(SlicesOfModules, StyleSizes()), 0, RANKS)
+    assert eliminate_readably(captured).plan.local_blocks
+    assert eliminate_readably(_reading_length(captured, _sent)).plan.local_blocks
+    (refusal,) = eliminate_readably(_reading_length(captured, _arrived)).refusals
     assert "is also read by" in refusal.reason
 
 
@@ -272,13 +251,9 @@ class KeptMemory:
     ("layer", "exchange"), [(GatheredMasks, "gathered_style.GatherTokens"), (IndexedSlots, "slots_style.EqualAllToAll")]
 )
 def test_tokens_in_memory_that_outlives_the_run_are_refused(layer: type[nn.Module], exchange: str) -> None:
-    with (
-        mock.patch(f"tests.helpers.project_styles.{exchange}", KeptMemory),
-        pretend_rank(0, RANKS),
-    ):
-        model = layer(StyleSizes(), dist.group.WORLD)  # type: ignore[call-arg]
-        captured = capture_module(model, hidden_rows(StyleSizes().hidden, 9, 0, torch.float32), 0, RANKS)
-    result = eliminated(captured)
+    with mock.patch(f"tests.helpers.project_styles.{exchange}", KeptMemory):
+        captured = capture_layer(functools.partial(layer, StyleSizes()), 0, RANKS)
+    result = eliminate_readably(captured)
     assert not result.plan.local_blocks
     (refusal,) = result.refusals
     assert "which holds it beyond the run" in refusal.reason

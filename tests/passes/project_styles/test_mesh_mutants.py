@@ -13,19 +13,17 @@ import pytest
 import torch
 from torch import nn
 
-from moepass.passes.ir.plan import Plan
-from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
+from moepass.passes.ir.protocol import PassResult
 from tests.helpers.graphs.simulated_meshes import captured_on_mesh, decide_on_mesh, run_mesh
 from tests.helpers.graphs.simulated_ranks import Captured, hidden_rows, with_tokens
-from tests.helpers.mutants.graph_mutants import changes_of, finite_or_none, mutant_of, outcomes_of
+from tests.helpers.mutants.graph_mutants import EVERY_CHANGE, changes_of, finite_or_none, mutant_of, outcomes_of
+from tests.helpers.project_styles.mesh_layers import MESH_LAYERS, banks_of_ranks
 from tests.helpers.project_styles.mesh_style import CutExpertsOfTokens
-from tests.passes.project_styles.test_meshes import CUT, EXACT, SLOTS, banks_of_ranks
-from tests.passes.project_styles.test_project_styles import PASSES, SIZES
-from tests.passes.project_styles.test_style_mutants import WAYS
+from tests.helpers.project_styles.style_layers import SIZES, eliminate_style
 
 RANKS = 4
 TOKENS = 9
-LAYERS = {layer.__name__: layer for layer in (*SLOTS, *EXACT, *CUT)}
+LAYERS = {layer.__name__: layer for layer in MESH_LAYERS}
 
 
 @functools.cache
@@ -33,13 +31,9 @@ def _captured(name: str) -> list[Captured]:
     return [captured_on_mesh(LAYERS[name], rank, RANKS, TOKENS, SIZES) for rank in range(RANKS)]
 
 
-def _eliminate(captured: Captured, leave: Mapping[str, str]) -> PassResult:
-    return run_passes(PASSES, captured.module, Plan(), PassContext(groups=captured.groups, leave=leave))
-
-
 @functools.cache
 def _unchanged(name: str, rank: int, leave: tuple[tuple[str, str], ...]) -> PassResult:
-    return _eliminate(_captured(name)[rank], dict(leave))
+    return eliminate_style(_captured(name)[rank], dict(leave))
 
 
 def _first_outputs(ranks: Sequence[Captured], inputs: Sequence[Any]) -> list[torch.Tensor]:
@@ -66,7 +60,7 @@ def check_mutant(name: str, place: int, how: int | str, changed_ranks: Collectio
 
     def eliminate(rank: int, leave: Mapping[str, str]) -> PassResult:
         if rank in changed_ranks:
-            return _eliminate(ranks[rank], leave)
+            return eliminate_style(ranks[rank], leave)
         return _unchanged(name, rank, tuple(leave.items()))
 
     results = decide_on_mesh(ranks, eliminate)
@@ -84,7 +78,7 @@ def check_mutant(name: str, place: int, how: int | str, changed_ranks: Collectio
 
 def check_layer(name: str, ranks: Sequence[Collection[int]]) -> collections.Counter[str]:
     """Every third change of every node, on each of `ranks` in turn."""
-    turns = zip(changes_of(_captured(name)[0].module, WAYS)[::3], itertools.cycle(ranks), strict=False)
+    turns = zip(changes_of(_captured(name)[0].module, EVERY_CHANGE)[::3], itertools.cycle(ranks), strict=False)
     return outcomes_of(((name, *change, of_ranks) for change, of_ranks in turns), check_mutant)
 
 

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 
-from moepass.passes.graph.collectives import communications_of
-from moepass.passes.ir.plan import Plan
-from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
-from tests.helpers.graphs.readable_refusals import check_readable
+from tests.helpers.graphs.eliminated_graphs import check_same_outputs, collective_kinds
 from tests.helpers.graphs.simulated_ranks import (
     Captured,
-    capture_module,
-    hidden_rows,
-    pretend_rank,
-    run_ranks,
-    run_with_banks,
-    with_tokens,
 )
 from tests.helpers.project_styles.padded_style import (
     Experts,
@@ -29,7 +17,7 @@ from tests.helpers.project_styles.padded_style import (
     Padding,
     SearchedTable,
 )
-from tests.passes.project_styles.test_project_styles import PASSES, SIZES, complete_banks
+from tests.helpers.project_styles.style_layers import SIZES, capture_layer, eliminate_readably
 
 OWN = 4  # experts of each of two ranks
 
@@ -189,39 +177,24 @@ class GrowsWithRows(RoundedBy):
         return (counts + 7) // 8 * 8 + counts // 4096 * 8
 
 
-def _layer(padding: Padding) -> nn.Module:
-    layer = PaddedLayer(SIZES, dist.group.WORLD)  # type: ignore[arg-type]
-    layer.padding = padding
-    return layer
+def captured_padding(padding: Padding, rank: int) -> Captured:
+    def layer(group: ProcessGroup) -> nn.Module:
+        padded = PaddedLayer(SIZES, group)
+        padded.padding = padding
+        return padded
 
-
-def eliminated(padding: Padding, rank: int, ranks: int = 2) -> tuple[Captured, PassResult]:
-    with pretend_rank(rank, ranks):
-        captured = capture_module(_layer(padding), hidden_rows(SIZES.hidden, 9, rank, SIZES.dtype), rank, ranks)
-    result = run_passes(PASSES, captured.module, Plan(), PassContext(groups=captured.groups))
-    check_readable(result.refusals)
-    return captured, result
-
-
-def check_right(captured: Sequence[Captured], results: Sequence[PassResult], tokens: Sequence[Sequence[int]]) -> None:
-    banks = complete_banks(captured, results)
-    for seed, of_ranks in enumerate(tokens):
-        rows = [hidden_rows(SIZES.hidden, n, rank, SIZES.dtype, seed) for rank, n in enumerate(of_ranks)]
-        inputs = [with_tokens(one, of_rank) for one, of_rank in zip(captured, rows, strict=True)]
-        expected: list[Any] = run_ranks([one.module for one in captured], inputs)
-        for result, given, wanted in zip(results, inputs, expected, strict=True):
-            (found,) = run_with_banks(result.module, given, banks)
-            torch.testing.assert_close(found, wanted[0], rtol=1e-5, atol=1e-5)
+    return capture_layer(layer, rank, 2)
 
 
 @pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("padding", [LastBits, NegativeQuotient, Int32, LeastRoom, RoomForAll, RoomByHost, SumByHost])
 def test_other_ways_to_pad_are_taken(padding: type[Padding]) -> None:
-    captured, results = zip(*(eliminated(padding(), rank) for rank in range(2)), strict=True)
+    captured = [captured_padding(padding(), rank) for rank in range(2)]
+    results = [eliminate_readably(rank) for rank in captured]
     for result in results:
         assert [block.form for block in result.plan.local_blocks] == ["all_to_all"], result.plan.refusals
-        assert not list(communications_of(result.module.graph))
-    check_right(captured, results, [(9, 4), (0, 3), (40, 61)])
+        assert collective_kinds(result) == []
+    check_same_outputs(captured, results, [(9, 4), (0, 3), (40, 61)])
 
 
 @pytest.mark.sampled(every=5)
@@ -241,6 +214,6 @@ def test_other_ways_to_pad_are_taken(padding: type[Padding]) -> None:
     ],
 )
 def test_what_is_not_right_is_refused(padding: type[Padding], reason: str) -> None:
-    _, result = eliminated(padding(), 1)
+    result = eliminate_readably(captured_padding(padding(), 1))
     assert not result.plan.banks
     assert any(reason in refusal.reason for refusal in result.refusals), [str(one) for one in result.refusals]

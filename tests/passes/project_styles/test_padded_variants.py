@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from moepass.models.reference.collectives import exchange_rows
 from moepass.models.reference.grouped_experts import count_per_expert, grouped_gemm, undo_order
-from moepass.passes.graph.collectives import communications_of
-from tests.helpers.graphs.simulated_ranks import capture_module, hidden_rows, pretend_rank
+from tests.helpers.graphs.eliminated_graphs import check_same_outputs, collective_kinds
 from tests.helpers.project_styles.exact_style import ExactLayer
 from tests.helpers.project_styles.gathered_style import GatheredMasks, GatheredOrder
 from tests.helpers.project_styles.ids_style import GlobalIdsTravel
 from tests.helpers.project_styles.padded_style import PaddedLayer, Padding, ScatteredRows, SearchedTable
+from tests.helpers.project_styles.style_layers import SIZES, capture_layer, eliminate_readably
 from tests.helpers.project_styles.style_sizes import BiasedExpert, StyleSizes, stacked
-from tests.passes.project_styles.test_padded_experts import check_right
-from tests.passes.project_styles.test_project_styles import SIZES, eliminated
 
 
 class IdsAndPadding(GlobalIdsTravel):
@@ -141,14 +140,10 @@ class OrderAndScatter(OrderThatPads):
     ],
 )
 def test_padded_rows_in_other_layers(layer: type[nn.Module], form: str) -> None:
-    captured = []
-    for rank in range(2):
-        with pretend_rank(rank, 2):
-            model = layer(SIZES, dist.group.WORLD)
-            captured.append(capture_module(model, hidden_rows(SIZES.hidden, 9, rank, SIZES.dtype), rank, 2))
-    results = [eliminated(one) for one in captured]
+    captured = [capture_layer(functools.partial(layer, SIZES), rank, 2) for rank in range(2)]
+    results = [eliminate_readably(rank) for rank in captured]
     for result in results:
         assert [block.form for block in result.plan.local_blocks] == [form], result.plan.refusals
-        assert not list(communications_of(result.module.graph))
+        assert collective_kinds(result) == []
     is_even = form == "all_gather"
-    check_right(captured, results, [(9, 9), (40, 40)] if is_even else [(9, 4), (1, 3), (40, 61)])
+    check_same_outputs(captured, results, [(9, 9), (40, 40)] if is_even else [(9, 4), (1, 3), (40, 61)])

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from moepass.models.reference.collectives import exchange_rows, max_over_ranks
-from moepass.passes.graph.collectives import communications_of
-from tests.helpers.graphs.simulated_ranks import capture_module, hidden_rows, pretend_rank, run_ranks, with_tokens
+from tests.helpers.graphs.eliminated_graphs import check_same_outputs, collective_kinds
 from tests.helpers.project_styles.exact_style import ExactLayer
 from tests.helpers.project_styles.slots_style import BatchedSlots, EqualAllToAll
+from tests.helpers.project_styles.style_layers import SIZES, capture_layer, eliminate_readably
 from tests.helpers.project_styles.style_sizes import GatedExpert, StyleSizes, stacked
-from tests.passes.project_styles.test_project_styles import SIZES, complete_banks, eliminated
 
 
 class EinsumExperts(BatchedSlots):
@@ -85,25 +84,14 @@ class RoundedCapacity(AgreedCapacity):
         return (super()._slots(most) + 7) // 8 * 8
 
 
-def check_slots(layer: type[nn.Module], ranks: int, kept: Sequence[str], tokens: Sequence[Sequence[int]]) -> None:
-    captured = []
-    for rank in range(ranks):
-        with pretend_rank(rank, ranks):
-            model = layer(SIZES, dist.group.WORLD)  # type: ignore[call-arg]
-            hidden = hidden_rows(SIZES.hidden, 9, rank, SIZES.dtype)
-            captured.append(capture_module(model, hidden, rank, ranks))
-    results = [eliminated(one) for one in captured]
+def check_slots(layer: type[nn.Module], ranks: int, kinds: Sequence[str], tokens: Sequence[Sequence[int]]) -> None:
+    """Check that only collectives of `kinds` remain, and that all ranks return the same for `tokens` by rank."""
+    captured = [capture_layer(functools.partial(layer, SIZES), rank, ranks) for rank in range(ranks)]
+    results = [eliminate_readably(rank) for rank in captured]
     for result in results:
         assert [block.form for block in result.plan.local_blocks] == ["all_to_all_slots"], result.plan.refusals
-        assert [one.kind for one in communications_of(result.module.graph)] == kept
-    banks = complete_banks(captured, results)
-    for seed, each in enumerate(tokens):
-        hidden_of = [hidden_rows(SIZES.hidden, each[rank], rank, SIZES.dtype, seed) for rank in range(ranks)]
-        inputs = [with_tokens(one, rows) for one, rows in zip(captured, hidden_of, strict=True)]
-        expected = run_ranks([one.module for one in captured], inputs)
-        found = run_ranks([result.module for result in results], inputs, banks)
-        for (output, *_), (wanted, *_) in zip(found, expected, strict=True):
-            torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-5)
+        assert collective_kinds(result) == kinds
+    check_same_outputs(captured, results, tokens)
 
 
 @pytest.mark.parametrize("layer", [EinsumExperts, pytest.param(EinsumOfRanks, marks=pytest.mark.slow)])

@@ -17,7 +17,7 @@ from moepass.passes.graph.nodes import graph_inputs, is_call
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
 from moepass.passes.slots.compute_read_slots import compute_read_slots
-from tests.helpers.graphs.captured_functions import captured
+from tests.helpers.graphs.compared_models import compare_with_dynamic_rows, compare_with_model
 
 EXPERTS, HIDDEN, WIDTH = 4, 8, 6
 Ids = torch.Tensor
@@ -80,7 +80,7 @@ def _inputs(tokens: int, top_k: int, each: int, seed: int = 0, dropped: float = 
 
 
 def _check(model: nn.Module, inputs: Sequence[list[torch.Tensor]]) -> PassResult:
-    result = captured(model, (compute_read_slots,), inputs, tolerance=1e-5)
+    result = compare_with_dynamic_rows(model, (compute_read_slots,), inputs, tolerance=1e-5)
     assert len(result.matches) == 1
     return result
 
@@ -107,7 +107,7 @@ def test_rows_that_are_read_are_counted() -> None:
     """What is dropped belongs to no expert, and is computed by none."""
     slots, ids = _inputs(6, 2, 9)
     model = SlotExperts(READS["zeros behind"])
-    result = captured(model, (compute_read_slots,), [[slots, ids]], tolerance=1e-5, dynamic=False)
+    result = compare_with_model(model, (compute_read_slots,), [[slots, ids]], rtol=1e-5, dynamic=False)
     graph = result.module.graph
     (ends,) = {node.args[2] for node in graph.nodes if is_grouped_gemm(node)}
     graph.output_node().args = ((ends,),)
@@ -133,7 +133,7 @@ def test_an_id_beyond_the_table_is_an_error_as_before() -> None:
     with pytest.raises(IndexError):
         model(slots, ids)
     with pytest.raises(IndexError):
-        captured(model, (compute_read_slots,), [[slots, ids]], tolerance=1e-5, compare=False)
+        compare_with_dynamic_rows(model, (compute_read_slots,), [[slots, ids]], tolerance=1e-5, compare=False)
 
 
 class CountedSlots(SlotExperts):
@@ -195,12 +195,14 @@ KEPT: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("name", KEPT)
 def test_anything_else_stays(name: str) -> None:
-    result = captured(KEPT[name](), (compute_read_slots,), [_inputs(5, 2, 4), _inputs(6, 2, 5)], tolerance=1e-5)
+    result = compare_with_dynamic_rows(
+        KEPT[name](), (compute_read_slots,), [_inputs(5, 2, 4), _inputs(6, 2, 5)], tolerance=1e-5
+    )
     assert result.matches == ()
 
 
 def test_slots_stay_where_something_else_hangs_on_them_though_nothing_reads_it() -> None:
-    module = captured(SlotExperts(READS["slots alone"]), (), [_inputs(5, 2, 4)], tolerance=0.0).module
+    module = compare_with_dynamic_rows(SlotExperts(READS["slots alone"]), (), [_inputs(5, 2, 4)], tolerance=0.0).module
     last = [node for node in module.graph.nodes if is_grouped_gemm(node)][-1]
     with module.graph.inserting_after(last):
         unread = module.graph.call_function(torch.ops.aten.new_zeros.default, (last, [1, HIDDEN]))
@@ -209,7 +211,7 @@ def test_slots_stay_where_something_else_hangs_on_them_though_nothing_reads_it()
 
 
 def test_more_lookups_than_slots_stay() -> None:
-    result = captured(
+    result = compare_with_dynamic_rows(
         SlotExperts(READS["zeros behind"]),
         (compute_read_slots,),
         [_inputs(30, 2, 3), _inputs(31, 2, 4)],
@@ -224,7 +226,10 @@ def test_any_ids_and_sizes(data: st.DataObject) -> None:
     tokens, each = data.draw(st.integers(2, 9)), data.draw(st.integers(6, 12))
     model = SlotExperts(READS[data.draw(st.sampled_from(sorted(READS)))])
     inputs = [_inputs(tokens, 2, each, data.draw(st.integers(0, 99)), data.draw(st.sampled_from([0.0, 0.5, 1.0])))]
-    captured(model, (compute_read_slots,), inputs, tolerance=1e-5, dynamic=data.draw(st.booleans()))
+    if data.draw(st.booleans()):
+        compare_with_dynamic_rows(model, (compute_read_slots,), inputs, tolerance=1e-5)
+    else:
+        compare_with_model(model, (compute_read_slots,), inputs, rtol=1e-5, dynamic=False)
 
 
 class FilledSlots(SlotExperts):

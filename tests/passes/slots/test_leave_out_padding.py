@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from moepass.passes.graph.nodes import is_call
 from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
 from moepass.passes.slots.leave_out_padding import leave_out_padding
-from tests.helpers.graphs.captured_functions import captured
+from tests.helpers.graphs.compared_models import compare_with_dynamic_rows
 from tests.helpers.project_styles.local_loops import EXPERTS, HIDDEN, WIDTH, GatedMlp
 
 aten = torch.ops.aten
@@ -100,7 +100,7 @@ INPUTS = [
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("loop", [Joined, PaddedWithWeights, PaddedOutputs])
 def test_padding_that_is_cut_off_is_left_out(loop: type[Loop]) -> None:
-    result = captured(loop(), PASSES, INPUTS, tolerance=1e-5)
+    result = compare_with_dynamic_rows(loop(), PASSES, INPUTS, tolerance=1e-5)
     assert not result.refusals
     assert len(result.matches) == EXPERTS + 1
     text = result.module.print_readable(print_output=False)
@@ -114,7 +114,7 @@ def test_padding_that_is_cut_off_is_left_out(loop: type[Loop]) -> None:
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("loop", [Mixed, InFront, MaybeFewer, Moved])
 def test_other_rows_of_padding_stay(loop: type[Loop]) -> None:
-    result = captured(loop(), PASSES, INPUTS, tolerance=1e-5)
+    result = compare_with_dynamic_rows(loop(), PASSES, INPUTS, tolerance=1e-5)
     assert not any(match.startswith("slice") for match in result.matches)
 
 
@@ -128,5 +128,5 @@ def test_padding_without_experts_stays() -> None:
             padded: torch.Tensor = self.inner(F.pad(rows, (0, 0, 0, -rows.shape[0] % 8)))
             return padded[: rows.shape[0]]
 
-    result = captured(Dense(), PASSES, [(rows,) for rows, _ in INPUTS], tolerance=1e-5)
+    result = compare_with_dynamic_rows(Dense(), PASSES, [(rows,) for rows, _ in INPUTS], tolerance=1e-5)
     assert result.matches == ()

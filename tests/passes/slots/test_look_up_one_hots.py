@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from moepass.passes.graph.nodes import is_call
 from moepass.passes.ir.protocol import PassResult
 from moepass.passes.slots.look_up_one_hots import look_up_one_hots
-from tests.helpers.graphs.captured_functions import captured
+from tests.helpers.graphs.compared_models import compare_with_dynamic_rows, compare_with_model
 
 EXPERTS, HIDDEN = 5, 4
 aten = torch.ops.aten
@@ -136,7 +136,7 @@ CASES = [(mask, gshard.__name__) for mask in MASKS] + [(top_1.__name__, writing)
 @pytest.mark.parametrize(("mask", "writing"), CASES)
 def test_a_mask_is_lookups(mask: str, writing: str) -> None:
     model = Layer(MASKS[mask], WRITINGS[writing])
-    result = captured(
+    result = compare_with_dynamic_rows(
         model, (look_up_one_hots,), [_inputs(7, 3), _inputs(12, 2, 1), _inputs(40, 40, 2)], tolerance=1e-5
     )
     assert len(result.matches) == 2
@@ -154,19 +154,19 @@ def test_a_mask_is_lookups(mask: str, writing: str) -> None:
 @pytest.mark.parametrize("writing", WRITINGS)
 def test_all_masks_in_all_writings(mask: str, writing: str) -> None:
     model = Layer(MASKS[mask], WRITINGS[writing])
-    result = captured(model, (look_up_one_hots,), [_inputs(7, 3), _inputs(9, 11, 1)], tolerance=1e-5)
+    result = compare_with_dynamic_rows(model, (look_up_one_hots,), [_inputs(7, 3), _inputs(9, 11, 1)], tolerance=1e-5)
     assert len(result.matches) == 2
 
 
 def test_with_fixed_sizes() -> None:
-    result = captured(Layer(top_2), (look_up_one_hots,), [_inputs(7, 3)], tolerance=1e-5, dynamic=False)
+    result = compare_with_model(Layer(top_2), (look_up_one_hots,), [_inputs(7, 3)], rtol=1e-5, dynamic=False)
     assert len(result.matches) == 2
 
 
 def test_sums_in_bfloat16_are_rounded_once() -> None:
     """Nearer to the sum in float64 than products that are rounded one by one would be."""
     inputs = [_inputs(64, 40, 3, torch.bfloat16)]
-    result = captured(Layer(top_2), (look_up_one_hots,), inputs, tolerance=8e-3)
+    result = compare_with_dynamic_rows(Layer(top_2), (look_up_one_hots,), inputs, tolerance=8e-3)
     assert len(result.matches) == 2
 
 
@@ -176,34 +176,29 @@ def test_a_row_that_is_not_finite_stays_where_it_is_looked_up() -> None:
     layer = Layer(top_1)
     finite = hidden.nan_to_num()
     expected = layer(scores, finite, capacity)
-    results: list[Tensor] = []
-
-    class Recorded(Layer):
-        def forward(self, scores: Tensor, hidden: Tensor, capacity: Tensor) -> Tensor:
-            return super().forward(scores, hidden, capacity)
-
-    result = captured(Recorded(top_1), (look_up_one_hots,), [[scores, hidden, capacity]], tolerance=1e-5, compare=False)
-    results.append(result.module(*_as_given(result, [scores, hidden, capacity]))[0])
-    others = torch.arange(7) != 3
-    torch.testing.assert_close(results[0][others], expected[others])
-    assert results[0][3].isnan().all()
+    inputs = [scores, hidden, capacity]
+    result = compare_with_dynamic_rows(layer, (look_up_one_hots,), [inputs], tolerance=1e-5, compare=False)
+    (output,) = result.module(*_graph_arguments(result, inputs))
+    is_finite = torch.arange(7) != 3
+    torch.testing.assert_close(output[is_finite], expected[is_finite])
+    assert output[3].isnan().all()
 
 
-def _as_given(result: PassResult, inputs: list[Tensor]) -> list[Any]:
-    """The inputs of the graph, sizes among them."""
-    found: list[Any] = []
+def _graph_arguments(result: PassResult, inputs: list[Tensor]) -> list[Any]:
+    """Return the graph's arguments: `inputs` in the graph's order, and 7 for each size."""
+    arguments: list[Any] = []
     for node in result.module.graph.nodes:
         if node.op == "placeholder":
             value = node.meta["val"]
             if isinstance(value, torch.Tensor):
-                found.append(next(one for one in inputs if one.dim() == value.dim() and _fits(one, value)))
+                arguments.append(next(tensor for tensor in inputs if _has_layout_of(tensor, value)))
             else:
-                found.append(7)
-    return found
+                arguments.append(7)
+    return arguments
 
 
-def _fits(one: Tensor, value: Tensor) -> bool:
-    return value.dim() == 1 or one.shape[1] == value.shape[1]
+def _has_layout_of(tensor: Tensor, value: Tensor) -> bool:
+    return tensor.dim() == value.dim() and (value.dim() == 1 or tensor.shape[1] == value.shape[1])
 
 
 def _count_from(start: int, capacity: int) -> Tensor:
@@ -232,7 +227,7 @@ KEPT: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 @pytest.mark.parametrize("name", KEPT)
 def test_other_masks_stay(name: str) -> None:
-    result = captured(
+    result = compare_with_dynamic_rows(
         Layer(KEPT[name], weighed_both_ways), (look_up_one_hots,), [_inputs(7, 3), _inputs(6, 9, 1)], tolerance=1e-5
     )
     assert result.matches == ()
