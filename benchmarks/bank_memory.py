@@ -1,6 +1,6 @@
-"""Bytes that expert banks hold on the compute side, by depth: slots x bank bytes, whatever the depth.
+"""Measure the bytes of expert banks on the compute side by model depth: they are slots x bank bytes at every depth.
 
-A model of fewer layers than slots takes a slot for each layer.
+A model with fewer layers than slots takes one slot for each layer.
 """
 
 from __future__ import annotations

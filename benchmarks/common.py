@@ -1,4 +1,4 @@
-"""What the benchmarks share: the geometry of the measurements, interleaved timing, and one kind of table."""
+"""The geometry of the measurements, interleaved timing, and one kind of table, shared by the benchmarks."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def reference_model(layers: int, *, dtype: torch.dtype = torch.float32, seed: in
 
 
 def interleaved_seconds(variants: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of `repeats` runs of each variant, taken in turns, so that drift of the machine meets all alike.
+    """Return the seconds of `repeats` runs of each variant, in turns, so that drift affects all equally.
 
-    Each timed run follows an untimed one of its own kind: it is a run of a steady stream, and finds the caches, and the
-    slots of a ring, as its own kind leaves them.
+    Each timed run follows an untimed run of the same variant. It is therefore a run of a steady stream, with caches and
+    ring slots as the same variant leaves them.
     """
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for run in variants.values():

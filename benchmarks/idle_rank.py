@@ -63,7 +63,7 @@ def _rank(rank: int, store: str, queue: Any, counts: list[int], repeats: int, la
             if rank == 0:
                 variants = {"alone": functools.partial(alone, hidden), "pull": functools.partial(pulling, hidden)}
                 queue.put(interleaved_seconds(variants, repeats))
-            dist.barrier()  # where the idle rank sits
+            dist.barrier()  # the idle rank waits here
     dist.destroy_process_group()
 
 

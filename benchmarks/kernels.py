@@ -5,7 +5,7 @@
 Everything is in `parts/static_kernels.py`.
 """
 
-# transformers looks whether a package `kernels` is there, and finds and imports this file, if scripts beside it run.
+# transformers checks for a package `kernels`, and imports this file if a script of this folder runs.
 if __name__ == "__main__":
     import typer
 

@@ -61,7 +61,7 @@ def _compare(
     seconds = interleaved_seconds({"resident": lambda: resident(ids), "streaming": lambda: streaming(ids)}, repeats)
     if ratio <= 1:
         floor = "resident"
-        ratios = [mine / other for mine, other in zip(seconds["streaming"], seconds["resident"], strict=True)]
+        ratios = [mine / resident for mine, resident in zip(seconds["streaming"], seconds["resident"], strict=True)]
     else:
         floor = "pure transfer"
         ratios = [mine / (transfer_seconds * layers) for mine in seconds["streaming"]]

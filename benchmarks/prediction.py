@@ -1,13 +1,14 @@
-"""Is a step as long as `moepass explain` says? Predicted and measured seconds side by side, on EMULATED links.
+"""Compare the step times of `moepass explain` with measured ones, on EMULATED links.
 
-The machine is calibrated by what `moepass calibrate` does, over sizes around those of the models; nothing is fitted to
-what is measured afterwards. Machines that others share change their speed by a tenth within minutes, so everything is
-measured in several rounds, each with a calibration of its own, and predictions are compared round by round.
+The machine is calibrated as by `moepass calibrate`, over sizes around those of the models; nothing is fitted to the
+measurements. Shared machines change their speed by a tenth within minutes, so everything is measured in several rounds,
+each with its own calibration, and predictions are compared round by round.
+
 Models are Qwen3-MoE with hidden 512 and 32 experts of width 256, top-4, in fp32, one thread per rank:
 
     host           one process, experts in host memory
-    peer, hybrid   two ranks, each on a core of its own with its copy thread. On a CPU hybrid's stagers take more of
-                   these cores than the forecast counts: its rows are shown, and not asked to hold
+    peer, hybrid   two ranks, each on its own core with its copy thread. On a CPU hybrid's stagers take more of these
+                   cores than the forecast counts: its rows are shown without a target
     crossover      the same two ranks: up to how many tokens is AllToAll faster than gathered weights?
 """
 
@@ -107,7 +108,7 @@ def _host(
 ) -> bool:
     """One process; its models are gone when this returns, so that ranks have the memory."""
     of_models = itertools.product(depths, slots, _rates(machine.now(), ratios), counts)
-    cases = [Case("host", *one) for one in of_models]
+    cases = [Case("host", *case) for case in of_models]
     models = StreamedModels(cases, SEQUENCE)
     trials = [_round(machine.now(), cases, models.seconds(repeats)) for _ in range(rounds)]
     return _report(cases, trials, models.equal(), repeats)
@@ -179,7 +180,7 @@ def _report(cases: Sequence[Case], rounds: Sequence[Sequence[_Trial]], are_equal
 
 
 def _middles(trials: Sequence[_Trial]) -> list[str]:
-    """Of what was predicted and of what was measured."""
+    """Return the medians of the predicted and of the measured seconds."""
     texts = []
     for values in ([trial.predicted for trial in trials], [trial.measured for trial in trials]):
         middle = statistics.median(values)
@@ -204,30 +205,30 @@ def _report_crossover(rate: float, rounds: Sequence[tuple[Hardware, list[BothFor
         [
             [str(tokens)]
             + [
-                f"{statistics.median(getattr(points[index], form) for points in found):.3f}"
+                f"{statistics.median(getattr(points[index], form) for points in times):.3f}"
                 for form in ("exchanged_seconds", "gathered_seconds")
-                for found in (predicted, measured)
+                for times in (predicted, measured)
             ]
             for index, tokens in enumerate(CROSSOVER_TOKENS)
         ],
         f"Medians of {_rounds(len(rounds))}.",
     )
     crossings = [(crossing_of(ours), crossing_of(theirs)) for ours, theirs in zip(predicted, measured, strict=True)]
-    found = [(ours, theirs) for ours, theirs in crossings if ours is not None and theirs is not None]
-    if len(found) < len(crossings):
-        typer.echo(f"no crossover in {len(crossings) - len(found)} of {len(crossings)} rounds")
+    both = [(ours, theirs) for ours, theirs in crossings if ours is not None and theirs is not None]
+    if len(both) < len(crossings):
+        typer.echo(f"no crossover in {len(crossings) - len(both)} of {len(crossings)} rounds")
         return False
-    off = statistics.median(ours / theirs - 1 for ours, theirs in found)
+    off = statistics.median(ours / theirs - 1 for ours, theirs in both)
     typer.echo(
-        f"crossover: predicted {statistics.median(ours for ours, _ in found):.0f} tokens per rank, measured "
-        f"{statistics.median(theirs for _, theirs in found):.0f}, {off:+.1%} (median over rounds); within "
+        f"crossover: predicted {statistics.median(ours for ours, _ in both):.0f} tokens per rank, measured "
+        f"{statistics.median(theirs for _, theirs in both):.0f}, {off:+.1%} (median over rounds); within "
         f"{CROSSOVER_LIMIT:.0%}: {verdict(abs(off) <= CROSSOVER_LIMIT)}"
     )
     return abs(off) <= CROSSOVER_LIMIT
 
 
 def _both_forms(hardware: Hardware, rate: float) -> list[BothForms]:
-    """What the forecast says of the models of the crossover. As the ranks run them: two slots, and nothing stays."""
+    """Return the forecast for the models of the crossover, as the ranks run them: two slots, and no resident layer."""
     machine = _with_slow_exchanges(with_emulated_link(hardware, rate), rate)
     made = forecast(_setting(machine, CROSSOVER_LAYERS, BALANCED_TOKENS), "peer", most_slots=2)
     points = [curve_point(dataclasses.replace(made, schedule=None), tokens) for tokens in CROSSOVER_TOKENS]
@@ -236,14 +237,14 @@ def _both_forms(hardware: Hardware, rate: float) -> list[BothForms]:
 
 def _with_slow_exchanges(hardware: Hardware, rate: float) -> Hardware:
     """AllToAlls that take the emulated link's time on top of their own, as `emulated_exchange` makes them."""
-    known = hardware.collectives
-    assert known is not None
-    table = known.seconds["all_to_all"]
-    crossing = (known.ranks - 1) / known.ranks
+    measured_collectives = hardware.collectives
+    assert measured_collectives is not None
+    table = measured_collectives.seconds["all_to_all"]
+    crossing = (measured_collectives.ranks - 1) / measured_collectives.ranks
     sizes = [int(point["bytes"]) for point, _ in table.points()]
     seconds = [value + crossing * size / rate for size, (_, value) in zip(sizes, table.points(), strict=True)]
     slow = table_of({"bytes": tuple(sizes)}, seconds, "emulated", "link emulated", [0.0] * len(sizes))
-    return with_collectives(hardware, Collectives(known.ranks, {"all_to_all": slow}))
+    return with_collectives(hardware, Collectives(measured_collectives.ranks, {"all_to_all": slow}))
 
 
 def _rates(hardware: Hardware, ratios: str) -> Iterator[float]:

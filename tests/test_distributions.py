@@ -26,7 +26,9 @@ _NO_SOURCES = shutil.ignore_patterns(
 )
 # Torch finds the backend through its entry point: nothing is imported before.
 _COMPILE = """
+import sys
 import torch
+sys.path.append(sys.argv[1])  # last, so that moepass is the installed package
 from tests.helpers.models.tiny import tiny_model
 model = tiny_model("qwen3_moe")
 ids = torch.arange(32).reshape(2, 16)
@@ -46,7 +48,7 @@ def _run(*command: str | Path, cwd: Path) -> str:
     """Standard output of a command that finds nothing of this checkout through its environment."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     finished = subprocess.run(
-        [str(part) for part in command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=280
+        [str(word) for word in command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=280
     )
     assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
     return finished.stdout
@@ -71,8 +73,8 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation")
     _run(*pip, "-w", folder, source, cwd=folder)
-    (found,) = folder.glob("*.whl")
-    return found
+    (built,) = folder.glob("*.whl")
+    return built
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +95,8 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_source_distribution_is_the_repository(source: Path) -> None:
     def files(folder: Path) -> set[str]:
         # Without what a build adds, and what only a repository needs.
-        found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-        return {name for name in found if ".egg-info" not in name} - {"PKG-INFO", "setup.cfg", ".gitignore"}
+        names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+        return {name for name in names if ".egg-info" not in name} - {"PKG-INFO", "setup.cfg", ".gitignore"}
 
     assert files(source) == files(source.parent / "copy")
 
@@ -125,10 +127,10 @@ def test_the_description_points_nowhere_that_is_not_there(wheel: Path) -> None:
 def test_what_the_wheel_requires_is_what_it_is_tested_with(python: Path) -> None:
     names = "import importlib.metadata as m; print('\\n'.join(m.requires('moepass')))"
     required = [Requirement(line) for line in _run(python, "-c", names, cwd=python.parent).splitlines()]
-    mandatory = [one for one in required if one.marker is None]
+    mandatory = [requirement for requirement in required if requirement.marker is None]
     assert mandatory
-    for one in mandatory:
-        assert one.specifier.contains(metadata.version(one.name)), one
+    for requirement in mandatory:
+        assert requirement.specifier.contains(metadata.version(requirement.name)), requirement
 
 
 def test_the_installed_command_works_outside_the_repository(python: Path, tmp_path: Path) -> None:
@@ -138,16 +140,16 @@ def test_the_installed_command_works_outside_the_repository(python: Path, tmp_pa
     assert '"moepass.explain/1"' in _run(command, "explain", "demo", "--format", "json", cwd=tmp_path)
 
 
-def test_the_installed_package_offloads_and_compiles(python: Path, tmp_path: Path) -> None:
-    imported = _run(python, "-c", _COMPILE, cwd=tmp_path).strip()
+def test_the_installed_package_offloads_and_compiles(source: Path, python: Path, tmp_path: Path) -> None:
+    imported = _run(python, "-c", _COMPILE, source, cwd=tmp_path).strip()
     assert Path(imported).is_relative_to(python.parents[1])
 
 
 def test_the_tests_of_the_source_distribution_are_found(source: Path, python: Path) -> None:
     # The folder moepass/ beside the tests is a part of the package; the installed one is all of it.
     collect = "import sys; sys.path.remove(''); import pytest; sys.exit(pytest.main(['--collect-only', '-q']))"
-    found = _run(python, "-c", collect, cwd=source)
-    listed = {line.partition(":")[0] for line in found.splitlines() if line.startswith("tests/")}
+    output = _run(python, "-c", collect, cwd=source)
+    listed = {line.partition(":")[0] for line in output.splitlines() if line.startswith("tests/")}
     left_out = {path for path in (source / "tests").rglob("test_*.py") if str(path.relative_to(source)) not in listed}
     # Files that need a package which nobody has to have.
     assert [path.name for path in left_out if "importorskip" not in path.read_text(encoding="utf-8")] == []

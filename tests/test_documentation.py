@@ -39,5 +39,5 @@ def test_pages_point_to_what_is_there(page: Path) -> None:
 
 
 def test_sources_point_to_what_is_there() -> None:
-    found = {str(path.relative_to(ROOT)): list(_missing(path)) for path in SOURCES}
-    assert {name: missing for name, missing in found.items() if missing} == {}
+    missing_paths = {str(path.relative_to(ROOT)): list(_missing(path)) for path in SOURCES}
+    assert {name: missing for name, missing in missing_paths.items() if missing} == {}

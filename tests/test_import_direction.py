@@ -164,7 +164,7 @@ def imported_modules(source: str, package: str) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             parts = package.split(".")
             base = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
-            module = ".".join(part for part in (base, node.module) if part)
+            module = ".".join(name for name in (base, node.module) if name)
             yield from (f"{module}.{name.name}" for name in node.names)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
             yield from (str(value.value) for value in node.args if isinstance(value, ast.Constant))
@@ -182,7 +182,7 @@ def room_of(module: str) -> tuple[str, str] | None:
 
 
 def package_of(folder: str, room: str) -> str:
-    return ".".join(part for part in ("moepass", "" if folder == "moepass" else folder, *room.split("/")) if part)
+    return ".".join(name for name in ("moepass", "" if folder == "moepass" else folder, *room.split("/")) if name)
 
 
 def violations(folder: str, room: str, source: str) -> list[str]:
@@ -204,8 +204,8 @@ def violations(folder: str, room: str, source: str) -> list[str]:
 
 
 def _room_of_file(path: Path) -> tuple[str, str]:
-    folder, *rest = path.relative_to(ROOT).parent.parts
-    return folder, "/".join(rest)
+    folder, *subfolders = path.relative_to(ROOT).parent.parts
+    return folder, "/".join(subfolders)
 
 
 def test_imports_follow_the_table() -> None:

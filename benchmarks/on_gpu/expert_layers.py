@@ -1,4 +1,4 @@
-"""Expert layers of models as transformers has them, tokens routed to them, and what they compute in float64."""
+"""Expert layers of transformers models, tokens routed to them, and their results in float64."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class ExpertLayer:
 
     @staticmethod
     def of(name: str, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> ExpertLayer:
-        """The first layer with experts that `config` describes."""
+        """Return the first layer with experts of the model of `config`."""
         if hasattr(config, "quantization_config"):
-            del config.quantization_config  # of the published checkpoint; the weights here are of `dtype`
+            del config.quantization_config  # describes the published checkpoint; the weights here have `dtype`
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         model.set_experts_implementation("grouped_mm")
@@ -71,7 +71,7 @@ class ExpertLayer:
         if routing == "skewed":
             shares = 1 / torch.arange(1, count + 1, device=device)
             shares[max(top_k, count - count // 4) :] = 0
-        # By the Gumbel trick: experts of one token, different ones, drawn by their shares.
+        # The Gumbel trick draws different experts for each token, by their shares.
         noise = torch.rand(tokens, count, device=device, generator=generator).clamp(1e-20).log().neg().log().neg()
         index = (shares.log() + noise).topk(top_k, dim=-1).indices
         weights = torch.rand(tokens, top_k, device=device, generator=generator).softmax(dim=-1)
@@ -103,9 +103,9 @@ def draw_weights(module: nn.Module, seed: int, layers: str = "") -> None:
         fan_in = min(value.shape[-2:]) if value.dim() > 2 else value.shape[-1]
         scale = 1 / math.sqrt(fan_in) if value.dim() > 1 else 0.1
         with torch.no_grad():
-            # Matrix by matrix: in float32 beside it the whole of a bank would take twice its memory.
-            for part in value if value.dim() > 2 else (value,):
-                part.normal_(generator=generator).mul_(scale)
+            # Matrix by matrix, because a float32 copy of a bank would take twice its memory.
+            for matrix in value if value.dim() > 2 else (value,):
+                matrix.normal_(generator=generator).mul_(scale)
 
 
 def sorted_pairs(routed: Routed, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,7 +117,7 @@ def sorted_pairs(routed: Routed, experts: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """The largest error of a row, as a part of the row's norm; NaN where there is one."""
+    """Return the largest error of a row relative to the row's norm; NaN if there is one in the results."""
     off = (found.double() - exact).norm(dim=-1) / exact.norm(dim=-1).clamp(min=1e-30)
     return float(off.max())
 

@@ -21,7 +21,7 @@ from benchmarks.on_gpu.tables import ResultTable
 from benchmarks.on_gpu.target import Deadline, Failures, Target, conditions, fits
 
 _SLOTS = 2
-# The search ends where it is known to so much.
+# The relative precision at which the search ends.
 _RESOLUTION = 1 / 16
 _GRANULE = 64
 
@@ -40,9 +40,10 @@ class LongestSequence:
 def longest(
     is_enough: Callable[[int], bool], start: int, most: int, is_over: Callable[[], bool] = lambda: False
 ) -> tuple[int, int | None]:
-    """The most tokens, up to `most`, for which `is_enough` says yes, and the fewest for which it said no.
+    """Return the most tokens, up to `most`, for which `is_enough` is true, and the fewest for which it is false.
 
-    Doubles from `start`, and halves the distance then. Memory that is enough for some tokens is so for fewer ones.
+    The search doubles from `start`, then halves the distance. Memory that is enough for some tokens is enough for
+    fewer.
     """
     fitting, failing, tokens = 0, None, min(start, most)
     while not is_over():
@@ -75,7 +76,7 @@ def limited_memory(target: Target, limit_bytes: int) -> Iterator[None]:
 
 
 def has_hybrid_prefill() -> bool:
-    """Whether this moepass runs token-wise segments in chunks."""
+    """Return True if this moepass runs token-wise segments in chunks."""
     return any(field.name == "chunk_tokens" for field in dataclasses.fields(moepass.Options))
 
 
@@ -139,7 +140,7 @@ def measure_memory(
 def _search(
     target: Target, config: PreTrainedConfig, model: Any, chunk_tokens: int | None, keeps_kv: bool
 ) -> Callable[[int], bool]:
-    """Compiles `model`; says whether one sequence of so many tokens fits."""
+    """Compile `model`, and return a function that checks if one sequence of a given length fits."""
     torch._dynamo.reset()
     options = {} if chunk_tokens is None else {"chunk_tokens": chunk_tokens}
     compiled = torch.compile(model, backend="asyncep", options=options)

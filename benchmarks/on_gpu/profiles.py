@@ -16,7 +16,7 @@ def profile_of_gpu(device: torch.device) -> Hardware | None:
 
 
 def profile_of_name(name: str) -> Hardware | None:
-    """The first preset whose model is a word of `name`."""
+    """Return the first preset whose model is a word of `name`, or None."""
     words = name.upper().replace("-", " ").split()
-    found = [preset for preset in preset_names() if preset.split("-")[0].upper() in words]
-    return load_hardware(f"1x{found[0]}") if found else None
+    presets = [preset for preset in preset_names() if preset.split("-")[0].upper() in words]
+    return load_hardware(f"1x{presets[0]}") if presets else None

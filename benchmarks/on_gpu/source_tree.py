@@ -17,7 +17,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# What the compiler and the benchmark need beside torch; serving needs more.
+# The packages that the compiler and the benchmark need in addition to torch; serving needs more.
 NEEDED = ("torch", "transformers", "msgspec", "networkx", "numpy", "psutil", "rich", "safetensors", "sympy", "typer")
 
 
@@ -46,9 +46,9 @@ def link_source_tree(folder: Path) -> None:
 
 
 def use_source_tree() -> None:
-    """Where `moepass` is not installed, let this process and those that it starts import it from the source tree.
+    """Make this process and its children import moepass from the source tree, unless it is installed.
 
-    Ends the process with status 2 and the names of the packages that are missing, where any are.
+    Exits with status 2 and the names of missing packages, if there are any.
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:

@@ -18,7 +18,7 @@ import transformers
 
 from moepass.passes.machine.hardware import Hardware
 
-# About 1 ms: the host issues a run meanwhile, so that the device does not wait for it.
+# About 1 ms, in which the host issues a run, so that the device does not wait for it.
 _AHEAD_CYCLES = 2_000_000
 
 
@@ -83,24 +83,24 @@ class Target:
     def interleaved(
         self, runs: Mapping[str, Callable[[], object]], rounds: int, is_stream: bool = False
     ) -> dict[str, Timing]:
-        """Each run `rounds` times in turns, after one that is not counted.
+        """Time each run `rounds` times in turns, after a run that is not counted.
 
-        `is_stream`: each is one of a steady stream, and follows another one of its own kind that is not counted. Then
-        it finds the slots of a ring as its own kind leaves them, and not filled while others ran.
+        If `is_stream`, each timed run follows an untimed one of the same variant. It then finds the slots of a ring as
+        the same variant leaves them in a steady stream, and not filled while other variants ran.
         """
         for run in runs.values():
             run()
         self.synchronize()
-        found: dict[str, list[float]] = {name: [] for name in runs}
+        times: dict[str, list[float]] = {name: [] for name in runs}
         for _ in range(rounds):
             for name, run in runs.items():
                 if is_stream:
                     run()
-                found[name].append(self.seconds(run))
-        return {name: Timing.of(seconds) for name, seconds in found.items()}
+                times[name].append(self.seconds(run))
+        return {name: Timing.of(seconds) for name, seconds in times.items()}
 
     def memory_of(self, run: Callable[[], object]) -> int | None:
-        """Bytes that a run takes on the device at most beside what is there before; None: nothing counts them."""
+        """Return the peak bytes that a run adds on the device, or None if the device does not count them."""
         if not self.is_gpu:
             run()
             return None
@@ -152,7 +152,7 @@ class Failures:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """True for an error that means, or was caused by, a lack of device memory."""
+    """Return True if `error` means, or was caused by, a lack of device memory."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
             return True
@@ -161,14 +161,14 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def fits(target: Target, run: Callable[[], object]) -> bool:
-    """Whether the memory is enough for `run`. What a failed one has allocated is free again. Raises other errors."""
+    """Return True if the memory is enough for `run`. A failed run leaves no allocation. Other errors are raised."""
     try:
         run()
         target.synchronize()
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        # Its frames hold the activations.
+        # The frames of the traceback hold the activations.
         error.__traceback__ = error.__context__ = error.__cause__ = None
         is_enough = False
     else:
@@ -178,7 +178,7 @@ def fits(target: Target, run: Callable[[], object]) -> bool:
 
 
 def conditions(target: Target) -> dict[str, str]:
-    """What a table was measured on and with."""
+    """Return the hardware and software versions of a measurement."""
     import triton
 
     device = f"{platform.machine()} CPU, {torch.get_num_threads()} thread(s): TRIED OUT, NO GPU"

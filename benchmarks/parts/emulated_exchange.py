@@ -18,7 +18,7 @@ def link_delay(rows: torch.Tensor, crossing: torch.Tensor, bytes_per_s: float) -
 
 
 class DelayedExperts(AllToAllExperts):
-    """As its base; rows that come from other ranks, and their results on the way back, take their time."""
+    """Experts whose rows from other ranks, and their results, arrive after the time of an emulated link."""
 
     bytes_per_s: float
 
@@ -34,8 +34,8 @@ class DelayedExperts(AllToAllExperts):
 def exchanges_take(model: MoEStack, bytes_per_s: float) -> MoEStack:
     """`model`, of form all_to_all over the default group, with AllToAlls over a link of that bandwidth."""
     for layer in model.moe:
-        own = layer.experts
-        assert isinstance(own, AllToAllExperts)
-        layer.experts = DelayedExperts(own.gate_up_proj.data, own.down_proj.data, own.placement.experts).eval()
+        owned = layer.experts
+        assert isinstance(owned, AllToAllExperts)
+        layer.experts = DelayedExperts(owned.gate_up_proj.data, owned.down_proj.data, owned.placement.experts).eval()
         layer.experts.bytes_per_s = bytes_per_s
     return model

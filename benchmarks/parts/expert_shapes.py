@@ -28,22 +28,22 @@ class ExpertShape:
         return ExpertSizes(tokens, tokens * self.top_k, self.experts, self.hidden, self.width, dtype)
 
     def segment(self, tokens: int) -> GraphModule:
-        """The expert segment in bf16, with shapes alone."""
+        """Return the expert segment in bf16, on meta tensors."""
         inputs = expert_inputs(self.sizes(tokens), device="meta", turned=self.interleaved)
         what = ("clamped, interleaved", "biases, returned") if self.interleaved else ("swiglu", "returned")
         return expert_segment(*what, inputs)
 
     def flops(self, tokens: int) -> int:
-        """Those of the grouped GEMMs: gate and up, then down."""
+        """Return the FLOPs of the grouped GEMMs: gate and up, then down."""
         return 6 * tokens * self.top_k * self.hidden * self.width
 
 
 def expert_shape(name: str) -> ExpertShape:
-    """The layer of a preset. Raises InputError for an unknown one, and for one without experts."""
+    """Return the layer of a preset. Raises InputError if the preset is unknown or has no experts."""
     architecture = preset(name)
     experts = architecture.typical_moe_layer.experts
     assert experts is not None
-    # Of the families here gpt_oss alone has biases, and its gates and weights lie as said above.
+    # Only gpt_oss has biases among these families, and interleaved gates and transposed weights.
     return ExpertShape(name, architecture.hidden, experts.width, experts.count, experts.top_k, experts.bias)
 
 

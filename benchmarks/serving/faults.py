@@ -1,19 +1,19 @@
-"""Ranks are killed and clients leave: is every request answered once, rightly, and in time, and does memory stay flat?
+"""Kill ranks and disconnect clients, and check that every request is answered once, correctly and in time.
 
     python -m benchmarks.serving.faults [--seconds 600] [--kill-every 20] [--seed 0]
 
-`moepass serve demo` with 2 ranks as processes, asked over sockets by clients that send one request after the other.
-Every KILL_EVERY seconds a rank gets SIGKILL, every third time SIGSTOP: it stands still and must be found out. One
-request in ten is given up by its client at a random moment. What is right was computed before with plain transformers.
+`moepass serve demo` runs with 2 ranks as processes. Clients send one request after the other over sockets. Every
+KILL_EVERY seconds a rank gets SIGKILL, every third time SIGSTOP: the rank then hangs, and the server must detect it.
+One request in ten is cancelled by its client at a random moment. Expected answers come from plain transformers.
 
-    lost        no answer, though the client waited and the server ran
-    duplicated  bytes that nobody asked for, or more answers inside the server than there were requests
+    lost        no answer, although the client waited and the server ran
+    duplicated  unrequested bytes, or more answers inside the server than requests
     hung        not answered within the server's own timeout
-    wrong       an answer that is not the one to this request
-    refused     503: both ranks that had it were lost, or there was none
+    wrong       an answer to another request
+    refused     503: both ranks of the request were lost, or no rank was left
 
-Memory is that of the server when a fifth of the time is over, and at the end; and of ranks, each of them new after a
-kill, at most in the first and in the second half.
+Memory must stay flat: for the server, after a fifth of the time and at the end; for ranks, which are new after a kill,
+the maximum in the first and in the second half.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ KNOWN_REQUESTS = 120
 LEAVING = 0.1
 STOPPED_EVERY = 3
 TOLERANCE = 1e-4
-# What a server may grow by while it runs: caches of the interpreter and of its allocator. [Empirical]
+# The growth allowed while a server runs: caches of the interpreter and its allocator. [Empirical]
 MOST_GROWTH = 0.1
 MEGABYTE = 1 << 20
 
@@ -78,16 +78,16 @@ class Outcome:
 
 @torch.no_grad()
 def known_requests(count: int, choose: random.Random) -> list[KnownRequest]:
-    """Requests of 1 to 12 questions, with the answers of plain transformers."""
+    """Return requests of 1 to 12 questions, with the answers of plain transformers."""
     folder = resolve_model("demo")
     tokenizer, model, labels = load_tokenizer(folder), load_model(folder), load_prompt(folder).labels
     most = load_prompt(folder).max_text_tokens or 512
     shared = " ".join(choose.choices(WORDS, k=18))
-    found = []
+    failures = []
     for number in range(count):
         words = choose.choices(WORDS, k=choose.randint(1, 12))
         text = " ".join([*([shared] if number % 3 == 0 else []), str(number), *words])
-        while len(tokenizer(text)["input_ids"]) > most:  # which the server would cut
+        while len(tokenizer(text)["input_ids"]) > most:  # the server would truncate longer texts
             text = text.rpartition(" ")[0]
         ids = tokenizer(f"{text}<sep>", return_tensors="pt")["input_ids"]
         logits = model(ids, use_cache=False).logits[0, -1].double()
@@ -99,8 +99,8 @@ def known_requests(count: int, choose: random.Random) -> list[KnownRequest]:
             choices = [{"value": value} for value in values]
             questions.append({"type": "choice", "instructions": "Which language is it?", "choices": choices})
         body = {"model": "demo", "input": text, "questions": questions}
-        found.append(KnownRequest(posted("/v1/decisions", body), expected))
-    return found
+        failures.append(KnownRequest(posted("/v1/decisions", body), expected))
+    return failures
 
 
 def is_right(known: KnownRequest, body: bytes) -> bool:
@@ -108,8 +108,10 @@ def is_right(known: KnownRequest, body: bytes) -> bool:
     if len(answers) != len(known.probabilities):
         return False
     for answer, expected in zip(answers, known.probabilities, strict=True):
-        given = {one["value"]: one["probability"] for one in answer["probabilities"]}
-        if given.keys() != expected.keys() or any(abs(given[name] - expected[name]) > TOLERANCE for name in expected):
+        probabilities = {candidate["value"]: candidate["probability"] for candidate in answer["probabilities"]}
+        if probabilities.keys() != expected.keys() or any(
+            abs(probabilities[name] - expected[name]) > TOLERANCE for name in expected
+        ):
             return False
     return True
 
@@ -237,13 +239,13 @@ def report(outcome: Outcome, metrics: dict[str, float], seconds: float, status: 
 
 def main(seconds: float = 600.0, kill_every: float = 20.0, seed: int = 0) -> None:
     torch.set_num_threads(1)
-    known = known_requests(KNOWN_REQUESTS, random.Random(seed))
+    requests = known_requests(KNOWN_REQUESTS, random.Random(seed))
     arguments = ["demo", "--eager", "--ranks", str(RANKS), "--threads", "1", "--step-tokens", "256"]
     with tempfile.TemporaryFile() as log:
         environment = {**os.environ, "MOEPASS_CACHE_DIR": ""}
         with served_process([*arguments, "--timeout", str(TIMEOUT_SECONDS)], environment, log) as served:
-            outcome = asyncio.run(loaded(served, seconds, kill_every, seed, known))
-            time.sleep(1.0)  # what clients have left is taken back
+            outcome = asyncio.run(loaded(served, seconds, kill_every, seed, requests))
+            time.sleep(1.0)  # the server cancels the requests of disconnected clients
             metrics = served.metrics()
             status = served.end()
         log.seek(0)

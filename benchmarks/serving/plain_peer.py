@@ -26,7 +26,7 @@ def answers_of(model: PreTrainedModel, prompts: list[list[int]], batch_size: int
         lengths = torch.tensor([len(prompts[row]) for row in rows])
         ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(prompts[row]) for row in rows], batch_first=True)
         is_token = torch.arange(ids.shape[1]) < lengths[:, None]
-        # Without a mask attention is causal without looking at one, which is faster.
+        # Without a mask argument, attention is causal by a flag, which is faster.
         mask = None if bool(is_token.all()) else is_token.long()
         states = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False)[0]
         logits = model.get_output_embeddings()(states[torch.arange(len(rows)), lengths - 1])
@@ -47,8 +47,8 @@ def main() -> None:
         asked = json.loads(line)
         started = time.perf_counter()
         tokens, values = answers_of(model, asked["prompts"], asked["batch_size"])
-        found = {"seconds": time.perf_counter() - started, "tokens": tokens, "log_probabilities": values}
-        print(json.dumps(found), file=answers, flush=True)
+        result = {"seconds": time.perf_counter() - started, "tokens": tokens, "log_probabilities": values}
+        print(json.dumps(result), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from benchmarks.serving.shared import reference_model
 from moepass.models.checkpoint.checkpoint_folders import load_config, resolve_model
 
 LARGER_LAYERS = 8
-# Ids below this stand for padding, begin and end of text.
+# Smaller ids are padding, begin and end of text.
 _FIRST_ORDINARY_ID = 3
 
 Prompts = list[list[int]]
@@ -28,7 +28,7 @@ class ServedModel:
 
 
 def larger_model(folder: Path) -> ServedModel:
-    """The geometry of the measurements in `folder`: 8 layers of 50 MB of experts each, and a tokenizer of bytes."""
+    """Save a model with 8 layers, 50 MB of experts each, and a byte tokenizer in `folder`."""
     reference_model(LARGER_LAYERS).save_pretrained(folder)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -67,7 +67,7 @@ def prompts_of(workload: str, model: ServedModel, scale: int, seed: int) -> Prom
         fit *= 2
 
     def drawn(count: int) -> list[int]:
-        return [int(one) for one in rng.integers(_FIRST_ORDINARY_ID, model.vocabulary, max(1, count // fit))]
+        return [int(token) for token in rng.integers(_FIRST_ORDINARY_ID, model.vocabulary, max(1, count // fit))]
 
     if workload == "shared":
         prefixes = [drawn(512) for _ in range(4)]

@@ -43,11 +43,11 @@ from moepass.runtime.serving.router.simple_routers import LeastTokensRouter, Rou
 WORKLOADS = ("shared", "none", "mixed")
 BATCH_SIZES = (2, 4, 8, 16, 32)
 TOLERANCE = 1e-4
-# Times as many requests per second as the others, asked for.
+# Required ratios of requests per second.
 OVER_ROUND_ROBIN, OVER_PLAIN = 1.15, 2.0
 OVER_VLLM = {"none": 1.4, "shared": 1.6}
 FROM_HOST_OVER_VLLM = 1.4
-# One request of so many questions against one sequence of as many tokens, in seconds.
+# Limits for the seconds of one request of QUESTIONS questions relative to one sequence of the same tokens.
 QUESTIONS, PROMPT_TOKENS, QUESTION_TOKENS = 100, 1000, 12
 MOST_OVER_PREFILL = 1.3
 
@@ -107,8 +107,7 @@ def _compare(
                 prompts = prompts_of(workload, model, scale, seed=turn + 1)
                 turns.append(_turn(contenders, prompts, first=turn))
                 is_equal &= all(_is_equal(run, turns[-1]["plain"]) for run in turns[-1].values())
-            found = _rows(workload, turns[1:], len(prompts))  # the first turn warms up
-            rows += found
+            rows += _rows(workload, turns[1:], len(prompts))  # the first turn warms up
             missed += _missed(workload, model, ranks, turns[1:])
         compiled = sum(served.compilations_after_ready() for served in ours.values())
     print_table(
@@ -158,13 +157,13 @@ def _in_best_batch_size(plain: Peer, prompts: Prompts) -> Ask:
 
 
 def _is_equal(run: Run, other: Run) -> bool:
-    # Where two tokens are as good as equal, rounding decides which of them is first.
+    # Rounding decides near ties between two tokens.
     pairs = zip(run.log_probabilities, other.log_probabilities, strict=True)
-    return all(math.isclose(one, two, abs_tol=TOLERANCE) for one, two in pairs)
+    return all(math.isclose(first, two, abs_tol=TOLERANCE) for first, two in pairs)
 
 
 def _ratio(turns: list[dict[str, Run]], other: str, one: str = "ours") -> float:
-    """How many times as fast `one` is as `other`."""
+    """Return the speed of one contender relative to another."""
     return statistics.median(turn[other].seconds / turn[one].seconds for turn in turns)
 
 
@@ -187,16 +186,16 @@ def _rows(workload: str, turns: list[dict[str, Run]], count: int) -> Iterator[li
 
 
 def _missed(workload: str, model: ServedModel, ranks: int, turns: list[dict[str, Run]]) -> Iterator[str]:
-    """What was asked for and is not there."""
+    """Yield a message for each ratio of throughputs below its minimum."""
     wanted = [("ours", "plain", OVER_PLAIN)]
     if workload == "shared":
         wanted.append(("ours", "round robin", OVER_ROUND_ROBIN))
     if "vllm" in turns[0] and ranks == 1 and model.name != "demo" and workload in OVER_VLLM:
         wanted += [("ours", "vllm", OVER_VLLM[workload]), ("from host", "vllm", FROM_HOST_OVER_VLLM)]
-    for one, other, least in wanted:
-        reached = _ratio(turns, other, one)
+    for faster, slower, least in wanted:
+        reached = _ratio(turns, slower, faster)
         if reached < least:
-            yield f"{model.name}, {ranks} rank(s), {workload}: {one} / {other} is {reached:.2f}, asked for is {least}"
+            yield f"{model.name}, {ranks} rank(s), {workload}: {faster} / {slower} is {reached:.2f}, not {least}"
 
 
 @app.command()
@@ -214,10 +213,10 @@ def questions(repeats: int = 7, threads: int = 1) -> None:
     for turn in range(repeats + 1):
         tokens = rng.integers(3, model.vocabulary, PROMPT_TOKENS + QUESTIONS * QUESTION_TOKENS, dtype=np.int32)
         read = (TokenRead(QUESTION_TOKENS - 1, NO_TOKENS, 1),)
-        # Of other tenants: the one would take the other's prompt from the cache.
+        # Separate tenants, because each would find the other's prompt in the cache.
         last = (TokenRead(len(tokens) - 1, NO_TOKENS, 1),)
         prompt = TokenPiece(-1, tokens[:PROMPT_TOKENS])
-        pieces = [TokenPiece(0, one, read) for one in np.split(tokens[PROMPT_TOKENS:], QUESTIONS)]
+        pieces = [TokenPiece(0, question, read) for question in np.split(tokens[PROMPT_TOKENS:], QUESTIONS)]
         requests = {
             "questions": Request(f"questions {turn}", (prompt, *pieces), b"questions"),
             "prefill": Request(f"prefill {turn}", (TokenPiece(-1, tokens, last),), b"prefill"),
@@ -227,7 +226,8 @@ def questions(repeats: int = 7, threads: int = 1) -> None:
             seconds[name].append(taken)
             shares.append(flops)
     ratio = statistics.median(
-        one / other for one, other in zip(seconds["questions"][1:], seconds["prefill"][1:], strict=True)
+        question_seconds / prefill_seconds
+        for question_seconds, prefill_seconds in zip(seconds["questions"][1:], seconds["prefill"][1:], strict=True)
     )
     compiled = engine.compilations() - before
     holds = ratio <= MOST_OVER_PREFILL and compiled == 0

@@ -12,7 +12,7 @@ import time
 
 
 def main() -> None:
-    # What others print must not get among the answers.
+    # Other output must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     folder, longest, threads = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -36,8 +36,8 @@ def main() -> None:
         seconds = time.perf_counter() - started
         tokens = [output.outputs[0].token_ids[0] for output in outputs]
         values = [output.outputs[0].logprobs[0][token].logprob for output, token in zip(outputs, tokens, strict=True)]
-        found = {"seconds": seconds, "tokens": tokens, "log_probabilities": values}
-        print(json.dumps(found), file=answers, flush=True)
+        result = {"seconds": seconds, "tokens": tokens, "log_probabilities": values}
+        print(json.dumps(result), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def compare_with_model(
         inputs: The arguments of each call.
         rtol: The relative tolerance of the comparison.
         atol: The absolute tolerance; None for that of `rtol`.
-        lower: The value of the option `lower`, which decides what is decomposed.
+        lower: The value of the option `lower`, which selects the decompositions.
         dynamic: Whether all sizes are symbolic. If False, sizes are fixed, except those marked by the caller.
         compare: Whether outputs are compared. If False, the graph is run, and its outputs are ignored.
         allow_nan: Whether NaN in both outputs counts as equal.

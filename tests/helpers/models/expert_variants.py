@@ -10,7 +10,7 @@ from moepass.models.reference.grouped_experts import count_per_expert, sort_by_e
 
 
 class OwnSizesExperts(AllToAllExperts):
-    """As torchtitan writes it: counts travel in another shape than that in which a rank reads its own sizes."""
+    """A variant as in torchtitan: counts are exchanged in another shape than the one that sizes are read from."""
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -46,7 +46,7 @@ class NoInfinities(AllToAllExperts):
 
 
 class HiddenByMagnitude(AllReduceExperts):
-    """Rows of large numbers count for nothing: the data decides, not the routing."""
+    """Large values are set to 0, so the data decides, not the routing."""
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -65,28 +65,28 @@ class ClampedPartialSums(AllReduceExperts):
 
 
 def _places(sorted_ids: torch.Tensor, experts: int) -> torch.Tensor:
-    """The place of each of `sorted_ids` [S] among those of its expert."""
+    """Return the position of each of `sorted_ids` [S] among the pairs of its expert."""
     counts = count_per_expert(sorted_ids, experts)
     return torch.arange(len(sorted_ids)) - (counts.cumsum(0) - counts)[sorted_ids]
 
 
 class FewRows(AllToAllExperts):
-    """An expert takes 64 rows, of all ranks together; the others give zeros."""
+    """An expert computes 64 rows from all ranks together; further rows are zeros."""
 
     def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
         owned = len(self.placement.owned)
         ids = torch.arange(owned).repeat(self.placement.ranks).repeat_interleave(arriving, output_size=len(rows))
         sorted_ids, order = sort_by_expert(ids)
         outputs = self.run_groups(rows[order], count_per_expert(sorted_ids, owned))
-        kept = self.keeps(_places(sorted_ids, owned)).unsqueeze(-1)
-        return undo_order(torch.where(kept, outputs, 0.0), order)
+        is_computed = self.keeps(_places(sorted_ids, owned)).unsqueeze(-1)
+        return undo_order(torch.where(is_computed, outputs, 0.0), order)
 
     def keeps(self, places: torch.Tensor) -> torch.Tensor:
         return places < 64
 
 
 class FewRowsByDivision(FewRows):
-    """The constant 64 in parts, none of which any run would notice alone."""
+    """The constant 64 is split into two divisions, neither of which matters by itself in any run."""
 
     def keeps(self, places: torch.Tensor) -> torch.Tensor:
         return ((places // 8) // 8) == 0
@@ -98,7 +98,7 @@ class FewRowsByDifference(FewRows):
 
 
 class FewRowsBesideASpare(FewRows):
-    """More rows than any run tries; what holds the places has one element that nobody writes, and nobody uses."""
+    """An expert takes more rows than any proof run has; the tensor of positions has one element that is never used."""
 
     def keeps(self, places: torch.Tensor) -> torch.Tensor:
         held = torch.empty(len(places) + 1, dtype=torch.int64)
@@ -107,7 +107,7 @@ class FewRowsBesideASpare(FewRows):
 
 
 class FewIds(AllReduceExperts):
-    """An expert takes 64 tokens; the ids of the others become those of nobody."""
+    """An expert takes 64 tokens; further ids are set to one that belongs to no expert."""
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -121,7 +121,7 @@ class FewIds(AllReduceExperts):
 
 
 class FewWeights(AllReduceExperts):
-    """An expert takes 64 tokens; the weights of the others become 0."""
+    """An expert takes 64 tokens; the weights of further tokens are set to 0."""
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

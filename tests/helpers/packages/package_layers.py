@@ -75,9 +75,9 @@ class FairscaleLayer(nn.Module):
         super().__init__()
         from fairscale.nn.moe import MOELayer, Top2Gate
 
-        own = EXPERTS // dist.get_world_size()
+        owned = EXPERTS // dist.get_world_size()
         gate = Top2Gate(HIDDEN, EXPERTS) if own_gate else SlotGate()
-        self.moe = MOELayer(gate, nn.ModuleList(GatedMlp() for _ in range(own)))
+        self.moe = MOELayer(gate, nn.ModuleList(GatedMlp() for _ in range(owned)))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.moe(hidden.view(len(self.moe.experts), -1, HIDDEN)).view(-1, HIDDEN)
@@ -85,7 +85,7 @@ class FairscaleLayer(nn.Module):
 
 
 class SlotGate(nn.Module):
-    """What fairscale's `Top2Gate` gives, by the two largest experts."""
+    """A gate with the outputs of fairscale's `Top2Gate`, for the two largest experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,13 +97,13 @@ class SlotGate(nn.Module):
         weights, chosen = gates.topk(2, dim=1)
         combine = gates.new_zeros(gates.shape[0], EXPERTS, capacity)
         taken = torch.zeros(EXPERTS, dtype=torch.int64)
-        for place in range(2):
-            mask = nn.functional.one_hot(chosen[:, place], EXPERTS)
+        for choice in range(2):
+            mask = nn.functional.one_hot(chosen[:, choice], EXPERTS)
             location = torch.cumsum(mask, dim=0) - 1 + taken
             taken = taken + mask.sum(dim=0)
             mask = mask * (location < capacity)
             slot = (location * mask).sum(dim=1, keepdim=True) == torch.arange(capacity)
-            combine = combine + (weights[:, place : place + 1] * mask).unsqueeze(2) * slot.unsqueeze(1)
+            combine = combine + (weights[:, choice : choice + 1] * mask).unsqueeze(2) * slot.unsqueeze(1)
         return gates.mean(), combine.to(rows.dtype), combine.bool()
 
 

@@ -1,8 +1,8 @@
 """Run a function on several real processes that form one gloo group.
 
-    results = run_ranks(3, function, argument)  # function(argument) on ranks 0, 1 and 2: their results, in that order
+    results = run_ranks(3, function, argument)  # function(argument) on ranks 0, 1 and 2, and the results by rank
 
-The processes are kept for the next call, since starting one costs more than most tests; the group is new each time.
+Processes are reused by the next call, because starting one costs more than most tests. The group is new each time.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class _Pool:
         return [results[rank] for rank in range(len(jobs))]
 
     def _receive(self, rank: int) -> tuple[bool, Any]:
-        """(True, result) or (False, what happened)."""
+        """Return (True, result) or (False, description of the failure)."""
         process, connection = self.ranks[rank]
         try:
             succeeded, outcome = pickle.loads(connection.recv_bytes())
@@ -98,7 +98,7 @@ class _Pool:
         return succeeded, outcome
 
     def close(self, patience: float = 0.0) -> None:
-        """End all processes: idle ones by themselves, and by force those that still run after `patience` seconds."""
+        """End all processes. Idle ones end by themselves; those still running after `patience` seconds are killed."""
         for _, connection in self.ranks:
             connection.close()
         for process, _ in self.ranks:
@@ -136,7 +136,7 @@ def _serve(connection: Connection) -> None:
 
 
 def _answer(job: bytes) -> bytes:
-    """(True, result), or (False, what happened), pickled."""
+    """Return (True, result) or (False, description of the failure), pickled."""
     try:
         rank, world_size, store, timeout, function, args = pickle.loads(job)
         torch._dynamo.reset()

@@ -1,6 +1,7 @@
 """Experts on one device that each compute every token, as several projects write them; a router chooses some of them.
 
-What was not chosen is multiplied by zero. A module `Layer()` takes hidden states [tokens, HIDDEN] and gives as many.
+Results of experts that a token has not chosen are multiplied by zero. A module `Layer()` maps hidden states
+[tokens, HIDDEN] to [tokens, HIDDEN].
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class DenseExperts(nn.Module):
 
 
 class GptOssDense(DenseExperts):
-    """As transformers 4 writes gpt-oss: tokens repeated for every expert, biases, results weighed."""
+    """gpt-oss in transformers 4: tokens repeated for every expert, biases, weighted results."""
 
     has_bias = True
 
@@ -57,7 +58,7 @@ class GptOssDense(DenseExperts):
 
 
 class Llama4Dense(DenseExperts):
-    """As transformers writes Llama 4: what was not chosen is zero before the experts, which have no biases."""
+    """Llama 4 in transformers: tokens are zero for the experts that they have not chosen; no biases."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.router(hidden)

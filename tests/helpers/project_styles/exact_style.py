@@ -26,10 +26,10 @@ class ExactLayer(nn.Module):
 
     def exchange_counts(self, counts: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
         """Rows that arrive for each expert of this rank, rank by rank, and sizes sent to and received from ranks."""
-        own = len(self.owned)
-        arriving = exchange_rows(counts, [own] * self.ranks, [own] * self.ranks, self.group_name)
-        send = counts.view(self.ranks, own).sum(dim=1).tolist()
-        receive = arriving.view(self.ranks, own).sum(dim=1).tolist()
+        owned = len(self.owned)
+        arriving = exchange_rows(counts, [owned] * self.ranks, [owned] * self.ranks, self.group_name)
+        send = counts.view(self.ranks, owned).sum(dim=1).tolist()
+        receive = arriving.view(self.ranks, owned).sum(dim=1).tolist()
         for size in (*send, *receive):
             torch._check(size >= 0)
         return arriving, send, receive
@@ -49,13 +49,13 @@ class SlicesOfModules(ExactLayer):
         sorted_rows = hidden[order // chosen.shape[1]]
         arriving, send, receive = self.exchange_counts(counts)
         arrived = exchange_rows(sorted_rows, send, receive, self.group_name)
-        own = len(self.owned)
-        expert_of = torch.arange(own, device=hidden.device).repeat(self.ranks)
+        owned = len(self.owned)
+        expert_of = torch.arange(owned, device=hidden.device).repeat(self.ranks)
         expert_of = expert_of.repeat_interleave(arriving, output_size=arrived.shape[0])
         by_expert = expert_of.argsort(stable=True)
         rows = arrived[by_expert]
         outputs, start = [], 0
-        for expert, size in zip(self.experts, arriving.view(self.ranks, own).sum(dim=0).tolist(), strict=True):
+        for expert, size in zip(self.experts, arriving.view(self.ranks, owned).sum(dim=0).tolist(), strict=True):
             outputs.append(expert(rows[start : start + size]))
             start += size
         joined = torch.cat(outputs, dim=0)
@@ -86,14 +86,14 @@ class SplitOfStacks(ExactLayer):
         rows = hidden.index_select(0, order // self.sizes.top_k)
         arriving, send, receive = self.exchange_counts(counts)
         arrived = exchange_rows(rows, send, receive, self.group_name)
-        own = len(self.owned)
+        owned = len(self.owned)
         starts = arriving.cumsum(0) - arriving
-        by_expert = arriving.view(self.ranks, own).t().reshape(-1)
-        permuted_starts = starts.view(self.ranks, own).t().reshape(-1)
+        by_expert = arriving.view(self.ranks, owned).t().reshape(-1)
+        permuted_starts = starts.view(self.ranks, owned).t().reshape(-1)
         within = torch.arange(arrived.shape[0], device=hidden.device)
         within = within - (by_expert.cumsum(0) - by_expert).repeat_interleave(by_expert, output_size=arrived.shape[0])
         places = permuted_starts.repeat_interleave(by_expert, output_size=arrived.shape[0]) + within
-        outputs = self._run(arrived[places], arriving.view(self.ranks, own).sum(dim=0))
+        outputs = self._run(arrived[places], arriving.view(self.ranks, owned).sum(dim=0))
         unpermuted = outputs.new_empty(outputs.shape)
         unpermuted[places] = outputs
         returned = self.exchange_back(unpermuted, receive, send)
@@ -110,8 +110,8 @@ class SplitOfStacks(ExactLayer):
             torch._check(size >= 0)
         torch._check(sum(sizes) == rows.shape[0])
         outputs = []
-        for number, part in enumerate(torch.split(rows, sizes, dim=0)):
-            inner = F.silu(torch.matmul(part, self.w1[number].transpose(-2, -1)))
-            inner = inner * torch.matmul(part, self.w3[number].transpose(-2, -1))
+        for number, rows_of_expert in enumerate(torch.split(rows, sizes, dim=0)):
+            inner = F.silu(torch.matmul(rows_of_expert, self.w1[number].transpose(-2, -1)))
+            inner = inner * torch.matmul(rows_of_expert, self.w3[number].transpose(-2, -1))
             outputs.append(torch.matmul(inner, self.w2[number].transpose(-2, -1)))
         return torch.cat(outputs, dim=0)

@@ -96,7 +96,7 @@ class GatheredMasks(_GatheredLayer):
         torch._check(sum(sizes) == rows.shape[0])
         torch._check(sum(sizes) == weights.shape[0])
         parts = zip(self.experts, torch.split(rows, sizes), torch.split(weights, sizes), strict=True)
-        return torch.cat([expert(part, weight) for expert, part, weight in parts], dim=0)
+        return torch.cat([expert(rows_of_expert, weight) for expert, rows_of_expert, weight in parts], dim=0)
 
 
 class DroppingMasks(GatheredMasks):
@@ -121,9 +121,9 @@ class GatheredOrder(_GatheredLayer):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         probabilities, mask = self._route(hidden)
         group, ranks = self.group.group_name, self.ranks
-        own = slice(self.owned.start, self.owned.stop)
-        by_expert = gather_rows(mask, ranks, group)[:, own].t().reshape(-1)
-        weights = gather_rows(probabilities, ranks, group)[:, own].t().reshape(-1)
+        owned = slice(self.owned.start, self.owned.stop)
+        by_expert = gather_rows(mask, ranks, group)[:, owned].t().reshape(-1)
+        weights = gather_rows(probabilities, ranks, group)[:, owned].t().reshape(-1)
         every = gather_rows(hidden, ranks, group)
         total = int(by_expert.sum().item())
         torch._check(total >= 0)
@@ -136,7 +136,7 @@ class GatheredOrder(_GatheredLayer):
         return scatter_sums(summed, ranks, group)
 
     def compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """The experts on `rows`, of which each has as many as `counts` say."""
+        """Return the results of the experts for `rows`, of which `counts` belong to each expert."""
         ends = counts.cumsum(0).to(torch.int32)
         gate, up = grouped_gemm(rows, self.gate_up.transpose(1, 2), ends).chunk(2, dim=-1)
         return grouped_gemm(nn.functional.silu(gate) * up, self.down.transpose(1, 2), ends)

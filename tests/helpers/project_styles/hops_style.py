@@ -29,31 +29,31 @@ class SlotsBetweenMachinesFirst(IndexedSlots):
         self.machines = self.ranks // 2
 
     def _run(self, slots: torch.Tensor) -> torch.Tensor:
-        own, (capacity, width) = len(self.experts), slots.shape[1:]
-        arrived = _exchanged(self.between, slots).view(self.machines, 2, own, capacity, width)
-        passed = _exchanged(self.within, arrived.transpose(0, 1).reshape(self.ranks * own, capacity, width))
-        outputs = self.compute(passed.view(2 * self.machines, own, capacity, width))
-        returned = _exchanged(self.within, outputs.reshape(self.ranks * own, capacity, width))
-        returned = returned.view(2, self.machines, own, capacity, width).transpose(0, 1)
-        return _exchanged(self.between, returned.reshape(self.ranks * own, capacity, width))
+        owned, (capacity, width) = len(self.experts), slots.shape[1:]
+        arrived = _exchanged(self.between, slots).view(self.machines, 2, owned, capacity, width)
+        passed = _exchanged(self.within, arrived.transpose(0, 1).reshape(self.ranks * owned, capacity, width))
+        outputs = self.compute(passed.view(2 * self.machines, owned, capacity, width))
+        returned = _exchanged(self.within, outputs.reshape(self.ranks * owned, capacity, width))
+        returned = returned.view(2, self.machines, owned, capacity, width).transpose(0, 1)
+        return _exchanged(self.between, returned.reshape(self.ranks * owned, capacity, width))
 
 
 class SlotsWithinMachineFirst(SlotsBetweenMachinesFirst):
     """Every rank collects what its machine sends to its place in others, expert by expert."""
 
     def _run(self, slots: torch.Tensor) -> torch.Tensor:
-        own, (capacity, width) = len(self.experts), slots.shape[1:]
-        shape = (self.machines, 2, own, capacity, width)
+        owned, (capacity, width) = len(self.experts), slots.shape[1:]
+        shape = (self.machines, 2, owned, capacity, width)
         collected = _exchanged(self.within, slots.view(shape).transpose(0, 1).reshape(-1, capacity, width))
         # [2 from, machines, own, ..] to [machines, own, 2 from, ..]
-        collected = collected.view(2, self.machines, own, capacity, width).permute(1, 2, 0, 3, 4)
+        collected = collected.view(2, self.machines, owned, capacity, width).permute(1, 2, 0, 3, 4)
         arrived = _exchanged(self.between, collected.reshape(-1, capacity, width))
-        arrived = arrived.view(self.machines, own, 2, capacity, width).permute(0, 2, 1, 3, 4)
-        outputs = self.compute(arrived.reshape(self.ranks, own, capacity, width)).view(shape)
+        arrived = arrived.view(self.machines, owned, 2, capacity, width).permute(0, 2, 1, 3, 4)
+        outputs = self.compute(arrived.reshape(self.ranks, owned, capacity, width)).view(shape)
         returned = _exchanged(self.between, outputs.permute(0, 2, 1, 3, 4).reshape(-1, capacity, width))
-        returned = returned.view(self.machines, own, 2, capacity, width).permute(2, 0, 1, 3, 4)
+        returned = returned.view(self.machines, owned, 2, capacity, width).permute(2, 0, 1, 3, 4)
         returned = _exchanged(self.within, returned.reshape(-1, capacity, width))
-        return returned.view(2, self.machines, own, capacity, width).transpose(0, 1).reshape(slots.shape)
+        return returned.view(2, self.machines, owned, capacity, width).transpose(0, 1).reshape(slots.shape)
 
 
 def _exchanged(group: ProcessGroup, slots: torch.Tensor) -> torch.Tensor:
@@ -87,7 +87,7 @@ class ExactBetweenMachinesFirst(nn.Module):
         return torch.zeros_like(hidden).scatter_add(0, token, weighed)
 
     def _numbers(self, experts: torch.Tensor) -> torch.Tensor:
-        """The order in which rows of `experts` are sent."""
+        """Return the order in which the rows of `experts` are sent."""
         return experts
 
     def _exchange(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -102,15 +102,15 @@ class ExactBetweenMachinesFirst(nn.Module):
     def _pass_on(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """`rows` of all machines, each one's sorted by expert, with `counts` [machines, ranks, own experts]."""
         # Rank by rank, and from each machine expert by expert.
-        place = _places(counts, rows.shape[0], torch.arange(2 * self.own, device=rows.device) // self.own)
+        position = _places(counts, rows.shape[0], torch.arange(2 * self.own, device=rows.device) // self.own)
         passed = counts.view(self.machines, 2, self.own).transpose(0, 1).reshape(-1)
         arriving = exchange_rows(passed, *_equal(self.machines * self.own, 2), self.within)
         send, receive = self._sizes(passed, 2), self._sizes(arriving, 2)
-        arrived = exchange_rows(rows[place], send, receive, self.within)
+        arrived = exchange_rows(rows[position], send, receive, self.within)
         outputs = self._run(arrived, arriving)
         returned = exchange_rows(outputs, receive, send, self.within)
         unordered = torch.empty_like(returned)
-        unordered[place] = returned
+        unordered[position] = returned
         return unordered
 
     def _sizes(self, counts: torch.Tensor, ranks: int) -> list[int]:
@@ -133,18 +133,18 @@ class ExactBetweenMachinesFirst(nn.Module):
 
 
 class ExactByExpert(ExactBetweenMachinesFirst):
-    """What is passed on is sorted by expert, whichever machine it comes from, and counted together."""
+    """A variant that sorts the rows of the second hop by expert, independent of the machine that they come from."""
 
     def _pass_on(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         every = torch.arange(2 * self.own, device=rows.device)
-        place = _places(counts, rows.shape[0], every)
+        position = _places(counts, rows.shape[0], every)
         passed = counts.view(self.machines, 2 * self.own).sum(dim=0)
         arriving = exchange_rows(passed, *_equal(self.own, 2), self.within)
         send, receive = self._sizes(passed, 2), self._sizes(arriving, 2)
-        outputs = self._run(exchange_rows(rows[place], send, receive, self.within), arriving)
+        outputs = self._run(exchange_rows(rows[position], send, receive, self.within), arriving)
         returned = exchange_rows(outputs, receive, send, self.within)
         unordered = torch.empty_like(returned)
-        unordered[place] = returned
+        unordered[position] = returned
         return unordered
 
 
@@ -160,14 +160,14 @@ class ExactWithinMachineFirst(ExactBetweenMachinesFirst):
         send, receive = self._sizes(counts, 2), self._sizes(arriving, 2)
         arrived = exchange_rows(rows, send, receive, self.within)
         every = torch.arange(self.machines * self.own, device=rows.device)
-        place = _places(arriving, arrived.shape[0], every // self.own)
+        position = _places(arriving, arrived.shape[0], every // self.own)
         passed = arriving.view(2, self.machines, self.own).transpose(0, 1).reshape(-1)
         here = exchange_rows(passed, *_equal(2 * self.own, self.machines), self.between)
         onward, comes = self._sizes(passed, self.machines), self._sizes(here, self.machines)
-        outputs = self._run(exchange_rows(arrived[place], onward, comes, self.between), here)
+        outputs = self._run(exchange_rows(arrived[position], onward, comes, self.between), here)
         returned = exchange_rows(outputs, comes, onward, self.between)
         unordered = torch.empty_like(returned)
-        unordered[place] = returned
+        unordered[position] = returned
         return exchange_rows(unordered, receive, send, self.within)
 
 
@@ -180,6 +180,6 @@ def _equal(each: int, ranks: int) -> tuple[list[int], list[int]]:
 
 
 def _places(counts: torch.Tensor, rows: int, keys: torch.Tensor) -> torch.Tensor:
-    """Where the rows lie that are sorted by key: `counts` [.., keys] of them lie one after the other."""
+    """Return the positions of rows sorted by key, if `counts` [.., keys] of them are stored one after the other."""
     of_each = keys.repeat(counts.numel() // keys.numel()).repeat_interleave(counts.reshape(-1), output_size=rows)
     return of_each.argsort(stable=True)

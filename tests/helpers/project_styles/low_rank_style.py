@@ -1,4 +1,4 @@
-"""Experts with a pair of matrices of low rank beside each of theirs (LoRA), which nobody has merged."""
+"""Experts with unmerged low-rank adapters (LoRA): a pair of matrices for each matrix of an expert."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LowRankExpert(nn.Module):
 
 
 class LowRankModules(SlicesOfModules):
-    """As DeepSeek's published code, with such experts."""
+    """DeepSeek's published code with such experts."""
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
         super().__init__(sizes, group)

@@ -53,8 +53,8 @@ class MaskedDispatch(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         probabilities, mask = self._route(hidden)
         counts = mask.sum(dim=0)
-        own = len(self.owned)
-        send = counts.reshape(self.ranks, own).sum(dim=1).tolist()
+        owned = len(self.owned)
+        send = counts.reshape(self.ranks, owned).sum(dim=1).tolist()
         of_all = gather_rows(counts, self.ranks, self.group.group_name).reshape(self.ranks, -1)
         arriving = of_all[:, self.owned.start : self.owned.stop].contiguous()
         receive = arriving.sum(dim=1).tolist()
@@ -68,11 +68,11 @@ class MaskedDispatch(nn.Module):
         torch._check(sum(send) == rows.shape[0])
         arrived = UnevenAllToAll.apply(self.group, rows, receive, send)  # type: ignore[no-untyped-call]
         with_them = UnevenAllToAll.apply(self.group, weights, receive, send)  # type: ignore[no-untyped-call]
-        if own > 1:
+        if owned > 1:
             arrived = _in_chunks(arrived, arriving.ravel(), self.by_expert)
             with_them = _in_chunks(with_them, arriving.ravel(), self.by_expert)
         outputs = self._run(arrived, with_them, arriving.sum(dim=0).tolist())
-        if own > 1:
+        if owned > 1:
             outputs = _in_chunks(outputs, arriving.T.ravel(), self.by_rank)
         returned = UnevenAllToAll.apply(self.group, outputs, send, receive)  # type: ignore[no-untyped-call]
         summed = torch.zeros_like(hidden)
@@ -88,10 +88,10 @@ class MaskedDispatch(nn.Module):
 
     def _run(self, rows: torch.Tensor, weights: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         parts = zip(self.experts, torch.split(rows, sizes), torch.split(weights, sizes), strict=True)
-        return torch.cat([expert(part, weight) for expert, part, weight in parts], dim=0)
+        return torch.cat([expert(rows_of_expert, weight) for expert, rows_of_expert, weight in parts], dim=0)
 
 
 def _in_chunks(values: torch.Tensor, sizes: torch.Tensor, order: list[int]) -> torch.Tensor:
     """`values` cut into parts of `sizes`, and joined in another order."""
     parts = torch.split(values, sizes.tolist(), dim=0)
-    return torch.cat([parts[place] for place in order], dim=0)
+    return torch.cat([parts[index] for index in order], dim=0)

@@ -72,7 +72,7 @@ class SequenceParallel(nn.Module):
         # Every rank has its part of one matrix.
         up = random_weight(sizes, 1001, sizes.width, sizes.hidden)[rank * each : (rank + 1) * each]
         down = random_weight(sizes, 1002, sizes.hidden, sizes.width)[:, rank * each : (rank + 1) * each]
-        self.up, self.down = (nn.Parameter(part.clone(), requires_grad=False) for part in (up, down))
+        self.up, self.down = (nn.Parameter(shard.clone(), requires_grad=False) for shard in (up, down))
         self.layer = self.layer_type(sizes, group)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -81,12 +81,12 @@ class SequenceParallel(nn.Module):
         return hidden + self._dense(hidden)
 
     def _dense(self, hidden: torch.Tensor) -> torch.Tensor:
-        whole = gather_rows(hidden, self.ranks, self.group_name)
-        return scatter_sums(F.linear(F.silu(F.linear(whole, self.up)), self.down), self.ranks, self.group_name)
+        gathered = gather_rows(hidden, self.ranks, self.group_name)
+        return scatter_sums(F.linear(F.silu(F.linear(gathered, self.up)), self.down), self.ranks, self.group_name)
 
 
 class SequenceParallelBare(SequenceParallel):
-    """With nothing between the collectives and the layer: the rows that are exchanged are what ReduceScatter gave."""
+    """A variant that exchanges the rows of ReduceScatter, with nothing between the collectives and the layer."""
 
     layer_type = MaskedDispatch
 
@@ -121,9 +121,9 @@ class TwoHops(nn.Module):
         if hop == 2:
             return self._run(rows, ids)
         rank = ids // self.own
-        place, name, ranks = ((rank % 2, self.within, 2), (rank // 2, self.between, self.machines))[hop]
-        order = place.argsort(stable=True)
-        counts = count_per_expert(place, ranks)
+        index, name, ranks = ((rank % 2, self.within, 2), (rank // 2, self.between, self.machines))[hop]
+        order = index.argsort(stable=True)
+        counts = count_per_expert(index, ranks)
         receive = exchange_rows(counts, [1] * ranks, [1] * ranks, name).tolist()
         send = counts.tolist()
         for size in (*send, *receive):
@@ -139,7 +139,7 @@ class TwoHops(nn.Module):
             torch._check(size >= 0)
         torch._check(sum(sizes) == rows.shape[0])
         parts = zip(self.experts, rows[order].split(sizes), strict=True)
-        return undo_order(torch.cat([expert(part) for expert, part in parts]), order)
+        return undo_order(torch.cat([expert(rows_of_expert) for expert, rows_of_expert in parts]), order)
 
 
 class CutExperts(SplitOfStacks):
@@ -154,10 +154,10 @@ class CutExperts(SplitOfStacks):
         super().__init__(sizes, mesh.get_group("ep"))
         self.cut_name, self.is_first = mesh.get_group("tp").group_name, mesh.get_local_rank("tp") == 0
         rank, each = mesh.get_local_rank("tp"), sizes.width // 2
-        part = slice(rank * each, (rank + 1) * each)
-        self.w1 = nn.Parameter(self.w1[:, part].clone(), requires_grad=False)
-        self.w3 = nn.Parameter(self.w3[:, part].clone(), requires_grad=False)
-        self.w2 = nn.Parameter(self.w2[:, :, part].clone(), requires_grad=False)
+        columns = slice(rank * each, (rank + 1) * each)
+        self.w1 = nn.Parameter(self.w1[:, columns].clone(), requires_grad=False)
+        self.w3 = nn.Parameter(self.w3[:, columns].clone(), requires_grad=False)
+        self.w2 = nn.Parameter(self.w2[:, :, columns].clone(), requires_grad=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return super().forward(sum_over_ranks(hidden * self.is_first, self.cut_name))
@@ -167,7 +167,7 @@ class CutExperts(SplitOfStacks):
 
 
 class CutExpertsOfTokens(CutExperts):
-    """With tokens that are the same on the ranks that share experts, whoever sees to that."""
+    """A variant whose caller provides equal tokens to the ranks that share experts."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return SplitOfStacks.forward(self, hidden)

@@ -1,7 +1,7 @@
-"""Two micro-batches through one layer, the exchanges of one while the experts run on the other.
+"""Two micro-batches through one layer: the exchanges of one overlap with the experts of the other.
 
-So do engines that hide AllToAlls behind compute (DeepSeek's two-batch overlap): exchanges are begun, and waited for
-later, so that between the dispatch and the combine of one half stands that of the other.
+Engines that hide AllToAlls behind compute do this (DeepSeek's two-batch overlap). Exchanges are started and awaited
+later, so that the dispatch and combine of one half enclose those of the other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _c10d = torch.ops._c10d_functional
 
 @dataclasses.dataclass
 class Half:
-    """What one half needs on its way through the layer: its tokens, their order, and sizes that ranks exchange."""
+    """The state of one half on its way through the layer: its tokens, their order, and the sizes of its exchanges."""
 
     hidden: torch.Tensor
     weights: torch.Tensor
@@ -63,11 +63,11 @@ class OverlappedHalves(ExactLayer):
 
     def _run(self, half: Half) -> None:
         """Run this rank's experts on the rows that have come, and begin to send their outputs back."""
-        own = len(self.owned)
+        owned = len(self.owned)
         rows = _c10d.wait_tensor(half.under_way)
-        local = torch.arange(own, device=rows.device).repeat(self.ranks)
+        local = torch.arange(owned, device=rows.device).repeat(self.ranks)
         ids, order = sort_by_expert(local.repeat_interleave(half.arriving, output_size=rows.shape[0]))
-        outputs = undo_order(self._experts(rows[order], count_per_expert(ids, own)), order)
+        outputs = undo_order(self._experts(rows[order], count_per_expert(ids, owned)), order)
         half.under_way = self._begin(outputs, half.send, half.receive)
 
     def _experts(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -108,4 +108,4 @@ class OverlappedModules(OverlappedHalves):
             torch._check(size >= 0)
         torch._check(sum(sizes) == rows.shape[0])
         parts = zip(self.experts, rows.split(sizes), strict=True)
-        return torch.cat([expert(part) for expert, part in parts])
+        return torch.cat([expert(rows_of_expert) for expert, rows_of_expert in parts])
