@@ -80,7 +80,7 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A fresh virtual environment with the wheel. What moepass requires is read from the packages of this one: nothing
-    is downloaded, and `test_what_the_wheel_requires_is_what_it_is_tested_with` compares the versions."""
+    is downloaded, and `test_the_wheel_requires_the_tested_versions` compares the versions."""
     folder = tmp_path_factory.mktemp("environment")
     _run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder)
     made = folder / "bin" / "python"
@@ -115,7 +115,7 @@ def test_the_wheel_installs_one_package_with_its_data_and_licences(wheel: Path) 
     assert expected <= names
 
 
-def test_the_description_points_nowhere_that_is_not_there(wheel: Path) -> None:
+def test_the_description_has_only_absolute_links(wheel: Path) -> None:
     opened = zipfile.ZipFile(wheel)
     (name,) = [name for name in opened.namelist() if name.endswith(".dist-info/METADATA")]
     message = Parser().parsestr(opened.read(name).decode())
@@ -124,7 +124,7 @@ def test_the_description_points_nowhere_that_is_not_there(wheel: Path) -> None:
     assert all(url.partition(", ")[2].startswith("https://") for url in message.get_all("Project-URL"))
 
 
-def test_what_the_wheel_requires_is_what_it_is_tested_with(python: Path) -> None:
+def test_the_wheel_requires_the_tested_versions(python: Path) -> None:
     names = "import importlib.metadata as m; print('\\n'.join(m.requires('moepass')))"
     required = [Requirement(line) for line in _run(python, "-c", names, cwd=python.parent).splitlines()]
     mandatory = [requirement for requirement in required if requirement.marker is None]

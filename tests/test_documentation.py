@@ -34,10 +34,10 @@ def _missing(page: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_pages_point_to_what_is_there(page: Path) -> None:
+def test_pages_link_only_to_existing_files(page: Path) -> None:
     assert list(_missing(page)) == []
 
 
-def test_sources_point_to_what_is_there() -> None:
+def test_sources_mention_only_existing_files() -> None:
     missing_paths = {str(path.relative_to(ROOT)): list(_missing(path)) for path in SOURCES}
     assert {name: missing for name, missing in missing_paths.items() if missing} == {}

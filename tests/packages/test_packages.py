@@ -12,7 +12,7 @@ from tests.helpers.packages.package_table import BEGIN, END, PAGE, read_results,
 RUNS = [(case, settings) for case in CASES for settings in settings_of(case)]
 
 
-def test_the_page_holds_the_table_of_what_was_recorded() -> None:
+def test_the_page_contains_the_recorded_table() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert text.split(BEGIN)[1].split(END)[0].strip() == table(read_results()).strip()
 

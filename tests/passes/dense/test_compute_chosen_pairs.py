@@ -28,7 +28,7 @@ from tests.helpers.project_styles.dense_experts import (
 )
 
 aten = torch.ops.aten
-WRITINGS = [pytest.param(one, id=one.__name__) for one in TAKEN]
+WRITINGS = [pytest.param(kind, id=kind.__name__) for kind in TAKEN]
 
 
 def layer(kind: type[DenseExperts], **sizes: int) -> DenseExperts:
@@ -38,7 +38,7 @@ def layer(kind: type[DenseExperts], **sizes: int) -> DenseExperts:
 
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("kind", WRITINGS)
-def test_the_chosen_pairs_are_computed_alone(kind: type[DenseExperts]) -> None:
+def test_only_the_chosen_pairs_are_computed(kind: type[DenseExperts]) -> None:
     result = compare_layer(layer(kind))
     assert expert_forms(result) == ["grouped_mm"]
     assert result.refusals == ()
@@ -74,7 +74,7 @@ class AllExperts(EinsumDense):
 
 
 class AboveThreshold(EinsumDense):
-    """As many as are above a number, or equal: how many that are, only values tell."""
+    """Every expert above or equal to a threshold is chosen, so the number of experts depends on values."""
 
     def weights(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.router(hidden)
@@ -163,14 +163,14 @@ class MeanOverTokens(GptOssDense):
     ],
     ids=lambda kind: kind.__name__,
 )
-def test_what_is_not_zero_stays(kind: type[DenseExperts]) -> None:
+def test_weights_that_may_be_non_zero_stay_dense(kind: type[DenseExperts]) -> None:
     result = compare_layer(layer(kind))
     assert not any(map(is_grouped_gemm, result.module.graph.nodes))
     assert result.refusals == ()
 
 
 class RoundedNumbers(OneHotDense):
-    """Numbers of experts in bfloat16, of which 257 is none: its mask lies where 256 is."""
+    """Expert numbers in bfloat16, which cannot represent 257: its mask equals that of 256."""
 
     def weights(self, hidden: torch.Tensor) -> torch.Tensor:
         weights, ids = self.choose(hidden)
@@ -178,7 +178,7 @@ class RoundedNumbers(OneHotDense):
         return (mask.to(weights.dtype) * weights.unsqueeze(-1)).sum(dim=1)
 
 
-def test_rounded_numbers_of_experts_choose_others_than_ids_say() -> None:
+def test_masks_of_rounded_expert_numbers_are_unchanged() -> None:
     model = layer(RoundedNumbers, experts=258, width=2)
     model.router.weight.data[256:] += torch.randn(2, 1)  # let them be chosen
     assert not any(map(is_grouped_gemm, compare_layer(model, counts=(40, 3)).module.graph.nodes))
@@ -186,7 +186,7 @@ def test_rounded_numbers_of_experts_choose_others_than_ids_say() -> None:
 
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("kind", [SoftmaxOfExperts, MeanOverTokens], ids=lambda kind: kind.__name__)
-def test_experts_that_look_at_others_are_refused(kind: type[DenseExperts]) -> None:
+def test_experts_that_depend_on_other_experts_are_refused(kind: type[DenseExperts]) -> None:
     result = compare_layer(layer(kind))
     assert not any(map(is_grouped_gemm, result.module.graph.nodes))
     (refusal,) = result.refusals
@@ -205,7 +205,7 @@ class ReadTwice(GptOssDense):
         return super().forward(hidden) + self.largest
 
 
-def test_results_that_are_read_otherwise_too_are_refused() -> None:
+def test_results_with_another_reader_are_refused() -> None:
     result = compare_layer(layer(ReadTwice))
     assert not any(map(is_grouped_gemm, result.module.graph.nodes))
     (refusal,) = result.refusals
@@ -217,14 +217,14 @@ def test_results_that_are_read_otherwise_too_are_refused() -> None:
 def test_a_token_that_is_not_finite_stays_one(kind: type[DenseExperts]) -> None:
     """Its own results are not finite, as before; the others' are the same."""
     model = layer(kind).eval()
-    given = random_tokens(7)
-    given[2, 3] = float("inf")
+    inputs = random_tokens(7)
+    inputs[2, 3] = float("inf")
     torch._dynamo.reset()
     with torch.no_grad():
-        found = torch.compile(model, backend="asyncep", options={"lower": "eager"})(given)
-        expected = model(given)
-    assert not torch.isfinite(found[2]).all()
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+        outputs = torch.compile(model, backend="asyncep", options={"lower": "eager"})(inputs)
+        expected = model(inputs)
+    assert not torch.isfinite(outputs[2]).all()
+    torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 def test_all_experts_chosen_stay_dense() -> None:
@@ -235,15 +235,15 @@ def test_all_experts_chosen_stay_dense() -> None:
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("kind", [GptOssDense, OneHotDense, Llama4Dense])
 def test_offloaded_experts_stream(kind: type[DenseExperts]) -> None:
-    """Einsums too, whose GEMMs nobody knew as those of experts."""
+    """Einsums are included, whose GEMMs are not recognised as those of experts before the pass."""
     model = nn.Sequential(layer(kind), layer(kind)).eval().requires_grad_(False)
-    given = random_tokens(9)
+    inputs = random_tokens(9)
     torch._dynamo.reset()
     with torch.no_grad(), moepass.record_compilations() as compilations:
-        expected = model(given)
+        expected = model(inputs)
         moepass.offload_experts(model)
-        found = torch.compile(model, backend="asyncep", options={"lower": "eager", "debug": True})(given)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        outputs = torch.compile(model, backend="asyncep", options={"lower": "eager", "debug": True})(inputs)
+    torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-5)
     (compilation,) = compilations
     assert [(block.form, block.top_k) for block in compilation.plan.blocks] == [("grouped_mm", TOP_K)] * 2
     assert len(compilation.plan.slot_stays) == 2

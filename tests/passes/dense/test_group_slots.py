@@ -36,19 +36,19 @@ class Slots(DenseExperts):
         weights, ids = self.choose(hidden)
         expert = ids.reshape(-1)
         mask = F.one_hot(expert, EXPERTS)
-        place = ((mask.cumsum(0) - 1) * mask).sum(-1)
-        rows = self.move(hidden.repeat_interleave(self.top_k, 0), expert, place, place < CAPACITY)
+        position = ((mask.cumsum(0) - 1) * mask).sum(-1)
+        rows = self.move(hidden.repeat_interleave(self.top_k, 0), expert, position, position < CAPACITY)
         return (rows.view(-1, self.top_k, self.hidden) * weights.unsqueeze(-1)).sum(1)
 
 
 class TwoNumbers(Slots):
-    """Slots are written and read by two numbers; a slot more for what is dropped."""
+    """A variant that indexes slots by two numbers, with one more slot for dropped rows."""
 
-    def move(self, rows: Tensor, expert: Tensor, place: Tensor, kept: Tensor) -> Tensor:
-        place = torch.where(kept, place, CAPACITY)
+    def move(self, rows: Tensor, expert: Tensor, position: Tensor, kept: Tensor) -> Tensor:
+        position = torch.where(kept, position, CAPACITY)
         slots = rows.new_zeros(EXPERTS, CAPACITY + 1, self.hidden)
-        slots[expert, place] = rows
-        return self.multiply(slots)[expert, place] * kept.unsqueeze(-1)
+        slots[expert, position] = rows
+        return self.multiply(slots)[expert, position] * kept.unsqueeze(-1)
 
 
 class FromBehind(TwoNumbers):
@@ -135,7 +135,7 @@ class MoreTokens(Slots):
 
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("kind", [ReadAsAWhole, SlotsMeet, MoreTokens], ids=lambda kind: kind.__name__)
-def test_others_stay_batches(kind: type[DenseExperts]) -> None:
+def test_unsupported_slots_remain_batches(kind: type[DenseExperts]) -> None:
     torch.manual_seed(0)
     result = compare_layer(kind(), passes=(compute_read_slots,))
     assert "grouped_mm" not in expert_forms(result)

@@ -156,7 +156,7 @@ def streaming() -> Streaming:
 
 
 @pytest.mark.slow
-def test_a_recording_shows_what_ran(streaming: Streaming) -> None:
+def test_a_recording_contains_the_operations_of_a_run(streaming: Streaming) -> None:
     with moepass.record_timeline() as recording:
         with pytest.raises(InputError, match="once the block of record_timeline has been left"):
             recording.timeline  # noqa: B018
@@ -169,7 +169,7 @@ def test_a_recording_shows_what_ran(streaming: Streaming) -> None:
     assert [event.layer for event in timeline.on(COMPUTE) if event.op == "segment"] == segments * 2
     banks = [streaming.plan.bank(stay.bank).name for stay in streaming.plan.slot_stays]
     assert [event.layer for event in timeline.on(COMPUTE) if event.op == "wait"] == banks * 2
-    # Two that were there already or under way, and two for the run that nobody made any more.
+    # Two copies from before the run, and two for a next run that never happened.
     assert [event.layer for event in timeline.on(COPY)] == [*banks[:2], *banks[2:], *banks, *banks[:2]]
     assert len(timeline.on(HOST)) == 2
     check_trace(chrome_trace({"measured": timeline}))

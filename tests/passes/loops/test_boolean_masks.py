@@ -130,7 +130,7 @@ class NoWeights(AnyPlace):
 
 
 class WiderWeights(AnyPlace):
-    """Rows are wider than the result, which casts each sum: so do bfloat16 models with weights in float32."""
+    """Rows are wider than the result, which casts each sum, as in bfloat16 models with float32 weights."""
 
     def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         chosen, weights = super().route(hidden)
@@ -258,7 +258,7 @@ class TwoRouters(OneExpert):
 
 
 class IdsOfToken(CutColumns):
-    """The choices of one token stand for one choice of several tokens."""
+    """The choices of one token are used as the first choice of several tokens."""
 
     def columns(self, chosen: torch.Tensor, weights: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         return [(chosen.t()[:, 0].repeat(15)[: chosen.shape[0]], weights[:, 0])]
@@ -294,7 +294,7 @@ KEPT: dict[type[MaskLoop], str] = {
 
 @pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("model", KEPT, ids=lambda model: model.__name__)
-def test_a_loop_over_other_masks_computes_as_before(model: type[MaskLoop]) -> None:
+def test_a_loop_over_unsupported_masks_is_unchanged(model: type[MaskLoop]) -> None:
     torch.manual_seed(0)
     module, refusals = rewrite_loop(model())
     assert count_gemms_and_selections(module)[0] == 0
@@ -315,13 +315,13 @@ class ExpertByExpert(MaskLoop):
         chosen, weights = self.route(hidden)
         result = self.start(hidden)
         for number in self.order:
-            for place in range(self.top_k):
-                mask = chosen[:, place] == number
-                result[mask] += self.module_of(number)(hidden[mask]) * weights[mask, place].unsqueeze(-1)
+            for choice in range(self.top_k):
+                mask = chosen[:, choice] == number
+                result[mask] += self.module_of(number)(hidden[mask]) * weights[mask, choice].unsqueeze(-1)
         return result
 
 
-def test_a_loop_that_stays_is_told_beside_one_that_is_taken() -> None:
+def test_a_refused_loop_after_a_rewritten_loop_has_a_reason() -> None:
     torch.manual_seed(0)
     module, (refusal,) = rewrite_loop(ExpertByExpert())
     assert count_gemms_and_selections(module)[0] == 3

@@ -34,7 +34,7 @@ class Counted(SlicesByCounts):
 
 
 class ByMask(Counted):
-    """As DeepSeek counts."""
+    """A model that counts as DeepSeek does."""
 
     def count(self, chosen: Tensor) -> Tensor:
         return chosen.new_zeros((chosen.shape[0], EXPERTS)).scatter_(1, chosen, 1).sum(0)
@@ -87,14 +87,14 @@ def count_host_reads(model: nn.Module) -> int:
 @pytest.mark.parametrize(
     "model", [SlicesByCounts, SlicesByEnds, Counted, ByMask, ByHistogram, OfSortedIds], ids=lambda model: model.__name__
 )
-def test_no_counts_are_read(model: type[nn.Module]) -> None:
+def test_counts_with_a_known_total_are_not_read(model: type[nn.Module]) -> None:
     torch.manual_seed(0)
     assert count_host_reads(model()) == 0
 
 
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("model", [OfSomeTokens, OfOtherIds, CountsReturned], ids=lambda model: model.__name__)
-def test_others_are_read_as_before(model: type[nn.Module]) -> None:
+def test_counts_without_a_known_total_are_read(model: type[nn.Module]) -> None:
     torch.manual_seed(0)
     assert count_host_reads(model()) == EXPERTS
 

@@ -40,7 +40,7 @@ def test_a_loop_over_masks_becomes_grouped_gemms(model: type[MaskLoop]) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_written_is_what_inductor_lowers() -> None:
+def test_inductor_lowers_every_operator() -> None:
     torch.manual_seed(0)
     module, _ = rewrite_loop(MixtralLoop(), lower="inductor")
     assert count_gemms_and_selections(module) == (3, 0)
@@ -89,15 +89,15 @@ class OtherTokens(MixtralLoop):
 
 
 class Places(MixtralLoop):
-    """Added where the place among a token's choices says."""
+    """Results are added at the index of a choice instead of the index of its token."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         chosen, _ = self.route(hidden)
         mask = F.one_hot(chosen, EXPERTS).permute(2, 1, 0)
         result = torch.zeros_like(hidden)
         for number in self.order:
-            place, token = torch.where(mask[number])
-            result = result.index_add(0, place, self.module_of(number)(hidden[token]))
+            choice, token = torch.where(mask[number])
+            result = result.index_add(0, choice, self.module_of(number)(hidden[token]))
         return result
 
 
@@ -107,15 +107,15 @@ class OverwrittenNotAdded(SelectedLoop):
 
 
 class PartialSums(MixtralLoop):
-    """What the experts before it gave goes into what an expert reads."""
+    """The results of earlier experts are added to the input of the next expert."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         chosen, weights = self.route(hidden)
         mask = F.one_hot(chosen, EXPERTS).permute(2, 1, 0)
         result = torch.zeros_like(hidden)
         for number in self.order:
-            place, token = torch.where(mask[number])
-            rows = self.module_of(number)((hidden + result)[token]) * weights[token, place, None]
+            choice, token = torch.where(mask[number])
+            rows = self.module_of(number)((hidden + result)[token]) * weights[token, choice, None]
             result = result.index_add(0, token, rows)
         return result
 
@@ -133,7 +133,7 @@ class ChosenByThreshold(MixtralLoop):
 
 
 class NarrowIds(MixtralLoop):
-    """Ids in a type that may not hold them all: as truths, all but 0 are 1."""
+    """Ids in a type that cannot represent them: as Booleans, all ids but 0 are 1."""
 
     def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         chosen, weights = super().route(hidden)
@@ -141,7 +141,7 @@ class NarrowIds(MixtralLoop):
 
 
 class ChosenAmongFewer(MixtralLoop):
-    """The router chooses among two experts more than there are: the pairs of these are nobody's."""
+    """The router chooses among two experts more than the loop has, so some pairs belong to no expert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,8 +151,8 @@ class ChosenAmongFewer(MixtralLoop):
         chosen, weights = self.route(hidden)
         result = torch.zeros_like(hidden)
         for number in self.order:
-            token, place = torch.where(chosen == number)
-            result = result.index_add(0, token, self.module_of(number)(hidden[token]) * weights[token, place, None])
+            token, choice = torch.where(chosen == number)
+            result = result.index_add(0, token, self.module_of(number)(hidden[token]) * weights[token, choice, None])
         return result
 
 
@@ -165,15 +165,15 @@ class MixedMasks(MixtralLoop):
         result = torch.zeros_like(hidden)
         for number in self.order:
             _, token = torch.where(mask[number])
-            token_of, place = torch.where(chosen == number)
+            token_of, choice = torch.where(chosen == number)
             torch._check(token.shape[0] == token_of.shape[0])
-            rows = self.module_of(number)(hidden[token]) * weights[token_of, place, None]
+            rows = self.module_of(number)(hidden[token]) * weights[token_of, choice, None]
             result = result.index_add(0, token, rows)
         return result
 
 
 class DoubledPairs(SelectedLoop):
-    """Both choices of a token are one expert: what is written last stays."""
+    """Both choices of a token are the same expert, and the last write remains."""
 
     def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         chosen, weights = super().route(hidden)
@@ -189,10 +189,10 @@ class ComparedNarrowIds(SelectedLoop):
 class TiedWeights(SelectedLoop):
     def __init__(self) -> None:
         super().__init__()
-        one, other = self.experts[0], self.experts[2]
-        assert isinstance(one, GatedMlp)
-        assert isinstance(other, GatedMlp)
-        other.w1.weight = one.w1.weight
+        first, third = self.experts[0], self.experts[2]
+        assert isinstance(first, GatedMlp)
+        assert isinstance(third, GatedMlp)
+        third.w1.weight = first.w1.weight
 
 
 KEPT: list[type[MixtralLoop]] = [
@@ -205,7 +205,7 @@ NO_SUMS = (PartialSums,)
 
 @pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("model", KEPT, ids=lambda model: model.__name__)
-def test_what_looks_like_such_a_loop_computes_as_before(model: type[MaskLoop]) -> None:
+def test_code_similar_to_a_mask_loop_is_unchanged(model: type[MaskLoop]) -> None:
     torch.manual_seed(0)
     module, refusals = rewrite_loop(model())
     assert count_gemms_and_selections(module)[0] == 0
@@ -222,7 +222,7 @@ def test_what_looks_like_such_a_loop_computes_as_before(model: type[MaskLoop]) -
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_loop_that_stays_is_told(model: type[MaskLoop], reason: str) -> None:
+def test_a_refused_loop_has_a_reason(model: type[MaskLoop], reason: str) -> None:
     _, (refusal,) = rewrite_loop(model())
     assert re.search(reason, refusal.reason)
 
@@ -259,7 +259,7 @@ class ByNumber(MixtralLoop):
 
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", BY_NUMBER)
-def test_experts_that_do_the_same_with_other_numbers_stay(name: str) -> None:
+def test_experts_that_differ_only_in_constants_are_refused(name: str) -> None:
     torch.manual_seed(0)
     module, (refusal,) = rewrite_loop(ByNumber(name))
     assert count_gemms_and_selections(module)[0] == 0
@@ -274,7 +274,7 @@ def test_experts_in_another_order_than_their_masks() -> None:
 
 
 class OnTop(MixtralLoop):
-    """Added to what is there already."""
+    """Results are added to an initial value."""
 
     def start(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden * 2
@@ -289,7 +289,7 @@ class OnWhatItReads(MixtralLoop):
 
 
 class TwoLoops(nn.Module):
-    """The second adds to what the first gave, which its experts read too."""
+    """The second loop adds to the result of the first, which its experts read too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -301,7 +301,7 @@ class TwoLoops(nn.Module):
 
 
 class BlankedTokens(MixtralLoop):
-    """What was added up for some tokens is overwritten in the end."""
+    """The sums of some tokens are overwritten at the end."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         result = super().forward(hidden)
@@ -316,9 +316,9 @@ class NormInEachBranch(SelectedLoop):
         chosen, weights = self.route(hidden)
         result = self.start(hidden)
         for number in self.order:
-            token, place = torch.where(chosen == number)
+            token, choice = torch.where(chosen == number)
             rows = self.module_of(number)(F.layer_norm(hidden, (HIDDEN,))[token])
-            result = self.add(result, number, rows * weights[token, place, None], token)
+            result = self.add(result, number, rows * weights[token, choice, None], token)
         return result
 
 
@@ -328,7 +328,7 @@ class NormInEachBranch(SelectedLoop):
     [(OnTop, 3), (TwoLoops, 6), (BlankedTokens, 3), (NormInEachBranch, 3)],
     ids=["on top", "two loops", "blanked tokens", "norm in each branch"],
 )
-def test_sums_begin_with_what_is_there(model: type[nn.Module], grouped: int) -> None:
+def test_sums_may_start_with_an_initial_value(model: type[nn.Module], grouped: int) -> None:
     torch.manual_seed(0)
     module, refusals = rewrite_loop(model())
     assert count_gemms_and_selections(module) == (grouped, 0), refusals

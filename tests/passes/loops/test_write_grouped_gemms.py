@@ -1,4 +1,4 @@
-"""Loops over experts become grouped GEMMs that compute the same, whatever the loop looks like."""
+"""Loops over experts become grouped GEMMs that compute the same."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _rewrite = functools.partial(rewrite_loop, passes=(write_grouped_gemms,))
 
 
 class SlicesAsRefusalsAsk(SlicesByCounts):
-    """Counts of which nothing is known but what is checked; the host reads them from the back."""
+    """A loop over counts about which only the checks are known; the host reads them with negative indices."""
 
     def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         outputs, start = [], 0
@@ -66,8 +66,8 @@ class SplitStacked(Routed):
         torch._check(sum(sizes) == rows.shape[0])
         outputs = []
         parts = zip(torch.split(rows, sizes), torch.split(weights, sizes), strict=True)
-        for number, (part, of_part) in enumerate(parts):
-            gate, up = (part @ self.gate_up[number].transpose(-2, -1)).chunk(2, dim=-1)
+        for number, (rows_of_expert, of_part) in enumerate(parts):
+            gate, up = (rows_of_expert @ self.gate_up[number].transpose(-2, -1)).chunk(2, dim=-1)
             inner = F.gelu(gate, approximate="tanh") * up * of_part.unsqueeze(-1)
             outputs.append(inner @ self.down[number].t())
         return torch.cat(outputs)
@@ -82,8 +82,8 @@ class CastStacked(Routed):
 
     def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         outputs = []
-        for number, part in enumerate(torch.split(rows, read_counts(counts))):
-            inner = torch.relu(part.double() @ self.up[number].double())
+        for number, rows_of_expert in enumerate(torch.split(rows, read_counts(counts))):
+            inner = torch.relu(rows_of_expert.double() @ self.up[number].double())
             outputs.append((inner @ self.down[number].double()).to(rows.dtype))
         return torch.cat(outputs)
 
@@ -135,7 +135,7 @@ class SlotsUnbound(Slots):
 
     def run(self, slots: torch.Tensor) -> torch.Tensor:
         parts = zip(slots.unbind(1), self.up.unbind(), self.down.unbind(), strict=True)
-        return torch.stack([(part @ up).tanh() @ down for part, up, down in parts], dim=1)
+        return torch.stack([(slots_of_expert @ up).tanh() @ down for slots_of_expert, up, down in parts], dim=1)
 
 
 class SlotsNarrowed(Slots):
@@ -150,8 +150,8 @@ class SlotsNarrowed(Slots):
     def run(self, slots: torch.Tensor) -> torch.Tensor:
         outputs = []
         for number in range(EXPERTS):
-            part = slots.narrow(0, 18 * number, 18)
-            inner = F.hardtanh(part @ self.up.narrow(0, HIDDEN * number, HIDDEN), -0.5, 0.5)
+            slots_of_expert = slots.narrow(0, 18 * number, 18)
+            inner = F.hardtanh(slots_of_expert @ self.up.narrow(0, HIDDEN * number, HIDDEN), -0.5, 0.5)
             outputs.append(inner @ self.down.narrow(0, WIDTH * number, WIDTH))
         return torch.cat(outputs)
 
@@ -163,7 +163,7 @@ TAKEN: list[type[nn.Module]] = [
 
 
 def _gemms(module: GraphModule) -> tuple[int, int]:
-    """Grouped GEMMs, and GEMMs with other weights than the router's."""
+    """Return the number of grouped GEMMs, and of all other GEMMs."""
     grouped = sum(is_grouped_gemm(node) for node in module.graph.nodes)
     plain = sum(node.target in (aten.mm.default, aten.addmm.default) for node in module.graph.nodes)
     return grouped, plain
@@ -181,7 +181,7 @@ def test_a_loop_becomes_grouped_gemms(model: type[nn.Module]) -> None:
 
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("model", TAKEN, ids=lambda model: model.__name__)
-def test_what_is_written_is_what_inductor_lowers(model: type[nn.Module]) -> None:
+def test_inductor_lowers_every_operator(model: type[nn.Module]) -> None:
     torch.manual_seed(0)
     module, _ = _rewrite(model(), counts=(11,), lower="inductor")
     taken_apart = {node.target for node in module.graph.nodes if node.target in select_decomp_table()}
@@ -197,12 +197,12 @@ class TwoActivations(SlicesByCounts):
 
 
 class NormOverRows(SlicesByCounts):
-    """What a row gets depends on the other rows of its expert."""
+    """The result of a row depends on other rows of its expert."""
 
     def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         outputs = []
-        for expert, part in zip(self.experts, torch.split(rows, read_counts(counts)), strict=True):
-            inner = expert.gate(part)
+        for expert, rows_of_expert in zip(self.experts, torch.split(rows, read_counts(counts)), strict=True):
+            inner = expert.gate(rows_of_expert)
             outputs.append(expert.down(inner - inner.mean(dim=0, keepdim=True)))
         return torch.cat(outputs)
 
@@ -212,7 +212,12 @@ class OtherScales(SlicesByCounts):
 
     def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         parts = zip(self.experts, torch.split(rows, read_counts(counts)), strict=True)
-        return torch.cat([expert.down(expert.gate(part) * (1 + number)) for number, (expert, part) in enumerate(parts)])
+        return torch.cat(
+            [
+                expert.down(expert.gate(rows_of_expert) * (1 + number))
+                for number, (expert, rows_of_expert) in enumerate(parts)
+            ]
+        )
 
 
 class OverlappingSlices(Slots):
@@ -222,7 +227,7 @@ class OverlappingSlices(Slots):
 
     def run(self, slots: torch.Tensor) -> torch.Tensor:
         parts = [slots[18 * number : min(72, 18 * number + 19)][:18] for number in range(EXPERTS)]
-        return torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
+        return torch.cat([expert(rows_of_expert) for expert, rows_of_expert in zip(self.experts, parts, strict=True)])
 
 
 class SharedWeights(SlicesByCounts):
@@ -238,7 +243,7 @@ class ShuffledOutputs(SlicesByCounts):
 
     def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         parts = list(zip(self.experts, torch.split(rows, read_counts(counts)), strict=True))
-        return torch.cat([expert(part) for expert, part in reversed(parts)])
+        return torch.cat([expert(rows_of_expert) for expert, rows_of_expert in reversed(parts)])
 
 
 class WideScales(SlicesByCounts):
@@ -251,7 +256,10 @@ class WideScales(SlicesByCounts):
     def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         parts = zip(self.experts, torch.split(rows, read_counts(counts)), strict=True)
         return torch.cat(
-            [expert.down(expert.gate(part) * self.scale[number]) for number, (expert, part) in enumerate(parts)]
+            [
+                expert.down(expert.gate(rows_of_expert) * self.scale[number])
+                for number, (expert, rows_of_expert) in enumerate(parts)
+            ]
         )
 
 
@@ -270,7 +278,7 @@ class DoubledCounts(OtherCounts):
 
 
 class CountsOfOtherIds(OtherCounts):
-    """As many as there are rows, and some below zero."""
+    """The counts add up to the number of rows, but some are negative."""
 
     def counts_of(self, counts: torch.Tensor) -> torch.Tensor:
         return counts + torch.tensor([3, -3, 3, -3])
@@ -284,7 +292,7 @@ class NarrowCounts(OtherCounts):
 
 
 class CountsOfAnyLength(OtherCounts):
-    """How many counts there are, only a run tells."""
+    """The number of counts depends on data."""
 
     def counts_of(self, counts: torch.Tensor) -> torch.Tensor:
         return counts[counts >= 0]
@@ -306,7 +314,7 @@ REFUSED: list[tuple[type[nn.Module], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("model", "why"), REFUSED, ids=lambda one: getattr(one, "__name__", ""))
+@pytest.mark.parametrize(("model", "why"), REFUSED, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_loop_that_cannot_be_taken_stays_and_says_why(model: type[nn.Module], why: str) -> None:
     torch.manual_seed(0)
     module, refusals = _rewrite(model())
@@ -316,7 +324,7 @@ def test_a_loop_that_cannot_be_taken_stays_and_says_why(model: type[nn.Module], 
 
 
 @pytest.mark.parametrize("model", [OverlappingSlices, SharedWeights], ids=lambda model: model.__name__)
-def test_what_looks_like_a_loop_computes_as_before(model: type[nn.Module]) -> None:
+def test_code_similar_to_a_loop_is_unchanged(model: type[nn.Module]) -> None:
     torch.manual_seed(0)
     _rewrite(model())
 
@@ -333,7 +341,7 @@ class Projections(nn.Module):
         return self.put_together([projection(hidden) for projection in self.projections])
 
 
-@pytest.mark.parametrize("put_together", [torch.cat, torch.stack, torch.hstack], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("put_together", [torch.cat, torch.stack, torch.hstack], ids=lambda function: function.__name__)
 def test_projections_of_the_same_rows_are_no_loop(
     put_together: Callable[[Sequence[torch.Tensor]], torch.Tensor],
 ) -> None:
@@ -348,7 +356,9 @@ class TiedLoops(SlicesByCounts):
     def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         sizes = read_counts(counts)
         for experts in (self.experts, [self.experts[number] for number in (1, 0, 2, 3)]):
-            rows = torch.cat([expert(part) for expert, part in zip(experts, rows.split(sizes), strict=True)])
+            rows = torch.cat(
+                [expert(rows_of_expert) for expert, rows_of_expert in zip(experts, rows.split(sizes), strict=True)]
+            )
         return rows
 
 
@@ -362,7 +372,7 @@ class TransposedParameters(SlicesByCounts):
 @pytest.mark.parametrize(
     ("model", "grouped", "why"),
     [(TiedLoops, 3, "is a weight of two loops over experts"), (TransposedParameters, 0, "does not lie contiguously")],
-    ids=lambda one: getattr(one, "__name__", ""),
+    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_parameters_that_cannot_lie_together(model: type[nn.Module], grouped: int, why: str) -> None:
     torch.manual_seed(0)
@@ -405,10 +415,10 @@ def test_any_row_work_in_any_shape_of_slots(
         slots = slots * 1
         for number, chunk in enumerate(slots.chunk(EXPERTS, dim)):
             up, up_bias, down, down_bias = weights[4 * number : 4 * number + 4]
-            part = F.linear(chunk if joins_in_place else chunk.squeeze(dim), up, up_bias if bias else None)
+            rows_of_expert = F.linear(chunk if joins_in_place else chunk.squeeze(dim), up, up_bias if bias else None)
             for name in work:
-                part = ROW_WORK[name](part)
-            outputs.append(F.linear(part, down, down_bias if bias else None))
+                rows_of_expert = ROW_WORK[name](rows_of_expert)
+            outputs.append(F.linear(rows_of_expert, down, down_bias if bias else None))
         return torch.cat(outputs, dim) if joins_in_place else torch.stack(outputs, dim)
 
     slots = torch.randn(*shape, HIDDEN)

@@ -1,4 +1,4 @@
-"""What masks of chosen experts select, by sorted ids: the same, in the same order, and of a size that is known."""
+"""Selections by masks of chosen experts become lookups by sorted ids, with the same rows, order and a known size."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_selection_by_chosen_experts_is_a_lookup(selection: str, turn: str) ->
     ],
     ids=["any number", "along tokens", "twice the same", "ones elsewhere", "some tokens"],
 )
-def test_masks_that_choose_no_fixed_number_stay(mask: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_masks_with_a_data_dependent_number_of_ones_are_unchanged(mask: Callable[[torch.Tensor], torch.Tensor]) -> None:
     result = _sorted(lambda scores: scores.masked_select(mask(scores)), 7, 12)
     assert result.matches == ()
 

@@ -1,4 +1,4 @@
-"""What the plan predicts against the most that torch's allocator held in a run."""
+"""The memory that the plan predicts, compared with the peak of torch's allocator in a run."""
 
 from __future__ import annotations
 

@@ -91,15 +91,17 @@ def test_they_are_taken_and_right(form: str, kind: str, monkeypatch: pytest.Monk
     complete = {"experts": [experts.gate_up_proj, experts.down_proj]}
     for dynamic in (False, True):
         captured = [_captured(kind, form, rank, monkeypatch, dynamic) for rank in range(2)]
-        results = [eliminate(one) for one in captured]
+        results = [eliminate(captured_rank) for captured_rank in captured]
         assert [result.refusals for result in results] == [(), ()]
         for counts in ((TOKENS, TOKENS), (19, 40), (7, 33)) if dynamic else ((TOKENS, TOKENS),):
             if form == "all_reduce":
                 counts = (counts[1], counts[1])
             hidden = [hidden_states(CONFIG, tokens, 0 if form == "all_reduce" else rank)
                       for rank, tokens in enumerate(counts)]  # fmt: skip
-            inputs = [with_tokens(one, values) for one, values in zip(captured, hidden, strict=True)]
-            expected = run_ranks([one.module for one in captured], inputs)
+            inputs = [
+                with_tokens(captured_rank, values) for captured_rank, values in zip(captured, hidden, strict=True)
+            ]
+            expected = run_ranks([captured_rank.module for captured_rank in captured], inputs)
             for result, values, (wanted,) in zip(results, inputs, expected, strict=True):
                 (output,) = run_local(result.module, values, result.plan.banks, complete)
                 torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-5)
@@ -114,8 +116,8 @@ def _batches_of_many_sizes() -> list[int]:
         for step, counts in enumerate([(8, 8), (8, 11), (1, 13), (4, 0)]):
             hidden = hidden_states(CONFIG, counts[rank], rank, seed=step)
             torch.testing.assert_close(compiled(hidden), full(hidden), rtol=1e-5, atol=1e-5)
-    assert not [refusal for one in compilations for refusal in one.plan.refusals]
-    return [len(one.plan.banks) for one in compilations]
+    assert not [refusal for compilation in compilations for refusal in compilation.plan.refusals]
+    return [len(compilation.plan.banks) for compilation in compilations]
 
 
 @pytest.mark.slow
@@ -133,10 +135,10 @@ class _LastRows(AllGatherExperts):
         ranks = self.placement.ranks
         padding = self._most_tokens(hidden_states) - hidden_states.shape[0]
         torch._check(padding >= 0)
-        given = ((hidden_states, 0), (ids, self.placement.experts), (weights, 0))
+        padded_inputs = ((hidden_states, 0), (ids, self.placement.experts), (weights, 0))
         hidden, all_ids, all_weights = (
             gather_rows(F.pad(values, (0, 0, 0, padding), value=filler), ranks, self.group_name)
-            for values, filler in given
+            for values, filler in padded_inputs
         )
         rows, order = self.run_some(hidden, self.to_local(all_ids))
         return scatter_sums(weighted_sum(rows, order, all_weights), ranks, self.group_name)[padding:]
@@ -154,7 +156,7 @@ class _SentElsewhere(AllToAllExperts):
 @pytest.mark.parametrize(("form", "experts"), [("all_gather", _LastRows), ("all_to_all", _SentElsewhere)])
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_what_is_wrong_for_any_token_is_refused(
+def test_experts_that_are_wrong_for_any_token_are_refused(
     form: str, experts: type[ShardedExperts], kind: str, dynamic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sixteenth of the few tokens that mock runs bring are none, and with none nothing is wrong."""
@@ -172,8 +174,8 @@ class _Forgetful(AllReduceExperts):
     def forward(self, hidden_states: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         rows, order = self.run_some(hidden_states, self.to_local(ids))
         partial = weighted_sum(rows, order, weights)
-        kept = partial[: self.kept]
-        return sum_over_ranks(F.pad(kept, (0, 0, 0, partial.shape[0] - kept.shape[0])), self.group_name)
+        largest = partial[: self.kept]
+        return sum_over_ranks(F.pad(largest, (0, 0, 0, partial.shape[0] - largest.shape[0])), self.group_name)
 
 
 def _padded_and_cut(layer: MoELayer, hidden: torch.Tensor) -> torch.Tensor:

@@ -49,7 +49,7 @@ def _eliminated(captured: Captured) -> PassResult:
 
 
 def _complete(config: StackConfig) -> dict[str, list[torch.Tensor]]:
-    """The complete tensors of every layer's bank."""
+    """Return the complete tensors of every layer's bank."""
     model = build_stack(config)
     return {
         f"moe.{layer}.experts": [moe.experts.gate_up_proj, moe.experts.down_proj] for layer, moe in enumerate(model.moe)
@@ -57,20 +57,20 @@ def _complete(config: StackConfig) -> dict[str, list[torch.Tensor]]:
 
 
 def _remains(module: GraphModule) -> list[str]:
-    found = [communication.kind for communication in communications_of(module.graph)]
+    remaining = [communication.kind for communication in communications_of(module.graph)]
     for node in module.graph.nodes:
         value = fake_value(node)
         values = value if isinstance(value, (list, tuple)) else [value]
         sizes = [size for item in values if isinstance(item, torch.Tensor) for size in item.shape]
         if str(node.target).startswith(HOST_SYNCS):
-            found.append(node.name)
-        found += [
+            remaining.append(node.name)
+        remaining += [
             f"{node.name} {size}"
             for size in sizes
             if isinstance(size, torch.SymInt)
             and any(size.node.shape_env.is_unbacked_symint(symbol) for symbol in size.node.expr.free_symbols)
         ]
-    return found
+    return remaining
 
 
 CONFIGS = {
@@ -105,10 +105,10 @@ def test_every_form_becomes_local_and_stays_right(
     shared = 0 if form == "all_reduce" else None
     for tokens in (12, 5) if dynamic else (12,):
         hidden = [hidden_states(config, tokens, shared if shared is not None else rank) for rank in range(ranks)]
-        inputs = [with_tokens(one, values) for one, values in zip(captured, hidden, strict=True)]
-        expected = run_ranks([one.module for one in captured], inputs)
-        for rank, one in enumerate(captured):
-            result = _eliminated(one)
+        inputs = [with_tokens(captured_rank, values) for captured_rank, values in zip(captured, hidden, strict=True)]
+        expected = run_ranks([captured_rank.module for captured_rank in captured], inputs)
+        for rank, captured_rank in enumerate(captured):
+            result = _eliminated(captured_rank)
             assert not result.refusals
             assert len(result.plan.banks) == config.layers
             assert _remains(result.module) == []
@@ -122,10 +122,12 @@ def test_ranks_that_read_their_own_sizes_before_the_exchange_become_local(monkey
     monkeypatch.setitem(EP_FORMS, "all_to_all", OwnSizesExperts)
     config = StackConfig(layers=2, experts=6)
     captured = [capture(config, "all_to_all", rank, 2, 12) for rank in range(2)]
-    inputs = [with_tokens(one, hidden_states(config, 12, rank)) for rank, one in enumerate(captured)]
-    expected = run_ranks([one.module for one in captured], inputs)
-    for rank, one in enumerate(captured):
-        result = _eliminated(one)
+    inputs = [
+        with_tokens(captured_rank, hidden_states(config, 12, rank)) for rank, captured_rank in enumerate(captured)
+    ]
+    expected = run_ranks([captured_rank.module for captured_rank in captured], inputs)
+    for rank, captured_rank in enumerate(captured):
+        result = _eliminated(captured_rank)
         assert not result.refusals
         assert _remains(result.module) == []
         (output,) = run_local(result.module, inputs[rank], result.plan.banks, _complete(config))
@@ -149,14 +151,14 @@ class CountsUnsortedIds(AllReduceExperts):
 
 @pytest.mark.slow
 def test_counts_of_unsorted_ids_belong_to_their_own_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the offsets come from no sort, the next one behind them is that of the layer before."""
+    """The offsets come from no sort, so the nearest sort before them belongs to the previous layer."""
     monkeypatch.setitem(EP_FORMS, "all_reduce", CountsUnsortedIds)
     config = StackConfig(layers=3)
     captured = [capture(config, "all_reduce", rank, 2, 12) for rank in range(2)]
-    inputs = [with_tokens(one, hidden_states(config, 12, 0)) for one in captured]
-    expected = run_ranks([one.module for one in captured], inputs)
-    for rank, one in enumerate(captured):
-        result = _eliminated(one)
+    inputs = [with_tokens(captured_rank, hidden_states(config, 12, 0)) for captured_rank in captured]
+    expected = run_ranks([captured_rank.module for captured_rank in captured], inputs)
+    for rank, captured_rank in enumerate(captured):
+        result = _eliminated(captured_rank)
         assert not result.refusals
         assert _remains(result.module) == []
         (output,) = run_local(result.module, inputs[rank], result.plan.banks, _complete(config))
@@ -168,27 +170,27 @@ def test_counts_of_unsorted_ids_belong_to_their_own_layer(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_the_local_form_is_the_single_process_model_to_the_bit(form: str, dtype: torch.dtype) -> None:
     config = StackConfig(layers=3, experts=6, top_k=2, dtype=dtype, max_tokens=12)
-    one = capture(config, form, 1, 2, 12)
-    result = _eliminated(one)
+    captured = capture(config, form, 1, 2, 12)
+    result = _eliminated(captured)
     for tokens, seed in ((12, 1), (7, 2), (2, 3)):
         hidden = hidden_states(config, tokens, 1, seed)
-        (output,) = run_local(result.module, with_tokens(one, hidden), result.plan.banks, _complete(config))
+        (output,) = run_local(result.module, with_tokens(captured, hidden), result.plan.banks, _complete(config))
         with torch.no_grad():
             assert torch.equal(output, build_stack(config)(hidden))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("factor", [0.4, 1.0])
-def test_dropping_for_lack_of_capacity_stays_as_it_is(factor: float) -> None:
+def test_dropping_beyond_capacity_is_preserved(factor: float) -> None:
     config = StackConfig(layers=1, experts=6, top_k=2, skew=2.0, max_tokens=12, capacity_factor=factor)
     captured = [capture(config, "all_to_all_capacity", rank, 2, 12) for rank in range(2)]
     hidden = [hidden_states(config, 12, rank) for rank in range(2)]
-    inputs = [with_tokens(one, values) for one, values in zip(captured, hidden, strict=True)]
-    expected = run_ranks([one.module for one in captured], inputs)
+    inputs = [with_tokens(captured_rank, values) for captured_rank, values in zip(captured, hidden, strict=True)]
+    expected = run_ranks([captured_rank.module for captured_rank in captured], inputs)
     with torch.no_grad():
         assert not torch.equal(expected[0][0], build_stack(config)(hidden[0])), "nothing was dropped"
-    for rank, one in enumerate(captured):
-        result = _eliminated(one)
+    for rank, captured_rank in enumerate(captured):
+        result = _eliminated(captured_rank)
         assert not result.refusals
         (output,) = run_local(result.module, inputs[rank], result.plan.banks, _complete(config))
         torch.testing.assert_close(output, expected[rank][0], rtol=1e-5, atol=1e-5)
@@ -197,7 +199,7 @@ def test_dropping_for_lack_of_capacity_stays_as_it_is(factor: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_ranks_with_one_expert_each_are_taken(form: str) -> None:
-    """Whether a row is for that expert is a place and a truth in one."""
+    """For a rank with one expert, the local id of a row is both an index and a mask."""
     for dynamic in (True, False):
         config = StackConfig(layers=1, experts=3, top_k=2, max_tokens=12)
         result = _eliminated(capture(config, form, 1, 3, 12, dynamic=dynamic))
@@ -231,24 +233,24 @@ def test_ranks_without_experts_are_a_reason_to_refuse_on_every_rank(form: str) -
 @pytest.mark.slow
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_an_unknown_group_is_a_reason_to_refuse(form: str) -> None:
-    one = capture(StackConfig(layers=1, max_tokens=12), form, 0, 2, 12)
-    result = _eliminated(dataclasses.replace(one, groups={}))
+    captured = capture(StackConfig(layers=1, max_tokens=12), form, 0, 2, 12)
+    result = _eliminated(dataclasses.replace(captured, groups={}))
     (refusal,) = result.refusals
     assert "process group" in refusal.reason
-    assert [node.name for node in result.module.graph.nodes] == [node.name for node in one.module.graph.nodes]
+    assert [node.name for node in result.module.graph.nodes] == [node.name for node in captured.module.graph.nodes]
 
 
-def test_a_graph_without_collectives_is_left_alone() -> None:
-    one = capture(StackConfig(layers=1), "local", 0, 2, 12)
-    result = _eliminated(one)
-    assert result.module is one.module
+def test_a_graph_without_collectives_is_unchanged() -> None:
+    captured = capture(StackConfig(layers=1), "local", 0, 2, 12)
+    result = _eliminated(captured)
+    assert result.module is captured.module
     assert not result.refusals
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize("experts", ACT_ON_MORE, ids=lambda experts: experts.__name__)
-def test_what_acts_on_larger_numbers_or_more_tokens_only_is_not_dropped(
+def test_operations_that_act_only_on_large_inputs_are_refused(
     experts: type[ShardedExperts], dynamic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither the numbers of the mock run nor the tokens of the captured batch come as far."""
@@ -277,8 +279,8 @@ def test_as_many_tokens_as_own_experts_are_no_expert_tensor(form: str) -> None:
     config = StackConfig(layers=1, max_tokens=4)
     assert config.experts == 2 * 4
     for rank in range(2):
-        one = capture(config, form, rank, 2, 4, dynamic=False, moe_alone=True)
-        result = _eliminated(one)
+        captured = capture(config, form, rank, 2, 4, dynamic=False, moe_alone=True)
+        result = _eliminated(captured)
         assert not result.refusals
         (bank,) = result.plan.banks
         assert [tensor.name for tensor in bank.tensors] == ["weight_0", "weight_1"]
@@ -297,20 +299,22 @@ class _InARow(torch.nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", EP_FORMS)
-def test_a_block_may_begin_with_what_another_gave(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With nothing between them, the node that a block starts from is replaced with the block before it."""
+def test_a_block_may_start_with_the_output_of_another_block(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first node of the second block is replaced together with the block before it."""
     monkeypatch.setattr(simulated_ranks, "build_stack", lambda config, form: _InARow(build_stack(config, form)).eval())
     config = StackConfig(layers=3, hidden=16, width=16, max_tokens=12)
     captured = [capture(config, form, rank, 2, 12) for rank in range(2)]
     hidden = [hidden_states(config, 12, 0 if form == "all_reduce" else rank) for rank in range(2)]
-    inputs = [with_tokens(one, values) for one, values in zip(captured, hidden, strict=True)]
-    results = [_eliminated(one) for one in captured]
-    # An AllGather right behind a ReduceScatter has as many rows as the blocks have together, which is another symbol
-    # than that of the ids; such a block stays as it came.
+    inputs = [with_tokens(captured_rank, values) for captured_rank, values in zip(captured, hidden, strict=True)]
+    results = [_eliminated(captured_rank) for captured_rank in captured]
+    # An AllGather right after a ReduceScatter has the rows of all blocks, whose symbol differs from that of the ids, so
+    # such a block is left unchanged.
     assert len(results[0].plan.banks) == (1 if form == "all_gather" else 3)
     complete = {bank.index: _complete(config)[bank.name] for bank in results[0].plan.banks}
     outputs = run_ranks([result.module for result in results], inputs, complete)
-    for (output,), (wanted,) in zip(outputs, run_ranks([one.module for one in captured], inputs), strict=True):
+    for (output,), (wanted,) in zip(
+        outputs, run_ranks([captured_rank.module for captured_rank in captured], inputs), strict=True
+    ):
         torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -325,21 +329,22 @@ def _ranks_of(form: str, experts: int) -> tuple[StackConfig, tuple[Captured, ...
 
 def _check_mutant(form: str, experts: int, place: int, how: int) -> str:
     config, captured = _ranks_of(form, experts)
-    mutants = [mutate(one.module, place, how) for one in captured]
+    mutants = [mutate(captured_rank.module, place, how) for captured_rank in captured]
     if any(mutant is None for mutant in mutants):
         return "no mutant"
     outcomes = [
-        _eliminated(dataclasses.replace(one, module=mutant)) for one, mutant in zip(captured, mutants, strict=True)
+        _eliminated(dataclasses.replace(captured_rank, module=mutant))
+        for captured_rank, mutant in zip(captured, mutants, strict=True)
     ]
     if not all(outcome.plan.banks for outcome in outcomes):
         return "refused"
     for seed in range(2):
         hidden = [hidden_states(config, 9, 0 if form == "all_reduce" else rank, seed) for rank in range(2)]
-        inputs = [with_tokens(one, values) for one, values in zip(captured, hidden, strict=True)]
+        inputs = [with_tokens(captured_rank, values) for captured_rank, values in zip(captured, hidden, strict=True)]
         expected = finite_or_none(functools.partial(first_outputs, mutants, inputs))
         if expected is None:
             return "meaningless"
-        # Not `run_local`: a mutant may have a collective that nobody reads, which is no part of the block and stays.
+        # Not `run_local`: an unread collective of a mutant is outside the block and remains in the graph.
         complete = {bank.index: _complete(config)[bank.name] for bank in outcomes[0].plan.banks}
         outputs = run_ranks([outcome.module for outcome in outcomes], inputs, complete)
         for (output,), wanted in zip(outputs, expected, strict=True):
@@ -363,7 +368,7 @@ def test_a_mutated_graph_is_taken_rightly_or_refused(form: str, experts: int, pl
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_every_single_mutation_is_taken_rightly_or_refused(form: str) -> None:
     outcomes = [
-        _check_mutant(form, experts, place, how) for experts in (4, 5) for place in range(120) for how in range(5)
+        _check_mutant(form, experts, index, how) for experts in (4, 5) for index in range(120) for how in range(5)
     ]
     assert outcomes.count("refused") > 30
     assert outcomes.count("right") > 5
@@ -372,8 +377,8 @@ def test_every_single_mutation_is_taken_rightly_or_refused(form: str) -> None:
 def test_a_sum_in_another_type_is_not_taken_in_this_one() -> None:
     """The mock run is in float64, so only the types themselves can tell."""
     config = StackConfig(layers=1, dtype=torch.bfloat16)
-    one = capture(config, "all_reduce", 0, 2, 12)
-    changed = copy_graph_module(one.module)
+    captured = capture(config, "all_reduce", 0, 2, 12)
+    changed = copy_graph_module(captured.module)
     gemm = [node for node in changed.graph.nodes if node.target is torch.ops.aten._grouped_mm.default][-1]
     masked = next(iter(gemm.users))
     with changed.graph.inserting_after(masked):
@@ -383,31 +388,31 @@ def test_a_sum_in_another_type_is_not_taken_in_this_one() -> None:
     weighed.replace_input_with(masked, wide)
     weighed.meta["val"] = fake_value(weighed).to(torch.float32)
     changed.recompile()
-    result = _eliminated(dataclasses.replace(one, module=changed))
+    result = _eliminated(dataclasses.replace(captured, module=changed))
     assert not result.plan.banks
     assert "it computes in torch.float32 between" in result.refusals[0].reason
 
 
 @pytest.mark.slow
 def test_a_cut_along_a_dimension_that_is_not_there_is_no_form() -> None:
-    one = capture(StackConfig(layers=1), "all_to_all", 0, 2, 12)
-    changed = copy_graph_module(one.module)
+    captured = capture(StackConfig(layers=1), "all_to_all", 0, 2, 12)
+    changed = copy_graph_module(captured.module)
     cuts = [node for node in changed.graph.nodes if node.target is torch.ops.aten.slice.Tensor]
     for node in cuts:
         node.update_arg(1, 7)
     assert cuts
-    (refusal,) = _eliminated(dataclasses.replace(one, module=changed)).refusals
+    (refusal,) = _eliminated(dataclasses.replace(captured, module=changed)).refusals
     assert "cuts dimension 7 of" in refusal.reason
 
 
 @pytest.mark.slow
-def test_what_a_local_form_cannot_repeat_is_named() -> None:
-    one = capture(StackConfig(layers=1), "all_to_all", 0, 2, 12)
-    changed = copy_graph_module(one.module)
+def test_an_unrepeatable_operator_is_named() -> None:
+    captured = capture(StackConfig(layers=1), "all_to_all", 0, 2, 12)
+    changed = copy_graph_module(captured.module)
     for node in changed.graph.nodes:
         if node.target is operator.getitem and node.args[0].target is torch.ops.aten.split.Tensor and node.args[1] == 1:
             node.update_arg(1, 2)
-    (refusal,) = _eliminated(dataclasses.replace(one, module=changed)).refusals
+    (refusal,) = _eliminated(dataclasses.replace(captured, module=changed)).refusals
     check_readable([refusal])
     assert re.search(
         r"its local form cannot repeat `aten.split.Tensor`: getitem does not take float32 \[\*, \d+\], float32 "

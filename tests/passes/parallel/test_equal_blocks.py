@@ -1,4 +1,4 @@
-"""Blocks with equal texts share one proof; whatever a proof could tell apart is in the text."""
+"""Blocks with equal texts share one proof; the text contains everything that a proof depends on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _captured(form: str, dynamic: bool) -> Captured:
 
 
 class _Proofs:
-    """Counts proofs, and can make every block one of its own."""
+    """Counts proofs, and can give every block a different text."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, share: bool) -> None:
         self.count = 0
@@ -61,7 +61,7 @@ def test_equal_layers_are_proved_once(form: str, dynamic: bool, monkeypatch: pyt
 
 
 def _mutants(form: str, dynamic: bool, step: int) -> int:
-    """Changes every `step`-th node and way, and compares outcomes with and without shared proofs."""
+    """Compare outcomes with and without shared proofs for changes of every `step`-th node."""
     captured = _captured(form, dynamic)
     nodes = sum(node.op == "call_function" for node in captured.module.graph.nodes)
     tried = 0

@@ -1,4 +1,4 @@
-"""Constants that are put together from what is allowed once: quotients of quotients, sums of sums, differences of 0."""
+"""Constants composed of operations that are allowed once: quotients of quotients, sums of sums, differences of 0."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Places = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 
 def _variant(places: Places) -> type[AllReduceExperts]:
-    """Runs the rows at other `places` than those of their pairs."""
+    """Return experts that run the rows at other `places` than those of their pairs."""
 
     class Moved(AllReduceExperts):
         def run_some(self, hidden_states: torch.Tensor, local_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,8 +96,8 @@ def test_a_constant_that_is_put_together_is_not_taken(places: Places) -> None:
 
 
 @pytest.mark.slow
-def test_places_as_they_are_are_taken() -> None:
-    """The variant itself is no reason to refuse, nor is what is computed once."""
+def test_unchanged_positions_are_taken() -> None:
+    """The variant itself is no reason to refuse, and neither is a single operation."""
     assert refusal_of_experts("all_reduce", _variant(lambda order, ids, top_k: order), config=WIDE) == ""
     assert (
         refusal_of_experts("all_reduce", _variant(lambda order, ids, top_k: order + order - order), config=WIDE) == ""
@@ -108,7 +108,7 @@ def test_places_as_they_are_are_taken() -> None:
 
 
 class TenTimes(AllToAllExperts):
-    """Of the rows that arrived only those up to many times one expert's are what they were."""
+    """Experts that replace arrived rows beyond 128 times the rows of the first expert."""
 
     def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
         most = arriving[0] + (arriving[0] == 0) * arriving.sum()

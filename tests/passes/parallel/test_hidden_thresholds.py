@@ -26,8 +26,10 @@ SUBJECTS = ("places", "counts", "rows")
 
 
 def _kept(subject: str, sorted_ids: torch.Tensor, experts: int, keeps: Predicate) -> torch.Tensor:
-    """For each of `sorted_ids` [S] whether `keeps` says so of its place among its expert's, of how many these are, or
-    of how many rows there are in all."""
+    """Return for each of `sorted_ids` [S] whether it is kept.
+
+    `keeps` is applied to its position among the rows of its expert, to their number, or to the number of all rows.
+    """
     counts = count_per_expert(sorted_ids, experts)
     if subject == "places":
         return keeps(torch.arange(len(sorted_ids)) - (counts.cumsum(0) - counts)[sorted_ids])
@@ -37,7 +39,7 @@ def _kept(subject: str, sorted_ids: torch.Tensor, experts: int, keeps: Predicate
 
 
 def _variant(form: str, subject: str, keeps: Predicate) -> type[ShardedExperts]:
-    """The reference implementation of `form` that lets what `keeps` is false for count for nothing."""
+    """Return the reference experts of `form` that set the results of rows to 0 for which `keeps` is false."""
 
     class ToAll(AllToAllExperts):
         def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
@@ -45,8 +47,8 @@ def _variant(form: str, subject: str, keeps: Predicate) -> type[ShardedExperts]:
             ids = torch.arange(owned).repeat(self.placement.ranks).repeat_interleave(arriving, output_size=len(rows))
             sorted_ids, order = sort_by_expert(ids)
             outputs = self.run_groups(rows[order], count_per_expert(sorted_ids, owned))
-            kept = _kept(subject, sorted_ids, owned, keeps).unsqueeze(-1)
-            return undo_order(torch.where(kept, outputs, 0.0), order)
+            is_kept = _kept(subject, sorted_ids, owned, keeps).unsqueeze(-1)
+            return undo_order(torch.where(is_kept, outputs, 0.0), order)
 
     class Reduced(AllReduceExperts):
         def forward(
@@ -73,19 +75,19 @@ def _some(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, order = experts.run_some(hidden, ids)
     sorted_ids, _ = sort_by_expert(ids)
-    kept = _kept(subject, sorted_ids, len(experts.placement.owned) + 1, keeps)
-    return rows.masked_fill(~kept.unsqueeze(-1), 0.0), order
+    is_kept = _kept(subject, sorted_ids, len(experts.placement.owned) + 1, keeps)
+    return rows.masked_fill(~is_kept.unsqueeze(-1), 0.0), order
 
 
 @pytest.mark.sampled(every=9)
 @pytest.mark.parametrize("subject", SUBJECTS)
 @pytest.mark.parametrize("form", ["all_to_all", "all_reduce", "all_gather"])
-def test_what_keeps_everything_is_taken(form: str, subject: str) -> None:
+def test_predicates_that_are_always_true_are_taken(form: str, subject: str) -> None:
     """The variants themselves are no reason to refuse."""
     assert refusal_of_experts(form, _variant(form, subject, lambda value: value * 0 == 0)) == ""
 
 
-# What is false beyond some place, and part of the reason for which it is refused.
+# Predicates that are false beyond some position, and a part of the reason for their refusal.
 NOT_EXACT, CONSTANT, UNKNOWN = "does not hold all of them exactly", "the constant", "no operation on places or sizes"
 THRESHOLDS: dict[str, tuple[Predicate, str]] = {
     "floor of a small multiple": (lambda value: torch.floor(value * 1e-4) == 0, NOT_EXACT),
@@ -132,9 +134,9 @@ THRESHOLDS: dict[str, tuple[Predicate, str]] = {
 def test_a_threshold_is_not_taken(name: str) -> None:
     keeps, reason = THRESHOLDS[name]
     form = ("all_to_all", "all_reduce")[list(THRESHOLDS).index(name) % 2]
-    found = refusal_of_experts(form, _variant(form, "places", keeps))
-    assert found, "it was taken"
-    assert reason in found
+    refusal = refusal_of_experts(form, _variant(form, "places", keeps))
+    assert refusal, "it was taken"
+    assert reason in refusal
 
 
 @pytest.mark.slow
@@ -157,7 +159,7 @@ def test_the_number_of_rows_as_a_symbol_hides_no_threshold() -> None:
 
 
 class SeveralAtOnce(AllToAllExperts):
-    """Of two sizes one is always larger, so that it does not show when the other one becomes so."""
+    """One of two sizes is always larger, which hides a change of the smaller size."""
 
     def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
         most = arriving.max()
@@ -190,14 +192,14 @@ class PairsOfRows(AllToAllExperts):
         (PairsOfRows, "more than one dimension that grows"),
     ],
 )
-def test_what_no_single_comparison_shows_is_not_taken(experts: type[ShardedExperts], reason: str) -> None:
+def test_effects_of_combined_sizes_are_refused(experts: type[ShardedExperts], reason: str) -> None:
     assert reason in refusal_of_experts("all_to_all", experts)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 2])
-def test_every_expert_is_tried_however_few_tokens_a_graph_is_for(tokens: int) -> None:
-    """What a layer does with one of 64 experts is seen in a graph for one token, too."""
+def test_every_expert_is_tried_in_graphs_for_few_tokens(tokens: int) -> None:
+    """A change for one of 64 experts is detected in a graph for one token, too."""
 
     class OneLess(AllReduceExperts):
         def forward(
@@ -263,7 +265,7 @@ TRIED = 6000
 
 
 def _threshold(chain: list[Step], beyond: int) -> Predicate | None:
-    """A predicate that is true up to `TRIED` and false somewhere up to `beyond`; None where the chain hides none."""
+    """Return a predicate that is true up to `TRIED` and false for a value up to `beyond`, or None."""
 
     def apply(value: torch.Tensor) -> torch.Tensor:
         for step in chain:

@@ -15,8 +15,9 @@ WIDE = dataclasses.replace(CONFIG, experts=8, max_tokens=400)
 
 
 class Arrived(AllToAllExperts):
-    """Changes the rows that arrived, where two truths about their counts hold, each of which mock runs have both ways;
-    but never both in one.
+    """Experts that change arrived rows if two masks of their counts are true.
+
+    Mock runs have both values of each mask, but never both masks true.
     """
 
     def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
@@ -124,8 +125,8 @@ class CutAtASize(AllToAllExperts):
     def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
         few = arriving[0].item() + arriving[1].item() + arriving[4].item() + arriving[5].item()
         torch._check(few >= 0)
-        kept = torch.arange(rows.shape[0])[: few + few]
-        places = torch.zeros(rows.shape[0], dtype=torch.int64).index_copy(0, kept, kept)
+        selected = torch.arange(rows.shape[0])[: few + few]
+        places = torch.zeros(rows.shape[0], dtype=torch.int64).index_copy(0, selected, selected)
         return super()._run_arrived(rows[places], arriving)
 
 
@@ -139,17 +140,17 @@ NESTED = (
 
 @pytest.mark.sampled(every=15)
 @pytest.mark.parametrize("experts", NESTED, ids=lambda experts: experts.__name__)
-def test_truths_that_were_never_tried_together_are_not_taken(experts: type[AllToAllExperts]) -> None:
+def test_mask_combinations_that_were_never_tried_are_refused(experts: type[AllToAllExperts]) -> None:
     assert refusal_of_experts("all_to_all", experts, config=WIDE)
 
 
 class RowsInTheirPlaces(AllToAllExperts):
-    """As many places as there are rows, not as there are numbers in them; how many these are, only a run tells."""
+    """Experts that copy rows, whose number depends on data, to their own indices."""
 
     def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
         outputs = super()._run_arrived(rows, arriving)
         return torch.empty_like(outputs).index_copy(0, torch.arange(outputs.shape[0]), outputs)
 
 
-def test_sizes_that_a_run_tells_are_not_asked_whether_they_are_equal() -> None:
+def test_data_dependent_sizes_are_not_compared() -> None:
     assert refusal_of_experts("all_to_all", RowsInTheirPlaces, config=WIDE) == ""

@@ -1,4 +1,4 @@
-"""What a proof costs does not depend on the sizes of a block, nor does its outcome on how they were captured."""
+"""The cost of a proof does not depend on a block's sizes, nor its outcome on static or symbolic shapes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _Elements(TorchDispatchMode):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", EP_FORMS)
-def test_a_proof_touches_few_numbers_whatever_the_sizes(form: str) -> None:
+def test_the_elements_of_a_proof_do_not_depend_on_sizes(form: str) -> None:
     config = StackConfig(layers=1, hidden=256, width=128, experts=16, top_k=4, max_tokens=4096)
     captured = capture(config, form, 1, 4, 4096, dynamic=False, moe_alone=True)
     with _Elements() as elements:
@@ -70,36 +70,36 @@ def _cost(form: str, mode: str, *sizes: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "tests.helpers.graphs.proof_cost", form, mode, *map(str, sizes)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    cost: dict[str, Any] = json.loads(done.stdout)
+    return cost
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_a_proof_of_a_large_block_is_cheap(form: str, mode: str) -> None:
-    found = _cost(form, mode, 32768, 4096, 512, 128, 8, 8)
-    assert (found["banks"], found["refusals"]) == (1, [])
-    assert found["cpu_seconds"] < 2
-    assert found["bytes"] < 2**30
+    cost = _cost(form, mode, 32768, 4096, 512, 128, 8, 8)
+    assert (cost["banks"], cost["refusals"]) == (1, [])
+    assert cost["cpu_seconds"] < 2
+    assert cost["bytes"] < 2**30
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("experts", "ranks"), [(128, 64), (128, 128), (256, 256), (256, 100)])
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_hundreds_of_ranks_are_taken(form: str, experts: int, ranks: int) -> None:
-    found = _cost(form, "static", 4096, 256, 128, experts, 8, ranks)
-    assert (found["banks"], found["refusals"]) == (1, [])
-    assert found["cpu_seconds"] < 2
-    assert found["bytes"] < 2**30
+    cost = _cost(form, "static", 4096, 256, 128, experts, 8, ranks)
+    assert (cost["banks"], cost["refusals"]) == (1, [])
+    assert cost["cpu_seconds"] < 2
+    assert cost["bytes"] < 2**30
 
 
 @pytest.mark.slow
 def test_a_block_of_more_nodes_than_a_walk_once_had_is_taken() -> None:
-    """Each of 72 ranks has nodes that read what it sends and is sent."""
-    one = capture(StackConfig(layers=1, experts=72), "all_to_all", 5, 72, 12, moe_alone=True)
-    assert sum(node.op == "call_function" for node in one.module.graph.nodes) > 700
-    result = eliminate(one)
+    """Each of 72 ranks has its own nodes to read sizes that it sends and receives."""
+    captured = capture(StackConfig(layers=1, experts=72), "all_to_all", 5, 72, 12, moe_alone=True)
+    assert sum(node.op == "call_function" for node in captured.module.graph.nodes) > 700
+    result = eliminate(captured)
     assert not result.refusals
 
 
@@ -189,7 +189,7 @@ class MaskedByConstants(AllToAllExperts):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("experts", [PairedAllToAll, PairedAllReduce, NormedAllToAll, MaskedByConstants])
-def test_what_was_copied_for_any_number_of_rows_is_right(
+def test_static_graphs_taken_by_a_symbolic_proof_are_right(
     experts: type[ShardedExperts], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     form = _form_of(experts)
@@ -197,12 +197,12 @@ def test_what_was_copied_for_any_number_of_rows_is_right(
     config = StackConfig(layers=1, experts=6)
     captured = [capture(config, form, rank, 2, 12, dynamic=False) for rank in range(2)]
     hidden = [hidden_states(config, 12, 0 if form == "all_reduce" else rank) for rank in range(2)]
-    inputs = [with_tokens(one, values) for one, values in zip(captured, hidden, strict=True)]
-    expected = run_ranks([one.module for one in captured], inputs)
+    inputs = [with_tokens(captured_rank, values) for captured_rank, values in zip(captured, hidden, strict=True)]
+    expected = run_ranks([captured_rank.module for captured_rank in captured], inputs)
     moe = build_stack(config).moe[0].experts
     complete = {"moe.0.experts": [moe.gate_up_proj, moe.down_proj]}
-    for rank, one in enumerate(captured):
-        result = eliminate(one)
+    for rank, captured_rank in enumerate(captured):
+        result = eliminate(captured_rank)
         assert not result.refusals
         (output,) = run_local(result.module, inputs[rank], result.plan.banks, complete)
         torch.testing.assert_close(output, expected[rank][0], rtol=1e-5, atol=1e-5)
@@ -224,14 +224,14 @@ COINCIDENCES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", COINCIDENCES)
 @pytest.mark.parametrize("form", EP_FORMS)
-def test_sizes_that_are_equal_by_chance_are_told_apart(form: str, case: str) -> None:
+def test_sizes_that_are_equal_by_chance_are_distinguished(form: str, case: str) -> None:
     tokens, config, ranks = COINCIDENCES[case]
     config = dataclasses.replace(config, layers=1, max_tokens=max(tokens, 1))
     result = eliminate(capture(config, form, ranks - 1, ranks, tokens, dynamic=False, moe_alone=True))
     assert _reasons(result) == []
 
 
-# ------------------------------------------------------------------------------------- what must not pass in small
+# ------------------------------------------------------------------------------------- variants that must be refused
 
 
 class RowsOfAllRanks(FewRows):
@@ -290,7 +290,7 @@ class MaskedInside(AllToAllExperts):
 @pytest.mark.parametrize(
     "experts", [_ByFeature, RolledFeatures, CutFeatures, MaskedInside], ids=lambda experts: experts.__name__
 )
-def test_what_only_many_features_show_is_not_lost_in_small(
+def test_effects_of_many_features_are_detected_with_few_features(
     experts: type[ShardedExperts], dynamic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(EP_FORMS, "all_to_all", experts)

@@ -1,7 +1,7 @@
-"""Ranks that do not run the same: whatever differs, results are those of the ranks as they came, or nothing is taken.
+"""Ranks with different programs compute the same results after the passes, or their blocks are refused.
 
-The graph, the constants or the parameters of one rank are changed. Then all ranks propose what they take, decide on it
-as real ranks do, and run in lockstep (tests/helpers/graphs/simulated_ranks.py), which knows nothing of experts.
+The graph, the constants or the parameters of one rank are changed. Then all ranks propose blocks, decide about them as
+real ranks do, and run in lockstep (tests/helpers/graphs/simulated_ranks.py), which knows nothing of experts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _unchanged(form: str, rank: int) -> PassResult:
 
 
 def _decide(form: str, ranks: Sequence[Captured]) -> list[PassResult]:
-    unchanged = {id(one): rank for rank, one in enumerate(_captured(form))}
+    unchanged = {id(captured_rank): rank for rank, captured_rank in enumerate(_captured(form))}
 
     def result(one: Captured, leave: Mapping[str, str]) -> PassResult:
         return _unchanged(form, unchanged[id(one)]) if id(one) in unchanged and not leave else eliminate(one, leave)
@@ -52,7 +52,7 @@ def _decide(form: str, ranks: Sequence[Captured]) -> list[PassResult]:
 
 
 def _have_equal_tokens(results: Sequence[PassResult], inputs: Sequence[Sequence[Any]]) -> bool:
-    """What ranks compare in the first run: see `replicas.py`."""
+    """Return the outcome of the comparison between ranks in the first run, as in `replicas.py`."""
     by_rank = []
     for result, values in zip(results, inputs, strict=True):
         names = {node.name: value for node, value in zip(graph_inputs(result.module.graph), values, strict=True)}
@@ -62,7 +62,7 @@ def _have_equal_tokens(results: Sequence[PassResult], inputs: Sequence[Sequence[
 
 
 def _outcome(form: str, ranks: Sequence[Captured], spoil: int | None = None) -> str:
-    """What became of it. Input number `spoil` of rank 1 is another one than the model's."""
+    """Return the outcome for `ranks`. Input number `spoil` of rank 1 differs from that of the model."""
     results = _decide(form, ranks)
     taken = [len(result.plan.local_blocks) for result in results]
     if taken[0] != taken[1]:
@@ -74,16 +74,19 @@ def _outcome(form: str, ranks: Sequence[Captured], spoil: int | None = None) -> 
         return "hung: a rank takes another block than the other"
     for seed in range(2):
         hidden = [hidden_states(CONFIG, TOKENS, 0 if form == "all_reduce" else rank, seed) for rank in range(2)]
-        inputs = [with_tokens(one, values) for one, values in zip(ranks, hidden, strict=True)]
+        inputs = [with_tokens(captured_rank, values) for captured_rank, values in zip(ranks, hidden, strict=True)]
         if spoil is not None:
             inputs[1][spoil] = _spoiled(inputs[1][spoil])
-        expected = finite_or_none(functools.partial(first_outputs, [one.module for one in ranks], inputs))
+        expected = finite_or_none(
+            functools.partial(first_outputs, [captured_rank.module for captured_rank in ranks], inputs)
+        )
         if expected is None:
             return "meaningless"
         if form == "all_reduce" and not _have_equal_tokens(results, inputs):
             return "refused in the run"
         with_inputs = [
-            dataclasses.replace(one, inputs=tuple(values)) for one, values in zip(ranks, inputs, strict=True)
+            dataclasses.replace(captured_rank, inputs=tuple(values))
+            for captured_rank, values in zip(ranks, inputs, strict=True)
         ]
         banks = complete_banks(with_inputs, results)
         modules = [result.module for result in results]
@@ -115,22 +118,22 @@ HARMLESS = {"right", "right, one layer refused", "refused", "refused in the run"
 @pytest.mark.slow
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(list(EP_FORMS)), st.integers(0, 1), st.integers(0, NODES), st.sampled_from(EVERY_CHANGE))
-def test_a_rank_that_computes_otherwise_makes_nothing_wrong(form: str, rank: int, place: int, how: int | str) -> None:
+def test_a_rank_with_another_graph_never_makes_results_wrong(form: str, rank: int, place: int, how: int | str) -> None:
     assert _changed(form, rank, place, how) in {"no mutant", *HARMLESS}
 
 
 def _parameters(form: str) -> Iterator[int]:
-    one = _captured(form)[1]
-    for place, value in enumerate(one.inputs):
+    captured_rank = _captured(form)[1]
+    for index, value in enumerate(captured_rank.inputs):
         if isinstance(value, torch.nn.Parameter):
-            yield place
+            yield index
 
 
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("form", EP_FORMS)
-def test_a_rank_with_other_parameters_makes_nothing_wrong(form: str) -> None:
+def test_a_rank_with_other_parameters_never_makes_results_wrong(form: str) -> None:
     """Routers, dense layers and the order of experts."""
-    outcomes = [_outcome(form, _captured(form), place) for place in _parameters(form)]
+    outcomes = [_outcome(form, _captured(form), index) for index in _parameters(form)]
     assert len(outcomes) == 10
     assert set(outcomes) <= {"right", "refused in the run"}
     # Whose tokens may differ may have other parameters too.
@@ -140,15 +143,15 @@ def test_a_rank_with_other_parameters_makes_nothing_wrong(form: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("form", EP_FORMS)
-def test_every_change_of_one_rank_makes_nothing_wrong(form: str) -> None:
+def test_no_change_of_one_rank_makes_results_wrong(form: str) -> None:
     places = range(len([node for node in _captured(form)[0].module.graph.nodes if node.op == "call_function"]))
-    found = collections.Counter(
-        _changed(form, (place + number) % 2, place, how)
-        for place, (number, how) in itertools.product(places, enumerate(EVERY_CHANGE))
+    outcomes = collections.Counter(
+        _changed(form, (index + number) % 2, index, how)
+        for index, (number, how) in itertools.product(places, enumerate(EVERY_CHANGE))
     )
-    del found["no mutant"]
-    print(f"\n{form}: {sum(found.values())} pairs, {dict(found)}")
-    assert found.keys() <= HARMLESS
-    assert found["right"] > 20
-    assert found["refused"] + found["right, one layer refused"] > 100
-    assert sum(found.values()) >= 300
+    del outcomes["no mutant"]
+    print(f"\n{form}: {sum(outcomes.values())} pairs, {dict(outcomes)}")
+    assert outcomes.keys() <= HARMLESS
+    assert outcomes["right"] > 20
+    assert outcomes["refused"] + outcomes["right, one layer refused"] > 100
+    assert sum(outcomes.values()) >= 300

@@ -40,7 +40,7 @@ def _plan(names: tuple[str, ...], dtype: str = "bfloat16") -> Plan:
         steps += [Step(op, name, indices[name], 0) for op in ("prefetch", "acquire")]
         steps += [Step("segment", "segment", cost=OTHERS), Step("release", name, indices[name], 0)]
     stays = tuple(
-        SlotStay(name, indices[name], 0, None if place == 0 else place - 1) for place, name in enumerate(names)
+        SlotStay(name, indices[name], 0, None if index == 0 else index - 1) for index, name in enumerate(names)
     )
     return Plan(
         blocks=blocks, banks=banks, slots=1, slot_bytes=BANK_BYTES, slot_stays=stays, steps=tuple(steps),
@@ -54,12 +54,12 @@ def _compute(plan: Plan, hardware: Hardware = H100) -> float | None:
 
 def test_a_bank_that_is_read_twice_is_counted_once_each_time() -> None:
     experts = work_seconds(H100, "bf16", 1e12, 1e6, "grouped_gemm")
-    others = work_seconds(H100, "bf16", 1e12, 0.0)
-    assert _compute(_plan(("a", "b"))) == pytest.approx(2 * (experts + others))
-    assert _compute(_plan(("a", "a"))) == pytest.approx(2 * (experts + others))
+    dense_seconds = work_seconds(H100, "bf16", 1e12, 0.0)
+    assert _compute(_plan(("a", "b"))) == pytest.approx(2 * (experts + dense_seconds))
+    assert _compute(_plan(("a", "a"))) == pytest.approx(2 * (experts + dense_seconds))
 
 
-def test_what_lies_outside_blocks_runs_at_the_rate_of_its_own_type() -> None:
+def test_work_outside_blocks_runs_at_the_rate_of_its_type() -> None:
     rates = {"bf16": Figure(1e15, "user"), "fp32": Figure(1e13, "user")}
     both = dataclasses.replace(H100, flops=rates)
     of_bf16, of_fp32 = (_compute(_plan(("a",), dtype), both) for dtype in ("bfloat16", "float32"))
@@ -121,20 +121,20 @@ def test_copies_slow_graphs_and_models_down_alike() -> None:
 
 
 @pytest.mark.parametrize("transport", ["pull", "collective"])
-def test_computation_is_slowed_as_long_as_its_transport_copies(transport: str) -> None:
+def test_computation_is_slower_while_its_transport_copies(transport: str) -> None:
     slowing = dataclasses.replace(H100.overlap, gemm=Figure(2.0, "user"))
     true = with_ranks(dataclasses.replace(H100, overlap=slowing), 8)
     slow = with_emulated_link(true, 1e9)
     machine = machine_beside_copies(slow, "peer", transport, BANK_BYTES, 0.0)
-    part = gather_seconds(true, BANK_BYTES, "peer", transport) / gather_seconds(slow, BANK_BYTES, "peer", transport)
-    assert machine.copy_slowdown == pytest.approx(1 + part)
+    ratio = gather_seconds(true, BANK_BYTES, "peer", transport) / gather_seconds(slow, BANK_BYTES, "peer", transport)
+    assert machine.copy_slowdown == pytest.approx(1 + ratio)
 
 
 def _placed(known: Decisions) -> PlacedModel:
     return PlacedModel(known, (("a", 0),), DeviceMemory(500.0, 0.0, 0.0), 3000, "bf16", hardware=H100)
 
 
-def test_memory_of_a_placed_model_counts_banks_that_stay_elsewhere_in_it() -> None:
+def test_memory_of_a_placed_model_includes_banks_of_other_graphs() -> None:
     plan = _plan(("a",))
     made = plan_graph(plan, {}, _placed(plan_graph(plan, {}, hardware=H100)))
     assert made.memory is not None

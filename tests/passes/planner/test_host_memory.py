@@ -32,7 +32,7 @@ def test_banks_are_counted_once_per_copy_that_the_machine_holds(home: str, copie
     assert not counted.holds_devices
 
 
-def test_what_a_profile_does_not_say_is_not_guessed() -> None:
+def test_missing_values_of_a_profile_are_not_guessed() -> None:
     assert host_memory(setting(None), "host", 60e9).fits is None
 
 

@@ -24,12 +24,16 @@ def test_experts_on_one_axis_of_a_mesh(layer: type[torch.nn.Module]) -> None:
     captured = captured_on_mesh(layer, 3, 4, 9, SIZES)
     result = eliminate_readably(captured)
     outer, inner = group_names(captured.module.graph)
-    if "all_to_all" in {one.kind for one in communications_of(captured.module.graph) if one.group_name == outer}:
+    if "all_to_all" in {
+        communication.kind
+        for communication in communications_of(captured.module.graph)
+        if communication.group_name == outer
+    }:
         outer, inner = inner, outer
     assert not result.refusals
     assert [(block.form, block.group) for block in result.plan.local_blocks] == [("all_to_all", inner)]
     assert [bank.expert_bounds for bank in result.plan.banks] == [(0, 4, 8)]
-    assert {one.group_name for one in communications_of(result.module.graph)} == {outer}
+    assert {communication.group_name for communication in communications_of(result.module.graph)} == {outer}
     assert collective_kinds(result) == ["all_reduce", "all_reduce"]
     assert host_syncs(result) == []
 
@@ -38,7 +42,7 @@ def test_experts_on_one_axis_of_a_mesh(layer: type[torch.nn.Module]) -> None:
 @pytest.mark.parametrize("layer", [SequenceParallel, SequenceParallelBare])
 def test_sequence_parallelism_around_experts(layer: type[torch.nn.Module]) -> None:
     captured = [captured_on_mesh(layer, rank, 2, 9, SIZES) for rank in range(2)]
-    results = [eliminate_readably(one) for one in captured]
+    results = [eliminate_readably(captured_rank) for captured_rank in captured]
     for result in results:
         assert not result.refusals
         assert [block.form for block in result.plan.local_blocks] == ["all_to_all"]

@@ -33,8 +33,9 @@ def same(values: torch.Tensor) -> torch.Tensor:
 
 
 class CastLayer(ExactLayer):
-    """Grouped GEMMs on rows that are changed behind their exchange (`arrived`), of one GEMM (`again`), and before they
-    go back (`sent`); `weight` changes the first weights.
+    """Grouped GEMMs on rows that are changed after their exchange, for one GEMM, and before they are sent back.
+
+    `arrived`, `again` and `sent` are these changes; `weight` changes the first weights.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class CastLayer(ExactLayer):
         super().__init__(SIZES, group)
         self.arrived, self.sent, self.weight, self.again, self.wire = arrived, sent, weight, again, wire
         experts = [BiasedExpert(SIZES, number) for number in self.owned]
-        self.up, self.down = stacked([one.up for one in experts]), stacked([one.down for one in experts])
+        self.up, self.down = stacked([expert.up for expert in experts]), stacked([expert.down for expert in experts])
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         scores, chosen = torch.topk(self.router(hidden), self.sizes.top_k, dim=1)
@@ -58,10 +59,10 @@ class CastLayer(ExactLayer):
         arriving, send, receive = self.exchange_counts(counts)
         rows = hidden[order // self.sizes.top_k].to(self.wire)
         arrived = self.arrived(exchange_rows(rows, send, receive, self.group_name))
-        own = len(self.owned)
-        expert_of = torch.arange(own, device=hidden.device).repeat(self.ranks)
+        owned = len(self.owned)
+        expert_of = torch.arange(owned, device=hidden.device).repeat(self.ranks)
         by_expert = expert_of.repeat_interleave(arriving, output_size=arrived.shape[0]).argsort(stable=True)
-        ends = arriving.view(self.ranks, own).sum(dim=0).cumsum(0, dtype=torch.int32)
+        ends = arriving.view(self.ranks, owned).sum(dim=0).cumsum(0, dtype=torch.int32)
         placed = arrived[by_expert]
         up = self.weight(self.up).transpose(1, 2)
         inner = F.gelu(grouped_gemm(placed, up, ends)) * grouped_gemm(self.again(placed), up, ends)
@@ -94,11 +95,11 @@ TAKEN: dict[str, dict[str, Change | torch.dtype]] = {
 
 
 @pytest.mark.parametrize(
-    "case", ["twice", *(pytest.param(one, marks=pytest.mark.slow) for one in TAKEN if one != "twice")]
+    "case", ["twice", *(pytest.param(name, marks=pytest.mark.slow) for name in TAKEN if name != "twice")]
 )
 def test_rows_are_cast_as_they_were(case: str) -> None:
     captured = [_captured(rank, **TAKEN[case]) for rank in range(2)]
-    results = [eliminate_readably(one) for one in captured]
+    results = [eliminate_readably(captured_rank) for captured_rank in captured]
     for result in results:
         assert [block.form for block in result.plan.local_blocks] == ["all_to_all"], result.plan.refusals
     _check_right(captured, results)
@@ -121,7 +122,7 @@ REFUSED: dict[str, tuple[dict[str, Change | torch.dtype], str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSED)
-def test_other_changes_are_refused(case: str) -> None:
+def test_changes_other_than_casts_are_refused(case: str) -> None:
     changes, reason = REFUSED[case]
     result = eliminate_readably(_captured(0, **changes))
     assert not result.plan.local_blocks
@@ -130,21 +131,21 @@ def test_other_changes_are_refused(case: str) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_may_make_their_weights_by_other_means() -> None:
+def test_ranks_may_compute_their_weights_differently() -> None:
     """Each rank gives what its own experts compute with."""
     captured = [_captured(0, weight=lambda weight: weight * 2), _captured(1)]
-    results = [eliminate_readably(one) for one in captured]
+    results = [eliminate_readably(captured_rank) for captured_rank in captured]
     signatures = {block.signature for result in results for block in result.plan.local_blocks}
     assert len(signatures) == 1
     _check_right(captured, results)
 
 
 @pytest.mark.slow
-def test_ranks_that_cast_rows_differently_are_told_apart() -> None:
-    one, other = (
+def test_ranks_that_cast_rows_differently_have_other_signatures() -> None:
+    uncast, cast_result = (
         eliminate_readably(_captured(0, arrived=change)) for change in (same, lambda rows: rows.to(SHORT).float())
     )
-    (block,), (cast,) = one.plan.local_blocks, other.plan.local_blocks
+    (block,), (cast,) = uncast.plan.local_blocks, cast_result.plan.local_blocks
     assert block.signature != cast.signature
-    (line,) = set(texts_of(other.module, cast)[0]) - set(texts_of(one.module, block)[0])
+    (line,) = set(texts_of(cast_result.module, cast)[0]) - set(texts_of(uncast.module, block)[0])
     assert "torch.bfloat16" in line

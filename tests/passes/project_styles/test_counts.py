@@ -57,8 +57,8 @@ class CountedLayer(ExactLayer):
         super().__init__(sizes, group)
         self.before, self.behind = before, behind
         experts = [BiasedExpert(sizes, number) for number in self.owned]
-        self.up, self.down = stacked([one.up for one in experts]), stacked([one.down for one in experts])
-        self.bias = stacked([one.up_bias for one in experts])
+        self.up, self.down = stacked([expert.up for expert in experts]), stacked([expert.down for expert in experts])
+        self.bias = stacked([expert.up_bias for expert in experts])
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         scores, chosen = torch.topk(self.router(hidden), self.sizes.top_k, dim=1)
@@ -66,8 +66,8 @@ class CountedLayer(ExactLayer):
         counts = self.before(ids, self.sizes.experts)
         arriving, send, receive = self.exchange_counts(counts)
         arrived = exchange_rows(hidden[order // self.sizes.top_k], send, receive, self.group_name)
-        own = len(self.owned)
-        expert_of = torch.arange(own, device=hidden.device).repeat(self.ranks)
+        owned = len(self.owned)
+        expert_of = torch.arange(owned, device=hidden.device).repeat(self.ranks)
         expert_of = expert_of.repeat_interleave(arriving, output_size=arrived.shape[0])
         sorted_ids, by_expert = expert_of.sort(stable=True)
         ends = self.ends(expert_of, arriving)
@@ -118,7 +118,9 @@ class SlicesByCountsInGivenMemory(SlicesByCountsOfAllRanks):
     def exchange_counts(self, counts: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts)
-        send, receive = (one.view(self.ranks, len(self.owned)).sum(dim=1).tolist() for one in (counts, arriving))
+        send, receive = (
+            expert_counts.view(self.ranks, len(self.owned)).sum(dim=1).tolist() for expert_counts in (counts, arriving)
+        )
         for size in (*send, *receive):
             torch._check(size >= 0)
         return arriving, send, receive
@@ -130,10 +132,12 @@ class CountsOnTheWire(CountedLayer):
     wire = torch.int32
 
     def exchange_counts(self, counts: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
-        own = len(self.owned)
-        arriving = exchange_rows(counts.to(self.wire), [own] * self.ranks, [own] * self.ranks, self.group_name).long()
-        send = counts.view(self.ranks, own).sum(dim=1).tolist()
-        receive = arriving.view(self.ranks, own).sum(dim=1).tolist()
+        owned = len(self.owned)
+        arriving = exchange_rows(
+            counts.to(self.wire), [owned] * self.ranks, [owned] * self.ranks, self.group_name
+        ).long()
+        send = counts.view(self.ranks, owned).sum(dim=1).tolist()
+        receive = arriving.view(self.ranks, owned).sum(dim=1).tolist()
         for size in (*send, *receive):
             torch._check(size >= 0)
         return arriving, send, receive
@@ -169,11 +173,11 @@ def check_counts(
     check_same_outputs(captured, results, [(9, 4, 12, 7), (40, 1, 3, 2)])
 
 
-def test_counts_of_a_length_that_only_a_run_tells() -> None:
+def test_counts_may_have_a_data_dependent_length() -> None:
     check_counts(COUNTS["bincount"], COUNTS["histc"], 2)
 
 
-@pytest.mark.parametrize("layer_type", [CountsOfAllRanks, SlicesByCountsOfAllRanks], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("layer_type", [CountsOfAllRanks, SlicesByCountsOfAllRanks], ids=lambda kind: kind.__name__)
 def test_counts_that_all_ranks_gather_and_add_up(layer_type: type[ExactLayer]) -> None:
     check_counts(COUNTS["histc"], COUNTS["histc"], 3, layer_type, dataclasses.replace(SIZES, experts=9))
 
@@ -194,18 +198,18 @@ def test_counts_that_travel_in_a_type_that_does_not_hold_them() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COUNTS)
-def test_counts_by_other_means_before_an_exchange(name: str) -> None:
+def test_counts_before_an_exchange_may_use_any_supported_operator(name: str) -> None:
     check_counts(COUNTS[name], COUNTS["histc"], 4)
 
 
-# The fake kernel of a grouped GEMM asks how many offsets there are, which a run alone tells of bincount. The last of no
-# rows is an error in the model itself.
+# The fake kernel of a grouped GEMM needs the number of offsets, which depends on data after bincount. The last row of
+# none is an error in the model itself.
 _BEHIND = [name for name in COUNTS if name not in ("bincount", "one_hot, last of cumsum")]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", _BEHIND)
-def test_counts_behind_an_exchange(name: str) -> None:
+def test_counts_after_an_exchange_may_use_most_supported_operators(name: str) -> None:
     check_counts(COUNTS["histc"], COUNTS[name], 2)
 
 

@@ -1,4 +1,4 @@
-"""Lengths that a layer reads in its block, and memory that outlives a run: what is known without an exchange."""
+"""Lengths that a layer reads in its block, which must be known without an exchange, and memory that outlives a run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Build = Callable[[ProcessGroup], nn.Module]
 
 @dataclasses.dataclass(frozen=True)
 class EvenSizes(StyleSizes):
-    """As many slots as uniform routing fills: of tokens in GROUPS equal parts, as many as are in a part."""
+    """Sizes with as many slots as uniform routing fills, computed from one of GROUPS equal parts of the tokens."""
 
     def capacity(self, tokens: int) -> int:
         return tokens * self.top_k // self.experts
@@ -81,7 +81,7 @@ class LengthInside(nn.Module):
 
 
 class OtherLength(LengthInside):
-    """Slots beyond the length of a half of the tokens are empty: there are none."""
+    """A layer whose slots beyond the length of half of the tokens are empty."""
 
     def seen(self, arrived: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         half = hidden.view(2, -1, hidden.shape[1]).shape[1]
@@ -133,12 +133,12 @@ def check_taken(captured: list[Captured], kinds: list[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [LengthInside, InParts])
-def test_a_block_may_read_the_length_of_what_no_exchange_brought(build: Build) -> None:
+def test_a_block_may_read_lengths_that_need_no_exchange(build: Build) -> None:
     check_taken(captured_ranks(build), [])
 
 
 def _reading_parts(captured: Captured) -> Captured:
-    """`captured` where every quotient of the number of tokens is read as a length of the tokens in so many parts."""
+    """Return `captured` with quotients of the number of tokens replaced by lengths of parts of the tokens."""
     module = copy_graph_module(captured.module)
     (hidden,) = (node for node in module.graph.nodes if node.meta.get(ARGUMENT_KEY) and is_hidden(fake_value(node)))
     for node in list(module.graph.nodes):
@@ -157,7 +157,7 @@ def is_hidden(value: object) -> bool:
 
 
 def test_a_length_that_only_the_tokens_have_is_known() -> None:
-    check_taken([_reading_parts(one) for one in captured_ranks(LengthInside)], [])
+    check_taken([_reading_parts(captured_rank) for captured_rank in captured_ranks(LengthInside)], [])
 
 
 @pytest.mark.sampled(every=2)
@@ -177,15 +177,15 @@ def test_memory_for_results_has_a_size_that_is_known_without_them(lower: str) ->
 
 
 def _reading_length(captured: Captured, of: Callable[[Graph], Node], *, compared: bool = False) -> Captured:
-    """`captured` that also gives ones, as many as the length of what `of` finds in its graph; or compares these."""
+    """Return `captured` with one more output, ones of the length of the node of `of`, or a check of that length."""
     module = copy_graph_module(captured.module)
-    graph, found = module.graph, of(module.graph)
+    graph, node = module.graph, of(module.graph)
     output = graph.output_node()
-    writer = GraphWriter(graph, found)
+    writer = GraphWriter(graph, node)
     with graph.inserting_before(output):
-        length = writer.emit(aten.sym_size.int, found, fake_value(found).dim() - 2)
+        length = writer.emit(aten.sym_size.int, node, fake_value(node).dim() - 2)
         if compared:
-            equal = writer.emit(operator.eq, length, writer.size(found, fake_value(found).dim() - 2))
+            equal = writer.emit(operator.eq, length, writer.size(node, fake_value(node).dim() - 2))
             writer.described(aten._assert_scalar.default, (equal, "as many"), None)
         else:
             ones = writer.emit(aten.full.default, [length], 1.0)
@@ -196,18 +196,18 @@ def _reading_length(captured: Captured, of: Callable[[Graph], Node], *, compared
 
 
 def _arrived(graph: Graph) -> Node:
-    """The result of the first AllToAll of rows."""
+    """Return the result of the first AllToAll of rows."""
     exchanges = filter(None, map(collective_of, graph.nodes))
-    return next(one.result for one in exchanges if one.kind == "all_to_all" and one.is_float)
+    return next(exchange.result for exchange in exchanges if exchange.kind == "all_to_all" and exchange.is_float)
 
 
 def _sent(graph: Graph) -> Node:
     exchanges = filter(None, map(collective_of, graph.nodes))
-    return next(one.input for one in exchanges if one.kind == "all_to_all" and one.is_float)
+    return next(exchange.input for exchange in exchanges if exchange.kind == "all_to_all" and exchange.is_float)
 
 
-def test_a_length_of_what_arrived_is_read_elsewhere() -> None:
-    captured = [_reading_length(one, _arrived) for one in captured_ranks(LengthInside)]
+def test_a_length_of_arrived_rows_is_read_from_another_tensor() -> None:
+    captured = [_reading_length(captured_rank, _arrived) for captured_rank in captured_ranks(LengthInside)]
     check_taken(captured, [])
 
 
@@ -229,7 +229,7 @@ def test_a_length_that_only_the_exchange_tells_is_refused() -> None:
 
 
 class KeptMemory:
-    """In the place of an exchange that brings tokens in memory of its own: they are written to one that stays."""
+    """A replacement for an exchange: tokens are received in memory that outlives the run."""
 
     memory = torch.zeros(4096)
 

@@ -37,11 +37,16 @@ def _unchanged(name: str, rank: int, leave: tuple[tuple[str, str], ...]) -> Pass
 
 
 def _first_outputs(ranks: Sequence[Captured], inputs: Sequence[Any]) -> list[torch.Tensor]:
-    return [found[0] for found in run_mesh([one.module for one in ranks], inputs, [one.groups for one in ranks])]
+    return [
+        outputs[0]
+        for outputs in run_mesh(
+            [captured_rank.module for captured_rank in ranks], inputs, [captured_rank.groups for captured_rank in ranks]
+        )
+    ]
 
 
 def check_mutant(name: str, place: int, how: int | str, changed_ranks: Collection[int]) -> str:
-    """What becomes of node number `place`, changed in way `how` on `changed_ranks`."""
+    """Return the outcome for node number `place`, changed in way `how` on `changed_ranks`."""
     ranks = list(_captured(name))
     for rank in changed_ranks:
         mutant = mutant_of(ranks[rank].module, place, how)
@@ -53,7 +58,7 @@ def check_mutant(name: str, place: int, how: int | str, changed_ranks: Collectio
     for seed in range(2):
         places = [rank // 2 if LAYERS[name] is alike else rank for rank in range(RANKS)]
         hidden = [hidden_rows(SIZES.hidden, TOKENS, at, SIZES.dtype, seed) for at in places]
-        inputs = [with_tokens(one, rows) for one, rows in zip(ranks, hidden, strict=True)]
+        inputs = [with_tokens(captured_rank, rows) for captured_rank, rows in zip(ranks, hidden, strict=True)]
         expected.append((inputs, finite_or_none(functools.partial(_first_outputs, ranks, inputs))))
     if any(wanted is None for _, wanted in expected):
         return "meaningless"
@@ -70,14 +75,16 @@ def check_mutant(name: str, place: int, how: int | str, changed_ranks: Collectio
         return "refused"
     banks = banks_of_ranks(ranks, results)
     for inputs, wanted in expected:
-        outputs = run_mesh([result.module for result in results], inputs, [one.groups for one in ranks], banks)
+        outputs = run_mesh(
+            [result.module for result in results], inputs, [captured_rank.groups for captured_rank in ranks], banks
+        )
         for (output, *_), of_rank in zip(outputs, wanted, strict=True):
             torch.testing.assert_close(output, of_rank, rtol=1e-4, atol=1e-4)
     return "right"
 
 
 def check_layer(name: str, ranks: Sequence[Collection[int]]) -> collections.Counter[str]:
-    """Every third change of every node, on each of `ranks` in turn."""
+    """Count the outcomes of every third change of every node, on each of `ranks` in turn."""
     turns = zip(changes_of(_captured(name)[0].module, EVERY_CHANGE)[::3], itertools.cycle(ranks), strict=False)
     return outcomes_of(((name, *change, of_ranks) for change, of_ranks in turns), check_mutant)
 

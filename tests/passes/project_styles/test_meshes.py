@@ -1,6 +1,6 @@
-"""Experts over both axes of a mesh: taken out, and every rank computes what it did.
+"""Expert parallelism over both axes of a mesh is eliminated, and every rank computes the same results.
 
-Rows reach their experts in two hops, or experts are cut by their width and their results added up.
+Rows reach their experts in two hops, or experts are cut by their width and their results are added up.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from tests.helpers.project_styles.style_sizes import StyleSizes
 
 
 def check_mesh(layer: type[nn.Module], ranks: int, sizes: StyleSizes, tokens: Sequence[Sequence[int]]) -> None:
-    """All ranks together give the same without exchanges, for each of `tokens` by rank."""
+    """Check that all ranks return the same without exchanges, for each number of tokens by rank in `tokens`."""
     captured = [captured_on_mesh(layer, rank, ranks, 9, sizes) for rank in range(ranks)]
-    results = [eliminate_readably(one) for one in captured]
+    results = [eliminate_readably(captured_rank) for captured_rank in captured]
     form = "all_to_all_slots" if layer in (*SLOTS, CutSlots) else "all_to_all"
     for result in results:
         assert [block.form for block in result.plan.local_blocks] == [form], result.plan.refusals
         assert result.plan.local_blocks == results[0].plan.local_blocks
         assert not result.refusals
-        assert [one.kind for one in communications_of(result.module.graph)] == CUT.get(layer, [])
+        assert [communication.kind for communication in communications_of(result.module.graph)] == CUT.get(layer, [])
         assert host_syncs(result) == []
     banks = banks_of_ranks(captured, results)
     for seed, each in enumerate(tokens):
@@ -50,12 +50,12 @@ def check_mesh(layer: type[nn.Module], ranks: int, sizes: StyleSizes, tokens: Se
         elif layer in CUT:
             each = [each[rank // 2] for rank in range(ranks)]
         places = [rank // 2 if layer is CutExpertsOfTokens else rank for rank in range(ranks)]
-        rows = [hidden_rows(sizes.hidden, n, place, sizes.dtype, seed) for place, n in zip(places, each, strict=True)]
-        inputs = [with_tokens(one, of_rank) for one, of_rank in zip(captured, rows, strict=True)]
-        groups = [one.groups for one in captured]
-        expected = run_mesh([one.module for one in captured], inputs, groups)
-        found = run_mesh([result.module for result in results], inputs, groups, banks)
-        for (output, *_), (wanted, *_) in zip(found, expected, strict=True):
+        rows = [hidden_rows(sizes.hidden, n, index, sizes.dtype, seed) for index, n in zip(places, each, strict=True)]
+        inputs = [with_tokens(captured_rank, of_rank) for captured_rank, of_rank in zip(captured, rows, strict=True)]
+        groups = [captured_rank.groups for captured_rank in captured]
+        expected = run_mesh([captured_rank.module for captured_rank in captured], inputs, groups)
+        outputs = run_mesh([result.module for result in results], inputs, groups, banks)
+        for (output, *_), (wanted, *_) in zip(outputs, expected, strict=True):
             tolerance = 1e-5 if sizes.dtype == torch.float32 else 2e-2
             torch.testing.assert_close(output, wanted, rtol=tolerance, atol=tolerance)
 
@@ -95,7 +95,7 @@ def test_meshes_in_bfloat16(layer: type[nn.Module]) -> None:
 def test_meshes_with_fixed_sizes(layer: type[nn.Module]) -> None:
     result = eliminate_readably(captured_on_mesh(layer, 1, 4, 12, SIZES, dynamic=False))
     assert len(result.plan.local_blocks) == 1, result.plan.refusals
-    assert [one.kind for one in communications_of(result.module.graph)] == CUT.get(layer, [])
+    assert [communication.kind for communication in communications_of(result.module.graph)] == CUT.get(layer, [])
 
 
 @pytest.mark.slow
@@ -150,8 +150,8 @@ def test_other_cuts_of_experts_are_refused(layer: type[nn.Module], reason: str) 
     result = eliminate_readably(captured)
     (refusal,) = result.refusals
     assert reason in refusal.reason
-    before, after = (list(communications_of(one.graph)) for one in (captured.module, result.module))
-    assert [one.kind for one in after] == [one.kind for one in before]
+    before, after = (list(communications_of(graph_module.graph)) for graph_module in (captured.module, result.module))
+    assert [communication.kind for communication in after] == [communication.kind for communication in before]
 
 
 class _AddedBehind(CutExpertsOfTokens):
@@ -170,4 +170,4 @@ def test_parts_that_are_added_up_behind_the_way_back_are_nothing_special() -> No
     (block,) = result.plan.local_blocks
     assert captured.groups[block.group].members == (1, 3)
     assert not block.tokens
-    assert [one.kind for one in communications_of(result.module.graph)] == ["all_reduce"]
+    assert [communication.kind for communication in communications_of(result.module.graph)] == ["all_reduce"]

@@ -41,16 +41,16 @@ class RoundedBy(Padding):
 
     def run(self, rows: torch.Tensor, counts: torch.Tensor, experts: Experts) -> torch.Tensor:
         padded = self.rounded(counts)
-        place = self.places(rows, counts, padded)
+        position = self.places(rows, counts, padded)
         laid = rows.new_zeros((self.room(rows.shape[0], padded), rows.shape[1]))
-        laid[place] = rows
-        return self.read(experts(laid, padded), place)
+        laid[position] = rows
+        return self.read(experts(laid, padded), position)
 
     def read(self, outputs: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
         return outputs[place]
 
 
-# ------------------------------------------------------------------------------------------------------ what is taken
+# -------------------------------------------------------------------------------------------------- supported padding
 
 
 class LastBits(RoundedBy):
@@ -102,7 +102,7 @@ class SumByHost(SearchedTable):
         return total
 
 
-# ---------------------------------------------------------------------------------------------------- what is refused
+# -------------------------------------------------------------------------------------------------- refused padding
 
 
 class TooLittleRoom(SearchedTable):
@@ -151,14 +151,14 @@ class ReadsPadding(RoundedBy):
 
 
 class ReadsBeyondTheLastOffset(RoundedBy):
-    """Memory that nobody has written, times 0."""
+    """A layer that adds 0 times unwritten memory."""
 
     def read(self, outputs: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
         return outputs[place] + outputs[-1:] * 0
 
 
 class DependsOnTheAmount(RoundedBy):
-    """Right while no two experts with other numbers of rows have as many with padding: then a row beside its own."""
+    """A layer that is right unless two experts with different numbers of rows have the same number with padding."""
 
     def places(self, rows: torch.Tensor, counts: torch.Tensor, padded: torch.Tensor) -> torch.Tensor:
         is_alike = (padded[0] == padded[1]) & (counts[0] != counts[1])
@@ -188,7 +188,7 @@ def captured_padding(padding: Padding, rank: int) -> Captured:
 
 @pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("padding", [LastBits, NegativeQuotient, Int32, LeastRoom, RoomForAll, RoomByHost, SumByHost])
-def test_other_ways_to_pad_are_taken(padding: type[Padding]) -> None:
+def test_further_padding_methods_are_taken(padding: type[Padding]) -> None:
     captured = [captured_padding(padding(), rank) for rank in range(2)]
     results = [eliminate_readably(rank) for rank in captured]
     for result in results:
@@ -213,7 +213,7 @@ def test_other_ways_to_pad_are_taken(padding: type[Padding]) -> None:
         (GrowsWithRows, "constant 4096"),
     ],
 )
-def test_what_is_not_right_is_refused(padding: type[Padding], reason: str) -> None:
+def test_wrong_padding_is_refused(padding: type[Padding], reason: str) -> None:
     result = eliminate_readably(captured_padding(padding(), 1))
     assert not result.plan.banks
-    assert any(reason in refusal.reason for refusal in result.refusals), [str(one) for one in result.refusals]
+    assert any(reason in refusal.reason for refusal in result.refusals), [str(refusal) for refusal in result.refusals]

@@ -58,20 +58,20 @@ class WeightsInside(PaddedLayer):
         arriving, send, receive = self.exchange_counts(counts)
         arrived = exchange_rows(hidden[order // self.sizes.top_k], send, receive, self.group_name)
         weights = exchange_rows(scores.view(-1)[order].to(hidden.dtype), send, receive, self.group_name)
-        number, own = arrived.shape[0], len(self.owned)
+        number, owned = arrived.shape[0], len(self.owned)
         # Rows of each rank are padded by themselves.
-        groups = arriving.view(self.ranks, own).t().reshape(-1)
+        groups = arriving.view(self.ranks, owned).t().reshape(-1)
         padded = (groups + 7) // 8 * 8
-        start = (padded.cumsum(0) - padded).view(own, self.ranks).t().reshape(-1)
+        start = (padded.cumsum(0) - padded).view(owned, self.ranks).t().reshape(-1)
         first = arriving.cumsum(0) - arriving
-        place = torch.arange(number) + (start - first).repeat_interleave(arriving, output_size=number)
-        laid = arrived.new_zeros((number + own * self.ranks * 8, arrived.shape[1]))
-        laid_weights = arrived.new_zeros((number + own * self.ranks * 8,))
-        laid[place], laid_weights[place] = arrived, weights
-        ends = padded.view(own, self.ranks).sum(1).cumsum(0).to(torch.int32)
+        position = torch.arange(number) + (start - first).repeat_interleave(arriving, output_size=number)
+        laid = arrived.new_zeros((number + owned * self.ranks * 8, arrived.shape[1]))
+        laid_weights = arrived.new_zeros((number + owned * self.ranks * 8,))
+        laid[position], laid_weights[position] = arrived, weights
+        ends = padded.view(owned, self.ranks).sum(1).cumsum(0).to(torch.int32)
         experts, gemm = self.experts, self.experts._gemm
         inner = F.silu(gemm(laid, experts.gate, ends)) * gemm(laid, experts.up, ends) * laid_weights.unsqueeze(-1)
-        outputs = gemm(inner, experts.down, ends)[place]
+        outputs = gemm(inner, experts.down, ends)[position]
         returned = exchange_rows(outputs, receive, send, self.group_name)
         return torch.zeros_like(hidden).index_add(0, order // self.sizes.top_k, returned)
 
@@ -84,9 +84,9 @@ class BiasedAndPadded(PaddedLayer):
     def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
         ExactLayer.__init__(self, sizes, group)
         experts = [BiasedExpert(sizes, number) for number in self.owned]
-        self.up, self.down = stacked([one.up for one in experts]), stacked([one.down for one in experts])
-        self.up_bias = stacked([one.up_bias for one in experts])
-        self.down_bias = stacked([one.down_bias for one in experts])
+        self.up, self.down = stacked([expert.up for expert in experts]), stacked([expert.down for expert in experts])
+        self.up_bias = stacked([expert.up_bias for expert in experts])
+        self.down_bias = stacked([expert.down_bias for expert in experts])
 
     def experts(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         ends = counts.cumsum(0)
@@ -105,10 +105,10 @@ class GatheredThatPads(GatheredMasks):
         torch._check(sum(sizes) == rows.shape[0])
         torch._check(sum(sizes) == weights.shape[0])
         outputs = []
-        for expert, part, weight in zip(self.experts, rows.split(sizes), weights.split(sizes), strict=True):
-            size = part.shape[0]
+        for expert, rows_of_expert, weight in zip(self.experts, rows.split(sizes), weights.split(sizes), strict=True):
+            size = rows_of_expert.shape[0]
             more = (size + 15) // 16 * 16 - size
-            padded = torch.cat([part, part.new_zeros(more, part.shape[1])])
+            padded = torch.cat([rows_of_expert, rows_of_expert.new_zeros(more, rows_of_expert.shape[1])])
             outputs.append(expert(padded, torch.cat([weight, weight.new_zeros(more)]))[:size])
         return torch.cat(outputs)
 
@@ -139,7 +139,7 @@ class OrderAndScatter(OrderThatPads):
         (BiasedAndPadded, "all_to_all"),
     ],
 )
-def test_padded_rows_in_other_layers(layer: type[nn.Module], form: str) -> None:
+def test_padded_rows_are_taken_in_other_layers(layer: type[nn.Module], form: str) -> None:
     captured = [capture_layer(functools.partial(layer, SIZES), rank, 2) for rank in range(2)]
     results = [eliminate_readably(rank) for rank in captured]
     for result in results:

@@ -1,4 +1,4 @@
-"""Expert parallelism in the styles of other projects: taken out whole, and every rank computes what it did."""
+"""Expert parallelism in the styles of other projects is eliminated, and every rank computes the same results."""
 
 from __future__ import annotations
 
@@ -48,7 +48,11 @@ def test_a_style_is_taken_whole_and_right(style: str) -> None:
 def test_counts_may_come_over_another_group_of_the_same_ranks() -> None:
     captured = capture_style("megatron", 0, 2)
     (name,) = captured.groups
-    (count,) = (one.node for one in communications_of(captured.module.graph) if one.kind == "all_gather")
+    (count,) = (
+        communication.node
+        for communication in communications_of(captured.module.graph)
+        if communication.kind == "all_gather"
+    )
     count.args = tuple("counts" if argument == name else argument for argument in count.args)
     for members in ((5, 4), (4, 6), (), (4, 5)):
         groups = {name: Group(0, 2, (4, 5)), "counts": Group(0, 2, members)}

@@ -23,12 +23,12 @@ class EinsumExperts(BatchedSlots):
     """Slots of each expert, multiplied by einsum."""
 
     def _run(self, slots: torch.Tensor) -> torch.Tensor:
-        own, hidden = len(self.experts), self.sizes.hidden
+        owned, hidden = len(self.experts), self.sizes.hidden
         arrived = EqualAllToAll.apply(self.group, slots)  # type: ignore[no-untyped-call]
-        rows = arrived.reshape(self.ranks, own, -1, hidden).transpose(0, 1).reshape(own, -1, hidden)
+        rows = arrived.reshape(self.ranks, owned, -1, hidden).transpose(0, 1).reshape(owned, -1, hidden)
         inner = F.gelu(torch.einsum("ech,ewh->ecw", rows, self.up) + self.up_bias.unsqueeze(1))
         outputs = torch.einsum("ecw,ehw->ech", inner, self.down) + self.down_bias.unsqueeze(1)
-        outputs = outputs.reshape(own, self.ranks, -1, hidden).transpose(0, 1).reshape(self.sizes.experts, -1, hidden)
+        outputs = outputs.reshape(owned, self.ranks, -1, hidden).transpose(0, 1).reshape(self.sizes.experts, -1, hidden)
         returned: torch.Tensor = EqualAllToAll.apply(self.group, outputs)  # type: ignore[no-untyped-call]
         return returned
 
@@ -51,11 +51,11 @@ class AgreedCapacity(ExactLayer):
     def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
         super().__init__(sizes, group)
         experts = [GatedExpert(sizes, number) for number in self.owned]
-        self.gate, self.up = (stacked([getattr(one, name) for one in experts]) for name in ("gate", "up"))
-        self.down = stacked([one.down for one in experts])
+        self.gate, self.up = (stacked([getattr(expert, name) for expert in experts]) for name in ("gate", "up"))
+        self.down = stacked([expert.down for expert in experts])
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        own, width = len(self.owned), hidden.shape[1]
+        owned, width = len(self.owned), hidden.shape[1]
         weights, chosen = self.router(hidden).topk(self.sizes.top_k, dim=-1)
         mask = F.one_hot(chosen.reshape(-1), self.sizes.experts)
         most = max_over_ranks(mask.sum(dim=0).max().reshape(1), self.group_name)
@@ -63,11 +63,11 @@ class AgreedCapacity(ExactLayer):
         slot = chosen.reshape(-1) * capacity + ((mask.cumsum(dim=0) - 1) * mask).sum(dim=1)
         slots = hidden.new_zeros(self.sizes.experts * capacity, width)
         slots = slots.index_put((slot,), hidden.repeat_interleave(self.sizes.top_k, dim=0))
-        equal = [own * capacity] * self.ranks
-        arrived = exchange_rows(slots, equal, equal, self.group_name).view(self.ranks, own, capacity, width)
-        rows = arrived.transpose(0, 1).reshape(own, self.ranks * capacity, width)
+        equal = [owned * capacity] * self.ranks
+        arrived = exchange_rows(slots, equal, equal, self.group_name).view(self.ranks, owned, capacity, width)
+        rows = arrived.transpose(0, 1).reshape(owned, self.ranks * capacity, width)
         inner = F.silu(torch.bmm(rows, self.gate.transpose(1, 2))) * torch.bmm(rows, self.up.transpose(1, 2))
-        outputs = torch.bmm(inner, self.down.transpose(1, 2)).view(own, self.ranks, capacity, width)
+        outputs = torch.bmm(inner, self.down.transpose(1, 2)).view(owned, self.ranks, capacity, width)
         back = exchange_rows(outputs.transpose(0, 1).reshape(-1, width), equal, equal, self.group_name)
         result: torch.Tensor = (back[slot].view(*chosen.shape, width) * weights.unsqueeze(-1)).sum(dim=1)
         return result
@@ -78,7 +78,7 @@ class AgreedCapacity(ExactLayer):
 
 
 class RoundedCapacity(AgreedCapacity):
-    """That many, in eights."""
+    """A capacity rounded up to a multiple of eight."""
 
     def _slots(self, most: int) -> int:
         return (super()._slots(most) + 7) // 8 * 8

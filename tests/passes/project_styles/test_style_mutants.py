@@ -37,7 +37,7 @@ def _unchanged(style: str, rank: int) -> PassResult:
 
 
 def _decide(style: str, ranks: Sequence[Captured]) -> list[PassResult]:
-    unchanged = {id(one): rank for rank, one in enumerate(_captured(style))}
+    unchanged = {id(captured_rank): rank for rank, captured_rank in enumerate(_captured(style))}
 
     def result(one: Captured, leave: Mapping[str, str]) -> PassResult:
         return (
@@ -48,7 +48,7 @@ def _decide(style: str, ranks: Sequence[Captured]) -> list[PassResult]:
 
 
 def check_mutant(style: str, place: int, how: int | str, ranks: Collection[int] = range(RANKS)) -> str:
-    """What becomes of node number `place`, changed in way `how` on `ranks`."""
+    """Return the outcome for node number `place`, changed in way `how` on `ranks`."""
     changed = list(_captured(style))
     for rank in ranks:
         mutant = mutant_of(changed[rank].module, place, how)
@@ -61,7 +61,7 @@ def check_mutant(style: str, place: int, how: int | str, ranks: Collection[int] 
     banks = complete_banks(changed, results) if taken[0] else {}
     for seed in range(2):
         hidden = [hidden_rows(SIZES.hidden, 9, rank, SIZES.dtype, seed) for rank in range(RANKS)]
-        inputs = [with_tokens(one, rows) for one, rows in zip(changed, hidden, strict=True)]
+        inputs = [with_tokens(captured_rank, rows) for captured_rank, rows in zip(changed, hidden, strict=True)]
         expected = finite_or_none(functools.partial(first_outputs, [rank.module for rank in changed], inputs))
         if expected is None:
             return "meaningless"
@@ -74,7 +74,7 @@ def check_mutant(style: str, place: int, how: int | str, ranks: Collection[int] 
 
 
 def check_style(style: str, ranks: Sequence[Collection[int]]) -> collections.Counter[str]:
-    """Every change of every node, on each of `ranks` in turn."""
+    """Count the outcomes of every change of every node, on each of `ranks` in turn."""
     turns = zip(changes_of(_captured(style)[0].module, EVERY_CHANGE), itertools.cycle(ranks), strict=False)
     return outcomes_of(((style, *change, of_ranks) for change, of_ranks in turns), check_mutant)
 

@@ -84,10 +84,10 @@ def captured_layer(layer: type[GlobalIdsTravel], rank: int) -> Captured:
         (ChecksRows, "is also read by"),
     ],
 )
-def test_what_means_something_else_is_refused(layer: type[GlobalIdsTravel], reason: str) -> None:
+def test_ids_with_another_meaning_are_refused(layer: type[GlobalIdsTravel], reason: str) -> None:
     result = eliminate_readably(captured_layer(layer, 1))
     assert not result.plan.banks
-    assert any(reason in refusal.reason for refusal in result.refusals), [str(one) for one in result.refusals]
+    assert any(reason in refusal.reason for refusal in result.refusals), [str(refusal) for refusal in result.refusals]
 
 
 @pytest.mark.slow
@@ -99,8 +99,8 @@ def test_the_expert_of_a_row_is_the_one_that_is_sent() -> None:
 
 
 @pytest.mark.slow
-def test_ranks_that_send_other_numbers_do_not_agree() -> None:
-    """Each rank's graph is right for itself: what they take differs."""
+def test_ranks_that_send_other_numbers_have_other_signatures() -> None:
+    """Each rank's graph is right by itself, but the signatures of their blocks differ."""
 
     class OwnNumbers(Changed):
         sent = staticmethod(lambda ids: ids % 4)

@@ -33,7 +33,9 @@ class Loop(nn.Module):
             torch._check(size >= 0)
         torch._check(sum(sizes) == rows.shape[0])
         parts = zip(self.experts, torch.split(rows, sizes), strict=True)
-        return torch.cat([self.padded(expert, part, part.shape[0]) for expert, part in parts])
+        return torch.cat(
+            [self.padded(expert, rows_of_expert, rows_of_expert.shape[0]) for expert, rows_of_expert in parts]
+        )
 
     def padded(self, expert: nn.Module, part: torch.Tensor, size: int) -> torch.Tensor:
         raise NotImplementedError
@@ -64,7 +66,7 @@ class PaddedOutputs(Loop):
 
 
 class Mixed(Loop):
-    """What an expert gives depends on all of its rows, those of padding too."""
+    """The result of an expert depends on all of its rows, including padding."""
 
     def padded(self, expert: nn.Module, part: torch.Tensor, size: int) -> torch.Tensor:
         outputs = expert(self.joined(part, size) + 1)
@@ -113,12 +115,12 @@ def test_padding_that_is_cut_off_is_left_out(loop: type[Loop]) -> None:
 
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("loop", [Mixed, InFront, MaybeFewer, Moved])
-def test_other_rows_of_padding_stay(loop: type[Loop]) -> None:
+def test_padding_that_affects_results_is_unchanged(loop: type[Loop]) -> None:
     result = compare_with_dynamic_rows(loop(), PASSES, INPUTS, tolerance=1e-5)
     assert not any(match.startswith("slice") for match in result.matches)
 
 
-def test_padding_without_experts_stays() -> None:
+def test_padding_without_experts_is_unchanged() -> None:
     class Dense(nn.Module):
         def __init__(self) -> None:
             super().__init__()

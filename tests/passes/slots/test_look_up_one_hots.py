@@ -37,7 +37,7 @@ def gshard(combine: Tensor, hidden: Tensor) -> Tensor:
 
 
 def by_matmul(combine: Tensor, hidden: Tensor) -> Tensor:
-    """As DeepSpeed writes it where it does not use einsum."""
+    """Dispatch and combine by matmul, as DeepSpeed does without einsum."""
     tokens, experts, capacity = combine.shape
     slots = torch.matmul(combine.bool().to(hidden.dtype).reshape(tokens, -1).t(), hidden)
     slots = slots.reshape(experts, capacity, -1).sin()
@@ -59,11 +59,13 @@ def weighed_both_ways(combine: Tensor, hidden: Tensor) -> Tensor:
     return torch.einsum("sec,ecm->sm", combine, torch.einsum("sec,sm->ecm", combine, hidden))
 
 
-WRITINGS = {one.__name__: one for one in (gshard, by_matmul, on_the_right, capacity_first, weighed_both_ways)}
+WRITINGS = {
+    writing.__name__: writing for writing in (gshard, by_matmul, on_the_right, capacity_first, weighed_both_ways)
+}
 
 
 def _located(scores: Tensor, chosen: Tensor, capacity: int, taken: Tensor | int = 0) -> tuple[Tensor, Tensor]:
-    """The mask [tokens, experts] of those that have a place, and the place of each."""
+    """Return the mask [tokens, experts] of pairs that have a slot, and the slot of each pair."""
     mask = F.one_hot(chosen, EXPERTS)
     places = torch.cumsum(mask, dim=0) - 1 + taken
     mask = mask * (places < capacity)
@@ -71,7 +73,7 @@ def _located(scores: Tensor, chosen: Tensor, capacity: int, taken: Tensor | int 
 
 
 def places_mask(places: Tensor, capacity: int) -> Tensor:
-    """As F.one_hot, which makes a constant of the capacity when it is captured."""
+    """Return one-hot vectors as F.one_hot does, which turns the capacity into a constant when captured."""
     return (places.unsqueeze(-1) == torch.arange(capacity)).float()
 
 
@@ -81,7 +83,7 @@ def top_1(scores: Tensor, capacity: int) -> Tensor:
 
 
 def top_2(scores: Tensor, capacity: int) -> Tensor:
-    """As fairscale and DeepSpeed write it."""
+    """Return top-2 weights as fairscale and DeepSpeed compute them."""
     first = scores.argmax(1)
     second = scores.masked_fill(F.one_hot(first, EXPERTS).bool(), float("-inf")).argmax(1)
     taken = F.one_hot(first, EXPERTS).sum(0, keepdim=True)
@@ -89,8 +91,10 @@ def top_2(scores: Tensor, capacity: int) -> Tensor:
     gates = [torch.einsum("se,se->s", scores, mask.float()) for mask in masks]
     total = torch.clamp(gates[0] + gates[1], min=torch.finfo(scores.dtype).eps)
     combine = [
-        torch.einsum("se,sc->sec", torch.einsum("s,se->se", gate / total, mask.float()), places_mask(place, capacity))
-        for gate, mask, place in zip(gates, masks, places, strict=True)
+        torch.einsum(
+            "se,sc->sec", torch.einsum("s,se->se", gate / total, mask.float()), places_mask(position, capacity)
+        )
+        for gate, mask, position in zip(gates, masks, places, strict=True)
     ]
     return combine[0] + combine[1]
 
@@ -106,14 +110,14 @@ def same_places(scores: Tensor, capacity: int) -> Tensor:
 
 
 def beyond_the_last(scores: Tensor, capacity: int) -> Tensor:
-    """Places that are not there, and an expert that is none, are zeros."""
+    """Slots beyond the last, and an expert that does not exist, are zeros."""
     every = torch.arange(capacity)
     places = (torch.arange(len(scores)) - 2).unsqueeze(1)
     experts = (scores.argmax(1, keepdim=True) + 1) == torch.arange(EXPERTS)
     return (experts.to(scores.dtype) * scores).unsqueeze(2) * (places == every).to(scores.dtype).unsqueeze(1)
 
 
-MASKS = {one.__name__: one for one in (top_1, top_2, same_places, beyond_the_last)}
+MASKS = {mask.__name__: mask for mask in (top_1, top_2, same_places, beyond_the_last)}
 
 
 def _inputs(tokens: int, capacity: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -210,7 +214,7 @@ def _compared(scores: Tensor, counting: Tensor) -> Tensor:
     return (scores * mask).unsqueeze(2) * (places.unsqueeze(1) == counting).float().unsqueeze(1)
 
 
-# Like masks of one-hot vectors, and none: they stay, and mean what they meant.
+# Tensors that look like masks of one-hot vectors, but are not: they stay unchanged.
 KEPT: dict[str, Callable[[Tensor, int], Tensor]] = {
     "counted from 1": lambda scores, capacity: _compared(scores, _count_from(1, capacity)),
     "counted by two": lambda scores, capacity: _compared(scores, torch.arange(0, 2 * capacity, 2)),
@@ -226,7 +230,7 @@ KEPT: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_other_masks_stay(name: str) -> None:
+def test_other_masks_are_unchanged(name: str) -> None:
     result = compare_with_dynamic_rows(
         Layer(KEPT[name], weighed_both_ways), (look_up_one_hots,), [_inputs(7, 3), _inputs(6, 9, 1)], tolerance=1e-5
     )
