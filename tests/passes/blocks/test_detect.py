@@ -1,4 +1,4 @@
-"""Detection: every form of block with its numbers, and a reason for everything that was not taken."""
+"""Detection: the record of every form of block, and a reason for each refusal."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_layers_that_share_a_routing_decision_are_blocks_of_their_own() -> None:
 
 
 class Branches(nn.Module):
-    """Every layer but the first runs in one of two branches, which both read its bank."""
+    """A model in which each layer after the first is in one of two branches, which both read its bank."""
 
     def __init__(self, first: bool) -> None:
         super().__init__()
@@ -288,7 +288,7 @@ def test_a_bank_in_files_cannot_be_read_in_a_branch(tmp_path: Path) -> None:
 
 
 class KeysAndValuesGiven(nn.Module):
-    """Attention over keys and values that are arguments: two GEMMs by batched tensors, but no experts."""
+    """Attention over keys and values that are arguments: two GEMMs with batched tensors, but no experts."""
 
     def __init__(self) -> None:
         super().__init__()

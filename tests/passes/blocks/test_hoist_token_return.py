@@ -1,4 +1,4 @@
-"""Routing weights and the return to the order of tokens move right behind the last GEMM, where a kernel does them."""
+"""Routing weights and the return to token order move directly after the last GEMM, so that a kernel can fuse them."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_other_blocks_are_unchanged(kernels: None, block: type[Weighted]) -> Non
 
 
 class SharedInverse(Weighted):
-    """Something else reads the inverse, and it was made before the experts ran."""
+    """The inverse has another reader, and is computed before the experts."""
 
     def sum(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return super().sum(out, x) + self.inverse.view(x.shape[0], TOP_K).sum(1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Pairs of low rank beside the weights of experts belong to their block; those that no bank took are apart again."""
+"""Low-rank pairs of expert weights belong to their block; pairs that are in no bank are separated again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXPERTS, HIDDEN, WIDTH, RANK, TOP_K = 4, 32, 48, 4, 2
 
 
 class LowRankExperts(nn.Module):
-    """Stacked weights with a pair beside each of them; `form` is how they are multiplied."""
+    """Stacked weights with a low-rank pair each; `form` is how the pairs are multiplied."""
 
     def __init__(self, form: str) -> None:
         super().__init__()

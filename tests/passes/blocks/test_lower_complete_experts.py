@@ -1,4 +1,4 @@
-"""Complete experts that a model asks for by an operator: gathers where a block reads them, and refusals elsewhere."""
+"""Complete experts requested by an operator become gathers if a block reads them, and refusals otherwise."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Layer(nn.Module):
-    """A block that reads what the operator gives."""
+    """A block that reads the results of the operator."""
 
     def __init__(
         self, number: int, form: str = "grouped_mm", *, group: str = "ranks", stay: bool = True, computed: bool = False
@@ -58,7 +58,7 @@ class Layer(nn.Module):
 
 
 class Unread(Layer):
-    """Not a block: its weights are summed up."""
+    """A layer that only sums up the weights, and is no block."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.tensors()[0].sum()

@@ -1,4 +1,4 @@
-"""Experts inside an operator of another library are refused by the operator's name; other operators are no experts."""
+"""Experts inside an operator of another library are refused with its name; other operators are not experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Costs of whole graphs: against torch's counter, against closed formulas per family, and in the plan."""
+"""Costs of whole graphs, compared with torch's counter and with closed formulas per family, and stored in the plan."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def captured(config: transformers.PreTrainedConfig) -> tuple[Graph, dict[Any, in
 
 
 def by_packet(graph: Graph) -> dict[Any, int]:
-    """FLOPs by operator, of those operators that torch's counter knows."""
+    """Return the FLOPs by operator, for the operators that torch's counter supports."""
     flops: Counter[Any] = Counter()
     for node in graph.nodes:
         packet = getattr(node.target, "_overloadpacket", None)

@@ -189,7 +189,7 @@ def test_products_move_their_operands_and_their_result() -> None:
         (run(aten.expand.default, zeros(6, 1), [6, 4]), 0),
         (run(aten.sum.dim_IntList, zeros(6, 4), [1]), 4 * (24 + 6)),
         (run(aten._to_copy.default, zeros(6, 4), dtype=torch.bfloat16), 24 * 4 + 24 * 2),
-        # Rows are read where the index says so: 3 rows of 4 values, with 3 ids, are written again.
+        # Only indexed rows are read: 3 rows of 4 values and 3 ids are read, and the rows are written.
         (run(aten.index.Tensor, zeros(100, 4), [zeros(3, dtype=torch.int64)]), 4 * 12 + 4 * 12 + 8 * 3),
         (run(aten.embedding.default, zeros(100, 4), zeros(3, dtype=torch.int64)), 4 * 12 + 4 * 12 + 8 * 3),
         (run(aten.topk.default, zeros(6, 4), 2), 4 * 24 + 12 * (4 + 8)),

@@ -1,4 +1,4 @@
-"""Dense experts of which a router chooses some compute these alone, however they are written; others stay."""
+"""Dense experts compute only the pairs that a router chooses; unsupported layers are unchanged."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_static_sizes_types_and_decompositions(kind: type[DenseExperts], dtype: 
 
 
 class AllExperts(EinsumDense):
-    """Every expert of every token counts."""
+    """Every expert has a non-zero weight for every token."""
 
     def weights(self, hidden: torch.Tensor) -> torch.Tensor:
         return F.softmax(self.router(hidden), dim=-1)
@@ -89,7 +89,7 @@ class SmallNotZero(EinsumDense):
 
 
 class OtherIds(EinsumDense):
-    """Written to the experts behind the chosen ones, some of them twice for a token."""
+    """Weights are written for the experts after the chosen ones, some of them twice."""
 
     def weights(self, hidden: torch.Tensor) -> torch.Tensor:
         weights, ids = self.choose(hidden)
@@ -97,7 +97,7 @@ class OtherIds(EinsumDense):
 
 
 class FewTokens(EinsumDense):
-    """The router's choice for all tokens but the last, which has none."""
+    """The router chooses for all tokens except the last."""
 
     def weights(self, hidden: torch.Tensor) -> torch.Tensor:
         weights, ids = self.choose(hidden)
@@ -114,21 +114,21 @@ class ChosenByTokens(EinsumDense):
 
 
 class TwoChoices(EinsumDense):
-    """The sum of two routers' weights."""
+    """The weights are the sum of those of two routers."""
 
     def weights(self, hidden: torch.Tensor) -> torch.Tensor:
         return super().weights(hidden) + super().weights(hidden.flip(1))
 
 
 class BiasedLlama4(Llama4Dense):
-    """An expert gives something for a row of zeros."""
+    """An expert returns non-zero values for a row of zeros."""
 
     def activate(self, up: torch.Tensor) -> torch.Tensor:
         return super().activate(up) + 0.5
 
 
 class NormOfZeros(Llama4Dense):
-    """0 times an infinite number in every row that was not chosen, so no result is a number."""
+    """Rows that were not chosen are 0 times infinity, so all results are NaN."""
 
     def activate(self, up: torch.Tensor) -> torch.Tensor:
         rows = super().activate(up)
@@ -136,7 +136,7 @@ class NormOfZeros(Llama4Dense):
 
 
 class SoftmaxOfExperts(GptOssDense):
-    """The results of all experts meet before they are weighed."""
+    """The results of all experts are combined before they are weighted."""
 
     def activate(self, up: torch.Tensor) -> torch.Tensor:
         return super().activate(up).softmax(dim=0)
@@ -195,7 +195,7 @@ def test_experts_that_depend_on_other_experts_are_refused(kind: type[DenseExpert
 
 
 class ReadTwice(GptOssDense):
-    """Something else reads what the experts computed of every token."""
+    """The results of all experts for all tokens have another reader."""
 
     def activate(self, up: torch.Tensor) -> torch.Tensor:
         self.largest = up.amax()
@@ -215,7 +215,7 @@ def test_results_with_another_reader_are_refused() -> None:
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("kind", [GptOssDense, MatmulDense])
 def test_a_token_that_is_not_finite_stays_one(kind: type[DenseExperts]) -> None:
-    """Its own results are not finite, as before; the others' are the same."""
+    """The results of that token are not finite, as before; those of all other tokens are unchanged."""
     model = layer(kind).eval()
     inputs = random_tokens(7)
     inputs[2, 3] = float("inf")

@@ -1,4 +1,4 @@
-"""Layers of dense experts, changed at one node: chosen pairs are computed rightly, or all as before."""
+"""Layers of dense experts, changed at one node, are rewritten correctly or left unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slots of local experts, filled and read by numbers and multiplied in a batch: those that are read are computed."""
+"""Slots of local experts, indexed by numbers and multiplied in a batch: only slots that are read are computed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Slots(DenseExperts):
         return torch.bmm(self.activate(up), self.down) + self.down_bias[:, None]
 
     def move(self, rows: Tensor, expert: Tensor, place: Tensor, kept: Tensor) -> Tensor:
-        """Through the slots."""
+        """Return the results of rows that are written to slots and read again."""
         slot = torch.where(kept, expert * CAPACITY + place, EXPERTS * CAPACITY)
         slots = rows.new_zeros(EXPERTS * CAPACITY + 1, self.hidden).index_copy(0, slot, rows)[:-1]
         results = self.multiply(slots.view(EXPERTS, CAPACITY, -1)).view(EXPERTS * CAPACITY, -1)
@@ -52,14 +52,14 @@ class TwoNumbers(Slots):
 
 
 class FromBehind(TwoNumbers):
-    """Numbers below zero count from the last expert."""
+    """Slots are indexed by negative numbers."""
 
     def move(self, rows: Tensor, expert: Tensor, place: Tensor, kept: Tensor) -> Tensor:
         return super().move(rows, expert - EXPERTS, place, kept)
 
 
 class Gathered(Slots):
-    """`scatter_add` and `gather`, with a number for each feature; einsums."""
+    """Slots are written by `scatter_add`, read by `gather` with an index per feature, and multiplied by einsum."""
 
     def multiply(self, slots: Tensor) -> Tensor:
         up = torch.einsum("ech,ehf->ecf", slots, self.up) + self.up_bias.unsqueeze(1)
@@ -73,7 +73,7 @@ class Gathered(Slots):
 
 
 class Added(Slots):
-    """Biases inside the products."""
+    """Biases are added by `baddbmm`."""
 
     def multiply(self, slots: Tensor) -> Tensor:
         up = torch.baddbmm(self.up_bias.unsqueeze(1), slots, self.up)
@@ -81,7 +81,7 @@ class Added(Slots):
 
 
 class AllComputed(DenseExperts):
-    """Every expert computes every token; of each token the chosen results are gathered."""
+    """Every expert computes every token, and the chosen results are gathered."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         weights, ids = self.choose(hidden)
@@ -127,7 +127,7 @@ class SlotsMeet(Slots):
 
 
 class MoreTokens(Slots):
-    """More is looked up than there are slots."""
+    """More rows are read than there are slots."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return super().forward(torch.cat([hidden] * 8))[: len(hidden)]

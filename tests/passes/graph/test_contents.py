@@ -1,4 +1,4 @@
-"""Plain contents: numbers that count up, and memory that is one number everywhere."""
+"""Constant contents: ranges of numbers, and memory filled with one number."""
 
 from __future__ import annotations
 

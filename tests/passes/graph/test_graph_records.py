@@ -1,4 +1,4 @@
-"""A graph that was written down and read again computes the same; what cannot be written down is refused by name."""
+"""A graph that is serialised and read again computes the same; unsupported contents are refused by name."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_arguments_come_back_as_they_were(value: Any, named: Any) -> None:
     node = graph.call_function(aten.add.Tensor, (graph.placeholder("rows"), value), {"alpha": named})
     graph.output((node,))
     fresh = list(read_graph(_through_bytes(graph), {}).graph.nodes)[1]
-    assert repr(fresh.args[1]) == repr(node.args[1])  # 1, 1.0 and True are equal, but not the same
+    assert repr(fresh.args[1]) == repr(node.args[1])  # 1, 1.0 and True are equal, but have different representations
     assert repr(fresh.kwargs) == repr(node.kwargs)
 
 

@@ -1,4 +1,4 @@
-"""The group that two axes of a mesh make together, as each of its ranks tells by itself."""
+"""The group of two axes of a mesh together, as each of its ranks computes it."""
 
 from __future__ import annotations
 

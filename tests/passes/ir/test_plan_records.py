@@ -1,4 +1,4 @@
-"""The plan as data: to JSON and back, one digest everywhere; and the operators of the graphs."""
+"""The plan as data: conversion to JSON and back, equal digests everywhere, and the operators of graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pass protocol: contracts, order, and every invariant broken by a bad pass."""
+"""The pass protocol: contracts, order, and a bad pass that breaks each invariant."""
 
 from __future__ import annotations
 

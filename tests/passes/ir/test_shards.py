@@ -1,4 +1,4 @@
-"""The layout of shards: put together, they are the bank that packing it whole gives."""
+"""The layout of shards: concatenated shards are the bank that is packed as one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tensors_and_bounds(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], tuple[
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
     tensors = {}
     for index in range(draw(st.integers(1, 4))):
-        # Biases [E, d], matrices, and transposed ones, of which the memory is not contiguous.
+        # Biases [E, d], matrices, and transposed matrices, whose memory is not contiguous.
         shape = (experts, *draw(st.lists(st.integers(1, 40), min_size=1, max_size=2)))
         dtype = draw(st.sampled_from(DTYPES))
         raw = torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), generator=generator, dtype=torch.uint8)
@@ -74,7 +74,7 @@ def test_all_shards_together_are_the_bank(drawn: tuple[dict[str, torch.Tensor], 
             assert source_bytes.numel() == piece.nbytes
             slot[piece.slot_offset_bytes : piece.slot_offset_bytes + piece.nbytes] = source_bytes
     assert torch.equal(slot, expected)
-    # No byte comes twice, and none is missing: the pieces are as many bytes as the tensors.
+    # Every byte occurs once: the pieces have the size of the tensors.
     assert sum(source.nbytes for source in sources) == sum(tensor.nbytes for tensor in tensors.values())
     for index, tensor in enumerate(spec.tensors):
         memory = read_range(sources, tensor.offset_bytes, tensor.offset_bytes + tensor.nbytes, CPU)

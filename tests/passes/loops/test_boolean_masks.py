@@ -79,7 +79,7 @@ class SortedScores(AnyPlace):
 
 
 class CutColumns(PlaceByPlace):
-    """The choices of each place, cut out of the ids in other ways than `ids[:, place]`."""
+    """A loop over the columns of the ids, which are cut out in other ways than `ids[:, place]`."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         chosen, weights = self.route(hidden)
@@ -118,7 +118,7 @@ class KeptDimension(OneExpert):
 
 
 class NoWeights(AnyPlace):
-    """The places of tokens among their choices are not read."""
+    """A loop that applies no weights, so the index of a choice is not read."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         chosen, _ = self.route(hidden)
@@ -166,14 +166,14 @@ def test_a_loop_over_boolean_masks_becomes_grouped_gemms(model: type[MaskLoop]) 
 
 
 class WeightsOfNext(SummedWeights):
-    """Each row meets the weight that its token has for another expert."""
+    """Each row is scaled by the weight that its token has for another expert."""
 
     def scales(self, weights: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
         return (weights * pairs.roll(1, dims=1)).sum(dim=-1, keepdim=True)
 
 
 class AllExpertsButOne(OneExpert):
-    """The rows of one expert are those of the start."""
+    """The rows of one expert keep their initial values."""
 
     order = tuple(range(EXPERTS - 1))
 
@@ -187,7 +187,7 @@ class AllExpertsButOne(OneExpert):
 
 
 class AlongExperts(OneExpert):
-    """The token with the largest score for each expert: one token may be that of several."""
+    """Each expert takes the token with the largest score for it; several experts may take the same token."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         chosen = self.router(hidden).argmax(dim=0)
@@ -212,7 +212,7 @@ class PositiveWeights(MaskLoop):
 
 
 class TurnedColumn(AddedPairs):
-    """The numbers of the pairs lie along the features, and only those of the first rows are read."""
+    """The indices of pairs are expanded along the features, so only those of the first rows are read."""
 
     def write(self, result: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor, number: int) -> torch.Tensor:
         (pair,) = torch.where(mask)
@@ -223,7 +223,7 @@ class TurnedColumn(AddedPairs):
 
 
 class PairsOfRows(MaskLoop):
-    """Each token has a row for each of its choices, side by side."""
+    """Each token has one row for each of its choices, in rows [tokens, k, H]."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         chosen, weights = self.route(hidden)
@@ -235,7 +235,7 @@ class PairsOfRows(MaskLoop):
 
 
 class OneValue(OneExpert):
-    """All tokens of an expert have the same values."""
+    """All tokens of an expert get the same row, a sum over them."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         chosen, _ = self.largest(self.router(hidden))
@@ -246,7 +246,7 @@ class OneValue(OneExpert):
 
 
 class TwoRouters(OneExpert):
-    """Every other expert has the tokens that another router chose for it."""
+    """Every second expert takes the tokens that another router chose for it."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         both = self.router(hidden).argmax(dim=-1), self.router(-hidden).argmax(dim=-1)
@@ -265,7 +265,7 @@ class IdsOfToken(CutColumns):
 
 
 class MaskOfFeatures(AnyPlace):
-    """Rows by a mask of all features, of which torch learns only from the view how many there are."""
+    """Rows are selected by a mask of all features, so torch learns their number only from the view."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         chosen, weights = self.route(hidden)
@@ -304,7 +304,7 @@ def test_a_loop_over_unsupported_masks_is_unchanged(model: type[MaskLoop]) -> No
 
 
 class ExpertByExpert(MaskLoop):
-    """A loop over the places of tokens in each expert's turn, behind a loop that is taken."""
+    """A loop over the choices inside the loop over experts, after a loop that is rewritten."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Loops over slices by counts: the host reads no counts where it is known how many rows they are together."""
+"""Loops over slices by counts: the host reads no counts if their sum is known."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 
 
 class Counted(SlicesByCounts):
-    """Sorted rows through slices; `count` tells how many are each expert's."""
+    """A loop over slices of sorted rows; `count` returns the number of rows of each expert."""
 
     def count(self, chosen: Tensor) -> Tensor:
         return chosen.new_zeros(EXPERTS).scatter_add(0, chosen.view(-1), torch.ones_like(chosen.view(-1)))
@@ -51,14 +51,14 @@ class OfSortedIds(Counted):
 
 
 class OfSomeTokens(Counted):
-    """Rows of the first tokens alone are computed: fewer than there are."""
+    """Only the rows of the first tokens are computed, fewer than there are."""
 
     def count(self, chosen: Tensor) -> Tensor:
         return F.one_hot(chosen[:3].reshape(-1), EXPERTS).sum(0)
 
 
 class OfOtherIds(Counted):
-    """Ids that no top-k gave, in part beyond the experts that are counted."""
+    """The ids come from no top-k, and some are beyond the counted experts."""
 
     def count(self, chosen: Tensor) -> Tensor:
         return torch.histc((chosen * 2).float(), bins=EXPERTS, min=0, max=EXPERTS - 1).long()

@@ -1,4 +1,4 @@
-"""Local loops over masks and slices of experts, changed at one node: written rightly or left, and never wrong."""
+"""Loops over masks and slices of experts, changed at one node, are rewritten correctly or left unchanged."""
 
 from __future__ import annotations
 

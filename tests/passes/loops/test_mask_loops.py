@@ -1,4 +1,4 @@
-"""Loops over masks of experts become grouped GEMMs over sorted rows, without a size that only a run tells."""
+"""Loops over masks of experts become grouped GEMMs over sorted rows, without data-dependent sizes."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ class OneExpertTwice(MixtralLoop):
 
 
 class OtherWeights(MixtralLoop):
-    """Rows of one expert meet the mask of another: no error in any model, and another result."""
+    """The rows of each mask are computed by another expert, which is valid and gives another result."""
 
     def module_of(self, number: int) -> nn.Module:
         return self.experts[(number + 1) % EXPERTS]
 
 
 class OrderOfMask(MixtralLoop):
-    """Each branch reads its rows in the order of its mask, which has all first choices in front."""
+    """The result of a row depends on its index in the mask, which lists all first choices first."""
 
     def add(self, result: torch.Tensor, number: int, rows: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
         return result.index_add(0, token, rows * torch.arange(rows.shape[0]).unsqueeze(1))
@@ -82,7 +82,7 @@ class SumOverRows(MixtralLoop):
 
 
 class OtherTokens(MixtralLoop):
-    """Added to the next token."""
+    """Results are added to the next token."""
 
     def add(self, result: torch.Tensor, number: int, rows: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
         return result.index_add(0, (token + 1) % result.shape[0], rows)
@@ -121,7 +121,7 @@ class PartialSums(MixtralLoop):
 
 
 class ChosenByThreshold(MixtralLoop):
-    """Any number of experts for each token."""
+    """Each token chooses any number of experts."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         mask = (self.router(hidden) > 0).T
@@ -157,7 +157,7 @@ class ChosenAmongFewer(MixtralLoop):
 
 
 class MixedMasks(MixtralLoop):
-    """Tokens by one mask and weights by another, which lists the same pairs in another order."""
+    """Tokens are selected by one mask and weights by another, which lists the same pairs in another order."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         chosen, weights = self.route(hidden)
@@ -310,7 +310,7 @@ class BlankedTokens(MixtralLoop):
 
 
 class NormInEachBranch(SelectedLoop):
-    """Each branch normalises all tokens for itself."""
+    """Each branch normalises all tokens separately."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         chosen, weights = self.route(hidden)

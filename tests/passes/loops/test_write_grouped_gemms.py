@@ -55,7 +55,7 @@ class SlicesAsRefusalsAsk(SlicesByCounts):
 
 
 class SplitStacked(Routed):
-    """Stacked weights, transposed in the loop, gate and up in one; the weights of rows are applied between."""
+    """Stacked weights are transposed in the loop; routing weights are applied between the GEMMs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class SplitStacked(Routed):
 
 
 class CastStacked(Routed):
-    """Weights are cast in the loop, and rows back."""
+    """Weights are cast in the loop, and rows are cast back."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class CastStacked(Routed):
 
 
 class Slots(nn.Module):
-    """Every expert has slots: as many mixtures of all tokens."""
+    """Every expert has the same number of slots, each a mixture of all tokens."""
 
     shape: tuple[int, ...]
 
@@ -115,7 +115,7 @@ class SlotsSelected(Slots):
 
 
 class SlotsInChunks(Slots):
-    """[ranks, experts, slots] along experts, as DeepSpeed has them behind its exchange."""
+    """Slots [ranks, experts, slots] are chunked along experts, as DeepSpeed does after its exchange."""
 
     shape = (3, EXPERTS, 6)
 
@@ -125,7 +125,7 @@ class SlotsInChunks(Slots):
 
 
 class SlotsUnbound(Slots):
-    """[slots, experts] along experts, and stacked weights."""
+    """Slots [slots, experts] are unbound along experts, as are stacked weights."""
 
     shape = (18, EXPERTS)
 
@@ -139,7 +139,7 @@ class SlotsUnbound(Slots):
 
 
 class SlotsNarrowed(Slots):
-    """Rows [experts · slots], narrowed; a piece of one tensor for each weight too."""
+    """Slots [experts · slots] are narrowed, as are weights in one tensor."""
 
     shape = (72,)
 
@@ -208,7 +208,7 @@ class NormOverRows(SlicesByCounts):
 
 
 class OtherScales(SlicesByCounts):
-    """A number in the code of each branch."""
+    """Each branch multiplies by another constant."""
 
     def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         parts = zip(self.experts, torch.split(rows, read_counts(counts)), strict=True)
@@ -221,7 +221,7 @@ class OtherScales(SlicesByCounts):
 
 
 class OverlappingSlices(Slots):
-    """Each expert also sees a row of the next one: these are no pieces."""
+    """Each expert also reads a row of the next slice."""
 
     shape = (72,)
 
@@ -231,7 +231,7 @@ class OverlappingSlices(Slots):
 
 
 class SharedWeights(SlicesByCounts):
-    """All branches have one expert: no GEMM by expert."""
+    """All branches use the same expert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ class SharedWeights(SlicesByCounts):
 
 
 class ShuffledOutputs(SlicesByCounts):
-    """Joined in another order than they were cut: rows would come back as those of others."""
+    """Results are joined in another order than rows are split."""
 
     def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         parts = list(zip(self.experts, torch.split(rows, read_counts(counts)), strict=True))
@@ -247,7 +247,7 @@ class ShuffledOutputs(SlicesByCounts):
 
 
 class WideScales(SlicesByCounts):
-    """A number of each expert in another type, which as a number leaves the type of the rows."""
+    """Each expert multiplies by its element of a float64 tensor, which as a scalar keeps the type of the rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -264,14 +264,14 @@ class WideScales(SlicesByCounts):
 
 
 class OtherCounts(UncheckedSlices):
-    """Slices that may be more rows than there are, or fewer."""
+    """The slices may have more or fewer rows than the input."""
 
     def fit(self, outputs: torch.Tensor, rows: int) -> torch.Tensor:
         return F.pad(outputs, (0, 0, 0, rows))[:rows]
 
 
 class DoubledCounts(OtherCounts):
-    """The first slices have rows of other experts, the last ones end where the rows do."""
+    """The first slices contain rows of other experts, and the last ones end with the rows."""
 
     def counts_of(self, counts: torch.Tensor) -> torch.Tensor:
         return counts * 2
@@ -285,7 +285,7 @@ class CountsOfOtherIds(OtherCounts):
 
 
 class NarrowCounts(OtherCounts):
-    """A type that does not hold every number of rows."""
+    """The type of the counts cannot represent every number of rows."""
 
     def counts_of(self, counts: torch.Tensor) -> torch.Tensor:
         return counts.to(torch.int8)
@@ -330,7 +330,7 @@ def test_code_similar_to_a_loop_is_unchanged(model: type[nn.Module]) -> None:
 
 
 class Projections(nn.Module):
-    """Queries, keys and values of the same rows are no experts, and nothing to be told about."""
+    """Projections of the same rows to queries, keys and values, which are not experts and get no refusal."""
 
     def __init__(self, put_together: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> None:
         super().__init__()
@@ -405,7 +405,7 @@ ROW_WORK: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_any_row_work_in_any_shape_of_slots(
     work: list[str], shape: tuple[int, ...], joins_in_place: bool, bias: bool
 ) -> None:
-    """Slots in any shape, the dimension of experts anywhere, any work on rows between the GEMMs."""
+    """Slots have random shapes with the dimension of experts anywhere, and random work on rows between the GEMMs."""
     dim = shape.index(EXPERTS)
     torch.manual_seed(0)
     weights = [torch.randn(*size) / 4 for size in [(WIDTH, HIDDEN), (WIDTH,), (HIDDEN, WIDTH), (HIDDEN,)] * EXPERTS]

@@ -34,7 +34,7 @@ BANK_BYTES = 128 * 3 * 4096 * 1536 * 2  # one layer of Qwen3-235B-A22B in bf16
 
 
 def _measured() -> Hardware:
-    """H100s with a table of everything, each of them a power law."""
+    """Return H100s with tables for everything, each of them a power law."""
     gemm = table_of(
         {"rows": (1, 4096), "inner": (64, 4096), "columns": (64, 4096)},
         [2 * m * k * n / 500e12 for m in (1, 4096) for k in (64, 4096) for n in (64, 4096)],
@@ -243,7 +243,7 @@ def test_bad_tables_are_refused(field: str, table: Any, tmp_path: Path) -> None:
 
 
 def _plain(hardware: Hardware) -> Hardware:
-    """Without latencies and with all rates reached, so that formulas can be told apart from constants."""
+    """Return hardware without latencies and with efficiencies of 1, to test formulas without constants."""
     unit = Figure(1.0, "user")
     links = {
         name: dataclasses.replace(getattr(hardware, name), latency_seconds=Figure(0.0, "user"))
@@ -317,7 +317,7 @@ def test_links_and_types_that_a_machine_lacks_are_refused() -> None:
 
 def test_large_products_run_at_the_reached_part_of_the_peak() -> None:
     seconds = times.gemm_seconds(H100, "bfloat16", 8192, 8192, 8192)
-    # What one H200 reached, whose GEMMs run at the same rate: its last wave of tiles, half empty, included.
+    # The rate of one H200, whose GEMMs run at the same rate, including its half-empty last wave of tiles.
     assert 2 * 8192**3 / seconds == pytest.approx(790e12, rel=0.01)
     assert times.reached_flops_per_s(H100, "torch.bfloat16").source == "derived"
     assert times.reached_flops_per_s(H100, "bf16", "attention").value == pytest.approx(0.60 * 989e12)
@@ -396,7 +396,7 @@ def test_a_user_s_table_counts_and_scales_with_the_ranks() -> None:
     table = table_of({"bytes": (1e3, 1e9)}, (1e-5, 1e-2), "user")
     hardware = with_collectives(H100, Collectives(2, {"all_reduce": table}))
     assert times.collective_seconds(hardware, "all_reduce", 1e9, ranks=2) == pytest.approx(1e-2)
-    # 7/4 of the bytes cross each link where it was 1.
+    # 7/4 of the bytes cross each link instead of 1.
     assert times.collective_seconds(hardware, "all_reduce", 1e9) == pytest.approx(1e-2 * 7 / 4)
     assert times.collective_seconds(hardware, "p2p", 1e9) == times.collective_seconds(H100, "p2p", 1e9)
     again = with_collectives(hardware, Collectives(2, {"p2p": table}))

@@ -1,4 +1,4 @@
-"""Seconds of layers: closed forms where nothing is measured, and what must hold for any machine."""
+"""Seconds of layers: closed forms without measurements, and properties for all machines."""
 
 from __future__ import annotations
 

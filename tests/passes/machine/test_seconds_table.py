@@ -1,4 +1,4 @@
-"""Tables of seconds: exact at their points, straight in log-log between them, and never the wrong way round."""
+"""Tables of seconds are exact at their points, linear in log-log scale between them, and never decreasing."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_power_law_is_met_exactly(power: float, other: float, rows: float, col
 
 @given(tables(monotone=True), _SIZES, _SIZES, _SIZES)
 def test_more_never_takes_less(table: SecondsTable, first: float, second: float, other: float) -> None:
-    """Inside of the table and beyond it."""
+    """This holds inside and outside the table."""
     small, large = sorted((first, second))
     for sizes in (((small, other), (large, other)), ((other, small), (other, large))):
         before, after = (table.at(**_position(table, point)) for point in sizes)

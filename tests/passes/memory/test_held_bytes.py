@@ -1,4 +1,4 @@
-"""The peaks of made-up runs against what a count by hand of every moment gives."""
+"""The peaks of synthetic runs, compared with a sum over every moment."""
 
 from __future__ import annotations
 

@@ -265,7 +265,7 @@ def test_functions_are_called_the_same_on_all_ranks() -> None:
 
 
 def _digests_of_experts(factor_of: Callable[[int], int], monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """By rank, those of the blocks that it takes; rank r multiplies between GEMMs by `factor_of(r)`, read off."""
+    """Return, by rank, the digests of its blocks; rank r multiplies by `factor_of(r)`, read from a tensor."""
 
     class Experts(EP_FORMS["all_to_all"]):  # type: ignore[misc]
         def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

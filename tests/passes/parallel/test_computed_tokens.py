@@ -1,4 +1,4 @@
-"""Layers whose number of tokens is computed from another size: taken, or left, in static and dynamic graphs alike."""
+"""Layers whose number of tokens is computed from another size get the same decision in static and dynamic graphs."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_ranks_stay_in_step_when_one_captures_again_with_dynamic_sizes() -> None
 
 
 class _LastRows(AllGatherExperts):
-    """Gives the last of the rows that come back, where padding is, and not the first."""
+    """A layer that returns the last of the returned rows, which are padding, instead of the first."""
 
     def forward(self, hidden_states: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         ranks = self.placement.ranks
@@ -145,7 +145,7 @@ class _LastRows(AllGatherExperts):
 
 
 class _SentElsewhere(AllToAllExperts):
-    """Sends as many rows to the other rank as it keeps, and the other way round."""
+    """A layer that exchanges the numbers of rows to keep and to send."""
 
     def _sizes(self, leaving: torch.Tensor, arriving: torch.Tensor) -> tuple[list[int], list[int]]:
         send, receive = super()._sizes(leaving, arriving)
@@ -159,7 +159,7 @@ class _SentElsewhere(AllToAllExperts):
 def test_experts_that_are_wrong_for_any_token_are_refused(
     form: str, experts: type[ShardedExperts], kind: str, dynamic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sixteenth of the few tokens that mock runs bring are none, and with none nothing is wrong."""
+    """A sixteenth of the few tokens of mock runs rounds to none, for which nothing is wrong."""
     monkeypatch.setitem(EP_FORMS, form, experts)
     result = eliminate(_captured(kind, form, 0, monkeypatch, dynamic))
     assert not result.plan.local_blocks
@@ -167,7 +167,7 @@ def test_experts_that_are_wrong_for_any_token_are_refused(
 
 
 class _Forgetful(AllReduceExperts):
-    """Leaves out what its experts make of the tokens behind the first `kept`."""
+    """A layer that drops the results of tokens after the first `kept`."""
 
     kept: Any = 0
 

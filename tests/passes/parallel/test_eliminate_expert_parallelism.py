@@ -1,4 +1,4 @@
-"""Expert parallelism taken out of captured graphs: right for every form, and refused where it would not be right."""
+"""Expert parallelism is eliminated from captured graphs of every form, and refused if the result would be wrong."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ CONFIGS = {
 
 
 def _capture_modes(case: str) -> list[Any]:
-    """Three ways to capture for the uneven case, the most general one for four ranks; the rest is slow."""
+    """Return the ways to capture `case`: three are fast for the uneven case, one for four ranks, others slow."""
     modes = itertools.product((torch.float32, torch.bfloat16), (True, False), ("eager", "inductor"))
     quick = {(torch.float32, True, "eager")} if case in ("uneven", "four ranks") else set()
     if case == "uneven":
@@ -135,7 +135,7 @@ def test_ranks_that_read_their_own_sizes_before_the_exchange_become_local(monkey
 
 
 class CountsUnsortedIds(AllReduceExperts):
-    """The counts are made of the ids as they come, so that nothing on the way to the offsets was sorted."""
+    """A layer that counts unsorted ids, so no sort precedes the offsets."""
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -211,7 +211,7 @@ def test_ranks_with_one_expert_each_are_taken(form: str) -> None:
 @pytest.mark.parametrize(("experts", "ranks", "top_k"), [(32, 2, 1), (128, 8, 8)])
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_as_many_experts_as_large_models_have_are_taken(form: str, experts: int, ranks: int, top_k: int) -> None:
-    """Sums over the counts of a rank's experts count every token once, however many these are."""
+    """Sums over the counts of a rank's experts count every token once, for any number of experts."""
     config = StackConfig(layers=1, hidden=16, width=16, experts=experts, top_k=top_k, max_tokens=12)
     result = _eliminated(capture(config, form, 1, ranks, 12))
     assert not result.refusals
@@ -253,7 +253,7 @@ def test_a_graph_without_collectives_is_unchanged() -> None:
 def test_operations_that_act_only_on_large_inputs_are_refused(
     experts: type[ShardedExperts], dynamic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither the numbers of the mock run nor the tokens of the captured batch come as far."""
+    """Neither the values of the mock run nor the tokens of the captured batch are large enough to show the effect."""
     form = "all_to_all" if issubclass(experts, AllToAllExperts) else "all_reduce"
     monkeypatch.setitem(EP_FORMS, form, experts)
     for rank in range(2):
@@ -266,7 +266,7 @@ def test_operations_that_act_only_on_large_inputs_are_refused(
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_single_token_is_taken(rank: int) -> None:
-    """In a graph of one token torch writes what holds for no other number; a larger copy of it may pass by chance."""
+    """In a graph of one token, torch writes operations that are right for no other number of tokens."""
     config = StackConfig(layers=1, hidden=16, width=16, experts=3, top_k=1, max_tokens=16)
     captured = capture(config, "all_reduce", rank, 2, 1, dynamic=False)
     assert [block.form for block in _eliminated(captured).plan.local_blocks] == ["all_reduce"]
@@ -275,7 +275,7 @@ def test_a_single_token_is_taken(rank: int) -> None:
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("form", ["all_reduce", "all_gather"])
 def test_as_many_tokens_as_own_experts_are_no_expert_tensor(form: str) -> None:
-    """The hidden states of a layer captured by itself are an input with as many rows as the expert weights."""
+    """The hidden states of a single layer are an input with the same first size as the expert weights."""
     config = StackConfig(layers=1, max_tokens=4)
     assert config.experts == 2 * 4
     for rank in range(2):
@@ -375,7 +375,7 @@ def test_every_single_mutation_is_taken_rightly_or_refused(form: str) -> None:
 
 
 def test_a_sum_in_another_type_is_not_taken_in_this_one() -> None:
-    """The mock run is in float64, so only the types themselves can tell."""
+    """The mock run is in float64, so only the types in the graph show the difference."""
     config = StackConfig(layers=1, dtype=torch.bfloat16)
     captured = capture(config, "all_reduce", 0, 2, 12)
     changed = copy_graph_module(captured.module)

@@ -199,7 +199,7 @@ def test_other_selections_are_unchanged(name: str) -> None:
 
 
 class _AlsoRead(Selecting):
-    """The gathered probabilities are a result too, or something is made of them and read by nothing."""
+    """A layer that also returns the gathered probabilities, or computes a value of them that is never read."""
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
         scores = hidden @ self.weight

@@ -64,7 +64,7 @@ def _nothing_and_one_times_top_k(order: torch.Tensor, ids: torch.Tensor, top_k: 
 
 
 def _truths_many_times(order: torch.Tensor, ids: torch.Tensor, top_k: int) -> torch.Tensor:
-    """64 in every run, put together from a truth and its opposite."""
+    """Return 64 in every run, as a sum of a mask and its complement."""
     counts = count_per_expert(ids, 4)
     larger = counts[0] > counts[1]
     many = larger.expand(64).sum() + (~larger).expand(64).sum()
@@ -78,7 +78,7 @@ def _truths_times_a_constant(order: torch.Tensor, ids: torch.Tensor, top_k: int)
 
 
 def _bounded_by_a_count(order: torch.Tensor, ids: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Beyond all pairs, unless there are more than 64 of them for each expert."""
+    """Return a number beyond all pairs, unless an expert has more than 64 of them."""
     far = (ids >= 0).sum() + (ids >= 0).sum()
     return order - (order - far).clamp(min=0)
 

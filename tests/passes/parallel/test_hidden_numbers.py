@@ -101,7 +101,7 @@ def _as_a_factor(rows: T, order: T, ids: T, number: T) -> T:
 
 
 def _as_two_factors(rows: T, order: T, ids: T, number: T) -> T:
-    """No number is put together: rows are."""
+    """Combine rows instead of numbers."""
     few, ordered = ids.clamp(max=1), rows[order]
     return ordered + ordered - ordered * _column(_beyond(order, few, number)) - ordered * _column(few)
 
@@ -197,7 +197,7 @@ def _as_a_sign(rows: T, order: T, ids: T, number: T) -> T:
 
 
 def _moved_between(rows: T, order: T, ids: T, number: T) -> T:
-    """Truths about ids that are no longer in the rows' order when they meet the other one."""
+    """Combine a mask with ids that are no longer in the order of the rows."""
     ordered, few = rows[order], ids > 0
     beyond = order >= torch.where(few, _five(number), 0)
     lost = ordered.masked_fill(_column(~few), 0.0).flip(0)
@@ -232,7 +232,7 @@ def test_no_way_to_a_small_number_hides_a_threshold(few: str) -> None:
 
 @pytest.mark.slow
 def test_rows_in_order_are_taken() -> None:
-    """The variant itself is no reason to refuse, nor is a number that ids give, beside no truth."""
+    """The variant itself is no reason to refuse, and neither is a number from ids without a mask."""
     assert refusal_of_experts("all_to_all", _arrived(lambda rows, order, ids, number: rows[order]), config=WIDE) == ""
 
 
@@ -280,7 +280,7 @@ def test_the_slot_of_an_expert_hides_no_threshold_among_gathered_tokens() -> Non
 
 
 class ConstantsInside(AllReduceExperts):
-    """A constant of the activation function is the same for every row, and meets no truth about rows."""
+    """A constant of the activation function is the same for every row, and is combined with no mask of rows."""
 
     def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         ends = counts.cumsum(0, dtype=torch.int32)

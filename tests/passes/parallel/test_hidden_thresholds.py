@@ -1,4 +1,4 @@
-"""No block is taken that does something else only for more tokens than the proof tries, however that is written."""
+"""Blocks that behave differently only for more tokens than the proof tries are refused, for many ways to write this."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class RowsTimesANumber(AllToAllExperts):
 
 
 class PairsOfRows(AllToAllExperts):
-    """Pairs grow as the square of rows, so beside many times the rows there is a threshold without a constant."""
+    """The number of pairs of rows grows quadratically, so it exceeds a multiple of the rows without a constant."""
 
     def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
         places, total = torch.arange(len(rows)), arriving.sum()

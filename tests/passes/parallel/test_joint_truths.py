@@ -1,4 +1,4 @@
-"""Rows and places that depend on several truths: what these make together must have been tried, too."""
+"""Rows and positions that depend on several masks are refused unless their combinations have been tried."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class NestedPlaces(Arrived):
 
 
 class SuccessivePlaces(Arrived):
-    """Turned round twice is as it was, once is not; what the second truth turns back it turns only with the first."""
+    """Rows that are reversed by the first mask, and reversed again unless the second mask is true."""
 
     def changed(self, rows: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         places = torch.arange(rows.shape[0])
@@ -74,7 +74,7 @@ class MovedBetween(Arrived):
 
 
 class OneOfSeveralBySorting(AllToAllExperts):
-    """Rows are lost where the seventh count is the largest: no truth says so, the order of eight counts does."""
+    """Rows are lost if the seventh count is the largest, which depends on a sort instead of a mask."""
 
     def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
         most = arriving.argsort()[-1:]
@@ -88,7 +88,7 @@ class OneOfSeveralByTheLargest(AllToAllExperts):
 
 
 class OneOfSeveralTruths(AllToAllExperts):
-    """A truth about each of eight counts comes out both ways, that about the seventh one way only."""
+    """Each of eight masks has both values in runs, except that of the seventh count."""
 
     def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
         most = arriving > arriving.sum() - arriving
@@ -104,7 +104,7 @@ class OneOfSeveralTruthsInASum(AllToAllExperts):
 
 
 class MaskedPlaces(Arrived):
-    """Rows that a mask has written, then another."""
+    """Rows that are written by one mask and then by another."""
 
     def changed(self, rows: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         begins = torch.arange(rows.shape[0]) < 1
@@ -113,14 +113,14 @@ class MaskedPlaces(Arrived):
 
 
 class SumOfSelections(Arrived):
-    """Each selection alone takes nothing away."""
+    """Each selection by itself loses nothing."""
 
     def changed(self, rows: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         return rows + rows * (first * 1.0 + second) - rows * (first | second)
 
 
 class CutAtASize(AllToAllExperts):
-    """Rows beyond many times one expert's are lost, though nothing is compared."""
+    """Rows beyond a multiple of one expert's rows are lost without a comparison."""
 
     def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
         few = arriving[0].item() + arriving[1].item() + arriving[4].item() + arriving[5].item()

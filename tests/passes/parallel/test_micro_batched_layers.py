@@ -1,4 +1,4 @@
-"""Two micro-batches through the same layers in one graph: the bank of a layer is one, however often it is read."""
+"""Two micro-batches through the same layers in one graph: each layer has one bank, which is read twice."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ needs_memfd = pytest.mark.skipif(sys.platform != "linux", reason="shared shards 
 
 
 class InTurns(nn.Module):
-    """Layer by layer, one half of the tokens and then the other."""
+    """Each layer computes one half of the tokens and then the other."""
 
     def __init__(self, stack: MoEStack) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class InTurns(nn.Module):
 
 
 class AfterAnother(InTurns):
-    """The whole model on one half, then on the other: every layer has come by when the first comes again."""
+    """The whole model computes one half and then the other."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         outputs = []
@@ -112,7 +112,7 @@ def test_real_ranks_pull_the_one_bank_of_each_layer(form: str, order: str, slots
 
 
 class Overlapped(nn.Module):
-    """Both halves' up GEMMs, then both halves' down GEMMs, as engines write it that overlap two micro-batches."""
+    """The up GEMMs of both halves precede the down GEMMs of both halves, as in engines that overlap micro-batches."""
 
     def __init__(self, form: str) -> None:
         super().__init__()

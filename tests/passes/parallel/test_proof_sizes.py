@@ -35,7 +35,7 @@ def _reasons(result: PassResult) -> list[str]:
 
 
 class _Elements(TorchDispatchMode):
-    """Counts the elements of all results, and of the largest one, of tensors that are real."""
+    """Counts the elements of all results that are real tensors, and of the largest one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def test_the_elements_of_a_proof_do_not_depend_on_sizes(form: str) -> None:
 
 
 def _cost(form: str, mode: str, *sizes: int) -> dict[str, Any]:
-    """Tokens, hidden, width, experts, top-k, ranks."""
+    """Return the cost of a proof; `sizes` are tokens, hidden, width, experts, top-k and ranks."""
     command = [sys.executable, "-m", "tests.helpers.graphs.proof_cost", form, mode, *map(str, sizes)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
@@ -107,7 +107,7 @@ def test_a_block_of_more_nodes_than_a_walk_once_had_is_taken() -> None:
 
 
 class PairedActivation(ShardedExperts):
-    """Sees gate and up as one tensor of two, and says how many rows that has."""
+    """Views gate and up as one tensor of two, by the number of rows."""
 
     def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         ends = counts.cumsum(0, dtype=torch.int32)
@@ -125,7 +125,7 @@ class PairedAllReduce(PairedActivation, AllReduceExperts):
 
 
 class NormedActivation(ShardedExperts):
-    """Mixes features between its GEMMs, and rows never."""
+    """Mixes features between the GEMMs, but not rows."""
 
     def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         ends = counts.cumsum(0, dtype=torch.int32)
@@ -143,7 +143,7 @@ class NormedAllReduce(NormedActivation, AllReduceExperts):
 
 
 class MixesRows(AllToAllExperts):
-    """The activation function takes off the mean of all rows that arrived."""
+    """The activation function subtracts the mean of all arrived rows."""
 
     def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         ends = counts.cumsum(0, dtype=torch.int32)
@@ -168,7 +168,7 @@ def _form_of(experts: type[ShardedExperts]) -> str:
 def test_static_and_dynamic_captures_come_to_the_same_decision(
     experts: type[ShardedExperts], tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also with as many tokens as experts, and as each token chooses."""
+    """The number of tokens is also that of experts, and that of a token's choices."""
     form = _form_of(experts)
     monkeypatch.setitem(EP_FORMS, form, experts)
     config = StackConfig(layers=1, max_tokens=tokens)
@@ -235,7 +235,7 @@ def test_sizes_that_are_equal_by_chance_are_distinguished(form: str, case: str) 
 
 
 class RowsOfAllRanks(FewRows):
-    """An expert takes as many rows as all ranks have pairs, which is no limit while all bring equally many."""
+    """An expert takes at most the pairs of all ranks, which limits nothing while all ranks have equal numbers."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -255,7 +255,7 @@ def test_a_multiple_of_the_tokens_that_no_run_reaches_is_a_constant(monkeypatch:
 
 
 class _ByFeature(AllToAllExperts):
-    """Leaves out features from the 40th on, between the GEMMs and the way back."""
+    """Drops features from the 40th on between the GEMMs and the combine."""
 
     def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
         rows = super()._run_arrived(rows, arriving)
@@ -276,7 +276,7 @@ class CutFeatures(_ByFeature):
 
 
 class MaskedInside(AllToAllExperts):
-    """Masks features of what lies between the GEMMs by what arrives, as if it were rows of other experts."""
+    """Masks features between the GEMMs by arrived values, as if they were rows of other experts."""
 
     def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         ends = counts.cumsum(0, dtype=torch.int32)
@@ -300,7 +300,7 @@ def test_effects_of_many_features_are_detected_with_few_features(
 
 
 class FlippedTwice(AllToAllExperts):
-    """Right, and told apart by feature all the same."""
+    """This is right, although it distinguishes features."""
 
     def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
         return super()._run_arrived(rows, arriving).flip(-1).flip(-1)

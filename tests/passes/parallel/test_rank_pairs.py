@@ -132,7 +132,7 @@ def _parameters(form: str) -> Iterator[int]:
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_a_rank_with_other_parameters_never_makes_results_wrong(form: str) -> None:
-    """Routers, dense layers and the order of experts."""
+    """The parameters are those of routers, dense layers and experts."""
     outcomes = [_outcome(form, _captured(form), index) for index in _parameters(form)]
     assert len(outcomes) == 10
     assert set(outcomes) <= {"right", "refused in the run"}

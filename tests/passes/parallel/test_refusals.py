@@ -1,4 +1,4 @@
-"""Nothing that talks to other ranks near experts stays without a word, and every word says where and what to change."""
+"""Every communication near experts that is not eliminated gets a refusal with its location and advice."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _plan(captured: Captured) -> Plan:
 
 
 class NoWayBack(AllToAllExperts):
-    """Rows arrive, and what the experts make of them stays: a part of the model that another graph goes on with."""
+    """A part of a model whose rows arrive and whose results are used by another graph."""
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -121,7 +121,7 @@ def test_rows_that_come_and_go_nowhere_are_refused(form: str, experts: Any, monk
 @pytest.mark.parametrize("form", ["all_to_all", "all_gather", "all_reduce"])
 @pytest.mark.parametrize("rank", range(3))
 def test_a_rank_without_experts_refuses_the_same_blocks(form: str, rank: int) -> None:
-    """Two experts on three ranks: rank 0 holds none, so its graph has exchanges and no GEMM."""
+    """With two experts on three ranks, rank 0 has none, so its graph has exchanges and no GEMM."""
     plan = _plan(capture(dataclasses.replace(CONFIG, experts=2, top_k=1), form, rank, 3, 12))
     (refusal,) = plan.refusals
     check_readable(plan.refusals)
@@ -295,7 +295,7 @@ def test_the_switch_that_broke_the_graph_is_named(form: str) -> None:
 
 
 class MaskedRows(AllToAllExperts):
-    """Rows of tokens that are chosen by a mask, whose number is known to no graph."""
+    """A layer for tokens that are chosen by a mask, so their number depends on data."""
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -318,7 +318,7 @@ def test_the_switch_for_masks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TensorParallel(nn.Module):
-    """All experts on every rank; attention's and the dense part's sums, and the outputs, cross ranks."""
+    """A layer with all experts on every rank, and all-reduces of attention, the dense part and the outputs."""
 
     def __init__(self, form: str, group_name: str) -> None:
         super().__init__()
@@ -453,7 +453,7 @@ def test_a_refusal_without_a_reason_is_a_mistake() -> None:
 
 
 class _Distributed(torch.nn.Module):
-    """A router of which every rank holds the parts of a DTensor."""
+    """A router whose weight is sharded as a DTensor."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Results that ranks add up are taken out only where all ranks have the same tokens, experts and weights."""
+"""All-reduced results become local only if all ranks have the same tokens, experts and weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ on_ranks = pytest.mark.skipif(sys.platform != "linux", reason="shared shards nee
 
 
 class OddLayer(MoELayer):
-    """A layer whose tokens, experts or weights on rank 1 are other ones than on rank 0, in the way that `what` says."""
+    """A layer whose tokens, experts or weights, as `what` says, differ between ranks."""
 
     def __init__(self, layer: MoELayer, what: str) -> None:
         super().__init__(layer.router, layer.experts)
@@ -110,7 +110,7 @@ def test_equal_inputs_are_taken() -> None:
 
 
 class _Balanced(MoELayer):
-    """A layer whose router adds a bias to its logits, which the graph itself writes, for its next run."""
+    """A layer whose router adds a bias to its logits, which the graph updates for its next run."""
 
     def __init__(self, layer: MoELayer, what: str) -> None:
         super().__init__(layer.router, layer.experts)
@@ -236,7 +236,7 @@ def test_under_debug_every_run_is_compared() -> None:
 
 
 def _compiles_again_alone() -> int:
-    """Both ranks run the model equally often, as they must; the second compiles it twice."""
+    """Run the model equally often on both ranks, and compile it twice on the second."""
     model, hidden = build_stack(SMALL, "all_reduce"), hidden_rows(SMALL, 8, 0)
     with torch.no_grad(), moepass.record_compilations() as compilations, _counted_checksums() as counted:
         expected = model(hidden)
@@ -277,7 +277,7 @@ def test_a_recompiling_rank_does_not_compare_again() -> None:
 
 
 def _one_bank_and_three_routers(is_odd: bool) -> tuple[bool, list[str]]:
-    """Layers with the same experts, compiled one by one, each with a router; rank 1 has another in the last."""
+    """Run layers with the same experts and different routers, compiled separately; rank 1 has another last router."""
     config = dataclasses.replace(SMALL, layers=3)
     model, hidden = build_stack(config, "all_reduce"), hidden_rows(config, 8, 0)
     for layer in model.moe:
@@ -357,7 +357,7 @@ DIFFERENT = ["one writes", "one receives", "one writes into its data"]
 @on_ranks
 @pytest.mark.parametrize("what", EQUAL)
 def test_a_change_on_one_rank_makes_all_ranks_compare_again(what: str) -> None:
-    """Equal weights stay equal, whoever wrote them: no rank waits for another alone."""
+    """Weights that remain equal are accepted, and no rank waits for another."""
     (refusals, checksums), second_rank = run_ranks(2, _change_later, what)
     assert (refusals, checksums) == second_rank
     assert not refusals
@@ -427,7 +427,7 @@ def test_a_rank_that_stays_away_from_a_run_is_named() -> None:
 
 
 class _AfterAnExchange(nn.Module):
-    """Tokens that come out of a collective: summed ones are the same on all ranks, scattered ones are not."""
+    """A layer for the results of a collective: summed ones are equal on all ranks, scattered ones are not."""
 
     def __init__(self, layer: nn.Module, group_name: str, kind: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""An activation function that does not treat every row alone is refused, and one that does is taken and right."""
+"""Activation functions that mix rows are refused, and those that compute rows independently are taken and right."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_a_wide_activation_is_not_judged_by_a_narrow_one() -> None:
 
 @pytest.mark.slow
 def test_reads_by_some_features_are_proved_too() -> None:
-    """A GEMM that counts its rows wrongly, and that only the last features of many read."""
+    """One GEMM counts its rows wrongly, and only the last features read it."""
     config = dataclasses.replace(CONFIG, width=256)
 
     class Experts(EP_FORMS["all_to_all"]):  # type: ignore[misc]
@@ -212,7 +212,7 @@ def _unpadded(form: str) -> type[torch.nn.Module]:
 def test_a_number_that_is_the_number_of_the_blocks_rows_is_no_number_of_features(
     tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The local form has half as many rows, so a view by the block's number of rows takes features for rows."""
+    """The local form has half as many rows, so a view by the block's number of rows would mix features and rows."""
     monkeypatch.setitem(EP_FORMS, "all_gather", _unpadded("all_gather"))
     assert _largest_difference("all_gather", _features_first, tokens=tokens, dynamic=False) is None
     reason = _refusal("all_gather", _features_first, tokens=tokens, dynamic=False)

@@ -76,7 +76,7 @@ def test_the_parts_are_those_of_the_times_of_the_profile() -> None:
     assert both.gathered == both.transfer  # 100 tokens hide nothing
     rows = 100 * TOP_K * HIDDEN * 2
     counts = collective_seconds(MACHINE, "all_to_all", 8 * EXPERTS)
-    regrouping = memory_seconds(MACHINE, 4 * rows)  # into the order of experts and back, read and written
+    regrouping = memory_seconds(MACHINE, 4 * rows)  # rows are sorted by expert and back, each time read and written
     exchanged = 2 * collective_seconds(MACHINE, "all_to_all", rows) + counts + regrouping
     assert both.exchange == pytest.approx(LAYERS * exchanged)
 

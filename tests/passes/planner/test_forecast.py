@@ -84,7 +84,7 @@ def test_the_planner_says_no() -> None:
     assert made.chosen not in ("asyncep", "resident")
     assert made.cost(made.chosen).step_seconds < made.cost("asyncep").step_seconds
     assert "asyncep would wait" in made.reason
-    # It is the link that sets the pace: what streams is what the step takes.
+    # The link is the bottleneck: the step takes the time of the streamed bytes.
     assert made.schedule is not None
     assert made.simulation.step_seconds >= len(made.schedule.order) * made.transfer_seconds
 
@@ -115,11 +115,11 @@ def test_memory_adds_up_for_every_home(home: str) -> None:
     assert made.schedule is not None
     bank, dense = bank_bytes(MOE.experts, 4096, "bf16"), resident_bytes(SMALL, "bf16")  # type: ignore[arg-type]
     stay = len(made.schedule.resident) * bank
-    # A bank that stays is complete on every rank, and has no shard.
+    # A resident bank is complete on every rank, and has no shard.
     shards = len(made.schedule.order) * bank / 8 if home == "peer" else 0
     assert made.memory.resident_bytes == dense + shards + stay
     staged = HOMES["hybrid"].staging_buffers * bank / 8 if home == "hybrid" else 0
-    # With home `peer` every rank reads its own experts where they rest.
+    # With home `peer`, every rank reads its own experts from their home.
     slot = bank * 7 / 8 if home == "peer" else bank
     assert made.memory.slot_bytes == made.schedule.slots * slot + staged
     assert made.memory.activation_bytes == activations_bytes(setting)
@@ -215,7 +215,7 @@ def test_the_curve_passes_through_the_plan_and_bends_at_the_threshold() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 2, 64])
 def test_the_threshold_does_not_depend_on_the_planned_tokens(batch: int) -> None:
-    """Few tokens reach a low rate: at that rate a threshold would promise far too much."""
+    """Few tokens reach a low rate, from which a threshold would be far too low."""
     many, made = (forecast(_setting(QWEN, batch=n, sequence=512), "hybrid") for n in (32, batch))
     assert made.saturation.tokens == many.saturation.tokens
     assert made.schedule is not None

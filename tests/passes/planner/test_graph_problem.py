@@ -1,4 +1,4 @@
-"""Plans of graphs that are known by their costs alone."""
+"""Plans of graphs that are described only by their costs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EXPERTS, OTHERS = Cost("1e12", "1e6"), Cost("2e12", "1e6")
 
 
 def _plan(names: tuple[str, ...], dtype: str = "bfloat16") -> Plan:
-    """One block after the other, each in a segment that computes as much again; equal names share a bank."""
+    """Return a plan of consecutive blocks, each in a segment that computes the same again; equal names share a bank."""
     indices = {name: index for index, name in enumerate(dict.fromkeys(names))}
     blocks = tuple(
         MoEBlock(name, "grouped_mm", 8, 2, 64, 32, True, "bfloat16", BANK_BYTES, (), indices[name], cost=EXPERTS)
@@ -67,7 +67,7 @@ def test_work_outside_blocks_runs_at_the_rate_of_its_type() -> None:
     assert of_bf16 is not None
     assert of_fp32 is not None
     assert of_fp32 - of_bf16 == pytest.approx(expected)
-    # Of a graph without blocks nothing else tells.
+    # A graph without blocks has no other information.
     dense = Plan(steps=(Step("segment", "segment", cost=OTHERS),), cost=OTHERS, dtype="float32")
     assert _compute(dense, both) == pytest.approx(work_seconds(both, "fp32", 2e12))
 
@@ -102,7 +102,7 @@ def test_the_type_of_a_graph_is_that_of_its_gemms() -> None:
 
 
 def test_copies_slow_graphs_and_models_down_alike() -> None:
-    """Memory traffic by its own factor, for the part of the time that a link really copies."""
+    """Memory traffic is slowed by its own factor, for the fraction of the time in which a link really copies."""
     slowing = dataclasses.replace(H100.overlap, gemm=Figure(1.0, "user"), memory=Figure(2.0, "user"))
     hardware = with_emulated_link(dataclasses.replace(H100, overlap=slowing), 1e9, ("host",))
     plan = dataclasses.replace(_plan(("a", "b")), slots=2)

@@ -1,4 +1,4 @@
-"""Host memory of a machine: what ranks keep there, and what does not fit."""
+"""The host memory of a machine: the bytes that ranks keep there, and plans that do not fit."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ def test_one_device_never_waits() -> None:
 
 def test_a_long_micro_batch_holds_up_short_ones() -> None:
     # Two stages, two micro-batches under way, of 1 and 3 seconds in turns. By hand, from a long one's start at 0:
-    # it leaves stage 0 at 3 and stage 1 at 6; the short one behind it leaves stage 0 at 4 and stage 1, which is busy
-    # till 6, at 7; the next long one enters when the first left, at 6: one round takes 6 seconds where 4 are computed.
+    # it leaves stage 0 at 3 and stage 1 at 6; the short one after it leaves stage 0 at 4 and stage 1, which is busy
+    # until 6, at 7; the next long one enters when the first has left, at 6: a round takes 6 seconds for 4 of work.
     assert pipeline_seconds([3.0, 1.0], 2) == pytest.approx(6.0)
 
 

@@ -1,4 +1,4 @@
-"""The search for a schedule, held against every schedule there is."""
+"""The search for a schedule, compared with all possible schedules."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def model(most: int) -> st.SearchStrategy[list[LayerPhase]]:
     return st.sampled_from([0, 0, 2, 4, 10]).flatmap(phases)
 
 
-# What a search must know of the machine: whether slots fill across steps, and what copies do to computation.
+# The properties of a machine that a search needs: whether slots fill across steps, and how copies slow computation.
 MACHINES = st.builds(
     Machine,
     copy_slowdown=st.sampled_from([1.0, 1.0, 1.25, 2.0]),
@@ -52,7 +52,7 @@ MACHINES = st.builds(
 def every_schedule(
     phases: Sequence[LayerPhase], memory_bytes: int, most_slots: int
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Slots and resident banks of every schedule that fits."""
+    """Yield the slots and resident banks of every schedule that fits."""
     banks = streamed_phases(phases)
     for size in range(len(banks) + 1):
         for resident in itertools.combinations(banks, size):
@@ -150,11 +150,11 @@ def test_the_recurrence_is_the_simulator(phases: list[LayerPhase], slots: int, m
     step, waits = steady_step(phases, slots, frozenset(), machine)
     simulated = simulate_phases(phases, slots, machine=machine)
     assert simulated.step_seconds == pytest.approx(step, rel=1e-6, abs=1e-9)
-    if not machine.fills_ahead:  # else steps may wait in turns
+    if not machine.fills_ahead:  # otherwise alternate steps may wait
         assert simulated.exposed_seconds == pytest.approx(sum(waits), rel=1e-6, abs=1e-9)
 
 
-# Models as they are: a first layer without experts, dense layers between, two kinds of attention.
+# Realistic models: a first layer without experts, dense layers in between, two kinds of attention.
 def _real(layers: int) -> list[LayerPhase]:
     phases = []
     for layer in range(layers):

@@ -1,4 +1,4 @@
-"""The simulator: cases computed by hand, bounds that nothing beats, and a recurrence written down independently."""
+"""The simulator, compared with cases computed by hand, with bounds, and with an independent recurrence."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_resident_stage_moves_nothing() -> None:
 
 
 def test_copies_slow_computation_down_only_while_they_run() -> None:
-    # Of each phase, 2 seconds run at half speed beside a copy, which does 1 of its 3 seconds; 2 more remain.
+    # In each phase, 2 seconds run at half speed during a copy, which complete 1 of its 3 seconds; 2 remain.
     simulated = simulate_phases(layers(2, compute=3, transfer=2), slots=2, machine=Machine(copy_slowdown=2))
     assert (simulated.step_seconds, simulated.exposed_seconds, simulated.slowed_seconds) == (8, 0, 2)
     assert simulated.compute_seconds == 6
@@ -135,7 +135,7 @@ def _plan() -> Plan:
 
 
 def test_a_plan_is_run_with_its_own_steps() -> None:
-    # By hand: bank 1 takes 4 seconds beside 1 of segment_0; bank 0 takes 2 beside segment_2 and segment_0, 1.5 in all.
+    # By hand: bank 1 takes 4 seconds during 1 of segment_0; bank 0 takes 2 during 1.5 of segment_2 and segment_0.
     simulated = simulate_plan(_plan(), [1, 2, 1, 2, 0.5], {0: 2.0, 1: 4.0})
     assert (simulated.step_seconds, simulated.exposed_seconds) == (10, 3.5)
     assert [event.layer for event in simulated.timeline.on(COPY)] == ["layers.1.experts", "layers.0.experts"]
@@ -194,7 +194,7 @@ PHASES = st.lists(
 
 
 def by_recurrence(phases: Sequence[LayerPhase], slots: int, steps: int = 60) -> float:
-    """Seconds per step, from the last half of many: no event queue, only the times at which things end."""
+    """Return the seconds per step, as the mean of the second half of many steps, from a recurrence over end times."""
     streamed = streamed_phases(phases)
     copied: list[float] = []
     released: list[float] = []
@@ -202,7 +202,7 @@ def by_recurrence(phases: Sequence[LayerPhase], slots: int, steps: int = 60) -> 
     for _ in range(steps):
         for index, phase in enumerate(phases):
             if index in streamed:
-                # Every slot that the ring has is filled as soon as it is free: `slots` copies ahead of the releases.
+                # Every free slot is filled at once: copies are `slots` ahead of the releases.
                 after = released[len(copied) - slots] if len(copied) >= slots else 0.0
                 copied.append(max(after, copied[-1] if copied else 0.0) + phase.transfer_seconds)
                 time = max(time, copied[-1])
@@ -216,7 +216,7 @@ def by_recurrence(phases: Sequence[LayerPhase], slots: int, steps: int = 60) -> 
 @settings(max_examples=200, deadline=None)
 @given(phases=PHASES, slots=st.integers(1, 4))
 def test_the_simulator_agrees_with_the_recurrence(phases: list[LayerPhase], slots: int) -> None:
-    # A ring that could hold more than one run's banks learns of the next run only, so it is no deeper than that.
+    # A ring with room for more than one run's banks knows only the next run, so it fetches no further ahead.
     slots = min(slots, max(1, len(streamed_phases(phases))))
     assert simulate_phases(phases, slots).step_seconds == pytest.approx(
         by_recurrence(phases, slots), rel=1e-6, abs=1e-9

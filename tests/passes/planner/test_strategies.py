@@ -1,4 +1,4 @@
-"""The strategies that asyncep is compared with: bytes by the table, memory that adds up, and what bandwidth does."""
+"""The strategies that asyncep is compared with: exchanged bytes, memory, and the effect of bandwidth."""
 
 from __future__ import annotations
 
@@ -105,10 +105,10 @@ def test_exchanges_on_an_infinite_link_cost_only_latency() -> None:
     )
     setting = _setting(QWEN, endless, 16, 4096)
     resident = resident_cost(setting).step_seconds
-    # Rows that arrive are brought into the order of experts and back, in every layer.
+    # Arrived rows are sorted by expert and back in every layer.
     row_bytes = 8 * 4096 * 2
     regrouping = 94 * memory_seconds(endless, 16 * 4096 * row_bytes * 4)
-    # Fewer experts of as many rows each: no slower than all experts on one device.
+    # Fewer experts with the same rows each are no slower than all experts on one device.
     assert resident * 0.9 <= strategy_cost(setting, "dp_ep").step_seconds - regrouping <= resident
 
 
@@ -127,7 +127,7 @@ def test_a_pipeline_of_one_device_is_sequential() -> None:
 
 @pytest.mark.parametrize(("batch", "sequence"), [(1, 1), (3, 20)])
 def test_a_pipeline_has_no_more_tokens_than_the_step(batch: int, sequence: int) -> None:
-    """Every rank computes its layers for the step's tokens at least once, however few they are."""
+    """Every rank computes its layers for the step's tokens at least once, even if there are few tokens."""
     setting = _setting(QWEN, batch=batch, sequence=sequence)
     everybody = dataclasses.replace(setting, sequences=Sequences(8 * batch, sequence))
     assert strategy_cost(setting, "pp_pp").step_seconds >= resident_cost(everybody).step_seconds / 8
@@ -137,7 +137,7 @@ def test_a_pipeline_has_no_more_tokens_than_the_step(batch: int, sequence: int) 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_engine_computes_short_texts_in_micro_batches(name: str) -> None:
-    """Four steps of 4096 tokens for one of 16384; a pipeline lives on them in any case."""
+    """One step of 16384 tokens becomes four of 4096, which a pipeline has anyway."""
     at_once = _setting(QWEN, batch=16, sequence=1024)
     cut, single = (dataclasses.replace(_setting(QWEN, batch=n, sequence=1024), engine_tokens=4096) for n in (16, 4))
     cost = strategy_cost(cut, name)

@@ -1,4 +1,4 @@
-"""Collectives that stand around experts and belong to other parallelism stay, and the exchanges between them go."""
+"""Collectives of other parallelism around experts remain, and the exchanges between them are eliminated."""
 
 from __future__ import annotations
 

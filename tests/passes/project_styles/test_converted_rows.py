@@ -1,4 +1,4 @@
-"""Casts of rows and weights between exchanges: repeated alike, or refused, and never left out."""
+"""Casts of rows and weights between exchanges are repeated or refused, and never dropped."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_changes_other_than_casts_are_refused(case: str) -> None:
 
 @pytest.mark.slow
 def test_ranks_may_compute_their_weights_differently() -> None:
-    """Each rank gives what its own experts compute with."""
+    """Each rank contributes the weights that its own experts use."""
     captured = [_captured(0, weight=lambda weight: weight * 2), _captured(1)]
     results = [eliminate_readably(captured_rank) for captured_rank in captured]
     signatures = {block.signature for result in results for block in result.plan.local_blocks}

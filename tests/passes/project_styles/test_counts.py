@@ -1,4 +1,4 @@
-"""However a model counts rows by expert, before the exchange and behind it: taken, and right."""
+"""Counts of rows by expert before and after the exchange are supported for many ways to compute them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ COUNTS: dict[str, Count] = {
 
 
 class CountedLayer(ExactLayer):
-    """Grouped GEMMs with biases, rows counted by `before` the exchange and by `behind` it."""
+    """Grouped GEMMs with biases; rows are counted by `before` ahead of the exchange and by `behind` after it."""
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup, before: Count, behind: Count) -> None:
         super().__init__(sizes, group)
@@ -93,7 +93,7 @@ def _gathered_counts(layer: ExactLayer, counts: torch.Tensor) -> tuple[torch.Ten
 
 
 class CountsOfAllRanks(CountedLayer):
-    """Every rank gathers the counts of all, and adds up those of its experts."""
+    """Every rank gathers the counts of all ranks, and adds up those of its experts."""
 
     def exchange_counts(self, counts: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
         return _gathered_counts(self, counts)
@@ -103,7 +103,7 @@ class CountsOfAllRanks(CountedLayer):
 
 
 class SlicesByCountsOfAllRanks(SlicesOfModules):
-    """A loop over slices by such counts."""
+    """A loop over slices by gathered counts."""
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup, before: Count, behind: Count) -> None:
         super().__init__(sizes, group)
@@ -127,7 +127,7 @@ class SlicesByCountsInGivenMemory(SlicesByCountsOfAllRanks):
 
 
 class CountsOnTheWire(CountedLayer):
-    """Counts travel in a type of their own. This rank reads its own sizes before that."""
+    """Counts are exchanged in another type. This rank reads its own sizes before that."""
 
     wire = torch.int32
 
@@ -215,7 +215,7 @@ def test_counts_after_an_exchange_may_use_most_supported_operators(name: str) ->
 
 @pytest.mark.slow
 def test_counts_that_need_a_row_are_refused() -> None:
-    """A rank may get none, where the model itself stops."""
+    """A rank may receive no rows, for which the model itself fails."""
     result = eliminate_readably(_captured(COUNTS["histc"], COUNTS["one_hot, last of cumsum"], 0, 2))
     assert not result.plan.local_blocks
     assert "with peers without tokens" in result.refusals[0].reason

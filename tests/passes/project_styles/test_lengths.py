@@ -45,7 +45,7 @@ class EvenSizes(StyleSizes):
 
 
 class InParts(nn.Module):
-    """Tokens come as [parts, ., H], as fairscale wants them: a slot for each token of a part, and expert."""
+    """Tokens have the shape [parts, ., H], as fairscale requires: one slot for each token of a part and each expert."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class InParts(nn.Module):
 
 
 class LengthInside(nn.Module):
-    """Every token goes to an expert of each half. Slots are viewed by the length of a part of the tokens."""
+    """Every token chooses one expert of each half. Slots are viewed by the length of a part of the tokens."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class AgreedSizes(StyleSizes):
 
 
 class AgreedSlots(nn.Module):
-    """Ranks agree on as many slots as the fullest expert of all needs, as DeepSpeed does where no token is dropped."""
+    """Ranks agree on the number of slots that the fullest expert needs, as DeepSpeed does without dropping."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Graphs of ranks on a mesh, changed at one node: taken rightly or refused, never wrong, and no rank waits in vain."""
+"""Graphs of ranks on a mesh, changed at one node: blocks are taken correctly or refused, without deadlocks."""
 
 from __future__ import annotations
 

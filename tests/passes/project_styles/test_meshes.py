@@ -131,7 +131,7 @@ class _GatheredSlots(CutSlots):
 
 
 class _WeighedParts(CutSlots):
-    """Something is computed of the sums before they go back."""
+    """The sums are scaled before they are sent back."""
 
     def compute(self, arrived: torch.Tensor) -> torch.Tensor:
         return super().compute(arrived) * 2
@@ -155,7 +155,7 @@ def test_other_cuts_of_experts_are_refused(layer: type[nn.Module], reason: str) 
 
 
 class _AddedBehind(CutExpertsOfTokens):
-    """The parts are added up for the rank's own tokens, when their rows are back."""
+    """Partial results are added up for the rank's own tokens, after their rows are returned."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return sum_over_ranks(super().forward(hidden), self.cut_name)

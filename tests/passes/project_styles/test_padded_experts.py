@@ -1,4 +1,4 @@
-"""Rows that are padded for each expert: other ways to write it, and what looks like that and is not right."""
+"""Rows that are padded for each expert: supported methods, and similar code that is wrong."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OWN = 4  # experts of each of two ranks
 
 
 class RoundedBy(Padding):
-    """Rows among zeros, as many for each expert as `rounded` says, which are laid out in `room`."""
+    """A method that places rows in zeros: `rounded` returns the rows of each expert with padding, `room` the total."""
 
     def rounded(self, counts: torch.Tensor) -> torch.Tensor:
         return (counts + 7) // 8 * 8
@@ -87,7 +87,7 @@ class RoomForAll(RoundedBy):
 
 
 class RoomByHost(SearchedTable):
-    """A table of as many places as there are."""
+    """A table whose length is read by the host."""
 
     def places(self, number: int, padded: torch.Tensor) -> int:
         total = int(padded.cumsum(0)[-1].item())
@@ -106,7 +106,7 @@ class SumByHost(SearchedTable):
 
 
 class TooLittleRoom(SearchedTable):
-    """Rows that find no place in the table are lost, where many experts have rows of padding."""
+    """A table that is too short if many experts have padding, so rows are lost."""
 
     def places(self, number: int, padded: torch.Tensor) -> int:
         return number + 2 * self.align
@@ -123,14 +123,14 @@ class RoundedDown(RoundedBy):
 
 
 class RoundedUpToSomeNumber(RoundedBy):
-    """Right for up to 4096 rows of an expert."""
+    """This is right for up to 4096 rows of an expert."""
 
     def rounded(self, counts: torch.Tensor) -> torch.Tensor:
         return ((counts + 7) // 8 * 8).clamp(max=4096)
 
 
 class OtherStarts(RoundedBy):
-    """Rows are laid out in steps of 8, and computed in steps of 16."""
+    """Rows are placed in steps of 8, and computed in steps of 16."""
 
     def rounded(self, counts: torch.Tensor) -> torch.Tensor:
         return (counts + 15) // 16 * 16
@@ -144,7 +144,7 @@ class OtherStarts(RoundedBy):
 
 
 class ReadsPadding(RoundedBy):
-    """A row of the next place, which is one of padding for the last of each expert."""
+    """Each row reads the result of the next position, which is padding for the last row of an expert."""
 
     def read(self, outputs: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
         return outputs[place + 1]
@@ -171,7 +171,7 @@ class FloatQuotient(RoundedBy):
 
 
 class GrowsWithRows(RoundedBy):
-    """A row more for each 4096, for which there is no room in the end."""
+    """Padding grows by a row for every 4096 rows, which exceeds the memory in the end."""
 
     def rounded(self, counts: torch.Tensor) -> torch.Tensor:
         return (counts + 7) // 8 * 8 + counts // 4096 * 8

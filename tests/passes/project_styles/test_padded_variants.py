@@ -1,4 +1,4 @@
-"""Padded rows in other exchanges, and beside what else travels and meets rows: taken, and right."""
+"""Padded rows in other exchanges, and together with other values that are exchanged with rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers.project_styles.style_sizes import BiasedExpert, StyleSizes, s
 
 
 class IdsAndPadding(GlobalIdsTravel):
-    """Expert ids travel with the rows."""
+    """Expert ids are exchanged with the rows."""
 
     padding: Padding = SearchedTable()
 
@@ -49,7 +49,7 @@ class IdsAndScatter(IdsAndPadding):
 
 
 class WeightsInside(PaddedLayer):
-    """Weights travel, are padded as the rows are, and are applied by the experts."""
+    """Weights are exchanged, padded like the rows, and applied by the experts."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         scores, chosen = torch.topk(self.router(hidden), self.sizes.top_k, dim=1)
@@ -77,7 +77,7 @@ class WeightsInside(PaddedLayer):
 
 
 class BiasedAndPadded(PaddedLayer):
-    """Biases are looked up for rows of padding as well, and behind the last of these."""
+    """Biases are looked up for padding and for the positions after it as well."""
 
     padding = ScatteredRows()
 
@@ -97,7 +97,7 @@ class BiasedAndPadded(PaddedLayer):
 
 
 class GatheredThatPads(GatheredMasks):
-    """All tokens on all ranks; each expert pads its rows and probabilities."""
+    """All ranks have all tokens; each expert pads its rows and probabilities."""
 
     def _run(self, rows: torch.Tensor, weights: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         for size in sizes:
@@ -114,7 +114,7 @@ class GatheredThatPads(GatheredMasks):
 
 
 class OrderThatPads(GatheredOrder):
-    """All tokens on all ranks; the rows of this rank's experts are padded."""
+    """All ranks have all tokens; the rows of this rank's experts are padded."""
 
     padding: Padding = SearchedTable()
 

@@ -1,4 +1,4 @@
-"""Slots whose experts, or whose number, are written in other ways: taken, and right."""
+"""Slots with other products, or with a number that ranks agree on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.helpers.project_styles.style_sizes import GatedExpert, StyleSizes, st
 
 
 class EinsumExperts(BatchedSlots):
-    """Slots of each expert, multiplied by einsum."""
+    """The slots of each expert are multiplied by einsum."""
 
     def _run(self, slots: torch.Tensor) -> torch.Tensor:
         owned, hidden = len(self.experts), self.sizes.hidden
@@ -34,7 +34,7 @@ class EinsumExperts(BatchedSlots):
 
 
 class EinsumOfRanks(BatchedSlots):
-    """Slots of each rank and expert, as they come, multiplied by einsum; no bias behind the last product."""
+    """Arrived slots [ranks, experts, ...] are multiplied by einsum; the last product has no bias."""
 
     def _run(self, slots: torch.Tensor) -> torch.Tensor:
         arrived = EqualAllToAll.apply(self.group, slots)  # type: ignore[no-untyped-call]
@@ -46,7 +46,7 @@ class EinsumOfRanks(BatchedSlots):
 
 
 class AgreedCapacity(ExactLayer):
-    """Nothing is dropped: as many slots for each expert as any rank needs for any, which the host reads."""
+    """Nothing is dropped: the host reads the largest number of slots that any rank needs for any expert."""
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
         super().__init__(sizes, group)

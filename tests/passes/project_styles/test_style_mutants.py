@@ -1,4 +1,4 @@
-"""Graphs in the styles of other projects, changed at one node: taken rightly or refused, and never wrong."""
+"""Graphs in the styles of other projects, changed at one node: blocks are taken correctly or refused."""
 
 from __future__ import annotations
 

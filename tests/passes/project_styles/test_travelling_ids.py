@@ -1,4 +1,4 @@
-"""Expert ids that travel with the rows: what looks like that and means something else is refused."""
+"""Expert ids that are exchanged with the rows; similar code with another meaning is refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Changed(GlobalIdsTravel):
-    """Changes the ids before they are sent or after they have come, or the counts."""
+    """A layer that changes the ids before or after their exchange, or the counts."""
 
     sent: Change = staticmethod(lambda ids: ids)
     arrived: Change = staticmethod(lambda ids: ids)
@@ -39,7 +39,7 @@ def _checked(rows: torch.Tensor) -> torch.Tensor:
 
 
 class EveryExpertIsAnother(Changed):
-    """Ids that the router did not choose, each on the rank that its row goes to: right, and taken."""
+    """A layer that sends other ids than the router's, each of an expert on the same rank: it is right, and taken."""
 
     sent = staticmethod(lambda ids: torch.where(ids < 4, 3, 11) + ids * -1)
 

@@ -129,12 +129,12 @@ def _captured(function: Any, *inputs: torch.Tensor) -> GraphModule:
 
 
 def _rank_rows(scores: torch.Tensor) -> torch.Tensor:
-    """Inductor sorts few numbers with indices of 16 bits: right below 32768 numbers only."""
+    """A sort of few numbers, for which Inductor uses 16-bit indices that are right only below 32768 numbers."""
     return scores.sort(stable=True).indices
 
 
 def _arguments(graph: GraphModule, value: torch.Tensor) -> list[Any]:
-    """`value` for every tensor among the inputs, and its length for every size."""
+    """Return the graph's arguments: `value` for every tensor, and its length for every size."""
     inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     return [value if isinstance(shown, torch.Tensor) else len(value) for shown in inputs]
 
@@ -165,7 +165,7 @@ def test_a_graph_compiled_late_knows_for_which_sizes_it_is_right() -> None:
 
 
 def test_code_compiled_for_rows_does_not_run_without_rows() -> None:
-    """A symbolic size is taken to be above 0: the last row of none would be read from where no memory is."""
+    """A symbolic size is assumed to be positive: without rows, reading the last row would be out of bounds."""
     graph = _captured(lambda rows: rows[-1] * 2, torch.ones(16, 3))
     sources = size_sources(graph.graph)
     some, none = dict.fromkeys(sources, 8), dict.fromkeys(sources, 0)
@@ -243,7 +243,7 @@ def test_a_profile_determines_the_crossover_and_its_reason() -> None:
 
 
 def test_estimated_crossovers_of_ranks_need_not_be_equal() -> None:
-    """A rank at half of its crossover and one at twice its own: above it in the mean."""
+    """One rank is at half of its crossover and one at twice its own, which is above it on average."""
     dispatches = [Dispatch(crossover, 0.0, "n", "", is_estimated=True) for crossover in (100, 40)]
     present = [RunVote.of(dispatch, tokens, ()) for dispatch, tokens in zip(dispatches, (50, 80), strict=True)]
     assert [vote.crossover_tokens for vote in present] == [1, 1]

@@ -1,4 +1,4 @@
-"""Planning and scheduling: which slot, waiting for which release, in which order."""
+"""Planning and scheduling: the slot of each bank, the release that it waits for, and the order of operations."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_a_plan_of_another_graph_is_an_error() -> None:
 
 
 class UpFront(nn.Module):
-    """All weights are taken, as views, before the first of them is used; `order` is that of the first uses."""
+    """A model that takes all weights as views before it uses the first; `order` is the order of first uses."""
 
     def __init__(self, order: tuple[int, ...]) -> None:
         super().__init__()

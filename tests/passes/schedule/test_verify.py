@@ -1,4 +1,4 @@
-"""The verifier: a broken schedule for every rule. Mutants by the thousand are in test_verify_mutants.py."""
+"""The verifier rejects one broken schedule for every rule; test_verify_mutants.py has thousands of mutants."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ def _acquire_before_the_decode(graph: Graph) -> None:
 
 
 def _decode_before_the_last_read(graph: Graph) -> None:
-    """Copy and decode of a refill stand before the release that they should wait for."""
+    """Move the copy and decode of a refill before the release that they should wait for."""
     filled = next(node for node in _ops(graph, prefetch) if node.kwargs["after"] is not None and _decode_of(node))
     (decoded,) = _decode_of(filled)
     done = filled.kwargs["after"]

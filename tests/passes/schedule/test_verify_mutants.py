@@ -19,12 +19,12 @@ from moepass.runtime.transfer.ring import make_ring
 from tests.helpers.graphs.schedule_judge import wrong_because
 from tests.helpers.mutants.schedule_mutants import CASES, KINDS, Case, Mutation, case, correct_schedule, mutant
 
-# Rules about timing alone. The others, and the event that a refill names, are also about what the plan says.
+# Rules that concern only timing. Other rules, and the event of a refill, also concern agreement with the plan.
 TIMING = {"read_after_write", "read_before_release", "write_after_read"}
 
 
 def broken_rules(graph: Graph, plan: Plan) -> frozenset[str]:
-    """Every rule that would reject the schedule if it were the only one."""
+    """Return all rules that reject the schedule, each checked separately."""
     facts = schedule_facts(graph, plan)
     return frozenset(name for name in RULES if _is_broken(name, facts))
 
@@ -45,7 +45,7 @@ class Verdicts:
         self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
         self.missed: list[str] = []
         self.false_alarms: list[str] = []
-        # Wrong mutants that one rule alone rejects: without it they would be missed.
+        # Wrong mutants that only one rule rejects, which would be accepted without it.
         self.caught_by_one: collections.Counter[str] = collections.Counter()
         self.kinds: collections.Counter[str] = collections.Counter()
         for number in range(count):
@@ -148,7 +148,7 @@ def _goes_wrong(found: Case, tried: Mutation, expected: tuple[torch.Tensor, ...]
     except Exception as error:  # a correct schedule raises no error at all
         return f"{type(error).__name__}: {error}"
     for run, output in enumerate(outputs):
-        # What an escaped slot adds to the outputs is the caller's to see, and not compared.
+        # Outputs that an escaped slot adds are not compared.
         if not all(torch.equal(mine, theirs) for mine, theirs in zip(output, expected, strict=False)):
             return f"run {run} gives something else"
     return None
@@ -162,7 +162,7 @@ def _compare_with_real_runs(count: int, seed: int) -> Mapping[bool, int]:
         base = case(model, slots)
         expected = _run_for_real(base, base.graph, base.plan, Link())[0]
         tried = mutant(base, generator)
-        # Copies that are over at once, and copies that take longer than anything else.
+        # Copies that end at once, and copies that take longer than all other work.
         link = generator.choice([Link(), Link(base.plan.slot_bytes / 0.004)])
         problem = _goes_wrong(base, tried, expected, link)
         wrong[problem is not None] += 1
@@ -173,7 +173,7 @@ def _compare_with_real_runs(count: int, seed: int) -> Mapping[bool, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*NoneType:SyntaxWarning")  # of generated code that is wrong
+@pytest.mark.filterwarnings("ignore:.*NoneType:SyntaxWarning")  # raised by wrong generated code
 def test_errors_on_a_real_ring_are_errors_of_the_simulation() -> None:
     wrong = _compare_with_real_runs(count=60, seed=0)
     assert wrong[True] >= 20
@@ -181,6 +181,6 @@ def test_errors_on_a_real_ring_are_errors_of_the_simulation() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*NoneType:SyntaxWarning")  # of generated code that is wrong
+@pytest.mark.filterwarnings("ignore:.*NoneType:SyntaxWarning")  # raised by wrong generated code
 def test_errors_on_a_real_ring_are_errors_of_simulation_and_verifier() -> None:
     _compare_with_real_runs(count=1_000, seed=1)

@@ -28,7 +28,7 @@ def _cut(form: str = "grouped_mm", depth: int = 2, bias: bool = True) -> PassRes
 
 
 def _spread(plan: Plan, home: str = "peer", bounds: tuple[int, ...] = (0, 1, EXPERTS)) -> Plan:
-    """`plan` with banks as if they rested on ranks with these bounds."""
+    """Return `plan` with banks sharded over ranks with these bounds."""
     banks = tuple(dataclasses.replace(bank, home=home, expert_bounds=bounds) for bank in plan.banks)
     return dataclasses.replace(plan, banks=banks)
 

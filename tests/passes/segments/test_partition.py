@@ -118,7 +118,7 @@ def test_the_plan_lists_slot_operations_in_their_order() -> None:
             step.name for step in mine
         ]
         assert all(step.cost == segment.cost for step in mine)
-    # Nothing but segments, slot operations and their elements is left on the top level.
+    # The top level contains only segments, slot operations and their elements.
     assert {node.op for node in cut.module.graph.nodes} <= {"placeholder", "call_module", "call_function", "output"}
     assert not any("aten" in str(node.target) for node in cut.module.graph.nodes)
 
@@ -170,7 +170,7 @@ def test_constants_come_along() -> None:
 
 
 class Counting(nn.Module):
-    """Updates buffers in place, in front of and behind a block."""
+    """A model that updates buffers in place before and after a block."""
 
     calls: torch.Tensor
     mean: torch.Tensor
@@ -228,7 +228,7 @@ def test_new_sizes_run_through_a_dynamic_partition() -> None:
 
 
 class Selecting(nn.Module):
-    """Blocks on a number of tokens that only the data know."""
+    """A model whose blocks have a data-dependent number of tokens."""
 
     def __init__(self) -> None:
         super().__init__()

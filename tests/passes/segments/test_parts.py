@@ -1,4 +1,4 @@
-"""Parts of a model, told from what nodes compute. The names of modules, which the pass does not read, say the same."""
+"""Parts of a model, classified by the operations of nodes, and compared with the names of modules."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME
 from tests.helpers.models.tiny import tiny_inputs, tiny_model
 from tests.helpers.serving.naive_trie import naive_step
 
-# By the end of a module's path in transformers.
+# Parts by the end of a module's path in transformers.
 _PART_OF_PATH = {
     r"embed_tokens$": "embedding",
     r"(self_attn|linear_attn|mamba)(\.\w+)?$": "attention",
@@ -108,7 +108,7 @@ def test_attention_over_a_trie_is_attention() -> None:
 
 @pytest.mark.slow
 def test_a_convolution_over_any_number_of_tokens() -> None:
-    """Its last dimension is a size that only a run tells, which is no number of experts."""
+    """Its last dimension is a symbolic size, which is not a number of experts."""
     model = tiny_model("qwen3_next", num_hidden_layers=1)
     moepass.offload_experts(model)
     inputs = tiny_inputs(model, batch=2, seq=9)

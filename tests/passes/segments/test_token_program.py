@@ -51,7 +51,7 @@ def _attention(model: TokenModel, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _attention_of_matrices(model: TokenModel, ids: torch.Tensor) -> torch.Tensor:
-    """Sequences and heads lie in one dimension, in front of attention and behind it."""
+    """Sequences and heads share one dimension before and after attention."""
     x = model.embed(ids)
     heads = model.up(x).unflatten(-1, (2, -1)).transpose(1, 2).flatten(0, 1)
     mixed = torch.bmm(torch.bmm(heads, heads.transpose(1, 2)).softmax(-1), heads)
@@ -66,7 +66,7 @@ def _heads_first(model: TokenModel, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _written_side_by_side(model: TokenModel, ids: torch.Tensor) -> torch.Tensor:
-    """Two values of each token, written to memory that was made in the shape of another one."""
+    """Two values of each token are written to memory created in the shape of another tensor."""
     x = model.embed(ids)
     both = x.new_empty(*x.shape[:-1], 2 * model.width)
     both[..., : model.width] = model.up(x)
@@ -83,8 +83,8 @@ SIZES = [
     (3, 6, 8, 1),  # one token at a time
     (3, 6, 8, 4),  # parts of a sequence
     (3, 6, 8, 13),  # several sequences
-    (8, 8, 8, 16),  # sequences, tokens and features are as many
-    (1, 8, 8, 3),  # one sequence of as many tokens as features
+    (8, 8, 8, 16),  # equal numbers of sequences, tokens and features
+    (1, 8, 8, 3),  # one sequence with equal numbers of tokens and features
 ]
 
 

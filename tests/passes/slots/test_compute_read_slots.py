@@ -71,7 +71,7 @@ WORK: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def _inputs(tokens: int, top_k: int, each: int, seed: int = 0, dropped: float = 0.3) -> list[torch.Tensor]:
-    """Slots, and ids [tokens, top_k] of some of them; some slots are read twice."""
+    """Return slots, and ids [tokens, top_k] of some of them; some slots are read twice."""
     generator = torch.Generator().manual_seed(seed)
     slots = torch.randn(each, EXPERTS, HIDDEN, generator=generator)
     ids = torch.randint(0, EXPERTS * each, (tokens, top_k), generator=generator)
@@ -167,7 +167,7 @@ def test_inductor_lowers_lookups_without_slots() -> None:
 
 
 class RowsAcross(SlotExperts):
-    """Something between the GEMMs sees other rows."""
+    """Rows depend on each other between the GEMMs."""
 
     def __init__(self) -> None:
         super().__init__(READS["zeros behind"], lambda inner: inner - inner.mean(0))

@@ -1,4 +1,4 @@
-"""Rows of padding that an expert of a loop adds and cuts off: left out where each row is computed alone."""
+"""Rows of padding that an expert of a loop adds and cuts off are removed if rows are computed independently."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PASSES = (leave_out_padding, write_grouped_gemms)
 
 
 class Loop(nn.Module):
-    """Rows [n, HIDDEN] and their experts [n], in order; `padded` says what each expert computes of its rows."""
+    """A loop over rows [n, HIDDEN] sorted by their experts [n]; `padded` computes the rows of an expert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Joined(Loop):
 
 
 class PaddedWithWeights(Loop):
-    """Weights of rows are padded as well, and applied inside."""
+    """The weights of rows are padded as well, and applied by the expert."""
 
     def padded(self, expert: Any, part: torch.Tensor, size: int) -> torch.Tensor:
         rows, weights = self.joined(part, size), F.pad(part[:, 0], (0, -size % 16))
@@ -59,7 +59,7 @@ class PaddedWithWeights(Loop):
 
 
 class PaddedOutputs(Loop):
-    """Rows of ones behind the others."""
+    """Results are padded with rows of ones."""
 
     def padded(self, expert: nn.Module, part: torch.Tensor, size: int) -> torch.Tensor:
         return expert(torch.cat([part, part.new_ones((size + 7) // 8 * 8 - size, part.shape[1])]))[:size] * 2
@@ -79,7 +79,7 @@ class InFront(Loop):
 
 
 class MaybeFewer(Loop):
-    """For some numbers of rows the padding is less than 0, which takes rows away."""
+    """For some numbers of rows the padding is negative, which removes rows."""
 
     def padded(self, expert: nn.Module, part: torch.Tensor, size: int) -> torch.Tensor:
         return expert(F.pad(part, (0, 0, 0, size // 8 * 8 - size)))[:size]

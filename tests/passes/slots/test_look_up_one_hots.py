@@ -1,4 +1,4 @@
-"""Products with masks of one-hot vectors become lookups: the same sums, however the mask is written."""
+"""Products with masks of one-hot vectors become lookups with the same sums, for all supported masks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 
 
 class Layer(nn.Module):
-    """`mask` makes a mask [tokens, experts, capacity] of scores; `write` fills slots by it and reads them again."""
+    """A layer in which `mask` returns a mask [tokens, experts, capacity], and `write` fills and reads slots with it."""
 
     def __init__(self, mask: Callable[..., Tensor], write: Callable[..., Tensor] | None = None) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def top_2(scores: Tensor, capacity: int) -> Tensor:
 
 
 def same_places(scores: Tensor, capacity: int) -> Tensor:
-    """Three terms of each token in few slots: some are the same, and one takes another away again."""
+    """Three terms of each token in few slots: some slots are equal, and one term cancels another."""
     combine = scores.new_zeros(len(scores), EXPERTS, capacity)
     for number, sign in enumerate((1.0, -1.0, 1.0)):
         chosen = scores.topk(3, dim=1)[1][:, number] // 2
@@ -168,7 +168,7 @@ def test_with_fixed_sizes() -> None:
 
 
 def test_sums_in_bfloat16_are_rounded_once() -> None:
-    """Nearer to the sum in float64 than products that are rounded one by one would be."""
+    """The lookups are closer to the sum in float64 than products that are rounded one by one."""
     inputs = [_inputs(64, 40, 3, torch.bfloat16)]
     result = compare_with_dynamic_rows(Layer(top_2), (look_up_one_hots,), inputs, tolerance=8e-3)
     assert len(result.matches) == 2

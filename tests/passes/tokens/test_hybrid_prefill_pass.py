@@ -1,4 +1,4 @@
-"""The pass: regions stand side by side, what needs all tokens stands between them; a graph without one says why."""
+"""Nodes of a region are adjacent, operators on all tokens are between regions, and refusals have a reason."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_nodes_of_a_region_are_adjacent() -> None:
 
 
 def test_sizes_are_computed_before_their_region() -> None:
-    """Here they are read from an input, behind what has them in its shape."""
+    """The sizes are read from an input that comes after a tensor with the same sizes."""
     module = capture(*token_model(_running_sum), dynamic=True).module
     graph = module.graph
     ids = next(iter(token_inputs(graph)))

@@ -25,7 +25,7 @@ GROUPED = "transformers.grouped_mm_fallback.default"
 
 @dataclasses.dataclass
 class Routing:
-    """The steps of a block's routing; a mutation puts another one in the place of one of them."""
+    """The steps of a block's routing; a mutation replaces one of them."""
 
     top_k: int = TOP_K
     ids: Callable[[torch.Tensor], torch.Tensor] = lambda ids: ids.reshape(-1)
@@ -127,7 +127,7 @@ def test_other_routing_returns_the_same_in_chunks(name: str) -> None:
 
 
 def _shared_sort(model: TokenModel, ids: torch.Tensor) -> Any:
-    """Two blocks in one order of rows, and attention-like work between them."""
+    """Two blocks with one order of rows, and attention-like work between them."""
     x = model.embed(ids).flatten(0, 1)
     flat = model.router(x).topk(TOP_K, dim=-1).indices.reshape(-1)
     order = torch.argsort(flat, stable=True)
@@ -141,7 +141,7 @@ def _shared_sort(model: TokenModel, ids: torch.Tensor) -> Any:
 
 
 def _two_sorts(model: TokenModel, ids: torch.Tensor) -> Any:
-    """Rows in the order of one sort, groups of another one."""
+    """Rows are in the order of one sort, and groups in that of another."""
     x = model.embed(ids).flatten(0, 1)
     chosen = model.router(x).topk(TOP_K, dim=-1).indices
     order, reversed_order = (torch.argsort(ids.reshape(-1), stable=True) for ids in (chosen, EXPERTS - 1 - chosen))
