@@ -20,11 +20,11 @@ from packaging.requirements import Requirement
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[1]
-# What a checkout may hold beside its sources.
+# Files and folders of a checkout that are not sources.
 _NO_SOURCES = shutil.ignore_patterns(
     ".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis", "moepass-debug"
 )
-# Torch finds the backend through its entry point: nothing is imported before.
+# Torch finds the backend through its entry point, so moepass is imported afterwards.
 _COMPILE = """
 import sys
 import torch
@@ -45,7 +45,7 @@ print(moepass.__file__)
 
 
 def _run(*command: str | Path, cwd: Path) -> str:
-    """Standard output of a command that finds nothing of this checkout through its environment."""
+    """Return the standard output of a command, without Python's variables in its environment."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     finished = subprocess.run(
         [str(word) for word in command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=280
@@ -56,7 +56,7 @@ def _run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The unpacked source distribution of a copy of this repository."""
+    """Return the unpacked source distribution of a copy of this repository."""
     folder = tmp_path_factory.mktemp("source")
     shutil.copytree(ROOT, folder / "copy", ignore=_NO_SOURCES)
     build = "import setuptools.build_meta as build, sys; build.build_sdist(sys.argv[1])"
@@ -69,7 +69,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from the source distribution, as an index would build it."""
+    """Return a wheel built from the source distribution."""
     folder = tmp_path_factory.mktemp("wheel")
     pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation")
     _run(*pip, "-w", folder, source, cwd=folder)
@@ -79,22 +79,25 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fresh virtual environment with the wheel. What moepass requires is read from the packages of this one: nothing
-    is downloaded, and `test_the_wheel_requires_the_tested_versions` compares the versions."""
+    """Return the Python of a new virtual environment with the wheel.
+
+    Requirements are imported from the current environment, so nothing is downloaded.
+    `test_the_wheel_requires_the_tested_versions` compares their versions.
+    """
     folder = tmp_path_factory.mktemp("environment")
     _run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder)
     made = folder / "bin" / "python"
     _run(sys.executable, "-m", "pip", "--python", made, "install", "--quiet", "--no-deps", wheel, cwd=folder)
     packages = Path(_run(made, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip())
-    # A path that a .pth file adds is searched last, and .pth files in it, such as those of an editable moepass, are not
-    # read.
+    # A path that a .pth file adds is searched last, and .pth files in that path, such as those of an editable moepass,
+    # are ignored.
     (packages / "required.pth").write_text(sysconfig.get_path("purelib"))
     return made
 
 
 def test_the_source_distribution_is_the_repository(source: Path) -> None:
     def files(folder: Path) -> set[str]:
-        # Without what a build adds, and what only a repository needs.
+        # Ignore files that a build adds, and those that only a repository needs.
         names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
         return {name for name in names if ".egg-info" not in name} - {"PKG-INFO", "setup.cfg", ".gitignore"}
 
@@ -146,11 +149,11 @@ def test_the_installed_package_offloads_and_compiles(source: Path, python: Path,
 
 
 def test_the_tests_of_the_source_distribution_are_found(source: Path, python: Path) -> None:
-    # The folder moepass/ beside the tests is a part of the package; the installed one is all of it.
+    # The folder moepass/ next to the tests is a part of the package; the installed package is complete.
     collect = "import sys; sys.path.remove(''); import pytest; sys.exit(pytest.main(['--collect-only', '-q']))"
     output = _run(python, "-c", collect, cwd=source)
     listed = {line.partition(":")[0] for line in output.splitlines() if line.startswith("tests/")}
     left_out = {path for path in (source / "tests").rglob("test_*.py") if str(path.relative_to(source)) not in listed}
-    # Files that need a package which nobody has to have.
+    # Files that are not collected need an optional package.
     assert [path.name for path in left_out if "importorskip" not in path.read_text(encoding="utf-8")] == []
     assert len(listed) > 10 * len(left_out)

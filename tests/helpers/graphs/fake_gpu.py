@@ -26,7 +26,7 @@ from torch.utils.cpp_extension import include_paths, library_paths
 
 from moepass.runtime.lowering.lower_segments import decompositions
 
-# Indexing asks for the guard of a tensor's device, fake or not, which a torch without CUDA does not have.
+# Indexing needs the guard of a tensor's device, even if it is fake, which torch without CUDA does not have.
 _GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 static c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> guard;
@@ -35,13 +35,13 @@ static c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::CUDA, &gua
 
 
 @contextlib.contextmanager
-def pretended_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
-    """Pretend that there is a GPU of this compute capability; 9.0 is that of an H100."""
+def pretended_gpu() -> Iterator[None]:
+    """Pretend that there is a GPU with the compute capability of an H100."""
     if not torch.cuda.is_available():
         _load_guard()
 
     def get_device_capability(device: torch.device | None = None) -> tuple[int, int]:
-        return capability
+        return (9, 0)
 
     has_capability = mock.patch.object(torch.cuda, "get_device_capability", get_device_capability)
     with has_capability, FakeTensorMode(allow_non_fake_inputs=True):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from moepass.passes.ir.plan import Refusal
 
-# Names of a graph's inputs and sizes, and what Python says to itself.
+# Names of a graph's inputs and sizes, and Python internals.
 UNREADABLE = re.compile(r"\barg\d+_\d+\b|\b[su]\d+\b|KeyError|_tensor_constant|<built-in|\[SymInt")
 
 

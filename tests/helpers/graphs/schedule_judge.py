@@ -148,7 +148,7 @@ class Host:
                 if copy.buffer == ENCODED_BUFFER:
                     copy.taken = True
                     banks[node.kwargs["bank"]]  # type: ignore[index]
-                    # Decoded as another bank, of other sizes, it is nothing.
+                    # Decoding as another bank, with other sizes, yields no valid content.
                     is_own = copy.contents is not None and copy.contents[1] == node.kwargs["bank"]
                     contents = copy.contents if is_own else None
                     copy = self._decode(self.buffer_of[node.kwargs["slot"]], contents)  # type: ignore[index]
@@ -177,7 +177,7 @@ class Host:
         buffer = self.buffer_of[node.kwargs["slot"]]  # type: ignore[index]
         shards: list[Node] = list(node.args[0])  # type: ignore[arg-type]
         names = tuple(shard.name for shard in shards)
-        # What the graph computes may be overwritten, or not be computed yet, while a copy reads it.
+        # A computed tensor may be overwritten, or not be computed yet, while a copy reads it.
         lasts = all(shard.op == "placeholder" for shard in shards)
         contents: Contents | None = (names, node.kwargs["bank"]) if lasts else None  # type: ignore[assignment]
         after = node.kwargs["after"]
@@ -263,8 +263,8 @@ class _Event:
 
 
 COMPUTE, START, END = 0, 1, 2
-# Copies start as soon as they may and end as late as they may: the slot is in pieces all the while. Or they are over at
-# once. Or nothing is copied before it must be.
+# Copies start as early and end as late as possible, so slots are incomplete for as long as possible. Or copies end at
+# once. Or copies start as late as possible.
 ADVERSARIES = ((START, COMPUTE, END), (END, START, COMPUTE), (COMPUTE, START, END))
 
 
@@ -296,7 +296,7 @@ def play(host: Host, choose: Callable[[list[int]], int]) -> None:
             buffers[copies[following].buffer], under_way = None, True
         elif action == END:
             copy, under_way = copies[following], False
-            # Bytes of another bank, decoded, are nothing.
+            # Decoding the bytes of another bank yields no valid content.
             is_there = not copy.decodes or buffers.get(ENCODED_BUFFER) == copy.contents
             buffers[copy.buffer] = copy.contents if is_there else None
             following += 1

@@ -83,7 +83,7 @@ def capture_module(
             for node, value in zip(graph_inputs(module.graph), values, strict=True):
                 node.meta[ARGUMENT_KEY] = not isinstance(value, nn.Parameter)
             graphs.append(Captured(module, tuple(values), {name: Group(rank, ranks)}))
-            # What the fake group answers is of no use to anybody.
+            # The results of the fake group are meaningless.
             return [torch.empty(0)] * len(module.graph.output_node().args[0])  # type: ignore[arg-type]
 
         run._boxed_call = True  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule
 
-# Those of `torch_tensorrt.dynamo.compile` that we give.
+# The arguments of `torch_tensorrt.dynamo.compile` that moepass passes.
 _SETTINGS = {"device", "require_full_compilation", "min_block_size", "disable_tf32", "use_fp32_acc"}
 
 
@@ -40,7 +40,7 @@ class Given:
 class StandInEngine(nn.Module):
     def __init__(self, run: Callable[..., Any]) -> None:
         super().__init__()
-        self._run = (run,)  # no submodule: what an engine runs shows in no graph
+        self._run = (run,)  # no submodule, because graphs do not show the contents of an engine
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         return self._run[0](*inputs)

@@ -112,7 +112,7 @@ def expert_inputs(
 
 
 def _rows(table: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    # Python's indexing would ask for the device, which fake tensors do not need.
+    # Python's indexing would need the device, which fake tensors may lack.
     chosen: torch.Tensor = torch.ops.aten.index.Tensor(table, [numbers])
     return chosen
 
@@ -134,7 +134,7 @@ def _squared_relu(both: torch.Tensor) -> torch.Tensor:
     return F.relu(both[:, : both.shape[1] // 2]).square()
 
 
-# What stands between the two GEMMs, by name.
+# The operations between the two GEMMs, by name.
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "swiglu": _gated(F.silu),
     "geglu": _gated(F.gelu),
@@ -145,7 +145,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "clamped, interleaved": _interleaved,
     "squared relu": _squared_relu,
 }
-# What stands around them.
+# The operations before and after them.
 FORMS = ("plain", "biases", "weights first", "weights last", "returned", "biases, returned", "low rank")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-# State-space and decay tensors: only values near those the family itself draws keep the recurrence stable.
+# State-space and decay tensors: only values near the family's own initial values keep the recurrence stable.
 _KEPT_LEAVES = frozenset({"A_log", "dt_bias", "D", "decay"})
 
 # Persistent float buffers with these words in their name take part in routing like a parameter does.

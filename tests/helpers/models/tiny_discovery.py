@@ -19,7 +19,7 @@ from tests.helpers.models.tiny_build import TinyModelUnavailableError, build_tin
 
 _DECORATOR = "use_experts_implementation"
 
-# Families of which no tiny text model can be built or run, with the reason.
+# Families whose tiny text model cannot be built or run, with the reason.
 UNAVAILABLE_FAMILIES: Mapping[str, str] = MappingProxyType({})
 
 

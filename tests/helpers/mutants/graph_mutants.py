@@ -71,10 +71,10 @@ def _refresh_values(changed: Node) -> bool:
     assert mode is not None
     assert mode.shape_env is not None
     stale = {changed}
-    # The hints of sizes decide; a guard would make a symbol of the original graph, which shares them, a constant.
+    # Sizes are compared by their hints: a guard would specialise a symbol of the original graph, which shares them.
     with mode, mode.shape_env.suppress_guards():
         for node in changed.graph.nodes:
-            # Sizes that only a run tells have symbols of their own, which stay.
+            # Data-dependent sizes have their own symbols, which are kept.
             if node not in stale or node.op != "call_function" or node.meta.get("unbacked_bindings"):
                 continue
             try:
@@ -103,7 +103,7 @@ def _insert(module: GraphModule, node: Node, target: object, *arguments: object)
         user.replace_input_with(node, fresh)
 
 
-# What a rank may do otherwise than the others with a value of floating type, or with whole numbers.
+# Changes of a rank's floating-point values, and of its integers.
 FLOAT_CHANGES = {
     "scale": (torch.ops.aten.mul.Tensor, 1.25),
     "shift": (torch.ops.aten.add.Tensor, 0.125),

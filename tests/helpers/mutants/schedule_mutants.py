@@ -65,7 +65,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]]] = {
     "grouped": lambda: (Stack("grouped_mm", depth=3), (tokens(),)),
     "shared": lambda: (Shared(), (tokens(), torch.tensor([[0, 1]] * 6))),
     "uneven": lambda: (Uneven(), (tokens(),)),
-    # As "uneven", but banks 0, 1 and 3 rest encoded.
+    # Like "uneven", but banks 0, 1 and 3 are encoded at home.
     "encoded": lambda: (Uneven(), (tokens(),)),
 }
 ENCODED = {"encoded": (0, 1, 3)}

@@ -15,7 +15,7 @@ from tests.helpers.packages.package_layers import EXPERTS, HIDDEN, TOP_K, WIDTH
 
 
 class NoStream:
-    """In the place of a CUDA stream and its events: on a CPU work is done when it is issued."""
+    """A replacement for CUDA streams and events on a CPU, where work is done when it is issued."""
 
     def wait_stream(self, other: NoStream) -> None: ...
 
@@ -48,7 +48,7 @@ def _gathered(tokens: torch.Tensor, use_global_buffer: bool = False, **options: 
 
 
 class Order(list[int]):
-    """A constant order of chunks: `tolist` of a tensor gives numbers that Dynamo does not know."""
+    """A constant order of chunks, because `tolist` of a tensor returns numbers that Dynamo does not know."""
 
     def tolist(self) -> list[int]:
         return list(self)
@@ -57,7 +57,7 @@ class Order(list[int]):
 @contextlib.contextmanager
 def stand_in_for_cuda() -> Iterator[None]:
     """Replace the parts of `torch.cuda` that Megatron-Core uses on every machine: the current device and streams."""
-    # Dynamo looks its rules for torch's functions up by name, once: these are to be traced like any other.
+    # Dynamo looks up its rules for torch's functions by name once; the replacements must be traced as plain functions.
     torch._dynamo.trace_rules.get_torch_obj_rule_map()
     stream = NoStream()
     with mock.patch.multiple(
@@ -90,12 +90,12 @@ class MegatronLayer(nn.Module):
         from megatron.core.transformer.moe import moe_utils, token_dispatcher
         from megatron.core.transformer.transformer_config import TransformerConfig
 
-        # Asked for, and not defined where there is no Transformer Engine.
+        # Megatron-Core reads this name, but does not define it without Transformer Engine.
         moe_utils.te_general_gemm = None
         token_dispatcher.maybe_move_tensor_to_cpu = _as_list if for_capture else _as_if_moved
         gather = _gathered if for_capture else mappings.gather_from_sequence_parallel_region
         token_dispatcher.gather_from_sequence_parallel_region = gather
-        # Processes of tests outlive their group.
+        # Test processes outlive their group.
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
         config = TransformerConfig(

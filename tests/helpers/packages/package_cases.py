@@ -71,7 +71,7 @@ CASES = (
         *({"k": 4, "drop_tokens": False}, (SCALARS,), True),
     ),
     PackageCase(FAIRSCALE, "`Top2Gate`", "package_layers.FairscaleLayer", {"own_gate": True}, (), True, ("float32",)),
-    # Its einsum over a mask in float32 takes no other rows.
+    # Its einsum with a float32 mask requires float32 rows.
     PackageCase(
         *(FAIRSCALE, "a gate without random numbers", "package_layers.FairscaleLayer"),
         *({"own_gate": False}, (), True, ("float32",)),
@@ -193,7 +193,7 @@ def _reason(error: Exception) -> str:
 
 def _described(settings: RunSettings, compilations: list[Compilation], difference: float) -> PackageRun:
     graphs = [graph for compilation in compilations for graph in graphs_within(compilation.executor.graph_module)]
-    # Segments that are lowered show their collectives no more; the plan has counted them.
+    # Lowered segments no longer show their collectives; the plan has counted them.
     exchanges: collections.Counter[str] = collections.Counter()
     for compilation in compilations:
         for listed in re.findall(r"collectives? stays? in the graph \(([^)]*)\)", compilation.plan.reason):

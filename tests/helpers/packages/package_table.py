@@ -1,4 +1,4 @@
-"""The table of other projects' packages in `docs/expert-parallelism.md`, made of `docs/results/packages.json`."""
+"""The table of other projects' packages in `docs/expert-parallelism.md`, made from `docs/results/packages.json`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BEGIN, END = "<!-- packages: made by tests/helpers/packages/record_packages.py -
 
 @dataclasses.dataclass(frozen=True)
 class RecordedRun:
-    """A run of `version` of the package on the day `date`."""
+    """A run with `version` of the package on the day `date`."""
 
     version: str
     date: str
@@ -99,13 +99,13 @@ def _outcome(run: PackageRun) -> str:
         left += [f"{run.waits} host syncs"] * bool(run.waits)
         return f"**taken** ({', '.join(run.forms)})" + f"; left: {', '.join(left)}" * bool(left)
     reason = run.refusals[0] if run.refusals else "the graph breaks between the exchanges and the experts"
-    # Graphs of constant and of symbolic numbers of tokens are judged apart.
+    # Graphs with constant and with symbolic numbers of tokens have separate refusals.
     verdict = f"**taken in part** ({', '.join(run.forms)}), the other graphs refused" if run.forms else "**refused**"
     return f"{verdict}: {re.sub(r'; its collectives stay$', '', reason)}"
 
 
 def write_page() -> None:
-    """Put the table between its two marks."""
+    """Write the table between its two marks."""
     text = PAGE.read_text(encoding="utf-8")
     before, remaining = text.split(BEGIN)
     _, after = remaining.split(END)

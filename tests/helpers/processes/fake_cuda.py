@@ -137,7 +137,7 @@ class FakeCuda:
 
     def __init__(self, random: random.Random) -> None:
         self._random = random
-        # Pieces of work that are done while the host issues one more: often so few that streams are far behind.
+        # Pieces of work that run while the host issues one more; often few, so that streams are far behind.
         self._done_meanwhile = random.choice(((0,), (0, 0, 0, 1), (0, 0, 1, 2, 5)))
         self.moment = 0
         self.memory = DeviceMemory()
@@ -252,7 +252,7 @@ def _describe(function: Any, args: Any, kwargs: Any) -> Any:
     return _described[key]
 
 
-# They give the host a value.
+# Operators that return a value to the host.
 _FOR_THE_HOST = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 
 

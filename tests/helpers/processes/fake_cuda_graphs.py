@@ -29,7 +29,7 @@ from tests.helpers.processes.fake_cuda import FakeCuda
 aten = torch.ops.aten
 POISON = 0xFF
 _CPU = torch.device("cpu")
-# Of tensors, not of their values.
+# Operators on tensors that do not depend on their values.
 _IMMEDIATE = {aten.set_.source_Storage_storage_offset, aten.set_.source_Storage}
 _ALLOCATIONS = {aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default}
 _ALLOCATIONS |= {aten.new_empty_strided.default}

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from moepass.runtime.system.shared_memory import create_segment, open_segment
 
-# Memory of other ranks that must not be read any more.
+# Memory of other ranks that must no longer be read.
 _poisoned: list[torch.Tensor] = []
 
 
@@ -64,11 +64,11 @@ class Segments:
         addresses: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(addresses, self.own.address())
         opened = [open_segment(address) for address in addresses]
-        dist.barrier()  # as torch's: what a rank has may go after it
+        dist.barrier()  # as in torch: a rank may free its memory afterwards
         assert len({segment.nbytes for segment in opened}) == 1, "symmetric memory has one size on all ranks"
         handle, rank = _Handle(), dist.get_rank()
         self.seen.handle = weakref.ref(handle)
-        # Privately, so that the poison is ours alone.
+        # Private mappings, so that the poison is visible only in this process.
         mapped = [torch.frombuffer(segment.map_privately(0, segment.nbytes), dtype=torch.uint8) for segment in opened]
         handle.mapped.extend(mapped)
         return [self.late if of == rank else _unowned(memory) for of, memory in enumerate(mapped)], handle

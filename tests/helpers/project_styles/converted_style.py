@@ -1,7 +1,7 @@
-"""Weights and rows that are converted in every run: masters in float32, flat and quantised weights, a narrow wire.
+"""Weights and rows that are converted in every run: float32 masters, flat and quantised weights, a narrow wire type.
 
-As torchtitan's experts (masters in float32, products in bfloat16), MegaBlocks (one flat matrix of all experts), and
-layers with scales and norms of each expert between its products have them.
+torchtitan's experts have float32 masters and bfloat16 products, MegaBlocks has one flat matrix of all experts, and some
+layers have scales and norms of each expert between its products.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.helpers.project_styles.style_sizes import GatedExpert, StyleSizes, ra
 
 
 class _ConvertedLayer(ExactLayer):
-    """Rows go over a wire of type `wire`, as numbers of type `inner` through the experts, and back over the wire."""
+    """A layer that exchanges rows as `wire`, and runs its experts on them as `inner`."""
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup, wire: torch.dtype, inner: torch.dtype) -> None:
         super().__init__(sizes, group)
@@ -58,7 +58,7 @@ class _ConvertedLayer(ExactLayer):
         return result
 
     def _experts(self) -> Sequence[Callable[[torch.Tensor], torch.Tensor]]:
-        """One function of rows for each expert of this rank."""
+        """Return one function of rows for each expert of this rank."""
         raise NotImplementedError
 
 
@@ -67,7 +67,7 @@ def _gated(rows: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch
 
 
 class MasterWeights(_ConvertedLayer):
-    """Parameters in float32, which every run converts to bfloat16, as it does the rows."""
+    """Float32 parameters that every run converts to bfloat16, as it does the rows."""
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
         super().__init__(sizes, group, sizes.dtype, torch.bfloat16)
@@ -85,7 +85,7 @@ class MasterWeights(_ConvertedLayer):
 
 
 class FlatWeights(_ConvertedLayer):
-    """One matrix of all experts for each product, and rows that are in bfloat16 on the wire alone."""
+    """One matrix of all experts for each product, and rows in bfloat16 during exchanges only."""
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
         super().__init__(sizes, group, torch.bfloat16, sizes.dtype)
@@ -121,7 +121,7 @@ class ScaledExpert(GatedExpert):
 
 
 class ScaledModules(_ConvertedLayer):
-    """Modules with quantised weights, scales and norms of their own."""
+    """Modules with quantised weights, and scales and norms for each expert."""
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
         super().__init__(sizes, group, sizes.dtype, sizes.dtype)

@@ -1,6 +1,6 @@
 """AllToAlls of exact sizes around loops over experts, as DeepSeek and torchtitan publish them.
 
-The ranks tell each other how many rows they send to each expert; the host reads that, and cuts the sorted rows.
+The ranks exchange the number of rows for each expert; the host reads the counts, and cuts the sorted rows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,13 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from moepass.models.reference.collectives import exchange_rows
-from tests.helpers.project_styles.style_sizes import GatedExpert, Router, StyleSizes, owned_experts, stacked
+from tests.helpers.project_styles.style_sizes import (
+    GatedExpert,
+    Router,
+    StyleSizes,
+    owned_experts,
+    stacked_gated_experts,
+)
 
 
 class ExactLayer(nn.Module):
@@ -25,7 +31,7 @@ class ExactLayer(nn.Module):
         self.owned = owned_experts(sizes, dist.get_rank(group), self.ranks)
 
     def exchange_counts(self, counts: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
-        """Rows that arrive for each expert of this rank, rank by rank, and sizes sent to and received from ranks."""
+        """Return the counts of each own expert by source rank, and the sizes to send to and receive from ranks."""
         owned = len(self.owned)
         arriving = exchange_rows(counts, [owned] * self.ranks, [owned] * self.ranks, self.group_name)
         send = counts.view(self.ranks, owned).sum(dim=1).tolist()
@@ -70,14 +76,11 @@ class SlicesOfModules(ExactLayer):
 
 
 class SplitOfStacks(ExactLayer):
-    """Stacked weights, and rows that are split by a list, as torchtitan's experts without grouped GEMMs."""
+    """Stacked weights, and rows that are split by a list, like torchtitan's experts without grouped GEMMs."""
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
         super().__init__(sizes, group)
-        experts = [GatedExpert(sizes, number) for number in self.owned]
-        self.w1 = stacked([expert.gate for expert in experts])
-        self.w3 = stacked([expert.up for expert in experts])
-        self.w2 = stacked([expert.down for expert in experts])
+        self.w1, self.w3, self.w2 = stacked_gated_experts(sizes, self.owned)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         scores, chosen = torch.topk(self.router(hidden), self.sizes.top_k, dim=1)

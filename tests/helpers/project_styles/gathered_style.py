@@ -1,8 +1,8 @@
-"""All tokens on all ranks, their experts told by masks: as Megatron-Core's AllGather dispatcher has it.
+"""All ranks have all tokens and select those of their experts by masks, as Megatron-Core's AllGather dispatcher does.
 
-Every rank gathers the tokens of all, the map [tokens, experts] of the experts chosen for them, and their probabilities.
-It runs its own experts on the tokens that its columns of the map select. A ReduceScatter adds up what the ranks have
-for each token. All ranks must bring as many tokens.
+Every rank gathers all tokens, the map [tokens, experts] of chosen experts, and their probabilities. It runs its own
+experts on the tokens that its columns of the map select. A ReduceScatter adds up the partial results of each token.
+Every rank must have the same number of tokens.
 """
 
 from __future__ import annotations
@@ -17,11 +17,18 @@ from torch.distributed import ProcessGroup
 from moepass.models.reference.collectives import gather_rows, scatter_sums
 from moepass.models.reference.grouped_experts import grouped_gemm
 from tests.helpers.project_styles.megatron_style import WeighedExpert
-from tests.helpers.project_styles.style_sizes import GatedExpert, Router, StyleSizes, owned_experts, stacked
+from tests.helpers.project_styles.style_sizes import (
+    GatedExpert,
+    Router,
+    StyleSizes,
+    masked_routing,
+    owned_experts,
+    stacked,
+)
 
 
 class GatherTokens(torch.autograd.Function):
-    """An AllGather in an autograd function, written into memory that is made for it."""
+    """An AllGather in an autograd function, which allocates its result."""
 
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, sent: torch.Tensor) -> torch.Tensor:
@@ -35,7 +42,7 @@ class GatherTokens(torch.autograd.Function):
 
 
 class ScatterSums(torch.autograd.Function):
-    """A ReduceScatter in an autograd function, written into memory that is made for it."""
+    """A ReduceScatter in an autograd function, which allocates its result."""
 
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, sent: torch.Tensor) -> torch.Tensor:
@@ -56,12 +63,7 @@ class _GatheredLayer(nn.Module):
         self.owned = owned_experts(sizes, dist.get_rank(group), self.ranks)
 
     def _route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Probabilities and the mask of the chosen experts, both [tokens, experts]."""
-        scores = self.router(hidden)
-        weights, chosen = torch.topk(scores, self.sizes.top_k, dim=1)
-        probabilities = torch.zeros_like(scores).scatter(1, chosen, weights)
-        mask = torch.zeros_like(scores).int().scatter(1, chosen, 1).bool()
-        return probabilities.to(hidden.dtype), mask
+        return masked_routing(self.router, hidden, self.sizes.top_k)
 
 
 class GatheredMasks(_GatheredLayer):
@@ -100,7 +102,7 @@ class GatheredMasks(_GatheredLayer):
 
 
 class DroppingMasks(GatheredMasks):
-    """Tokens beyond an expert's capacity are dropped: those that come last on their rank."""
+    """Tokens beyond an expert's capacity are dropped, the last ones on each rank first."""
 
     def _route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         probabilities, mask = super()._route(hidden)
@@ -110,7 +112,7 @@ class DroppingMasks(GatheredMasks):
 
 
 class GatheredOrder(_GatheredLayer):
-    """Tokens are looked up in the order of the sorted map; grouped GEMMs; probabilities behind the experts."""
+    """Tokens are looked up in the order of the sorted map; probabilities are applied after grouped GEMMs."""
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
         super().__init__(sizes, group)

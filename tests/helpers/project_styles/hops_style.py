@@ -1,7 +1,7 @@
 """Rows that reach their experts in two hops, over the axes of a mesh [machines, ranks of a machine].
 
-Between machines first, to the same place in the other machine, and on from there, as DeepEP does; or within the machine
-first, so that each rank sends to one rank of every other machine, as tutel and HetuMoE do for slots.
+The first hop is between machines, to the rank with the same index in the other machine, as in DeepEP; or it is within
+the machine, so that each rank sends to one rank of every other machine, as in tutel and HetuMoE for slots.
 """
 
 from __future__ import annotations
@@ -16,11 +16,16 @@ from torch.nn import functional as F
 from moepass.models.reference.collectives import exchange_rows
 from moepass.models.reference.grouped_experts import grouped_gemm
 from tests.helpers.project_styles.slots_style import EqualAllToAll, IndexedSlots
-from tests.helpers.project_styles.style_sizes import GatedExpert, Router, StyleSizes, owned_experts, stacked
+from tests.helpers.project_styles.style_sizes import (
+    Router,
+    StyleSizes,
+    owned_experts,
+    stacked_gated_experts,
+)
 
 
 class SlotsBetweenMachinesFirst(IndexedSlots):
-    """Every rank sends all slots of a machine to its place in that machine."""
+    """Every rank sends all slots of a machine to the rank with its index in that machine."""
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
         super().__init__(sizes, group)
@@ -39,7 +44,7 @@ class SlotsBetweenMachinesFirst(IndexedSlots):
 
 
 class SlotsWithinMachineFirst(SlotsBetweenMachinesFirst):
-    """Every rank collects what its machine sends to its place in others, expert by expert."""
+    """Every rank collects the slots that its machine sends to its index in other machines, expert by expert."""
 
     def _run(self, slots: torch.Tensor) -> torch.Tensor:
         owned, (capacity, width) = len(self.experts), slots.shape[1:]
@@ -62,7 +67,7 @@ def _exchanged(group: ProcessGroup, slots: torch.Tensor) -> torch.Tensor:
 
 
 class ExactBetweenMachinesFirst(nn.Module):
-    """Exact sizes: ranks tell each other on both hops how many rows of each expert come, from each rank."""
+    """Exact sizes: on both hops, ranks exchange the number of rows of each expert from each rank."""
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
         super().__init__()
@@ -71,10 +76,8 @@ class ExactBetweenMachinesFirst(nn.Module):
         self.between, self.within = (mesh.get_group(name).group_name for name in ("between", "within"))
         self.machines, self.own = self.ranks // 2, sizes.experts // self.ranks
         self.router = Router(sizes)
-        experts = [GatedExpert(sizes, number) for number in owned_experts(sizes, dist.get_rank(group), self.ranks)]
-        self.w1 = stacked([expert.gate for expert in experts])
-        self.w3 = stacked([expert.up for expert in experts])
-        self.w2 = stacked([expert.down for expert in experts])
+        owned = owned_experts(sizes, dist.get_rank(group), self.ranks)
+        self.w1, self.w3, self.w2 = stacked_gated_experts(sizes, owned)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         scores, chosen = torch.topk(self.router(hidden), self.sizes.top_k, dim=1)
@@ -91,7 +94,7 @@ class ExactBetweenMachinesFirst(nn.Module):
         return experts
 
     def _exchange(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """`rows` in that order, `counts` of each number."""
+        """Exchange `rows` in that order, of which each number has `counts`."""
         experts_of_machine = 2 * self.own
         arriving = exchange_rows(counts, *_equal(experts_of_machine, self.machines), self.between)
         send, receive = self._sizes(counts, self.machines), self._sizes(arriving, self.machines)
@@ -100,8 +103,8 @@ class ExactBetweenMachinesFirst(nn.Module):
         return exchange_rows(returned, receive, send, self.between)
 
     def _pass_on(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """`rows` of all machines, each one's sorted by expert, with `counts` [machines, ranks, own experts]."""
-        # Rank by rank, and from each machine expert by expert.
+        """Pass on `rows` of all machines, sorted by expert in each, with `counts` [machines, ranks, own experts]."""
+        # By rank, then by machine, then by expert.
         position = _places(counts, rows.shape[0], torch.arange(2 * self.own, device=rows.device) // self.own)
         passed = counts.view(self.machines, 2, self.own).transpose(0, 1).reshape(-1)
         arriving = exchange_rows(passed, *_equal(self.machines * self.own, 2), self.within)
@@ -120,7 +123,7 @@ class ExactBetweenMachinesFirst(nn.Module):
         return sizes
 
     def _run(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """`rows` with `counts` [.., own experts] of each."""
+        """Run the experts on `rows`, with `counts` [.., own experts]."""
         by_expert = _places(counts, rows.shape[0], torch.arange(self.own, device=rows.device))
         ends = counts.view(-1, self.own).sum(dim=0).cumsum(0).to(torch.int32)
         ordered = rows[by_expert]
@@ -149,7 +152,7 @@ class ExactByExpert(ExactBetweenMachinesFirst):
 
 
 class ExactWithinMachineFirst(ExactBetweenMachinesFirst):
-    """Rows go to their place within the machine first: sorted by place, then by machine."""
+    """Rows are first sent to the right index within the machine: they are sorted by index, then by machine."""
 
     def _numbers(self, experts: torch.Tensor) -> torch.Tensor:
         rank, expert = experts // self.own, experts % self.own

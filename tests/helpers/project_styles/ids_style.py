@@ -1,4 +1,4 @@
-"""Expert ids that travel with the rows: the ranks count rows for each rank only, and the receiver sorts by id."""
+"""Expert ids are exchanged with the rows: ranks count rows only by rank, and the receiver sorts by id."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from torch.nn import functional as F
 
 from moepass.models.reference.collectives import exchange_rows
 from moepass.models.reference.grouped_experts import count_per_expert, grouped_gemm, undo_order
-from tests.helpers.project_styles.style_sizes import GatedExpert, Router, StyleSizes, owned_experts, stacked
+from tests.helpers.project_styles.style_sizes import (
+    GatedExpert,
+    Router,
+    StyleSizes,
+    owned_experts,
+    stacked_gated_experts,
+)
 
 
 class _IdsLayer(nn.Module):
@@ -34,14 +40,11 @@ class _IdsLayer(nn.Module):
 
 
 class GlobalIdsTravel(_IdsLayer):
-    """Rows sorted by expert, and the ids of all ranks' experts; grouped GEMMs."""
+    """Rows are sorted by expert, global expert ids are sent, and experts are grouped GEMMs."""
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
         super().__init__(sizes, group)
-        experts = [GatedExpert(sizes, number) for number in self.owned]
-        self.gate = stacked([expert.gate for expert in experts])
-        self.up = stacked([expert.up for expert in experts])
-        self.down = stacked([expert.down for expert in experts])
+        self.gate, self.up, self.down = stacked_gated_experts(sizes, self.owned)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         weights, chosen = torch.topk(self.router(hidden), self.sizes.top_k, dim=-1)

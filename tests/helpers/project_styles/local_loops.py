@@ -25,7 +25,7 @@ class GatedMlp(nn.Module):
 
 
 class MaskLoop(nn.Module):
-    """A router, experts, and how results are added up."""
+    """A router, experts, and methods to add up results."""
 
     def __init__(self, hidden: int = HIDDEN, width: int = WIDTH, experts: int = EXPERTS, top_k: int = TOP_K) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class MixtralLoop(MaskLoop):
 
 
 class NonzeroLoop(MaskLoop):
-    """A mask [tokens, k, experts], of which `nonzero` lists the pairs of each expert in one tensor."""
+    """A mask [tokens, k, experts]; `nonzero` lists the pairs of each expert in one tensor."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         chosen, weights = self.route(hidden)
@@ -109,7 +109,7 @@ class LoopOfSums(SelectedLoop):
 
 
 class AnyPlace(MaskLoop):
-    """Rows by a mask of tokens, weights by the mask of all pairs."""
+    """Rows are selected by a mask of tokens, and weights by the mask of all pairs."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         chosen, weights = self.route(hidden)

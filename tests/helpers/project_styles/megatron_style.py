@@ -1,4 +1,4 @@
-"""Masks instead of sorts, counts by AllGather, weights that travel: as Megatron-Core's AllToAll dispatcher has it."""
+"""Masks instead of sorts, counts by AllGather, and exchanged weights, as in Megatron-Core's AllToAll dispatcher."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from moepass.models.reference.collectives import gather_rows
-from tests.helpers.project_styles.style_sizes import GatedExpert, Router, StyleSizes, owned_experts
+from tests.helpers.project_styles.style_sizes import GatedExpert, Router, StyleSizes, masked_routing, owned_experts
 
 
 class UnevenAllToAll(torch.autograd.Function):
-    """An AllToAll of parts of these sizes, written into memory that is made for it."""
+    """An AllToAll of given sizes in an autograd function, which allocates its result."""
 
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, sent: torch.Tensor, receive: list[int], send: list[int]) -> torch.Tensor:
@@ -30,7 +30,7 @@ class UnevenAllToAll(torch.autograd.Function):
 
 
 class WeighedExpert(GatedExpert):
-    """Applies the weights of its rows before its last matrix."""
+    """An expert that applies the weights of its rows before its last matrix."""
 
     def forward(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         inner = F.silu(F.linear(rows, self.gate)) * F.linear(rows, self.up)
@@ -79,12 +79,7 @@ class MaskedDispatch(nn.Module):
         return summed.scatter_add_(0, tokens.unsqueeze(1).expand(-1, hidden.shape[1]), returned)
 
     def _route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Probabilities and the mask of the chosen experts, both [tokens, experts]."""
-        scores = self.router(hidden)
-        weights, chosen = torch.topk(scores, self.sizes.top_k, dim=1)
-        probabilities = torch.zeros_like(scores).scatter(1, chosen, weights)
-        mask = torch.zeros_like(scores).int().scatter(1, chosen, 1).bool()
-        return probabilities.to(hidden.dtype), mask
+        return masked_routing(self.router, hidden, self.sizes.top_k)
 
     def _run(self, rows: torch.Tensor, weights: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         parts = zip(self.experts, torch.split(rows, sizes), torch.split(weights, sizes), strict=True)
@@ -92,6 +87,6 @@ class MaskedDispatch(nn.Module):
 
 
 def _in_chunks(values: torch.Tensor, sizes: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """`values` cut into parts of `sizes`, and joined in another order."""
+    """Split `values` into chunks of `sizes`, and join them in another order."""
     parts = torch.split(values, sizes.tolist(), dim=0)
     return torch.cat([parts[index] for index in order], dim=0)

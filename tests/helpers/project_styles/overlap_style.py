@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from moepass.models.reference.grouped_experts import count_per_expert, grouped_gemm, sort_by_expert, undo_order
 from tests.helpers.project_styles.exact_style import ExactLayer
-from tests.helpers.project_styles.style_sizes import GatedExpert, StyleSizes, stacked
+from tests.helpers.project_styles.style_sizes import GatedExpert, StyleSizes, stacked_gated_experts
 
 _c10d = torch.ops._c10d_functional
 
@@ -36,14 +36,11 @@ class Half:
 
 
 class OverlappedHalves(ExactLayer):
-    """Both dispatches are begun before the first half's experts run; its results travel while the other's do."""
+    """Both dispatches start before the experts of the first half, whose results are sent during those of the second."""
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
         super().__init__(sizes, group)
-        experts = [GatedExpert(sizes, number) for number in self.owned]
-        self.gate = stacked([expert.gate for expert in experts])
-        self.up = stacked([expert.up for expert in experts])
-        self.down = stacked([expert.down for expert in experts])
+        self.gate, self.up, self.down = stacked_gated_experts(sizes, self.owned)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         middle = hidden.shape[0] // 2
@@ -53,7 +50,7 @@ class OverlappedHalves(ExactLayer):
         return torch.cat([self._combine(first), self._combine(second)])
 
     def _dispatch(self, hidden: torch.Tensor) -> Half:
-        """Begin to exchange the rows of one half."""
+        """Start to exchange the rows of one half."""
         weights, chosen = torch.topk(self.router(hidden), self.sizes.top_k, dim=-1)
         ids, order = sort_by_expert(chosen)
         counts = count_per_expert(ids, self.sizes.experts)
@@ -62,7 +59,7 @@ class OverlappedHalves(ExactLayer):
         return Half(hidden, weights, order, arriving, send, receive, self._begin(rows, receive, send))
 
     def _run(self, half: Half) -> None:
-        """Run this rank's experts on the rows that have come, and begin to send their outputs back."""
+        """Run this rank's experts on the arrived rows, and start to send their outputs back."""
         owned = len(self.owned)
         rows = _c10d.wait_tensor(half.under_way)
         local = torch.arange(owned, device=rows.device).repeat(self.ranks)
@@ -86,7 +83,7 @@ class OverlappedHalves(ExactLayer):
 
 
 class OverlappedModules(OverlappedHalves):
-    """The same with a module for each expert, and the first half's results waited for before the second half runs."""
+    """A variant with a module for each expert, which awaits the first half's results before the second half runs."""
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
         super().__init__(sizes, group)

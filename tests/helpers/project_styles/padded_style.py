@@ -1,7 +1,7 @@
-"""Each expert's rows are padded to a multiple of some rows before its GEMM, and the padding is taken off behind it.
+"""Each expert's rows are padded to a multiple of some number of rows before its GEMM; padding is removed afterwards.
 
-Several ways to write that: `run` takes rows [n, H] sorted by expert, `counts` [experts] of them for each, and what
-computes padded rows. Outputs are [n, H], in the order of the rows.
+There are several ways to write that. `run` takes rows [n, H] sorted by expert, their `counts` [experts], and the
+function that computes padded rows. It returns outputs [n, H] in the order of the rows.
 """
 
 from __future__ import annotations
@@ -16,21 +16,18 @@ from torch.nn import functional as F
 from moepass.models.reference.collectives import exchange_rows
 from moepass.models.reference.grouped_experts import count_per_expert, grouped_gemm, undo_order
 from tests.helpers.project_styles.exact_style import ExactLayer
-from tests.helpers.project_styles.style_sizes import GatedExpert, Router, StyleSizes, stacked
+from tests.helpers.project_styles.style_sizes import GatedExpert, Router, StyleSizes, stacked_gated_experts
 
-# Of padded rows, of which each expert has so many: their outputs.
+# Takes padded rows and the number of rows of each expert, and returns their outputs.
 Experts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class StackedExperts(nn.Module):
-    """Gated experts by grouped GEMMs, of `experts` among all."""
+    """Gated experts as grouped GEMMs; `experts` are those of this rank."""
 
     def __init__(self, sizes: StyleSizes, experts: range) -> None:
         super().__init__()
-        modules = [GatedExpert(sizes, number) for number in experts]
-        self.gate = stacked([module.gate for module in modules])
-        self.up = stacked([module.up for module in modules])
-        self.down = stacked([module.down for module in modules])
+        self.gate, self.up, self.down = stacked_gated_experts(sizes, experts)
 
     def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         ends = counts.cumsum(0).to(torch.int32)
@@ -79,9 +76,9 @@ class SearchedTable(Padding):
 
 
 class ScatteredTable(Padding):
-    """A table that is filled where rows are, and -1 elsewhere, for as many places as there are, which the host reads.
+    """A table with the row of each position and -1 for padding; the host reads its length.
 
-    As kernels for blocks of rows want it (`moe_align_block_size` of SGLang and vLLM).
+    Kernels for blocks of rows use such tables (`moe_align_block_size` of SGLang and vLLM).
     """
 
     align = 16
@@ -101,7 +98,7 @@ class ScatteredTable(Padding):
 
 
 class ScatteredRows(Padding):
-    """Rows are written to their places among zeros, as for GEMMs that want 128 rows of one expert (DeepGEMM)."""
+    """Rows are written to their positions among zeros, as for GEMMs with 128 rows of one expert (DeepGEMM)."""
 
     align = 128
 
@@ -141,7 +138,7 @@ class JoinedWithZeros(Padding):
 
 
 class PaddedModules(nn.Module):
-    """A module for each expert, whose rows are padded one expert after the other (Megatron-Core's SequentialMLP)."""
+    """A module for each expert, whose rows are padded one expert at a time (Megatron-Core's SequentialMLP)."""
 
     align = 16
 
@@ -164,14 +161,14 @@ class PaddedModules(nn.Module):
 
 
 class Unpadded(Padding):
-    """Rows as they are, for experts that pad them."""
+    """Rows without padding, for experts that pad them."""
 
     def run(self, rows: torch.Tensor, counts: torch.Tensor, experts: Experts) -> torch.Tensor:
         return experts(rows, counts)
 
 
 class PaddedLayer(ExactLayer):
-    """Exchanged rows, sorted by expert, padded, and through grouped GEMMs."""
+    """Exchanged rows are sorted by expert, padded, and computed by grouped GEMMs."""
 
     padding: Padding
     kind: type[StackedExperts | PaddedModules] = StackedExperts
@@ -218,7 +215,7 @@ class ModulesThatPad(PaddedLayer):
 
 
 class LocalPadded(nn.Module):
-    """The same with all experts on one device, and no exchange."""
+    """The same computation with all experts on one device, without exchanges."""
 
     def __init__(
         self, sizes: StyleSizes, padding: Padding, kind: type[StackedExperts | PaddedModules] = StackedExperts

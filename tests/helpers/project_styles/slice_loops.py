@@ -1,6 +1,6 @@
 """Loops over slices of sorted rows on one device: expert i computes the rows between two running sums of counts.
 
-Each layer takes hidden states [tokens, HIDDEN] and returns as many.
+A module `Layer()` maps hidden states [tokens, HIDDEN] to [tokens, HIDDEN].
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class IndexedSlots(_SlotLayer):
         weights = scores.gather(1, chosen) * is_kept
         weights = weights / weights.sum(dim=1, keepdim=True).clamp(min=1e-9)
         slot = torch.where(is_kept, chosen * capacity + location.gather(1, chosen), experts * capacity)
-        # Of every slot its token; of empty ones the number of tokens, where a row of zeros is appended.
+        # The token of every slot; empty slots have the number of tokens, where a row of zeros is appended.
         token_of = torch.full((experts * capacity + 1,), tokens, dtype=torch.int64, device=hidden.device)
         every = torch.arange(tokens, device=hidden.device).unsqueeze(1).expand_as(slot)
         token_of = token_of.scatter(0, slot.reshape(-1), every.reshape(-1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -101,3 +101,19 @@ class BiasedExpert(nn.Module):
 def stacked(parameters: Sequence[nn.Parameter]) -> nn.Parameter:
     """Return one parameter [experts, ..] from those of all experts."""
     return nn.Parameter(torch.stack(list(parameters)), requires_grad=False)
+
+
+def stacked_gated_experts(sizes: StyleSizes, experts: Iterable[int]) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
+    """Return the gate, up and down matrices of `experts`, each stacked."""
+    modules = [GatedExpert(sizes, expert) for expert in experts]
+    gates, ups, downs = ([getattr(module, name) for module in modules] for name in ("gate", "up", "down"))
+    return stacked(gates), stacked(ups), stacked(downs)
+
+
+def masked_routing(router: Router, hidden: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return probabilities and the mask of the chosen experts, both [tokens, experts]."""
+    scores = router(hidden)
+    weights, chosen = torch.topk(scores, top_k, dim=1)
+    probabilities = torch.zeros_like(scores).scatter(1, chosen, weights)
+    mask = torch.zeros_like(scores).int().scatter(1, chosen, 1).bool()
+    return probabilities.to(hidden.dtype), mask

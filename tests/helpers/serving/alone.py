@@ -1,4 +1,4 @@
-"""The oracle of serving: every sequence of a request alone, by plain transformers."""
+"""The reference for serving: every sequence of a request is computed separately by plain transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moepass.runtime.serving.requests.request import Request
 
 @torch.no_grad()
 def check_answers(model: PreTrainedModel, requests: Sequence[Request], answers: Sequence[Answer], atol: float) -> None:
-    """Every number of `answers` is that of the sequence alone, to `atol`."""
+    """Check that every number of `answers` is that of the separate sequence, up to `atol`."""
     for request, answer in zip(requests, answers, strict=True):
         assert answer.id == request.id
         assert len(answer.pieces) == len(request.pieces)

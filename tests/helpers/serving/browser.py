@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import fcntl
 import json
@@ -50,7 +49,7 @@ class Page:
         return response["result"].get("value")
 
     def wait_for(self, expression: str) -> None:
-        """Until it is true."""
+        """Wait until the JavaScript expression is true."""
         end = time.monotonic() + WAIT_SECONDS
         while not self.value(expression):
             assert time.monotonic() < end, f"never true: {expression}; {self.messages}"
@@ -65,11 +64,6 @@ class Page:
 
     def type(self, text: str) -> None:
         self.call("Input.insertText", text=text)
-
-    def screenshot(self, file: Path) -> None:
-        """Write an image of the full page to `file`."""
-        response = self.call("Page.captureScreenshot", captureBeyondViewport=True)
-        file.write_bytes(base64.b64decode(response["data"]))
 
     def _call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
         self._number += 1

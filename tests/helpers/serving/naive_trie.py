@@ -24,14 +24,14 @@ def naive_step(
     cached, stored = cached or {}, stored or {}
     chains = [_cached_chain(sequence, cached) for sequence in sequences]
     contexts = sorted({chain for chain in chains if chain})
-    # Tokens behind the same chain stand together, and among themselves sorted, which is depth-first.
+    # Tokens after the same chain are adjacent and sorted, which is depth-first order.
     prefixes: dict[Sequence_, int] = {}
     for chain, sequence in sorted(zip(chains, sequences, strict=True)):
         for end in range(len(chain) * BLOCK_TOKENS + 1, len(sequence) + 1):
             prefixes.setdefault(sequence[:end], contexts.index(chain) if chain else -1)
     stream = list(prefixes)
     index_of = {prefix: number for number, prefix in enumerate(stream)}
-    # A prefix that hangs on another chain is in the same sequences and not in the same tree.
+    # A prefix after another chain is in the same sequences, but not in the same tree.
     trees = {number: [prefix for prefix in stream if prefixes[prefix] == number] for number in {*prefixes.values()}}
     ends = [
         1 + max(index_of[two] for two in trees[prefixes[prefix]] if two[: len(prefix)] == prefix) for prefix in stream

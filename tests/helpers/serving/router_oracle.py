@@ -39,7 +39,7 @@ class Piece:
     attempt: int = 1
     assignment: Assignment | None = None
     is_started: bool = False
-    # The saturated rank that it waits for, how long others are behind it, and whether it may begin to wait.
+    # The saturated rank that the piece waits for, how long later pieces wait behind it, and whether it may wait.
     waits_for: int | None = None
     patience: float = math.inf
     may_wait: bool = True
@@ -68,7 +68,7 @@ class RouterOracle:
         self.blocks: dict[int, set[BlockHash]] = {rank: set() for rank in range(ranks)}
         self.pieces: list[Piece] = []
 
-    # What a router must know
+    # State
 
     def loads(self) -> tuple[int, ...]:
         return tuple(sum(piece.assignment.flops for piece in self._on(rank)) for rank in range(self.ranks))

@@ -19,7 +19,7 @@ from moepass.runtime.serving.routes.server_settings import ServerSettings
 from moepass.runtime.serving.routes.service import Service
 from tests.helpers.serving.engine_backend import EngineBackend
 
-# A chat template of the usual form, which ends prompts with an open turn of the assistant.
+# A typical chat template, which ends prompts with an open turn of the assistant.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"

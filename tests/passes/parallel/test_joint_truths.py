@@ -45,7 +45,7 @@ class NestedPlaces(Arrived):
 
 
 class SuccessivePlaces(Arrived):
-    """Rows that are reversed by the first mask, and reversed again unless the second mask is true."""
+    """Rows that are reversed only if both masks are true: the first selects positions, the second rows."""
 
     def changed(self, rows: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         places = torch.arange(rows.shape[0])

@@ -276,7 +276,7 @@ class CutFeatures(_ByFeature):
 
 
 class MaskedInside(AllToAllExperts):
-    """Masks features between the GEMMs by arrived values, as if they were rows of other experts."""
+    """Masks features between the GEMMs by the number of arrived rows."""
 
     def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         ends = counts.cumsum(0, dtype=torch.int32)

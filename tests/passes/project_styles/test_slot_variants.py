@@ -16,7 +16,7 @@ from tests.helpers.graphs.eliminated_graphs import check_same_outputs, collectiv
 from tests.helpers.project_styles.exact_style import ExactLayer
 from tests.helpers.project_styles.slots_style import BatchedSlots, EqualAllToAll
 from tests.helpers.project_styles.style_layers import SIZES, capture_layer, eliminate_readably
-from tests.helpers.project_styles.style_sizes import GatedExpert, StyleSizes, stacked
+from tests.helpers.project_styles.style_sizes import StyleSizes, stacked_gated_experts
 
 
 class EinsumExperts(BatchedSlots):
@@ -50,9 +50,7 @@ class AgreedCapacity(ExactLayer):
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
         super().__init__(sizes, group)
-        experts = [GatedExpert(sizes, number) for number in self.owned]
-        self.gate, self.up = (stacked([getattr(expert, name) for expert in experts]) for name in ("gate", "up"))
-        self.down = stacked([expert.down for expert in experts])
+        self.gate, self.up, self.down = stacked_gated_experts(sizes, self.owned)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         owned, width = len(self.owned), hidden.shape[1]
