@@ -21,7 +21,9 @@ def main(
     layers: int = 24, tokens: int = 2048, repeats: int = 5, ratios: str = "0.8,2.0", lower: str = "inductor"
 ) -> None:
     """Time resident against streaming forwards where a transfer takes RATIOS of a layer's compute."""
-    torch.set_num_threads(1)  # the copy thread gets the other core, as a copy engine would be beside the SMs
+    torch.set_num_threads(
+        1
+    )  # the copy thread gets the other core, like a copy engine that works independently of the SMs
     ids = torch.randint(0, 1024, (4, tokens // 4), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         resident = torch.compile(reference_model(layers), backend="asyncep", options={"lower": lower})

@@ -170,13 +170,13 @@ def _report(cases: Sequence[Case], rounds: Sequence[Sequence[_Trial]], are_equal
         f"Medians of {_rounds(len(rounds))}, and the largest distance from them; a round has the median of {repeats} "
         "steps. off: of predicted from measured, median over rounds. equal: to the model without moepass.",
     )
-    asked = [abs(off) for case, off in zip(cases, offs, strict=True) if case.home != "hybrid"]
-    held = sum(off <= STEP_LIMIT for off in asked)
+    distances = [abs(off) for case, off in zip(cases, offs, strict=True) if case.home != "hybrid"]
+    within = sum(distance <= STEP_LIMIT for distance in distances)
     typer.echo(
-        f"{held} of {len(asked)} (hybrid left out) within {STEP_LIMIT:.0%}; middle of the distances "
-        f"{statistics.median(asked):.1%}"
+        f"{within} of {len(distances)} (without hybrid) within {STEP_LIMIT:.0%}; median of the distances "
+        f"{statistics.median(distances):.1%}"
     )
-    return held == len(asked) and all(are_equal)
+    return within == len(distances) and all(are_equal)
 
 
 def _middles(trials: Sequence[_Trial]) -> list[str]:
@@ -275,7 +275,7 @@ def _rounds(count: int) -> str:
 
 
 class Calibrations:
-    """Profiles of this machine with `ranks` ranks of one thread, each made when it is asked for.
+    """Profiles of this machine with `ranks` ranks of one thread, each calibrated when it is requested.
 
     With a `folder`, there is one profile, which is taken from there, or made and kept there.
     """
@@ -285,6 +285,7 @@ class Calibrations:
         self._kept = Path(folder, f"moepass-{ranks}-ranks.json") if folder else None
 
     def now(self) -> Hardware:
+        """Return the stored profile, or calibrate and store a new one."""
         if self._kept is not None and self._kept.exists():
             return read_profile(self._kept)
         typer.echo(f"calibrating {self._ranks} rank(s) of one thread ...", err=True)

@@ -75,10 +75,12 @@ REAL = (
 
 
 def real_lengths(shape: float) -> list[tuple[int, float]]:
+    """Return lengths and numbers of requests of all real workloads."""
     return [text for workload in REAL for text in workload.lengths(shape)]
 
 
 def real_tokens(shape: float) -> float:
+    """Return the number of tokens of all real workloads."""
     return sum(length * count for length, count in real_lengths(shape))
 
 
@@ -117,11 +119,13 @@ def seconds_per_sequence(machine: str, dtype: str, length: int) -> tuple[float, 
 
 
 def fastest_baseline(costs: tuple[StrategyCost, ...]) -> StrategyCost:
+    """Return the fastest baseline that fits, or the strongest if none fits."""
     fitting = [cost for cost in costs if cost.strategy in BASELINES and cost.fits]
     return min(fitting or [cost for cost in costs if cost.strategy == STRONGEST], key=lambda cost: cost.step_seconds)
 
 
 def mfu(machine: str, dtype: str, length: int) -> float:
+    """Return the predicted MFU of asyncep."""
     reached = planned(machine, dtype, length)[0].mfu
     assert reached is not None
     return reached
@@ -134,6 +138,7 @@ def compared(predicted: float, published: float, form: str = ".2f") -> list[str]
 
 
 def by_context() -> list[list[Any]]:
+    """Return the rows of the speed-ups by sequence length."""
     rows = []
     for text, published in PUBLISHED["backend_only_speedup_8xh100_fp8_by_context"].items():
         length = int(text)
@@ -146,6 +151,7 @@ def by_context() -> list[list[Any]]:
 
 
 def mfu_ranges() -> list[list[Any]]:
+    """Return the rows of the ranges of MFU."""
     rows = []
     for what, machines, published in (
         ("8 devices", ("8xh100-80g",), PUBLISHED["backend_mfu_range_8_devices"]),
@@ -174,6 +180,7 @@ def end_to_end() -> list[list[Any]]:
 
 
 def main() -> None:
+    """Print the tables."""
     print(
         f"{MODEL.name}; asyncep: {STEP_TOKENS} tokens or one sequence per rank and step; baselines: micro-batches of "
         f"{MICRO_BATCH_TOKENS} tokens; {MEMORY_SHARE} of each device's memory"
@@ -187,7 +194,7 @@ def main() -> None:
     print(
         f"Real workloads: lengths skewed (shape {real_shape():.2f}) so that they hold the published "
         f"{REAL_TOKENS / 1e6:.1f}M tokens. The best baseline is, for each length, the fastest of ours that fits; the "
-        f"publication names {STRONGEST} as the strongest. Two readings of the publication stand behind these tables:"
+        f"publication names {STRONGEST} as the strongest. These tables rely on two interpretations of the publication:"
     )
     print(
         "- End to end the frontend's gain (1.16 to 1.18) is not multiplied in. It is a gain over ranks that share no "

@@ -113,7 +113,7 @@ def _missed(results: list[dict[str, Any]]) -> Iterator[str]:
         for name, least in wanted.items():
             reached = _against_pull(result, name)
             if reached < least:
-                yield f"{case[0]} tokens, skew {case[1]:g}: {name} / pull is {reached:.2f}, asked for is {least}"
+                yield f"{case[0]} tokens, skew {case[1]:g}: {name} / pull is {reached:.2f}, not {least}"
 
 
 def _crossover(results: list[dict[str, Any]]) -> str:

@@ -27,6 +27,7 @@ from tests.helpers.models.tiny import tiny_model
 
 
 def main() -> None:
+    """Compile the model, and compare and time it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--checkpoint", help="a folder with a mixture-of-experts model; the default is a tiny model with random weights"
@@ -60,6 +61,7 @@ def load(checkpoint: str, implementation: str) -> PreTrainedModel:
 
 
 def run(model: PreTrainedModel, tokens: int) -> None:
+    """Compare the compiled model with the uncompiled one, and print the plan and the times."""
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(model.config.vocab_size, (1, tokens), generator=generator).to(model.device)
     expected = model(prompt, use_cache=False).logits

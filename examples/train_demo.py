@@ -67,6 +67,8 @@ QUOTES = re.compile(r"[\"“”„«»`]")
 
 @dataclass(frozen=True)
 class Text:
+    """A translated string: the English `message`, the language's `label`, and the `text`."""
+
     message: str
     label: str
     text: str
@@ -74,6 +76,8 @@ class Text:
 
 @dataclass(frozen=True)
 class Corpus:
+    """The texts to train and to test with, and the labels of the languages."""
+
     train: list[Text]
     heldout: list[Text]
     labels: list[str]
@@ -86,11 +90,12 @@ def clean(text: str) -> str:
 
 
 def letter_bytes(text: str) -> int:
+    """Return the number of UTF-8 bytes of the letters in `text`."""
     return len("".join(c for c in text if unicodedata.category(c)[0] in "LM").encode())
 
 
 def read_catalogues() -> list[Text]:
-    """Every translated string of the installed Django, and the English strings they translate."""
+    """Return every translated string of the installed Django, and the English strings that they translate."""
     installed = importlib.metadata.version("django")
     if installed != DJANGO_VERSION:
         raise SystemExit(f"the split is defined for django {DJANGO_VERSION}, found {installed}: pip install that one")
@@ -112,6 +117,7 @@ def read_catalogues() -> list[Text]:
 
 
 def is_heldout(message: str) -> bool:
+    """Return True if the texts of `message` belong to the test set."""
     return int(hashlib.sha256(message.casefold().encode()).hexdigest(), 16) % 100 < HELDOUT_PERCENT
 
 
@@ -134,6 +140,7 @@ def make_corpus(texts: Sequence[Text]) -> Corpus:
 
 
 def train_tokenizer(corpus: Corpus) -> Tokenizer:
+    """Return a byte-level BPE tokenizer for the corpus."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
@@ -159,6 +166,7 @@ def train_tokenizer(corpus: Corpus) -> Tokenizer:
 
 
 def make_model(tokenizer: Tokenizer) -> Qwen3MoeForCausalLM:
+    """Return the untrained model."""
     config = Qwen3MoeConfig(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=128,
@@ -198,6 +206,7 @@ class Respeller:
         self.halves = {ids[left + right]: (ids[left], ids[right]) for left, right in model["merges"]}
 
     def __call__(self, text: str) -> list[int]:
+        """Return the ids of `text` with random case and random splits of tokens."""
         spelled = text.lower() if self.rng.random() < 0.2 else text
         pending = self.tokenizer.encode(spelled, add_special_tokens=False).ids[::-1]
         ids = []
@@ -237,6 +246,7 @@ def batches(corpus: Corpus, tokenizer: Tokenizer, size: int, rng: random.Random)
 
 
 def train(corpus: Corpus, tokenizer: Tokenizer, steps: int, batch: int, seed: int) -> Qwen3MoeForCausalLM:
+    """Return the trained model."""
     model = make_model(tokenizer).train()
     config = model.config
     label_ids = torch.tensor([tokenizer.token_to_id(label) for label in corpus.labels])
@@ -315,6 +325,7 @@ def skew(load: torch.Tensor) -> dict[str, Any]:
 
 
 def label_names(labels: Sequence[str]) -> dict[str, str]:
+    """Return the name of each label's language."""
     from django.conf.locale import LANG_INFO  # not above: the version is to be checked before Django is touched
 
     codes = {label: label.strip("<>") for label in labels}
@@ -322,6 +333,7 @@ def label_names(labels: Sequence[str]) -> dict[str, str]:
 
 
 def save(output: Path, model: Qwen3MoeForCausalLM, tokenizer: Tokenizer, labels: Sequence[str]) -> None:
+    """Save the model, the tokenizer and the prompt in `output`."""
     model.save_pretrained(output)
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, padding_side="right", model_max_length=512
@@ -337,7 +349,7 @@ def save(output: Path, model: Qwen3MoeForCausalLM, tokenizer: Tokenizer, labels:
 
 
 def balanced_sample(texts: Sequence[Text], labels: Sequence[str], rng: random.Random) -> list[int]:
-    """Places of about SHIPPED_TEXTS texts, as many of each label as there are, up to an equal share."""
+    """Return the indices of about SHIPPED_TEXTS texts, up to an equal share for each label."""
     share = SHIPPED_TEXTS // len(labels)
     chosen = []
     for label in labels:
@@ -354,6 +366,7 @@ def main(
     seed: Annotated[int, typer.Option()] = 0,
     threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 1,
 ) -> None:
+    """Train the demo model, and save it with its measured accuracy."""
     torch.manual_seed(seed)
     torch.set_num_threads(threads)
     random.seed(seed)

@@ -28,6 +28,7 @@ class Routed:
     weights: torch.Tensor
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the arguments of an expert layer."""
         return self.hidden, self.index, self.weights
 
 

@@ -72,10 +72,12 @@ class KernelResult:
 
     @property
     def share_of_dense(self) -> float | None:
+        """Return the speed relative to a dense GEMM of the same FLOPs, or None if it was not measured."""
         return self.ratio_to(_DENSE)
 
     @property
     def against_grouped_mm(self) -> float | None:
+        """Return the speed relative to torch's grouped GEMM, or None if it was not measured."""
         return self.ratio_to(_GROUPED)
 
 

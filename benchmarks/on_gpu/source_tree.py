@@ -52,7 +52,9 @@ def use_source_tree() -> None:
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        sys.exit(_told(f"moepass needs {', '.join(missing)}, which this Python ({sys.executable}) does not find"))
+        sys.exit(
+            _printed(f"moepass needs {', '.join(missing)}, which are not installed for this Python ({sys.executable})")
+        )
     if not _is_installed():
         folder = ROOT / "build" / "source-tree"
         link_source_tree(folder)
@@ -69,7 +71,7 @@ def _is_installed() -> bool:
     return True
 
 
-def _told(message: str) -> int:
+def _printed(message: str) -> int:
     print(f"{message}; install them, or name a folder that has them in PYTHONPATH", file=sys.stderr)
     return 2
 

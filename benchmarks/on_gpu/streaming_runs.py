@@ -75,6 +75,7 @@ class StreamingResult:
     missing: list[str] = dataclasses.field(default_factory=list)
 
     def point(self, tokens: int, variant: str) -> StreamingPoint | None:
+        """Return the point of `variant` at `tokens`, or None if it was not measured."""
         return next((point for point in self.points if (point.tokens, point.variant) == (tokens, variant)), None)
 
     def rate_ratios(self, variant: str, other: str) -> dict[int, float]:
@@ -323,6 +324,6 @@ def _note(result: StreamingResult, errors: str, rounds: int) -> str:
         f"Saturation threshold: predicted {predicted}, observed {observed} (streamed at {SATURATED} of resident, "
         f"interpolated).{missing} Medians of {rounds} steps in turns (accelerate: one), ± half of the range. MFU: "
         "FLOPs of the model by models/formulas, against the stated bf16 peak. exposed: what computation waits for "
-        "experts in a step, in the mean. GiB: weights and slots on the device, and what a step takes beside them. "
+        "experts in a step, on average. GiB: weights and slots on the device, and the additional peak of a step. "
         f"Largest error of a row of logits against the uncompiled model, by norm: {errors}."
     )

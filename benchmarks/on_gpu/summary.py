@@ -27,6 +27,7 @@ class Point:
 
     @property
     def verdict(self) -> str:
+        """Return whether the target was met, missed, or not measured."""
         return NOT_MEASURED if self.found is None else MET if self.is_met else MISSED
 
 
@@ -133,7 +134,7 @@ def summarise(
 ) -> list[Point]:
     """Print all points as one table, with those of parts that were not run (None)."""
     table = ResultTable(
-        "summary", "What is asked, and what was found", ["what", "wanted", "found", "verdict"], conditions, folder
+        "summary", "Targets and measurements", ["what", "wanted", "found", "verdict"], conditions, folder
     )
     points = [*kernel_points(kernels), *streaming_points(streaming), *memory_points(memory)]
     for point in points:

@@ -32,6 +32,7 @@ class Timing:
 
     @staticmethod
     def of(seconds: Sequence[float]) -> Timing:
+        """Return the timing of repeated runs."""
         return Timing(statistics.median(seconds), min(seconds), max(seconds))
 
     def __str__(self) -> str:
@@ -53,6 +54,7 @@ class Target:
 
     @property
     def is_gpu(self) -> bool:
+        """Return True if the device is a CUDA GPU."""
         return self.device.type == "cuda"
 
     @property
@@ -63,6 +65,7 @@ class Target:
         return self.hardware.flops["bf16"].value
 
     def synchronize(self) -> None:
+        """Wait until the device has finished its work."""
         if self.is_gpu:
             torch.cuda.synchronize(self.device)
 
@@ -112,6 +115,7 @@ class Target:
         return torch.cuda.max_memory_allocated(self.device) - before
 
     def free_memory(self) -> None:
+        """Collect garbage, and return cached memory to the device."""
         gc.collect()
         if self.is_gpu:
             torch.cuda.empty_cache()
@@ -125,6 +129,7 @@ class Deadline:
 
     @property
     def is_over(self) -> bool:
+        """Return True if the time is over."""
         return self._clock() >= self._end
 
 
@@ -147,6 +152,7 @@ class Failures:
         return f"{type(error).__name__}: {lines[0]}"
 
     def raise_first(self) -> None:
+        """Raise the first error, if there was one."""
         if self._found:
             raise self._found[0]
 

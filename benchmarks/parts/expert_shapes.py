@@ -25,6 +25,7 @@ class ExpertShape:
     interleaved: bool
 
     def sizes(self, tokens: int, dtype: torch.dtype = torch.bfloat16) -> ExpertSizes:
+        """Return the sizes of the expert computation for `tokens` tokens."""
         return ExpertSizes(tokens, tokens * self.top_k, self.experts, self.hidden, self.width, dtype)
 
     def segment(self, tokens: int) -> GraphModule:

@@ -47,6 +47,7 @@ class Stack(nn.Module):
         self.layers = nn.ModuleList(STYLES[style](sizes, dist.group.WORLD) for _ in range(layers))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states [tokens, H] after all layers."""
         for layer in self.layers:
             hidden = hidden + layer(F.rms_norm(hidden, hidden.shape[-1:]))
         return hidden

@@ -49,6 +49,7 @@ def prompts(count: int) -> tuple[list[list[int]], np.ndarray[tuple[int, ...], np
 
 
 def engine_of(model: PreTrainedModel, cache_bytes: int) -> ModelEngine:
+    """Return an engine for `model` on the CPU with a prefix cache of `cache_bytes`."""
     options = EngineOptions(None, torch.device("cpu"), cache_bytes=cache_bytes)
     return make_engine(model, options, None, bytes(32))
 
@@ -130,7 +131,7 @@ def main(count: int = 512) -> None:
         )
     rows.append(["bf16", "against fp32, both alone", *changes(references["bf16"], references["fp32"])])
     print_table(
-        f"{count} texts, groups of {GROUP} behind a shared prefix, {sum(map(len, ids)) / count:.0f} tokens each; "
+        f"{count} texts, groups of {GROUP} with a shared prefix, {sum(map(len, ids)) / count:.0f} tokens each; "
         "against each text alone",
         ["dtype", "company", "log-probability: largest", "99 %", "probability: largest", "other best label"],
         rows,

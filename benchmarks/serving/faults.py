@@ -64,6 +64,8 @@ class KnownRequest:
 
 @dataclasses.dataclass
 class Outcome:
+    """The counts of outcomes and kills, the latencies, and samples of memory."""
+
     counts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     seconds: list[float] = dataclasses.field(default_factory=list)
     problems: list[str] = dataclasses.field(default_factory=list)
@@ -72,6 +74,7 @@ class Outcome:
     rank_bytes: list[tuple[float, int]] = dataclasses.field(default_factory=list)
 
     def problem(self, kind: str, what: str) -> None:
+        """Count and record a problem."""
         self.counts[kind] += 1
         self.problems.append(f"{kind}: {what}")
 
@@ -104,6 +107,7 @@ def known_requests(count: int, choose: random.Random) -> list[KnownRequest]:
 
 
 def is_right(known: KnownRequest, body: bytes) -> bool:
+    """Return True if the answers of `body` are the expected ones."""
     answers = json.loads(body)["answers"]
     if len(answers) != len(known.probabilities):
         return False
@@ -117,6 +121,7 @@ def is_right(known: KnownRequest, body: bytes) -> bool:
 
 
 async def client(port: int, known: list[KnownRequest], outcome: Outcome, end: float, choose: random.Random) -> None:
+    """Send requests until `end`, and cancel some of them."""
     connection = Connection(port)
     while time.monotonic() < end:
         asked = choose.choice(known)
@@ -154,6 +159,7 @@ async def client(port: int, known: list[KnownRequest], outcome: Outcome, end: fl
 
 
 async def kill_ranks(served: ServedProcess, outcome: Outcome, every: float, end: float, choose: random.Random) -> None:
+    """Kill or stop a random rank every `every` seconds until `end`."""
     number = 0
     while time.monotonic() + every < end:
         await asyncio.sleep(every)
@@ -168,6 +174,7 @@ async def kill_ranks(served: ServedProcess, outcome: Outcome, every: float, end:
 
 
 async def watch_memory(served: ServedProcess, outcome: Outcome, end: float) -> None:
+    """Sample the memory of the server and its ranks every second until `end`."""
     while time.monotonic() < end:
         outcome.server_bytes.append((time.monotonic(), served.process.memory_info().rss))
         for rank in served.ranks().values():
@@ -177,6 +184,7 @@ async def watch_memory(served: ServedProcess, outcome: Outcome, end: float) -> N
 
 
 async def loaded(served: ServedProcess, seconds: float, every: float, seed: int, known: list[KnownRequest]) -> Outcome:
+    """Run clients, kills and memory samples for `seconds`, and return the outcome."""
     outcome, end = Outcome(), time.monotonic() + seconds
     await asyncio.gather(
         kill_ranks(served, outcome, every, end, random.Random(seed)),
@@ -195,6 +203,7 @@ def grown(samples: list[tuple[float, int]], seconds: float) -> tuple[int, int]:
 
 
 def halves(samples: list[tuple[float, int]]) -> tuple[int, int]:
+    """Return the largest values in the first and in the second half of the time."""
     middle = (samples[0][0] + samples[-1][0]) / 2
     return (
         max(count for when, count in samples if when <= middle),
@@ -203,6 +212,7 @@ def halves(samples: list[tuple[float, int]]) -> tuple[int, int]:
 
 
 def report(outcome: Outcome, metrics: dict[str, float], seconds: float, status: int) -> bool:
+    """Print the table, and return True if nothing went wrong."""
     counts = outcome.counts
     # Inside the server every request ends in one way.
     ended = metrics["answered"] + metrics["failed"] + metrics["given_up"] + metrics["refused"]
@@ -238,6 +248,7 @@ def report(outcome: Outcome, metrics: dict[str, float], seconds: float, status: 
 
 
 def main(seconds: float = 600.0, kill_every: float = 20.0, seed: int = 0) -> None:
+    """Run the server and its clients for SECONDS, and kill a rank every KILL_EVERY seconds."""
     torch.set_num_threads(1)
     requests = known_requests(KNOWN_REQUESTS, random.Random(seed))
     arguments = ["demo", "--eager", "--ranks", str(RANKS), "--threads", "1", "--step-tokens", "256"]

@@ -27,6 +27,8 @@ DRAIN_SECONDS = 60.0
 
 
 class Load:
+    """A load of random requests on the server at `port` for `seconds`."""
+
     def __init__(self, port: int, seconds: float) -> None:
         self.port, self.seconds = port, seconds
         self.random = random.Random(0)
@@ -40,6 +42,7 @@ class Load:
         self.end = 0.0
 
     def request(self) -> bytes:
+        """Return the bytes of a random request."""
         prompts = [[self.random.randrange(5, 2000) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
         return posted("/v1/completions", {"prompt": prompts, "max_tokens": 1})
 
@@ -60,6 +63,8 @@ class Load:
         return status
 
     async def closed(self, clients: int) -> None:
+        """Run `clients` clients, each of which sends its next request when it is answered."""
+
         async def client() -> None:
             while time.monotonic() < self.end:
                 if await self.ask(self.random.choice(self.requests)) != 200:
@@ -68,6 +73,7 @@ class Load:
         await asyncio.gather(*(client() for _ in range(clients)))
 
     async def open(self, rate: float) -> None:
+        """Send requests at random times with a mean of `rate` per second."""
         tasks: set[asyncio.Task[int]] = set()
         due = time.monotonic()
         while due < self.end:
@@ -84,6 +90,7 @@ class Load:
                 task.cancel()
 
     async def run(self, kind: str, number: float) -> None:
+        """Run the load of `kind`, and print its results."""
         gc.freeze()
         print("begins", flush=True)
         self.end = time.monotonic() + self.seconds

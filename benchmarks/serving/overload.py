@@ -46,10 +46,12 @@ class Phase:
 
     @property
     def answered_per_s(self) -> float:
+        """Return the answered requests per second."""
         return float(self.found["answered_per_s"])
 
 
 def phase(served: ServedProcess, seconds: float, kind: str, number: float) -> Phase:
+    """Run a load of `kind` in a separate process, and return its results."""
     words = [sys.executable, "-m", "benchmarks.serving.open_loop", str(served.port), str(seconds), kind, str(number)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -75,6 +77,7 @@ class MemoryWatch:
             self.samples.append((self._served.process.memory_info().rss, ranks))
 
     def end(self) -> list[tuple[int, int]]:
+        """Stop sampling, and return the samples."""
         self._ends.set()
         self._thread.join()
         return self.samples
@@ -87,10 +90,12 @@ def processor_seconds(served: ServedProcess) -> list[float]:
 
 
 def percentile(values: list[float], part: float) -> float:
+    """Return the value below which the fraction `part` of `values` lies; NaN for no values."""
     return sorted(values)[min(len(values) - 1, int(part * len(values)))] if values else float("nan")
 
 
 def main(seconds: float = 60.0, times: float = 10.0) -> None:
+    """Alternate phases of capacity and overload at TIMES the capacity, for SECONDS in total."""
     arguments = ["demo", "--eager", "--threads", "1", "--queue-seconds", str(QUEUE_SECONDS), "--kv-cache", "off"]
     environment = {**os.environ, "MOEPASS_CACHE_DIR": ""}
     with tempfile.TemporaryFile() as log, served_process(arguments, environment, log) as served:
@@ -114,6 +119,7 @@ def report(
     status: int,
     title: str,
 ) -> bool:
+    """Print the table, and return True if all targets are met."""
     capacities = [phase.answered_per_s for phase in closed]
     parts = [2 * phase.answered_per_s / (capacities[turn] + capacities[turn + 1]) for turn, phase in enumerate(opened)]
     by_status: dict[int, list[float]] = collections.defaultdict(list)
@@ -137,13 +143,16 @@ def report(
         return f"{statistics.mean(phase.answered_per_s for phase in phases) / float(cores(phases, 1)):.1f}"
 
     rows: list[tuple[str, Any]] = [
-        ("capacity, in turns with the overload (requests/s)", ", ".join(f"{capacity:.1f}" for capacity in capacities)),
         (
-            "asked (requests/s)",
+            "capacity, alternating with the overload (requests/s)",
+            ", ".join(f"{capacity:.1f}" for capacity in capacities),
+        ),
+        (
+            "sent (requests/s)",
             ", ".join(f"{len(phase.found['late']) / phase.found['seconds']:.0f}" for phase in opened),
         ),
         ("goodput (requests/s)", ", ".join(f"{phase.answered_per_s:.1f}" for phase in opened)),
-        ("goodput, part of the capacity before and behind it", ", ".join(f"{share:.2f}" for share in parts)),
+        ("goodput as a fraction of the capacity before and after it", ", ".join(f"{share:.2f}" for share in parts)),
         ("goodput, median", f"{goodput:.3f}"),
         ("answered, refused with 429, other", f"{len(by_status[200])}, {len(by_status[429])}, {dict(errors) or 0}"),
         ("refusals: median, 99 %, longest ms", milliseconds(by_status[429], 0.5, 0.99, 1)),

@@ -53,6 +53,7 @@ class Peer:
         self._line()  # the process prints a line when it is ready
 
     def ask(self, prompts: Prompts, **options: object) -> Run:
+        """Send all prompts, and return the results."""
         assert self._process.stdin is not None
         before = processor_seconds(self._process.pid)
         self._process.stdin.write(json.dumps({"prompts": prompts, **options}) + "\n")
@@ -61,6 +62,7 @@ class Peer:
         return dataclasses.replace(run, processor_seconds=processor_seconds(self._process.pid) - before)
 
     def close(self) -> None:
+        """Close the input of the process, and wait until it ends."""
         self._process.communicate()
 
     def _line(self) -> dict[str, object]:

@@ -19,6 +19,7 @@ from moepass.models.checkpoint.checkpoint_folders import load_model
 
 @torch.inference_mode()
 def answers_of(model: PreTrainedModel, prompts: list[list[int]], batch_size: int) -> tuple[list[int], list[float]]:
+    """Return the most likely next token of each prompt, and its log-probability."""
     order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
     tokens, values = [0] * len(prompts), [0.0] * len(prompts)
     for start in range(0, len(order), batch_size):
@@ -37,6 +38,7 @@ def answers_of(model: PreTrainedModel, prompts: list[list[int]], batch_size: int
 
 
 def main() -> None:
+    """Answer lines of JSON until the input is closed."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     torch.set_num_threads(int(sys.argv[2]))

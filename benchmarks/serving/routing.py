@@ -56,11 +56,13 @@ class FullAttentionFlops:
     per_pair: int
 
     def flops(self, prefix_tokens: int, new_tokens: int) -> int:
+        """Return the FLOPs of `new_tokens` tokens after a prefix."""
         pairs = new_tokens * (2 * prefix_tokens + new_tokens + 1) // 2
         return self.per_token * new_tokens + self.per_pair * pairs
 
 
 def formula() -> FullAttentionFlops:
+    """Return the formula for the FLOPs of the model."""
     per_token = per_pair = 0
     for layer, count in MODEL.layer_counts.items():
         attention = layer.attention
@@ -207,6 +209,7 @@ def apply(router: RankRouter, events: Events) -> list[Assignment]:
 
 
 def apply_blocks(router: RankRouter, events: Events) -> None:
+    """Report the block events to the router."""
     for block in events.stored:
         router.block_stored(events.rank, block)
     for block in events.evicted:

@@ -40,6 +40,7 @@ class ServedProcess:
         return values
 
     def get(self, path: str) -> tuple[int, str]:
+        """Return the status and text of a GET request."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as answer:
                 return answer.status, answer.read().decode()
@@ -103,6 +104,7 @@ class Connection:
         self._writer: asyncio.StreamWriter | None = None
 
     async def send(self, data: bytes) -> None:
+        """Send `data`, on a new connection if necessary."""
         if self._writer is None or self._writer.is_closing() or self._is_ended():
             self.close()
             self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port)
@@ -116,10 +118,12 @@ class Connection:
         return int(head[9:12]), await self._reader.readexactly(length)
 
     async def ask(self, data: bytes) -> tuple[int, bytes]:
+        """Send `data`, and return the status and the body of the answer."""
         await self.send(data)
         return await self.receive()
 
     def close(self) -> None:
+        """Close the connection; the next request opens a new one."""
         if self._writer is not None:
             self._writer.close()
         self._reader = self._writer = None

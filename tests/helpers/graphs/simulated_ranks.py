@@ -228,7 +228,7 @@ def run_with_banks(module: GraphModule, inputs: Sequence[Any], banks: Mapping[An
 def decide(
     ranks: Sequence[Captured], eliminate: Callable[[Captured, Mapping[str, str]], PassResult]
 ) -> list[PassResult]:
-    """Return the result that each rank runs in the end, as `decisions.py` decides it, without messages.
+    """Return the result that each rank runs in the end, decided as real ranks do, without messages.
 
     `eliminate(captured, leave)` returns the result of the passes; `leave` maps blocks that must stay to the reasons.
     """
