@@ -87,7 +87,7 @@ def start(repeats: int = 3, threads: int = 1) -> None:
 
 @app.command()
 def serve(model: str = "demo", home: str = "host", repeats: int = 3, threads: int = 1) -> None:
-    """Seconds until `moepass serve MODEL` is ready, imports included: first start with empty caches, and second one."""
+    """Measure the seconds until `moepass serve MODEL` is ready, for a first start with empty caches and a second."""
     _two_starts(
         f"moepass serve {model} --home {home}, until it is ready (s)",
         repeats,
@@ -97,7 +97,7 @@ def serve(model: str = "demo", home: str = "host", repeats: int = 3, threads: in
 
 
 def _two_starts(title: str, repeats: int, most: float, run: Callable[[str], tuple[float, float, str]]) -> None:
-    """`run` gives wall seconds, processor seconds and what all starts must have in common."""
+    """Measure two starts; `run` returns wall seconds, processor seconds and the output that all starts must share."""
     wall: dict[str, list[float]] = {"first": [], "second": []}
     processor: dict[str, list[float]] = {"first": [], "second": []}
     answers = set()
@@ -129,7 +129,7 @@ def _two_starts(title: str, repeats: int, most: float, run: Callable[[str], tupl
 
 @app.command(hidden=True)
 def measure(variant: str, layers: int) -> None:
-    """One measurement in this process; prints JSON."""
+    """Measure one variant in this process, and print JSON."""
     model = reference_model(layers)
     ids = torch.randint(0, 1024, (2, 64), generator=torch.Generator().manual_seed(1))
     with torch.no_grad(), moepass.record_compilations() as compilations:
@@ -160,7 +160,7 @@ def _in_fresh_process(variant: str, layers: int) -> dict[str, float]:
 
 
 def _score(caches: str, threads: int) -> tuple[float, float, str]:
-    """Wall seconds, processor seconds and output of one start that keeps its caches in the folder `caches`."""
+    """Return wall seconds, processor seconds and output of one start that keeps its caches in the folder `caches`."""
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": caches}
     environment.pop("MOEPASS_CACHE_DIR", None)
     words = [sys.executable, "-m", "moepass.cli", "score", "demo", "--lower", "inductor", "--threads", str(threads)]

@@ -1,4 +1,4 @@
-"""Are the results right? Every family, compiled, resident and streaming, against its uncompiled self."""
+"""Compare every family, compiled, resident and streaming, with its uncompiled model."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def full_sizes(models: Sequence[str], layers: int, memory_layers: int) -> Sizes:
 
 
 def tiny_sizes() -> Sizes:
-    """For a machine without a GPU."""
+    """Return sizes for a machine without a GPU."""
     from tests.helpers.models.tiny import tiny_model
 
     config = tiny_model("qwen3_moe", num_hidden_layers=2).config

@@ -154,7 +154,7 @@ def _measure(
 
 
 def _seconds(run: Callable[[], object], repeats: int, is_alone: bool = False) -> list[float]:
-    """Seconds of the slowest rank; ranks begin each pair of forwards together, or rank 0 runs alone."""
+    """Return the seconds of the slowest rank; ranks begin each pair of forwards together, or rank 0 runs alone."""
     seconds = []
     for _ in range(repeats):
         dist.barrier()

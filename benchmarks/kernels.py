@@ -1,9 +1,4 @@
-"""The expert kernels: what compilers for real GPUs make of them, on any machine, without a GPU.
-
-    python -m benchmarks.kernels --static
-
-Everything is in `parts/static_kernels.py`.
-"""
+"""Compile the expert kernels for real GPUs on any machine, and print their resources and rooflines."""
 
 # transformers checks for a package `kernels`, and imports this file if a script of this folder runs.
 if __name__ == "__main__":

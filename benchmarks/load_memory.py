@@ -162,7 +162,7 @@ def _rank(rank: int, ranks: int, place: str, queue: Any) -> None:
 
 
 class PeakAnonymous:
-    """The most anonymous memory that this process had while in the `with` block."""
+    """The peak of anonymous memory of this process in the `with` block."""
 
     def __init__(self) -> None:
         self.peak_bytes = 0
@@ -196,7 +196,7 @@ def _status_bytes(name: str) -> int:
 
 
 def _mapped_bytes(label: str) -> int:
-    """Resident bytes of the mappings whose name ends with `label`."""
+    """Return the resident bytes of the mappings whose name ends with `label`."""
     total = 0
     is_wanted = False
     for line in Path("/proc/self/smaps").read_text().splitlines():

@@ -74,7 +74,7 @@ def main(
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A resident set, and how many slots the others stream through."""
+    """A resident set, and the number of slots for the remaining layers."""
 
     resident: tuple[int, ...]
     slots: int
@@ -139,7 +139,7 @@ def _fitting(banks: dict[str, int], layers: Layers, room: int) -> list[Variant]:
 
 
 def _link(model: PreTrainedModel, machine: Hardware, ids: torch.Tensor, banks: dict[str, int], ratio: float) -> str:
-    """On which all banks together take RATIO of what the model computes, by prediction."""
+    """Return an emulated link on which all banks take RATIO of the model's predicted computation."""
     report = moepass.offload_experts(copy.deepcopy(model), hardware=machine, tokens=(ids.shape[0], ids.shape[1]))
     assert report.store.placed is not None
     computing = report.store.placed.decisions.compute_seconds

@@ -1,8 +1,4 @@
-"""Does computation hide the transfers? One model, resident and streaming over an emulated link, interleaved.
-
-The link is emulated: a transfer really copies the bank, then waits until bytes / bandwidth seconds have passed. Every
-timed forward follows another of its kind, so the link has no pause that a steady stream would not have.
-"""
+"""Measure if computation hides the transfers: one model, resident and streaming over an emulated link, in turns."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def _host(
     repeats: int,
     rounds: int,
 ) -> bool:
-    """One process; its models are gone when this returns, so that ranks have the memory."""
+    """Measure one process; its models are freed at the end, so that ranks have the memory."""
     of_models = itertools.product(depths, slots, _rates(machine.now(), ratios), counts)
     cases = [Case("host", *case) for case in of_models]
     models = StreamedModels(cases, SEQUENCE)
@@ -115,7 +115,7 @@ def _host(
 
 
 def _ranks(machine: Calibrations, depth: int, ratios: str, counts: Sequence[int], repeats: int, rounds: int) -> bool:
-    """Two ranks, experts from each other's memory."""
+    """Measure two ranks with experts in each other's memory."""
     of_models = itertools.product(("peer", "hybrid"), _rates(machine.now(), ratios), counts)
     cases = [Case(home, depth, 2, rate, count) for home, rate, count in of_models]
     with on_ranks(StreamedModels, cases, SEQUENCE) as ask:
@@ -124,7 +124,7 @@ def _ranks(machine: Calibrations, depth: int, ratios: str, counts: Sequence[int]
 
 
 def _crossover(machine: Calibrations, repeats: int, rounds: int) -> bool:
-    """Two ranks, tokens exchanged or experts gathered."""
+    """Measure two ranks with exchanged tokens and with gathered experts."""
     (rate,) = _rates(machine.now(), "1")
     with on_ranks(CrossoverModels, rate, SEQUENCE) as ask:
         trials = [(machine.now(), ask("both_forms", repeats)) for _ in range(rounds)]
@@ -133,7 +133,7 @@ def _crossover(machine: Calibrations, repeats: int, rounds: int) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Trial:
-    """One case in one round: what its calibration predicts, and the median of the steps that were measured."""
+    """One case in one round: the prediction of its calibration, and the median of the measured steps."""
 
     predicted: float
     measured: float
@@ -236,7 +236,7 @@ def _both_forms(hardware: Hardware, rate: float) -> list[BothForms]:
 
 
 def _with_slow_exchanges(hardware: Hardware, rate: float) -> Hardware:
-    """AllToAlls that take the emulated link's time on top of their own, as `emulated_exchange` makes them."""
+    """Return hardware whose AllToAlls take the emulated link's time in addition, as in `emulated_exchange`."""
     measured_collectives = hardware.collectives
     assert measured_collectives is not None
     table = measured_collectives.seconds["all_to_all"]
@@ -248,7 +248,7 @@ def _with_slow_exchanges(hardware: Hardware, rate: float) -> Hardware:
 
 
 def _rates(hardware: Hardware, ratios: str) -> Iterator[float]:
-    """Bytes per second over which what crosses the link takes those parts of a layer's computation."""
+    """Return the link rates, in bytes per second, at which transfers take these fractions of a layer's computation."""
     architecture = _architecture(1)
     (layer,) = architecture.layers
     assert layer.experts is not None

@@ -188,7 +188,7 @@ def _variants(config: StackConfig, link: str) -> tuple[dict[str, Callable[[torch
 def _interleaved(
     variants: dict[str, Callable[[torch.Tensor], torch.Tensor]], hidden: torch.Tensor, repeats: int
 ) -> dict[str, list[float]]:
-    """Seconds of each timed forward of each variant on this rank; ranks begin each pair of forwards together."""
+    """Return the seconds of each timed forward of each variant on this rank; ranks begin pairs together."""
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(repeats):
         for name, run in variants.items():

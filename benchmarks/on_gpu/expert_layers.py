@@ -21,7 +21,7 @@ ROUTINGS = ("uniform", "skewed")
 
 @dataclasses.dataclass(frozen=True)
 class Routed:
-    """Tokens [n, H], and the experts [n, k] that they go to with which weights [n, k]."""
+    """Tokens [n, H], and the ids [n, k] and weights [n, k] of their experts."""
 
     hidden: torch.Tensor
     index: torch.Tensor
@@ -34,7 +34,7 @@ class Routed:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertLayer:
-    """`module(hidden, index, weights)` is the experts of one layer of a model, with random weights."""
+    """The experts of one layer of a model with random weights, as `module(hidden, index, weights)`."""
 
     name: str
     module: Any
@@ -58,12 +58,12 @@ class ExpertLayer:
 
     @property
     def up(self) -> torch.Tensor:
-        """The weights [E, H, 2h] of gate and up, as a view."""
+        """Return the weights [E, H, 2h] of gate and up, as a view."""
         weights: torch.Tensor = self.module.gate_up_proj.detach()
         return weights if self.module.is_transposed else weights.transpose(1, 2)
 
     def routed(self, tokens: int, routing: str) -> Routed:
-        """Random tokens. `skewed`: the n-th most popular expert has a share of 1 / n, the last quarter has none."""
+        """Return random tokens. If `skewed`, the n-th expert by popularity has a share of 1 / n, the last quarter none."""
         device, dtype = self.up.device, self.up.dtype
         generator = torch.Generator(device).manual_seed(tokens)
         hidden = torch.randn(tokens, self.hidden, device=device, generator=generator).to(dtype)
@@ -79,7 +79,7 @@ class ExpertLayer:
         return Routed(hidden, index, weights.to(dtype))
 
     def exact(self, routed: Routed, tokens: torch.Tensor) -> torch.Tensor:
-        """Rows [len(tokens), H] of the result in float64, by the model's own loop over a token's experts alone."""
+        """Return the results [len(tokens), H] in float64, computed by the model's loop over each token's experts."""
         rows = []
         for token in tokens.tolist():
             chosen = routed.index[token]
@@ -96,7 +96,7 @@ class ExpertLayer:
 
 
 def draw_weights(module: nn.Module, seed: int, layers: str = "") -> None:
-    """Fill all parameters: matrices so that values keep their size, vectors with small numbers, never with zeros."""
+    """Fill all parameters: matrices preserve the size of values, vectors are small and never zero."""
     for name, value in module.named_parameters():
         if not name.startswith(layers):
             continue
@@ -110,7 +110,7 @@ def draw_weights(module: nn.Module, seed: int, layers: str = "") -> None:
 
 
 def sorted_pairs(routed: Routed, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token of each pair of a token and an expert, sorted by expert; and where each expert's pairs end, int32."""
+    """Return the token of each pair, sorted by expert, and the end of each expert's pairs, int32."""
     flat = routed.index.reshape(-1)
     order = flat.argsort(stable=True)
     ends = torch.bincount(flat, minlength=experts).cumsum(0).to(torch.int32)
@@ -124,7 +124,7 @@ def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def dense_layer(layer: ExpertLayer, pairs: int) -> Any:
-    """Two dense GEMMs of the layer's FLOPs, on random numbers: [pairs, H] x [H, 2h], [pairs, h] x [h, H]."""
+    """Return two dense GEMMs with the layer's FLOPs, on random values: [pairs, H] x [H, 2h], [pairs, h] x [h, H]."""
     up, width = layer.up, layer.experts.width
     generator = torch.Generator(up.device).manual_seed(1)
 

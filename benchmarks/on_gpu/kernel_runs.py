@@ -1,12 +1,4 @@
-"""Part `kernels`: a grouped GEMM, and a whole expert layer, by the kernels that moepass generates and by others.
-
-    grouped GEMM   gate and up of all experts, for rows that lie in order of experts: the generated kernel,
-                   F.grouped_mm, and one dense GEMM of the same FLOPs
-    expert layer   from tokens to tokens: torch.compile(backend="asyncep"); the same module compiled by Inductor, which
-                   is F.grouped_mm with its permutes; and the two dense GEMMs of the same FLOPs, with nothing between
-
-All of it is compared with float64 on some tokens before anything is timed.
-"""
+"""Part `kernels`: a grouped GEMM, and a whole expert layer, with moepass's generated kernels and with others."""
 
 from __future__ import annotations
 
@@ -52,7 +44,7 @@ _OURS, _GROUPED, _DENSE = "moepass", "grouped_mm", "dense"
 
 @dataclasses.dataclass(frozen=True)
 class KernelResult:
-    """One line: `timings` by who computes; without, it was not measured, for `reason`."""
+    """One row of the table: `timings` by contender. Without timings it was not measured, because of `reason`."""
 
     model: str
     what: str
@@ -90,10 +82,7 @@ def measure_kernels(
     failures: Failures,
     folder: Path | None = None,
 ) -> list[KernelResult]:
-    """One table of the layers of `configs`, by name, for `cases` of tokens and routing.
-
-    What fails, or gives a wrong result, is not timed, and comes to `failures`.
-    """
+    """Print one table of the layers of `configs`, by name, for `cases` of tokens and routing."""
     table = ResultTable(
         "kernels",
         f"Expert kernels, {str(target.dtype).removeprefix('torch.')}",

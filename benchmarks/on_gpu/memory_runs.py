@@ -28,7 +28,7 @@ _GRANULE = 64
 
 @dataclasses.dataclass(frozen=True)
 class LongestSequence:
-    """`tokens` fit, and `beyond` do not; None: nothing that was tried did not fit. `reason` says why not measured."""
+    """The longest sequence: `tokens` fit, `beyond` do not (None if all did). `reason` is why it was not measured."""
 
     chunk_tokens: int | None
     keeps_kv: bool
@@ -63,7 +63,7 @@ def longest(
 
 @contextlib.contextmanager
 def limited_memory(target: Target, limit_bytes: int) -> Iterator[None]:
-    """On a GPU torch allocates no more than that; on a CPU nothing is limited."""
+    """Limit the memory that torch allocates on a GPU; on a CPU nothing is limited."""
     if not target.is_gpu:
         yield
         return
@@ -92,10 +92,7 @@ def measure_memory(
     failures: Failures,
     folder: Path | None = None,
 ) -> list[LongestSequence]:
-    """One table. On a GPU torch may allocate `limit_bytes`, weights and slots included.
-
-    A search that fails comes to `failures`.
-    """
+    """Print one table. On a GPU torch may allocate `limit_bytes`, including weights and slots."""
     limit = f"{limit_bytes / 2**30:.0f} GiB" if target.is_gpu else "NO LIMIT (a CPU)"
     table = ResultTable(
         "memory",

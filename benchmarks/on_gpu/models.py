@@ -1,4 +1,4 @@
-"""Whole models of a known geometry with random weights, and what a variant of one holds on the device."""
+"""Whole models of a known geometry with random weights, and their bytes on the device."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def held_bytes(model: nn.Module, device: torch.device) -> int:
-    """Bytes of the parameters and buffers of `model` on `device`, each memory once."""
+    """Return the bytes of the parameters and buffers of `model` on `device`, counting shared memory once."""
     tensors = [value for value in (*model.parameters(), *model.buffers()) if value.device.type == device.type]
     return sum({value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in tensors}.values())
 
 
 def token_ids(config: PreTrainedConfig, count: int, length: int, device: torch.device) -> torch.Tensor:
-    """`count` sequences of `length` random tokens; both sizes stay open in a capture, but a count of 1."""
+    """Return `count` sequences of `length` random tokens; captures keep both sizes symbolic, except a count of 1."""
     generator = torch.Generator(device).manual_seed(length)
     ids = torch.randint(0, config.vocab_size, (count, length), generator=generator, device=device)
     for dim, size in enumerate(ids.shape):

@@ -53,7 +53,9 @@ def use_source_tree() -> None:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         sys.exit(
-            _printed(f"moepass needs {', '.join(missing)}, which are not installed for this Python ({sys.executable})")
+            _print_error(
+                f"moepass needs {', '.join(missing)}, which are not installed for this Python ({sys.executable})"
+            )
         )
     if not _is_installed():
         folder = ROOT / "build" / "source-tree"
@@ -71,7 +73,7 @@ def _is_installed() -> bool:
     return True
 
 
-def _printed(message: str) -> int:
+def _print_error(message: str) -> int:
     print(f"{message}; install them, or name a folder that has them in PYTHONPATH", file=sys.stderr)
     return 2
 

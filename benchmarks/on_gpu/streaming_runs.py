@@ -55,7 +55,7 @@ _DEPTH_FACTOR = 10
 
 @dataclasses.dataclass(frozen=True)
 class StreamingPoint:
-    """One variant at one number of tokens. `bytes` are those on the device: weights, slots and what the run takes."""
+    """One variant at one number of tokens. `bytes` are those of weights, slots and the run on the device."""
 
     tokens: int
     variant: str
@@ -67,7 +67,7 @@ class StreamingPoint:
 
 @dataclasses.dataclass
 class StreamingResult:
-    """`predicted` and `observed` are the threshold in tokens; None: nothing to predict from, or never reached."""
+    """The points, and the `predicted` and `observed` threshold in tokens; None if unknown or never reached."""
 
     points: list[StreamingPoint] = dataclasses.field(default_factory=list)
     predicted: float | None = None
@@ -88,7 +88,7 @@ class StreamingResult:
 
 @dataclasses.dataclass(frozen=True)
 class _Variant:
-    """`run(ids)` gives logits of the last tokens."""
+    """A variant of the model; `run(ids)` returns the logits of the last tokens."""
 
     name: str
     run: Callable[[torch.Tensor], torch.Tensor]
@@ -96,7 +96,7 @@ class _Variant:
     store: BankStore | None = None
 
     def waited(self, target: Target) -> float | None:
-        """Seconds in which computation has waited for experts so far; None: it never does."""
+        """Return the seconds in which computation has waited for experts so far; None if it never does."""
         target.synchronize()
         return None if self.store is None else self.store.ring().statistics.waited_seconds
 
@@ -115,10 +115,7 @@ def sequences_of(tokens: int, longest: int) -> tuple[int, int]:
 
 
 def crossing(ratios: Mapping[int, float], level: float) -> float | None:
-    """Tokens from which on `ratios` stay at `level`, between two of them by a line over the logarithm of tokens.
-
-    None: not even the last one is there. Where all are, the fewest tokens that there are.
-    """
+    """Return the tokens from which `ratios` stay at `level`, interpolated over the logarithm of tokens."""
     counts = sorted(ratios)
     below = [count for count in counts if ratios[count] < level]
     if not counts or (below and below[-1] == counts[-1]):
@@ -132,7 +129,7 @@ def crossing(ratios: Mapping[int, float], level: float) -> float | None:
 
 
 def predicted_threshold(target: Target, config: PreTrainedConfig, longest: int) -> float | None:
-    """Tokens from which the profile's rates hide the transfers, with the planner's margin; None without a profile."""
+    """Return the tokens from which the profile's rates hide transfers, with the planner's margin, or None."""
     if target.hardware is None or target.hardware.host is None:
         return None
     architecture = from_config(config)
@@ -154,10 +151,7 @@ def measure_streaming(
     failures: Failures,
     folder: Path | None = None,
 ) -> StreamingResult:
-    """One table for steps of `counts` tokens.
-
-    A variant that fails, or whose logits are wrong, is not timed, and comes to `failures`.
-    """
+    """Print one table for steps of `counts` tokens."""
     table = ResultTable(
         "streaming",
         f"Whole model ({config.model_type}, hidden {config.hidden_size}), {config.num_hidden_layers} layers, "
@@ -296,7 +290,7 @@ def _measure_accelerate(
     result: StreamingResult,
     deadline: Deadline,
 ) -> None:
-    """At few numbers of tokens, once each: a step brings all weights."""
+    """Measure accelerate at few numbers of tokens, once each, because a step transfers all weights."""
     if importlib.util.find_spec("accelerate") is None:
         result.missing.append("accelerate: not installed")
         return

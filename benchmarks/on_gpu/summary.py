@@ -17,7 +17,7 @@ MET, MISSED, NOT_MEASURED = "met", "MISSED", "not measured"
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """`found` None: not measured, for `note`."""
+    """One target. `found` is None if it was not measured, because of `note`."""
 
     what: str
     wanted: str
@@ -70,7 +70,7 @@ def kernel_points(results: Sequence[KernelResult] | None) -> list[Point]:
 
 
 def streaming_points(result: StreamingResult | None) -> list[Point]:
-    """At and above the predicted threshold; where one number of tokens is meant, the first one there."""
+    """Return the points at and above the predicted threshold, or at the first measured number of tokens there."""
     reason = "the part was not run" if result is None else "no number of tokens above the predicted threshold"
     result = result or StreamingResult()
     if result.predicted is None:

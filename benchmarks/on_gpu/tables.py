@@ -1,4 +1,4 @@
-"""Tables of results in Markdown: on the console when they are complete, and as a file that grows row by row."""
+"""Tables of results in Markdown: printed when they are complete, and written to a file row by row."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class ResultTable:
-    """One table. `folder` None: it is printed alone."""
+    """One table. If `folder` is None, it is only printed."""
 
     def __init__(
         self, name: str, title: str, header: Sequence[str], conditions: Mapping[str, str], folder: Path | None

@@ -1,4 +1,4 @@
-"""The device that is measured: its clock, its memory, what a report says of it. Works on a CPU too, to try it out."""
+"""The measured device: its clock, its memory, and its description. A CPU works too, to try the benchmark."""
 
 from __future__ import annotations
 
@@ -42,10 +42,7 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """`dtype` is that of weights and activations; a matrix product in it may be off by `most_error` of its norm.
-
-    `hardware` is the profile of the machine; None: none is known, and nothing that needs one is predicted.
-    """
+    """The measured device; `dtype` is that of weights and activations, `most_error` the tolerance of a product."""
 
     device: torch.device
     dtype: torch.dtype
@@ -59,7 +56,7 @@ class Target:
 
     @property
     def peak_flops(self) -> float | None:
-        """The stated peak rate of bf16, where the profile is of this kind of device."""
+        """Return the stated peak rate of bf16, or None if the profile describes another kind of device."""
         if self.hardware is None or not self.is_gpu or "bf16" not in self.hardware.flops:
             return None
         return self.hardware.flops["bf16"].value
@@ -70,7 +67,7 @@ class Target:
             torch.cuda.synchronize(self.device)
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Seconds of one run: on a GPU by events on the compute stream, on a CPU by the clock."""
+        """Return the seconds of one run, by events on the compute stream of a GPU, or by the clock on a CPU."""
         if not self.is_gpu:
             started = time.perf_counter()
             run()
@@ -122,7 +119,7 @@ class Target:
 
 
 class Deadline:
-    """The seconds that a part may take; what does not fit any more is left out, and the report says so."""
+    """The time limit of a part; measurements after it are skipped and reported."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._end, self.seconds = clock, clock() + seconds, seconds
@@ -134,11 +131,11 @@ class Deadline:
 
 
 class WrongResultError(AssertionError):
-    """A result is not that of the reference."""
+    """A result differs from the reference."""
 
 
 class Failures:
-    """Errors that do not keep the rest from being measured; the first one is raised when that is done."""
+    """Errors that do not stop further measurements; the first one is raised at the end."""
 
     def __init__(self) -> None:
         self._found: list[Exception] = []

@@ -1,4 +1,4 @@
-"""The expert layers that kernels are measured with: those of well-known models, by the package's own sizes."""
+"""The expert layers to measure kernels with: those of well-known models, from the package's presets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODELS = ("qwen3-30b-a3b", "qwen3-235b-a22b", "mixtral-8x7b", "gpt-oss-120b")
 
 @dataclasses.dataclass(frozen=True)
 class ExpertShape:
-    """The experts of one layer; `interleaved`: biases, clamped gates in every second column, weights [in, out]."""
+    """The experts of one layer. If `interleaved`: biases, interleaved clamped gates, and weights [in, out]."""
 
     name: str
     hidden: int
@@ -49,12 +49,12 @@ def expert_shape(name: str) -> ExpertShape:
 
 
 def even_rows(pairs: int, experts: int) -> list[int]:
-    """Rows of each expert, all alike."""
+    """Return equal numbers of rows for each expert."""
     return [pairs // experts + (number < pairs % experts) for number in range(experts)]
 
 
 def skewed_rows(pairs: int, experts: int) -> list[int]:
-    """Rows of each expert where the n-th most popular one has a share of 1 / n, and the last quarter has none."""
+    """Return the rows of each expert: the n-th most popular one has a share of 1 / n, and the last quarter has none."""
     shares = [1 / (number + 1) if number < experts - experts // 4 else 0.0 for number in range(experts)]
     rows = [int(pairs * share / sum(shares)) for share in shares]
     rows[0] += pairs - sum(rows)

@@ -49,13 +49,13 @@ class Case:
 
     @property
     def model(self) -> tuple[str, int, int, float]:
-        """Cases that differ in their tokens alone are one model."""
+        """Return the case without tokens: cases that differ only in tokens share one model."""
         return self.home, self.layers, self.slots, self.link_bytes_per_s
 
 
 @dataclasses.dataclass(frozen=True)
 class BothForms:
-    """Seconds of a step with that many tokens per rank: tokens exchanged by AllToAll, and experts gathered."""
+    """The seconds of a step with `tokens` per rank, with tokens exchanged by AllToAll and with experts gathered."""
 
     tokens: int
     exchanged_seconds: float
@@ -63,7 +63,7 @@ class BothForms:
 
 
 class StreamedModels:
-    """The models of `cases`, compiled, each warm and with outputs that were compared with the plain model's."""
+    """The compiled and warm models of `cases`, whose outputs are compared with those of the plain model."""
 
     def __init__(self, cases: Sequence[Case], sequence: int) -> None:
         torch.set_num_threads(1)
@@ -75,7 +75,7 @@ class StreamedModels:
             self._add_model(list(group), sequence)
 
     def equal(self) -> list[bool]:
-        """For each case, whether its outputs were those of the plain model."""
+        """Return for each case whether its outputs equal those of the plain model."""
         return self._are_equal
 
     def seconds(self, repeats: int) -> list[list[float]]:
@@ -173,7 +173,7 @@ def _model(layers: int) -> PreTrainedModel:
 
 
 def _inputs(tokens: int, sequence: int) -> dict[str, Any]:
-    """Sequences of `sequence` random tokens, the same on all ranks. Logits are computed for the last token of each."""
+    """Return sequences of `sequence` random tokens, equal on all ranks. Logits are computed for their last tokens."""
     token_ids = torch.randint(0, 1024, (tokens // sequence, sequence), generator=torch.Generator().manual_seed(tokens))
     return {"input_ids": token_ids, "use_cache": False, "logits_to_keep": 1}
 
@@ -189,7 +189,7 @@ def _seconds_alone(run: Callable[[], object], repeats: int) -> list[float]:
 
 
 class CrossoverModels:
-    """A model on this rank in both forms, over links of that rate, AllToAll and gathering on the same kernels."""
+    """A model on this rank in both forms, over emulated links, with the same kernels for AllToAll and gathering."""
 
     def __init__(self, link_bytes_per_s: float, sequence: int) -> None:
         torch._dynamo.config.capture_scalar_outputs = True
@@ -210,7 +210,7 @@ class CrossoverModels:
 
     @torch.no_grad()
     def both_forms(self, repeats: int) -> list[BothForms]:
-        """Seconds of the slower rank for each of `CROSSOVER_TOKENS`: medians of `repeats`, taken in turns."""
+        """Return the seconds of the slower rank for each of `CROSSOVER_TOKENS`: medians of `repeats`, in turns."""
         points = []
         for tokens in CROSSOVER_TOKENS:
             arguments = _inputs(tokens, self._sequence)
@@ -227,7 +227,7 @@ class CrossoverModels:
 
 
 def crossing_of(points: Sequence[BothForms]) -> float | None:
-    """Tokens at which both take as long, by a line between the points, logarithmic on both axes; None: nowhere."""
+    """Return the tokens at which both forms take the same time, interpolated in log-log scale, or None."""
     for left, right in itertools.pairwise(points):
         before, after = (point.exchanged_seconds / point.gathered_seconds for point in (left, right))
         if before < 1 <= after:

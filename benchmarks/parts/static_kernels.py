@@ -1,10 +1,4 @@
-"""Expert kernels compiled for real GPUs, on any machine: their resources, and rooflines. Nothing is measured.
-
-The kernels of one expert layer of each model are generated from its graph and compiled for sm_80, sm_90 and sm_100. The
-first table says what each takes of a multiprocessor. The second is a roofline: FLOPs and bytes counted from the
-kernel's own loops, against the stated peaks of the hardware profiles. No kernel is faster than its roofline; how much
-slower it is only a GPU tells.
-"""
+"""Compile expert kernels for real GPUs on any machine: resources and rooflines, without measurements."""
 
 from __future__ import annotations
 

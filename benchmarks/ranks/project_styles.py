@@ -40,7 +40,7 @@ ASKED = ("deepspeed", "megatron")
 
 
 class Stack(nn.Module):
-    """Layers of one style, each with a norm before and a residual around it."""
+    """Layers of one style, each with a norm and a residual connection."""
 
     def __init__(self, style: str, layers: int, sizes: StyleSizes) -> None:
         super().__init__()

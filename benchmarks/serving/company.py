@@ -35,7 +35,7 @@ Scores = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 
 def prompts(count: int) -> tuple[list[list[int]], np.ndarray[tuple[int, ...], np.dtype[np.int32]]]:
-    """Token ids of `count` prompts, and those of the labels."""
+    """Return the token ids of `count` prompts, and those of the labels."""
     tokenizer, prompt = load_tokenizer(FOLDER), load_prompt(FOLDER)
     lines = (FOLDER / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
     texts = [json.loads(line)["text"] for line in lines]
@@ -55,7 +55,7 @@ def engine_of(model: PreTrainedModel, cache_bytes: int) -> ModelEngine:
 
 
 def in_steps(engine: ModelEngine, requests: Sequence[Request], size: int) -> Scores:
-    """Log-probabilities [requests, labels], in steps of `size` requests, in the order of the requests' names."""
+    """Return log-probabilities [requests, labels], computed in steps of `size`, in the order of request names."""
     scores: dict[int, Scores] = {}
     for start in range(0, len(requests), size):
         for answer in engine.step(requests[start : start + size]).answers:
@@ -87,7 +87,7 @@ def change_of(found: Scores, alone: Scores) -> Scores:
 
 
 def changes(found: Scores, alone: Scores) -> list[str]:
-    """Largest and 99th percentile of the change of a log-probability, largest of a probability, other best labels."""
+    """Return the largest and 99th percentile log-probability change, the largest probability change, and changed labels."""
     change = change_of(found, alone)
     of_probability = np.abs(np.exp(found) - np.exp(alone)).max()
     differing = int((found.argmax(-1) != alone.argmax(-1)).sum())

@@ -56,7 +56,7 @@ WORDS = ("the", "der", "les", "una", "och", "nicht", "pour", "este", "address", 
 
 @dataclasses.dataclass(frozen=True)
 class KnownRequest:
-    """A request as it is sent, and the probabilities of each of its questions."""
+    """The bytes of a request, and the probabilities of each of its questions."""
 
     data: bytes
     probabilities: list[dict[str, float]]
@@ -195,7 +195,7 @@ async def loaded(served: ServedProcess, seconds: float, every: float, seed: int,
 
 
 def grown(samples: list[tuple[float, int]], seconds: float) -> tuple[int, int]:
-    """Most bytes around a fifth of the time, and in its last tenth."""
+    """Return the largest values around a fifth of the time, and in its last tenth."""
     begin, end = samples[0][0], samples[-1][0]
     early = [count for when, count in samples if 0.1 * seconds <= when - begin <= 0.3 * seconds]
     late = [count for when, count in samples if end - when <= 0.1 * seconds]

@@ -39,7 +39,7 @@ MEGABYTE = 1 << 20
 
 @dataclasses.dataclass
 class Phase:
-    """Seconds of one kind of load: what came back, and the cores that server and rank had."""
+    """The results of one kind of load, its seconds, and the cores that server and rank used."""
 
     found: dict[str, Any]
     cores: list[float]
@@ -63,7 +63,7 @@ def phase(served: ServedProcess, seconds: float, kind: str, number: float) -> Ph
 
 
 class MemoryWatch:
-    """Bytes of the server and of its ranks together, every half second."""
+    """A thread that samples the memory of the server and of its ranks every half second."""
 
     def __init__(self, served: ServedProcess) -> None:
         self.samples: list[tuple[int, int]] = []

@@ -1,6 +1,6 @@
-"""Plain transformers: python plain_peer.py FOLDER THREADS. See `peer_process`.
+"""Run plain transformers as a peer process; see `peer_process`.
 
-Sorted by length, padded on the right, the logits of the last token of each row alone; `batch_size` comes with each run.
+python plain_peer.py FOLDER THREADS
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ SHARING = {
 
 @dataclasses.dataclass(frozen=True)
 class FullAttentionFlops:
-    """FLOPs of a model whose every layer sees all tokens before."""
+    """The FLOPs of a model in which every layer attends to all previous tokens."""
 
     per_token: int
     per_pair: int
@@ -73,14 +73,14 @@ def formula() -> FullAttentionFlops:
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """A request, and those of its blocks that others have as well."""
+    """A request, and its blocks that other requests share."""
 
     request: RoutableRequest
     shared_blocks: tuple[int, ...]
 
 
 def stream(count: int) -> list[Sent]:
-    """`count` requests, all workloads in proportion, in random order, the same in every run."""
+    """Return `count` requests of all workloads in proportion, in a random order that is the same in every run."""
     draw = random.Random(0)
     shape = real_shape()
     scale = count / sum(workload.requests for workload in REAL)
@@ -148,7 +148,7 @@ class Rank:
         return flops
 
     def keep(self, blocks: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Blocks that were computed or used; those that are new in the cache, and those that had to leave it."""
+        """Cache blocks, and return the new ones and the evicted ones."""
         new = [block for block in blocks if block not in self.cache]
         for block in reversed(blocks):  # the last blocks are evicted first
             self.cache[block] = None
@@ -160,7 +160,7 @@ class Rank:
 def run(
     router: RankRouter, sent: Sequence[Sent], ranks: Sequence[Rank], threshold: int, outstanding: int, step_floor: float
 ) -> Run:
-    """All of `sent`, at most `outstanding` of them under way at a time. A step takes its FLOPs, or `step_floor`."""
+    """Simulate all of `sent`, at most `outstanding` at a time. A step takes its FLOPs, at least `step_floor`."""
     by_id = {request.request.id: request for request in sent}
     steps: list[tuple[float, int]] = []
     log: list[Events] = []
@@ -199,7 +199,7 @@ def run(
 
 
 def apply(router: RankRouter, events: Events) -> list[Assignment]:
-    """Everything but the starts, which follow from what this returns."""
+    """Apply all events except the starts, which follow from the returned assignments."""
     apply_blocks(router, events)
     for number in events.done:
         router.done(number)
@@ -231,7 +231,7 @@ def replay(router: RankRouter, run: Run) -> float:
 
 
 def block_seconds(router: RankRouter, run: Run) -> float:
-    """Processor seconds of the events of blocks alone."""
+    """Return the processor seconds of the block events alone."""
     began = time.process_time()
     for events in run.events:
         apply_blocks(router, events)
@@ -246,7 +246,7 @@ def main(
     cache_tokens: int = 262_144,
     repeats: int = 3,
 ) -> None:
-    """Route REQUESTS requests over RANKS ranks, at most OUTSTANDING of them under way at a time."""
+    """Route REQUESTS requests over RANKS ranks, at most OUTSTANDING of them at a time."""
     sent = stream(requests)
     flops = formula()
     alone = sum(flops.flops(0, request.request.prompt_tokens) for request in sent)

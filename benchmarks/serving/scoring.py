@@ -1,9 +1,4 @@
-"""`moepass score` against a loop that one writes by hand with transformers: whole commands on many short lines.
-
-Both are processes of their own, timed from their start to their end: imports, loading, tokenisation, computing, output.
-The loop sorts its texts by length, computes logits at last tokens alone, and runs in its best batch size. Answers must
-be equal.
-"""
+"""Compare `moepass score` with a hand-written loop over transformers: whole commands on many short lines."""
 
 from __future__ import annotations
 
@@ -150,7 +145,7 @@ def _plain(source: Path, batch_size: int, threads: int, environment: dict[str, s
 
 
 def _timed(words: list[str], environment: dict[str, str]) -> tuple[float, float]:
-    """Wall seconds and processor seconds of a process."""
+    """Return wall seconds and processor seconds of a process."""
     before, started = os.times(), time.perf_counter()
     subprocess.run([sys.executable, *words], check=True, env=environment, capture_output=True)
     seconds, after = time.perf_counter() - started, os.times()

@@ -1,4 +1,4 @@
-"""`moepass serve` as a process, its ranks, and connections to it that know no more of HTTP than they need."""
+"""`moepass serve` as a process, its ranks, and minimal HTTP connections to it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ServedProcess:
         return metrics
 
     def end(self) -> int:
-        """Its exit status, after SIGTERM."""
+        """Send SIGTERM, and return the exit status."""
         self.process.terminate()
         return int(self.process.wait(60))
 
@@ -96,7 +96,7 @@ def posted(path: str, body: Any) -> bytes:
 
 
 class Connection:
-    """A connection that stays open, and is opened again where the server has closed it."""
+    """A connection that is kept open, and reopened if the server has closed it."""
 
     def __init__(self, port: int) -> None:
         self._port = port

@@ -1,4 +1,4 @@
-"""Router and ranks as `moepass serve` has them, without HTTP: requests go in together, answers are timed one by one."""
+"""The router and ranks of `moepass serve` without HTTP: requests are sent together, answers are timed one by one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _TIMEOUT_SECONDS = 600.0
 
 
 class ServedRanks:
-    """`shares` False: no two requests share a token, in a step or in the cache, as if each had its own tenant."""
+    """A router and its ranks. Unless `shares`, no two requests share a token, in a step or in the cache."""
 
     def __init__(
         self, model: ServedModel, make_router: MakeRouter, *, ranks: int, threads: int, home: str, shares: bool = True

@@ -56,14 +56,7 @@ def _described(name: str, folder: Path) -> ServedModel:
 
 
 def prompts_of(workload: str, model: ServedModel, scale: int, seed: int) -> Prompts:
-    """Prompts of a workload of the method's source, scaled down; counts are divided by `scale` once more.
-
-    shared   256 prompts, 4 prefixes of 512 tokens, 64 tokens of their own
-    none     64 prompts of 512 tokens, nothing shared
-    mixed    128 prompts, 16 to 1024 tokens, half of them with one of 8 prefixes of 128 tokens
-
-    Lengths are halved until they fit the model.
-    """
+    """Return prompts of a published workload, scaled down; counts are divided by `scale` as well."""
     rng = np.random.default_rng(seed)
     fit = 1
     while {"shared": 576, "none": 512, "mixed": 1024}[workload] // fit > model.longest:

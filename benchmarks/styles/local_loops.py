@@ -1,8 +1,4 @@
-"""Local models whose experts are modules in a loop over masks, compiled with asyncep against the same under Inductor.
-
-As transformers 4 writes Mixtral: for each expert a mask, `torch.where`, a lookup, three GEMMs and an `index_add_`.
-Nothing is emulated.
-"""
+"""Compare local models whose experts are modules in a loop over masks, compiled with asyncep and with Inductor."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from tests.helpers.project_styles.local_loops import MixtralLoop
 
 
 class Stack(nn.Module):
-    """Layers with a norm before and a residual around each."""
+    """Layers, each with a norm and a residual connection."""
 
     def __init__(self, layers: int, experts: int) -> None:
         super().__init__()
