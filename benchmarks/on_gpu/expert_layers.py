@@ -63,7 +63,7 @@ class ExpertLayer:
         return weights if self.module.is_transposed else weights.transpose(1, 2)
 
     def routed(self, tokens: int, routing: str) -> Routed:
-        """Return random tokens. If `skewed`, the n-th expert by popularity has a share of 1 / n, the last quarter none."""
+        """Return random tokens. If `skewed`, the n-th expert has a share of 1 / n, and the last quarter has none."""
         device, dtype = self.up.device, self.up.dtype
         generator = torch.Generator(device).manual_seed(tokens)
         hidden = torch.randn(tokens, self.hidden, device=device, generator=generator).to(dtype)

@@ -87,7 +87,7 @@ def change_of(found: Scores, alone: Scores) -> Scores:
 
 
 def changes(found: Scores, alone: Scores) -> list[str]:
-    """Return the largest and 99th percentile log-probability change, the largest probability change, and changed labels."""
+    """Return the largest and 99th percentile changes, the largest change of a probability, and changed labels."""
     change = change_of(found, alone)
     of_probability = np.abs(np.exp(found) - np.exp(alone)).max()
     differing = int((found.argmax(-1) != alone.argmax(-1)).sum())

@@ -7,6 +7,7 @@ import functools
 import itertools
 import operator
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -91,6 +92,21 @@ def _capture_modes(case: str) -> list[Any]:
     return [pytest.param(case, *mode, marks=() if mode in quick else pytest.mark.slow) for mode in modes]
 
 
+def _check_local(
+    captured: Sequence[Captured], config: StackConfig, hidden: Sequence[torch.Tensor], *, rtol: float, atol: float
+) -> None:
+    """Check that the graph of every rank becomes local, and returns the same for the hidden states of its rank."""
+    inputs = [with_tokens(captured_rank, values) for captured_rank, values in zip(captured, hidden, strict=True)]
+    expected = first_outputs([captured_rank.module for captured_rank in captured], inputs)
+    for captured_rank, arguments, reference in zip(captured, inputs, expected, strict=True):
+        result = _eliminated(captured_rank)
+        assert not result.refusals
+        assert len(result.plan.banks) == config.layers
+        assert _remains(result.module) == []
+        (output,) = run_local(result.module, arguments, result.plan.banks, _complete(config))
+        torch.testing.assert_close(output, reference, rtol=rtol, atol=atol)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "dtype", "dynamic", "lower"), [mode for case in CONFIGS for mode in _capture_modes(case)]
@@ -102,19 +118,10 @@ def test_every_form_becomes_local_and_stays_right(
     ranks, config = CONFIGS[case]
     config = dataclasses.replace(config, dtype=dtype, max_tokens=12)
     captured = [capture(config, form, rank, ranks, 12, dynamic=dynamic, lower=lower) for rank in range(ranks)]
-    shared = 0 if form == "all_reduce" else None
+    tolerance = 1e-5 if dtype is torch.float32 else 5e-2
     for tokens in (12, 5) if dynamic else (12,):
-        hidden = [hidden_states(config, tokens, shared if shared is not None else rank) for rank in range(ranks)]
-        inputs = [with_tokens(captured_rank, values) for captured_rank, values in zip(captured, hidden, strict=True)]
-        expected = run_ranks([captured_rank.module for captured_rank in captured], inputs)
-        for rank, captured_rank in enumerate(captured):
-            result = _eliminated(captured_rank)
-            assert not result.refusals
-            assert len(result.plan.banks) == config.layers
-            assert _remains(result.module) == []
-            (output,) = run_local(result.module, inputs[rank], result.plan.banks, _complete(config))
-            tolerance = 1e-5 if dtype is torch.float32 else 5e-2
-            torch.testing.assert_close(output, expected[rank][0], rtol=tolerance, atol=tolerance)
+        hidden = [hidden_states(config, tokens, 0 if form == "all_reduce" else rank) for rank in range(ranks)]
+        _check_local(captured, config, hidden, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.slow
@@ -122,16 +129,8 @@ def test_ranks_that_read_their_own_sizes_before_the_exchange_become_local(monkey
     monkeypatch.setitem(EP_FORMS, "all_to_all", OwnSizesExperts)
     config = StackConfig(layers=2, experts=6)
     captured = [capture(config, "all_to_all", rank, 2, 12) for rank in range(2)]
-    inputs = [
-        with_tokens(captured_rank, hidden_states(config, 12, rank)) for rank, captured_rank in enumerate(captured)
-    ]
-    expected = run_ranks([captured_rank.module for captured_rank in captured], inputs)
-    for rank, captured_rank in enumerate(captured):
-        result = _eliminated(captured_rank)
-        assert not result.refusals
-        assert _remains(result.module) == []
-        (output,) = run_local(result.module, inputs[rank], result.plan.banks, _complete(config))
-        torch.testing.assert_close(output, expected[rank][0])
+    hidden = [hidden_states(config, 12, rank) for rank in range(2)]
+    _check_local(captured, config, hidden, rtol=1.3e-6, atol=1e-5)
 
 
 class CountsUnsortedIds(AllReduceExperts):
@@ -155,14 +154,7 @@ def test_counts_of_unsorted_ids_belong_to_their_own_layer(monkeypatch: pytest.Mo
     monkeypatch.setitem(EP_FORMS, "all_reduce", CountsUnsortedIds)
     config = StackConfig(layers=3)
     captured = [capture(config, "all_reduce", rank, 2, 12) for rank in range(2)]
-    inputs = [with_tokens(captured_rank, hidden_states(config, 12, 0)) for captured_rank in captured]
-    expected = run_ranks([captured_rank.module for captured_rank in captured], inputs)
-    for rank, captured_rank in enumerate(captured):
-        result = _eliminated(captured_rank)
-        assert not result.refusals
-        assert _remains(result.module) == []
-        (output,) = run_local(result.module, inputs[rank], result.plan.banks, _complete(config))
-        torch.testing.assert_close(output, expected[rank][0], rtol=1e-5, atol=1e-5)
+    _check_local(captured, config, [hidden_states(config, 12, 0)] * 2, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

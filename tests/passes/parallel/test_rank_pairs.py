@@ -45,8 +45,12 @@ def _unchanged(form: str, rank: int) -> PassResult:
 def _decide(form: str, ranks: Sequence[Captured]) -> list[PassResult]:
     unchanged = {id(captured_rank): rank for rank, captured_rank in enumerate(_captured(form))}
 
-    def result(one: Captured, leave: Mapping[str, str]) -> PassResult:
-        return _unchanged(form, unchanged[id(one)]) if id(one) in unchanged and not leave else eliminate(one, leave)
+    def result(captured: Captured, leave: Mapping[str, str]) -> PassResult:
+        return (
+            _unchanged(form, unchanged[id(captured)])
+            if id(captured) in unchanged and not leave
+            else eliminate(captured, leave)
+        )
 
     return decide(ranks, result)
 

@@ -39,9 +39,11 @@ def _unchanged(style: str, rank: int) -> PassResult:
 def _decide(style: str, ranks: Sequence[Captured]) -> list[PassResult]:
     unchanged = {id(captured_rank): rank for rank, captured_rank in enumerate(_captured(style))}
 
-    def result(one: Captured, leave: Mapping[str, str]) -> PassResult:
+    def result(captured: Captured, leave: Mapping[str, str]) -> PassResult:
         return (
-            _unchanged(style, unchanged[id(one)]) if id(one) in unchanged and not leave else eliminate_style(one, leave)
+            _unchanged(style, unchanged[id(captured)])
+            if id(captured) in unchanged and not leave
+            else eliminate_style(captured, leave)
         )
 
     return decide(ranks, result)
