@@ -27,11 +27,11 @@ SWAPS = {
 }
 
 
-def mutate(module: GraphModule, place: int, how: int) -> GraphModule | None:
-    """Return the graph with node number `place` changed in way `how`, 0 to 4; None if that is not possible."""
+def mutate(module: GraphModule, node_index: int, how: int) -> GraphModule | None:
+    """Return the graph with node number `node_index` changed in way `how`, 0 to 4; None if that is not possible."""
     changed = copy_graph_module(module)
     nodes = [node for node in changed.graph.nodes if node.op == "call_function"]
-    node = nodes[place % len(nodes)]
+    node = nodes[node_index % len(nodes)]
     if how == 0 and node.target in SWAPS:
         node.target = SWAPS[node.target]
         if node.target is torch.ops.aten.remainder.Scalar:
@@ -44,7 +44,7 @@ def mutate(module: GraphModule, place: int, how: int) -> GraphModule | None:
     elif how == 3 and isinstance(fake_value(node), torch.Tensor) and node.users:
         twin = [
             earlier
-            for earlier in nodes[: place % len(nodes)]
+            for earlier in nodes[: node_index % len(nodes)]
             if isinstance(fake_value(earlier), torch.Tensor)
             and str(fake_value(earlier).shape) == str(fake_value(node).shape)
             and fake_value(earlier).dtype == fake_value(node).dtype
@@ -122,7 +122,7 @@ INT_CHANGES = {
 EVERY_CHANGE: tuple[int | str, ...] = (*range(5), *FLOAT_CHANGES, *INT_CHANGES, "flag", "constant")
 
 
-def mutate_values(module: GraphModule, place: int, how: str) -> GraphModule | None:
+def mutate_values(module: GraphModule, node_index: int, how: str) -> GraphModule | None:
     """Return the graph with the value of one node changed; None if the change does not apply to it.
 
     `how` is a key of FLOAT_CHANGES or INT_CHANGES, "flag" to invert a Boolean argument, or "constant" to change a float
@@ -130,7 +130,7 @@ def mutate_values(module: GraphModule, place: int, how: str) -> GraphModule | No
     """
     changed = copy_graph_module(module)
     nodes = [node for node in changed.graph.nodes if node.op == "call_function"]
-    node = nodes[place % len(nodes)]
+    node = nodes[node_index % len(nodes)]
     value = fake_value(node)
     if how in FLOAT_CHANGES or how in INT_CHANGES:
         wants_float = how in FLOAT_CHANGES
@@ -155,9 +155,9 @@ def mutate_values(module: GraphModule, place: int, how: str) -> GraphModule | No
     return changed
 
 
-def mutant_of(module: GraphModule, place: int, how: int | str) -> GraphModule | None:
+def mutant_of(module: GraphModule, node_index: int, how: int | str) -> GraphModule | None:
     """Return the graph with one node changed: by `mutate` if `how` is a number, else by `mutate_values`."""
-    return mutate(module, place, how) if isinstance(how, int) else mutate_values(module, place, how)
+    return mutate(module, node_index, how) if isinstance(how, int) else mutate_values(module, node_index, how)
 
 
 def changes_of(module: GraphModule, ways: Sequence[int | str]) -> list[tuple[int, int | str]]:

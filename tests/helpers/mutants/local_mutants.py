@@ -62,14 +62,14 @@ class LocalMutants:
         (self.module,) = modules
 
     @torch.no_grad()
-    def check(self, place: int, how: int | str) -> str:
-        """Return the outcome for node `place` changed in way `how`. Raises AssertionError if it is wrong."""
+    def check(self, node_index: int, how: int | str) -> str:
+        """Return the outcome for node `node_index` changed in way `how`. Raises AssertionError if it is wrong."""
         sizes = [
             value for node in graph_inputs(self.module.graph) if isinstance(value := fake_value(node), torch.SymInt)
         ]
         if any(size.node.expr.is_number for size in sizes):
             self._capture()  # the rewrite of an earlier mutant specialised the number of tokens
-        mutant = mutant_of(self.module, place, how)
+        mutant = mutant_of(self.module, node_index, how)
         if mutant is None:
             return "no mutant"
         written = run_passes(self.passes, mutant, Plan(), PassContext()).module

@@ -25,9 +25,9 @@ class Slots(DenseExperts):
         up = torch.bmm(slots, self.up) + self.up_bias[:, None]
         return torch.bmm(self.activate(up), self.down) + self.down_bias[:, None]
 
-    def move(self, rows: Tensor, expert: Tensor, place: Tensor, kept: Tensor) -> Tensor:
+    def move(self, rows: Tensor, expert: Tensor, position: Tensor, is_kept: Tensor) -> Tensor:
         """Return the results of rows that are written to slots and read again."""
-        slot = torch.where(kept, expert * CAPACITY + place, EXPERTS * CAPACITY)
+        slot = torch.where(is_kept, expert * CAPACITY + position, EXPERTS * CAPACITY)
         slots = rows.new_zeros(EXPERTS * CAPACITY + 1, self.hidden).index_copy(0, slot, rows)[:-1]
         results = self.multiply(slots.view(EXPERTS, CAPACITY, -1)).view(EXPERTS * CAPACITY, -1)
         return torch.cat([results, results.new_zeros(1, self.hidden)])[slot]
@@ -44,18 +44,18 @@ class Slots(DenseExperts):
 class TwoNumbers(Slots):
     """A variant that indexes slots by two numbers, with one more slot for dropped rows."""
 
-    def move(self, rows: Tensor, expert: Tensor, position: Tensor, kept: Tensor) -> Tensor:
-        position = torch.where(kept, position, CAPACITY)
+    def move(self, rows: Tensor, expert: Tensor, position: Tensor, is_kept: Tensor) -> Tensor:
+        position = torch.where(is_kept, position, CAPACITY)
         slots = rows.new_zeros(EXPERTS, CAPACITY + 1, self.hidden)
         slots[expert, position] = rows
-        return self.multiply(slots)[expert, position] * kept.unsqueeze(-1)
+        return self.multiply(slots)[expert, position] * is_kept.unsqueeze(-1)
 
 
 class FromBehind(TwoNumbers):
     """Slots are indexed by negative numbers."""
 
-    def move(self, rows: Tensor, expert: Tensor, place: Tensor, kept: Tensor) -> Tensor:
-        return super().move(rows, expert - EXPERTS, place, kept)
+    def move(self, rows: Tensor, expert: Tensor, position: Tensor, is_kept: Tensor) -> Tensor:
+        return super().move(rows, expert - EXPERTS, position, is_kept)
 
 
 class Gathered(Slots):
@@ -65,8 +65,10 @@ class Gathered(Slots):
         up = torch.einsum("ech,ehf->ecf", slots, self.up) + self.up_bias.unsqueeze(1)
         return torch.einsum("ecf,efh->ech", self.activate(up), self.down) + self.down_bias.unsqueeze(1)
 
-    def move(self, rows: Tensor, expert: Tensor, place: Tensor, kept: Tensor) -> Tensor:
-        slot = torch.where(kept, expert * CAPACITY + place, EXPERTS * CAPACITY).unsqueeze(-1).expand(-1, self.hidden)
+    def move(self, rows: Tensor, expert: Tensor, position: Tensor, is_kept: Tensor) -> Tensor:
+        slot = (
+            torch.where(is_kept, expert * CAPACITY + position, EXPERTS * CAPACITY).unsqueeze(-1).expand(-1, self.hidden)
+        )
         slots = rows.new_zeros(EXPERTS * CAPACITY + 1, self.hidden).scatter_add(0, slot, rows)[:-1]
         results = self.multiply(slots.view(EXPERTS, CAPACITY, -1)).view(EXPERTS * CAPACITY, -1)
         return torch.cat([results, results.new_zeros(1, self.hidden)]).gather(0, slot)

@@ -101,8 +101,8 @@ def test_a_plan_survives_json(plan: Plan) -> None:
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(PLANS, PLANS)
-def test_plans_have_the_same_digest_exactly_if_they_are_equal(one: Plan, other: Plan) -> None:
-    assert (one.digest() == other.digest()) == (one == other)
+def test_plans_have_the_same_digest_exactly_if_they_are_equal(first: Plan, second: Plan) -> None:
+    assert (first.digest() == second.digest()) == (first == second)
 
 
 def test_any_changed_field_changes_the_digest() -> None:

@@ -319,9 +319,9 @@ def _ranks_of(form: str, experts: int) -> tuple[StackConfig, tuple[Captured, ...
     return config, tuple(capture(config, form, rank, 2, 9) for rank in range(2))
 
 
-def _check_mutant(form: str, experts: int, place: int, how: int) -> str:
+def _check_mutant(form: str, experts: int, node_index: int, how: int) -> str:
     config, captured = _ranks_of(form, experts)
-    mutants = [mutate(captured_rank.module, place, how) for captured_rank in captured]
+    mutants = [mutate(captured_rank.module, node_index, how) for captured_rank in captured]
     if any(mutant is None for mutant in mutants):
         return "no mutant"
     outcomes = [
@@ -349,11 +349,11 @@ def _check_mutant(form: str, experts: int, place: int, how: int) -> str:
 @given(
     form=st.sampled_from(list(EP_FORMS)),
     experts=st.sampled_from([4, 5]),
-    place=st.integers(0, 120),
+    node_index=st.integers(0, 120),
     how=st.integers(0, 4),
 )
-def test_a_mutated_graph_is_taken_rightly_or_refused(form: str, experts: int, place: int, how: int) -> None:
-    _check_mutant(form, experts, place, how)
+def test_a_mutated_graph_is_taken_rightly_or_refused(form: str, experts: int, node_index: int, how: int) -> None:
+    _check_mutant(form, experts, node_index, how)
 
 
 @pytest.mark.slow

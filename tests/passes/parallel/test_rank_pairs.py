@@ -107,9 +107,9 @@ def _spoiled(value: torch.Tensor) -> torch.Tensor:
     return value.flip(0) + 0.25 if value.is_floating_point() else value + 1
 
 
-def _changed(form: str, rank: int, place: int, how: int | str) -> str:
+def _changed(form: str, rank: int, node_index: int, how: int | str) -> str:
     ranks = list(_captured(form))
-    mutant = mutant_of(ranks[rank].module, place, how)
+    mutant = mutant_of(ranks[rank].module, node_index, how)
     if mutant is None:
         return "no mutant"
     ranks[rank] = dataclasses.replace(ranks[rank], module=mutant)
@@ -122,8 +122,10 @@ HARMLESS = {"right", "right, one layer refused", "refused", "refused in the run"
 @pytest.mark.slow
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(list(EP_FORMS)), st.integers(0, 1), st.integers(0, NODES), st.sampled_from(EVERY_CHANGE))
-def test_a_rank_with_another_graph_never_makes_results_wrong(form: str, rank: int, place: int, how: int | str) -> None:
-    assert _changed(form, rank, place, how) in {"no mutant", *HARMLESS}
+def test_a_rank_with_another_graph_never_makes_results_wrong(
+    form: str, rank: int, node_index: int, how: int | str
+) -> None:
+    assert _changed(form, rank, node_index, how) in {"no mutant", *HARMLESS}
 
 
 def _parameters(form: str) -> Iterator[int]:

@@ -45,11 +45,11 @@ def _first_outputs(ranks: Sequence[Captured], inputs: Sequence[Any]) -> list[tor
     ]
 
 
-def check_mutant(name: str, place: int, how: int | str, changed_ranks: Collection[int]) -> str:
-    """Return the outcome for node number `place`, changed in way `how` on `changed_ranks`."""
+def check_mutant(name: str, node_index: int, how: int | str, changed_ranks: Collection[int]) -> str:
+    """Return the outcome for node number `node_index`, changed in way `how` on `changed_ranks`."""
     ranks = list(_captured(name))
     for rank in changed_ranks:
-        mutant = mutant_of(ranks[rank].module, place, how)
+        mutant = mutant_of(ranks[rank].module, node_index, how)
         if mutant is None:
             return "no mutant"
         ranks[rank] = dataclasses.replace(ranks[rank], module=mutant)

@@ -46,8 +46,8 @@ class RoundedBy(Padding):
         laid[position] = rows
         return self.read(experts(laid, padded), position)
 
-    def read(self, outputs: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        return outputs[place]
+    def read(self, outputs: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        return outputs[position]
 
 
 # -------------------------------------------------------------------------------------------------- supported padding
@@ -146,15 +146,15 @@ class OtherStarts(RoundedBy):
 class ReadsPadding(RoundedBy):
     """Each row reads the result of the next position, which is padding for the last row of an expert."""
 
-    def read(self, outputs: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        return outputs[place + 1]
+    def read(self, outputs: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        return outputs[position + 1]
 
 
 class ReadsBeyondTheLastOffset(RoundedBy):
     """A layer that adds 0 times unwritten memory."""
 
-    def read(self, outputs: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        return outputs[place] + outputs[-1:] * 0
+    def read(self, outputs: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        return outputs[position] + outputs[-1:] * 0
 
 
 class DependsOnTheAmount(RoundedBy):

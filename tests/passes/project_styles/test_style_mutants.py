@@ -49,11 +49,11 @@ def _decide(style: str, ranks: Sequence[Captured]) -> list[PassResult]:
     return decide(ranks, result)
 
 
-def check_mutant(style: str, place: int, how: int | str, ranks: Collection[int] = range(RANKS)) -> str:
-    """Return the outcome for node number `place`, changed in way `how` on `ranks`."""
+def check_mutant(style: str, node_index: int, how: int | str, ranks: Collection[int] = range(RANKS)) -> str:
+    """Return the outcome for node number `node_index`, changed in way `how` on `ranks`."""
     changed = list(_captured(style))
     for rank in ranks:
-        mutant = mutant_of(changed[rank].module, place, how)
+        mutant = mutant_of(changed[rank].module, node_index, how)
         if mutant is None:
             return "no mutant"
         changed[rank] = dataclasses.replace(changed[rank], module=mutant)

@@ -33,8 +33,8 @@ def _is_broken(rule: str, facts: ScheduleFacts) -> bool:
     return next(iter(RULES[rule].check(facts)), None) is not None
 
 
-def judged(found: Case, graph: Graph, plan: Plan, seed: int) -> str | None:
-    return wrong_because(graph, plan, found.expected, (found.graph, found.plan), seed=seed)
+def judged(base: Case, graph: Graph, plan: Plan, seed: int) -> str | None:
+    return wrong_because(graph, plan, base.expected, (base.graph, base.plan), seed=seed)
 
 
 class Verdicts:
@@ -52,8 +52,8 @@ class Verdicts:
             base = case(*CASES[number % len(CASES)])
             self._add(base, mutant(base, generator), number)
 
-    def _add(self, found: Case, tried: Mutation, number: int) -> None:
-        problem = judged(found, tried.graph, tried.plan, seed=number)
+    def _add(self, base: Case, tried: Mutation, number: int) -> None:
+        problem = judged(base, tried.graph, tried.plan, seed=number)
         broken = broken_rules(tried.graph, tried.plan)
         self.counts["wrong" if problem else "right", "rejected" if broken else "accepted"] += 1
         self.kinds.update(tried.done)
@@ -126,25 +126,25 @@ def test_no_correct_schedule_of_thousands_is_rejected() -> None:
 # ---- Simulation and real ring ---------------------------------------------------------------------------------------
 
 
-def _run_for_real(found: Case, graph: Graph, plan: Plan, link: Link, runs: int = 3) -> list[tuple[torch.Tensor, ...]]:
+def _run_for_real(base: Case, graph: Graph, plan: Plan, link: Link, runs: int = 3) -> list[tuple[torch.Tensor, ...]]:
     """Return the outputs of several runs on a ring that poisons released slots. Errors of the runs are passed on."""
     ring = make_ring(plan.slots, plan.slot_bytes, torch.device("cpu"), link)
     ring.debug = True
     ring.reserve(plan.slots, plan.slot_bytes, plan.encoded_buffer_bytes)
     try:
-        bound = bind(GraphModule(found.canonical, graph), {spec.index: spec for spec in plan.banks}, ring)
+        bound = bind(GraphModule(base.canonical, graph), {spec.index: spec for spec in plan.banks}, ring)
         outputs = []
         for _ in range(runs):
             with torch.no_grad(), ring.run("mutant", plan.gathers()):
-                outputs.append(tuple(value.clone() for value in bound(*found.inputs)))
+                outputs.append(tuple(value.clone() for value in bound(*base.inputs)))
         return outputs
     finally:
         ring.reset()
 
 
-def _goes_wrong(found: Case, tried: Mutation, expected: tuple[torch.Tensor, ...], link: Link) -> str | None:
+def _goes_wrong(base: Case, tried: Mutation, expected: tuple[torch.Tensor, ...], link: Link) -> str | None:
     try:
-        outputs = _run_for_real(found, tried.graph, tried.plan, link)
+        outputs = _run_for_real(base, tried.graph, tried.plan, link)
     except Exception as error:  # a correct schedule raises no error at all
         return f"{type(error).__name__}: {error}"
     for run, output in enumerate(outputs):

@@ -37,23 +37,23 @@ class Loop(nn.Module):
             [self.padded(expert, rows_of_expert, rows_of_expert.shape[0]) for expert, rows_of_expert in parts]
         )
 
-    def padded(self, expert: nn.Module, part: torch.Tensor, size: int) -> torch.Tensor:
+    def padded(self, expert: nn.Module, expert_rows: torch.Tensor, size: int) -> torch.Tensor:
         raise NotImplementedError
 
-    def joined(self, part: torch.Tensor, size: int) -> torch.Tensor:
-        return torch.cat([part, part.new_zeros(-size % 16, part.shape[1])])
+    def joined(self, expert_rows: torch.Tensor, size: int) -> torch.Tensor:
+        return torch.cat([expert_rows, expert_rows.new_zeros(-size % 16, expert_rows.shape[1])])
 
 
 class Joined(Loop):
-    def padded(self, expert: nn.Module, part: torch.Tensor, size: int) -> torch.Tensor:
-        return expert(self.joined(part, size))[:size]
+    def padded(self, expert: nn.Module, expert_rows: torch.Tensor, size: int) -> torch.Tensor:
+        return expert(self.joined(expert_rows, size))[:size]
 
 
 class PaddedWithWeights(Loop):
     """The weights of rows are padded as well, and applied by the expert."""
 
-    def padded(self, expert: Any, part: torch.Tensor, size: int) -> torch.Tensor:
-        rows, weights = self.joined(part, size), F.pad(part[:, 0], (0, -size % 16))
+    def padded(self, expert: Any, expert_rows: torch.Tensor, size: int) -> torch.Tensor:
+        rows, weights = self.joined(expert_rows, size), F.pad(expert_rows[:, 0], (0, -size % 16))
         inner = F.silu(expert.w1(rows)) * expert.w3(rows) * weights.unsqueeze(-1)
         return torch.narrow(expert.w2(inner), 0, 0, size)
 
@@ -61,33 +61,38 @@ class PaddedWithWeights(Loop):
 class PaddedOutputs(Loop):
     """Results are padded with rows of ones."""
 
-    def padded(self, expert: nn.Module, part: torch.Tensor, size: int) -> torch.Tensor:
-        return expert(torch.cat([part, part.new_ones((size + 7) // 8 * 8 - size, part.shape[1])]))[:size] * 2
+    def padded(self, expert: nn.Module, expert_rows: torch.Tensor, size: int) -> torch.Tensor:
+        return (
+            expert(torch.cat([expert_rows, expert_rows.new_ones((size + 7) // 8 * 8 - size, expert_rows.shape[1])]))[
+                :size
+            ]
+            * 2
+        )
 
 
 class Mixed(Loop):
     """The result of an expert depends on all of its rows, including padding."""
 
-    def padded(self, expert: nn.Module, part: torch.Tensor, size: int) -> torch.Tensor:
-        outputs = expert(self.joined(part, size) + 1)
+    def padded(self, expert: nn.Module, expert_rows: torch.Tensor, size: int) -> torch.Tensor:
+        outputs = expert(self.joined(expert_rows, size) + 1)
         return (outputs - outputs.mean(dim=0))[:size]
 
 
 class InFront(Loop):
-    def padded(self, expert: nn.Module, part: torch.Tensor, size: int) -> torch.Tensor:
-        return expert(torch.cat([part.new_ones(-size % 16, part.shape[1]), part]))[:size]
+    def padded(self, expert: nn.Module, expert_rows: torch.Tensor, size: int) -> torch.Tensor:
+        return expert(torch.cat([expert_rows.new_ones(-size % 16, expert_rows.shape[1]), expert_rows]))[:size]
 
 
 class MaybeFewer(Loop):
     """For some numbers of rows the padding is negative, which removes rows."""
 
-    def padded(self, expert: nn.Module, part: torch.Tensor, size: int) -> torch.Tensor:
-        return expert(F.pad(part, (0, 0, 0, size // 8 * 8 - size)))[:size]
+    def padded(self, expert: nn.Module, expert_rows: torch.Tensor, size: int) -> torch.Tensor:
+        return expert(F.pad(expert_rows, (0, 0, 0, size // 8 * 8 - size)))[:size]
 
 
 class Moved(Loop):
-    def padded(self, expert: nn.Module, part: torch.Tensor, size: int) -> torch.Tensor:
-        return expert(self.joined(part, size).flip(0))[:size]
+    def padded(self, expert: nn.Module, expert_rows: torch.Tensor, size: int) -> torch.Tensor:
+        return expert(self.joined(expert_rows, size).flip(0))[:size]
 
 
 INPUTS = [

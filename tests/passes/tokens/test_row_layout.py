@@ -28,11 +28,11 @@ def test_a_ratio_times_the_unit_is_the_whole(total: sympy.Expr, unit: sympy.Expr
 
 
 @given(PRODUCTS, PRODUCTS)
-def test_the_ratio_of_a_product_is_its_factor(one: sympy.Expr, other: sympy.Expr) -> None:
-    assert ratio(sympy.expand(one * other), other) == one
+def test_the_ratio_of_a_product_is_its_factor(first: sympy.Expr, second: sympy.Expr) -> None:
+    assert ratio(sympy.expand(first * second), second) == first
 
 
 @given(PRODUCTS, PRODUCTS, PRODUCTS)
-def test_sums_have_no_ratio_that_they_are_not(one: sympy.Expr, other: sympy.Expr, unit: sympy.Expr) -> None:
-    quotient = ratio(one + other, unit)
-    assert quotient is None or sympy.expand(quotient * unit) == one + other
+def test_sums_have_no_ratio_that_they_are_not(first: sympy.Expr, second: sympy.Expr, unit: sympy.Expr) -> None:
+    quotient = ratio(first + second, unit)
+    assert quotient is None or sympy.expand(quotient * unit) == first + second
