@@ -127,7 +127,7 @@ def measure_memory(
     held = (held_bytes(model, target.device) + store.device_bytes) / 2**30
     table.finish(
         f"In tokens of one sequence, found by bisection to {_RESOLUTION:.0%}; one token's logits. hybrid prefill: "
-        f"token-wise segments in chunks of so many tokens. KV: keys and values of all layers are kept. "
+        f"token-wise segments in chunks of the given number of tokens. KV: keys and values of all layers are kept. "
         f"{held:.2f} GiB of the memory are dense weights and slots"
         f"{'' if target.is_gpu else ' (on a CPU the experts as well)'}."
     )

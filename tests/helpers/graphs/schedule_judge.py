@@ -67,14 +67,14 @@ def program(name: str, graph: Graph, plan: Plan, expected: dict[str, list[Conten
     sources: dict[Node, list[Node]] = {}
     for node in nodes:
         if is_call(node, gather):
-            raise WrongRunError(f"{node.name} is no operation of a ring")
+            raise WrongRunError(f"{node.name} is not a ring operation")
         if is_call(node, *SLOT_OPS):
             for user in node.users:
                 if position[user] < position[node]:
-                    raise WrongRunError(f"{user.name} uses {node.name} before it is there")
+                    raise WrongRunError(f"{user.name} uses {node.name} before it is computed")
             for used in node.all_input_nodes:
                 if position[used] > position[node]:
-                    raise WrongRunError(f"{node.name} uses {used.name} before it is there")
+                    raise WrongRunError(f"{node.name} uses {used.name} before it is computed")
             if is_call(node, acquire):
                 for reader in _real_readers(node):
                     if not is_call(reader, *SLOT_OPS):
@@ -144,7 +144,9 @@ class Host:
             elif is_call(node, decode):
                 copy = values.get(node.args[0])  # type: ignore[arg-type, assignment]
                 if not isinstance(copy, Copy) or copy.taken:
-                    raise WrongRunError(f"{node.name} decodes what is no copy, or was decoded or waited for")
+                    raise WrongRunError(
+                        f"{node.name} does not decode a copy, or decodes a copy that was already decoded or acquired"
+                    )
                 if copy.buffer == ENCODED_BUFFER:
                     copy.taken = True
                     banks[node.kwargs["bank"]]  # type: ignore[index]
@@ -158,7 +160,9 @@ class Host:
             elif is_call(node, acquire):
                 copy = values.get(node.args[0])  # type: ignore[arg-type, assignment]
                 if not isinstance(copy, Copy) or copy.taken or copy.buffer == ENCODED_BUFFER:
-                    raise WrongRunError(f"{node.name} waits for what is no copy, or was waited for or not decoded")
+                    raise WrongRunError(
+                        f"{node.name} waits for no copy, or for one that was already acquired or is not decoded"
+                    )
                 copy.taken = True
                 self.compute.append(("wait", copy, None))
                 banks[node.kwargs["bank"]]  # type: ignore[index]
@@ -171,7 +175,7 @@ class Host:
             raise WrongRunError(f"the ring has slots {self.free} after a run, not {self.slots} different ones")
         for copy in started:
             if not copy.taken:
-                raise WrongRunError("a copy is never waited for, and stays with the ring for ever")
+                raise WrongRunError("a copy is never acquired, and stays with the ring forever")
 
     def _prefetch(self, node: Node, values: dict[Node, object]) -> Copy:
         buffer = self.buffer_of[node.kwargs["slot"]]  # type: ignore[index]
@@ -184,7 +188,7 @@ class Host:
         if after is not None:
             event = values.get(after)  # type: ignore[arg-type]
             if not isinstance(event, _Event):
-                raise WrongRunError(f"{node.name} waits for what is no event")
+                raise WrongRunError(f"{node.name} does not wait for an event")
             return self._begin_copy(buffer, contents, event, node.kwargs["bank"])
         ahead = self.ahead.pop(buffer, None)
         copy = (

@@ -188,7 +188,7 @@ def steps_of(module: GraphModule, inputs: Sequence[Any], banks: Mapping[object, 
 def carry_out(asked: list[tuple[Collective, torch.Tensor, list[int], list[int]]]) -> list[torch.Tensor]:
     """Return the result of a collective by rank. Raises AssertionError if ranks disagree about it."""
     kinds = {collective.kind for collective, *_ in asked}
-    assert len(kinds) == 1, f"ranks stand at different collectives: {kinds}"
+    assert len(kinds) == 1, f"ranks wait at different collectives: {kinds}"
     (kind,) = kinds
     sent = [value for _, value, *_ in asked]
     ranks = len(asked)

@@ -145,7 +145,7 @@ def build_experts(
     if not issubclass(chosen, CapacityAllToAllExperts):
         return chosen(*weights, config.experts, group)
     if config.max_tokens is None:
-        raise InputError(f"the form {form} needs max_tokens, the most tokens that any rank will bring; it is None")
+        raise InputError(f"the form {form} needs max_tokens, the largest number of tokens of any rank; it is None")
     return chosen(*weights, config.experts, group, max_tokens=config.max_tokens, capacity_factor=config.capacity_factor)
 
 

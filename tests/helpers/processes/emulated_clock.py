@@ -51,6 +51,6 @@ class EmulatedEvent(threading.Event):
             self.clock.reader_waits.set()
             return super().wait()
         if not self.is_set():
-            assert self.clock.reader_waits.wait(60), "nobody waits for the copy"
+            assert self.clock.reader_waits.wait(60), "no reader waits for the copy"
             self.clock.seconds += timeout
         return self.is_set()

@@ -109,7 +109,7 @@ THRESHOLDS: dict[str, tuple[Predicate, str]] = {
     "a root": (lambda value: value.sqrt() < 80, UNKNOWN),
     "a logarithm": (lambda value: torch.log1p(value) < 9, UNKNOWN),
     "a power": (lambda value: value.pow(2) < 10**8, UNKNOWN),
-    "a square beside a multiple": (lambda value: value * value < value * 5000, "multiplies"),
+    "a square next to a multiple": (lambda value: value * value < value * 5000, "multiplies"),
     "an exponential that ends": (lambda value: torch.exp(-value / 50) > 0, ""),
     "a saturated function": (lambda value: torch.tanh(value / 5000) < 0.9, ""),
     "many small factors": (lambda value: value // 4 // 4 // 4 // 4 // 4 // 4 == 0, CONSTANT),
@@ -121,7 +121,7 @@ THRESHOLDS: dict[str, tuple[Predicate, str]] = {
     "a table": (lambda value: (torch.arange(6000) < 5000)[value], ""),
     "a bounded table": (lambda value: (torch.arange(6000) < 5000)[value.clamp(max=5999)], CONSTANT),
     "a range against each": (lambda value: (value.unsqueeze(-1) >= torch.arange(5000)).sum(-1) == value, CONSTANT),
-    "memory that nobody wrote": (
+    "unwritten memory": (
         lambda value: (torch.empty(len(value) + 1, dtype=torch.int64).index_put(
             (torch.arange(len(value)),), value) <= value.sum())[: len(value)],
         "",

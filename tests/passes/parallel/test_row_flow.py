@@ -142,7 +142,7 @@ MIXING: dict[str, tuple[Activation, str]] = {
     "GEMMs of rows": (_with_gemms_of_rows, "mm"),
     "other rows": (_shifted, "roll"),
     "sums over everything": (_flattened, "cumsum"),
-    "an operator that nobody knows": (_unknown, "some_activation"),
+    "an unknown operator": (_unknown, "some_activation"),
 }
 
 

@@ -183,10 +183,10 @@ KEPT: dict[str, Callable[[], nn.Module]] = {
     ),
     "columns are looked up": lambda: SlotExperts(lambda outputs, ids: outputs.index_select(1, ids.view(-1) % HIDDEN)),
     "a mask": lambda: SlotExperts(lambda outputs, ids: outputs * (outputs > 0)),
-    "other rows beside them": lambda: SlotExperts(
+    "other rows joined": lambda: SlotExperts(
         lambda outputs, ids: torch.cat([outputs, torch.arange(HIDDEN).unsqueeze(0).float()])[ids]
     ),
-    "another type beside them": lambda: SlotExperts(
+    "another type joined": lambda: SlotExperts(
         lambda outputs, ids: torch.cat([outputs, torch.zeros(1, HIDDEN, dtype=torch.float64)])[ids]
     ),
     "ids of what is read": lambda: SlotExperts(
