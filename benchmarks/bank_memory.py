@@ -1,6 +1,6 @@
-"""Bytes that expert banks hold on the compute side, by depth: slots x bank bytes, whatever the depth.
+"""Measure the bytes of expert banks on the compute side by model depth: they are slots x bank bytes at every depth.
 
-A model of fewer layers than slots takes a slot for each layer.
+A model with fewer layers than slots takes one slot for each layer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from benchmarks.common import print_table, reference_model, verdict
 
 
 def main(depths: str = "2,6,12", slots: str = "1,2,3") -> None:
-    """Print the ring's size by the executor's own account, and by counting the live byte buffers beside the homes."""
+    """Print the ring's own count of its bytes, and a count of live byte buffers outside the homes."""
     rows = []
     for depth in [int(text) for text in depths.split(",")]:
         for count in [int(text) for text in slots.split(",")]:
@@ -47,7 +47,7 @@ def _measure(depth: int, slots: int) -> list[object]:
 
 
 def _live_byte_buffers() -> int:
-    """Bytes of all distinct uint8 storages that are alive: shards and slots, as nothing else here is uint8."""
+    """Return the bytes of all live uint8 storages: shards and slots, because nothing else here is uint8."""
     storages = {
         value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()
         for value in gc.get_objects()

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the geometry of the measurements, interleaved timing, and one kind of table."""
+"""The geometry of the measurements, interleaved timing, and one kind of table, shared by the benchmarks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ console = Console(width=132)
 
 
 def reference_model(layers: int, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
-    """Qwen3-MoE with hidden 512, 32 experts of width 256, top-4: about 50 MB of experts per layer in fp32."""
+    """Return a Qwen3-MoE with hidden 512, 32 experts of width 256, top-4: about 50 MB of experts per layer in fp32."""
     config = Qwen3MoeConfig(
         hidden_size=512,
         moe_intermediate_size=256,
@@ -39,10 +39,10 @@ def reference_model(layers: int, *, dtype: torch.dtype = torch.float32, seed: in
 
 
 def interleaved_seconds(variants: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of `repeats` runs of each variant, taken in turns, so that drift of the machine meets all alike.
+    """Return the seconds of `repeats` runs of each variant, in turns, so that drift affects all equally.
 
-    Each timed run follows an untimed one of its own kind: it is a run of a steady stream, and finds the caches, and the
-    slots of a ring, as its own kind leaves them.
+    Each timed run follows an untimed run of the same variant. It is therefore a run of a steady stream, with caches and
+    ring slots as the same variant leaves them.
     """
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for run in variants.values():
@@ -57,10 +57,12 @@ def interleaved_seconds(variants: Mapping[str, Callable[[], object]], repeats: i
 
 
 def median_and_spread(values: Sequence[float]) -> str:
+    """Return the median of `values`, with the smallest and largest value."""
     return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[object]], note: str = "") -> None:
+    """Print a table with a note and the versions of the software."""
     table = Table(title=title, title_justify="left", caption=note or None, caption_justify="left")
     for index, name in enumerate(header):
         table.add_column(name, justify="left" if index == 0 else "right")
@@ -75,4 +77,5 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[objec
 
 
 def verdict(holds: bool) -> str:
+    """Return "yes" or "NO"."""
     return "yes" if holds else "NO"

@@ -1,6 +1,6 @@
-"""Compile time by depth: whole-graph Inductor against segments compiled once each; and what a second start saves.
+"""Measure compile time by depth, for whole-graph Inductor and for segments compiled once each, and the second start.
 
-Fresh process and, but for second starts, fresh caches each.
+Every measurement is a fresh process with empty caches, except second starts, which find those of the first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import moepass
 from benchmarks.common import median_and_spread, print_table, reference_model, verdict
 
 LIMIT = 0.33
-# Of the first start's time that the second one may take.
+# The fraction of the first start's time that the second may take.
 MOST_OF_FIRST = 0.3
 MOST_OF_FIRST_SERVE = 0.25
 ONE_TEXT = '{"text": "hello world"}\n'
@@ -41,15 +41,15 @@ def compare(depths: str = "4,12,48", limit_at: int = 48, repeats: int = 3) -> No
     for depth in [int(text) for text in depths.split(",")]:
         turns = range(repeats if depth == limit_at else 1)
         results = [{variant: _in_fresh_process(variant, depth) for variant in VARIANTS} for _ in turns]
-        whole, resident, streaming = (_middle([turn[variant] for turn in results]) for variant in VARIANTS)
-        ratio = streaming["seconds"] / whole["seconds"]
+        without_moepass, resident, streaming = (_middle([turn[variant] for turn in results]) for variant in VARIANTS)
+        ratio = streaming["seconds"] / without_moepass["seconds"]
         segments.add(int(streaming["segments"]))
         if depth == limit_at:
             holds = ratio <= LIMIT
         rows.append(
             [
                 depth,
-                f"{whole['seconds']:.1f}",
+                f"{without_moepass['seconds']:.1f}",
                 f"{resident['seconds']:.1f}",
                 f"{streaming['seconds']:.1f}",
                 f"{ratio:.2f}",
@@ -72,11 +72,10 @@ def compare(depths: str = "4,12,48", limit_at: int = 48, repeats: int = 3) -> No
 
 @app.command()
 def start(repeats: int = 3, threads: int = 1) -> None:
-    """Seconds of `moepass score demo --lower inductor` on one text, imports included: a first start and a second one.
+    """Measure a first and a second start of `moepass score demo --lower inductor` on one text, imports included.
 
-    Each start is a process of its own; the first one finds empty caches. Beside the wall time stands the
-    time of the processors, of compilers too, which other programs on the machine change less. All starts must
-    write the same.
+    Each start is a separate process; the first one finds empty caches. The table shows wall time and processor time,
+    which includes compilers and depends less on other programs. All starts must write the same output.
     """
     _two_starts(
         "moepass score demo --lower inductor, one text (s)",
@@ -88,7 +87,7 @@ def start(repeats: int = 3, threads: int = 1) -> None:
 
 @app.command()
 def serve(model: str = "demo", home: str = "host", repeats: int = 3, threads: int = 1) -> None:
-    """Seconds until `moepass serve MODEL` is ready, imports included: first start with empty caches, and second one."""
+    """Measure the seconds until `moepass serve MODEL` is ready, for a first start with empty caches and a second."""
     _two_starts(
         f"moepass serve {model} --home {home}, until it is ready (s)",
         repeats,
@@ -98,7 +97,7 @@ def serve(model: str = "demo", home: str = "host", repeats: int = 3, threads: in
 
 
 def _two_starts(title: str, repeats: int, most: float, run: Callable[[str], tuple[float, float, str]]) -> None:
-    """`run` gives wall seconds, processor seconds and what all starts must have in common."""
+    """Measure two starts; `run` returns wall seconds, processor seconds and the output that all starts must share."""
     wall: dict[str, list[float]] = {"first": [], "second": []}
     processor: dict[str, list[float]] = {"first": [], "second": []}
     answers = set()
@@ -130,7 +129,7 @@ def _two_starts(title: str, repeats: int, most: float, run: Callable[[str], tupl
 
 @app.command(hidden=True)
 def measure(variant: str, layers: int) -> None:
-    """One measurement in this process; prints JSON."""
+    """Measure one variant in this process, and print JSON."""
     model = reference_model(layers)
     ids = torch.randint(0, 1024, (2, 64), generator=torch.Generator().manual_seed(1))
     with torch.no_grad(), moepass.record_compilations() as compilations:
@@ -147,8 +146,8 @@ def measure(variant: str, layers: int) -> None:
 
 
 def _middle(measured: list[dict[str, float]]) -> dict[str, float]:
-    """Of each number the median over turns."""
-    return {name: statistics.median(one[name] for one in measured) for name in measured[0]}
+    """Return the median of each number over the turns."""
+    return {name: statistics.median(measurement[name] for measurement in measured) for name in measured[0]}
 
 
 def _in_fresh_process(variant: str, layers: int) -> dict[str, float]:
@@ -161,7 +160,7 @@ def _in_fresh_process(variant: str, layers: int) -> dict[str, float]:
 
 
 def _score(caches: str, threads: int) -> tuple[float, float, str]:
-    """Wall seconds, processor seconds and output of one start that keeps its caches in the folder `caches`."""
+    """Return wall seconds, processor seconds and output of one start that keeps its caches in the folder `caches`."""
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": caches}
     environment.pop("MOEPASS_CACHE_DIR", None)
     words = [sys.executable, "-m", "moepass.cli", "score", "demo", "--lower", "inductor", "--threads", str(threads)]
@@ -173,8 +172,12 @@ def _score(caches: str, threads: int) -> tuple[float, float, str]:
 
 
 def _serve(caches: str, model: str, home: str, threads: int) -> tuple[float, float, str]:
-    """Wall seconds until a server that keeps its caches in the folder `caches` is ready, processor seconds of it and
-    its rank until they have ended, and its answer to one request."""
+    """Start a server that keeps its caches in the folder `caches`, and ask it once.
+
+    Returns:
+        The wall seconds until it is ready, the processor seconds of the server and its rank until they end, and the
+        answer.
+    """
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": caches}
     environment.pop("MOEPASS_CACHE_DIR", None)
     words = [sys.executable, "-m", "moepass.cli", "serve", model, "--home", home, "--port", "0"]

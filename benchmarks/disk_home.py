@@ -1,9 +1,9 @@
-"""What does it cost to leave the experts on the disk? One checkpoint, in turns: resident, from host memory, from files.
+"""Measure the cost of experts on the disk: one checkpoint, resident, from host memory and from files.
 
-Nothing is emulated. "Cold" means that the kernel was told to drop all pages of the checkpoint from its cache right
-before the forward (posix_fadvise); /proc/self/io then tells what came from the disk. Below the kernel's cache there may
-be others: of the device, or of the host of a virtual machine. Every timed forward follows an untimed one of its kind,
-so a ring begins with the first banks in its slots, as in a steady stream.
+Nothing is emulated. For "cold" rows, the kernel drops all pages of the checkpoint from its cache right before the
+forward (posix_fadvise), and /proc/self/io counts the bytes that came from the disk. The device, or the host of a
+virtual machine, may have further caches. Every timed forward follows an untimed one of the same variant, so a ring
+begins with the first banks in its slots, as in a steady stream.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import moepass
 from benchmarks.common import median_and_spread, print_table, reference_model, verdict
 from moepass.runtime.homes.disk.disk_home import DiskHome
 
-# Between two forwards: until the slots that a run leaves are filled for the next one.
+# The pause between two forwards, in which the ring fills its slots for the next one.
 SETTLE_SECONDS = 0.3
 
 
@@ -38,20 +38,20 @@ def main(
 ) -> None:
     """Time forwards of TOKENS tokens; the checkpoint is written below FOLDER (by default that for temporary files)."""
     torch.set_num_threads(1)  # the copy thread gets the other core
-    with tempfile.TemporaryDirectory(dir=folder) as place, torch.no_grad():
-        # Not loaded again: dense weights would be views of a mapping of all files, and mapped pages are not dropped.
+    with tempfile.TemporaryDirectory(dir=folder) as temporary, torch.no_grad():
+        # The model is not loaded again: dense weights would map all files, and mapped pages cannot be dropped.
         resident = reference_model(layers)
-        resident.save_pretrained(place, max_shard_size="200MB")
-        os.sync()  # only pages that are on the disk can be dropped
-        variants = _variants(resident, Path(place), slots, lower if compiled else None)
-        stored = sum(file.stat().st_size for file in Path(place).glob("*.safetensors"))
+        resident.save_pretrained(temporary, max_shard_size="200MB")
+        os.sync()  # only clean pages can be dropped
+        variants = _variants(resident, Path(temporary), slots, lower if compiled else None)
+        stored = sum(file.stat().st_size for file in Path(temporary).glob("*.safetensors"))
         rows = []
         equal = True
         for count in [int(text) for text in tokens.split(",")]:
             ids = torch.randint(0, 1024, (4, count // 4), generator=torch.Generator().manual_seed(1))
             expected = variants["resident"](ids)
             equal = equal and all(torch.equal(run(ids), expected) for run in variants.values())
-            rows += _measure(variants, Path(place), ids, repeats)
+            rows += _measure(variants, Path(temporary), ids, repeats)
     print_table(
         f"Experts on the disk, {layers} layers of 50 MB, {stored / 1e6:.0f} MB in files, fp32, "
         + (f"{slots} slot(s)" if compiled else "uncompiled, one bank at a time"),
@@ -66,7 +66,7 @@ def main(
 def _variants(
     resident: torch.nn.Module, checkpoint: Path, slots: int, lower: str | None
 ) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """What to call for each row of the table, by its name. `lower` None: uncompiled."""
+    """Return the function to time for each row of the table, by its name. `lower` None means uncompiled."""
 
     def compiled(model: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
         module: Any = torch.compile(model, backend="asyncep", options={"lower": lower}) if lower else model
@@ -110,7 +110,7 @@ def _measure(
             from_disk[name].append(_bytes_from_disk() - before)
     rows: list[list[object]] = []
     for name, times in seconds.items():
-        ratio = statistics.median(mine / other for mine, other in zip(times, seconds["resident"], strict=True))
+        ratio = statistics.median(mine / resident for mine, resident in zip(times, seconds["resident"], strict=True))
         read = statistics.median(from_disk[name])
         rows.append(
             [

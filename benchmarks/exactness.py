@@ -1,4 +1,4 @@
-"""Are the results right? Every family, compiled, resident and streaming, against its uncompiled self."""
+"""Compare every family, compiled, resident and streaming, with its uncompiled model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def main(families: str = "", inductor: bool = True) -> None:
         for family in names
         for form in ("grouped_mm", "batched_mm")
         for dtype in (torch.float32, torch.bfloat16)
-        if not (family == "llama4" and form == "batched_mm")  # its experts have one form only
+        if not (family == "llama4" and form == "batched_mm")  # its experts have only one form
     ]
     print_table(
         "Logits of the compiled against the uncompiled model",

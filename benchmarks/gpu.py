@@ -1,12 +1,11 @@
-"""What moepass reaches on one GPU: kernels, streaming, memory. Each part prints one table.
+"""Measure moepass on one GPU: kernels, streaming, memory. Each part prints one table.
 
     python -m benchmarks.gpu kernels|streaming|memory|all --output FOLDER
 
-Weights are random and made here; results are compared with float64, or with the uncompiled model, before anything is
-timed. A part ends when its time is over, and says what it has left out. FOLDER gets each table as Markdown, row by row.
-
-Where moepass is not installed, it is taken from the source tree. `--device cpu --tiny` tries everything out without a
-GPU, on tiny sizes: then the numbers mean nothing, and the tables say so.
+Weights are random. Results are compared with float64, or with the uncompiled model, before anything is timed. A part
+ends when its time is over, and reports what it skipped. FOLDER receives each table as Markdown, row by row. If moepass
+is not installed, it is imported from the source tree. `--device cpu --tiny` runs everything without a GPU on tiny
+sizes; the numbers are then meaningless, and the tables say so.
 """
 
 from __future__ import annotations
@@ -25,9 +24,10 @@ PARTS = ("kernels", "streaming", "memory")
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """`configs` by name are the layers of part `kernels`; `config` is the model of the others, in so many `layers`.
+    """The sizes of the measurements.
 
-    A sequence has up to `longest` tokens; the search for the longest one goes from `start` to `most`.
+    `configs` are the layers of part `kernels`, by name; `config` is the model of the other parts, with `layers` layers.
+    A sequence has up to `longest` tokens; the search for the longest sequence that fits goes from `start` to `most`.
     """
 
     configs: dict[str, Any]
@@ -45,7 +45,7 @@ class Sizes:
 
 
 def full_sizes(models: Sequence[str], layers: int, memory_layers: int) -> Sizes:
-    """Those of the measurements, with fewer `layers` where memory asks for it. Raises ValueError where none fits."""
+    """Return the sizes to measure, with fewer `layers` if memory requires it. Raises ValueError if none fits."""
     import psutil
     import torch
 
@@ -59,7 +59,7 @@ def full_sizes(models: Sequence[str], layers: int, memory_layers: int) -> Sizes:
     fitting = fitting_layers(config, counts[-1], SLOTS, on_device, in_host)
     if not fitting:
         raise ValueError(f"{on_device} free bytes of the device and {in_host} of the host hold not one layer")
-    # What is asked for comes first.
+    # The sizes with targets come first.
     tokens = (32768, 4096, 131072)
     return Sizes(
         configs={name: preset_config(name, layers=1) for name in models},
@@ -78,7 +78,7 @@ def full_sizes(models: Sequence[str], layers: int, memory_layers: int) -> Sizes:
 
 
 def tiny_sizes() -> Sizes:
-    """For a machine without a GPU."""
+    """Return sizes for a machine without a GPU."""
     from tests.helpers.models.tiny import tiny_model
 
     config = tiny_model("qwen3_moe", num_hidden_layers=2).config
@@ -101,9 +101,9 @@ def tiny_sizes() -> Sizes:
 def run_parts(
     parts: Sequence[str], target: Target, sizes: Sizes, seconds: dict[str, float], folder: Path | None
 ) -> list[Any]:
-    """Run `parts`, each in so many `seconds`, and print what comes of them; gives the points of the summary.
+    """Run `parts`, each within its `seconds`, print their tables, and return the points of the summary.
 
-    What fails is reported, and the rest is measured all the same; the first error is raised at the end.
+    A failure is reported, and the remaining parts are measured; the first error is raised at the end.
     """
     from benchmarks.on_gpu.kernel_runs import measure_kernels
     from benchmarks.on_gpu.memory_runs import measure_memory
@@ -111,16 +111,31 @@ def run_parts(
     from benchmarks.on_gpu.summary import summarise
     from benchmarks.on_gpu.target import Deadline, Failures, conditions
 
-    one, failures = sizes, Failures()
+    target_sizes, failures = sizes, Failures()
     runs = {
         "kernels": lambda until: measure_kernels(
-            target, one.configs, one.cases, one.kernel_rounds, until, failures, folder
+            target, target_sizes.configs, target_sizes.cases, target_sizes.kernel_rounds, until, failures, folder
         ),
         "streaming": lambda until: measure_streaming(
-            target, one.config, one.counts, one.longest, one.step_rounds, until, failures, folder
+            target,
+            target_sizes.config,
+            target_sizes.counts,
+            target_sizes.longest,
+            target_sizes.step_rounds,
+            until,
+            failures,
+            folder,
         ),
         "memory": lambda until: measure_memory(
-            target, one.memory_config, one.start, one.most, one.limit_bytes, one.chunk_tokens, until, failures, folder
+            target,
+            target_sizes.memory_config,
+            target_sizes.start,
+            target_sizes.most,
+            target_sizes.limit_bytes,
+            target_sizes.chunk_tokens,
+            until,
+            failures,
+            folder,
         ),
     }
     results: dict[str, Any] = dict.fromkeys(PARTS)
@@ -130,7 +145,7 @@ def run_parts(
         except Exception as error:
             failures.add(error)
         target.free_memory()
-    points = summarise(*(results[part] for part in PARTS), conditions(target), folder)
+    points = summarise(*(results[name] for name in PARTS), conditions(target), folder)
     failures.raise_first()
     return points
 
@@ -148,10 +163,13 @@ def main(
     memory_seconds: float = 110,
     tiny: bool = False,
 ) -> None:
-    """PROFILE: a preset or a file of `moepass calibrate`; by default the preset of the GPU's name. LAYERS: of the model
-    of part streaming, fewer where memory asks for it; 24 take 30 GB of the device and 82 GB of host memory."""
+    """Run PARTS and print one table for each.
+
+    PROFILE is a preset or a file of `moepass calibrate`; by default the preset of the GPU's name. LAYERS is the number
+    of layers in part streaming, reduced if memory requires it; 24 take 30 GB of the device and 82 GB of host memory.
+    """
     if tiny:
-        # Triton reads it when it is imported.
+        # Triton reads the variable when it is imported.
         os.environ["TRITON_INTERPRET"] = "1"
     import torch
     import typer
@@ -176,7 +194,7 @@ def main(
     run_parts(PARTS if part == "all" else (part,), target, sizes, seconds, output)
 
 
-# transformers looks whether a package `kernels` is there, and finds and imports the file of that name beside this one.
+# transformers checks for a package `kernels`, and would import the file of that name in this folder.
 if __name__ == "__main__":
     from benchmarks.on_gpu.source_tree import use_source_tree
 

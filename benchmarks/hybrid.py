@@ -1,13 +1,13 @@
-"""Does home `hybrid` reach max(W·(N-1)/N ÷ peer link, W/N ÷ host link)? Real ranks, both links EMULATED, in turns.
+"""Compare home `hybrid` with max(W·(N-1)/N ÷ peer link, W/N ÷ host link), on real ranks and EMULATED links.
 
     peer     1/N on each rank's device: W·(N-1)/N over the peer link
     host     everything in host memory: W over the host link of one rank
     hybrid   1/N of host memory over the host link into staging buffers, W·(N-1)/N of them over the peer link
-    alone    hybrid, while all other ranks rest: their staging buffers serve the one that runs
+    alone    hybrid with idle peers, whose staging buffers serve the rank that runs
 
-A bank has W bytes. Every rank has a peer link and a host link of its own; a transfer really copies, then waits until
-bytes / bandwidth seconds have passed. Few tokens are computed, so that transfers are what takes the time. A forward
-counts as long as its slowest rank takes, and follows one of its own kind.
+W is the size of a bank in bytes. Every rank has its own peer link and host link. A transfer really copies, and then
+waits until bytes / bandwidth seconds have passed. Few tokens are computed, so that transfers dominate. The time of a
+forward is that of its slowest rank; it follows an untimed forward of the same variant.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _measure(
 
 
 def _seconds(run: Callable[[], object], repeats: int, is_alone: bool = False) -> list[float]:
-    """Seconds of the slowest rank; ranks begin each pair of forwards together, or rank 0 runs alone."""
+    """Return the seconds of the slowest rank; ranks begin each pair of forwards together, or rank 0 runs alone."""
     seconds = []
     for _ in range(repeats):
         dist.barrier()

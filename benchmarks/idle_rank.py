@@ -1,7 +1,4 @@
-"""Does an idle rank cost a loaded one anything? Rank 0 runs forwards, rank 1 has met it once and then does nothing.
-
-Time alone is that of the same model with all experts resident, on the same core, in the same process, interleaved.
-"""
+"""Measure the cost of an idle rank: rank 0 runs forwards, while rank 1 does nothing after a first meeting."""
 
 from __future__ import annotations
 
@@ -63,7 +60,7 @@ def _rank(rank: int, store: str, queue: Any, counts: list[int], repeats: int, la
             if rank == 0:
                 variants = {"alone": functools.partial(alone, hidden), "pull": functools.partial(pulling, hidden)}
                 queue.put(interleaved_seconds(variants, repeats))
-            dist.barrier()  # where the idle rank sits
+            dist.barrier()  # the idle rank waits here
     dist.destroy_process_group()
 
 

@@ -1,11 +1,6 @@
-"""The expert kernels: what compilers for real GPUs make of them, on any machine, without a GPU.
+"""Compile the expert kernels for real GPUs on any machine, and print their resources and rooflines."""
 
-    python -m benchmarks.kernels --static
-
-Everything is in `parts/static_kernels.py`.
-"""
-
-# transformers looks whether a package `kernels` is there, and finds and imports this file, if scripts beside it run.
+# transformers checks for a package `kernels`, and imports this file if a script of this folder runs.
 if __name__ == "__main__":
     import typer
 

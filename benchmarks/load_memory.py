@@ -1,14 +1,14 @@
-"""Memory that each rank takes while `load_pretrained` reads a checkpoint: its shard, dense weights, and how much more.
+"""Measure the memory of each rank while `load_pretrained` reads a checkpoint: its shard, dense weights, and overhead.
 
-What counts is memory that the kernel cannot take back while the rank lives:
+Counted is memory that the kernel cannot reclaim while the rank lives:
 
-    anonymous       RssAnon of /proc/self/status, the most that a thread saw: interpreter, libraries, tensors
-    shard           Rss of the rank's own segment in /proc/self/smaps when all is loaded; it never shrinks, so the sum
-                    with the most of anonymous memory is no less than the true peak. Segments of others are theirs
-    dense weights   all their bytes: they are views of mapped files, so the two above do not see them
+    anonymous       RssAnon of /proc/self/status, the maximum seen by a thread: interpreter, libraries, tensors
+    shard           Rss of the rank's own segment in /proc/self/smaps after loading. It never shrinks, so its sum with
+                    the maximum of anonymous memory is an upper bound of the peak. Other ranks' segments are not counted
+    dense weights   all their bytes: they are views of mapped files, which the two rows above do not include
 
-Other pages of mapped files are the kernel's cache, dropped when anything else needs room. VmHWM, as any resident set
-size, counts those too, and every page of other ranks' shards that is mapped here; it stands beside for comparison.
+Further pages of mapped files are the kernel's cache, which it drops when memory is needed. VmHWM, like any resident set
+size, includes them, and every mapped page of other ranks' shards; it is shown for comparison.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ EXPERTS = 64
 
 def main(gigabytes: float = 2.2, ranks: int = 2, folder: Path | None = None) -> None:
     """Write a bf16 checkpoint of at least GIGABYTES below FOLDER (by default that for temporary files) and load it."""
-    with tempfile.TemporaryDirectory(dir=folder) as place:
-        checkpoint = Path(place) / "checkpoint"
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        checkpoint = Path(temporary) / "checkpoint"
         stored = write_checkpoint(checkpoint, round(gigabytes * 1e9))
         context = torch.multiprocessing.get_context("spawn")
         queue = context.SimpleQueue()
-        torch.multiprocessing.spawn(_rank, (ranks, place, queue), nprocs=ranks)
+        torch.multiprocessing.spawn(_rank, (ranks, temporary, queue), nprocs=ranks)
         results = sorted((queue.get() for _ in range(ranks)), key=lambda result: result["rank"])
         files = len(list(checkpoint.glob("*.safetensors")))
     rows = []
@@ -162,7 +162,7 @@ def _rank(rank: int, ranks: int, place: str, queue: Any) -> None:
 
 
 class PeakAnonymous:
-    """The most anonymous memory that this process had while in the `with` block."""
+    """The peak of anonymous memory of this process in the `with` block."""
 
     def __init__(self) -> None:
         self.peak_bytes = 0
@@ -196,7 +196,7 @@ def _status_bytes(name: str) -> int:
 
 
 def _mapped_bytes(label: str) -> int:
-    """Resident bytes of the mappings whose name ends with `label`."""
+    """Return the resident bytes of the mappings whose name ends with `label`."""
     total = 0
     is_wanted = False
     for line in Path("/proc/self/smaps").read_text().splitlines():

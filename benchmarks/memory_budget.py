@@ -1,10 +1,10 @@
-"""Does a memory budget buy what it can? The step that the plan chose against those of all resident sets that fit.
+"""Compare the resident set that the plan chooses for a memory budget with all sets that fit.
 
-Three models of unequal layers, on an EMULATED link: experts in unequal numbers, of unequal widths, and of both, with
-dense layers between them. The machine is calibrated as `prediction.py` does it, and nothing is fitted to what is
-measured afterwards. Every set of layers whose banks fit into the budget is run, each with as many slots as fit beside
-it, up to 4; steps are timed in turns. Segments are lowered by Inductor: the formulas count the memory traffic of fused
-operations, and with `lower="eager"` attention takes up to half as long again.
+Three models of unequal layers run on an EMULATED link: experts of unequal numbers, of unequal widths, and of both, with
+dense layers between them. The machine is calibrated as in `prediction.py`, and nothing is fitted to the measurements.
+Every set of layers whose banks fit into the budget is run, with as many slots as fit, up to 4; steps are timed in
+turns. Inductor lowers the segments: the formulas count the memory traffic of fused operations, and with `lower="eager"`
+attention takes up to half as long again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from moepass.runtime.offload.offload import expert_parameters, find_expert_modul
 
 LIMIT = 1.05
 HIDDEN = 512
-# (experts, width) of each layer; None: a dense one.
+# (experts, width) of each layer; None is a dense layer.
 Layers = tuple[tuple[int, int] | None, ...]
 MODELS: dict[str, Layers] = {
     "numbers of experts": ((16, 128), (32, 128), None, (8, 128), (32, 128), None, (24, 128)),
@@ -51,9 +51,9 @@ def main(
     profiles: str = "",
     lower: str = "inductor",
 ) -> None:
-    """Steps of TOKENS tokens, with room for SHARE of all banks. The link takes RATIO of the computation's time for all.
+    """Run steps of TOKENS tokens with a budget for SHARE of all banks.
 
-    PROFILES: a folder in which the calibration is kept, or taken from if it is there.
+    The link takes RATIO of the computation's time to transfer all banks. PROFILES is a folder that caches calibrations.
     """
     torch.set_num_threads(1)  # the copy thread gets the other core
     causal_attention()
@@ -74,7 +74,7 @@ def main(
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A resident set, and how many slots the others stream through."""
+    """A resident set, and the number of slots for the remaining layers."""
 
     resident: tuple[int, ...]
     slots: int
@@ -99,7 +99,7 @@ def _compare(
         assert report.store.placed is not None
         return changed, report.store.placed.decisions
 
-    # What rests on the device in any case, as the plan counts it.
+    # Bytes that are always on the device, as the plan counts them.
     _, nothing = placed(slots=1)
     assert nothing.memory is not None
     budget = nothing.memory.peak_bytes - nothing.slot_bytes + room
@@ -125,21 +125,21 @@ def _compare(
 
 
 def _fitting(banks: dict[str, int], layers: Layers, room: int) -> list[Variant]:
-    """Every set of layers that fits, with the most slots that fit beside it: more are never slower."""
+    """Return every set of layers that fits, with the largest number of slots: more slots are never slower."""
     numbers = [number for number, layer in enumerate(layers) if layer is not None]
     phases = bank_phases(banks.items(), dict(zip(banks, numbers, strict=True)))
-    found = []
+    variants = []
     for count in range(len(phases)):
         for resident in itertools.combinations(range(len(phases)), count):
             for slots in range(min(MOST_SLOTS, len(phases) - count), 0, -1):
                 if ring_schedule(phases, slots, resident).memory_bytes <= room:
-                    found.append(Variant(tuple(numbers[place] for place in resident), slots))
+                    variants.append(Variant(tuple(numbers[index] for index in resident), slots))
                     break
-    return found
+    return variants
 
 
 def _link(model: PreTrainedModel, machine: Hardware, ids: torch.Tensor, banks: dict[str, int], ratio: float) -> str:
-    """On which all banks together take RATIO of what the model computes, by prediction."""
+    """Return an emulated link on which all banks take RATIO of the model's predicted computation."""
     report = moepass.offload_experts(copy.deepcopy(model), hardware=machine, tokens=(ids.shape[0], ids.shape[1]))
     assert report.store.placed is not None
     computing = report.store.placed.decisions.compute_seconds
@@ -148,7 +148,7 @@ def _link(model: PreTrainedModel, machine: Hardware, ids: torch.Tensor, banks: d
 
 
 def _compiled(model: nn.Module, ids: torch.Tensor, lower: str) -> Callable[[], object]:
-    # Dynamo counts compilations by code, which all of these models share, and tries their guards one after the other.
+    # These models share their code, by which Dynamo limits compilations.
     compiled = torch.compile(  # type: ignore[call-overload]
         model, backend="asyncep", options={"lower": lower}, isolate_recompiles=True, dynamic=False
     )
@@ -183,7 +183,7 @@ def _model(layers: Layers) -> PreTrainedModel:
             for weights in layer.mlp.parameters():
                 nn.init.normal_(weights, std=0.02)
     for layer in model.model.layers:
-        # Random attention makes all tokens of a sequence alike, and one expert everybody's; so it adds little here.
+        # Random attention makes the tokens of a sequence alike and routes them to one expert, so it is scaled down.
         layer.self_attn.o_proj.weight.data.mul_(0.1)
     model.set_attn_implementation(CAUSAL)
     return model

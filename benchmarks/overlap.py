@@ -1,8 +1,4 @@
-"""Does computation hide the transfers? One model, resident and streaming over an emulated link, interleaved.
-
-The link is emulated: a transfer really copies the bank, then waits until bytes / bandwidth seconds have passed. Every
-timed forward follows another of its kind, so the link has no pause that a steady stream would not have.
-"""
+"""Measure if computation hides the transfers: one model, resident and streaming over an emulated link, in turns."""
 
 from __future__ import annotations
 
@@ -21,7 +17,9 @@ def main(
     layers: int = 24, tokens: int = 2048, repeats: int = 5, ratios: str = "0.8,2.0", lower: str = "inductor"
 ) -> None:
     """Time resident against streaming forwards where a transfer takes RATIOS of a layer's compute."""
-    torch.set_num_threads(1)  # the copy thread gets the other core, as a copy engine would be beside the SMs
+    torch.set_num_threads(
+        1
+    )  # the copy thread gets the other core, like a copy engine that works independently of the SMs
     ids = torch.randint(0, 1024, (4, tokens // 4), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         resident = torch.compile(reference_model(layers), backend="asyncep", options={"lower": lower})
@@ -61,7 +59,7 @@ def _compare(
     seconds = interleaved_seconds({"resident": lambda: resident(ids), "streaming": lambda: streaming(ids)}, repeats)
     if ratio <= 1:
         floor = "resident"
-        ratios = [mine / other for mine, other in zip(seconds["streaming"], seconds["resident"], strict=True)]
+        ratios = [mine / resident for mine, resident in zip(seconds["streaming"], seconds["resident"], strict=True)]
     else:
         floor = "pure transfer"
         ratios = [mine / (transfer_seconds * layers) for mine in seconds["streaming"]]

@@ -1,13 +1,14 @@
-"""Is a step as long as `moepass explain` says? Predicted and measured seconds side by side, on EMULATED links.
+"""Compare the step times of `moepass explain` with measured ones, on EMULATED links.
 
-The machine is calibrated by what `moepass calibrate` does, over sizes around those of the models; nothing is fitted to
-what is measured afterwards. Machines that others share change their speed by a tenth within minutes, so everything is
-measured in several rounds, each with a calibration of its own, and predictions are compared round by round.
+The machine is calibrated as by `moepass calibrate`, over sizes around those of the models; nothing is fitted to the
+measurements. Shared machines change their speed by a tenth within minutes, so everything is measured in several rounds,
+each with its own calibration, and predictions are compared round by round.
+
 Models are Qwen3-MoE with hidden 512 and 32 experts of width 256, top-4, in fp32, one thread per rank:
 
     host           one process, experts in host memory
-    peer, hybrid   two ranks, each on a core of its own with its copy thread. On a CPU hybrid's stagers take more of
-                   these cores than the forecast counts: its rows are shown, and not asked to hold
+    peer, hybrid   two ranks, each on its own core with its copy thread. On a CPU hybrid's stagers take more of these
+                   cores than the forecast counts: its rows are shown without a target
     crossover      the same two ranks: up to how many tokens is AllToAll faster than gathered weights?
 """
 
@@ -105,16 +106,16 @@ def _host(
     repeats: int,
     rounds: int,
 ) -> bool:
-    """One process; its models are gone when this returns, so that ranks have the memory."""
+    """Measure one process; its models are freed at the end, so that ranks have the memory."""
     of_models = itertools.product(depths, slots, _rates(machine.now(), ratios), counts)
-    cases = [Case("host", *one) for one in of_models]
+    cases = [Case("host", *case) for case in of_models]
     models = StreamedModels(cases, SEQUENCE)
     trials = [_round(machine.now(), cases, models.seconds(repeats)) for _ in range(rounds)]
     return _report(cases, trials, models.equal(), repeats)
 
 
 def _ranks(machine: Calibrations, depth: int, ratios: str, counts: Sequence[int], repeats: int, rounds: int) -> bool:
-    """Two ranks, experts from each other's memory."""
+    """Measure two ranks with experts in each other's memory."""
     of_models = itertools.product(("peer", "hybrid"), _rates(machine.now(), ratios), counts)
     cases = [Case(home, depth, 2, rate, count) for home, rate, count in of_models]
     with on_ranks(StreamedModels, cases, SEQUENCE) as ask:
@@ -123,7 +124,7 @@ def _ranks(machine: Calibrations, depth: int, ratios: str, counts: Sequence[int]
 
 
 def _crossover(machine: Calibrations, repeats: int, rounds: int) -> bool:
-    """Two ranks, tokens exchanged or experts gathered."""
+    """Measure two ranks with exchanged tokens and with gathered experts."""
     (rate,) = _rates(machine.now(), "1")
     with on_ranks(CrossoverModels, rate, SEQUENCE) as ask:
         trials = [(machine.now(), ask("both_forms", repeats)) for _ in range(rounds)]
@@ -132,7 +133,7 @@ def _crossover(machine: Calibrations, repeats: int, rounds: int) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Trial:
-    """One case in one round: what its calibration predicts, and the median of the steps that were measured."""
+    """One case in one round: the prediction of its calibration, and the median of the measured steps."""
 
     predicted: float
     measured: float
@@ -169,17 +170,17 @@ def _report(cases: Sequence[Case], rounds: Sequence[Sequence[_Trial]], are_equal
         f"Medians of {_rounds(len(rounds))}, and the largest distance from them; a round has the median of {repeats} "
         "steps. off: of predicted from measured, median over rounds. equal: to the model without moepass.",
     )
-    asked = [abs(off) for case, off in zip(cases, offs, strict=True) if case.home != "hybrid"]
-    held = sum(off <= STEP_LIMIT for off in asked)
+    distances = [abs(off) for case, off in zip(cases, offs, strict=True) if case.home != "hybrid"]
+    within = sum(distance <= STEP_LIMIT for distance in distances)
     typer.echo(
-        f"{held} of {len(asked)} (hybrid left out) within {STEP_LIMIT:.0%}; middle of the distances "
-        f"{statistics.median(asked):.1%}"
+        f"{within} of {len(distances)} (without hybrid) within {STEP_LIMIT:.0%}; median of the distances "
+        f"{statistics.median(distances):.1%}"
     )
-    return held == len(asked) and all(are_equal)
+    return within == len(distances) and all(are_equal)
 
 
 def _middles(trials: Sequence[_Trial]) -> list[str]:
-    """Of what was predicted and of what was measured."""
+    """Return the medians of the predicted and of the measured seconds."""
     texts = []
     for values in ([trial.predicted for trial in trials], [trial.measured for trial in trials]):
         middle = statistics.median(values)
@@ -204,30 +205,30 @@ def _report_crossover(rate: float, rounds: Sequence[tuple[Hardware, list[BothFor
         [
             [str(tokens)]
             + [
-                f"{statistics.median(getattr(points[index], form) for points in found):.3f}"
+                f"{statistics.median(getattr(points[index], form) for points in times):.3f}"
                 for form in ("exchanged_seconds", "gathered_seconds")
-                for found in (predicted, measured)
+                for times in (predicted, measured)
             ]
             for index, tokens in enumerate(CROSSOVER_TOKENS)
         ],
         f"Medians of {_rounds(len(rounds))}.",
     )
     crossings = [(crossing_of(ours), crossing_of(theirs)) for ours, theirs in zip(predicted, measured, strict=True)]
-    found = [(ours, theirs) for ours, theirs in crossings if ours is not None and theirs is not None]
-    if len(found) < len(crossings):
-        typer.echo(f"no crossover in {len(crossings) - len(found)} of {len(crossings)} rounds")
+    both = [(ours, theirs) for ours, theirs in crossings if ours is not None and theirs is not None]
+    if len(both) < len(crossings):
+        typer.echo(f"no crossover in {len(crossings) - len(both)} of {len(crossings)} rounds")
         return False
-    off = statistics.median(ours / theirs - 1 for ours, theirs in found)
+    off = statistics.median(ours / theirs - 1 for ours, theirs in both)
     typer.echo(
-        f"crossover: predicted {statistics.median(ours for ours, _ in found):.0f} tokens per rank, measured "
-        f"{statistics.median(theirs for _, theirs in found):.0f}, {off:+.1%} (median over rounds); within "
+        f"crossover: predicted {statistics.median(ours for ours, _ in both):.0f} tokens per rank, measured "
+        f"{statistics.median(theirs for _, theirs in both):.0f}, {off:+.1%} (median over rounds); within "
         f"{CROSSOVER_LIMIT:.0%}: {verdict(abs(off) <= CROSSOVER_LIMIT)}"
     )
     return abs(off) <= CROSSOVER_LIMIT
 
 
 def _both_forms(hardware: Hardware, rate: float) -> list[BothForms]:
-    """What the forecast says of the models of the crossover. As the ranks run them: two slots, and nothing stays."""
+    """Return the forecast for the models of the crossover, as the ranks run them: two slots, and no resident layer."""
     machine = _with_slow_exchanges(with_emulated_link(hardware, rate), rate)
     made = forecast(_setting(machine, CROSSOVER_LAYERS, BALANCED_TOKENS), "peer", most_slots=2)
     points = [curve_point(dataclasses.replace(made, schedule=None), tokens) for tokens in CROSSOVER_TOKENS]
@@ -235,19 +236,19 @@ def _both_forms(hardware: Hardware, rate: float) -> list[BothForms]:
 
 
 def _with_slow_exchanges(hardware: Hardware, rate: float) -> Hardware:
-    """AllToAlls that take the emulated link's time on top of their own, as `emulated_exchange` makes them."""
-    known = hardware.collectives
-    assert known is not None
-    table = known.seconds["all_to_all"]
-    crossing = (known.ranks - 1) / known.ranks
+    """Return hardware whose AllToAlls take the emulated link's time in addition, as in `emulated_exchange`."""
+    measured_collectives = hardware.collectives
+    assert measured_collectives is not None
+    table = measured_collectives.seconds["all_to_all"]
+    crossing = (measured_collectives.ranks - 1) / measured_collectives.ranks
     sizes = [int(point["bytes"]) for point, _ in table.points()]
     seconds = [value + crossing * size / rate for size, (_, value) in zip(sizes, table.points(), strict=True)]
     slow = table_of({"bytes": tuple(sizes)}, seconds, "emulated", "link emulated", [0.0] * len(sizes))
-    return with_collectives(hardware, Collectives(known.ranks, {"all_to_all": slow}))
+    return with_collectives(hardware, Collectives(measured_collectives.ranks, {"all_to_all": slow}))
 
 
 def _rates(hardware: Hardware, ratios: str) -> Iterator[float]:
-    """Bytes per second over which what crosses the link takes those parts of a layer's computation."""
+    """Return the link rates, in bytes per second, at which transfers take these fractions of a layer's computation."""
     architecture = _architecture(1)
     (layer,) = architecture.layers
     assert layer.experts is not None
@@ -274,7 +275,7 @@ def _rounds(count: int) -> str:
 
 
 class Calibrations:
-    """Profiles of this machine with `ranks` ranks of one thread, each made when it is asked for.
+    """Profiles of this machine with `ranks` ranks of one thread, each calibrated when it is requested.
 
     With a `folder`, there is one profile, which is taken from there, or made and kept there.
     """
@@ -284,6 +285,7 @@ class Calibrations:
         self._kept = Path(folder, f"moepass-{ranks}-ranks.json") if folder else None
 
     def now(self) -> Hardware:
+        """Return the stored profile, or calibrate and store a new one."""
         if self._kept is not None and self._kept.exists():
             return read_profile(self._kept)
         typer.echo(f"calibrating {self._ranks} rank(s) of one thread ...", err=True)

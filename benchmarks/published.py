@@ -1,10 +1,9 @@
-"""Predicted against published: the speed-ups and MFU of arXiv 2605.02960, from datasheets and three efficiencies.
+"""Compare predictions with the speed-ups and MFU of arXiv 2605.02960, from datasheets and three efficiencies.
 
     python -m benchmarks.published
 
-Nothing here is fitted to a cell. The constants are the three efficiencies of `hardware.py` and the size of an
-engine's micro-batches in `strategies.py`, each with its justification where it stands. What is taken from the
-publication are the workloads.
+Nothing is fitted to a cell. The constants are the three efficiencies of `hardware.py` and the size of an engine's
+micro-batches in `strategies.py`, each justified at its definition. Only the workloads are taken from the publication.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ STRONGEST: str = PUBLISHED["strongest_baseline"]
 SYNTHETIC = {256: 40960, 4096: 2560, 32768: 320, 131072: 80}
 LONGEST = max(SYNTHETIC)
 
-# All real workloads together, as published.
+# The totals of all real workloads, as published.
 REAL_TOKENS = 37.9e6
 
 
@@ -55,14 +54,14 @@ class Workload:
     longest: int
 
     def lengths(self, shape: float, points: int = 5) -> list[tuple[int, float]]:
-        """Some lengths, and how many requests each stands for.
+        """Return some lengths, and the number of requests that each represents.
 
-        Of the requests the part u is shorter than shortest · (longest ÷ shortest)^(u^shape): log-uniform at shape 1,
-        more short sequences above it.
+        The fraction u of the requests is shorter than shortest · (longest ÷ shortest)^(u^shape): log-uniform for shape
+        1, more short sequences for larger shapes.
         """
         ratio = self.longest / self.shortest
         parts = [((index + 0.5) / points) ** shape for index in range(points)]
-        return [(round(self.shortest * ratio**part), self.requests / points) for part in parts]
+        return [(round(self.shortest * ratio**fraction), self.requests / points) for fraction in parts]
 
 
 REAL = (
@@ -76,15 +75,17 @@ REAL = (
 
 
 def real_lengths(shape: float) -> list[tuple[int, float]]:
+    """Return lengths and numbers of requests of all real workloads."""
     return [text for workload in REAL for text in workload.lengths(shape)]
 
 
 def real_tokens(shape: float) -> float:
+    """Return the number of tokens of all real workloads."""
     return sum(length * count for length, count in real_lengths(shape))
 
 
 def real_shape() -> float:
-    """The shape with which the workloads hold as many tokens as published; nothing else is known of their lengths."""
+    """Return the shape with which the workloads have the published number of tokens."""
     low, high = 0.1, 10.0
     while high - low > 1e-3:
         middle = (low + high) / 2
@@ -93,7 +94,7 @@ def real_shape() -> float:
 
 
 def setting_of(machine: str, dtype: str, length: int, share: float = MEMORY_SHARE) -> Setting:
-    """A step of `STEP_TOKENS` tokens, or of one sequence where that is longer, on each device."""
+    """Return the setting of a step of `STEP_TOKENS` tokens, or of one longer sequence, on each device."""
     hardware = load_hardware(machine)
     sequences = Sequences(max(1, STEP_TOKENS // length), length)
     return Setting(MODEL, hardware, sequences, dtype, share * hardware.memory_bytes.value, MICRO_BATCH_TOKENS)
@@ -101,40 +102,43 @@ def setting_of(machine: str, dtype: str, length: int, share: float = MEMORY_SHAR
 
 @functools.cache
 def planned(machine: str, dtype: str, length: int) -> tuple[Forecast, tuple[StrategyCost, ...]]:
-    """The fastest home that fits, and the baselines; where none fits, the one that needs the least memory."""
+    """Return the fastest home that fits, or the one that needs the least memory, and the baselines."""
     setting = setting_of(machine, dtype, length)
     made = [forecast(setting, home) for home in homes_of(setting)]
-    fitting = [one for one in made if one.cost(ASYNCEP).fits] or [one for one in made if one.simulation]
+    fitting = [setting for setting in made if setting.cost(ASYNCEP).fits] or [one for one in made if one.simulation]
     if not fitting:
         raise SystemExit(f"no home of {machine} {dtype} holds sequences of {length}")
-    return min(fitting, key=lambda one: one.cost(ASYNCEP).step_seconds), compare_strategies(setting)
+    return min(fitting, key=lambda candidate: candidate.cost(ASYNCEP).step_seconds), compare_strategies(setting)
 
 
 def seconds_per_sequence(machine: str, dtype: str, length: int) -> tuple[float, float]:
-    """Of asyncep, and of the fastest baseline that fits."""
+    """Return the seconds of asyncep, and of the fastest baseline that fits."""
     best, baselines = planned(machine, dtype, length)
     sequences = best.setting.sequences.count
     return best.cost(ASYNCEP).step_seconds / sequences, fastest_baseline(baselines).step_seconds / sequences
 
 
 def fastest_baseline(costs: tuple[StrategyCost, ...]) -> StrategyCost:
+    """Return the fastest baseline that fits, or the strongest if none fits."""
     fitting = [cost for cost in costs if cost.strategy in BASELINES and cost.fits]
     return min(fitting or [cost for cost in costs if cost.strategy == STRONGEST], key=lambda cost: cost.step_seconds)
 
 
 def mfu(machine: str, dtype: str, length: int) -> float:
-    found = planned(machine, dtype, length)[0].mfu
-    assert found is not None
-    return found
+    """Return the predicted MFU of asyncep."""
+    reached = planned(machine, dtype, length)[0].mfu
+    assert reached is not None
+    return reached
 
 
 def compared(predicted: float, published: float, form: str = ".2f") -> list[str]:
-    """What is predicted, how far off that is, and whether that is within bounds."""
+    """Return the predicted value, its relative error, and the verdict."""
     off = predicted / published - 1
     return [format(predicted, form), f"{off:+.1%}", "yes" if abs(off) <= MOST_DEVIATION else "NO"]
 
 
 def by_context() -> list[list[Any]]:
+    """Return the rows of the speed-ups by sequence length."""
     rows = []
     for text, published in PUBLISHED["backend_only_speedup_8xh100_fp8_by_context"].items():
         length = int(text)
@@ -147,6 +151,7 @@ def by_context() -> list[list[Any]]:
 
 
 def mfu_ranges() -> list[list[Any]]:
+    """Return the rows of the ranges of MFU."""
     rows = []
     for what, machines, published in (
         ("8 devices", ("8xh100-80g",), PUBLISHED["backend_mfu_range_8_devices"]),
@@ -163,7 +168,7 @@ def mfu_ranges() -> list[list[Any]]:
 
 
 def end_to_end() -> list[list[Any]]:
-    """The real workloads in sequence, by the backends' times per sequence."""
+    """Return the seconds of the real workloads in sequence, from the backends' times per sequence."""
     rows = []
     lengths = real_lengths(real_shape())
     for text, published in PUBLISHED["end_to_end_speedup_over_best_baseline_8_devices"].items():
@@ -175,6 +180,7 @@ def end_to_end() -> list[list[Any]]:
 
 
 def main() -> None:
+    """Print the tables."""
     print(
         f"{MODEL.name}; asyncep: {STEP_TOKENS} tokens or one sequence per rank and step; baselines: micro-batches of "
         f"{MICRO_BATCH_TOKENS} tokens; {MEMORY_SHARE} of each device's memory"
@@ -188,7 +194,7 @@ def main() -> None:
     print(
         f"Real workloads: lengths skewed (shape {real_shape():.2f}) so that they hold the published "
         f"{REAL_TOKENS / 1e6:.1f}M tokens. The best baseline is, for each length, the fastest of ours that fits; the "
-        f"publication names {STRONGEST} as the strongest. Two readings of the publication stand behind these tables:"
+        f"publication names {STRONGEST} as the strongest. These tables rely on two interpretations of the publication:"
     )
     print(
         "- End to end the frontend's gain (1.16 to 1.18) is not multiplied in. It is a gain over ranks that share no "

@@ -1,13 +1,13 @@
-"""Weights instead of activations on real ranks: resident experts, expert parallelism and moepass, interleaved.
+"""Compare resident experts, expert parallelism and moepass on real ranks, in turns.
 
     resident      all experts on every rank, compiled by moepass: the limit to approach
-    EP eager      expert parallelism by AllToAll as a user runs it before anything is compiled
+    EP eager      expert parallelism by AllToAll, uncompiled
     EP Inductor   the same, compiled by stock Inductor
     pull          the same, compiled by moepass: no exchange is left, experts are copied from the other rank's memory
-    collective    as pull, experts gathered by AllGather
+    collective    as pull, but experts are gathered by AllGather
 
-Every rank is a process with one thread on a core of its own, its copy thread included. A forward counts as long as its
-slowest rank takes. Nothing is emulated unless --link says so.
+Every rank is a process with one thread on its own core, including its copy thread. The time of a forward is that of its
+slowest rank. Nothing is emulated unless --link says so.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from tests.helpers.models.moe_stack import MoEStack, StackConfig, build_stack
 
 RANKS = 2
 VARIANTS = ("resident", "EP eager", "EP Inductor", "pull", "collective")
-# Tokens per rank and skew at which a ratio to expert parallelism is asked for, and how much of resident must be left.
+# Required ratios to expert parallelism, by tokens per rank and skew, and to resident experts.
 AT_LEAST = {(4096, 0.0): 1.30, (4096, 2.0): 1.70}
 AT_LEAST_OF_RESIDENT = 0.95
-# NVLink of an H100 (450 GB/s each way) against its dense bf16 peak (989 TFLOP/s), both from the datasheet: weights, two
-# bytes each, that arrive while one FLOP is done.
+# NVLink of an H100 (450 GB/s each way) against its dense bf16 peak (989 TFLOP/s), both from the datasheet: weights of
+# two bytes that arrive during one FLOP.
 WEIGHTS_PER_FLOP_OF_8XH100 = 450e9 / 2 / 989e12
 
 
@@ -100,11 +100,11 @@ def _middle(seconds: list[float]) -> str:
 
 def _against_pull(result: dict[str, Any], name: str) -> float:
     pairs = zip(result["seconds"][name], result["seconds"]["pull"], strict=True)
-    return statistics.median(other / pull for other, pull in pairs)
+    return statistics.median(exchange / pull for exchange, pull in pairs)
 
 
 def _missed(results: list[dict[str, Any]]) -> Iterator[str]:
-    """What was asked for and is not there, against each form of the baseline."""
+    """Yield a message for each missed target, against each form of the baseline."""
     for result in results:
         case = (result["tokens"], result["skew"])
         if case not in AT_LEAST:
@@ -113,15 +113,15 @@ def _missed(results: list[dict[str, Any]]) -> Iterator[str]:
         for name, least in wanted.items():
             reached = _against_pull(result, name)
             if reached < least:
-                yield f"{case[0]} tokens, skew {case[1]:g}: {name} / pull is {reached:.2f}, asked for is {least}"
+                yield f"{case[0]} tokens, skew {case[1]:g}: {name} / pull is {reached:.2f}, not {least}"
 
 
 def _crossover(results: list[dict[str, Any]]) -> str:
-    """Up to how many tokens expert parallelism is the faster form, by a straight line between measured counts."""
+    """Return the number of tokens up to which expert parallelism is faster, interpolated linearly."""
     texts = []
     for skew in dict.fromkeys(result["skew"] for result in results):
-        of_skew = sorted((one for one in results if one["skew"] == skew), key=lambda one: int(one["tokens"]))
-        points = [(math.log2(one["tokens"]), _against_pull(one, "EP Inductor")) for one in of_skew]
+        of_skew = sorted((result for result in results if result["skew"] == skew), key=lambda one: int(one["tokens"]))
+        points = [(math.log2(result["tokens"]), _against_pull(result, "EP Inductor")) for result in of_skew]
         texts.append(f"skew {skew:g}: {_crossing(points)}")
     return f"EP under Inductor is the faster form {', '.join(texts)}."
 
@@ -151,7 +151,7 @@ def _rank(
             variants, expected = _variants(config, link)
             wanted = expected(hidden)
             with moepass.record_compilations() as compilations:
-                outputs = [run(hidden) for run in variants.values()]  # on every rank, whatever comes out
+                outputs = [run(hidden) for run in variants.values()]  # on every rank, because ranks communicate
             for compilation in compilations:
                 assert not compilation.plan.refusals, compilation.plan.refusals[0].reason
             close = all(_is_close(output, wanted) for output in outputs)
@@ -165,11 +165,11 @@ def _rank(
 
 
 def _variants(config: StackConfig, link: str) -> tuple[dict[str, Callable[[torch.Tensor], torch.Tensor]], MoEStack]:
-    """The compiled variants, and the uncompiled model with all experts."""
+    """Return the compiled variants, and the uncompiled model with all experts."""
     exchanging = build_stack(config, "all_to_all")
     if link != "real":
         exchanging = exchanges_take(exchanging, float(link.split(":")[1]))
-    # A group of its own: all models of one group stream in the same way.
+    # A separate group, because all models of one group stream in the same way.
     gathering = build_stack(config, "all_to_all", dist.new_group())
     expected = build_stack(config)
     options = {"link": link}
@@ -188,7 +188,7 @@ def _variants(config: StackConfig, link: str) -> tuple[dict[str, Callable[[torch
 def _interleaved(
     variants: dict[str, Callable[[torch.Tensor], torch.Tensor]], hidden: torch.Tensor, repeats: int
 ) -> dict[str, list[float]]:
-    """Seconds of each timed forward of each variant on this rank; ranks begin each pair of forwards together."""
+    """Return the seconds of each timed forward of each variant on this rank; ranks begin pairs together."""
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(repeats):
         for name, run in variants.items():
@@ -202,13 +202,13 @@ def _interleaved(
 
 
 def _is_close(outputs: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Equal up to rounding, but for one token in 1000: where two experts of a router tie, rounding may decide."""
+    """Return True if outputs are equal up to rounding, except one token in 1000 where routers may tie."""
     is_far = ((outputs - wanted).abs() > 1e-4 + 1e-4 * wanted.abs()).any(dim=1)
     return int(is_far.sum()) <= len(is_far) // 1000
 
 
 def _load(model: MoEStack, hidden: torch.Tensor) -> float:
-    """The busier rank's part of the tokens' experts, over an equal part: the mean over layers of those of all ranks."""
+    """Return the load of the busiest rank relative to an equal load, as the mean over layers."""
     chosen: list[torch.Tensor] = []
     hooks = [layer.router.register_forward_hook(lambda _, __, out: chosen.append(out[0])) for layer in model.moe]
     model(hidden)
@@ -226,7 +226,7 @@ def _slowest(times: list[float]) -> list[float]:
 
 
 def _flops_per_s() -> float:
-    """What one thread reaches here in a large fp32 GEMM, as experts have it."""
+    """Return the rate of one thread in a large fp32 GEMM, as experts use it."""
     torch.set_num_threads(1)
     left = torch.randn(1024, 1024)
     seconds = []

@@ -1,13 +1,14 @@
-"""A model of transformers with expert parallelism, in which weights travel and tokens stay.
+"""Run a model of transformers with expert parallelism by gathering weights instead of exchanging tokens.
 
-    torchrun --nproc-per-node 2 examples/expert_parallel.py
-    torchrun --nproc-per-node 2 examples/expert_parallel.py --checkpoint FOLDER --experts all_reduce
+    torchrun --nproc-per-node 2 -m examples.expert_parallel
+    torchrun --nproc-per-node 2 -m examples.expert_parallel --checkpoint FOLDER --experts all_reduce
 
-Every rank loads its part of the experts. Compiled with backend "asyncep" each gathers the next layer's experts from the
-others while it computes, and no activations are exchanged for them. With `--experts all_reduce` the model comes with
-the expert parallelism of transformers itself, which the compiler takes out of the graph.
+from the root of the repository. Every rank loads its shard of the experts. Compiled with backend "asyncep", each rank
+gathers the next layer's experts from its peers while it computes, and exchanges no activations for them. With
+`--experts all_reduce` the model has the expert parallelism of transformers itself, which the compiler removes from the
+graph.
 
-Needs transformers 5.23 or newer, and accelerate. Without `--checkpoint` it makes a tiny model with random weights.
+Needs transformers 5.23 or newer, and accelerate. Without `--checkpoint` it uses a tiny model with random weights.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ from tests.helpers.models.tiny import tiny_model
 
 
 def main() -> None:
+    """Compile the model, and compare and time it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--checkpoint", help="a folder with a mixture-of-experts model; a tiny one is made without")
+    parser.add_argument(
+        "--checkpoint", help="a folder with a mixture-of-experts model; the default is a tiny model with random weights"
+    )
     parser.add_argument("--experts", default="asyncep", choices=["asyncep", "all_reduce"], help="ep_implementation")
     parser.add_argument("--tokens", type=int, default=256, help="tokens of the prompt")
     arguments = parser.parse_args()
@@ -40,7 +44,7 @@ def main() -> None:
 
 
 def make_checkpoint(folder: str) -> str:
-    """A tiny checkpoint that all ranks see: in the folder of rank 0."""
+    """Save a tiny checkpoint in a folder of rank 0, and return the folder on all ranks."""
     folders = [folder]
     if dist.get_rank() == 0:
         tiny_model("qwen3_moe").save_pretrained(folder)
@@ -49,7 +53,7 @@ def make_checkpoint(folder: str) -> str:
 
 
 def load(checkpoint: str, implementation: str) -> PreTrainedModel:
-    """The model, its dense layers and its experts spread over all ranks, which share one batch."""
+    """Load the model with its dense layers and experts spread over all ranks, which share one batch."""
     moepass.register_transformers()  # makes ep_implementation="asyncep" known
     ranks = dist.get_world_size()
     config = DistributedConfig(tp_size=ranks, ep_size=ranks, ep_implementation=implementation)
@@ -57,6 +61,7 @@ def load(checkpoint: str, implementation: str) -> PreTrainedModel:
 
 
 def run(model: PreTrainedModel, tokens: int) -> None:
+    """Compare the compiled model with the uncompiled one, and print the plan and the times."""
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(model.config.vocab_size, (1, tokens), generator=generator).to(model.device)
     expected = model(prompt, use_cache=False).logits

@@ -67,6 +67,8 @@ QUOTES = re.compile(r"[\"“”„«»`]")
 
 @dataclass(frozen=True)
 class Text:
+    """A translated string: the English `message`, the language's `label`, and the `text`."""
+
     message: str
     label: str
     text: str
@@ -74,26 +76,29 @@ class Text:
 
 @dataclass(frozen=True)
 class Corpus:
+    """The texts to train and to test with, and the labels of the languages."""
+
     train: list[Text]
     heldout: list[Text]
     labels: list[str]
 
 
 def clean(text: str) -> str:
-    """What a person would read of a message: no placeholders, no markup, one line."""
+    """Return the text that a person would read in a message: no placeholders, no markup, one line."""
     readable = PLACEHOLDER.sub(" ", html.unescape(text))
     return " ".join(QUOTES.sub(" ", unicodedata.normalize("NFC", readable)).split())
 
 
 def letter_bytes(text: str) -> int:
+    """Return the number of UTF-8 bytes of the letters in `text`."""
     return len("".join(c for c in text if unicodedata.category(c)[0] in "LM").encode())
 
 
 def read_catalogues() -> list[Text]:
-    """Every translated string of the installed Django, and the English strings they translate."""
-    found = importlib.metadata.version("django")
-    if found != DJANGO_VERSION:
-        raise SystemExit(f"the split is defined for django {DJANGO_VERSION}, found {found}: pip install that one")
+    """Return every translated string of the installed Django, and the English strings that they translate."""
+    installed = importlib.metadata.version("django")
+    if installed != DJANGO_VERSION:
+        raise SystemExit(f"the split is defined for django {DJANGO_VERSION}, found {installed}: pip install that one")
     texts: dict[Text, None] = {}  # a dict keeps the order, so the result does not depend on hashing
     for path in sorted(Path(str(files("django"))).rglob("locale/*/LC_MESSAGES/*.mo")):
         catalogue = path.parts[-3]
@@ -102,9 +107,9 @@ def read_catalogues() -> list[Text]:
             message = clean(entry.msgid)
             english = [message, clean(entry.msgid_plural or "")]
             translated = [clean(s) for s in (entry.msgstr, *entry.msgstr_plural.values())]
-            known = {s.casefold() for s in english}
+            english_words = {s.casefold() for s in english}
             for text in translated if label != "<en>" else []:
-                if text.casefold() not in known:
+                if text.casefold() not in english_words:
                     texts[Text(message, label, text)] = None
             for text in english:
                 texts[Text(message, "<en>", text)] = None
@@ -112,6 +117,7 @@ def read_catalogues() -> list[Text]:
 
 
 def is_heldout(message: str) -> bool:
+    """Return True if the texts of `message` belong to the test set."""
     return int(hashlib.sha256(message.casefold().encode()).hexdigest(), 16) % 100 < HELDOUT_PERCENT
 
 
@@ -134,6 +140,7 @@ def make_corpus(texts: Sequence[Text]) -> Corpus:
 
 
 def train_tokenizer(corpus: Corpus) -> Tokenizer:
+    """Return a byte-level BPE tokenizer for the corpus."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
@@ -149,12 +156,17 @@ def train_tokenizer(corpus: Corpus) -> Tokenizer:
     for t in corpus.train:
         per_label[t.label].append(t.text)
     most = max(map(len, per_label.values()))
-    balanced = [text for own in per_label.values() for text in (own * -(-most // len(own)))[:most]]
+    balanced = [
+        text
+        for texts_of_label in per_label.values()
+        for text in (texts_of_label * -(-most // len(texts_of_label)))[:most]
+    ]
     tokenizer.train_from_iterator(balanced, trainer)
     return tokenizer
 
 
 def make_model(tokenizer: Tokenizer) -> Qwen3MoeForCausalLM:
+    """Return the untrained model."""
     config = Qwen3MoeConfig(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=128,
@@ -194,6 +206,7 @@ class Respeller:
         self.halves = {ids[left + right]: (ids[left], ids[right]) for left, right in model["merges"]}
 
     def __call__(self, text: str) -> list[int]:
+        """Return the ids of `text` with random case and random splits of tokens."""
         spelled = text.lower() if self.rng.random() < 0.2 else text
         pending = self.tokenizer.encode(spelled, add_special_tokens=False).ids[::-1]
         ids = []
@@ -233,6 +246,7 @@ def batches(corpus: Corpus, tokenizer: Tokenizer, size: int, rng: random.Random)
 
 
 def train(corpus: Corpus, tokenizer: Tokenizer, steps: int, batch: int, seed: int) -> Qwen3MoeForCausalLM:
+    """Return the trained model."""
     model = make_model(tokenizer).train()
     config = model.config
     label_ids = torch.tensor([tokenizer.token_to_id(label) for label in corpus.labels])
@@ -269,7 +283,7 @@ def train(corpus: Corpus, tokenizer: Tokenizer, steps: int, batch: int, seed: in
 
 
 def fit(text: str, tokenizer: Tokenizer) -> str:
-    """The text, or as many of its first words as the model was trained to read."""
+    """Return the text, cut to the number of words that the model was trained to read."""
     offsets = tokenizer.encode(text, add_special_tokens=False).offsets
     if len(offsets) <= MAX_TEXT_TOKENS:
         return text
@@ -285,12 +299,12 @@ def evaluate(model: Qwen3MoeForCausalLM, tokenizer: Tokenizer, texts: Sequence[T
     load = torch.zeros(config.num_hidden_layers, len(labels), config.num_experts)
     right: list[bool] = []
     for at in range(0, len(texts), 64):
-        part = texts[at : at + 64]
-        rows = [e.ids for e in tokenizer.encode_batch([t.text + SEP for t in part], add_special_tokens=False)]
+        batch = texts[at : at + 64]
+        rows = [e.ids for e in tokenizer.encode_batch([t.text + SEP for t in batch], add_special_tokens=False)]
         ids, mask = collate(rows)
         output = model(input_ids=ids, attention_mask=mask, output_router_logits=True)
-        scores = output.logits[torch.arange(len(part)), mask.sum(1) - 1][:, label_ids]
-        target = torch.tensor([labels.index(t.label) for t in part])
+        scores = output.logits[torch.arange(len(batch)), mask.sum(1) - 1][:, label_ids]
+        target = torch.tensor([labels.index(t.label) for t in batch])
         right += (scores.argmax(1) == target).tolist()
         owner = target[:, None].expand_as(ids)[mask.bool()]
         for layer, logits in enumerate(output.router_logits):
@@ -300,17 +314,18 @@ def evaluate(model: Qwen3MoeForCausalLM, tokenizer: Tokenizer, texts: Sequence[T
 
 
 def skew(load: torch.Tensor) -> dict[str, Any]:
-    """How uneven the experts' load is: busiest expert over the mean, over all text and within one language."""
+    """Return the load of the busiest expert over the mean, over all texts and within one language."""
     total = load.sum(1)
-    own = load.max(-1).values / load.mean(-1)
+    imbalance = load.max(-1).values / load.mean(-1)
     return {
         "max_over_mean_per_layer": [round(x, 2) for x in (total.max(-1).values / total.mean(-1)).tolist()],
         "idlest_over_mean_per_layer": [round(x, 3) for x in (total.min(-1).values / total.mean(-1)).tolist()],
-        "max_over_mean_within_one_language_per_layer": [round(x, 2) for x in own.mean(1).tolist()],
+        "max_over_mean_within_one_language_per_layer": [round(x, 2) for x in imbalance.mean(1).tolist()],
     }
 
 
 def label_names(labels: Sequence[str]) -> dict[str, str]:
+    """Return the name of each label's language."""
     from django.conf.locale import LANG_INFO  # not above: the version is to be checked before Django is touched
 
     codes = {label: label.strip("<>") for label in labels}
@@ -318,6 +333,7 @@ def label_names(labels: Sequence[str]) -> dict[str, str]:
 
 
 def save(output: Path, model: Qwen3MoeForCausalLM, tokenizer: Tokenizer, labels: Sequence[str]) -> None:
+    """Save the model, the tokenizer and the prompt in `output`."""
     model.save_pretrained(output)
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, padding_side="right", model_max_length=512
@@ -333,12 +349,12 @@ def save(output: Path, model: Qwen3MoeForCausalLM, tokenizer: Tokenizer, labels:
 
 
 def balanced_sample(texts: Sequence[Text], labels: Sequence[str], rng: random.Random) -> list[int]:
-    """Places of about SHIPPED_TEXTS texts, as many of each label as there are, up to an equal share."""
+    """Return the indices of about SHIPPED_TEXTS texts, up to an equal share for each label."""
     share = SHIPPED_TEXTS // len(labels)
     chosen = []
     for label in labels:
-        own = [i for i, t in enumerate(texts) if t.label == label]
-        chosen += rng.sample(own, min(share, len(own)))
+        indices = [i for i, t in enumerate(texts) if t.label == label]
+        chosen += rng.sample(indices, min(share, len(indices)))
     rng.shuffle(chosen)
     return chosen
 
@@ -350,6 +366,7 @@ def main(
     seed: Annotated[int, typer.Option()] = 0,
     threads: Annotated[int, typer.Option(help="CPU threads of torch.")] = 1,
 ) -> None:
+    """Train the demo model, and save it with its measured accuracy."""
     torch.manual_seed(seed)
     torch.set_num_threads(threads)
     random.seed(seed)
@@ -371,7 +388,9 @@ def main(
         "heldout_accuracy": round(sum(right) / len(right), 4),
         "shipped_texts": len(shipped),
         "shipped_accuracy": round(sum(right[i] for i in shipped) / len(shipped), 4),
-        "heldout_accuracy_per_label": {label: round(sum(own) / len(own), 3) for label, own in per_label.items()},
+        "heldout_accuracy_per_label": {
+            label: round(sum(is_right) / len(is_right), 3) for label, is_right in per_label.items()
+        },
         "routing": skew(load),
     }
     save(output, model, tokenizer, corpus.labels)

@@ -13,7 +13,7 @@ import math
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# No test runs what another one, or an earlier state of the code, has stored.
+# Tests must not load captures that another test or earlier code has stored.
 os.environ["MOEPASS_CACHE_DIR"] = ""
 
 from collections.abc import Iterator
@@ -27,14 +27,14 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from moepass.runtime.captures.capture_store import CaptureStore
 
-# The same examples in every run, however busy the machine is.
+# Examples are the same in every run, and independent of the load of the machine.
 settings.register_profile("moepass", deadline=None, derandomize=True)
 settings.load_profile("moepass")
 
 torch.set_num_threads(1)
 
 if not torch.cuda.is_available():
-    # Triton's kernels run in its interpreter, on tensors of the CPU. Its own functions must have been made for that.
+    # Triton's kernels run in its interpreter, on CPU tensors. Triton reads the variable when it is imported.
     os.environ["TRITON_INTERPRET"] = "1"
 
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
@@ -42,7 +42,7 @@ GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 @pytest.fixture(autouse=True, scope="session")
 def _no_stored_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    # What this machine was calibrated to must not decide what is planned in a test.
+    # Plans in tests must not depend on the calibration of this machine.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
         yield
@@ -50,7 +50,7 @@ def _no_stored_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
 
 @pytest.fixture(autouse=True)
 def _fresh_dynamo() -> Iterator[None]:
-    # Copies of code that Dynamo compiled must not decide what the next test sees.
+    # Code that Dynamo compiled in one test must not affect the next one.
     torch._dynamo.reset()
     torch.manual_seed(0)
     yield
@@ -65,7 +65,7 @@ def no_grad() -> Iterator[None]:
 
 @pytest.fixture
 def store(tmp_path: Path) -> CaptureStore:
-    """An empty store of captures."""
+    """Return an empty store of captures."""
     from moepass.runtime.captures.capture_store import CaptureStore
 
     return CaptureStore(tmp_path / "captures")
@@ -73,10 +73,10 @@ def store(tmp_path: Path) -> CaptureStore:
 
 @pytest.fixture(scope="module")
 def known_tests() -> Iterator[None]:
-    """Captures are stored in processes that run installed code alone; here also with the modules of tests.
+    """Let processes store captures although they run modules of tests, and files may have changed.
 
-    And in any process nothing is stored while packages are installed, or after a source was edited: tests run on while
-    their tree is worked on.
+    Otherwise captures are stored only by processes that run installed code, and not while packages are installed or
+    after a source was edited, which happens while tests run.
     """
     from moepass import stored_compile
     from moepass.runtime.captures import fingerprint
@@ -90,12 +90,12 @@ def known_tests() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    # Modules stay to the end. The garbage collector, which Dynamo calls often, need not look at them.
+    # Modules live until the end, so the garbage collector, which Dynamo calls often, need not visit them.
     gc.collect()
     gc.freeze()
 
 
-# First, so that what becomes slow here is left out by `-m "not slow"`.
+# This hook is first, so that `-m "not slow"` deselects the tests that it marks.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     seen: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -105,7 +105,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         test = (str(item.path), getattr(item, "originalname", item.name))
         block, place = divmod(seen[test], sampled.kwargs["every"])
-        # Not the same place in every block: parameters have cycles of their own, and all of their values should come.
+        # The position varies from block to block, because parameters repeat in cycles, and all values should occur.
         if place != int(block * GOLDEN_RATIO % 1 * sampled.kwargs["every"]):
             item.add_marker(pytest.mark.slow)
         seen[test] += 1

@@ -1,4 +1,4 @@
-"""What documentation and comments point to is there."""
+"""Files that documentation and comments mention exist."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("benchmarks", "docs", "examples", "models", "moepass", "passes", "runtime", "tests")
-# Results say how files were called when they were measured.
+# Results contain the file names of their time.
 PAGES = [
     page
     for page in [ROOT / "README.md", *(page for folder in FOLDERS for page in sorted((ROOT / folder).rglob("*.md")))]
@@ -19,7 +19,7 @@ PAGES = [
 SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 _LINK = re.compile(r"\]\(([^)#\s]+)")
 _PATH = re.compile(rf"\b((?:{'|'.join(FOLDERS)})/[\w/]+\.(?:py|md|json|html|svg))\b")
-# A file by its name, or by the end of its path.
+# A file name, or the end of a path.
 _FILE = re.compile(r"[`(]([\w/]+\.py)[`)]")
 _KNOWN = {"/".join(path.relative_to(ROOT).parts[start:]) for path in SOURCES for start in range(len(path.parts))}
 
@@ -34,10 +34,10 @@ def _missing(page: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_pages_point_to_what_is_there(page: Path) -> None:
+def test_pages_link_only_to_existing_files(page: Path) -> None:
     assert list(_missing(page)) == []
 
 
-def test_sources_point_to_what_is_there() -> None:
-    found = {str(path.relative_to(ROOT)): list(_missing(path)) for path in SOURCES}
-    assert {name: missing for name, missing in found.items() if missing} == {}
+def test_sources_mention_only_existing_files() -> None:
+    missing_paths = {str(path.relative_to(ROOT)): list(_missing(path)) for path in SOURCES}
+    assert {name: missing for name, missing in missing_paths.items() if missing} == {}

@@ -1,9 +1,9 @@
-"""How much longer sequences fit into the same activation memory when tokens run some at a time, and what it costs.
+"""Measure how much longer sequences fit into the same activation memory when tokens run in chunks, and the slowdown.
 
 Geometries are those of mixtral-8x7b and qwen3-30b-a3b with widths cut to an eighth and a quarter, 2 layers in fp32,
-experts streamed from host memory through 2 slots. Attention is causal without a mask tensor. Bytes are the most that
-torch's allocator held at once in a forward, beyond weights and slots. "longer": the sequence of chunks that needs as
-many bytes as the whole one, from the bytes of two lengths, between which they grow evenly.
+experts streamed from host memory through 2 slots. Attention is causal without a mask tensor. Bytes are the peak of
+torch's allocator in a forward, without weights and slots. "longer" is the length that needs the same bytes with chunks,
+interpolated linearly between two measured lengths.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tests.helpers.models.peak_memory import peak_bytes
 
 LEAST_LONGER = 4.0
 MOST_TIME = 1.05
-# The geometry and lowering that the limits are for. Elsewhere attention needs most of the memory, or the loop over
-# experts keeps their temporary values small already; those rows are there to say so.
+# The geometry and lowering with targets. In the other rows attention needs most of the memory, or the loop over experts
+# already keeps temporary values small.
 JUDGED = "mixtral", "eager"
 
 CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
@@ -66,7 +66,7 @@ def _compare(name: str, lower: str, tokens: int, chunk_tokens: int, repeats: int
     model = _model(name)
     moepass.offload_experts(model)
     ids = torch.randint(0, 512, (1, 4 * tokens), generator=torch.Generator().manual_seed(1))
-    # A compiled function for each length: sizes are constants then, as in a server that has warmed up.
+    # Each length has its own compiled function with constant sizes, as in a warm server.
     compiled: dict[tuple[int | None, int], Callable[[], torch.Tensor]] = {}
     peaks, outputs = {}, {}
     for chunk, length in ((None, tokens), (chunk_tokens, tokens), (chunk_tokens, 4 * tokens)):
@@ -76,17 +76,19 @@ def _compare(name: str, lower: str, tokens: int, chunk_tokens: int, repeats: int
         outputs[chunk, length] = call()
         call()
         peaks[chunk, length] = peak_bytes(call)
-    whole, short, long = (peaks[key] for key in compiled)
+    full, short, long = (peaks[key] for key in compiled)
     slope = (long - short) / (3 * tokens)
-    longer = (tokens + (whole - short) / slope) / tokens
+    longer = (tokens + (full - short) / slope) / tokens
     pair = {"whole": compiled[None, tokens], "chunks": compiled[chunk_tokens, tokens]}
     seconds = interleaved_seconds(pair, repeats)
-    ratio = statistics.median(mine / other for mine, other in zip(seconds["chunks"], seconds["whole"], strict=True))
+    ratio = statistics.median(
+        mine / reference for mine, reference in zip(seconds["chunks"], seconds["whole"], strict=True)
+    )
     equal = torch.equal(outputs[None, tokens], outputs[chunk_tokens, tokens])
     holds = longer >= LEAST_LONGER and ratio <= MOST_TIME and equal
     return [
         f"{name}, {lower}",
-        f"{whole / tokens:,.0f}",
+        f"{full / tokens:,.0f}",
         f"{long / (4 * tokens):,.0f}",
         f"{longer:.2f}",
         median_and_spread(seconds["whole"]),
@@ -112,8 +114,8 @@ def _call(run: Callable[..., object], ids: torch.Tensor) -> Callable[[], torch.T
 
     def call() -> torch.Tensor:
         with torch.no_grad():
-            found = run(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1)
-        return found.logits  # type: ignore[attr-defined, no-any-return]
+            output = run(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1)
+        return output.logits  # type: ignore[attr-defined, no-any-return]
 
     return call
 

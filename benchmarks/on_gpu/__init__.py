@@ -1,0 +1,1 @@
+"""The parts of `benchmarks.gpu`: kernels, streaming and memory on one GPU."""

@@ -1,4 +1,4 @@
-"""Expert layers of models as transformers has them, tokens routed to them, and what they compute in float64."""
+"""Expert layers of transformers models, tokens routed to them, and their results in float64."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ ROUTINGS = ("uniform", "skewed")
 
 @dataclasses.dataclass(frozen=True)
 class Routed:
-    """Tokens [n, H], and the experts [n, k] that they go to with which weights [n, k]."""
+    """Tokens [n, H], and the ids [n, k] and weights [n, k] of their experts."""
 
     hidden: torch.Tensor
     index: torch.Tensor
     weights: torch.Tensor
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the arguments of an expert layer."""
         return self.hidden, self.index, self.weights
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertLayer:
-    """`module(hidden, index, weights)` is the experts of one layer of a model, with random weights."""
+    """The experts of one layer of a model with random weights, as `module(hidden, index, weights)`."""
 
     name: str
     module: Any
@@ -42,9 +43,9 @@ class ExpertLayer:
 
     @staticmethod
     def of(name: str, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> ExpertLayer:
-        """The first layer with experts that `config` describes."""
+        """Return the first layer with experts of the model of `config`."""
         if hasattr(config, "quantization_config"):
-            del config.quantization_config  # of the published checkpoint; the weights here are of `dtype`
+            del config.quantization_config  # describes the published checkpoint; the weights here have `dtype`
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         model.set_experts_implementation("grouped_mm")
@@ -57,12 +58,12 @@ class ExpertLayer:
 
     @property
     def up(self) -> torch.Tensor:
-        """The weights [E, H, 2h] of gate and up, as a view."""
+        """Return the weights [E, H, 2h] of gate and up, as a view."""
         weights: torch.Tensor = self.module.gate_up_proj.detach()
         return weights if self.module.is_transposed else weights.transpose(1, 2)
 
     def routed(self, tokens: int, routing: str) -> Routed:
-        """Random tokens. `skewed`: the n-th most popular expert has a share of 1 / n, the last quarter has none."""
+        """Return random tokens. If `skewed`, the n-th expert has a share of 1 / n, and the last quarter has none."""
         device, dtype = self.up.device, self.up.dtype
         generator = torch.Generator(device).manual_seed(tokens)
         hidden = torch.randn(tokens, self.hidden, device=device, generator=generator).to(dtype)
@@ -71,14 +72,14 @@ class ExpertLayer:
         if routing == "skewed":
             shares = 1 / torch.arange(1, count + 1, device=device)
             shares[max(top_k, count - count // 4) :] = 0
-        # By the Gumbel trick: experts of one token, different ones, drawn by their shares.
+        # The Gumbel trick draws different experts for each token, by their shares.
         noise = torch.rand(tokens, count, device=device, generator=generator).clamp(1e-20).log().neg().log().neg()
         index = (shares.log() + noise).topk(top_k, dim=-1).indices
         weights = torch.rand(tokens, top_k, device=device, generator=generator).softmax(dim=-1)
         return Routed(hidden, index, weights.to(dtype))
 
     def exact(self, routed: Routed, tokens: torch.Tensor) -> torch.Tensor:
-        """Rows [len(tokens), H] of the result in float64, by the model's own loop over a token's experts alone."""
+        """Return the results [len(tokens), H] in float64, computed by the model's loop over each token's experts."""
         rows = []
         for token in tokens.tolist():
             chosen = routed.index[token]
@@ -95,7 +96,7 @@ class ExpertLayer:
 
 
 def draw_weights(module: nn.Module, seed: int, layers: str = "") -> None:
-    """Fill all parameters: matrices so that values keep their size, vectors with small numbers, never with zeros."""
+    """Fill all parameters: matrices preserve the size of values, vectors are small and never zero."""
     for name, value in module.named_parameters():
         if not name.startswith(layers):
             continue
@@ -103,13 +104,13 @@ def draw_weights(module: nn.Module, seed: int, layers: str = "") -> None:
         fan_in = min(value.shape[-2:]) if value.dim() > 2 else value.shape[-1]
         scale = 1 / math.sqrt(fan_in) if value.dim() > 1 else 0.1
         with torch.no_grad():
-            # Matrix by matrix: in float32 beside it the whole of a bank would take twice its memory.
-            for part in value if value.dim() > 2 else (value,):
-                part.normal_(generator=generator).mul_(scale)
+            # Matrix by matrix, because a float32 copy of a bank would take twice its memory.
+            for matrix in value if value.dim() > 2 else (value,):
+                matrix.normal_(generator=generator).mul_(scale)
 
 
 def sorted_pairs(routed: Routed, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token of each pair of a token and an expert, sorted by expert; and where each expert's pairs end, int32."""
+    """Return the token of each pair, sorted by expert, and the end of each expert's pairs, int32."""
     flat = routed.index.reshape(-1)
     order = flat.argsort(stable=True)
     ends = torch.bincount(flat, minlength=experts).cumsum(0).to(torch.int32)
@@ -117,13 +118,13 @@ def sorted_pairs(routed: Routed, experts: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """The largest error of a row, as a part of the row's norm; NaN where there is one."""
+    """Return the largest error of a row relative to the row's norm; NaN if there is one in the results."""
     off = (found.double() - exact).norm(dim=-1) / exact.norm(dim=-1).clamp(min=1e-30)
     return float(off.max())
 
 
 def dense_layer(layer: ExpertLayer, pairs: int) -> Any:
-    """Two dense GEMMs of the layer's FLOPs, on random numbers: [pairs, H] x [H, 2h], [pairs, h] x [h, H]."""
+    """Return two dense GEMMs with the layer's FLOPs, on random values: [pairs, H] x [H, 2h], [pairs, h] x [h, H]."""
     up, width = layer.up, layer.experts.width
     generator = torch.Generator(up.device).manual_seed(1)
 

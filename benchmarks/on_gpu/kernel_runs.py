@@ -1,12 +1,4 @@
-"""Part `kernels`: a grouped GEMM, and a whole expert layer, by the kernels that moepass generates and by others.
-
-    grouped GEMM   gate and up of all experts, for rows that lie in order of experts: the generated kernel,
-                   F.grouped_mm, and one dense GEMM of the same FLOPs
-    expert layer   from tokens to tokens: torch.compile(backend="asyncep"); the same module compiled by Inductor, which
-                   is F.grouped_mm with its permutes; and the two dense GEMMs of the same FLOPs, with nothing between
-
-All of it is compared with float64 on some tokens before anything is timed.
-"""
+"""Part `kernels`: a grouped GEMM, and a whole expert layer, with moepass's generated kernels and with others."""
 
 from __future__ import annotations
 
@@ -52,7 +44,7 @@ _OURS, _GROUPED, _DENSE = "moepass", "grouped_mm", "dense"
 
 @dataclasses.dataclass(frozen=True)
 class KernelResult:
-    """One line: `timings` by who computes; without, it was not measured, for `reason`."""
+    """One row of the table: `timings` by contender. Without timings it was not measured, because of `reason`."""
 
     model: str
     what: str
@@ -65,17 +57,19 @@ class KernelResult:
     reason: str = ""
 
     def ratio_to(self, other: str) -> float | None:
-        """How many times as fast as `other` moepass is."""
+        """Return the speed of moepass relative to `other`."""
         if _OURS not in self.timings or other not in self.timings:
             return None
         return self.timings[other].seconds / self.timings[_OURS].seconds
 
     @property
     def share_of_dense(self) -> float | None:
+        """Return the speed relative to a dense GEMM of the same FLOPs, or None if it was not measured."""
         return self.ratio_to(_DENSE)
 
     @property
     def against_grouped_mm(self) -> float | None:
+        """Return the speed relative to torch's grouped GEMM, or None if it was not measured."""
         return self.ratio_to(_GROUPED)
 
 
@@ -88,10 +82,7 @@ def measure_kernels(
     failures: Failures,
     folder: Path | None = None,
 ) -> list[KernelResult]:
-    """One table of the layers of `configs`, by name, for `cases` of tokens and routing.
-
-    What fails, or gives a wrong result, is not timed, and comes to `failures`.
-    """
+    """Print one table of the layers of `configs`, by name, for `cases` of tokens and routing."""
     table = ResultTable(
         "kernels",
         f"Expert kernels, {str(target.dtype).removeprefix('torch.')}",
@@ -179,33 +170,33 @@ class _LayerRuns:
                 raise
             return dataclasses.replace(result, reason="out of memory")
         if not error <= self.target.most_error:
-            told = f"{layer.name}, {what}, {tokens} tokens, {routing}: error {error:.2e} against float64"
-            raise WrongResultError(told)
+            description = f"{layer.name}, {what}, {tokens} tokens, {routing}: error {error:.2e} against float64"
+            raise WrongResultError(description)
         runs, reason = self._that_fit(runs)
         timings = self.target.interleaved(runs, rounds)
         return dataclasses.replace(result, timings=timings, error=error, lowered=lowered, reason=reason)
 
     def _that_fit(self, runs: Mapping[str, Callable[[], object]]) -> tuple[dict[str, Callable[[], object]], str]:
-        """The runs that there is memory for, and which of them are missing."""
-        found, missing = {}, []
+        """Return the runs that fit into memory, and a message about the others."""
+        available, missing = {}, []
         for name, run in runs.items():
             try:
                 run()
                 self.target.synchronize()
-                found[name] = run
+                available[name] = run
             except Exception as failure:
                 if not is_out_of_memory(failure):
                     raise
                 missing.append(name)
             self.target.free_memory()
-        return found, f"out of memory: {', '.join(missing)}" if missing else ""
+        return available, f"out of memory: {', '.join(missing)}" if missing else ""
 
     def _gemm(self, routed: Routed) -> tuple[dict[str, Callable[[], object]], float, str]:
         layer = self.layer
         token, ends = sorted_pairs(routed, layer.experts.count)
         rows = routed.hidden[token]
         kernel = generated_gemm(rows, layer.up, ends)
-        (found,) = kernel([rows], [layer.up], ends, len(rows))
+        (products,) = kernel([rows], [layer.up], ends, len(rows))
         checked = torch.linspace(0, len(rows) - 1, _CHECKED_TOKENS, device=rows.device).long()
         expert = torch.bucketize(checked, ends.long(), right=True)
         exact = torch.cat([rows[at : at + 1].double() @ layer.up[by].double() for at, by in zip(
@@ -216,7 +207,7 @@ class _LayerRuns:
             _GROUPED: lambda: F.grouped_mm(rows, layer.up, offs=ends),
             _DENSE: lambda: rows @ dense,
         }
-        error = relative_error(found[checked], exact)
+        error = relative_error(products[checked], exact)
         return runs, error, "triton"
 
     def _layer(self, routed: Routed) -> tuple[dict[str, Callable[[], object]], float, str]:
@@ -225,11 +216,11 @@ class _LayerRuns:
             torch._dynamo.mark_dynamic(value, 0)
         checked = torch.linspace(0, len(routed.hidden) - 1, _CHECKED_TOKENS, device=routed.hidden.device).long()
         with moepass.record_compilations() as compilations:
-            found = self._compiled(*inputs)
+            outputs = self._compiled(*inputs)
         if compilations:
             self._lowered = how_experts_run(compilations)
-        error = relative_error(found[checked], self.layer.exact(routed, checked))
-        del found
+        error = relative_error(outputs[checked], self.layer.exact(routed, checked))
+        del outputs
         pairs = routed.index.numel()
         runs: dict[str, Callable[[], object]] = {
             _OURS: lambda: self._compiled(*inputs),
@@ -240,18 +231,18 @@ class _LayerRuns:
 
 
 def how_experts_run(compilations: Sequence[moepass.Compilation]) -> str:
-    """How the segments with experts were lowered, and why not as wanted where that is so."""
-    found: dict[str, None] = {}
+    """Return how the segments with experts were lowered, with the reasons for fallbacks."""
+    names: dict[str, None] = {}
     for compilation in compilations:
         for segment in compilation.plan.segments:
             if EXPERTS in segment.parts and segment.lowering is not None:
                 refusal = segment.lowering.refusal
-                found[segment.lowering.how + (f" ({refusal})" if refusal else "")] = None
-    return ", ".join(found) or "no segment of experts"
+                names[segment.lowering.how + (f" ({refusal})" if refusal else "")] = None
+    return ", ".join(names) or "no segment of experts"
 
 
 def generated_gemm(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> GeneratedGemm:
-    """The kernel of a grouped GEMM alone, of rows [n, in] and weights [E, in, out]."""
+    """Return the kernel of a single grouped GEMM of rows [n, in] and weights [E, in, out]."""
     graph = Graph()
     inputs: list[Any] = []
     for name, value in (("rows", rows), ("weights", weights), ("ends", ends)):

@@ -21,14 +21,14 @@ from benchmarks.on_gpu.tables import ResultTable
 from benchmarks.on_gpu.target import Deadline, Failures, Target, conditions, fits
 
 _SLOTS = 2
-# The search ends where it is known to so much.
+# The relative precision at which the search ends.
 _RESOLUTION = 1 / 16
 _GRANULE = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class LongestSequence:
-    """`tokens` fit, and `beyond` do not; None: nothing that was tried did not fit. `reason` says why not measured."""
+    """The longest sequence: `tokens` fit, `beyond` do not (None if all did). `reason` is why it was not measured."""
 
     chunk_tokens: int | None
     keeps_kv: bool
@@ -40,9 +40,10 @@ class LongestSequence:
 def longest(
     is_enough: Callable[[int], bool], start: int, most: int, is_over: Callable[[], bool] = lambda: False
 ) -> tuple[int, int | None]:
-    """The most tokens, up to `most`, for which `is_enough` says yes, and the fewest for which it said no.
+    """Return the most tokens, up to `most`, for which `is_enough` is true, and the fewest for which it is false.
 
-    Doubles from `start`, and halves the distance then. Memory that is enough for some tokens is so for fewer ones.
+    The search doubles from `start`, then halves the distance. Memory that is enough for some tokens is enough for
+    fewer.
     """
     fitting, failing, tokens = 0, None, min(start, most)
     while not is_over():
@@ -62,7 +63,7 @@ def longest(
 
 @contextlib.contextmanager
 def limited_memory(target: Target, limit_bytes: int) -> Iterator[None]:
-    """On a GPU torch allocates no more than that; on a CPU nothing is limited."""
+    """Limit the memory that torch allocates on a GPU; on a CPU nothing is limited."""
     if not target.is_gpu:
         yield
         return
@@ -75,7 +76,7 @@ def limited_memory(target: Target, limit_bytes: int) -> Iterator[None]:
 
 
 def has_hybrid_prefill() -> bool:
-    """Whether this moepass runs token-wise segments in chunks."""
+    """Return True if this moepass runs token-wise segments in chunks."""
     return any(field.name == "chunk_tokens" for field in dataclasses.fields(moepass.Options))
 
 
@@ -91,10 +92,7 @@ def measure_memory(
     failures: Failures,
     folder: Path | None = None,
 ) -> list[LongestSequence]:
-    """One table. On a GPU torch may allocate `limit_bytes`, weights and slots included.
-
-    A search that fails comes to `failures`.
-    """
+    """Print one table. On a GPU torch may allocate `limit_bytes`, including weights and slots."""
     limit = f"{limit_bytes / 2**30:.0f} GiB" if target.is_gpu else "NO LIMIT (a CPU)"
     table = ResultTable(
         "memory",
@@ -129,7 +127,7 @@ def measure_memory(
     held = (held_bytes(model, target.device) + store.device_bytes) / 2**30
     table.finish(
         f"In tokens of one sequence, found by bisection to {_RESOLUTION:.0%}; one token's logits. hybrid prefill: "
-        f"token-wise segments in chunks of so many tokens. KV: keys and values of all layers are kept. "
+        f"token-wise segments in chunks of the given number of tokens. KV: keys and values of all layers are kept. "
         f"{held:.2f} GiB of the memory are dense weights and slots"
         f"{'' if target.is_gpu else ' (on a CPU the experts as well)'}."
     )
@@ -139,7 +137,7 @@ def measure_memory(
 def _search(
     target: Target, config: PreTrainedConfig, model: Any, chunk_tokens: int | None, keeps_kv: bool
 ) -> Callable[[int], bool]:
-    """Compiles `model`; says whether one sequence of so many tokens fits."""
+    """Compile `model`, and return a function that checks if one sequence of a given length fits."""
     torch._dynamo.reset()
     options = {} if chunk_tokens is None else {"chunk_tokens": chunk_tokens}
     compiled = torch.compile(model, backend="asyncep", options=options)

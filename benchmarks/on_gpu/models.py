@@ -1,4 +1,4 @@
-"""Whole models of a known geometry with random weights, and what a variant of one holds on the device."""
+"""Whole models of a known geometry with random weights, and their bytes on the device."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from moepass.models.formulas.memory import bank_bytes, element_bytes
 from moepass.models.sizes.families import from_config
 from moepass.passes.planner.strategies import peak_activation_bytes
 
-# Random attention makes all tokens of a sequence alike, and one expert everybody's; so it adds little here.
+# Random attention makes the tokens of a sequence alike and routes them to one expert, so it is scaled down.
 _ATTENTION_SCALE = 0.1
-# As large as what norms give, so that a layer adds little to what comes into it, as in trained models. With random
-# weights in bfloat16 a tenth of the tokens lies between two experts, and rounding decides which one a token goes to.
+# As large as the outputs of norms, so that a layer changes its input little, as in trained models. With random weights
+# in bfloat16, a tenth of the tokens is close to a tie of two experts, which rounding decides.
 _EMBEDDING_SCALE = 50
 
 
 def fitting_layers(config: PreTrainedConfig, tokens: int, slots: int, device_bytes: float, host_bytes: float) -> int:
-    """How many layers of `config` there is memory for, with experts resident and streamed at the same time; 0: none.
+    """Return how many layers of `config` fit into memory, with experts both resident and streamed; 0 for none.
 
-    On the device: all weights once, slots, and twice the activations of `tokens` that are predicted. In host memory:
-    experts in pinned memory, which torch rounds up to a power of two, and all weights once more for accelerate.
+    The device holds all weights once, slots, and twice the predicted activations of `tokens`. Host memory holds experts
+    in pinned memory, whose size torch rounds up to a power of two, and all weights once more for accelerate.
     """
     architecture = from_config(config)
     layer, dtype = architecture.typical_moe_layer, architecture.dtype
     assert layer.experts is not None
     bank = bank_bytes(layer.experts, architecture.hidden, dtype)
     of_layer = layer_parameters(layer, architecture.hidden) * element_bytes(dtype)
-    others = model_parameters(architecture) * element_bytes(dtype) - len(architecture.layers) * of_layer
-    beside = others + slots * bank + 2 * peak_activation_bytes(architecture, tokens, dtype)
-    on_device = (device_bytes - beside) / of_layer
-    in_host = (host_bytes - others) / (of_layer + (1 << (bank - 1).bit_length()))
+    dense_bytes = model_parameters(architecture) * element_bytes(dtype) - len(architecture.layers) * of_layer
+    fixed_bytes = dense_bytes + slots * bank + 2 * peak_activation_bytes(architecture, tokens, dtype)
+    on_device = (device_bytes - fixed_bytes) / of_layer
+    in_host = (host_bytes - dense_bytes) / (of_layer + (1 << (bank - 1).bit_length()))
     return max(0, int(min(on_device, in_host, len(architecture.layers))))
 
 
 def build_model(config: PreTrainedConfig, target: Target) -> PreTrainedModel:
-    """The model of `config` on the device, random as transformers initialises it, with grouped GEMMs."""
+    """Return the model of `config` on the device, with grouped GEMMs and random weights from transformers."""
     causal_attention()
     torch.manual_seed(0)
     with target.device:
@@ -54,25 +54,25 @@ def build_model(config: PreTrainedConfig, target: Target) -> PreTrainedModel:
     assert not empty, f"transformers left {empty} without values"
     model.set_experts_implementation("grouped_mm")
     model.set_attn_implementation(CAUSAL)
-    found: PreTrainedModel = model
-    return found
+    built: PreTrainedModel = model
+    return built
 
 
 def sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Another model with parameters and buffers of its own in the same memory."""
+    """Return another model with separate parameters and buffers in the same memory."""
     memo: dict[int, Any] = {id(value): nn.Parameter(value.detach(), False) for value in model.parameters()}
     memo.update({id(value): value.detach() for value in model.buffers()})
     return copy.deepcopy(model, memo)
 
 
 def held_bytes(model: nn.Module, device: torch.device) -> int:
-    """Bytes of the parameters and buffers of `model` on `device`, each memory once."""
+    """Return the bytes of the parameters and buffers of `model` on `device`, counting shared memory once."""
     tensors = [value for value in (*model.parameters(), *model.buffers()) if value.device.type == device.type]
     return sum({value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in tensors}.values())
 
 
 def token_ids(config: PreTrainedConfig, count: int, length: int, device: torch.device) -> torch.Tensor:
-    """`count` sequences of `length` random tokens; both sizes stay open in a capture, but a count of 1."""
+    """Return `count` sequences of `length` random tokens; captures keep both sizes symbolic, except a count of 1."""
     generator = torch.Generator(device).manual_seed(length)
     ids = torch.randint(0, config.vocab_size, (count, length), generator=generator, device=device)
     for dim, size in enumerate(ids.shape):

@@ -1,4 +1,4 @@
-"""The hardware preset that goes with the GPU that is there."""
+"""The hardware preset of the present GPU."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from moepass.runtime.profiles.hardware_profiles import load_hardware, preset_nam
 
 
 def profile_of_gpu(device: torch.device) -> Hardware | None:
-    """By its name, as "NVIDIA H100 80GB HBM3"; None for a CPU, and where no preset has that name."""
+    """Return the preset for a name such as "NVIDIA H100 80GB HBM3"; None for a CPU, and if no preset matches."""
     if device.type != "cuda":
         return None
     return profile_of_name(torch.cuda.get_device_name(device))
 
 
 def profile_of_name(name: str) -> Hardware | None:
-    """The first preset whose model is a word of `name`."""
+    """Return the first preset whose model is a word of `name`, or None."""
     words = name.upper().replace("-", " ").split()
-    found = [preset for preset in preset_names() if preset.split("-")[0].upper() in words]
-    return load_hardware(f"1x{found[0]}") if found else None
+    presets = [preset for preset in preset_names() if preset.split("-")[0].upper() in words]
+    return load_hardware(f"1x{presets[0]}") if presets else None

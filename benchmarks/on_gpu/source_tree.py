@@ -17,7 +17,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# What the compiler and the benchmark need beside torch; serving needs more.
+# The packages that the compiler and the benchmark need in addition to torch; serving needs more.
 NEEDED = ("torch", "transformers", "msgspec", "networkx", "numpy", "psutil", "rich", "safetensors", "sympy", "typer")
 
 
@@ -46,13 +46,17 @@ def link_source_tree(folder: Path) -> None:
 
 
 def use_source_tree() -> None:
-    """Where `moepass` is not installed, let this process and those that it starts import it from the source tree.
+    """Make this process and its children import moepass from the source tree, unless it is installed.
 
-    Ends the process with status 2 and the names of the packages that are missing, where any are.
+    Exits with status 2 and the names of missing packages, if there are any.
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        sys.exit(_told(f"moepass needs {', '.join(missing)}, which this Python ({sys.executable}) does not find"))
+        sys.exit(
+            _print_error(
+                f"moepass needs {', '.join(missing)}, which are not installed for this Python ({sys.executable})"
+            )
+        )
     if not _is_installed():
         folder = ROOT / "build" / "source-tree"
         link_source_tree(folder)
@@ -69,7 +73,7 @@ def _is_installed() -> bool:
     return True
 
 
-def _told(message: str) -> int:
+def _print_error(message: str) -> int:
     print(f"{message}; install them, or name a folder that has them in PYTHONPATH", file=sys.stderr)
     return 2
 

@@ -47,15 +47,15 @@ from moepass.runtime.banks.banks import BankStore
 
 RESIDENT, STREAMED, INDUCTOR, ACCELERATE = "resident", "streamed", "inductor", "accelerate"
 SLOTS = 2
-# Streamed counts as saturated from this part of the resident rate on.
+# Streaming counts as saturated from this fraction of the resident rate.
 SATURATED = 0.95
-# Errors of layers add up, and tokens between two experts go to the other one: so much more than of one product.
+# The tolerance relative to that of one product: errors of layers add up, and ties between experts may flip.
 _DEPTH_FACTOR = 10
 
 
 @dataclasses.dataclass(frozen=True)
 class StreamingPoint:
-    """One variant at one number of tokens. `bytes` are those on the device: weights, slots and what the run takes."""
+    """One variant at one number of tokens. `bytes` are those of weights, slots and the run on the device."""
 
     tokens: int
     variant: str
@@ -67,7 +67,7 @@ class StreamingPoint:
 
 @dataclasses.dataclass
 class StreamingResult:
-    """`predicted` and `observed` are the threshold in tokens; None: nothing to predict from, or never reached."""
+    """The points, and the `predicted` and `observed` threshold in tokens; None if unknown or never reached."""
 
     points: list[StreamingPoint] = dataclasses.field(default_factory=list)
     predicted: float | None = None
@@ -75,17 +75,20 @@ class StreamingResult:
     missing: list[str] = dataclasses.field(default_factory=list)
 
     def point(self, tokens: int, variant: str) -> StreamingPoint | None:
-        return next((one for one in self.points if (one.tokens, one.variant) == (tokens, variant)), None)
+        """Return the point of `variant` at `tokens`, or None if it was not measured."""
+        return next((point for point in self.points if (point.tokens, point.variant) == (tokens, variant)), None)
 
     def rate_ratios(self, variant: str, other: str) -> dict[int, float]:
-        """How many times as fast as `other` a variant is, by tokens."""
-        pairs = {one.tokens: (one, self.point(one.tokens, other)) for one in self.points if one.variant == variant}
-        return {count: two.timing.seconds / one.timing.seconds for count, (one, two) in pairs.items() if two}
+        """Return the speed of a variant relative to `other`, by number of tokens."""
+        pairs = {
+            point.tokens: (point, self.point(point.tokens, other)) for point in self.points if point.variant == variant
+        }
+        return {count: two.timing.seconds / first.timing.seconds for count, (first, two) in pairs.items() if two}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Variant:
-    """`run(ids)` gives logits of the last tokens."""
+    """A variant of the model; `run(ids)` returns the logits of the last tokens."""
 
     name: str
     run: Callable[[torch.Tensor], torch.Tensor]
@@ -93,12 +96,12 @@ class _Variant:
     store: BankStore | None = None
 
     def waited(self, target: Target) -> float | None:
-        """Seconds in which computation has waited for experts so far; None: it never does."""
+        """Return the seconds in which computation has waited for experts so far; None if it never does."""
         target.synchronize()
         return None if self.store is None else self.store.ring().statistics.waited_seconds
 
     def bytes(self, target: Target, ids: torch.Tensor) -> int | None:
-        """What weights and slots hold on the device, and what a run takes there."""
+        """Return the bytes of weights and slots on the device, and the additional peak of a run."""
         taken = target.memory_of(lambda: self.run(ids))
         if taken is None:
             return None
@@ -106,16 +109,13 @@ class _Variant:
 
 
 def sequences_of(tokens: int, longest: int) -> tuple[int, int]:
-    """Number and length: two sequences or more, so that one capture serves all; `longest` tokens at most in each."""
+    """Return the number of sequences, at least 2 so that one capture serves all, and their length."""
     count = max(2, -(-tokens // longest))
     return count, tokens // count
 
 
 def crossing(ratios: Mapping[int, float], level: float) -> float | None:
-    """Tokens from which on `ratios` stay at `level`, between two of them by a line over the logarithm of tokens.
-
-    None: not even the last one is there. Where all are, the fewest tokens that there are.
-    """
+    """Return the tokens from which `ratios` stay at `level`, interpolated over the logarithm of tokens."""
     counts = sorted(ratios)
     below = [count for count in counts if ratios[count] < level]
     if not counts or (below and below[-1] == counts[-1]):
@@ -124,16 +124,16 @@ def crossing(ratios: Mapping[int, float], level: float) -> float | None:
         return float(counts[0])
     left = below[-1]
     right = counts[counts.index(left) + 1]
-    part = (level - ratios[left]) / (ratios[right] - ratios[left])
-    return left * (right / left) ** part
+    fraction = (level - ratios[left]) / (ratios[right] - ratios[left])
+    return left * (right / left) ** fraction
 
 
 def predicted_threshold(target: Target, config: PreTrainedConfig, longest: int) -> float | None:
-    """Tokens from which the profile's rates hide the transfers, with the planner's margin; None without a profile."""
+    """Return the tokens from which the profile's rates hide transfers, with the planner's margin, or None."""
     if target.hardware is None or target.hardware.host is None:
         return None
     architecture = from_config(config)
-    # How many sequences there are plays no part in the threshold, nor does the budget.
+    # The threshold depends neither on the number of sequences nor on the budget.
     setting = Setting(architecture, target.hardware, Sequences(1, longest), short_dtype(target.dtype), math.inf)
     layer = architecture.typical_moe_layer
     _, transfer = bank_transfer(setting, layer, "host")
@@ -151,10 +151,7 @@ def measure_streaming(
     failures: Failures,
     folder: Path | None = None,
 ) -> StreamingResult:
-    """One table for steps of `counts` tokens.
-
-    A variant that fails, or whose logits are wrong, is not timed, and comes to `failures`.
-    """
+    """Print one table for steps of `counts` tokens."""
     table = ResultTable(
         "streaming",
         f"Whole model ({config.model_type}, hidden {config.hidden_size}), {config.num_hidden_layers} layers, "
@@ -188,7 +185,7 @@ def measure_streaming(
 
 
 def _compiled_variants(model: PreTrainedModel, target: Target) -> list[_Variant]:
-    # Models of one class share their code, and Dynamo counts what it compiles of that.
+    # Models of one class share their code, by which Dynamo limits compilations.
     torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)
     streamed = sharing_copy(model)
     store = moepass.offload_experts(streamed, slots=SLOTS, device=target.device).store
@@ -215,32 +212,32 @@ def _right_ones(
     result: StreamingResult,
     failures: Failures,
 ) -> tuple[list[_Variant], str]:
-    """The variants whose logits are those of the uncompiled model, and how far each is from it, in words.
+    """Return the variants whose logits match those of the uncompiled model, and a description of each difference.
 
-    Streamed experts run the kernels of resident ones, so their logits are compared with each other too.
+    Streamed experts run the same kernels as resident ones, so their logits are compared with each other too.
     """
     plain = _logits_of(model)(ids).double()
     logits: dict[str, torch.Tensor] = {}
-    right, told = [], []
+    right, reasons = [], []
     for variant in variants:
         try:
             with moepass.record_compilations() as compilations:
-                found = variant.run(ids)
-            off = relative_error(found.flatten(0, -2), plain.flatten(0, -2))
+                outputs = variant.run(ids)
+            off = relative_error(outputs.flatten(0, -2), plain.flatten(0, -2))
             how = f", experts by {how_experts_run(compilations)}" if compilations else ""
-            told.append(f"{variant.name} {off:.1e}{how}")
+            reasons.append(f"{variant.name} {off:.1e}{how}")
             if not off <= _DEPTH_FACTOR * target.most_error:
                 raise WrongResultError(f"logits are off by {off:.2e} of those of the uncompiled model")
-            logits[variant.name] = found
+            logits[variant.name] = outputs
             if variant.name == STREAMED and RESIDENT in logits:
-                apart = relative_error(found.flatten(0, -2), logits[RESIDENT].double().flatten(0, -2))
-                told.append(f"streamed against resident {apart:.1e}")
+                apart = relative_error(outputs.flatten(0, -2), logits[RESIDENT].double().flatten(0, -2))
+                reasons.append(f"streamed against resident {apart:.1e}")
                 if not apart <= target.most_error:
                     raise WrongResultError(f"logits are off by {apart:.2e} of those with resident experts")
             right.append(variant)
         except Exception as error:
             result.missing.append(f"{variant.name}: {failures.add(error)}")
-    return right, "; ".join(told)
+    return right, "; ".join(reasons)
 
 
 def _measure(
@@ -265,8 +262,8 @@ def _measure(
                 raise
             result.missing.append(f"{tokens} tokens, {variant.name}: out of memory")
         target.free_memory()
-    waited = {name: one.waited(target) for name, (one, _) in fitting.items()}
-    runs = {name: functools.partial(one.run, ids) for name, (one, _) in fitting.items()}
+    waited = {name: variant.waited(target) for name, (variant, _) in fitting.items()}
+    runs = {name: functools.partial(variant.run, ids) for name, (variant, _) in fitting.items()}
     timings = target.interleaved(runs, rounds, is_stream=True)
     for name, (variant, nbytes) in fitting.items():
         timing, peak = timings[name], target.peak_flops
@@ -293,7 +290,7 @@ def _measure_accelerate(
     result: StreamingResult,
     deadline: Deadline,
 ) -> None:
-    """At few numbers of tokens, once each: a step brings all weights."""
+    """Measure accelerate at few numbers of tokens, once each, because a step transfers all weights."""
     if importlib.util.find_spec("accelerate") is None:
         result.missing.append("accelerate: not installed")
         return
@@ -307,7 +304,7 @@ def _measure_accelerate(
             result.missing.append(f"{tokens} tokens, accelerate: the part's {deadline.seconds:.0f} s were over")
             continue
         if offloaded is None:
-            # Its hooks write into the model; parameters of its own keep those of the others as they are.
+            # accelerate's hooks write into the model, so it needs separate parameters.
             offloaded = sharing_copy(model)
             cpu_offload(offloaded, execution_device=target.device)
         measure([_Variant(ACCELERATE, _logits_of(offloaded), offloaded)], tokens, 1)
@@ -321,6 +318,6 @@ def _note(result: StreamingResult, errors: str, rounds: int) -> str:
         f"Saturation threshold: predicted {predicted}, observed {observed} (streamed at {SATURATED} of resident, "
         f"interpolated).{missing} Medians of {rounds} steps in turns (accelerate: one), ± half of the range. MFU: "
         "FLOPs of the model by models/formulas, against the stated bf16 peak. exposed: what computation waits for "
-        "experts in a step, in the mean. GiB: weights and slots on the device, and what a step takes beside them. "
+        "experts in a step, on average. GiB: weights and slots on the device, and the additional peak of a step. "
         f"Largest error of a row of logits against the uncompiled model, by norm: {errors}."
     )

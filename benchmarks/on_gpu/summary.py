@@ -1,4 +1,4 @@
-"""What the parts found, beside what is asked of them: met, missed, or not measured, and why."""
+"""Compare the measurements of all parts with their targets: met, missed, or not measured, with the reason."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MET, MISSED, NOT_MEASURED = "met", "MISSED", "not measured"
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """`found` None: not measured, for `note`."""
+    """One target. `found` is None if it was not measured, because of `note`."""
 
     what: str
     wanted: str
@@ -27,6 +27,7 @@ class Point:
 
     @property
     def verdict(self) -> str:
+        """Return whether the target was met, missed, or not measured."""
         return NOT_MEASURED if self.found is None else MET if self.is_met else MISSED
 
 
@@ -35,7 +36,7 @@ def _missing(what: str, wanted: str, reason: str) -> Point:
 
 
 def _at_least(what: str, wanted: float, values: Mapping[str, float], reason: str) -> Point:
-    """All of `values` are at least `wanted`; what was found is the smallest."""
+    """Return the point that all of `values` are at least `wanted`; it shows the smallest value."""
     if not values:
         return _missing(what, f"at least {wanted:g}", reason)
     name = min(values, key=values.__getitem__)
@@ -43,7 +44,7 @@ def _at_least(what: str, wanted: float, values: Mapping[str, float], reason: str
 
 
 def _at_most(what: str, wanted: float, values: Mapping[str, float], reason: str) -> Point:
-    """All of `values` are at most `wanted`; what was found is the largest."""
+    """Return the point that all of `values` are at most `wanted`; it shows the largest value."""
     if not values:
         return _missing(what, f"at most {wanted:g}", reason)
     name = max(values, key=values.__getitem__)
@@ -51,11 +52,15 @@ def _at_most(what: str, wanted: float, values: Mapping[str, float], reason: str)
 
 
 def kernel_points(results: Sequence[KernelResult] | None) -> list[Point]:
-    """Of all models' expert layers at `KERNEL_TOKENS`, evenly routed and skewed."""
-    chosen = [one for one in results or () if one.what == LAYER and one.tokens == KERNEL_TOKENS]
+    """Return the points about all models' expert layers at `KERNEL_TOKENS`, with even and skewed routing."""
+    chosen = [result for result in results or () if result.what == LAYER and result.tokens == KERNEL_TOKENS]
     reason = "the part was not run" if results is None else f"no expert layer at {KERNEL_TOKENS} tokens was measured"
     dense, grouped = (
-        {f"{one.model}, {one.routing}": value for one in chosen if (value := getattr(one, name)) is not None}
+        {
+            f"{measured.model}, {measured.routing}": value
+            for measured in chosen
+            if (value := getattr(measured, name)) is not None
+        }
         for name in ("share_of_dense", "against_grouped_mm")
     )
     return [
@@ -65,7 +70,7 @@ def kernel_points(results: Sequence[KernelResult] | None) -> list[Point]:
 
 
 def streaming_points(result: StreamingResult | None) -> list[Point]:
-    """At and above the predicted threshold; where one number of tokens is meant, the first one there."""
+    """Return the points at and above the predicted threshold, or at the first measured number of tokens there."""
     reason = "the part was not run" if result is None else "no number of tokens above the predicted threshold"
     result = result or StreamingResult()
     if result.predicted is None:
@@ -78,13 +83,13 @@ def streaming_points(result: StreamingResult | None) -> list[Point]:
     def first(values: Mapping[int, float]) -> dict[str, float]:
         return dict(list(above(values).items())[:1])
 
-    streamed = [one for one in result.points if one.variant == STREAMED]
+    streamed = [point for point in result.points if point.variant == STREAMED]
     memory: dict[int, float] = {}
     for one in streamed:
-        other = result.point(one.tokens, RESIDENT)
-        if one.bytes is not None and other is not None and other.bytes:
-            memory[one.tokens] = one.bytes / other.bytes
-    mfu = {one.tokens: one.mfu for one in streamed if one.mfu is not None}
+        resident = result.point(one.tokens, RESIDENT)
+        if one.bytes is not None and resident is not None and resident.bytes:
+            memory[one.tokens] = one.bytes / resident.bytes
+    mfu = {point.tokens: point.mfu for point in streamed if point.mfu is not None}
     rates, offload = result.rate_ratios(STREAMED, RESIDENT), result.rate_ratios(STREAMED, ACCELERATE)
     return [
         _at_least("streamed, rate as a part of resident's", 0.95, above(rates), reason),
@@ -105,12 +110,12 @@ def _threshold(result: StreamingResult) -> Point:
 
 
 def memory_points(results: Sequence[LongestSequence] | None) -> list[Point]:
-    """Of the same memory, without keys and values."""
+    """Return the points about sequence length in the same memory, without keys and values."""
     what, wanted = "hybrid prefill, times longer sequences", "reported"
     if results is None:
         return [_missing(what, wanted, "the part was not run")]
     plain, hybrid = (
-        next((one for one in results if (one.chunk_tokens is not None) == chunked and not one.keeps_kv), None)
+        next((run for run in results if (run.chunk_tokens is not None) == chunked and not run.keeps_kv), None)
         for chunked in (False, True)
     )
     if plain is None or hybrid is None or hybrid.reason or plain.reason:
@@ -129,7 +134,7 @@ def summarise(
 ) -> list[Point]:
     """Print all points as one table, with those of parts that were not run (None)."""
     table = ResultTable(
-        "summary", "What is asked, and what was found", ["what", "wanted", "found", "verdict"], conditions, folder
+        "summary", "Targets and measurements", ["what", "wanted", "found", "verdict"], conditions, folder
     )
     points = [*kernel_points(kernels), *streaming_points(streaming), *memory_points(memory)]
     for point in points:

@@ -1,4 +1,4 @@
-"""Tables of results in Markdown: on the console when they are complete, and as a file that grows row by row."""
+"""Tables of results in Markdown: printed when they are complete, and written to a file row by row."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class ResultTable:
-    """One table. `folder` None: it is printed alone."""
+    """One table. If `folder` is None, it is only printed."""
 
     def __init__(
         self, name: str, title: str, header: Sequence[str], conditions: Mapping[str, str], folder: Path | None
@@ -19,7 +19,7 @@ class ResultTable:
         self._path = None if folder is None else folder / f"{name}.md"
 
     def add(self, *cells: object) -> None:
-        """One more row, written at once: what is measured is kept, whatever comes later."""
+        """Add a row and write the table at once, so that a later failure does not lose it."""
         row = [str(cell) for cell in cells]
         if len(row) != len(self.header):
             raise ValueError(f"a row of {self.title!r} has {len(row)} cells, and {len(self.header)} columns")
@@ -38,7 +38,7 @@ class ResultTable:
             self._path.write_text(self.text(), encoding="utf-8")
 
     def text(self) -> str:
-        """The table in Markdown, with what it was measured on."""
+        """Return the table in Markdown, with the conditions of the measurement."""
         lines = [f"# {self.title}", "", *(f"* {name}: {value}" for name, value in self._conditions.items()), ""]
         lines += [_line(self.header), _line(["---", *["---:"] * (len(self.header) - 1)]), *map(_line, self.rows)]
         lines += ["", self.note] if self.note else ["", "Not complete yet."]

@@ -1,4 +1,4 @@
-"""The device that is measured: its clock, its memory, what a report says of it. Works on a CPU too, to try it out."""
+"""The measured device: its clock, its memory, and its description. A CPU works too, to try the benchmark."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import transformers
 
 from moepass.passes.machine.hardware import Hardware
 
-# About 1 ms: the host issues a run meanwhile, so that the device does not wait for it.
+# About 1 ms, in which the host issues a run, so that the device does not wait for it.
 _AHEAD_CYCLES = 2_000_000
 
 
@@ -32,6 +32,7 @@ class Timing:
 
     @staticmethod
     def of(seconds: Sequence[float]) -> Timing:
+        """Return the timing of repeated runs."""
         return Timing(statistics.median(seconds), min(seconds), max(seconds))
 
     def __str__(self) -> str:
@@ -41,10 +42,7 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """`dtype` is that of weights and activations; a matrix product in it may be off by `most_error` of its norm.
-
-    `hardware` is the profile of the machine; None: none is known, and nothing that needs one is predicted.
-    """
+    """The measured device; `dtype` is that of weights and activations, `most_error` the tolerance of a product."""
 
     device: torch.device
     dtype: torch.dtype
@@ -53,21 +51,23 @@ class Target:
 
     @property
     def is_gpu(self) -> bool:
+        """Return True if the device is a CUDA GPU."""
         return self.device.type == "cuda"
 
     @property
     def peak_flops(self) -> float | None:
-        """The stated peak rate of bf16, where the profile is of this kind of device."""
+        """Return the stated peak rate of bf16, or None if the profile describes another kind of device."""
         if self.hardware is None or not self.is_gpu or "bf16" not in self.hardware.flops:
             return None
         return self.hardware.flops["bf16"].value
 
     def synchronize(self) -> None:
+        """Wait until the device has finished its work."""
         if self.is_gpu:
             torch.cuda.synchronize(self.device)
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Seconds of one run: on a GPU by events on the compute stream, on a CPU by the clock."""
+        """Return the seconds of one run, by events on the compute stream of a GPU, or by the clock on a CPU."""
         if not self.is_gpu:
             started = time.perf_counter()
             run()
@@ -83,24 +83,24 @@ class Target:
     def interleaved(
         self, runs: Mapping[str, Callable[[], object]], rounds: int, is_stream: bool = False
     ) -> dict[str, Timing]:
-        """Each run `rounds` times in turns, after one that is not counted.
+        """Time each run `rounds` times in turns, after a run that is not counted.
 
-        `is_stream`: each is one of a steady stream, and follows another one of its own kind that is not counted. Then
-        it finds the slots of a ring as its own kind leaves them, and not filled while others ran.
+        If `is_stream`, each timed run follows an untimed one of the same variant. It then finds the slots of a ring as
+        the same variant leaves them in a steady stream, and not filled while other variants ran.
         """
         for run in runs.values():
             run()
         self.synchronize()
-        found: dict[str, list[float]] = {name: [] for name in runs}
+        times: dict[str, list[float]] = {name: [] for name in runs}
         for _ in range(rounds):
             for name, run in runs.items():
                 if is_stream:
                     run()
-                found[name].append(self.seconds(run))
-        return {name: Timing.of(seconds) for name, seconds in found.items()}
+                times[name].append(self.seconds(run))
+        return {name: Timing.of(seconds) for name, seconds in times.items()}
 
     def memory_of(self, run: Callable[[], object]) -> int | None:
-        """Bytes that a run takes on the device at most beside what is there before; None: nothing counts them."""
+        """Return the peak bytes that a run adds on the device, or None if the device does not count them."""
         if not self.is_gpu:
             run()
             return None
@@ -112,28 +112,30 @@ class Target:
         return torch.cuda.max_memory_allocated(self.device) - before
 
     def free_memory(self) -> None:
+        """Collect garbage, and return cached memory to the device."""
         gc.collect()
         if self.is_gpu:
             torch.cuda.empty_cache()
 
 
 class Deadline:
-    """The seconds that a part may take; what does not fit any more is left out, and the report says so."""
+    """The time limit of a part; measurements after it are skipped and reported."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._end, self.seconds = clock, clock() + seconds, seconds
 
     @property
     def is_over(self) -> bool:
+        """Return True if the time is over."""
         return self._clock() >= self._end
 
 
 class WrongResultError(AssertionError):
-    """A result is not that of the reference."""
+    """A result differs from the reference."""
 
 
 class Failures:
-    """Errors that do not keep the rest from being measured; the first one is raised when that is done."""
+    """Errors that do not stop further measurements; the first one is raised at the end."""
 
     def __init__(self) -> None:
         self._found: list[Exception] = []
@@ -147,12 +149,13 @@ class Failures:
         return f"{type(error).__name__}: {lines[0]}"
 
     def raise_first(self) -> None:
+        """Raise the first error, if there was one."""
         if self._found:
             raise self._found[0]
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """True for an error that means, or was caused by, a lack of device memory."""
+    """Return True if `error` means, or was caused by, a lack of device memory."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
             return True
@@ -161,14 +164,14 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def fits(target: Target, run: Callable[[], object]) -> bool:
-    """Whether the memory is enough for `run`. What a failed one has allocated is free again. Raises other errors."""
+    """Return True if the memory is enough for `run`. A failed run leaves no allocation. Other errors are raised."""
     try:
         run()
         target.synchronize()
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        # Its frames hold the activations.
+        # The frames of the traceback hold the activations.
         error.__traceback__ = error.__context__ = error.__cause__ = None
         is_enough = False
     else:
@@ -178,7 +181,7 @@ def fits(target: Target, run: Callable[[], object]) -> bool:
 
 
 def conditions(target: Target) -> dict[str, str]:
-    """What a table was measured on and with."""
+    """Return the hardware and software versions of a measurement."""
     import triton
 
     device = f"{platform.machine()} CPU, {torch.get_num_threads()} thread(s): TRIED OUT, NO GPU"

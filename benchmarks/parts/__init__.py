@@ -1,0 +1,1 @@
+"""Parts that several benchmarks share, and kernels compiled without a GPU."""

@@ -1,4 +1,4 @@
-"""Attention by the kernel's own causal flag: under torch 2.13 transformers gives compiled models a mask instead."""
+"""Attention with the kernel's causal flag: under torch 2.13 transformers passes a mask to compiled models instead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CAUSAL = "causal"
 
 
 def causal_attention() -> None:
-    """Register it as `CAUSAL`, for `model.set_attn_implementation`."""
+    """Register the attention as `CAUSAL`, for `model.set_attn_implementation`."""
 
     def attend(module: nn.Module, query: Any, key: Any, value: Any, mask: Any, scaling: Any = None, **_: Any) -> Any:
         grouped = key.shape[1] != query.shape[1]

@@ -1,4 +1,4 @@
-"""Expert parallelism over an emulated link: its AllToAlls take bytes / bandwidth seconds, as copies of weights do."""
+"""Expert parallelism over an emulated link: AllToAlls take bytes / bandwidth seconds, like copies of weights."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.helpers.models.moe_stack import MoEStack
 
 @torch.library.custom_op("moepass_benchmarks::link_delay", mutates_args={"rows"})
 def link_delay(rows: torch.Tensor, crossing: torch.Tensor, bytes_per_s: float) -> None:
-    """Sleeps for as long as `crossing` (a number) of `rows` [n, ...] take. It changes nothing, but keeps its place."""
+    """Sleep for the transfer time of `crossing` of `rows` [n, ...]. The operator changes nothing, but is not moved."""
     row_bytes = rows[:1].numel() * rows.element_size()
     time.sleep(int(crossing) * row_bytes / bytes_per_s)
 
 
 class DelayedExperts(AllToAllExperts):
-    """As its base; rows that come from other ranks, and their results on the way back, take their time."""
+    """Experts whose rows from other ranks, and their results, arrive after the time of an emulated link."""
 
     bytes_per_s: float
 
@@ -32,10 +32,10 @@ class DelayedExperts(AllToAllExperts):
 
 
 def exchanges_take(model: MoEStack, bytes_per_s: float) -> MoEStack:
-    """`model`, of form all_to_all over the default group, with AllToAlls over a link of that bandwidth."""
+    """Return `model`, of form all_to_all over the default group, with AllToAlls over a link of this bandwidth."""
     for layer in model.moe:
-        own = layer.experts
-        assert isinstance(own, AllToAllExperts)
-        layer.experts = DelayedExperts(own.gate_up_proj.data, own.down_proj.data, own.placement.experts).eval()
+        owned = layer.experts
+        assert isinstance(owned, AllToAllExperts)
+        layer.experts = DelayedExperts(owned.gate_up_proj.data, owned.down_proj.data, owned.placement.experts).eval()
         layer.experts.bytes_per_s = bytes_per_s
     return model

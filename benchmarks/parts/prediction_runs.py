@@ -30,10 +30,10 @@ RANKS = 2
 CROSSOVER_LAYERS = 2
 CROSSOVER_TOKENS = (256, 512, 768, 1024, 2048)
 _STEADY_STEPS = 3
-# Each case finds the caches, and the slots of its ring, as another has left them.
+# Untimed steps, because each case finds caches and ring slots as another case has left them.
 _WARM_STEPS = 2
 _POLL_SECONDS = 0.2
-# At 1024 tokens the busier half of the experts then has 1.02 of its share of the rows; with attention as it is, 1.17.
+# At 1024 tokens the busier half of the experts then gets 1.02 times its share of the rows, instead of 1.17.
 _ATTENTION_SCALE = 0.1
 
 
@@ -49,13 +49,13 @@ class Case:
 
     @property
     def model(self) -> tuple[str, int, int, float]:
-        """Cases that differ in their tokens alone are one model."""
+        """Return the case without tokens: cases that differ only in tokens share one model."""
         return self.home, self.layers, self.slots, self.link_bytes_per_s
 
 
 @dataclasses.dataclass(frozen=True)
 class BothForms:
-    """Seconds of a step with that many tokens per rank: tokens exchanged by AllToAll, and experts gathered."""
+    """The seconds of a step with `tokens` per rank, with tokens exchanged by AllToAll and with experts gathered."""
 
     tokens: int
     exchanged_seconds: float
@@ -63,11 +63,11 @@ class BothForms:
 
 
 class StreamedModels:
-    """The models of `cases`, compiled, each warm and with outputs that were compared with the plain model's."""
+    """The compiled and warm models of `cases`, whose outputs are compared with those of the plain model."""
 
     def __init__(self, cases: Sequence[Case], sequence: int) -> None:
         torch.set_num_threads(1)
-        # All of these models have their code in common.
+        # All of these models share their code.
         torch._dynamo.config.recompile_limit = 2 * len(cases) + 8
         self._runs: list[Callable[[], object]] = []
         self._are_equal: list[bool] = []
@@ -75,11 +75,11 @@ class StreamedModels:
             self._add_model(list(group), sequence)
 
     def equal(self) -> list[bool]:
-        """For each case, whether its outputs were those of the plain model."""
+        """Return for each case whether its outputs equal those of the plain model."""
         return self._are_equal
 
     def seconds(self, repeats: int) -> list[list[float]]:
-        """Of `repeats` steps of each case that follow each other, as the steady state has them."""
+        """Return the seconds of `repeats` consecutive steps of each case, as in the steady state."""
         return [self._of(run, repeats) for run in self._runs]
 
     @torch.no_grad()
@@ -95,8 +95,8 @@ class StreamedModels:
     def _add_model(self, cases: Sequence[Case], sequence: int) -> None:
         case = cases[0]
         model = _model(case.layers)
-        inputs = [_inputs(one.tokens, sequence) for one in cases]
-        wanted = [model(**given).logits for given in inputs]
+        inputs = [_inputs(case.tokens, sequence) for case in cases]
+        wanted = [model(**arguments).logits for arguments in inputs]
         link = f"emulate:{case.link_bytes_per_s}"
         homes = {
             "host": moepass.Host(link=link),
@@ -105,16 +105,16 @@ class StreamedModels:
         }
         moepass.offload_experts(model, homes[case.home], slots=case.slots)
         compiled = torch.compile(model, backend="asyncep", dynamic=True)
-        for given, expected in zip(inputs, wanted, strict=True):
-            self._are_equal.append(torch.allclose(compiled(**given).logits, expected, rtol=1e-4, atol=1e-4))
-            self._runs.append(functools.partial(compiled, **given))
+        for arguments, expected in zip(inputs, wanted, strict=True):
+            self._are_equal.append(torch.allclose(compiled(**arguments).logits, expected, rtol=1e-4, atol=1e-4))
+            self._runs.append(functools.partial(compiled, **arguments))
 
 
 @contextlib.contextmanager
 def on_ranks(prepare: Callable[..., Any], *arguments: Any) -> Iterator[Callable[..., Any]]:
-    """`prepare(*arguments)` on each of two ranks, each pinned to a core; gives a way to talk to what it made there.
+    """Call `prepare(*arguments)` on two pinned ranks, and yield a function that calls methods of the result.
 
-    `ask(name, *given)` calls its method of that name on all ranks, and returns what the first one gets.
+    `ask(name, *arguments)` calls the method `name` on all ranks, and returns the result of the first rank.
     """
     context = torch.multiprocessing.get_context("spawn")
     asked, answers = [context.SimpleQueue() for _ in range(RANKS)], context.SimpleQueue()
@@ -125,7 +125,7 @@ def on_ranks(prepare: Callable[..., Any], *arguments: Any) -> Iterator[Callable[
 
         def answer() -> Any:
             while answers.empty():
-                running.join(timeout=_POLL_SECONDS)  # raises what a rank raised
+                running.join(timeout=_POLL_SECONDS)  # raises the error of a rank
             return answers.get()
 
         def ask(name: str, *given: Any) -> Any:
@@ -133,7 +133,7 @@ def on_ranks(prepare: Callable[..., Any], *arguments: Any) -> Iterator[Callable[
                 of_rank.put((name, given))
             return answer()
 
-        answer()  # all have prepared: whatever is measured next has the cores to itself
+        answer()  # all ranks are prepared, so measurements have the cores to themselves
         yield ask
         for of_rank in asked:
             of_rank.put(None)
@@ -155,14 +155,15 @@ def _rank(rank: int, store: str, asked: Any, answers: Any, prepare: Callable[...
         answer = getattr(prepared, name)(*given)
         if rank == 0:
             answers.put(answer)
-    dist.barrier()  # nobody's memory goes while others read it
+    dist.barrier()  # no rank frees its memory while others read it
     dist.destroy_process_group()
 
 
 def _model(layers: int) -> PreTrainedModel:
-    """The reference model with experts that are in about equal demand, as forecasts have them.
+    """Return the reference model with experts in about equal demand, as forecasts assume.
 
-    Random attention makes all tokens of a sequence alike, and one expert everybody's; so it adds little here.
+    Random attention makes all tokens of a sequence alike and routes them to the same expert, so its output is scaled
+    down.
     """
     model = reference_model(layers)
     for layer in model.model.layers:
@@ -172,13 +173,13 @@ def _model(layers: int) -> PreTrainedModel:
 
 
 def _inputs(tokens: int, sequence: int) -> dict[str, Any]:
-    """Sequences of `sequence` random tokens, the same on all ranks. Logits are computed for the last token of each."""
+    """Return sequences of `sequence` random tokens, equal on all ranks. Logits are computed for their last tokens."""
     token_ids = torch.randint(0, 1024, (tokens // sequence, sequence), generator=torch.Generator().manual_seed(tokens))
     return {"input_ids": token_ids, "use_cache": False, "logits_to_keep": 1}
 
 
 def _seconds_alone(run: Callable[[], object], repeats: int) -> list[float]:
-    """Of steps that follow each other, as the steady state has them."""
+    """Return the seconds of consecutive steps, as in the steady state."""
     seconds = []
     for _ in range(repeats):
         started = time.perf_counter()
@@ -188,7 +189,7 @@ def _seconds_alone(run: Callable[[], object], repeats: int) -> list[float]:
 
 
 class CrossoverModels:
-    """A model on this rank in both forms, over links of that rate, AllToAll and gathering on the same kernels."""
+    """A model on this rank in both forms, over emulated links, with the same kernels for AllToAll and gathering."""
 
     def __init__(self, link_bytes_per_s: float, sequence: int) -> None:
         torch._dynamo.config.capture_scalar_outputs = True
@@ -197,7 +198,7 @@ class CrossoverModels:
             if isinstance(module, DelayedExperts):
                 module.bytes_per_s = link_bytes_per_s
         self._sequence = sequence
-        # The exchange stays, and experts run on the same kernels as those that are gathered.
+        # The exchange remains, and experts run the same kernels as gathered ones.
         options: dict[str, Any] = {"disable": ["eliminate_expert_parallelism", "lower_complete_experts"]}
         self._exchanged = torch.compile(exchanging, backend="asyncep", dynamic=True, options=options)
         options = {"link": f"emulate:{link_bytes_per_s}", "timeout_s": 300.0}
@@ -209,41 +210,41 @@ class CrossoverModels:
 
     @torch.no_grad()
     def both_forms(self, repeats: int) -> list[BothForms]:
-        """Seconds of the slower rank for each of `CROSSOVER_TOKENS`: medians of `repeats`, taken in turns."""
+        """Return the seconds of the slower rank for each of `CROSSOVER_TOKENS`: medians of `repeats`, in turns."""
         points = []
         for tokens in CROSSOVER_TOKENS:
-            given = _inputs(tokens, self._sequence)
+            arguments = _inputs(tokens, self._sequence)
             seconds: dict[Any, list[float]] = {self._exchanged: [], self._gathered: []}
             for _ in range(repeats):
-                for run, found in seconds.items():
+                for run, measured in seconds.items():
                     dist.barrier()
-                    step = functools.partial(run, **given)
-                    # The ring was filled ahead meanwhile, which steady steps do not find.
+                    step = functools.partial(run, **arguments)
+                    # The barrier gave the ring time to fill ahead, which steady steps do not have.
                     _seconds_alone(step, _WARM_STEPS)
-                    found.append(statistics.fmean(_seconds_alone(step, _STEADY_STEPS)))
-            points.append(BothForms(tokens, *(statistics.median(_slowest(found)) for found in seconds.values())))
+                    measured.append(statistics.fmean(_seconds_alone(step, _STEADY_STEPS)))
+            points.append(BothForms(tokens, *(statistics.median(_slowest(of_run)) for of_run in seconds.values())))
         return points
 
 
 def crossing_of(points: Sequence[BothForms]) -> float | None:
-    """Tokens at which both take as long, by a line between the points, logarithmic on both axes; None: nowhere."""
+    """Return the tokens at which both forms take the same time, interpolated in log-log scale, or None."""
     for left, right in itertools.pairwise(points):
-        before, after = (one.exchanged_seconds / one.gathered_seconds for one in (left, right))
+        before, after = (point.exchanged_seconds / point.gathered_seconds for point in (left, right))
         if before < 1 <= after:
             return left.tokens * (right.tokens / left.tokens) ** (-math.log(before) / math.log(after / before))
     return None
 
 
 def _exchanging_model(form: type[AllToAllExperts]) -> PreTrainedModel:
-    """The reference model with experts spread over the ranks, exchanged by AllToAll."""
+    """Return the reference model with experts spread over the ranks, exchanged by AllToAll."""
     model = _model(CROSSOVER_LAYERS)
     for layer in model.model.layers:
         experts = layer.mlp.experts
         owned = ExpertPlacement(experts.gate_up_proj.shape[0], RANKS, dist.get_rank()).owned
-        own = [
+        crossings = [
             weights[owned.start : owned.stop].detach().clone() for weights in (experts.gate_up_proj, experts.down_proj)
         ]
-        layer.mlp.experts = form(*own, experts.gate_up_proj.shape[0])
+        layer.mlp.experts = form(*crossings, experts.gate_up_proj.shape[0])
     return model
 
 

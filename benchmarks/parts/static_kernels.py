@@ -1,10 +1,4 @@
-"""Expert kernels compiled for real GPUs, on any machine: their resources, and rooflines. Nothing is measured.
-
-The kernels of one expert layer of each model are generated from its graph and compiled for sm_80, sm_90 and sm_100. The
-first table says what each takes of a multiprocessor. The second is a roofline: FLOPs and bytes counted from the
-kernel's own loops, against the stated peaks of the hardware profiles. No kernel is faster than its roofline; how much
-slower it is only a GPU tells.
-"""
+"""Compile expert kernels for real GPUs on any machine: resources and rooflines, without measurements."""
 
 from __future__ import annotations
 
@@ -23,7 +17,7 @@ from moepass.runtime.kernels.grouped_gemm.kernel_work import count_work, rooflin
 from moepass.runtime.kernels.grouped_gemm.tile_sizes import candidate_sizes, tile_sizes
 from moepass.runtime.profiles.hardware_profiles import load_hardware
 
-# One machine for each compute capability.
+# One hardware preset for each compute capability.
 MACHINES = {80: "1xa100-80g", 90: "1xh100-80g", 100: "1xb200-192g"}
 KERNELS = ("up", "down")
 
@@ -34,7 +28,7 @@ def main(
     capabilities: str = ",".join(map(str, MACHINES)),
     tokens: str = "4096,32768,131072",
 ) -> None:
-    """Of MODELS, for GPUs of CAPABILITIES; rooflines for steps of TOKENS tokens."""
+    """Compile the kernels of MODELS for GPUs of CAPABILITIES, and print rooflines for steps of TOKENS tokens."""
     if not static:
         console.print("only --static is there: to measure takes a GPU, and no benchmark of these kernels does it yet")
         raise typer.Exit(2)
@@ -90,12 +84,12 @@ def _resource_rows(shape: ExpertShape, capability: int) -> Iterator[list[object]
 
 
 def _numbered(shape: ExpertShape, capability: int) -> Iterator[tuple[int, CompiledKernel]]:
-    """What is compiled, with the number of the kernel in its segment."""
-    found: list[object] = []
+    """Return the compiled kernels, with the number of each kernel in its segment."""
+    entries: list[object] = []
     for compiled in compile_segment(shape.segment(4096), capability, candidate_sizes):
-        if compiled.kernel not in found:
-            found.append(compiled.kernel)
-        yield found.index(compiled.kernel), compiled
+        if compiled.kernel not in entries:
+            entries.append(compiled.kernel)
+        yield entries.index(compiled.kernel), compiled
 
 
 def _rooflines(shapes: Sequence[ExpertShape], counts: Sequence[int], capability: int) -> None:

@@ -1,0 +1,1 @@
+"""Measurements on real ranks with the layers of other projects."""

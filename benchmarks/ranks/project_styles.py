@@ -1,7 +1,7 @@
-"""Layers in the styles of other projects, compiled with asyncep against the same under Inductor, on two real ranks.
+"""Compare layers in the styles of other projects, compiled with asyncep and with Inductor, on two real ranks.
 
-Every rank is a process with one thread on a core of its own, its copy thread included. A forward counts as long as its
-slowest rank takes. Nothing is emulated.
+Every rank is a process with one thread on its own core, including its copy thread. The time of a forward is that of its
+slowest rank. Nothing is emulated.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ STYLES: dict[str, Any] = {
     "torchtitan loop": SplitOfStacks,
     "megatron": MaskedDispatch,
 }
-# Tokens per rank and skew at which a ratio is asked for, of these styles.
+# Styles, tokens per rank and skew with a target ratio.
 AT_LEAST = {(4096, 0.0): 1.30, (4096, 2.0): 1.70}
 ASKED = ("deepspeed", "megatron")
 
 
 class Stack(nn.Module):
-    """Layers of one style, each with a norm before and a residual around it."""
+    """Layers of one style, each with a norm and a residual connection."""
 
     def __init__(self, style: str, layers: int, sizes: StyleSizes) -> None:
         super().__init__()
         self.layers = nn.ModuleList(STYLES[style](sizes, dist.group.WORLD) for _ in range(layers))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states [tokens, H] after all layers."""
         for layer in self.layers:
             hidden = hidden + layer(F.rms_norm(hidden, hidden.shape[-1:]))
         return hidden
@@ -67,8 +68,8 @@ def main(
     cases = [(style, float(skew)) for style in styles.split(",") for skew in skews.split(",")]
     with tempfile.TemporaryDirectory() as folder:
         queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
-        given = (str(Path(folder) / "store"), queue, cases, tokens, repeats, layers)
-        torch.multiprocessing.spawn(_rank, given, nprocs=RANKS)
+        arguments = (str(Path(folder) / "store"), queue, cases, tokens, repeats, layers)
+        torch.multiprocessing.spawn(_rank, arguments, nprocs=RANKS)
         results = [queue.get() for _ in cases]
     print_table(
         f"{RANKS} ranks, {layers} layers, hidden 512, 32 experts of width 256, top-4, fp32, {tokens} tokens per rank, "
@@ -84,7 +85,8 @@ def main(
 
 def _row(result: dict[str, Any], tokens: int) -> list[object]:
     times = [
-        f"{statistics.median(found):.3f} ({min(found):.3f} to {max(found):.3f})" for found in result["seconds"].values()
+        f"{statistics.median(seconds):.3f} ({min(seconds):.3f} to {max(seconds):.3f})"
+        for seconds in result["seconds"].values()
     ]
     asked = _asked(result, tokens)
     return [
@@ -95,7 +97,9 @@ def _row(result: dict[str, Any], tokens: int) -> list[object]:
 
 def _ratio(result: dict[str, Any]) -> float:
     inductor, asyncep = result["seconds"].values()
-    return statistics.median(other / own for other, own in zip(inductor, asyncep, strict=True))
+    return statistics.median(
+        inductor_seconds / asyncep_seconds for inductor_seconds, asyncep_seconds in zip(inductor, asyncep, strict=True)
+    )
 
 
 def _asked(result: dict[str, Any], tokens: int) -> float | None:
@@ -143,10 +147,10 @@ def _rank(
 
 
 def _slowest(values: list[float]) -> list[float]:
-    """The largest over all ranks of each of `values`."""
-    found = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return found.tolist()
+    """Return the largest of each of `values` over all ranks."""
+    totals = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(totals, dist.ReduceOp.MAX)
+    return totals.tolist()
 
 
 if __name__ == "__main__":

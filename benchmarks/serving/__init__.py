@@ -1,0 +1,1 @@
+"""Measurements of serving: throughput, faults, overload, routing, and offline scoring."""

@@ -1,19 +1,19 @@
-"""Ranks are killed and clients leave: is every request answered once, rightly, and in time, and does memory stay flat?
+"""Kill ranks and disconnect clients, and check that every request is answered once, correctly and in time.
 
     python -m benchmarks.serving.faults [--seconds 600] [--kill-every 20] [--seed 0]
 
-`moepass serve demo` with 2 ranks as processes, asked over sockets by clients that send one request after the other.
-Every KILL_EVERY seconds a rank gets SIGKILL, every third time SIGSTOP: it stands still and must be found out. One
-request in ten is given up by its client at a random moment. What is right was computed before with plain transformers.
+`moepass serve demo` runs with 2 ranks as processes. Clients send one request after the other over sockets. Every
+KILL_EVERY seconds a rank gets SIGKILL, every third time SIGSTOP: the rank then hangs, and the server must detect it.
+One request in ten is cancelled by its client at a random moment. Expected answers come from plain transformers.
 
-    lost        no answer, though the client waited and the server ran
-    duplicated  bytes that nobody asked for, or more answers inside the server than there were requests
+    lost        no answer, although the client waited and the server ran
+    duplicated  unrequested bytes, or more answers inside the server than requests
     hung        not answered within the server's own timeout
-    wrong       an answer that is not the one to this request
-    refused     503: both ranks that had it were lost, or there was none
+    wrong       an answer to another request
+    refused     503: both ranks of the request were lost, or no rank was left
 
-Memory is that of the server when a fifth of the time is over, and at the end; and of ranks, each of them new after a
-kill, at most in the first and in the second half.
+Memory must stay flat: for the server, after a fifth of the time and at the end; for ranks, which are new after a kill,
+the maximum in the first and in the second half.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ KNOWN_REQUESTS = 120
 LEAVING = 0.1
 STOPPED_EVERY = 3
 TOLERANCE = 1e-4
-# What a server may grow by while it runs: caches of the interpreter and of its allocator. [Empirical]
+# The growth allowed while a server runs: caches of the interpreter and its allocator. [Empirical]
 MOST_GROWTH = 0.1
 MEGABYTE = 1 << 20
 
@@ -56,7 +56,7 @@ WORDS = ("the", "der", "les", "una", "och", "nicht", "pour", "este", "address", 
 
 @dataclasses.dataclass(frozen=True)
 class KnownRequest:
-    """A request as it is sent, and the probabilities of each of its questions."""
+    """The bytes of a request, and the probabilities of each of its questions."""
 
     data: bytes
     probabilities: list[dict[str, float]]
@@ -64,6 +64,8 @@ class KnownRequest:
 
 @dataclasses.dataclass
 class Outcome:
+    """The counts of outcomes and kills, the latencies, and samples of memory."""
+
     counts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     seconds: list[float] = dataclasses.field(default_factory=list)
     problems: list[str] = dataclasses.field(default_factory=list)
@@ -72,22 +74,23 @@ class Outcome:
     rank_bytes: list[tuple[float, int]] = dataclasses.field(default_factory=list)
 
     def problem(self, kind: str, what: str) -> None:
+        """Count and record a problem."""
         self.counts[kind] += 1
         self.problems.append(f"{kind}: {what}")
 
 
 @torch.no_grad()
 def known_requests(count: int, choose: random.Random) -> list[KnownRequest]:
-    """Requests of 1 to 12 questions, with the answers of plain transformers."""
+    """Return requests of 1 to 12 questions, with the answers of plain transformers."""
     folder = resolve_model("demo")
     tokenizer, model, labels = load_tokenizer(folder), load_model(folder), load_prompt(folder).labels
     most = load_prompt(folder).max_text_tokens or 512
     shared = " ".join(choose.choices(WORDS, k=18))
-    found = []
+    failures = []
     for number in range(count):
         words = choose.choices(WORDS, k=choose.randint(1, 12))
         text = " ".join([*([shared] if number % 3 == 0 else []), str(number), *words])
-        while len(tokenizer(text)["input_ids"]) > most:  # which the server would cut
+        while len(tokenizer(text)["input_ids"]) > most:  # the server would truncate longer texts
             text = text.rpartition(" ")[0]
         ids = tokenizer(f"{text}<sep>", return_tensors="pt")["input_ids"]
         logits = model(ids, use_cache=False).logits[0, -1].double()
@@ -99,22 +102,26 @@ def known_requests(count: int, choose: random.Random) -> list[KnownRequest]:
             choices = [{"value": value} for value in values]
             questions.append({"type": "choice", "instructions": "Which language is it?", "choices": choices})
         body = {"model": "demo", "input": text, "questions": questions}
-        found.append(KnownRequest(posted("/v1/decisions", body), expected))
-    return found
+        failures.append(KnownRequest(posted("/v1/decisions", body), expected))
+    return failures
 
 
 def is_right(known: KnownRequest, body: bytes) -> bool:
+    """Return True if the answers of `body` are the expected ones."""
     answers = json.loads(body)["answers"]
     if len(answers) != len(known.probabilities):
         return False
     for answer, expected in zip(answers, known.probabilities, strict=True):
-        given = {one["value"]: one["probability"] for one in answer["probabilities"]}
-        if given.keys() != expected.keys() or any(abs(given[name] - expected[name]) > TOLERANCE for name in expected):
+        probabilities = {candidate["value"]: candidate["probability"] for candidate in answer["probabilities"]}
+        if probabilities.keys() != expected.keys() or any(
+            abs(probabilities[name] - expected[name]) > TOLERANCE for name in expected
+        ):
             return False
     return True
 
 
 async def client(port: int, known: list[KnownRequest], outcome: Outcome, end: float, choose: random.Random) -> None:
+    """Send requests until `end`, and cancel some of them."""
     connection = Connection(port)
     while time.monotonic() < end:
         asked = choose.choice(known)
@@ -152,6 +159,7 @@ async def client(port: int, known: list[KnownRequest], outcome: Outcome, end: fl
 
 
 async def kill_ranks(served: ServedProcess, outcome: Outcome, every: float, end: float, choose: random.Random) -> None:
+    """Kill or stop a random rank every `every` seconds until `end`."""
     number = 0
     while time.monotonic() + every < end:
         await asyncio.sleep(every)
@@ -166,6 +174,7 @@ async def kill_ranks(served: ServedProcess, outcome: Outcome, every: float, end:
 
 
 async def watch_memory(served: ServedProcess, outcome: Outcome, end: float) -> None:
+    """Sample the memory of the server and its ranks every second until `end`."""
     while time.monotonic() < end:
         outcome.server_bytes.append((time.monotonic(), served.process.memory_info().rss))
         for rank in served.ranks().values():
@@ -175,6 +184,7 @@ async def watch_memory(served: ServedProcess, outcome: Outcome, end: float) -> N
 
 
 async def loaded(served: ServedProcess, seconds: float, every: float, seed: int, known: list[KnownRequest]) -> Outcome:
+    """Run clients, kills and memory samples for `seconds`, and return the outcome."""
     outcome, end = Outcome(), time.monotonic() + seconds
     await asyncio.gather(
         kill_ranks(served, outcome, every, end, random.Random(seed)),
@@ -185,7 +195,7 @@ async def loaded(served: ServedProcess, seconds: float, every: float, seed: int,
 
 
 def grown(samples: list[tuple[float, int]], seconds: float) -> tuple[int, int]:
-    """Most bytes around a fifth of the time, and in its last tenth."""
+    """Return the largest values around a fifth of the time, and in its last tenth."""
     begin, end = samples[0][0], samples[-1][0]
     early = [count for when, count in samples if 0.1 * seconds <= when - begin <= 0.3 * seconds]
     late = [count for when, count in samples if end - when <= 0.1 * seconds]
@@ -193,6 +203,7 @@ def grown(samples: list[tuple[float, int]], seconds: float) -> tuple[int, int]:
 
 
 def halves(samples: list[tuple[float, int]]) -> tuple[int, int]:
+    """Return the largest values in the first and in the second half of the time."""
     middle = (samples[0][0] + samples[-1][0]) / 2
     return (
         max(count for when, count in samples if when <= middle),
@@ -201,6 +212,7 @@ def halves(samples: list[tuple[float, int]]) -> tuple[int, int]:
 
 
 def report(outcome: Outcome, metrics: dict[str, float], seconds: float, status: int) -> bool:
+    """Print the table, and return True if nothing went wrong."""
     counts = outcome.counts
     # Inside the server every request ends in one way.
     ended = metrics["answered"] + metrics["failed"] + metrics["given_up"] + metrics["refused"]
@@ -236,14 +248,15 @@ def report(outcome: Outcome, metrics: dict[str, float], seconds: float, status: 
 
 
 def main(seconds: float = 600.0, kill_every: float = 20.0, seed: int = 0) -> None:
+    """Run the server and its clients for SECONDS, and kill a rank every KILL_EVERY seconds."""
     torch.set_num_threads(1)
-    known = known_requests(KNOWN_REQUESTS, random.Random(seed))
+    requests = known_requests(KNOWN_REQUESTS, random.Random(seed))
     arguments = ["demo", "--eager", "--ranks", str(RANKS), "--threads", "1", "--step-tokens", "256"]
     with tempfile.TemporaryFile() as log:
         environment = {**os.environ, "MOEPASS_CACHE_DIR": ""}
         with served_process([*arguments, "--timeout", str(TIMEOUT_SECONDS)], environment, log) as served:
-            outcome = asyncio.run(loaded(served, seconds, kill_every, seed, known))
-            time.sleep(1.0)  # what clients have left is taken back
+            outcome = asyncio.run(loaded(served, seconds, kill_every, seed, requests))
+            time.sleep(1.0)  # the server cancels the requests of disconnected clients
             metrics = served.metrics()
             status = served.end()
         log.seek(0)

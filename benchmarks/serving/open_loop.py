@@ -1,10 +1,10 @@
-"""Asks a server, as a process of its own; prints a line when it begins, and what came back as one JSON object.
+"""Send requests to a server from a separate process. Prints a line when it begins, and the results as one JSON object.
 
     python -m benchmarks.serving.open_loop PORT SECONDS closed CLIENTS
     python -m benchmarks.serving.open_loop PORT SECONDS open REQUESTS_PER_S
 
-Closed: so many clients, each of which asks again when it is answered. Open: requests come at random times, at this rate
-on average, whatever becomes of those before them. Imports nothing but the standard library and `served`.
+Closed: CLIENTS clients, each of which sends its next request when it is answered. Open: requests are sent at random
+times at this mean rate, independent of earlier answers. Imports only the standard library and `served`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from benchmarks.serving.served import Connection, posted
 PROMPTS, PROMPT_TOKENS = 4, 400
 BODIES = 1024
 REFUSED_PAUSE_SECONDS = 0.2
-# How long those that were asked last may be answered.
+# Seconds to wait for the answers to the last requests.
 DRAIN_SECONDS = 60.0
 
 
 class Load:
+    """A load of random requests on the server at `port` for `seconds`."""
+
     def __init__(self, port: int, seconds: float) -> None:
         self.port, self.seconds = port, seconds
         self.random = random.Random(0)
-        # Made before, so that as little as can be is done between two requests.
+        # Computed before, to minimise the work between two requests.
         self.requests = [self.request() for _ in range(BODIES)]
         self.free: list[Connection] = []
         self.seconds_by_status: dict[int, list[float]] = collections.defaultdict(list)
@@ -40,11 +42,12 @@ class Load:
         self.end = 0.0
 
     def request(self) -> bytes:
+        """Return the bytes of a random request."""
         prompts = [[self.random.randrange(5, 2000) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
         return posted("/v1/completions", {"prompt": prompts, "max_tokens": 1})
 
     async def ask(self, data: bytes) -> int:
-        """The status; 0 where there is none."""
+        """Send one request, and return the status; 0 if there is no answer."""
         connection = self.free.pop() if self.free else Connection(self.port)
         began = time.monotonic()
         try:
@@ -60,6 +63,8 @@ class Load:
         return status
 
     async def closed(self, clients: int) -> None:
+        """Run `clients` clients, each of which sends its next request when it is answered."""
+
         async def client() -> None:
             while time.monotonic() < self.end:
                 if await self.ask(self.random.choice(self.requests)) != 200:
@@ -68,6 +73,7 @@ class Load:
         await asyncio.gather(*(client() for _ in range(clients)))
 
     async def open(self, rate: float) -> None:
+        """Send requests at random times with a mean of `rate` per second."""
         tasks: set[asyncio.Task[int]] = set()
         due = time.monotonic()
         while due < self.end:
@@ -84,13 +90,14 @@ class Load:
                 task.cancel()
 
     async def run(self, kind: str, number: float) -> None:
+        """Run the load of `kind`, and print its results."""
         gc.freeze()
         print("begins", flush=True)
         self.end = time.monotonic() + self.seconds
         await (self.closed(int(number)) if kind == "closed" else self.open(number))
         for connection in self.free:
             connection.close()
-        found = {
+        result = {
             "seconds": self.seconds,
             "answered_per_s": self.answered_in_time / self.seconds,
             "seconds_by_status": self.seconds_by_status,
@@ -98,9 +105,9 @@ class Load:
             "errors": self.errors,
             "cores": time.process_time() / self.seconds,
         }
-        print(json.dumps(found))
+        print(json.dumps(result))
 
 
 if __name__ == "__main__":
-    gc.disable()  # its pauses would be the server's
+    gc.disable()  # its pauses would count as the server's
     asyncio.run(Load(int(sys.argv[1]), float(sys.argv[2])).run(sys.argv[3], float(sys.argv[4])))

@@ -1,13 +1,14 @@
-"""Ten times as many requests as a server can answer: goodput, how fast refusals are, and memory.
+"""Send ten times as many requests as a server can answer: measure goodput, the latency of refusals, and memory.
 
     python -m benchmarks.serving.overload [--seconds 60] [--times 10]
 
-`moepass serve demo` with one rank. Its capacity is what clients get that ask again as soon as they are answered. Then
-requests come at TIMES that rate, at random times, whatever becomes of those before them, from a process of its own;
-both in turns, so that drift of the machine meets both. Requests are four prompts of 400 tokens that no cache has.
+`moepass serve demo` runs with one rank. Its capacity is the rate of clients that send their next request as soon as
+they are answered. Then requests are sent at TIMES that rate, at random times, independent of earlier answers, from a
+separate process. Both phases alternate, so that drift of the machine affects both. Requests are four prompts of 400
+uncached tokens.
 
-Holds if goodput is within 10 % of the capacity, 99 of 100 refusals take less than 50 ms as their client sees it, and
-the server and the rank do not grow. The client shares the cores; how late it sends is told.
+Passes if goodput is within 10 % of the capacity, 99 of 100 refusals take less than 50 ms for their client, and the
+server and the rank do not grow. The client shares the cores; the table shows how late it sends.
 """
 
 from __future__ import annotations
@@ -38,29 +39,31 @@ MEGABYTE = 1 << 20
 
 @dataclasses.dataclass
 class Phase:
-    """Seconds of one kind of load: what came back, and the cores that server and rank had."""
+    """The results of one kind of load, its seconds, and the cores that server and rank used."""
 
     found: dict[str, Any]
     cores: list[float]
 
     @property
     def answered_per_s(self) -> float:
+        """Return the answered requests per second."""
         return float(self.found["answered_per_s"])
 
 
 def phase(served: ServedProcess, seconds: float, kind: str, number: float) -> Phase:
+    """Run a load of `kind` in a separate process, and return its results."""
     words = [sys.executable, "-m", "benchmarks.serving.open_loop", str(served.port), str(seconds), kind, str(number)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         process.stdout.readline()
         began, before = time.monotonic(), processor_seconds(served)
-        found: dict[str, Any] = json.loads(process.stdout.readline())
+        result: dict[str, Any] = json.loads(process.stdout.readline())
         wall = time.monotonic() - began
-    return Phase(found, [(late - early) / wall for early, late in zip(before, processor_seconds(served), strict=True)])
+    return Phase(result, [(late - early) / wall for early, late in zip(before, processor_seconds(served), strict=True)])
 
 
 class MemoryWatch:
-    """Bytes of the server and of its ranks together, every half second."""
+    """A thread that samples the memory of the server and of its ranks every half second."""
 
     def __init__(self, served: ServedProcess) -> None:
         self.samples: list[tuple[int, int]] = []
@@ -74,26 +77,29 @@ class MemoryWatch:
             self.samples.append((self._served.process.memory_info().rss, ranks))
 
     def end(self) -> list[tuple[int, int]]:
+        """Stop sampling, and return the samples."""
         self._ends.set()
         self._thread.join()
         return self.samples
 
 
 def processor_seconds(served: ServedProcess) -> list[float]:
-    """Of the server, and of its ranks."""
+    """Return the processor seconds of the server, and of its ranks."""
     times = [[served.process.cpu_times()], [rank.cpu_times() for rank in served.ranks().values()]]
-    return [sum(one.user + one.system for one in group) for group in times]
+    return [sum(usage.user + usage.system for usage in group) for group in times]
 
 
 def percentile(values: list[float], part: float) -> float:
+    """Return the value below which the fraction `part` of `values` lies; NaN for no values."""
     return sorted(values)[min(len(values) - 1, int(part * len(values)))] if values else float("nan")
 
 
 def main(seconds: float = 60.0, times: float = 10.0) -> None:
+    """Alternate phases of capacity and overload at TIMES the capacity, for SECONDS in total."""
     arguments = ["demo", "--eager", "--threads", "1", "--queue-seconds", str(QUEUE_SECONDS), "--kv-cache", "off"]
     environment = {**os.environ, "MOEPASS_CACHE_DIR": ""}
     with tempfile.TemporaryFile() as log, served_process(arguments, environment, log) as served:
-        phase(served, 5.0, "closed", CLIENTS)  # warm: code, allocations, the rate that the server reckons with
+        phase(served, 5.0, "closed", CLIENTS)  # warm up code, allocations, and the server's estimate of its rate
         closed, opened, memory = [phase(served, seconds / TURNS / 2, "closed", CLIENTS)], [], MemoryWatch(served)
         for _ in range(TURNS):
             opened.append(phase(served, seconds / TURNS, "open", times * closed[-1].answered_per_s))
@@ -113,8 +119,9 @@ def report(
     status: int,
     title: str,
 ) -> bool:
-    capacities = [one.answered_per_s for one in closed]
-    parts = [2 * one.answered_per_s / (capacities[turn] + capacities[turn + 1]) for turn, one in enumerate(opened)]
+    """Print the table, and return True if all targets are met."""
+    capacities = [phase.answered_per_s for phase in closed]
+    parts = [2 * phase.answered_per_s / (capacities[turn] + capacities[turn + 1]) for turn, phase in enumerate(opened)]
     by_status: dict[int, list[float]] = collections.defaultdict(list)
     errors: collections.Counter[str] = collections.Counter()
     for one in opened:
@@ -122,24 +129,30 @@ def report(
         for name, values in one.found["seconds_by_status"].items():
             by_status[int(name)] += values
     errors += collections.Counter({str(name): len(by_status[name]) for name in by_status if name not in (200, 429)})
-    late = [value for one in opened for value in one.found["late"]]
+    late = [value for phase in opened for value in phase.found["late"]]
     early_bytes, late_bytes = samples[len(samples) // 4], samples[-max(1, len(samples) // 20)]
     goodput, refused = statistics.median(parts), percentile(by_status[429], 0.99)
 
     def milliseconds(values: list[float], *wanted: float) -> str:
-        return ", ".join(f"{1000 * percentile(values, part):.1f}" for part in wanted)
+        return ", ".join(f"{1000 * percentile(values, fraction):.1f}" for fraction in wanted)
 
     def cores(phases: list[Phase], which: int) -> str:
-        return f"{statistics.mean(one.cores[which] for one in phases):.2f}"
+        return f"{statistics.mean(phase.cores[which] for phase in phases):.2f}"
 
     def per_core(phases: list[Phase]) -> str:
-        return f"{statistics.mean(one.answered_per_s for one in phases) / float(cores(phases, 1)):.1f}"
+        return f"{statistics.mean(phase.answered_per_s for phase in phases) / float(cores(phases, 1)):.1f}"
 
     rows: list[tuple[str, Any]] = [
-        ("capacity, in turns with the overload (requests/s)", ", ".join(f"{one:.1f}" for one in capacities)),
-        ("asked (requests/s)", ", ".join(f"{len(one.found['late']) / one.found['seconds']:.0f}" for one in opened)),
-        ("goodput (requests/s)", ", ".join(f"{one.answered_per_s:.1f}" for one in opened)),
-        ("goodput, part of the capacity before and behind it", ", ".join(f"{part:.2f}" for part in parts)),
+        (
+            "capacity, alternating with the overload (requests/s)",
+            ", ".join(f"{capacity:.1f}" for capacity in capacities),
+        ),
+        (
+            "sent (requests/s)",
+            ", ".join(f"{len(phase.found['late']) / phase.found['seconds']:.0f}" for phase in opened),
+        ),
+        ("goodput (requests/s)", ", ".join(f"{phase.answered_per_s:.1f}" for phase in opened)),
+        ("goodput as a fraction of the capacity before and after it", ", ".join(f"{share:.2f}" for share in parts)),
         ("goodput, median", f"{goodput:.3f}"),
         ("answered, refused with 429, other", f"{len(by_status[200])}, {len(by_status[429])}, {dict(errors) or 0}"),
         ("refusals: median, 99 %, longest ms", milliseconds(by_status[429], 0.5, 0.99, 1)),
@@ -148,7 +161,7 @@ def report(
         ("answers per second of the rank's processor, the same", f"{per_core(closed)}, {per_core(opened)}"),
         ("cores of the rank, at capacity and in overload", f"{cores(closed, 1)}, {cores(opened, 1)}"),
         ("cores of the server, at capacity and in overload", f"{cores(closed, 0)}, {cores(opened, 0)}"),
-        ("cores of the client in overload", f"{statistics.mean(one.found['cores'] for one in opened):.2f}"),
+        ("cores of the client in overload", f"{statistics.mean(phase.found['cores'] for phase in opened):.2f}"),
         *(
             (f"MB of the {name}, after a quarter and at the end", f"{first / MEGABYTE:.0f}, {last / MEGABYTE:.0f}")
             for name, first, last in zip(("server", "rank"), early_bytes, late_bytes, strict=True)

@@ -1,4 +1,4 @@
-"""Another engine in a process of its own, which stays alive: it is given prompts, and tells its time and answers."""
+"""Run another engine in a separate process that stays alive: it receives prompts, and returns its time and answers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from benchmarks.serving.serving_workloads import Prompts
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """`seconds` for all prompts; of each its most likely next token with its log-probability, and its latency.
+    """The results of one run over all prompts.
 
-    `processor_seconds` are those of all threads of all processes that took part. `flops_saved`: the part of the true
-    FLOPs of all requests, each alone, that was not computed; NaN where nobody counts it.
+    `seconds` is the wall time. Each prompt has its most likely next token with its log-probability, and its latency.
+    `processor_seconds` are those of all threads of all processes involved. `flops_saved` is the fraction of the true
+    FLOPs of all requests, each alone, that was not computed; NaN if the engine does not count it.
     """
 
     seconds: float
@@ -32,10 +33,10 @@ class Run:
 
 
 def processor_seconds(process: int) -> float:
-    """What `process` and its children have used so far."""
+    """Return the processor seconds of `process` and its children so far."""
     root = psutil.Process(process)
-    times = [one.cpu_times() for one in (root, *root.children(recursive=True))]
-    return sum(one.user + one.system for one in times)
+    times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
+    return sum(usage.user + usage.system for usage in times)
 
 
 class Peer:
@@ -49,9 +50,10 @@ class Peer:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
-        self._line()  # it says so when it is ready
+        self._line()  # the process prints a line when it is ready
 
     def ask(self, prompts: Prompts, **options: object) -> Run:
+        """Send all prompts, and return the results."""
         assert self._process.stdin is not None
         before = processor_seconds(self._process.pid)
         self._process.stdin.write(json.dumps({"prompts": prompts, **options}) + "\n")
@@ -60,6 +62,7 @@ class Peer:
         return dataclasses.replace(run, processor_seconds=processor_seconds(self._process.pid) - before)
 
     def close(self) -> None:
+        """Close the input of the process, and wait until it ends."""
         self._process.communicate()
 
     def _line(self) -> dict[str, object]:
@@ -67,5 +70,5 @@ class Peer:
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"{self._process.args!r} has ended; its own message tells why")
-        found: dict[str, object] = json.loads(line)
-        return found
+        result: dict[str, object] = json.loads(line)
+        return result

@@ -1,6 +1,6 @@
-"""Plain transformers: python plain_peer.py FOLDER THREADS. See `peer_process`.
+"""Run plain transformers as a peer process; see `peer_process`.
 
-Sorted by length, padded on the right, the logits of the last token of each row alone; `batch_size` comes with each run.
+python plain_peer.py FOLDER THREADS
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from moepass.models.checkpoint.checkpoint_folders import load_model
 
 @torch.inference_mode()
 def answers_of(model: PreTrainedModel, prompts: list[list[int]], batch_size: int) -> tuple[list[int], list[float]]:
+    """Return the most likely next token of each prompt, and its log-probability."""
     order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
     tokens, values = [0] * len(prompts), [0.0] * len(prompts)
     for start in range(0, len(order), batch_size):
@@ -26,7 +27,7 @@ def answers_of(model: PreTrainedModel, prompts: list[list[int]], batch_size: int
         lengths = torch.tensor([len(prompts[row]) for row in rows])
         ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(prompts[row]) for row in rows], batch_first=True)
         is_token = torch.arange(ids.shape[1]) < lengths[:, None]
-        # Without a mask attention is causal without looking at one, which is faster.
+        # Without a mask argument, attention is causal by a flag, which is faster.
         mask = None if bool(is_token.all()) else is_token.long()
         states = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False)[0]
         logits = model.get_output_embeddings()(states[torch.arange(len(rows)), lengths - 1])
@@ -37,6 +38,7 @@ def answers_of(model: PreTrainedModel, prompts: list[list[int]], batch_size: int
 
 
 def main() -> None:
+    """Answer lines of JSON until the input is closed."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     torch.set_num_threads(int(sys.argv[2]))
@@ -47,8 +49,8 @@ def main() -> None:
         asked = json.loads(line)
         started = time.perf_counter()
         tokens, values = answers_of(model, asked["prompts"], asked["batch_size"])
-        found = {"seconds": time.perf_counter() - started, "tokens": tokens, "log_probabilities": values}
-        print(json.dumps(found), file=answers, flush=True)
+        result = {"seconds": time.perf_counter() - started, "tokens": tokens, "log_probabilities": values}
+        print(json.dumps(result), file=answers, flush=True)
 
 
 if __name__ == "__main__":

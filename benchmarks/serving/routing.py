@@ -1,12 +1,12 @@
-"""How many requests a second the router takes through their whole life on one core, and how well each policy routes.
+"""Measure how many requests per second the router handles on one core, and how well each policy routes.
 
     python -m benchmarks.serving.routing
 
 The workloads are those of arXiv 2605.02960 (numbers and lengths as in `published.py`), shuffled into one stream and
-scaled to REQUESTS. Their texts are not published with them; how much of a prompt is shared, and by how many, is ours
-(`SHARING`). Ranks are simulated: a step takes as long as its FLOPs by the formulas, and no shorter than the transfer
-that it hides. The events of a simulation are then replayed to a new router, and the seconds are of that alone; the
-events of blocks, of which there are as many as a cache is large, are left out of them.
+scaled to REQUESTS. Their texts are not published; the shared fraction of a prompt, and the number of prompts that share
+it, are assumptions (`SHARING`). Ranks are simulated: a step takes the time of its FLOPs by the formulas, and at least
+that of the transfer that it hides. The events of a simulation are then replayed to a new router, and only this is
+timed, without the block events, whose number grows with the cache.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from moepass.runtime.serving.router.simple_routers import LeastTokensRouter, Rou
 MODEL = preset("qwen3-235b-a22b")
 LEAST_REQUESTS_PER_S = 100_000
 
-# Of each workload: the part of a prompt that others begin with as well, and how many they are. Ours: the publication
-# says only high (MoralStories, QuALITY), medium (ArXiv) and low.
+# For each workload, the shared fraction of a prompt, and the number of prompts that share it. Both are assumptions: the
+# publication says only high (MoralStories, QuALITY), medium (ArXiv) and low.
 SHARING = {
     "MoralStories": (0.75, 48),
     "MMLU": (0.1, 400),
@@ -50,17 +50,19 @@ SHARING = {
 
 @dataclasses.dataclass(frozen=True)
 class FullAttentionFlops:
-    """FLOPs of a model whose every layer sees all tokens before."""
+    """The FLOPs of a model in which every layer attends to all previous tokens."""
 
     per_token: int
     per_pair: int
 
     def flops(self, prefix_tokens: int, new_tokens: int) -> int:
+        """Return the FLOPs of `new_tokens` tokens after a prefix."""
         pairs = new_tokens * (2 * prefix_tokens + new_tokens + 1) // 2
         return self.per_token * new_tokens + self.per_pair * pairs
 
 
 def formula() -> FullAttentionFlops:
+    """Return the formula for the FLOPs of the model."""
     per_token = per_pair = 0
     for layer, count in MODEL.layer_counts.items():
         attention = layer.attention
@@ -71,14 +73,14 @@ def formula() -> FullAttentionFlops:
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """A request, and those of its blocks that others have as well."""
+    """A request, and its blocks that other requests share."""
 
     request: RoutableRequest
     shared_blocks: tuple[int, ...]
 
 
 def stream(count: int) -> list[Sent]:
-    """`count` requests, all workloads in proportion, in random order, the same in every run."""
+    """Return `count` requests of all workloads in proportion, in a random order that is the same in every run."""
     draw = random.Random(0)
     shape = real_shape()
     scale = count / sum(workload.requests for workload in REAL)
@@ -96,14 +98,14 @@ def stream(count: int) -> list[Sent]:
             prompts.append((tokens, shared, tuple(draw.getrandbits(63) for _ in range(reusable - len(shared)))))
     draw.shuffle(prompts)
     return [
-        Sent(RoutableRequest(str(place), (*shared, *own), tokens), shared)
-        for place, (tokens, shared, own) in enumerate(prompts)
+        Sent(RoutableRequest(str(index), (*shared, *suffix), tokens), shared)
+        for index, (tokens, shared, suffix) in enumerate(prompts)
     ]
 
 
 @dataclasses.dataclass(frozen=True)
 class Events:
-    """What happens between two rounds: ranks report blocks and work that is done, requests arrive, a round, starts."""
+    """The events between two rounds: block reports, finished work, new requests, the round, started work."""
 
     rank: int
     stored: list[int]
@@ -116,7 +118,7 @@ class Events:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What simulated ranks did; `idle` is the part of their time in which they computed nothing."""
+    """The results of simulated ranks; `idle` is the fraction of their time in which they computed nothing."""
 
     events: list[Events]
     assignments: list[Assignment]
@@ -126,7 +128,7 @@ class Run:
 
 
 class Rank:
-    """Computes what it was assigned in steps up to the threshold, and keeps shared blocks, the last used ones."""
+    """A simulated rank: it computes assignments in steps up to the threshold, and caches recent shared blocks."""
 
     def __init__(self, cache_blocks: int) -> None:
         self.assigned: collections.deque[Assignment] = collections.deque()
@@ -136,7 +138,7 @@ class Rank:
         self.computed = 0
 
     def next_step(self, threshold: int) -> int:
-        """Takes a step's assignments; its FLOPs."""
+        """Start a step with the next assignments, and return its FLOPs."""
         self.step = []
         flops = 0
         while self.assigned and flops < threshold:
@@ -146,9 +148,9 @@ class Rank:
         return flops
 
     def keep(self, blocks: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Blocks that were computed or used; those that are new in the cache, and those that had to leave it."""
+        """Cache blocks, and return the new ones and the evicted ones."""
         new = [block for block in blocks if block not in self.cache]
-        for block in reversed(blocks):  # the last ones leave first
+        for block in reversed(blocks):  # the last blocks are evicted first
             self.cache[block] = None
             self.cache.move_to_end(block)
         gone = [self.cache.popitem(last=False)[0] for _ in range(len(self.cache) - self.cache_blocks)]
@@ -158,12 +160,12 @@ class Rank:
 def run(
     router: RankRouter, sent: Sequence[Sent], ranks: Sequence[Rank], threshold: int, outstanding: int, step_floor: float
 ) -> Run:
-    """All of `sent`, at most `outstanding` of them under way at a time. A step takes its FLOPs, or `step_floor`."""
-    by_id = {one.request.id: one for one in sent}
+    """Simulate all of `sent`, at most `outstanding` at a time. A step takes its FLOPs, at least `step_floor`."""
+    by_id = {request.request.id: request for request in sent}
     steps: list[tuple[float, int]] = []
     log: list[Events] = []
     assignments: list[Assignment] = []
-    events = Events(0, [], [], [], [one.request for one in sent[:outstanding]], 0.0, [])
+    events = Events(0, [], [], [], [request.request for request in sent[:outstanding]], 0.0, [])
     answered = 0
     while True:
         made = apply(router, events)
@@ -181,9 +183,9 @@ def run(
             break
         now, number = heapq.heappop(steps)
         ending, ranks[number].step = ranks[number].step, []
-        place = outstanding + answered
+        position = outstanding + answered
         answered += len(ending)
-        arrived = [one.request for one in sent[place : outstanding + answered]]
+        arrived = [request.request for request in sent[position : outstanding + answered]]
         events = Events(number, [], [], [assignment.number for assignment in ending], arrived, now, [])
         if ranks[number].cache_blocks:
             for assignment in ending:
@@ -197,7 +199,7 @@ def run(
 
 
 def apply(router: RankRouter, events: Events) -> list[Assignment]:
-    """Everything but the starts, which follow from what this returns."""
+    """Apply all events except the starts, which follow from the returned assignments."""
     apply_blocks(router, events)
     for number in events.done:
         router.done(number)
@@ -207,6 +209,7 @@ def apply(router: RankRouter, events: Events) -> list[Assignment]:
 
 
 def apply_blocks(router: RankRouter, events: Events) -> None:
+    """Report the block events to the router."""
     for block in events.stored:
         router.block_stored(events.rank, block)
     for block in events.evicted:
@@ -214,7 +217,7 @@ def apply_blocks(router: RankRouter, events: Events) -> None:
 
 
 def replay(router: RankRouter, run: Run) -> float:
-    """Processor seconds of the router alone for the same events; what it decides is not kept."""
+    """Return the processor seconds of the router alone for the same events; its decisions are discarded."""
     gc.collect()
     gc.freeze()
     began = time.process_time()
@@ -228,7 +231,7 @@ def replay(router: RankRouter, run: Run) -> float:
 
 
 def block_seconds(router: RankRouter, run: Run) -> float:
-    """Processor seconds of the events of blocks alone."""
+    """Return the processor seconds of the block events alone."""
     began = time.process_time()
     for events in run.events:
         apply_blocks(router, events)
@@ -243,14 +246,14 @@ def main(
     cache_tokens: int = 262_144,
     repeats: int = 3,
 ) -> None:
-    """Route REQUESTS requests over RANKS ranks, at most OUTSTANDING of them under way at a time."""
+    """Route REQUESTS requests over RANKS ranks, at most OUTSTANDING of them at a time."""
     sent = stream(requests)
     flops = formula()
-    alone = sum(flops.flops(0, one.request.prompt_tokens) for one in sent)
+    alone = sum(flops.flops(0, request.request.prompt_tokens) for request in sent)
     threshold = saturation_tokens * flops.per_token
 
     def prefix() -> RankRouter:
-        # The rate cancels out here: no request has a deadline.
+        # The rate cancels out, because no request has a deadline.
         return PrefixRouter(
             ranks, flops, saturation_flops=threshold, flops_per_second=1.0, keeps_blocks=cache_tokens > 0
         )
@@ -271,14 +274,15 @@ def main(
             seconds[name].append(replay(build(), runs[name]) - block_seconds(build(), runs[name]))
     rows = []
     for name, result in runs.items():
-        rates = sorted(len(sent) / one for one in seconds[name])
+        rates = sorted(len(sent) / duration for duration in seconds[name])
         saved = 1 - result.computed_flops / alone
         speed = runs["round robin"].makespan / result.makespan
         enough = verdict(rates[-1] >= LEAST_REQUESTS_PER_S)
         spread = f"{rates[0]:,.0f} to {rates[-1]:,.0f}"
         rows.append([name, spread, f"{saved:.1%}", f"{result.idle:.1%}", f"{speed:.2f}", enough])
+    prompt_tokens = sum(request.request.prompt_tokens for request in sent)
     print_table(
-        f"{len(sent):,} requests, {sum(one.request.prompt_tokens for one in sent) / 1e6:.1f}M tokens, {ranks} ranks, "
+        f"{len(sent):,} requests, {prompt_tokens / 1e6:.1f}M tokens, {ranks} ranks, "
         f"threshold {saturation_tokens} tokens, {cache_tokens} tokens of cache each",
         ["policy", "requests/s", "FLOPs saved", "idle", "speed", f"{LEAST_REQUESTS_PER_S:,}/s"],
         rows,

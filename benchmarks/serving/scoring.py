@@ -1,9 +1,4 @@
-"""`moepass score` against a loop that one writes by hand with transformers: whole commands on many short lines.
-
-Both are processes of their own, timed from their start to their end: imports, loading, tokenisation, computing, output.
-The loop sorts its texts by length, computes logits at last tokens alone, and runs in its best batch size. Answers must
-be equal.
-"""
+"""Compare `moepass score` with a hand-written loop over transformers: whole commands on many short lines."""
 
 from __future__ import annotations
 
@@ -26,7 +21,7 @@ from moepass.models.demo import demo_folder
 
 LEAST_RATIO = 1.5
 TOLERANCE = 1e-5
-# Lines in which two experts are as good as equal for a token, so that rounding decides where it goes.
+# The fraction of lines in which rounding may decide a near tie of two experts for a token.
 MOST_BEYOND = 1e-3
 BATCH_SIZES = (64, 128, 256, 512)
 
@@ -53,13 +48,16 @@ def compare(lines: int = 20_000, repeats: int = 3, threads: int = 1, more: str =
         for _ in range(repeats):
             for name, run in runs.items():
                 seconds[name].append(run()[:2])
-        differ, beyond, furthest, others = _difference(ours, theirs)
+        differ, beyond, furthest, most_within = _difference(ours, theirs)
     rows = [
-        [name, *(median_and_spread([one[place] for one in found]) for place in (0, 1))]
-        for name, found in seconds.items()
+        [name, *(median_and_spread([pair[index] for pair in measurements]) for index in (0, 1))]
+        for name, measurements in seconds.items()
     ]
     mine, plain = seconds.values()
-    ratios = [[other[place] / own[place] for own, other in zip(mine, plain, strict=True)] for place in (0, 1)]
+    ratios = [
+        [plain_times[index] / our_times[index] for our_times, plain_times in zip(mine, plain, strict=True)]
+        for index in (0, 1)
+    ]
     holds = statistics.median(ratios[0]) >= LEAST_RATIO and not differ and beyond <= MOST_BEYOND * lines
     print_table(
         f"{lines} short lines, the demo model, {threads} thread(s): seconds of the whole command",
@@ -67,7 +65,7 @@ def compare(lines: int = 20_000, repeats: int = 3, threads: int = 1, more: str =
         rows,
         f"times as fast: {median_and_spread(ratios[0])} by wall time, {median_and_spread(ratios[1])} by processor "
         f"time. {differ} labels differ. Probabilities of {beyond} lines differ by more than {TOLERANCE:g}, at most by "
-        f"{furthest:.1e}; those of the others by {others:.1e}. At least {LEAST_RATIO} and equal to "
+        f"{furthest:.1e}; those of all other lines by at most {most_within:.1e}. At least {LEAST_RATIO} and equal to "
         f"{TOLERANCE:g}: {verdict(holds)}",
     )
     if not holds:
@@ -76,7 +74,7 @@ def compare(lines: int = 20_000, repeats: int = 3, threads: int = 1, more: str =
 
 @app.command(hidden=True)
 def plain(source: Path, target: Path, batch_size: int, threads: int) -> None:
-    """The loop by hand."""
+    """Score by a loop with plain transformers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.set_num_threads(threads)
@@ -91,7 +89,7 @@ def plain(source: Path, target: Path, batch_size: int, threads: int) -> None:
     cut = {"truncation": True, "max_length": prompt["max_text_tokens"], "add_special_tokens": False}
     encoded = [ids + separator for ids in tokenizer([record["text"] for record in records], **cut)["input_ids"]]
     order = sorted(range(len(encoded)), key=lambda number: len(encoded[number]))
-    found: list[Any] = [None] * len(encoded)
+    scores: list[Any] = [None] * len(encoded)
     with torch.inference_mode():
         for start in range(0, len(order), batch_size):
             batch = order[start : start + batch_size]
@@ -106,29 +104,29 @@ def plain(source: Path, target: Path, batch_size: int, threads: int) -> None:
             log_probabilities = logits.log_softmax(-1)[:, label_tokens]
             chances, masses = log_probabilities.softmax(-1).tolist(), log_probabilities.exp().sum(-1).tolist()
             for number, row, mass in zip(batch, chances, masses, strict=True):
-                found[number] = (row, mass)
+                scores[number] = (row, mass)
     with target.open("w") as sink:
-        for record, (row, mass) in zip(records, found, strict=True):
+        for record, (row, mass) in zip(records, scores, strict=True):
             best = labels[max(range(len(row)), key=row.__getitem__)]
             answer = {"label": best, "probabilities": dict(zip(labels, row, strict=True)), "mass": mass}
             sink.write(json.dumps({**answer, "input_label": record["label"]}) + "\n")
 
 
 def short_lines(count: int) -> list[dict[str, str]]:
-    """The held-out texts of the demo, and then runs of words of them; no text stands twice."""
+    """Return the held-out texts of the demo, and then excerpts of them, without duplicates."""
     held_out = [json.loads(line) for line in (demo_folder() / "heldout.jsonl").read_text().splitlines()]
     generator = random.Random(0)
-    found = {item["text"]: item["label"] for item in held_out}
-    while len(found) < count:
+    labels = {item["text"]: item["label"] for item in held_out}
+    while len(labels) < count:
         item = generator.choice(held_out)
         words = item["text"].split()
         first = generator.randrange(len(words))
-        found.setdefault(" ".join(words[first : generator.randrange(first, len(words)) + 1]), item["label"])
-        if len(words) < 3:  # scripts without blanks
+        labels.setdefault(" ".join(words[first : generator.randrange(first, len(words)) + 1]), item["label"])
+        if len(words) < 3:  # scripts without spaces
             first = generator.randrange(len(item["text"]))
-            part = item["text"][first : generator.randrange(first, len(item["text"])) + 1].strip()
-            found.update({part: item["label"]} if part else {})
-    items = list(found.items())[:count]
+            excerpt = item["text"][first : generator.randrange(first, len(item["text"])) + 1].strip()
+            labels.update({excerpt: item["label"]} if excerpt else {})
+    items = list(labels.items())[:count]
     generator.shuffle(items)
     return [{"text": text, "label": label} for text, label in items]
 
@@ -147,7 +145,7 @@ def _plain(source: Path, batch_size: int, threads: int, environment: dict[str, s
 
 
 def _timed(words: list[str], environment: dict[str, str]) -> tuple[float, float]:
-    """Wall seconds and processor seconds of a process."""
+    """Return wall seconds and processor seconds of a process."""
     before, started = os.times(), time.perf_counter()
     subprocess.run([sys.executable, *words], check=True, env=environment, capture_output=True)
     seconds, after = time.perf_counter() - started, os.times()
@@ -156,13 +154,15 @@ def _timed(words: list[str], environment: dict[str, str]) -> tuple[float, float]
 
 
 def _difference(ours: Path, theirs: Path) -> tuple[int, int, float, float]:
-    """How many labels differ; how many lines have a probability that differs by more than TOLERANCE; by how much
-    probabilities differ at most, and those of the other lines.
+    """Compare two files of scores.
+
+    Returns:
+        The number of differing labels, the number of lines with a probability that differs by more than TOLERANCE, the
+        largest difference of a probability, and the largest one in the remaining lines.
     """
     differ, changes = 0, []
     with ours.open() as left, theirs.open() as right:
-        for one, other in zip(left, right, strict=True):
-            mine, plain = json.loads(one), json.loads(other)
+        for mine, plain in zip(map(json.loads, left), map(json.loads, right), strict=True):
             differ += mine["label"] != plain["label"]
             pairs = ((value, plain["probabilities"][label]) for label, value in mine["probabilities"].items())
             changes.append(max(abs(value - wanted) for value, wanted in pairs))

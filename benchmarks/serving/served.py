@@ -1,4 +1,4 @@
-"""`moepass serve` as a process, its ranks, and connections to it that know no more of HTTP than they need."""
+"""`moepass serve` as a process, its ranks, and minimal HTTP connections to it."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ class ServedProcess:
         self.process, self.port = process, port
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """The processes of the ranks that there are now."""
-        found = {}
+        """Return the processes of the current ranks."""
+        values = {}
         for child in self.process.children():
             with contextlib.suppress(psutil.Error):
                 words = child.cmdline()
                 if "moepass.cli.serve_rank" in words:
-                    found[int(words[words.index("moepass.cli.serve_rank") + 2])] = child
-        return found
+                    values[int(words[words.index("moepass.cli.serve_rank") + 2])] = child
+        return values
 
     def get(self, path: str) -> tuple[int, str]:
+        """Return the status and text of a GET request."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as answer:
                 return answer.status, answer.read().decode()
@@ -47,22 +48,22 @@ class ServedProcess:
             return error.code, error.read().decode()
 
     def metrics(self) -> dict[str, float]:
-        """What the server counts, by the short names that it has for it."""
-        found: dict[str, float] = {}
+        """Return the server's metrics by their names without prefix."""
+        metrics: dict[str, float] = {}
         for name, reason, value in _METRIC.findall(self.get("/metrics")[1]):
             short = name.removeprefix("moepass_").removesuffix("_total").removeprefix("requests_")
-            found[_FINISHED.get(reason, short)] = float(value)
-        return found
+            metrics[_FINISHED.get(reason, short)] = float(value)
+        return metrics
 
     def end(self) -> int:
-        """Its exit status, after SIGTERM."""
+        """Send SIGTERM, and return the exit status."""
         self.process.terminate()
         return int(self.process.wait(60))
 
 
 @contextlib.contextmanager
 def served_process(arguments: Sequence[str], environment: Mapping[str, str], log: Any) -> Iterator[ServedProcess]:
-    """A server with these `arguments`; what it says goes to the file `log`."""
+    """Start a server with `arguments`, and write its output to the file `log`."""
     command = [sys.executable, "-m", "moepass.cli", "serve", *arguments, "--port", "0"]
     process = psutil.Popen(command, stderr=subprocess.PIPE, stdout=log, env=dict(environment), text=True)
     try:
@@ -70,7 +71,7 @@ def served_process(arguments: Sequence[str], environment: Mapping[str, str], log
         address = re.search(r"http://127\.0\.0\.1:(\d+)", line)
         if address is None:
             raise RuntimeError(line + process.stderr.read())
-        # Nobody reads it from here on.
+        # The file is only written from here on.
         drain = subprocess.Popen(["cat"], stdin=process.stderr, stdout=log)
         served = ServedProcess(process, int(address[1]))
         end = time.monotonic() + MOST_START_SECONDS
@@ -80,22 +81,22 @@ def served_process(arguments: Sequence[str], environment: Mapping[str, str], log
             time.sleep(0.2)
         yield served
     finally:
-        for one in [*process.children(), process] if process.is_running() else []:
+        for child in [*process.children(), process] if process.is_running() else []:
             with contextlib.suppress(psutil.Error):
-                one.kill()
+                child.kill()
         process.wait()
         drain.wait()
 
 
 def posted(path: str, body: Any) -> bytes:
-    """A request as it goes over the connection."""
+    """Return the bytes of an HTTP request."""
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
     return f"{head}\r\n\r\n".encode() + data
 
 
 class Connection:
-    """A connection that stays open, and is opened again where the server has closed it."""
+    """A connection that is kept open, and reopened if the server has closed it."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -103,29 +104,32 @@ class Connection:
         self._writer: asyncio.StreamWriter | None = None
 
     async def send(self, data: bytes) -> None:
+        """Send `data`, on a new connection if necessary."""
         if self._writer is None or self._writer.is_closing() or self._is_ended():
             self.close()
             self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port)
         self._writer.write(data)
 
     async def receive(self) -> tuple[int, bytes]:
-        """The status and the body of the next answer. Raises asyncio.IncompleteReadError, OSError."""
+        """Return the status and the body of the next answer. Raises asyncio.IncompleteReadError or OSError."""
         assert self._reader is not None
         head = await self._reader.readuntil(b"\r\n\r\n")
         length = int(re.search(rb"content-length: (\d+)", head, re.I)[1])  # type: ignore[index]
         return int(head[9:12]), await self._reader.readexactly(length)
 
     async def ask(self, data: bytes) -> tuple[int, bytes]:
+        """Send `data`, and return the status and the body of the answer."""
         await self.send(data)
         return await self.receive()
 
     def close(self) -> None:
+        """Close the connection; the next request opens a new one."""
         if self._writer is not None:
             self._writer.close()
         self._reader = self._writer = None
 
     def surplus(self) -> int:
-        """Bytes that have come and that nobody has asked for."""
+        """Return received bytes that belong to no answer."""
         return len(getattr(self._reader, "_buffer", b""))
 
     def _is_ended(self) -> bool:

@@ -1,4 +1,4 @@
-"""Router and ranks as `moepass serve` has them, without HTTP: requests go in together, answers are timed one by one."""
+"""The router and ranks of `moepass serve` without HTTP: requests are sent together, answers are timed one by one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _TIMEOUT_SECONDS = 600.0
 
 
 class ServedRanks:
-    """`shares` False: no two requests share a token, in a step or in the cache, as if each had its own tenant."""
+    """A router and its ranks. Unless `shares`, no two requests share a token, in a step or in the cache."""
 
     def __init__(
         self, model: ServedModel, make_router: MakeRouter, *, ranks: int, threads: int, home: str, shares: bool = True
@@ -91,7 +91,7 @@ class ServedRanks:
         return frontend
 
     def ask(self, prompts: Prompts) -> Run:
-        """All prompts at once. What earlier runs left in the cache is not found: every run is a tenant of its own."""
+        """Send all prompts at once. Every run is a separate tenant, so it does not find the cache of earlier runs."""
         self._runs += 1
         requests = [self._request(number, prompt) for number, prompt in enumerate(prompts)]
         before, counters = self._processor_seconds(), dataclasses.replace(self._frontend.counters)
@@ -101,10 +101,10 @@ class ServedRanks:
         return dataclasses.replace(run, processor_seconds=used, flops_saved=1 - computed / alone)
 
     def _processor_seconds(self) -> float:
-        """Of the ranks, and of this process, which holds the router."""
-        own = os.times()
-        ranks = [one.cpu_times() for one in psutil.Process().children() if self._endpoint in one.cmdline()]
-        return own.user + own.system + sum(one.user + one.system for one in ranks)
+        """Return the processor seconds of the ranks and of this process, which runs the router."""
+        usage = os.times()
+        ranks = [child.cpu_times() for child in psutil.Process().children() if self._endpoint in child.cmdline()]
+        return usage.user + usage.system + sum(rank.user + rank.system for rank in ranks)
 
     def _request(self, number: int, prompt: list[int]) -> Request:
         read = TokenRead(len(prompt) - 1, NO_TOKENS, top=1)
@@ -118,17 +118,18 @@ class ServedRanks:
             answer = await self._frontend.answer(request, timeout_seconds=_TIMEOUT_SECONDS)
             return answer, time.perf_counter() - started
 
-        found = await asyncio.gather(*(timed(request) for request in requests))
+        results = await asyncio.gather(*(timed(request) for request in requests))
         seconds = time.perf_counter() - started
-        reads = [answer.pieces[0].reads[0] for answer, _ in found]
+        reads = [answer.pieces[0].reads[0] for answer, _ in results]
         return Run(
             seconds,
             [int(read.top_tokens[0]) for read in reads],
             [float(read.top_log_probabilities[0]) for read in reads],
-            [latency for _, latency in found],
+            [latency for _, latency in results],
         )
 
     def compilations_after_ready(self) -> int:
+        """Return the number of compilations after the ranks were ready."""
         return int(self._frontend.status().metrics["compilations_after_ready"])
 
     def __enter__(self) -> ServedRanks:

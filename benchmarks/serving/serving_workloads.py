@@ -13,7 +13,7 @@ from benchmarks.serving.shared import reference_model
 from moepass.models.checkpoint.checkpoint_folders import load_config, resolve_model
 
 LARGER_LAYERS = 8
-# Ids below this stand for padding, begin and end of text.
+# Smaller ids are padding, begin and end of text.
 _FIRST_ORDINARY_ID = 3
 
 Prompts = list[list[int]]
@@ -21,6 +21,8 @@ Prompts = list[list[int]]
 
 @dataclasses.dataclass(frozen=True)
 class ServedModel:
+    """A model in `folder`, with the size of its vocabulary and its longest sequence."""
+
     name: str
     folder: Path
     vocabulary: int
@@ -28,7 +30,7 @@ class ServedModel:
 
 
 def larger_model(folder: Path) -> ServedModel:
-    """The geometry of the measurements in `folder`: 8 layers of 50 MB of experts each, and a tokenizer of bytes."""
+    """Save a model with 8 layers, 50 MB of experts each, and a byte tokenizer in `folder`."""
     reference_model(LARGER_LAYERS).save_pretrained(folder)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -44,6 +46,7 @@ def larger_model(folder: Path) -> ServedModel:
 
 
 def demo_model() -> ServedModel:
+    """Return the embedded model."""
     return _described("demo", resolve_model("demo"))
 
 
@@ -53,21 +56,14 @@ def _described(name: str, folder: Path) -> ServedModel:
 
 
 def prompts_of(workload: str, model: ServedModel, scale: int, seed: int) -> Prompts:
-    """Prompts of a workload of the method's source, scaled down; counts are divided by `scale` once more.
-
-    shared   256 prompts, 4 prefixes of 512 tokens, 64 tokens of their own
-    none     64 prompts of 512 tokens, nothing shared
-    mixed    128 prompts, 16 to 1024 tokens, half of them with one of 8 prefixes of 128 tokens
-
-    Lengths are halved until they fit the model.
-    """
+    """Return prompts of a published workload, scaled down; counts are divided by `scale` as well."""
     rng = np.random.default_rng(seed)
     fit = 1
     while {"shared": 576, "none": 512, "mixed": 1024}[workload] // fit > model.longest:
         fit *= 2
 
     def drawn(count: int) -> list[int]:
-        return [int(one) for one in rng.integers(_FIRST_ORDINARY_ID, model.vocabulary, max(1, count // fit))]
+        return [int(token) for token in rng.integers(_FIRST_ORDINARY_ID, model.vocabulary, max(1, count // fit))]
 
     if workload == "shared":
         prefixes = [drawn(512) for _ in range(4)]

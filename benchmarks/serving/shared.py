@@ -1,4 +1,4 @@
-"""What these benchmarks share with those of the folder above."""
+"""Names that these benchmarks share with those of the parent folder."""
 
 from __future__ import annotations
 

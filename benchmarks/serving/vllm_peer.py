@@ -1,8 +1,6 @@
-"""vLLM as it is asked offline: python vllm_peer.py FOLDER LONGEST THREADS. See `peer_process`.
+"""Run vLLM's offline engine as a peer process; see `peer_process`.
 
-THREADS 0 leaves that to vLLM, which keeps one core for its front end: on two cores it computes with one thread.
-
-Runs in an environment that has vLLM and not moepass. Prefixes are cached within a run, and forgotten between runs.
+python vllm_peer.py FOLDER LONGEST THREADS
 """
 
 import json
@@ -12,7 +10,8 @@ import time
 
 
 def main() -> None:
-    # What others print must not get among the answers.
+    """Answer lines of JSON until the input is closed."""
+    # Other output must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     folder, longest, threads = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -36,8 +35,8 @@ def main() -> None:
         seconds = time.perf_counter() - started
         tokens = [output.outputs[0].token_ids[0] for output in outputs]
         values = [output.outputs[0].logprobs[0][token].logprob for output, token in zip(outputs, tokens, strict=True)]
-        found = {"seconds": seconds, "tokens": tokens, "log_probabilities": values}
-        print(json.dumps(found), file=answers, flush=True)
+        result = {"seconds": seconds, "tokens": tokens, "log_probabilities": values}
+        print(json.dumps(result), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""Measurements of expert loops in the styles of other projects, on one device."""

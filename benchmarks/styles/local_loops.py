@@ -1,8 +1,4 @@
-"""Local models whose experts are modules in a loop over masks, compiled with asyncep against the same under Inductor.
-
-As transformers 4 writes Mixtral: for each expert a mask, `torch.where`, a lookup, three GEMMs and an `index_add_`.
-Nothing is emulated.
-"""
+"""Compare local models whose experts are modules in a loop over masks, compiled with asyncep and with Inductor."""
 
 from __future__ import annotations
 
@@ -20,13 +16,14 @@ from tests.helpers.project_styles.local_loops import MixtralLoop
 
 
 class Stack(nn.Module):
-    """Layers with a norm before and a residual around each."""
+    """Layers, each with a norm and a residual connection."""
 
     def __init__(self, layers: int, experts: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(MixtralLoop(512, 256, experts, 2) for _ in range(layers))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states [tokens, H] after all layers."""
         for layer in self.layers:
             hidden = hidden + layer(F.rms_norm(hidden, hidden.shape[-1:]))
         return hidden

@@ -58,7 +58,7 @@ class Experts(nn.Module):
             self.down_bias = weight(EXPERTS, HIDDEN)
 
     def matrix(self, weight: torch.Tensor) -> torch.Tensor:
-        """`weight` as [., in, out]."""
+        """Return `weight` as [., in, out]."""
         return weight if self.transposed else weight.transpose(-2, -1)
 
     def activate(self, up: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
@@ -170,13 +170,13 @@ class Captured:
     graphs: int
 
     def run(self, module: GraphModule | None = None) -> Any:
-        """The outputs of `module` (the captured graph itself by default) on the recorded inputs, as a tuple."""
+        """Return the outputs of `module` (by default the captured graph) for the recorded inputs, as a tuple."""
         with torch.no_grad():
             return tuple((module or self.module)(*self.inputs))
 
 
 def capture(model: Callable[..., Any], *inputs: Any, dynamic: bool | None = None, **keywords: Any) -> Captured:
-    """The graph that the backend would be given: what AOT makes of `model`, before any pass."""
+    """Return the graph that AOT passes to the backend for `model`, before any pass."""
     graphs: list[GraphModule] = []
     recorded: list[list[Any]] = []
 
@@ -201,13 +201,13 @@ def capture(model: Callable[..., Any], *inputs: Any, dynamic: bool | None = None
 
 
 def streamed(model: nn.Module, *inputs: Any, slots: int = 2, dynamic: bool | None = None) -> Captured:
-    """Offload `model`, then capture it."""
+    """Offload the experts of `model`, then capture it."""
     moepass.offload_experts(model, slots=slots)
     return capture(model, *inputs, dynamic=dynamic)
 
 
 def up_to(stage: str, module: GraphModule, slots: int = 2, disabled: frozenset[str] = frozenset()) -> PassResult:
-    """The result of every pass up to and including `stage`."""
+    """Return the result of all passes up to and including `stage`."""
     names = [function.__name__ for function in PASSES]
     return run_passes(PASSES[: names.index(stage) + 1], module, Plan(), PassContext(slots, disabled))
 
@@ -217,12 +217,12 @@ def count(module: GraphModule, target: object) -> int:
 
 
 def operators(module: GraphModule) -> Counter[str]:
-    """How often each operator stands in `module`, slot operations and gathers included."""
+    """Count the calls of each operator in `module`, including slot operations and gathers."""
     return Counter(str(node.target) for node in module.graph.nodes if node.op == "call_function")
 
 
 def slot_order(module: GraphModule) -> list[str]:
-    """The slot operations in host order, as `prefetch 0>1` (bank 0 into slot 1)."""
+    """Return the slot operations in host order, as `prefetch 0>1` (bank 0 into slot 1)."""
     return [
         f"{SLOT_OP_NAMES[node.target]} {node.kwargs['bank']}>{node.kwargs['slot']}"
         for node in module.graph.nodes
@@ -235,7 +235,7 @@ def find(module: GraphModule, target: object) -> list[Node]:
 
 
 def fingerprint(module: GraphModule) -> tuple[str, tuple[tuple[str, str, str, tuple[str, ...]], ...]]:
-    """All of a graph that a pass could have changed: its code, and every node with its arguments and metadata keys."""
+    """Return everything in a graph that a pass can change: its code, and every node's arguments and metadata keys."""
     return module.code, tuple(
         (node.name, str(node.target), f"{node.args}{node.kwargs}", tuple(sorted(map(str, node.meta))))
         for node in module.graph.nodes

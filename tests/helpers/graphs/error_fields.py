@@ -1,4 +1,4 @@
-"""Expect an error by its type and fields, whatever its text says."""
+"""Expect an error by its type and fields, independent of its text."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from moepass.models.errors import MoepassError
 
 @contextlib.contextmanager
 def refused(kind: type[MoepassError], **fields: object) -> Iterator[None]:
-    """The block raises a `kind`, not a subclass of it, whose fields have these values."""
+    """Check that the block raises a `kind`, not a subclass of it, with these values of its fields."""
     with pytest.raises(kind) as raised:
         yield
     assert type(raised.value) is kind
-    found = {name: getattr(raised.value, name) for name in fields}
-    assert found == fields, f"{found} instead of {fields} in: {raised.value}"
+    actual = {name: getattr(raised.value, name) for name in fields}
+    assert actual == fields, f"{actual} instead of {fields} in: {raised.value}"

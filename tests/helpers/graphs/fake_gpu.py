@@ -1,7 +1,7 @@
-"""Graphs as they are captured for a GPU, without one: fake CUDA tensors, and a device guard that does nothing.
+"""Capture graphs for a GPU on a machine without one: fake CUDA tensors, and a device guard that does nothing.
 
-with pretended_gpu():                     CUDA tensors that are made in here are fake ones
-    put_on_gpu(model)                     its tensors become such, without values
+with pretended_gpu():                     CUDA tensors created here are fake
+    put_on_gpu(model)                     replaces its tensors with fake CUDA tensors
     graph = captured_graph(model, ...)    the first ATen graph of its forward
 """
 
@@ -26,7 +26,7 @@ from torch.utils.cpp_extension import include_paths, library_paths
 
 from moepass.runtime.lowering.lower_segments import decompositions
 
-# Indexing asks for the guard of a tensor's device, fake or not, which a torch without CUDA does not have.
+# Indexing needs the guard of a tensor's device, even if it is fake, which torch without CUDA does not have.
 _GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 static c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> guard;
@@ -35,13 +35,13 @@ static c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::CUDA, &gua
 
 
 @contextlib.contextmanager
-def pretended_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
-    """A GPU of that compute capability; 9.0 is an H100's."""
+def pretended_gpu() -> Iterator[None]:
+    """Pretend that there is a GPU with the compute capability of an H100."""
     if not torch.cuda.is_available():
         _load_guard()
 
     def get_device_capability(device: torch.device | None = None) -> tuple[int, int]:
-        return capability
+        return (9, 0)
 
     has_capability = mock.patch.object(torch.cuda, "get_device_capability", get_device_capability)
     with has_capability, FakeTensorMode(allow_non_fake_inputs=True):
@@ -60,7 +60,7 @@ def _load_guard() -> ctypes.CDLL:
 
 
 def on_gpu(value: torch.Tensor) -> torch.Tensor:
-    """A fake CUDA tensor like `value`."""
+    """Return a fake CUDA tensor with the shape, strides and type of `value`."""
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
 
 
@@ -75,15 +75,15 @@ def put_on_gpu(model: torch.nn.Module) -> None:
 
 
 class _GraphComplete(Exception):  # noqa: N818  no error
-    """There is a graph; it cannot be run."""
+    """Raised when the graph is captured, because it cannot be run."""
 
 
 def captured_graph(model: torch.nn.Module, *args: Any, lower: str = "eager", **kwargs: Any) -> GraphModule:
-    """The first ATen graph of `model(*args, **kwargs)`, as the backend gets it."""
-    found: list[GraphModule] = []
+    """Return the first ATen graph of `model(*args, **kwargs)`, as the backend receives it."""
+    graphs: list[GraphModule] = []
 
     def keep(module: GraphModule, inputs: Sequence[Any]) -> Any:
-        found.append(module)
+        graphs.append(module)
 
         def run(values: list[Any]) -> Any:
             raise _GraphComplete
@@ -94,4 +94,4 @@ def captured_graph(model: torch.nn.Module, *args: Any, lower: str = "eager", **k
     backend = aot_autograd(fw_compiler=keep, inference_compiler=keep, decompositions=decompositions(lower))
     with torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=True), contextlib.suppress(_GraphComplete):
         torch.compile(model, backend=backend)(*args, **kwargs)
-    return found[0]
+    return graphs[0]

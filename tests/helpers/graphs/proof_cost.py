@@ -1,7 +1,10 @@
-"""What it costs to prove one block: `python proof_cost.py FORM static|dynamic TOKENS HIDDEN WIDTH EXPERTS TOP_K RANKS`.
+"""Measure the cost of proving one block.
 
-Prints JSON: seconds of the pass, bytes of memory beyond those that the process had before, the banks, the refusals.
-Capturing takes longer and more than that, so the proof runs in a forked child, whose peak begins at what it was left.
+    python -m tests.helpers.graphs.proof_cost FORM static|dynamic TOKENS HIDDEN WIDTH EXPERTS TOP_K RANKS
+
+prints JSON: the seconds of the pass, the bytes of memory that it added, the number of banks, and the refusals.
+Capturing takes longer and more memory than the proof. The proof therefore runs in a forked child, whose peak memory
+starts at the memory that it inherits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One report that several test files look at: making it captures a graph, which takes seconds."""
+"""One report for several test modules: it captures a graph, which takes seconds."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from moepass.explaining.report import Report
 
 @functools.lru_cache(maxsize=1)
 def small_report() -> Report:
-    """Partly resident, behind a host link that exposes time, on devices without peer links."""
+    """Return a report of a model that is partly resident and exposes transfer time, on devices without peer links."""
     return moepass.explain("olmoe-1b-7b", hardware="2xl40s", seq=1024, batch=4, memory_budget_bytes=8e9)

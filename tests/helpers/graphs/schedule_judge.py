@@ -1,13 +1,15 @@
-"""Is a scheduled graph right, whatever the timing? The judge of the verifier: it runs graphs on contents, not numbers.
+"""Simulate runs of a scheduled graph under many timings, to judge the schedule independently of the verifier.
 
-Two parts, which know nothing of the verifier. The host executes runs of graphs one after the other as straight-line
-Python, with the slot operations of the ring (buffers, what is filled ahead of the next run, poison), and issues work to
-a compute stream and a copy stream. Then an adversary decides what happens next on these streams, within what the events
-allow: a buffer holds what was copied into it, or nothing while a copy is under way or after a release. What encoded
-banks bring into the encoded buffer is nothing that could be read; their decode makes the bank of it.
+The simulation knows bank contents, not numbers, and has two parts:
 
-A graph is wrong where the host raises, where something is left undone, or where under some timing a read sees anything
-but the bank that the canonical graph gathers for it.
+* The host executes runs of graphs one after the other, with the slot operations of the ring (buffers, banks fetched
+  ahead of the next run, poison). It issues work to a compute stream and a copy stream.
+* An adversary chooses the order of events on these streams, within what CUDA events allow. A buffer contains the bank
+  that was copied into it, or nothing while a copy is running or after a release. The content of the encoded buffer
+  cannot be read; decoding turns it into the bank.
+
+A graph is wrong if the host raises, if work is left unfinished, or if a read under some timing sees anything but the
+bank that the canonical graph gathers for it.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ Contents = tuple[tuple[str, ...], int]
 
 
 class WrongRunError(Exception):
-    """A run that fails, or reads what it should not."""
+    """A run fails, or reads a wrong bank."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A scheduled graph as the host sees it: slot operations, and the nodes that read a slot through `sources`."""
+    """A scheduled graph from the host's view: slot operations, and the nodes that read a slot through `sources`."""
 
     name: str
     plan: Plan
@@ -42,7 +44,7 @@ class Program:
 
 
 def expected_reads(canonical: Graph) -> dict[str, list[Contents]]:
-    """What every node that reads banks must see, from the canonical graph alone."""
+    """Return, by name of the reading node, the banks that it must see, from the canonical graph alone."""
     reads: dict[str, list[Contents]] = {}
     for node in canonical.nodes:
         if is_call(node, gather):
@@ -59,20 +61,20 @@ def _real_readers(node: Node) -> Iterator[Node]:
 
 
 def program(name: str, graph: Graph, plan: Plan, expected: dict[str, list[Contents]]) -> Program:
-    """Raises WrongRunError where the graph is no program: a value is used before it is there."""
+    """Return the program of `graph`. Raises WrongRunError if a value is used before it is computed."""
     nodes = list(graph.nodes)
-    place = {node: index for index, node in enumerate(nodes)}
+    position = {node: index for index, node in enumerate(nodes)}
     sources: dict[Node, list[Node]] = {}
     for node in nodes:
         if is_call(node, gather):
-            raise WrongRunError(f"{node.name} is no operation of a ring")
+            raise WrongRunError(f"{node.name} is not a ring operation")
         if is_call(node, *SLOT_OPS):
             for user in node.users:
-                if place[user] < place[node]:
-                    raise WrongRunError(f"{user.name} uses {node.name} before it is there")
+                if position[user] < position[node]:
+                    raise WrongRunError(f"{user.name} uses {node.name} before it is computed")
             for used in node.all_input_nodes:
-                if place[used] > place[node]:
-                    raise WrongRunError(f"{node.name} uses {used.name} before it is there")
+                if position[used] > position[node]:
+                    raise WrongRunError(f"{node.name} uses {used.name} before it is computed")
             if is_call(node, acquire):
                 for reader in _real_readers(node):
                     if not is_call(reader, *SLOT_OPS):
@@ -93,7 +95,7 @@ ENCODED_BUFFER = -1
 
 @dataclasses.dataclass(eq=False)
 class Copy:
-    """A copy of `contents` into `buffer`; or their decode from the encoded buffer, where they must be by then."""
+    """A copy of `contents` into `buffer`, or the decoding of `contents` from the encoded buffer."""
 
     buffer: int
     contents: Contents | None
@@ -104,7 +106,7 @@ class Copy:
 
 
 class Host:
-    """The ring of `moepass.runtime.transfer.ring`, issuing to streams instead of copying. One object for all runs."""
+    """A model of `moepass.runtime.transfer.ring` that issues work instead of copying. One host serves all runs."""
 
     def __init__(self, slots: int, slot_bytes: int, expected: dict[str, list[Contents]]) -> None:
         self.expected, self.slots, self.slot_bytes = expected, slots, slot_bytes
@@ -117,7 +119,7 @@ class Host:
         self.last_key: object = None
 
     def run(self, program: Program) -> None:
-        """Issue one run. Raises WrongRunError where the ring or Python would raise."""
+        """Issue one run. Raises WrongRunError if the ring or Python would raise."""
         try:
             self._run(program)
         except (IndexError, KeyError) as error:
@@ -142,11 +144,13 @@ class Host:
             elif is_call(node, decode):
                 copy = values.get(node.args[0])  # type: ignore[arg-type, assignment]
                 if not isinstance(copy, Copy) or copy.taken:
-                    raise WrongRunError(f"{node.name} decodes what is no copy, or was decoded or waited for")
+                    raise WrongRunError(
+                        f"{node.name} does not decode a copy, or decodes a copy that was already decoded or acquired"
+                    )
                 if copy.buffer == ENCODED_BUFFER:
                     copy.taken = True
                     banks[node.kwargs["bank"]]  # type: ignore[index]
-                    # Decoded as another bank, of other sizes, it is nothing.
+                    # Decoding as another bank, with other sizes, yields no valid content.
                     is_own = copy.contents is not None and copy.contents[1] == node.kwargs["bank"]
                     contents = copy.contents if is_own else None
                     copy = self._decode(self.buffer_of[node.kwargs["slot"]], contents)  # type: ignore[index]
@@ -156,7 +160,9 @@ class Host:
             elif is_call(node, acquire):
                 copy = values.get(node.args[0])  # type: ignore[arg-type, assignment]
                 if not isinstance(copy, Copy) or copy.taken or copy.buffer == ENCODED_BUFFER:
-                    raise WrongRunError(f"{node.name} waits for what is no copy, or was waited for or not decoded")
+                    raise WrongRunError(
+                        f"{node.name} waits for no copy, or for one that was already acquired or is not decoded"
+                    )
                 copy.taken = True
                 self.compute.append(("wait", copy, None))
                 banks[node.kwargs["bank"]]  # type: ignore[index]
@@ -169,20 +175,20 @@ class Host:
             raise WrongRunError(f"the ring has slots {self.free} after a run, not {self.slots} different ones")
         for copy in started:
             if not copy.taken:
-                raise WrongRunError("a copy is never waited for, and stays with the ring for ever")
+                raise WrongRunError("a copy is never acquired, and stays with the ring forever")
 
     def _prefetch(self, node: Node, values: dict[Node, object]) -> Copy:
         buffer = self.buffer_of[node.kwargs["slot"]]  # type: ignore[index]
         shards: list[Node] = list(node.args[0])  # type: ignore[arg-type]
         names = tuple(shard.name for shard in shards)
-        # What the graph computes may be overwritten, or not be computed yet, while a copy reads it.
+        # A computed tensor may be overwritten, or not be computed yet, while a copy reads it.
         lasts = all(shard.op == "placeholder" for shard in shards)
         contents: Contents | None = (names, node.kwargs["bank"]) if lasts else None  # type: ignore[assignment]
         after = node.kwargs["after"]
         if after is not None:
             event = values.get(after)  # type: ignore[arg-type]
             if not isinstance(event, _Event):
-                raise WrongRunError(f"{node.name} waits for what is no event")
+                raise WrongRunError(f"{node.name} does not wait for an event")
             return self._begin_copy(buffer, contents, event, node.kwargs["bank"])
         ahead = self.ahead.pop(buffer, None)
         copy = (
@@ -239,14 +245,14 @@ class Host:
         return copy
 
     def _read(self, node: Node, values: dict[Node, object]) -> None:
-        found = [values[source] for source in self.program.sources.get(node, [])]
+        slots_read = [values[source] for source in self.program.sources.get(node, [])]
         if node.op == "output":
             raise WrongRunError("the caller sees a slot, which the next run overwrites")
         expected = self.expected.get(node.name, [])
-        if sorted(bank for _, bank in found) != sorted(bank for _, bank in expected):  # type: ignore[misc]
-            raise WrongRunError(f"{node.name} reads {len(found)} banks, or others than {expected}")
+        if sorted(bank for _, bank in slots_read) != sorted(bank for _, bank in expected):  # type: ignore[misc]
+            raise WrongRunError(f"{node.name} reads {len(slots_read)} banks, or others than {expected}")
         for (buffer, _), wanted in zip(
-            sorted(found, key=lambda read: read[1]),  # type: ignore[index]
+            sorted(slots_read, key=lambda read: read[1]),  # type: ignore[index]
             sorted(expected, key=lambda read: read[1]),
             strict=True,
         ):  # type: ignore[misc]
@@ -261,13 +267,13 @@ class _Event:
 
 
 COMPUTE, START, END = 0, 1, 2
-# Copies start as soon as they may and end as late as they may: the slot is in pieces all the while. Or they are over at
-# once. Or nothing is copied before it must be.
+# Copies start as early and end as late as possible, so slots are incomplete for as long as possible. Or copies end at
+# once. Or copies start as late as possible.
 ADVERSARIES = ((START, COMPUTE, END), (END, START, COMPUTE), (COMPUTE, START, END))
 
 
 def play(host: Host, choose: Callable[[list[int]], int]) -> None:
-    """What was issued happens, in the order in which `choose` picks what may happen next."""
+    """Play the issued work in the order in which `choose` picks among the possible actions."""
     for _, _, event in host.compute:
         if isinstance(event, _Event):
             event.done = False
@@ -294,14 +300,14 @@ def play(host: Host, choose: Callable[[list[int]], int]) -> None:
             buffers[copies[following].buffer], under_way = None, True
         elif action == END:
             copy, under_way = copies[following], False
-            # Bytes of another bank, decoded, are nothing.
+            # Decoding the bytes of another bank yields no valid content.
             is_there = not copy.decodes or buffers.get(ENCODED_BUFFER) == copy.contents
             buffers[copy.buffer] = copy.contents if is_there else None
             following += 1
         else:
             step += 1
             if what == "release":
-                buffers[subject] = None  # the debug mode poisons what was released
+                buffers[subject] = None  # the debug mode poisons released slots
                 detail.done = True  # type: ignore[attr-defined]
             elif what == "read" and buffers.get(subject) != detail:
                 raise WrongRunError(f"a read of {detail} sees {buffers.get(subject)}")
@@ -315,15 +321,15 @@ def wrong_because(
     seed: int = 0,
     timings: int = 6,
 ) -> str | None:
-    """Why some run of the graph goes wrong, or None where all that were tried are right.
+    """Return why some run of the graph is wrong, or None if all simulated runs are right.
 
-    It runs alone, over and over, and between runs of `reference`, a correct schedule on the same ring.
+    The graph runs by itself several times, and between runs of `reference`, a correct schedule on the same ring.
     """
     generator = random.Random(seed)
     try:
         mine = program("mutant", graph, plan, expected)
-        other = program("reference", *reference, expected)
-        for runs, spare in (([mine] * 3, 0), ([other, other, mine, other, mine], 1)):
+        correct = program("reference", *reference, expected)
+        for runs, spare in (([mine] * 3, 0), ([correct, correct, mine, correct, mine], 1)):
             slots = max([plan.slots, *([reference[1].slots] if spare else [])]) + spare
             host = Host(slots, max(plan.slot_bytes, 0), expected)
             if spare:

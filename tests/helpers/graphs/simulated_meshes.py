@@ -1,6 +1,6 @@
-"""Graphs of all ranks of a mesh, run in this one process: collectives are carried out among the ranks of their group.
+"""Run the graphs of all ranks of a mesh in this process: each collective is carried out among the ranks of its group.
 
-As simulated_ranks.py, which has one group of all ranks.
+simulated_ranks.py does the same for one group of all ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.helpers.project_styles.style_sizes import StyleSizes
 def captured_on_mesh(
     layer: type[nn.Module], rank: int, ranks: int, tokens: int, sizes: StyleSizes, *, dynamic: bool = True
 ) -> Captured:
-    """The graph of `layer` on `rank`, with all groups that it knows of."""
+    """Return the graph of `layer` on `rank`, with all process groups in it."""
     with pretend_rank(rank, ranks):
         model = layer(sizes, dist.group.WORLD)  # type: ignore[call-arg]
         hidden = hidden_rows(sizes.hidden, tokens, rank, sizes.dtype)
@@ -46,9 +46,16 @@ def run_mesh(
     groups: Sequence[Mapping[str, Group]],
     banks: Sequence[Mapping[int, list[torch.Tensor]]] | None = None,
 ) -> list[Any]:
-    """The outputs of every rank's graph. Raises whatever a rank raises, and AssertionError where ranks disagree.
+    """Return the outputs of every rank's graph.
 
-    `groups` and `banks` are those of each rank.
+    Args:
+        modules: The graph of each rank.
+        inputs: The arguments of each rank's graph.
+        groups: The groups of each rank, by name.
+        banks: The complete tensors of the banks of each rank, by index, for graphs with gathers.
+
+    Raises:
+        AssertionError: If ranks disagree about a collective. Errors of a rank's graph are passed on.
     """
     runs = [
         steps_of(module, values, banks[rank] if banks is not None else None)
@@ -66,9 +73,9 @@ def run_mesh(
         answers = {}
         for rank in sorted(asked):
             members = groups[rank][asked[rank][0].group_name].members
-            of_members = [groups[one][asked[one][0].group_name].members for one in members if one in asked]
+            of_members = [groups[member][asked[member][0].group_name].members for member in members if member in asked]
             if members[0] == rank and of_members == [members] * len(members):
-                answers |= dict(zip(members, carry_out([asked[one] for one in members]), strict=True))
+                answers |= dict(zip(members, carry_out([asked[member] for member in members]), strict=True))
         for rank in answers:
             del asked[rank]
     assert not asked, f"ranks {list(asked)} wait for others"
@@ -78,27 +85,27 @@ def run_mesh(
 def decide_on_mesh(
     ranks: Sequence[Captured], eliminate: Callable[[int, Mapping[str, str]], PassResult]
 ) -> list[PassResult]:
-    """What each rank runs in the end: as `decisions.py` has it, without the messages, group by group.
+    """Return the result that each rank runs in the end, decided for every group as real ranks do, without messages.
 
-    `eliminate` is given a rank and the blocks that it leaves, by name, and why.
+    `eliminate(rank, leave)` returns the result of the passes; `leave` maps blocks that must stay to the reasons.
     """
     leave: list[dict[str, str]] = [{} for _ in ranks]
     results = [eliminate(rank, {}) for rank in range(len(ranks))]
-    exchanges = [exchanges_to_compare(one.module.graph, one.groups) for one in ranks]
+    exchanges = [exchanges_to_compare(captured.module.graph, captured.groups) for captured in ranks]
     while True:
-        found: list[dict[str, str]] = [{} for _ in ranks]
+        refused: list[dict[str, str]] = [{} for _ in ranks]
         met: dict[tuple[int, ...], list[Proposal]] = {}
-        for rank, one in enumerate(ranks):
+        for rank, captured in enumerate(ranks):
             for name, of_group in exchanges[rank].items():
                 proposal = Proposal.of(results[rank].plan, name, of_group, "")
-                met.setdefault(one.groups[name].members, []).append(proposal)
+                met.setdefault(captured.groups[name].members, []).append(proposal)
         for members, proposals in met.items():
             assert len(proposals) == len(members), f"of ranks {members} some do not come"
             for rank in members:
-                found[rank] |= blocks_to_leave(proposals)
-        fresh = [rank for rank in range(len(ranks)) if found[rank].keys() - leave[rank].keys()]
+                refused[rank] |= blocks_to_leave(proposals)
+        fresh = [rank for rank in range(len(ranks)) if refused[rank].keys() - leave[rank].keys()]
         if not fresh:
             return results
         for rank in fresh:
-            leave[rank] |= found[rank]
+            leave[rank] |= refused[rank]
             results[rank] = eliminate(rank, leave[rank])

@@ -1,8 +1,8 @@
-"""Graphs of all ranks, captured and run in this one process.
+"""Capture the graphs of all ranks and run them in this process.
 
-Capturing uses torch's fake process group, which lets one process be any rank. Running is lockstep: each rank's graph is
-interpreted on real numbers up to its next collective, and once all ranks stand at one, it is carried out among them.
-Unlike the mock peers of `peer_equivalence.py` this knows nothing of experts or of any contract.
+Capturing uses torch's fake process group, which lets one process act as any rank. Running is lockstep: each rank's
+graph is interpreted on real tensors up to its next collective. Once all ranks have reached one, it is carried out among
+them. Unlike the mock peers of `peer_equivalence.py`, this module knows nothing of experts or of any contract.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.helpers.models.moe_stack import StackConfig, build_stack
 
 @contextlib.contextmanager
 def pretend_rank(rank: int, ranks: int) -> Iterator[str]:
-    """This process is `rank` of `ranks`, with nobody to talk to; gives the name of the group."""
+    """Let this process act as `rank` of `ranks` without peers, and yield the name of the group."""
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
         yield dist.group.WORLD.group_name  # type: ignore[union-attr]
@@ -42,7 +42,7 @@ def pretend_rank(rank: int, ranks: int) -> Iterator[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
-    """One rank's graph, and the real values of its inputs but the hidden states."""
+    """The graph of one rank, the real values of its inputs, and its groups by name."""
 
     module: GraphModule
     inputs: tuple[Any, ...]
@@ -60,9 +60,9 @@ def capture(
     lower: str = "eager",
     moe_alone: bool = False,
 ) -> Captured:
-    """The ATen graph of `build_stack(config, form)` on `rank`, with fake values, and its real inputs.
+    """Return the ATen graph of `build_stack(config, form)` on `rank`, with fake values, and its real inputs.
 
-    `moe_alone` captures nothing but the first MoE layer, whose input is then one of the graph.
+    `moe_alone` captures only the first MoE layer, whose input is then an input of the graph.
     """
     with pretend_rank(rank, ranks):
         stack = build_stack(config, form)
@@ -74,16 +74,16 @@ def capture(
 def capture_module(
     model: nn.Module, hidden: torch.Tensor, rank: int, ranks: int, *, dynamic: bool = True, lower: str = "eager"
 ) -> Captured:
-    """The ATen graph of `model`, called with `hidden`, on `rank`, which this process pretends to be."""
-    found: list[Captured] = []
+    """Return the ATen graph of `model(hidden)`, while this process acts as `rank`."""
+    graphs: list[Captured] = []
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
 
     def keep(module: GraphModule, inputs: Sequence[Any]) -> Any:
         def run(values: list[Any]) -> Any:
             for node, value in zip(graph_inputs(module.graph), values, strict=True):
                 node.meta[ARGUMENT_KEY] = not isinstance(value, nn.Parameter)
-            found.append(Captured(module, tuple(values), {name: Group(rank, ranks)}))
-            # What the fake group answers is of no use to anybody.
+            graphs.append(Captured(module, tuple(values), {name: Group(rank, ranks)}))
+            # The results of the fake group are meaningless.
             return [torch.empty(0)] * len(module.graph.output_node().args[0])  # type: ignore[arg-type]
 
         run._boxed_call = True  # type: ignore[attr-defined]
@@ -99,22 +99,23 @@ def capture_module(
     switches = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
     with torch.no_grad(), torch._dynamo.config.patch(switches):
         torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True)(hidden)
-    (captured,) = found
+    (captured,) = graphs
     return captured
 
 
 def hidden_rows(width: int, tokens: int, rank: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Hidden states [tokens, width], other ones for each rank and seed."""
+    """Return random hidden states [tokens, width], different for each rank and seed."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     return torch.randn(tokens, width, generator=generator).to(dtype)
 
 
 def hidden_states(config: StackConfig, tokens: int, rank: int, seed: int = 0) -> torch.Tensor:
+    """Return random hidden states [tokens, H] for `config`, different for each rank and seed."""
     return hidden_rows(config.hidden, tokens, rank, config.dtype, seed)
 
 
 def with_tokens(captured: Captured, hidden: torch.Tensor) -> list[Any]:
-    """The graph's inputs, with `hidden` [tokens, H] for the hidden states that it was captured with."""
+    """Return the graph's inputs with `hidden` [tokens, H] in place of the captured hidden states."""
     old = next(value for value in captured.inputs if isinstance(value, torch.Tensor) and _is_hidden(value, hidden))
     return [
         hidden if value is old else len(hidden) if isinstance(value, int) and value == len(old) else value
@@ -129,9 +130,10 @@ def _is_hidden(value: torch.Tensor, hidden: torch.Tensor) -> bool:
 def run_ranks(
     modules: Sequence[GraphModule], inputs: Sequence[Sequence[Any]], banks: Mapping[object, Any] | None = None
 ) -> list[Any]:
-    """The outputs of every rank's graph. Raises whatever a rank raises, and AssertionError where ranks disagree.
+    """Return the outputs of every rank's graph.
 
-    `banks` are the complete tensors of each bank, by its index, for graphs with gathers.
+    `banks` maps the index of each bank to its complete tensors, for graphs with gathers. Raises AssertionError if ranks
+    disagree about a collective; errors of a rank's graph are passed on.
     """
     runs = [steps_of(module, values, banks) for module, values in zip(modules, inputs, strict=True)]
     outputs: list[Any] = [None] * len(runs)
@@ -149,21 +151,28 @@ def run_ranks(
         answers = carry_out(asked)
 
 
+def first_outputs(
+    modules: Sequence[GraphModule], inputs: Sequence[Sequence[Any]], banks: Mapping[object, Any] | None = None
+) -> list[torch.Tensor]:
+    """Return the first output of every rank's graph; arguments are those of `run_ranks`."""
+    return [outputs[0] for outputs in run_ranks(modules, inputs, banks)]
+
+
 def steps_of(module: GraphModule, inputs: Sequence[Any], banks: Mapping[object, Any] | None = None) -> Iterator[Any]:
-    """Yields each collective with what it is given; `banks` answers gathers, by the index of the bank."""
+    """Yield each collective with its input and sizes, and receive its result. Gathers read `banks`, by index."""
     values: dict[Node, Any] = {}
-    given = iter(inputs)
+    arguments = iter(inputs)
     for node in module.graph.nodes:
         if node.op == "placeholder":
-            values[node] = next(given)
+            values[node] = next(arguments)
         elif node.op == "get_attr":
             values[node] = getattr(module, str(node.target))
         elif node.op == "output":
             return map_nodes(node.args[0], values.__getitem__)
         elif (collective := collective_of(node)) is not None:
             sizes = [
-                [values[size] if isinstance(size, Node) else size for size in part]
-                for part in (collective.send, collective.receive)
+                [values[size] if isinstance(size, Node) else size for size in symbolic]
+                for symbolic in (collective.send, collective.receive)
             ]
             values[node] = yield collective, values[collective.input], *sizes
         elif node.target is gather and banks is not None:
@@ -177,8 +186,9 @@ def steps_of(module: GraphModule, inputs: Sequence[Any], banks: Mapping[object, 
 
 
 def carry_out(asked: list[tuple[Collective, torch.Tensor, list[int], list[int]]]) -> list[torch.Tensor]:
+    """Return the result of a collective by rank. Raises AssertionError if ranks disagree about it."""
     kinds = {collective.kind for collective, *_ in asked}
-    assert len(kinds) == 1, f"ranks stand at different collectives: {kinds}"
+    assert len(kinds) == 1, f"ranks wait at different collectives: {kinds}"
     (kind,) = kinds
     sent = [value for _, value, *_ in asked]
     ranks = len(asked)
@@ -202,12 +212,12 @@ def carry_out(asked: list[tuple[Collective, torch.Tensor, list[int], list[int]]]
 def run_local(
     module: GraphModule, inputs: Sequence[Any], banks: Sequence[BankSpec], complete: dict[str, list[torch.Tensor]]
 ) -> Any:
-    """The output of a graph without collectives, its gathers answered with the `complete` tensors of each bank."""
+    """Return the output of a graph without collectives. Gathers return `complete` tensors, by the bank's name."""
     return run_with_banks(module, inputs, {bank.index: complete[bank.name] for bank in banks})
 
 
 def run_with_banks(module: GraphModule, inputs: Sequence[Any], banks: Mapping[Any, Any]) -> Any:
-    """The output of a graph without collectives, its gathers answered with the tensors of `banks`, by index."""
+    """Return the output of a graph without collectives; gathers return the tensors of `banks`, by index."""
     try:
         collective, *_ = next(steps_of(module, inputs, banks))
     except StopIteration as done:
@@ -218,20 +228,20 @@ def run_with_banks(module: GraphModule, inputs: Sequence[Any], banks: Mapping[An
 def decide(
     ranks: Sequence[Captured], eliminate: Callable[[Captured, Mapping[str, str]], PassResult]
 ) -> list[PassResult]:
-    """What each rank runs in the end: as `decisions.py` has it, without the messages.
+    """Return the result that each rank runs in the end, decided as real ranks do, without messages.
 
-    `eliminate` is given what a rank captured and the blocks that it leaves, by name, and why.
+    `eliminate(captured, leave)` returns the result of the passes; `leave` maps blocks that must stay to the reasons.
     """
     leave: dict[str, str] = {}
     while True:
-        results = [eliminate(one, leave) for one in ranks]
-        exchanges = [exchanges_by_group(one.module.graph) for one in ranks]
-        (group,) = {name for one in exchanges for name in one} or {""}
+        results = [eliminate(captured, leave) for captured in ranks]
+        exchanges = [exchanges_by_group(captured.module.graph) for captured in ranks]
+        (group,) = {name for of_rank in exchanges for name in of_rank} or {""}
         proposals = [
-            Proposal.of(result.plan, group, found.get(group, ()), "")
-            for result, found in zip(results, exchanges, strict=True)
+            Proposal.of(result.plan, group, of_rank.get(group, ()), "")
+            for result, of_rank in zip(results, exchanges, strict=True)
         ]
-        found = blocks_to_leave(proposals)
-        if not found.keys() - leave.keys():
+        refused = blocks_to_leave(proposals)
+        if not refused.keys() - leave.keys():
             return results
-        leave |= found
+        leave |= refused

@@ -1,6 +1,6 @@
-"""What the package stores of its presets, made anew: sizes and captures.
+"""Compute the files about presets that the package ships: sizes and captures.
 
-`python -m tests.helpers.graphs.store_presets` writes the files that tests compare with what this makes today.
+`python -m tests.helpers.graphs.store_presets` writes them; tests compare the files with the functions of this module.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from moepass.models.sizes.presets import SIZES_FILE, StoredSizes, preset_config,
 
 
 def preset_sizes() -> bytes:
-    """The content of `preset_sizes.json`."""
+    """Return the content of `preset_sizes.json`."""
     sizes = {name: StoredSizes.of(from_config(preset_config(name), name=name, dtype="bf16")) for name in preset_names()}
     return msgspec.json.format(msgspec.json.encode(sizes), indent=1) + b"\n"
 
 
 def captured_parts(name: str) -> tuple[CompilerPart, ...]:
-    """A preset captured with 1 slot, with 2, and so on, to as many as it has layers with experts that are captured."""
-    found = explained_model(name)
-    first = captured_part(found, 1, STORED_LOWERING)
+    """Return a preset captured with 1 slot, 2 slots and so on, up to the number of its captured layers with experts."""
+    model = explained_model(name)
+    first = captured_part(model, 1, STORED_LOWERING)
     most = max(1, first.explanation.expert_layers)
-    return first, *(captured_part(found, slots, STORED_LOWERING) for slots in range(2, most + 1))
+    return first, *(captured_part(model, slots, STORED_LOWERING) for slots in range(2, most + 1))
 
 
 def captures() -> bytes:
-    """The content of `captured_presets.json`."""
+    """Return the content of `captured_presets.json`."""
     stored = StoredCaptures(installed_versions(), {name: captured_parts(name) for name in preset_names()})
     return msgspec.json.format(msgspec.json.encode(stored), indent=1) + b"\n"
 

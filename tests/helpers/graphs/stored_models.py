@@ -1,4 +1,4 @@
-"""Whether a model is compiled, or runs as an earlier process has compiled it."""
+"""Find out if a model is compiled, or loaded from an earlier process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EAGER = {"lower": "eager"}
 
 
 def graphs_compiled_by(call: Callable[[], Any]) -> int:
-    """By Dynamo, which knows nothing from before."""
+    """Return the number of graphs that Dynamo, after a reset, compiles in `call`."""
     torch._dynamo.reset()
     counters.clear()
     call()
@@ -24,9 +24,9 @@ def graphs_compiled_by(call: Callable[[], Any]) -> int:
 
 
 def compiles(store: CaptureStore, model: nn.Module, rows: torch.Tensor | None = None) -> bool:
-    """Whether a new process would compile `model`. The result is always that of the model at hand."""
-    given = torch.ones(4) if rows is None else rows
-    found: list[torch.Tensor] = []
-    count = graphs_compiled_by(lambda: found.append(StoredModule(model, EAGER, "model", store)(given)))
-    assert torch.equal(found[0], model(given))
+    """Return True if a new process would compile `model`, and check that its result is that of `model`."""
+    inputs = torch.ones(4) if rows is None else rows
+    outputs: list[torch.Tensor] = []
+    count = graphs_compiled_by(lambda: outputs.append(StoredModule(model, EAGER, "model", store)(inputs)))
+    assert torch.equal(outputs[0], model(inputs))
     return count > 0

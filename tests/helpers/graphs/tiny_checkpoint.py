@@ -1,4 +1,4 @@
-"""A checkpoint folder with random weights and a small tokenizer, for the tests of loading, scoring and the CLI."""
+"""A checkpoint folder with random weights and a small tokenizer, for tests of loading, scoring and the command line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LINES = ["the cat sat on the mat", "a dog ran to the park", "yes no maybe good 
 
 
 def original_model(family: str = "qwen3_moe") -> PreTrainedModel:
-    """The model that `save_tiny_checkpoint` saves: two layers, because every layer takes time to trace."""
+    """Return the model that `save_tiny_checkpoint` saves, with two layers, because each takes time to trace."""
     return tiny_model(family, max_position_embeddings=64, num_hidden_layers=2)
 
 
@@ -40,7 +40,7 @@ def save_tiny_checkpoint(folder: Path, family: str = "qwen3_moe") -> Path:
 
 
 def broken_copy(source: Path, target: Path, edit: Callable[[Path], None]) -> Path:
-    """A copy of the checkpoint `source` at `target`, changed by `edit`."""
+    """Copy the checkpoint `source` to `target`, and change the copy with `edit`."""
     shutil.copytree(source, target)
     edit(target)
     return target

@@ -1,4 +1,4 @@
-"""Small models of tokens, and what hybrid prefill makes of their graphs."""
+"""Small models over tokens, and the results of hybrid prefill for their graphs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Forward = Callable[["TokenModel", torch.Tensor], Any]
 
 
 class TokenModel(nn.Module):
-    """`forward` of ids [batch, length], with weights that it may use; `width` numbers for each token."""
+    """A model that calls `forward` with itself and ids [batch, length], and provides weights of size `width`."""
 
     def __init__(self, forward: Forward, batch: int, length: int, width: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def token_model(forward: Forward, batch: int = 3, length: int = 6, width: int = 
 
 
 def hybrid(model: nn.Module, ids: torch.Tensor, chunk_tokens: int = 4, dynamic: bool = False) -> PassResult:
-    """What the pass gives for the captured graph of `model`, after the passes before it."""
+    """Return the result of `hybrid_prefill` for the captured graph of `model`, after the passes before it."""
     names = [function.__name__ for function in PASSES]
     before = PASSES[: names.index("hybrid_prefill")]
     context = PassContext(chunk_tokens=chunk_tokens)
@@ -61,33 +61,33 @@ def hybrid(model: nn.Module, ids: torch.Tensor, chunk_tokens: int = 4, dynamic: 
 
 
 def regions(module: GraphModule) -> dict[int, list[str]]:
-    """The operators of each region, by its number."""
-    found: dict[int, list[str]] = {}
+    """Return the operators of each region, by the region's number."""
+    operators: dict[int, list[str]] = {}
     for node in module.graph.nodes:
         if node.op == "call_function" and REGION_KEY in node.meta:
-            found.setdefault(node.meta[REGION_KEY], []).append(str(node.target).removeprefix("aten."))
-    return found
+            operators.setdefault(node.meta[REGION_KEY], []).append(str(node.target).removeprefix("aten."))
+    return operators
 
 
 def compiled(
     model: nn.Module, ids: torch.Tensor, chunk_tokens: int, dynamic: bool | None = False, **options: Any
 ) -> tuple[Any, moepass.Compilation]:
-    """What `model` gives, run so many tokens at a time."""
-    given = {"lower": "eager", "chunk_tokens": chunk_tokens, **options}
+    """Return the outputs of `model`, compiled with `chunk_tokens`, and the compilation."""
+    settings = {"lower": "eager", "chunk_tokens": chunk_tokens, **options}
     with torch.no_grad(), moepass.record_compilations() as compilations:
-        found = torch.compile(model, backend="asyncep", dynamic=dynamic, options=given)(ids)
-    return found, compilations[0]
+        outputs = torch.compile(model, backend="asyncep", dynamic=dynamic, options=settings)(ids)
+    return outputs, compilations[0]
 
 
 def chunked(compilation: moepass.Compilation) -> int:
-    """How many of the segments run some tokens at a time."""
+    """Count the segments that run in chunks of tokens."""
     return sum(segment.lowering.chunk_tokens is not None for segment in compilation.plan.segments if segment.lowering)
 
 
 def reasons(compilation: moepass.Compilation) -> str:
-    """Why what does not run some tokens at a time runs them all at once."""
-    found = [refusal.reason for refusal in compilation.plan.refusals]
+    """Return the reasons why regions and segments do not run in chunks of tokens."""
+    texts = [refusal.reason for refusal in compilation.plan.refusals]
     for segment in compilation.plan.segments:
         if segment.lowering and segment.lowering.refusal:
-            found.append(segment.lowering.refusal.reason)
-    return "; ".join(found)
+            texts.append(segment.lowering.refusal.reason)
+    return "; ".join(texts)

@@ -1,6 +1,6 @@
-"""Run every ATen operator whose schema declares no view, and print those that give one all the same.
+"""Run every ATen operator whose schema declares no view, and print those that return a view.
 
-A program of its own: some operators end the process on arguments that do not fit, so each batch runs in a child.
+This is a program, because some operators end the process on unsuitable arguments: each batch runs in a child.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ INTEGERS = {"dim": 0, "start": 0, "end": 4, "length": 4, "dtype": 6}
 
 
 class Watch(TorchDispatchMode):
-    """Sees what captured graphs hold: operators that are made of others arrive as these."""
+    """Records operators that return a view of an argument, after composite operators are decomposed."""
 
     found: set[str]
 
@@ -42,7 +42,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def operators() -> list[torch._ops.OpOverload]:
-    found = []
+    candidates = []
     for name in sorted(torch._C._dispatch_get_all_op_names()):
         base, _, overload = name.removeprefix("aten::").partition(".")
         if not name.startswith("aten::") or base.startswith(("_test", "_foobar", "_nested")):
@@ -52,8 +52,8 @@ def operators() -> list[torch._ops.OpOverload]:
             schema = operator._schema
             gives = any("Tensor" in str(value.type) for value in schema.returns)
             if gives and not schema.is_mutable and all(value.alias_info is None for value in schema.returns):
-                found.append(operator)
-    return found
+                candidates.append(operator)
+    return candidates
 
 
 def _argument(argument: Any, tensor: torch.Tensor, number: int, flag: bool) -> Any:
@@ -73,15 +73,15 @@ def run(batch: Sequence[torch._ops.OpOverload], answer: int) -> None:
         watch = Watch()
         for tensor in (torch.ones(4, 4), torch.arange(4), torch.ones(4, 4).t()):
             for number, flag in ((1, False), (2, True)):
-                given: list[Any] = []
+                arguments: list[Any] = []
                 named: dict[str, Any] = {}
                 for argument in operator._schema.arguments:
                     if not argument.has_default_value():
                         value = _argument(argument, tensor, number, flag)
-                        named.update({argument.name: value}) if argument.kwarg_only else given.append(value)
+                        named.update({argument.name: value}) if argument.kwarg_only else arguments.append(value)
                 try:
                     with torch.no_grad(), watch:
-                        operator(*given, **named)
+                        operator(*arguments, **named)
                 except Exception:  # most arguments fit few operators
                     continue
         for name in sorted(watch.found):

@@ -1,8 +1,7 @@
-"""A stand-in for the package torch_tensorrt, which does not import without TensorRT's libraries.
+"""A stand-in for the package torch_tensorrt, which cannot be imported without TensorRT's libraries.
 
-It notes what it is given and runs it by torch's own operators. It says nothing about what TensorRT can convert, nor
-about the numbers that an engine gives; that its functions are called as those of torch-tensorrt 2.13.0 is checked by
-their names alone.
+It records its arguments and runs them with torch's own operators. It does not check what TensorRT can convert, or the
+numbers of an engine. The calls are checked against the argument names of torch-tensorrt 2.13.0.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule
 
-# Those of `torch_tensorrt.dynamo.compile` that we give.
+# The arguments of `torch_tensorrt.dynamo.compile` that moepass passes.
 _SETTINGS = {"device", "require_full_compilation", "min_block_size", "disable_tf32", "use_fp32_acc"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Input:
-    """`torch_tensorrt.Input` of constant shape."""
+    """`torch_tensorrt.Input` with a constant shape."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -31,7 +30,7 @@ class Input:
 
 @dataclasses.dataclass
 class Given:
-    """What `dynamo.compile` was called with."""
+    """The arguments of one call of `dynamo.compile`."""
 
     exported: ExportedProgram
     inputs: Sequence[Input]
@@ -41,14 +40,14 @@ class Given:
 class StandInEngine(nn.Module):
     def __init__(self, run: Callable[..., Any]) -> None:
         super().__init__()
-        self._run = (run,)  # no submodule: what an engine runs shows in no graph
+        self._run = (run,)  # no submodule, because graphs do not show the contents of an engine
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         return self._run[0](*inputs)
 
 
 class StandIn(types.ModuleType):
-    """Set as `sys.modules["torch_tensorrt"]`. `make` gives the compiled graph; by default one engine of everything."""
+    """A module for `sys.modules["torch_tensorrt"]`. `make` returns the compiled graph, by default one engine."""
 
     def __init__(self, make: Callable[[Given], GraphModule] | None = None) -> None:
         super().__init__("torch_tensorrt")
@@ -66,7 +65,7 @@ class StandIn(types.ModuleType):
 
 
 def in_one_engine(given: Given, run: Callable[..., Any] | None = None) -> GraphModule:
-    """As Torch-TensorRT gives it where it has converted all: a graph that calls one engine, which does as exported."""
+    """Return the graph of a full conversion: it calls one engine, which runs the exported program or `run`."""
     graph = Graph()
     inputs = [graph.placeholder(f"input_{number}") for number in range(len(given.inputs))]
     graph.output(graph.call_module("_run_on_acc_0", tuple(inputs)))

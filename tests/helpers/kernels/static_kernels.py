@@ -1,11 +1,10 @@
-"""Compile the kernels of one segment for GPUs; run as a process of its own, because Triton is interpreted in tests.
+"""Compile the kernels of one segment for GPUs, in a separate process, because tests interpret Triton.
 
-    python static_kernels.py '{"activation": ..., "form": ..., "dtype": ..., "capabilities": [90], "turned": false,
-                               "tiles": "all", "geometry": "qwen3-30b-a3b"}'
+    python -m tests.helpers.kernels.static_kernels '{"activation": ..., "form": ..., "dtype": ...,
+        "capabilities": [90], "turned": false, "tiles": "all", "geometry": "qwen3-30b-a3b"}'
 
-prints a JSON list with one entry for each capability, kernel and size of tiles. `tiles` says of which sizes: "largest",
-"all" that are used by default, or "candidates", which a tuner tries; "few rows" are the smallest of those. `geometry`
-is a key of SIZES.
+prints a JSON list with one entry for each capability, kernel and tile size. `tiles` selects the sizes: "largest", "all"
+default sizes, the "candidates" of the tuner, or "few rows", the smallest candidates. `geometry` is a key of SIZES.
 """
 
 from __future__ import annotations

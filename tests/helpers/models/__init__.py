@@ -1,4 +1,1 @@
-"""Tiny models and stacks of layers, for tests and benchmarks alone.
-
-May import sizes, formulas, checkpoint, reference.
-"""
+"""Tiny models and stacks of layers, for tests and benchmarks. Start reading with `tiny.py` and `moe_stack.py`."""

@@ -1,4 +1,4 @@
-"""Expert computations as models write them, traced as graphs: for tests and benchmarks of kernels."""
+"""Expert computations as models write them, traced as graphs, for tests and benchmarks of kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,17 @@ from torch.nn import functional as F
 
 @dataclasses.dataclass(frozen=True)
 class ExpertSizes:
-    """`pairs` of a token and an expert; `rank` is that of low-rank deltas."""
+    """The sizes of an expert computation.
+
+    Attributes:
+        tokens: Number of tokens.
+        pairs: Number of pairs of a token and an expert.
+        experts: Number of experts.
+        hidden: Size of a token's hidden state.
+        width: Size between the two GEMMs.
+        dtype: Type of tokens and weights.
+        rank: Rank of low-rank deltas.
+    """
 
     tokens: int
     pairs: int
@@ -28,11 +38,21 @@ class ExpertSizes:
 
 @dataclasses.dataclass
 class ExpertInputs:
-    """Tensors of one call.
+    """The tensors of one call. Matrices are [experts, out, in]; if `turned`, `in` is the outer dimension in memory.
 
-    x [tokens, hidden]; token and expert [pairs] of each pair, sorted by expert; order [pairs], the pair's number in
-    the order of tokens; ends [experts] int32;
-    weight [pairs, 1]; matrices [experts, out, in]; where they are `turned`, `in` is the outer dimension in memory
+    Attributes:
+        x: Hidden states [tokens, hidden].
+        token: The token of each pair [pairs], sorted by expert.
+        expert: The expert of each pair [pairs], sorted.
+        order: The index of each pair [pairs] in the order of tokens.
+        ends: The end of each expert's pairs [experts], int32.
+        weight: The routing weight of each pair [pairs, 1].
+        up: Gate and up projections [experts, 2 * width, hidden].
+        up_bias: Their biases [experts, 2 * width].
+        down: Down projections [experts, hidden, width].
+        down_bias: Their biases [experts, hidden].
+        up_in: First factor of the low-rank deltas of `up` [experts, rank, hidden].
+        up_out: Second factor of the low-rank deltas of `up` [experts, 2 * width, rank].
     """
 
     x: torch.Tensor
@@ -55,9 +75,9 @@ class ExpertInputs:
 def expert_inputs(
     sizes: ExpertSizes, shares: torch.Tensor | None = None, device: str = "cpu", turned: bool = False
 ) -> ExpertInputs:
-    """Random inputs. `shares` [experts] says how likely a pair goes to each expert; None: all alike.
+    """Return random inputs. Tensors on the device `meta` have shapes only.
 
-    On the device `meta` they have shapes alone.
+    `shares` [experts] are the relative probabilities that a pair goes to each expert; None means equal.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -92,7 +112,7 @@ def expert_inputs(
 
 
 def _rows(table: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    # Python's indexing would ask for the device, which fake tensors do not need.
+    # Python's indexing would need the device, which fake tensors may lack.
     chosen: torch.Tensor = torch.ops.aten.index.Tensor(table, [numbers])
     return chosen
 
@@ -114,7 +134,7 @@ def _squared_relu(both: torch.Tensor) -> torch.Tensor:
     return F.relu(both[:, : both.shape[1] // 2]).square()
 
 
-# What stands between the two GEMMs, by name.
+# The operations between the two GEMMs, by name.
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "swiglu": _gated(F.silu),
     "geglu": _gated(F.gelu),
@@ -125,12 +145,12 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "clamped, interleaved": _interleaved,
     "squared relu": _squared_relu,
 }
-# What stands around them.
+# The operations before and after them.
 FORMS = ("plain", "biases", "weights first", "weights last", "returned", "biases, returned", "low rank")
 
 
 def expert_segment(activation: str, form: str, inputs: ExpertInputs) -> GraphModule:
-    """A graph from `inputs.tensors()` to one tensor [pairs, hidden], for inputs of these shapes."""
+    """Return a graph from `inputs.tensors()` to one tensor [pairs, hidden], for inputs of these shapes."""
     act = ACTIVATIONS[activation]
 
     def product(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -140,28 +160,28 @@ def expert_segment(activation: str, form: str, inputs: ExpertInputs) -> GraphMod
         return result
 
     def compute(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        given = ExpertInputs(*tensors)
-        rows = _rows(given.x, given.token)
+        call = ExpertInputs(*tensors)
+        rows = _rows(call.x, call.token)
         if form == "weights first":
-            rows = rows * given.weight
-        both = product(rows, given.up, given.ends)
+            rows = rows * call.weight
+        both = product(rows, call.up, call.ends)
         if form == "low rank":
-            inner = product(rows, given.up_in, given.ends)
-            both = both + 0.5 * product(inner, given.up_out, given.ends)
+            inner = product(rows, call.up_in, call.ends)
+            both = both + 0.5 * product(inner, call.up_out, call.ends)
         if form.startswith("biases"):
-            both = both + _rows(given.up_bias, given.expert)
-        result = product(act(both), given.down, given.ends)
+            both = both + _rows(call.up_bias, call.expert)
+        result = product(act(both), call.down, call.ends)
         if form.startswith("biases"):
-            result = result + _rows(given.down_bias, given.expert)
+            result = result + _rows(call.down_bias, call.expert)
         if form == "weights last" or form.endswith("returned"):
-            result = result * given.weight
+            result = result * call.weight
         if form.endswith("returned"):
-            inverse = torch.empty_like(given.order)
-            places = torch.arange(given.order.shape[0], device=given.order.device)
-            result = _rows(result, torch.ops.aten.index_put.default(inverse, [given.order], places))
+            inverse = torch.empty_like(call.order)
+            places = torch.arange(call.order.shape[0], device=call.order.device)
+            result = _rows(result, torch.ops.aten.index_put.default(inverse, [call.order], places))
         return (result,)
 
-    # What is fake already, as a tensor on a GPU that is not there, stays what it is.
+    # Fake tensors, such as those on an absent GPU, stay fake.
     if isinstance(inputs.x, FakeTensor):
         return make_fx(compute)(*inputs.tensors())
     return make_fx(compute, tracing_mode="fake")(*inputs.tensors())

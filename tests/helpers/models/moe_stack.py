@@ -1,7 +1,6 @@
-"""A small mixture-of-experts model without attention, of which the experts lie on one rank or on many.
+"""A small mixture-of-experts model without attention, with its experts on one rank or on many.
 
-For tests and benchmarks: weights come from a seed, expert by expert, so that every rank draws its own experts alone
-and a single process can draw them all.
+Weights come from a seed for each expert, so every rank can draw only its own experts, and a single process all of them.
 """
 
 from __future__ import annotations
@@ -26,11 +25,21 @@ LOCAL = "local"
 
 @dataclasses.dataclass(frozen=True)
 class StackConfig:
-    """Sizes and form of a stack; equal configs make equal weights, in whatever form and on however many ranks.
+    """The sizes of a stack. Equal configs produce equal weights, for every form and number of ranks.
 
-    `hidden` is H, `width` is h of one expert. `skew` is the standard deviation of a fixed bias on the router's logits:
-    0 spreads tokens evenly, 2 sends most of them to few experts. `max_tokens` and `capacity_factor` are those of
-    `CapacityAllToAllExperts`, and of no effect on other forms.
+    Attributes:
+        layers: Number of layers, each with a dense GEMM and experts.
+        hidden: Size of a hidden state, H.
+        width: Size between the two GEMMs of an expert, h.
+        experts: Number of experts of a layer on all ranks, E.
+        top_k: Number of experts of each token.
+        normalise: Whether the weights of a token's experts add up to 1.
+        skew: Standard deviation of a fixed bias on the router's logits: 0 spreads tokens evenly, 2 sends most of them
+            to few experts.
+        dtype: Type of weights and hidden states.
+        seed: Seed of all weights.
+        max_tokens: Argument of `CapacityAllToAllExperts`; ignored by other forms.
+        capacity_factor: Argument of `CapacityAllToAllExperts`; ignored by other forms.
     """
 
     layers: int = 2
@@ -47,10 +56,16 @@ class StackConfig:
 
 
 class ExpertRouter(nn.Module):
-    """Chooses top-k of E experts for each token by softmax, in float32, as Qwen3-MoE does."""
+    """A router that chooses top-k of E experts for each token by softmax, in float32, as Qwen3-MoE does.
+
+    Args:
+        weight: [E, H].
+        bias: [E].
+        top_k: Number of experts of each token.
+        normalise: Whether the weights of a token's experts add up to 1.
+    """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor, top_k: int, normalise: bool = True) -> None:
-        """Takes weight [E, H] and bias [E]; `normalise` makes the weights of a token's experts add up to 1."""
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = nn.Parameter(bias, requires_grad=False)
@@ -58,7 +73,7 @@ class ExpertRouter(nn.Module):
         self.normalise = normalise
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(top_k_index, top_k_weights) of hidden_states [tokens, H], the weights in its type."""
+        """Return (top_k_index, top_k_weights), both [tokens, k], for hidden_states [tokens, H]."""
         logits = F.linear(hidden_states.float(), self.weight.float(), self.bias.float())
         weights, index = logits.softmax(dim=-1).topk(self.top_k, dim=-1)
         if self.normalise:
@@ -67,7 +82,7 @@ class ExpertRouter(nn.Module):
 
 
 class MoELayer(nn.Module):
-    """A router and experts of any form: [tokens, H] to [tokens, H]."""
+    """A router and experts of any form, from [tokens, H] to [tokens, H]."""
 
     def __init__(self, router: ExpertRouter, experts: nn.Module) -> None:
         super().__init__()
@@ -80,9 +95,9 @@ class MoELayer(nn.Module):
 
 
 class MoEStack(nn.Module):
-    """Layers of a dense GEMM and experts, each with a norm before and a residual around it: [tokens, H] to the same.
+    """Layers of a dense GEMM and experts, each with a norm and a residual connection, for hidden states [tokens, H].
 
-    No token sees another one, so the tokens of many ranks may be compared with one batch of them all.
+    Tokens do not depend on each other, so the tokens of many ranks can be compared with one batch of all of them.
     """
 
     def __init__(self, dense: Sequence[nn.Linear], moe: Sequence[MoELayer]) -> None:
@@ -99,9 +114,15 @@ class MoEStack(nn.Module):
 
 
 def build_stack(config: StackConfig, form: str = LOCAL, group: ProcessGroup | None = None) -> MoEStack:
-    """The model of `config`, in eval mode on the CPU, with experts of one of `EP_FORMS`, or all of them here ("local").
+    """Return the model of `config` in eval mode on the CPU.
 
-    `group` as in `ShardedExperts`. Raises InputError.
+    Args:
+        config: Its sizes.
+        form: The form of the experts, one of `EP_FORMS`, or "local" for all experts in this process.
+        group: The process group, as in `ShardedExperts`.
+
+    Raises:
+        InputError: If `form` is unknown, or needs `max_tokens` and has none.
     """
     dense = [_linear(config, _generator(config.seed, layer, 0)) for layer in range(config.layers)]
     routers = [_router(config, _generator(config.seed, layer, 1)) for layer in range(config.layers)]
@@ -112,7 +133,7 @@ def build_stack(config: StackConfig, form: str = LOCAL, group: ProcessGroup | No
 def build_experts(
     config: StackConfig, form: str = LOCAL, group: ProcessGroup | None = None, layer: int = 0
 ) -> GroupedExperts:
-    """The experts of one layer of `build_stack`, on the CPU. Raises InputError."""
+    """Return the experts of one layer of `build_stack`, on the CPU. Raises InputError as `build_stack` does."""
     if form == LOCAL:
         return GroupedExperts(*_expert_weights(config, range(config.experts), layer))
     if form not in EP_FORMS:
@@ -124,20 +145,20 @@ def build_experts(
     if not issubclass(chosen, CapacityAllToAllExperts):
         return chosen(*weights, config.experts, group)
     if config.max_tokens is None:
-        raise InputError(f"the form {form} needs max_tokens, the most tokens that any rank will bring; it is None")
+        raise InputError(f"the form {form} needs max_tokens, the largest number of tokens of any rank; it is None")
     return chosen(*weights, config.experts, group, max_tokens=config.max_tokens, capacity_factor=config.capacity_factor)
 
 
 def _generator(*key: int) -> torch.Generator:
-    # A tensor's values must not depend on which others are drawn, so each has a seed of its own.
+    # A tensor's values must not depend on which others are drawn, so each has its own seed.
     seed = 0
-    for part in key:
-        seed = (seed * 1_000_003 + part + 1) % 2**63
+    for number in key:
+        seed = (seed * 1_000_003 + number + 1) % 2**63
     return torch.Generator().manual_seed(seed)
 
 
 def _draw(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Normal values with a standard deviation of one over the square root of the fan-in."""
+    """Return normal values with a standard deviation of one over the square root of the fan-in."""
     return torch.randn(shape, generator=generator).div(math.sqrt(shape[-1])).to(dtype)
 
 
@@ -156,8 +177,8 @@ def _router(config: StackConfig, generator: torch.Generator) -> ExpertRouter:
 def _expert_weights(config: StackConfig, owned: range, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     gate_up = torch.empty(len(owned), 2 * config.width, config.hidden, dtype=config.dtype)
     down = torch.empty(len(owned), config.hidden, config.width, dtype=config.dtype)
-    for place, expert in enumerate(owned):
+    for index, expert in enumerate(owned):
         generator = _generator(config.seed, layer, 2, expert)
-        gate_up[place] = _draw(generator, config.dtype, *gate_up.shape[1:])
-        down[place] = _draw(generator, config.dtype, *down.shape[1:])
+        gate_up[index] = _draw(generator, config.dtype, *gate_up.shape[1:])
+        down[index] = _draw(generator, config.dtype, *down.shape[1:])
     return gate_up, down

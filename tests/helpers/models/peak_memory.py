@@ -1,4 +1,4 @@
-"""The most memory that a call has allocated at once."""
+"""Measure the peak memory of a call."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
-    """The most bytes that `run` held at once on the CPU, beyond what was there before; its result counts, where torch's
-    allocator gave it.
+    """Return the peak of the bytes that `run` allocates on the CPU, including a result that torch allocates.
 
-    From the allocations and releases that torch's profiler records, so that code of Inductor counts as well.
+    The allocations are recorded by torch's profiler, which sees those of Inductor's code too.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = run()
     del result
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     held = peak = 0
-    for event in sorted(events, key=lambda one: one.start_ns()):
+    for event in sorted(events, key=lambda memory_event: memory_event.start_ns()):
         held += event.nbytes()
         peak = max(peak, held)
     return peak

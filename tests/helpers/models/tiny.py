@@ -38,7 +38,7 @@ __all__ = [
     "tiny_model",
 ]
 
-# Ids below this stand for padding, begin and end of text in every tiny configuration.
+# Smaller ids are padding, begin and end of text in every tiny configuration.
 _FIRST_ORDINARY_ID = 3
 
 
@@ -55,7 +55,7 @@ def tiny_model(
     Args:
         family: a key of ``TINY_FAMILIES``, such as ``"qwen3_moe"``.
         dtype: type of the weights; what the family always keeps in float32 stays in float32.
-        experts_implementation: ``"eager"``, ``"grouped_mm"`` or ``"batched_mm"`` (llama4 has one of its own only).
+        experts_implementation: ``"eager"``, ``"grouped_mm"`` or ``"batched_mm"`` (llama4 supports only its own).
         seed: the same seed gives the same weights.
         config_overrides: attributes of the family's configuration.  Where ``num_hidden_layers`` is one of them, a
             ``layer_types`` that the family's table sets is cut or repeated to that length.
@@ -105,7 +105,7 @@ def tiny_inputs(model: PreTrainedModel, batch: int = 2, seq: int = 12, seed: int
 
 
 def main_result(output: Any) -> torch.Tensor:
-    """The logits [batch, seq, vocabulary] that a model gave, or, of a model without a head, its hidden states."""
+    """Return the logits [batch, seq, vocabulary] of an output; without a head, the last hidden states."""
     value = output.logits if "logits" in output else output[0]
     assert isinstance(value, torch.Tensor)
     return value

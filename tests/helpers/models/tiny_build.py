@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-# State-space and decay tensors: only values near those the family itself draws keep the recurrence stable.
+# State-space and decay tensors: only values near the family's own initial values keep the recurrence stable.
 _KEPT_LEAVES = frozenset({"A_log", "dt_bias", "D", "decay"})
 
 # Persistent float buffers with these words in their name take part in routing like a parameter does.
@@ -41,7 +41,7 @@ def build_tiny(
             as ``from_pretrained`` would have it.
         experts_implementation: a name of the Transformers experts interface, such as ``"grouped_mm"``; of no
             effect on a family that does not use that interface.
-        seed: the same seed gives the same weights, whatever the global random state is; that state is left alone.
+        seed: the same seed gives the same weights; the global random state is neither used nor changed.
 
     Returns:
         The model, on the CPU, with gradients off for every parameter.
@@ -49,8 +49,8 @@ def build_tiny(
     Raises:
         ValueError: Transformers does not know ``experts_implementation``.
     """
-    for part in _config_tree(config):
-        part.use_cache = False
+    for nested in _config_tree(config):
+        nested.use_cache = False
     options: dict[str, Any] = {"dtype": dtype}
     if model_class._can_set_experts_implementation():
         options["experts_implementation"] = experts_implementation
@@ -112,6 +112,6 @@ def _keep_strict_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
 def _config_tree(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     yield config
     for key in config.sub_configs:
-        part = getattr(config, key, None)
-        if isinstance(part, PreTrainedConfig):
-            yield from _config_tree(part)
+        nested = getattr(config, key, None)
+        if isinstance(nested, PreTrainedConfig):
+            yield from _config_tree(nested)

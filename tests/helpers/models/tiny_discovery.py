@@ -19,7 +19,7 @@ from tests.helpers.models.tiny_build import TinyModelUnavailableError, build_tin
 
 _DECORATOR = "use_experts_implementation"
 
-# Families of which no tiny text model can be built or run, with the reason.
+# Families whose tiny text model cannot be built or run, with the reason.
 UNAVAILABLE_FAMILIES: Mapping[str, str] = MappingProxyType({})
 
 
@@ -127,7 +127,7 @@ _SIZES: Mapping[str, Any] = MappingProxyType(
     }
 )
 
-# The same for attributes that count even where the default is None: a family without them would have no experts.
+# Values that are set even if the default is None, because a family without them would have no experts.
 _EXPERTS: Mapping[str, int] = MappingProxyType(
     {
         "num_experts": 8,
@@ -223,7 +223,7 @@ def _scan() -> tuple[ExpertFamily, ...]:
         if f"@{_DECORATOR}" not in source:
             continue  # parsing is the slow part
         classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
-        experts = tuple(found for node in classes if (found := _experts_class(node)) is not None)
+        experts = tuple(experts_class for node in classes if (experts_class := _experts_class(node)) is not None)
         if not experts:
             continue
         families.append(
@@ -275,7 +275,7 @@ def discovered_tiny_model(
         model_class, config_class = record.load()
         config = config_class(**{**_shrunk(record.name, config_class), **config_overrides})
         return build_tiny(model_class, config, dtype=dtype, experts_implementation=experts_implementation, seed=seed)
-    except Exception as error:  # whatever a family that this module has never seen raises, the caller gets one kind
+    except Exception as error:  # an unknown family may raise anything; the caller gets one type
         raise TinyModelUnavailableError(f"{record.name}: {type(error).__name__}: {error}") from error
 
 
@@ -311,8 +311,8 @@ def _experts_class(node: ast.ClassDef) -> ExpertsClass | None:
         target = call.func if call else decorator
         if isinstance(target, ast.Name) and target.id == _DECORATOR:
             flags = {word.arg: ast.literal_eval(word.value) for word in (call.keywords if call else ()) if word.arg}
-            known = ExpertsClass.__dataclass_fields__
-            return ExpertsClass(node.name, **{key: value for key, value in flags.items() if key in known})
+            fields = ExpertsClass.__dataclass_fields__
+            return ExpertsClass(node.name, **{key: value for key, value in flags.items() if key in fields})
     return None
 
 

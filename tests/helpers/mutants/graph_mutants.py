@@ -1,4 +1,4 @@
-"""Small changes to captured graphs, after which they mean something else, or nothing."""
+"""Make small changes to captured graphs, which change their meaning or leave them meaningless."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ SWAPS = {
 }
 
 
-def mutate(module: GraphModule, place: int, how: int) -> GraphModule | None:
-    """The graph with one node changed in way `how`, 0 to 4; None where this change does not apply to that node."""
+def mutate(module: GraphModule, node_index: int, how: int) -> GraphModule | None:
+    """Return the graph with node number `node_index` changed in way `how`, 0 to 4; None if that is not possible."""
     changed = copy_graph_module(module)
     nodes = [node for node in changed.graph.nodes if node.op == "call_function"]
-    node = nodes[place % len(nodes)]
+    node = nodes[node_index % len(nodes)]
     if how == 0 and node.target in SWAPS:
         node.target = SWAPS[node.target]
         if node.target is torch.ops.aten.remainder.Scalar:
@@ -43,11 +43,11 @@ def mutate(module: GraphModule, place: int, how: int) -> GraphModule | None:
         node.args = (node.args[1], node.args[0], *node.args[2:])
     elif how == 3 and isinstance(fake_value(node), torch.Tensor) and node.users:
         twin = [
-            other
-            for other in nodes[: place % len(nodes)]
-            if isinstance(fake_value(other), torch.Tensor)
-            and str(fake_value(other).shape) == str(fake_value(node).shape)
-            and fake_value(other).dtype == fake_value(node).dtype
+            earlier
+            for earlier in nodes[: node_index % len(nodes)]
+            if isinstance(fake_value(earlier), torch.Tensor)
+            and str(fake_value(earlier).shape) == str(fake_value(node).shape)
+            and fake_value(earlier).dtype == fake_value(node).dtype
         ]
         if not twin:
             return None
@@ -63,18 +63,18 @@ def mutate(module: GraphModule, place: int, how: int) -> GraphModule | None:
 
 
 def _refresh_values(changed: Node) -> bool:
-    """Give `changed`, and what is computed of it, the shapes that they have now. False for what has none.
+    """Recompute the fake values of `changed` and its users. Return False if a node has no value any more.
 
-    No capture would give a graph whose recorded shapes are not those of its operators.
+    A capture never yields a graph whose recorded shapes differ from those of its operators.
     """
     mode = detect_fake_mode([fake_value(node) for node in changed.graph.nodes])
     assert mode is not None
     assert mode.shape_env is not None
     stale = {changed}
-    # The hints of sizes decide; a guard would make a symbol of the original graph, which shares them, a constant.
+    # Sizes are compared by their hints: a guard would specialise a symbol of the original graph, which shares them.
     with mode, mode.shape_env.suppress_guards():
         for node in changed.graph.nodes:
-            # Sizes that only a run tells have symbols of their own, which stay.
+            # Data-dependent sizes have their own symbols, which are kept.
             if node not in stale or node.op != "call_function" or node.meta.get("unbacked_bindings"):
                 continue
             try:
@@ -89,12 +89,12 @@ def _refresh_values(changed: Node) -> bool:
 
 def _layout(value: object) -> str:
     if isinstance(value, (tuple, list)):
-        return str([_layout(part) for part in value])
+        return str([_layout(item) for item in value])
     return f"{value.shape} {value.dtype} {value.stride()}" if isinstance(value, torch.Tensor) else str(value)
 
 
 def _insert(module: GraphModule, node: Node, target: object, *arguments: object) -> None:
-    """Let everything that read `node` read target(node, *arguments) instead."""
+    """Make every user of `node` read target(node, *arguments) instead."""
     users = list(node.users)
     with module.graph.inserting_after(node):
         fresh = module.graph.call_function(target, (node, *arguments))  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ def _insert(module: GraphModule, node: Node, target: object, *arguments: object)
         user.replace_input_with(node, fresh)
 
 
-# What a rank may do otherwise than the others with a value of floating type, or with whole numbers.
+# Changes of a rank's floating-point values, and of its integers.
 FLOAT_CHANGES = {
     "scale": (torch.ops.aten.mul.Tensor, 1.25),
     "shift": (torch.ops.aten.add.Tensor, 0.125),
@@ -119,15 +119,18 @@ INT_CHANGES = {
 }
 
 
-def mutate_values(module: GraphModule, place: int, how: str) -> GraphModule | None:
-    """The graph with the value of one node changed on its way; None where this change does not apply to that node.
+EVERY_CHANGE: tuple[int | str, ...] = (*range(5), *FLOAT_CHANGES, *INT_CHANGES, "flag", "constant")
 
-    `how` is a key of FLOAT_CHANGES or INT_CHANGES, "flag": a truth among its arguments is turned, or "constant": a
-    number with a point among them.
+
+def mutate_values(module: GraphModule, node_index: int, how: str) -> GraphModule | None:
+    """Return the graph with the value of one node changed; None if the change does not apply to it.
+
+    `how` is a key of FLOAT_CHANGES or INT_CHANGES, "flag" to invert a Boolean argument, or "constant" to change a float
+    argument.
     """
     changed = copy_graph_module(module)
     nodes = [node for node in changed.graph.nodes if node.op == "call_function"]
-    node = nodes[place % len(nodes)]
+    node = nodes[node_index % len(nodes)]
     value = fake_value(node)
     if how in FLOAT_CHANGES or how in INT_CHANGES:
         wants_float = how in FLOAT_CHANGES
@@ -152,19 +155,19 @@ def mutate_values(module: GraphModule, place: int, how: str) -> GraphModule | No
     return changed
 
 
-def mutant_of(module: GraphModule, place: int, how: int | str) -> GraphModule | None:
-    """The graph with one node changed in way `how`: a number as for `mutate`, a word as for `mutate_values`."""
-    return mutate(module, place, how) if isinstance(how, int) else mutate_values(module, place, how)
+def mutant_of(module: GraphModule, node_index: int, how: int | str) -> GraphModule | None:
+    """Return the graph with one node changed: by `mutate` if `how` is a number, else by `mutate_values`."""
+    return mutate(module, node_index, how) if isinstance(how, int) else mutate_values(module, node_index, how)
 
 
 def changes_of(module: GraphModule, ways: Sequence[int | str]) -> list[tuple[int, int | str]]:
-    """Every node that calls a function, by number, in each of `ways`."""
+    """Return all pairs of the number of a node that calls a function, and one of `ways`."""
     nodes = sum(node.op == "call_function" for node in module.graph.nodes)
-    return [(place, how) for place in range(nodes) for how in ways]
+    return [(index, how) for index in range(nodes) for how in ways]
 
 
 def outcomes_of(cases: Iterable[tuple[Any, ...]], check: Callable[..., str]) -> collections.Counter[str]:
-    """How often `check` says what of `cases`, without "no mutant". Raises AssertionError with a case that it fails."""
+    """Count the outcomes of `check` for `cases`, except "no mutant". Raises AssertionError if `check` raises."""
     outcomes: collections.Counter[str] = collections.Counter()
     for case in cases:
         try:
@@ -176,7 +179,7 @@ def outcomes_of(cases: Iterable[tuple[Any, ...]], check: Callable[..., str]) -> 
 
 
 def finite_or_none(run: Callable[[], Sequence[torch.Tensor]]) -> Sequence[torch.Tensor] | None:
-    """What a graph gives; None where it gives nothing, or nothing finite, as from memory that nobody wrote."""
+    """Return the outputs of `run`; None if it raises, or if an output is not finite, as in unwritten memory."""
     torch.use_deterministic_algorithms(True, warn_only=True)  # which fills such memory with NaN
     try:
         outputs = run()

@@ -1,4 +1,4 @@
-"""Layers of one rank, changed at one node: what passes write of them is right, or the layer is left as it was."""
+"""Change layers of one rank at one node, and check that passes rewrite them correctly or leave them unchanged."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ WAYS: tuple[int | str, ...] = (*range(4), *FLOAT_CHANGES, *INT_CHANGES, "flag", 
 
 
 class LocalMutants:
-    """Checks what `passes` write of the layer that `build` makes, changed at one node and run with each of `inputs`."""
+    """Checks `passes` on the layer that `build` returns, changed at one node, with each of `inputs`."""
 
     def __init__(self, build: Callable[[], nn.Module], inputs: Sequence[torch.Tensor], passes: Sequence[Pass]) -> None:
         self.build, self.inputs, self.passes = build, inputs, passes
         self._capture()
 
     def _capture(self) -> None:
-        """The graph of the layer, with a symbolic number of tokens, and what it is called with for each input."""
+        """Capture the graph of the layer, with a symbolic number of tokens, and its arguments for each input."""
         modules: list[GraphModule] = []
         self.called_with: list[tuple[Any, ...]] = []
 
@@ -57,19 +57,19 @@ class LocalMutants:
         switches = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
         with torch.no_grad(), torch._dynamo.config.patch(switches):
             compiled = torch.compile(self.build().eval(), backend=backend, dynamic=True, fullgraph=True)
-            for given in self.inputs:
-                compiled(given)
+            for tokens in self.inputs:
+                compiled(tokens)
         (self.module,) = modules
 
     @torch.no_grad()
-    def check(self, place: int, how: int | str) -> str:
-        """What becomes of node number `place`, changed in way `how`. Raises AssertionError where it becomes wrong."""
+    def check(self, node_index: int, how: int | str) -> str:
+        """Return the outcome for node `node_index` changed in way `how`. Raises AssertionError if it is wrong."""
         sizes = [
             value for node in graph_inputs(self.module.graph) if isinstance(value := fake_value(node), torch.SymInt)
         ]
         if any(size.node.expr.is_number for size in sizes):
-            self._capture()  # what was written of the mutant before took the number of tokens for a constant
-        mutant = mutant_of(self.module, place, how)
+            self._capture()  # the rewrite of an earlier mutant specialised the number of tokens
+        mutant = mutant_of(self.module, node_index, how)
         if mutant is None:
             return "no mutant"
         written = run_passes(self.passes, mutant, Plan(), PassContext()).module
@@ -81,5 +81,5 @@ class LocalMutants:
         return "right" if any(map(is_grouped_gemm, written.graph.nodes)) else "left"
 
     def check_all(self) -> collections.Counter[str]:
-        """Every change of every node."""
+        """Count the outcomes of every change of every node."""
         return outcomes_of(changes_of(self.module, WAYS), self.check)

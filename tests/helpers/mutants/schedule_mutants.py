@@ -65,7 +65,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]]] = {
     "grouped": lambda: (Stack("grouped_mm", depth=3), (tokens(),)),
     "shared": lambda: (Shared(), (tokens(), torch.tensor([[0, 1]] * 6))),
     "uneven": lambda: (Uneven(), (tokens(),)),
-    # As "uneven", but banks 0, 1 and 3 rest encoded.
+    # Like "uneven", but banks 0, 1 and 3 are encoded at home.
     "encoded": lambda: (Uneven(), (tokens(),)),
 }
 ENCODED = {"encoded": (0, 1, 3)}
@@ -80,22 +80,22 @@ def _canonical(model: str) -> tuple[GraphModule, Plan, tuple[object, ...]]:
     names = [node.name for node in graph_inputs(captured.module.graph)]
     for number in ENCODED.get(model, ()):
         (complete,) = (node for node in find(result.module, gather) if node.kwargs["bank"] == number)
-        place = names.index(complete.args[0][0].name)
-        encoded = halved_format.encode(inputs[place])
-        sizes = encoded.numel(), halved_format.CODEC.link_bytes(encoded.numel()), inputs[place].numel()
-        inputs[place] = encoded
+        position = names.index(complete.args[0][0].name)
+        encoded = halved_format.encode(inputs[position])
+        sizes = encoded.numel(), halved_format.CODEC.link_bytes(encoded.numel()), inputs[position].numel()
+        inputs[position] = encoded
         banks[number] = dataclasses.replace(banks[number], format=BankFormat(*sizes, halved_format.NAME))
     plan = dataclasses.replace(result.plan, banks=tuple(banks))
     return _skeleton(result.module), plan, tuple(inputs)
 
 
 def _skeleton(module: GraphModule) -> GraphModule:
-    """The graph without what no reader of a bank needs, for thousands of copies are made; it returns what they read."""
+    """Return the readers of banks, and remove what they do not need: the graph is copied thousands of times."""
     copied = copy_graph_module(module)
-    found = {reader for node in find(copied, gather) for reader in readers(node) if not is_view(reader)}
+    bank_readers = {reader for node in find(copied, gather) for reader in readers(node) if not is_view(reader)}
     for node in reversed(list(copied.graph.nodes)):
         if node.op == "output":
-            node.args = (tuple(reader for reader in copied.graph.nodes if reader in found),)
+            node.args = (tuple(reader for reader in copied.graph.nodes if reader in bank_readers),)
         elif node.op != "placeholder" and not node.users:
             copied.graph.erase_node(node)
     copied.recompile()
@@ -140,13 +140,13 @@ class Mutation:
         return self.random.choice(nodes)
 
     def pair(self) -> tuple[Node, Node] | None:
-        """Two slot operations of one kind."""
+        """Return two slot operations of one kind, or None."""
         node = self.pick(self.ops())
-        alike = [other for other in self.ops(node.target) if other is not node]
+        alike = [candidate for candidate in self.ops(node.target) if candidate is not node]
         return (node, self.pick(alike)) if alike else None
 
     def stay(self) -> tuple[Node, Node, Node] | None:
-        """The prefetch, acquire and release of one stay, where they are still together."""
+        """Return the prefetch, acquire and release of one stay; None if mutations have separated them."""
         done = self.pick(self.ops(release))
         tensors = done.args[0]
         filled = tensors.args[0] if isinstance(tensors, Node) and is_call(tensors, acquire) else None
@@ -160,32 +160,32 @@ class Mutation:
 
 
 def _move(mutation: Mutation) -> None:
-    """Near its old place as often as anywhere: small moves are the hard ones."""
+    """Move a slot operation. Half of the moves are short, because these are the hardest to detect."""
     node = mutation.pick(mutation.ops())
     order = list(mutation.graph.nodes)
-    place = order.index(node)
-    rest = [other for other in order if other is not node and other.op != "output"]
+    position = order.index(node)
+    remaining = [candidate for candidate in order if candidate is not node and candidate.op != "output"]
     target = (
-        place - 1 + mutation.random.randint(-4, 4)
+        position - 1 + mutation.random.randint(-4, 4)
         if mutation.random.random() < 0.5
-        else mutation.random.randrange(len(rest))
+        else mutation.random.randrange(len(remaining))
     )
-    mutation.put(node, rest[max(0, min(target, len(rest) - 1))])
+    mutation.put(node, remaining[max(0, min(target, len(remaining) - 1))])
 
 
 def _drop(mutation: Mutation) -> None:
     node = mutation.pick(mutation.ops())
-    alike: list[Node | None] = [other for other in mutation.ops(node.target) if other is not node]
+    alike: list[Node | None] = [candidate for candidate in mutation.ops(node.target) if candidate is not node]
     heir = mutation.random.choice([*alike, None])
     node.replace_all_uses_with(heir)  # type: ignore[arg-type]
     mutation.graph.erase_node(node)
 
 
 def _drop_stay(mutation: Mutation) -> None:
-    stay, other = mutation.stay(), mutation.stay()
-    if stay is None or other is None or stay[0] is other[0] or stay[1] is other[1]:
+    stay, heir = mutation.stay(), mutation.stay()
+    if stay is None or heir is None or stay[0] is heir[0] or stay[1] is heir[1]:
         return
-    for mine, theirs in zip(reversed(stay), reversed(other), strict=True):
+    for mine, theirs in zip(reversed(stay), reversed(heir), strict=True):
         for decoded in [user for user in mine.users if is_call(user, decode)]:
             decoded.replace_all_uses_with(theirs)
             mutation.graph.erase_node(decoded)
@@ -205,7 +205,7 @@ def _duplicate(mutation: Mutation) -> None:
 
 
 def _double_stay(mutation: Mutation) -> None:
-    """A bank that is fetched once more, and not read; right behind the release that it waits for."""
+    """Fetch a bank once more after the release that its slot waits for, without reading it."""
     stay = mutation.stay()
     if stay is None:
         return
@@ -224,39 +224,39 @@ def _double_stay(mutation: Mutation) -> None:
 
 
 def _swap(mutation: Mutation) -> None:
-    """Exchange one argument of two alike."""
+    """Exchange one argument of two operations of the same kind."""
     pair = mutation.pair()
     if pair is None:
         return
-    node, other = pair
+    node, twin = pair
     name = mutation.random.choice([*node.kwargs, "args"])
     if name == "args":
-        node.args, other.args = other.args, node.args
+        node.args, twin.args = twin.args, node.args
     else:
-        mine, theirs = node.kwargs[name], other.kwargs[name]
+        mine, theirs = node.kwargs[name], twin.kwargs[name]
         node.update_kwarg(name, theirs)
-        other.update_kwarg(name, mine)
+        twin.update_kwarg(name, mine)
 
 
 def _exchange(mutation: Mutation) -> None:
-    """Exchange the places of two slot operations, alike or not."""
-    node, other = mutation.pick(mutation.ops()), mutation.pick(mutation.ops())
-    before_node, before_other = node.prev, other.prev
-    if node is not other and other not in (node.prev, node.next):
-        before_node.append(other)
+    """Exchange the positions of any two slot operations."""
+    node, second = mutation.pick(mutation.ops()), mutation.pick(mutation.ops())
+    before_node, before_other = node.prev, second.prev
+    if node is not second and second not in (node.prev, node.next):
+        before_node.append(second)
         before_other.append(node)
 
 
 def _exchange_readers(mutation: Mutation) -> None:
-    """The readers of two acquires, or all but one, read the other's bank."""
-    node, other = mutation.pick(mutation.ops(acquire)), mutation.pick(mutation.ops(acquire))
-    for mine, theirs in ((node, other), (other, node)):
+    """Make most readers of two acquires read the bank of the opposite acquire."""
+    node, second = mutation.pick(mutation.ops(acquire)), mutation.pick(mutation.ops(acquire))
+    for mine, theirs in ((node, second), (second, node)):
         users = [user for user in mine.users if not is_call(user, release)]
         for user in users:
             if "moved" not in user.meta and mutation.random.random() < 0.8:
                 user.replace_input_with(mine, theirs)
                 user.meta = {**user.meta, "moved": True}
-    for user in [*node.users, *other.users]:
+    for user in [*node.users, *second.users]:
         user.meta.pop("moved", None)
 
 
@@ -270,7 +270,7 @@ def _retarget(mutation: Mutation) -> None:
 
 
 def _rename_stay(mutation: Mutation) -> None:
-    """A whole stay, in the plan too or not, goes to another slot, or says that it is another bank."""
+    """Change the slot or the bank of a complete stay, in the plan too or only in the graph."""
     stay = mutation.stay()
     if stay is None:
         return
@@ -289,7 +289,7 @@ def _rename_stay(mutation: Mutation) -> None:
 
 
 def _rename_slot(mutation: Mutation) -> None:
-    """A slot gets another number everywhere, in the plan too."""
+    """Change the number of a slot everywhere, in the plan too."""
     old, new = mutation.random.randint(0, 2), mutation.random.randint(-1, 4)
     for node in mutation.ops():
         if node.kwargs["slot"] == old:
@@ -299,7 +299,7 @@ def _rename_slot(mutation: Mutation) -> None:
 
 
 def _other_source(mutation: Mutation) -> None:
-    """A prefetch copies from another shard, or from memory of the graph, which may have stolen the shard's name."""
+    """Make a prefetch copy from another shard, or from a computed tensor, even under the shard's name."""
     filled = mutation.pick(mutation.ops(prefetch))
     shards = list(filled.args[0])  # type: ignore[arg-type]
     if mutation.random.random() < 0.3:
@@ -315,25 +315,27 @@ def _other_source(mutation: Mutation) -> None:
 
 
 def _late_release(mutation: Mutation) -> None:
-    """A refill waits for another release, and that of the slot's content comes later, or as late as it may."""
+    """Make a refill wait for another release, and move the release of its slot behind it."""
     refills = [filled for filled in mutation.ops(prefetch) if filled.kwargs["after"] is not None]
     if not refills:
         return
     refill = mutation.pick(refills)
-    own = refill.kwargs["after"]
+    awaited = refill.kwargs["after"]
     order = list(mutation.graph.nodes)
-    others = [done for done in mutation.ops(release) if done is not own]
-    if not others or not isinstance(own, Node):
+    releases = [done for done in mutation.ops(release) if done is not awaited]
+    if not releases or not isinstance(awaited, Node):
         return
-    refill.update_kwarg("after", mutation.pick(others))
-    spots = [node for node in order[order.index(own) :] if node.op != "output"]
-    mutation.put(own, mutation.pick(spots))
+    refill.update_kwarg("after", mutation.pick(releases))
+    spots = [node for node in order[order.index(awaited) :] if node.op != "output"]
+    mutation.put(awaited, mutation.pick(spots))
     if mutation.random.random() < 0.5:
-        mutation.put(refill, mutation.pick([node for node in spots if node is not refill and node is not own] or [own]))
+        mutation.put(
+            refill, mutation.pick([node for node in spots if node is not refill and node is not awaited] or [awaited])
+        )
 
 
 def _wait_at_first(mutation: Mutation) -> None:
-    """The first filling of a slot waits for a release."""
+    """Make the first fill of a slot wait for a release."""
     fresh = [filled for filled in mutation.ops(prefetch) if filled.kwargs["after"] is None]
     if not fresh:
         return
@@ -344,7 +346,7 @@ def _wait_at_first(mutation: Mutation) -> None:
 
 
 def _escape(mutation: Mutation) -> None:
-    """The caller gets a piece of a slot; the release may come when nobody sees the slot any more but him."""
+    """Return a view of a slot to the caller, and sometimes move the release to the end of the graph."""
     tensors = mutation.pick(mutation.ops(acquire))
     (output,) = (node for node in mutation.graph.nodes if node.op == "output")
     pieces = [user for user in tensors.users if is_view(user)]
@@ -367,7 +369,7 @@ def _put_gather_back(mutation: Mutation) -> None:
 
 
 def _other_ring(mutation: Mutation) -> None:
-    """The plan says that the ring is smaller, or larger, or has smaller slots."""
+    """Make the plan claim a smaller or larger ring, or smaller slots."""
     field = mutation.random.choice(["slots", "slot_bytes"])
     change = mutation.random.choice([-1, 1]) if field == "slots" else -1
     mutation.plan = dataclasses.replace(mutation.plan, **{field: getattr(mutation.plan, field) + change})
@@ -395,7 +397,7 @@ KINDS: dict[str, tuple[int, Callable[[Mutation], None]]] = {
 
 
 def mutant(correct: Case, generator: random.Random) -> Mutation:
-    """One to three mutations of a correct schedule."""
+    """Return a correct schedule with one to three mutations."""
     mutation = Mutation(correct, generator)
     for _ in range(generator.choice((1, 1, 2, 3))):
         mutation.mutate()
@@ -406,15 +408,15 @@ def mutant(correct: Case, generator: random.Random) -> Mutation:
 
 
 def correct_schedule(model: str, slots: int, generator: random.Random) -> tuple[Graph, Plan]:
-    """Another correct schedule: any slot that is free, in any order of copies; prefetch, acquire, release anywhere.
+    """Return another correct schedule: any free slot, any order of copies, and operations at any valid position.
 
-    Within what the rules of a slot allow: the acquire before the first read, the release behind the last, the prefetch
-    behind the release of what the slot held, the release before the refill of the slot.
+    The rules of a slot limit the positions: the acquire precedes the first read, the release follows the last read, the
+    prefetch follows the release of the slot's previous content, and the release precedes the refill of the slot.
     """
-    found = case(model, slots)
-    stays = lifetimes(found.canonical.graph)
-    plan = dataclasses.replace(found.plan, slot_stays=tuple(_residencies(found, generator)))
-    module = schedule(found.canonical, plan, PassContext(slots=slots)).module
+    base = case(model, slots)
+    stays = lifetimes(base.canonical.graph)
+    plan = dataclasses.replace(base.plan, slot_stays=tuple(_residencies(base, generator)))
+    module = schedule(base.canonical, plan, PassContext(slots=slots)).module
     assert len(stays) == len(plan.slot_stays)
     for _ in range(generator.randrange(8)):
         _move_legally(module, generator)
@@ -422,15 +424,15 @@ def correct_schedule(model: str, slots: int, generator: random.Random) -> tuple[
 
 
 def _residencies(found: Case, generator: random.Random) -> list[SlotStay]:
-    """Each bank into a slot whose content nobody reads any more; fresh slots stay numbered as they are first filled."""
+    """Assign each bank to a slot whose previous content is no longer read. Slots are numbered by their first fill."""
     order = list(found.canonical.graph.nodes)
-    place = {node: index for index, node in enumerate(order)}
+    position_of = {node: index for index, node in enumerate(order)}
     stays = lifetimes(found.canonical.graph)
     held_by: list[int] = []
     chosen: list[SlotStay] = []
     for position, (stay, planned) in enumerate(zip(stays, found.plan.slot_stays, strict=True)):
-        begin = place[stay.first_reader]
-        free = [slot for slot, last in enumerate(held_by) if place[stays[last].last_reader] < begin]
+        begin = position_of[stay.first_reader]
+        free = [slot for slot, last in enumerate(held_by) if position_of[stays[last].last_reader] < begin]
         if len(held_by) < found.plan.slots and (not free or planned.after is None or generator.random() < 0.5):
             chosen.append(dataclasses.replace(planned, slot=len(held_by), after=None))
             held_by.append(position)
@@ -444,15 +446,15 @@ def _residencies(found: Case, generator: random.Random) -> list[SlotStay]:
 def _move_legally(module: GraphModule, generator: random.Random) -> None:
     node = generator.choice(find(module, generator.choice((prefetch, acquire, release))))
     order = list(module.graph.nodes)
-    place = {other: index for index, other in enumerate(order)}
-    first = max(place[used] for used in node.all_input_nodes)
-    last = min([place[user] for user in node.users] or [len(order) - 1])
+    position_of = {listed: index for index, listed in enumerate(order)}
+    first = max(position_of[used] for used in node.all_input_nodes)
+    last = min([position_of[user] for user in node.users] or [len(order) - 1])
     if is_call(node, release):
         assert isinstance(node.args[0], Node)
-        first = max(place[reader] for reader in readers(node.args[0]) if reader is not node)
+        first = max(position_of[reader] for reader in readers(node.args[0]) if reader is not node)
     if is_call(node, prefetch) and node.kwargs["after"] is None:
-        first = max(first, max(index for other, index in place.items() if other.op == "placeholder"))
-    spots = [other for other in order[first:last] if other is not node]
+        first = max(first, max(index for listed, index in position_of.items() if listed.op == "placeholder"))
+    spots = [listed for listed in order[first:last] if listed is not node]
     if spots:
         generator.choice(spots).append(node)
     for decoded in find(module, decode):

@@ -15,7 +15,7 @@ from tests.helpers.packages.package_layers import EXPERTS, HIDDEN, TOP_K, WIDTH
 
 
 class NoStream:
-    """In the place of a CUDA stream and its events: on a CPU work is done when it is issued."""
+    """A replacement for CUDA streams and events on a CPU, where work is done when it is issued."""
 
     def wait_stream(self, other: NoStream) -> None: ...
 
@@ -26,7 +26,7 @@ class NoStream:
 
 
 def _as_if_moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """What Megatron-Core makes of sizes on a GPU: its exchanges take numpy arrays, and no tensors."""
+    """Return sizes as Megatron-Core converts them on a GPU: its exchanges take numpy arrays, not tensors."""
     return tensor.numpy() if torch.is_tensor(tensor) and as_numpy else tensor
 
 
@@ -40,7 +40,7 @@ def _as_list(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
 
 
 def _gathered(tokens: torch.Tensor, use_global_buffer: bool = False, **options: Any) -> torch.Tensor:
-    """What Megatron-Core gathers, but never in its buffer for the whole process, which holds it beyond the run."""
+    """Gather as Megatron-Core does, but not into its buffer for the whole process, which outlives the run."""
     from megatron.core.tensor_parallel import mappings
 
     gathered: torch.Tensor = mappings.gather_from_sequence_parallel_region(tokens, **options)
@@ -48,7 +48,7 @@ def _gathered(tokens: torch.Tensor, use_global_buffer: bool = False, **options: 
 
 
 class Order(list[int]):
-    """A constant order of chunks: `tolist` of a tensor gives numbers that Dynamo does not know."""
+    """A constant order of chunks, because `tolist` of a tensor returns numbers that Dynamo does not know."""
 
     def tolist(self) -> list[int]:
         return list(self)
@@ -56,8 +56,8 @@ class Order(list[int]):
 
 @contextlib.contextmanager
 def stand_in_for_cuda() -> Iterator[None]:
-    """Megatron-Core makes tensors on `torch.cuda.current_device()` and copies sizes on a stream, wherever it runs."""
-    # Dynamo looks its rules for torch's functions up by name, once: these are to be traced like any other.
+    """Replace the parts of `torch.cuda` that Megatron-Core uses on every machine: the current device and streams."""
+    # Dynamo looks up its rules for torch's functions by name once; the replacements must be traced as plain functions.
     torch._dynamo.trace_rules.get_torch_obj_rule_map()
     stream = NoStream()
     with mock.patch.multiple(
@@ -73,10 +73,13 @@ def stand_in_for_cuda() -> Iterator[None]:
 class MegatronLayer(nn.Module):
     """`megatron.core.transformer.moe.moe_layer.MoELayer` with an MLP for each expert.
 
-    `for_capture`: exchanges get lists of sizes, orders of chunks are lists, AllGathers bring memory of their own, and
-    what the dispatcher notes of a run is forgotten behind it; noted sizes would be results of the graph, which nobody
-    may take the exchange of counts from.
-    Built and run under `stand_in_for_cuda`.
+    Build and run it under `stand_in_for_cuda`.
+
+    Args:
+        dispatcher: The type of the token dispatcher.
+        for_capture: Whether to make the layer one graph. Exchanges then take lists of sizes, orders of chunks are
+            lists, AllGathers allocate their own memory, and the dispatcher's records of a run are cleared after it.
+            Recorded sizes would be results of the graph, and the exchange of counts could not be removed from it.
     """
 
     def __init__(self, dispatcher: str, for_capture: bool) -> None:
@@ -87,12 +90,12 @@ class MegatronLayer(nn.Module):
         from megatron.core.transformer.moe import moe_utils, token_dispatcher
         from megatron.core.transformer.transformer_config import TransformerConfig
 
-        # Asked for, and not defined where there is no Transformer Engine.
+        # Megatron-Core reads this name, but does not define it without Transformer Engine.
         moe_utils.te_general_gemm = None
         token_dispatcher.maybe_move_tensor_to_cpu = _as_list if for_capture else _as_if_moved
         gather = _gathered if for_capture else mappings.gather_from_sequence_parallel_region
         token_dispatcher.gather_from_sequence_parallel_region = gather
-        # Processes of tests outlive their group.
+        # Test processes outlive their group.
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
         config = TransformerConfig(
@@ -114,18 +117,18 @@ class MegatronLayer(nn.Module):
         spec = get_moe_module_spec(use_te=False, num_experts=EXPERTS)
         self.moe = spec.module(config, spec.submodules)
         self.for_capture = for_capture
-        found = self.moe.token_dispatcher
+        moe_dispatcher = self.moe.token_dispatcher
         for name in ("sort_input_by_local_experts", "restore_output_by_local_experts"):
-            if for_capture and hasattr(found, name):
-                setattr(found, name, Order(getattr(found, name).tolist()))
+            if for_capture and hasattr(moe_dispatcher, name):
+                setattr(moe_dispatcher, name, Order(getattr(moe_dispatcher, name).tolist()))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.moe(hidden.unsqueeze(1))[0].squeeze(1)
         if self.for_capture:
-            found = self.moe.token_dispatcher
+            token_dispatcher = self.moe.token_dispatcher
             noted = ("probs", "tokens_per_expert", "hidden_shape_before_permute", "local_map", "local_probs")
             orders = ("reversed_local_input_permutation_mapping",)
-            for name in (*found.cudagraph_attrs, "d2h_event", *noted, *orders):
-                if hasattr(found, name):
-                    setattr(found, name, None)
+            for name in (*token_dispatcher.cudagraph_attrs, "d2h_event", *noted, *orders):
+                if hasattr(token_dispatcher, name):
+                    setattr(token_dispatcher, name, None)
         return result

@@ -1,4 +1,4 @@
-"""Which layers of other projects are run how, and one run: compiled with asyncep against itself, on real ranks."""
+"""Run layers of other projects on real ranks, and compare them with themselves compiled with asyncep."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WARNINGS = "torch._dynamo.config.ignore_logging_functions.add(warnings.warn)"
 STATIC = "torch.compile(dynamic=False)"
 IN_CODE = "sizes and orders as lists, and no notes in the dispatcher (tests/helpers/packages/megatron_layer.py)"
 OWN_MEMORY = "gathered tokens not in Megatron-Core's global memory buffer (same file)"
-# What is no switch of Dynamo is done by whoever builds or compiles the layer.
+# Needs that are settings of Dynamo. The code that builds or compiles the layer fulfils the others.
 _SWITCHES: dict[str, tuple[str, Any]] = {
     SCALARS: ("capture_scalar_outputs", True),
     SHAPES: ("capture_dynamic_output_shape_ops", True),
@@ -37,9 +37,16 @@ _WAITS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select")
 
 @dataclasses.dataclass(frozen=True)
 class PackageCase:
-    """A layer of `package`, built by `module.builder(**options)`, and what capturing it `needs`.
+    """A layer of `package`, built by `module.builder(**options)`.
 
-    `is_even`: every rank has as many tokens, by contract of the layer; `dtypes` that it is run in.
+    Attributes:
+        package: Name of the distribution.
+        dispatcher: The variant of the layer, as the table shows it.
+        builder: Module and class.
+        options: Arguments of the class.
+        needs: The settings that capturing it needs, as the table shows them.
+        is_even: Whether the layer requires the same number of tokens on every rank.
+        dtypes: The types to run it in.
     """
 
     package: str
@@ -64,7 +71,7 @@ CASES = (
         *({"k": 4, "drop_tokens": False}, (SCALARS,), True),
     ),
     PackageCase(FAIRSCALE, "`Top2Gate`", "package_layers.FairscaleLayer", {"own_gate": True}, (), True, ("float32",)),
-    # Its einsum over a mask in float32 takes no other rows.
+    # Its einsum with a float32 mask requires float32 rows.
     PackageCase(
         *(FAIRSCALE, "a gate without random numbers", "package_layers.FairscaleLayer"),
         *({"own_gate": False}, (), True, ("float32",)),
@@ -87,7 +94,7 @@ CASES = (
 
 @dataclasses.dataclass(frozen=True)
 class RunSettings:
-    """How a case is run: `lower` is the backend's option, `dtype` that of all parameters and tokens."""
+    """The number of ranks, the backend's option `lower`, and the type of all parameters and tokens."""
 
     ranks: int
     lower: str
@@ -95,7 +102,7 @@ class RunSettings:
 
 
 def settings_of(case: PackageCase) -> Iterator[RunSettings]:
-    """The most telling ones first."""
+    """Yield the settings of a case, the most informative first."""
     for ranks, lower in ((2, "eager"), (2, "inductor"), (4, "eager"), (4, "inductor")):
         for dtype in case.dtypes:
             yield RunSettings(ranks, lower, dtype)
@@ -103,11 +110,17 @@ def settings_of(case: PackageCase) -> Iterator[RunSettings]:
 
 @dataclasses.dataclass(frozen=True)
 class PackageRun:
-    """One case as it ran on the first rank: others may have more or fewer graphs where Dynamo breaks them.
+    """The result of one case on the first rank. Other ranks may have more or fewer graphs if Dynamo breaks them.
 
-    `graphs` were compiled; `forms` were taken out of them; `refusals` are the plan's, in full. `exchanges` and `waits`
-    (reads of tensors by the host) are left in the graphs, by kind. `difference` is the largest over all runs and ranks,
-    as a part of the largest number of a run; where nothing could be compiled, `error` says why.
+    Attributes:
+        settings: The settings of the run.
+        graphs: Number of compiled graphs.
+        forms: The forms of the blocks that became local.
+        refusals: The full refusals of the plans.
+        exchanges: Number of collectives left in the graphs, by kind.
+        waits: Number of host reads of tensors left in the graphs.
+        difference: Largest difference over all runs and ranks, relative to the largest value of a run.
+        error: The reason why nothing could be compiled, or "".
     """
 
     settings: RunSettings
@@ -125,24 +138,24 @@ class PackageRun:
 
 
 def run_case(case: PackageCase, settings: RunSettings) -> PackageRun:
-    """Run `case` on real ranks. Raises AssertionError where results differ, or ranks took different things."""
-    found = run_ranks(settings.ranks, run_here, case, settings, timeout=500.0)
-    assert len({(one.is_taken, one.forms) for one in found}) == 1, found
-    worst = max(one.difference for one in found)
-    # torchtitan's experts compute in bfloat16 whatever they are given.
+    """Run `case` on real ranks. Raises AssertionError if results differ, or if ranks took different blocks."""
+    runs = run_ranks(settings.ranks, run_here, case, settings, timeout=500.0)
+    assert len({(run.is_taken, run.forms) for run in runs}) == 1, runs
+    worst = max(run.difference for run in runs)
+    # torchtitan's experts compute in bfloat16 for inputs of every type.
     is_exact = settings.dtype == "float32" and case.package != TORCHTITAN
     assert worst < (1e-5 if is_exact else 2e-2), worst
-    return dataclasses.replace(found[0], difference=worst)
+    return dataclasses.replace(runs[0], difference=worst)
 
 
 def run_here(case: PackageCase, settings: RunSettings) -> PackageRun:
-    """This rank's part of a run."""
+    """Run the case on this rank."""
     with stand_in_for_cuda() if case.package == MEGATRON else contextlib.nullcontext():
         return _compared(case, settings)
 
 
 def _compared(case: PackageCase, settings: RunSettings) -> PackageRun:
-    """Token counts change, and a number that all tokens share skews their routing."""
+    """Compare the compiled layer with itself. The number of tokens changes; their offset skews routing."""
     module, name = case.builder.split(".")
     layer = getattr(importlib.import_module(f"tests.helpers.packages.{module}"), name)(**case.options).eval()
     fill(layer)
@@ -173,23 +186,23 @@ def _compared(case: PackageCase, settings: RunSettings) -> PackageRun:
 
 
 def _reason(error: Exception) -> str:
-    """Its own text, without the advice of torch behind it."""
+    """Return the text of the error without the advice that torch appends."""
     text = str(error).split("\n\n")[0].split("raised:\n")[-1]
     return " ".join(text.split())
 
 
 def _described(settings: RunSettings, compilations: list[Compilation], difference: float) -> PackageRun:
-    graphs = [graph for one in compilations for graph in graphs_within(one.executor.graph_module)]
-    # Segments that are lowered show their collectives no more; the plan has counted them.
+    graphs = [graph for compilation in compilations for graph in graphs_within(compilation.executor.graph_module)]
+    # Lowered segments no longer show their collectives; the plan has counted them.
     exchanges: collections.Counter[str] = collections.Counter()
-    for one in compilations:
-        for listed in re.findall(r"collectives? stays? in the graph \(([^)]*)\)", one.plan.reason):
+    for compilation in compilations:
+        for listed in re.findall(r"collectives? stays? in the graph \(([^)]*)\)", compilation.plan.reason):
             for entry in listed.split(", "):
                 number, kind = entry.split(" ")
                 exchanges[kind] += int(number)
     waits = sum(str(node.target).startswith(_WAITS) for graph in graphs for node in graph.nodes)
-    forms = dict.fromkeys(block.form for one in compilations for block in one.plan.local_blocks)
-    refusals = dict.fromkeys(str(refusal) for one in compilations for refusal in one.plan.refusals)
+    forms = dict.fromkeys(block.form for compilation in compilations for block in compilation.plan.local_blocks)
+    refusals = dict.fromkeys(str(refusal) for compilation in compilations for refusal in compilation.plan.refusals)
     return PackageRun(
         settings, len(compilations), tuple(forms), tuple(refusals), dict(sorted(exchanges.items())), waits, difference
     )

@@ -16,7 +16,7 @@ HIDDEN, WIDTH, EXPERTS, TOP_K = 16, 24, 8, 2
 
 
 def fill(layer: nn.Module) -> None:
-    """Random weights: those of experts differ by rank, all others are equal."""
+    """Fill weights with random values, which differ by rank for experts and are equal for all others."""
     for number, (name, parameter) in enumerate(layer.named_parameters()):
         is_expert = "expert" in name and "router" not in name
         generator = torch.Generator().manual_seed(1000 * number + (1 + dist.get_rank()) * is_expert)
@@ -45,7 +45,7 @@ class BiasedMlp(nn.Module):
 
 
 class DeepSpeedLayer(nn.Module):
-    """`deepspeed.moe.layer.MoE`, without what draws random numbers."""
+    """`deepspeed.moe.layer.MoE` without random numbers."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -53,10 +53,10 @@ class DeepSpeedLayer(nn.Module):
         from deepspeed.moe.layer import MoE
         from deepspeed.utils import groups
 
-        # An operator for AllReduces on a CPU, which would be compiled for minutes, and is not used here.
+        # DeepSpeed would compile an unused operator for AllReduces on a CPU, which takes minutes.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.comm.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-        # Processes of tests outlive their group.
+        # Test processes outlive their group.
         groups._EXPERT_PARALLEL_GROUP.clear()
         groups._EXPERT_DATA_PARALLEL_GROUP.clear()
         ranks = dist.get_world_size()
@@ -69,15 +69,15 @@ class DeepSpeedLayer(nn.Module):
 
 
 class FairscaleLayer(nn.Module):
-    """`fairscale.nn.moe.MOELayer`; its own gate draws random numbers in every run, so the layer can have another."""
+    """`fairscale.nn.moe.MOELayer` with its own gate, which draws random numbers in every run, or with `SlotGate`."""
 
     def __init__(self, own_gate: bool) -> None:
         super().__init__()
         from fairscale.nn.moe import MOELayer, Top2Gate
 
-        own = EXPERTS // dist.get_world_size()
+        owned = EXPERTS // dist.get_world_size()
         gate = Top2Gate(HIDDEN, EXPERTS) if own_gate else SlotGate()
-        self.moe = MOELayer(gate, nn.ModuleList(GatedMlp() for _ in range(own)))
+        self.moe = MOELayer(gate, nn.ModuleList(GatedMlp() for _ in range(owned)))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.moe(hidden.view(len(self.moe.experts), -1, HIDDEN)).view(-1, HIDDEN)
@@ -85,7 +85,7 @@ class FairscaleLayer(nn.Module):
 
 
 class SlotGate(nn.Module):
-    """What fairscale's `Top2Gate` gives, by the two largest experts."""
+    """A gate with the outputs of fairscale's `Top2Gate`, for the two largest experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,13 +97,13 @@ class SlotGate(nn.Module):
         weights, chosen = gates.topk(2, dim=1)
         combine = gates.new_zeros(gates.shape[0], EXPERTS, capacity)
         taken = torch.zeros(EXPERTS, dtype=torch.int64)
-        for place in range(2):
-            mask = nn.functional.one_hot(chosen[:, place], EXPERTS)
+        for choice in range(2):
+            mask = nn.functional.one_hot(chosen[:, choice], EXPERTS)
             location = torch.cumsum(mask, dim=0) - 1 + taken
             taken = taken + mask.sum(dim=0)
             mask = mask * (location < capacity)
             slot = (location * mask).sum(dim=1, keepdim=True) == torch.arange(capacity)
-            combine = combine + (weights[:, place : place + 1] * mask).unsqueeze(2) * slot.unsqueeze(1)
+            combine = combine + (weights[:, choice : choice + 1] * mask).unsqueeze(2) * slot.unsqueeze(1)
         return gates.mean(), combine.to(rows.dtype), combine.bool()
 
 

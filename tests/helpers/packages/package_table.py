@@ -1,4 +1,4 @@
-"""The table of other projects' packages in `docs/expert-parallelism.md`, made of `docs/results/packages.json`."""
+"""The table of other projects' packages in `docs/expert-parallelism.md`, made from `docs/results/packages.json`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BEGIN, END = "<!-- packages: made by tests/helpers/packages/record_packages.py -
 
 @dataclasses.dataclass(frozen=True)
 class RecordedRun:
-    """A run of `version` of the package on the day `date`."""
+    """A run with `version` of the package on the day `date`."""
 
     version: str
     date: str
@@ -48,8 +48,8 @@ def read_results() -> PackageResults:
 
 
 def table(results: PackageResults) -> str:
-    """The table as Markdown, with a sentence about how it came to be."""
-    dates = sorted({one.date for case in results.cases for one in case.runs})
+    """Return the table as Markdown, with a sentence about its origin."""
+    dates = sorted({run.date for case in results.cases for run in case.runs})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     lines = [
         f"Run on real ranks ({results.environment}; {when}), against the same layer uncompiled:",
@@ -62,11 +62,11 @@ def table(results: PackageResults) -> str:
 
 
 def _row(case: CaseResults) -> str:
-    runs = [one.run for one in case.runs]
+    runs = [recorded.run for recorded in case.runs]
     outcomes: dict[str, list[str]] = {}
     for run in runs:
-        one = run.settings
-        outcomes.setdefault(_outcome(run), []).append(f"{one.dtype} on {one.ranks} ranks, {one.lower}")
+        dtype, ranks, lower = run.settings.dtype, run.settings.ranks, run.settings.lower
+        outcomes.setdefault(_outcome(run), []).append(f"{dtype} on {ranks} ranks, {lower}")
     if len(outcomes) == 1:
         result = next(iter(outcomes))
     else:
@@ -75,13 +75,17 @@ def _row(case: CaseResults) -> str:
     where = sorted({f"{run.settings.ranks} ranks, {run.settings.lower}" for run in runs})
     ran = [run for run in runs if not run.error]
     worst = "; ".join(
-        f"{dtype} {max(found):.1e}"
+        f"{dtype} {max(differences):.1e}"
         for dtype in dict.fromkeys(run.settings.dtype for run in ran)
-        if (found := [run.difference for run in ran if run.settings.dtype == dtype])
+        if (differences := [run.difference for run in ran if run.settings.dtype == dtype])
     )
     needs = "; ".join(f"`{need}`" if need.startswith("torch") else need for need in case.needs)
     cells = (
-        *(f"{case.package} {' and '.join(dict.fromkeys(one.version for one in case.runs))}", case.dispatcher, result),
+        *(
+            f"{case.package} {' and '.join(dict.fromkeys(recorded.version for recorded in case.runs))}",
+            case.dispatcher,
+            result,
+        ),
         *(" or ".join(map(str, graphs)) if ran else "none", needs or "nothing", "; ".join(where), worst or "none"),
     )
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
@@ -95,16 +99,16 @@ def _outcome(run: PackageRun) -> str:
         left += [f"{run.waits} host syncs"] * bool(run.waits)
         return f"**taken** ({', '.join(run.forms)})" + f"; left: {', '.join(left)}" * bool(left)
     reason = run.refusals[0] if run.refusals else "the graph breaks between the exchanges and the experts"
-    # Graphs of constant and of symbolic numbers of tokens are judged apart.
+    # Graphs with constant and with symbolic numbers of tokens have separate refusals.
     verdict = f"**taken in part** ({', '.join(run.forms)}), the other graphs refused" if run.forms else "**refused**"
     return f"{verdict}: {re.sub(r'; its collectives stay$', '', reason)}"
 
 
 def write_page() -> None:
-    """Put the table between its two marks."""
+    """Write the table between its two marks."""
     text = PAGE.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
+    before, remaining = text.split(BEGIN)
+    _, after = remaining.split(END)
     PAGE.write_text(before + BEGIN + "\n" + table(read_results()) + "\n" + END + after, encoding="utf-8")
 
 

@@ -1,7 +1,7 @@
-"""Run the layers of other projects, and write down what became of them.
+"""Run the layers of other projects, and record the results.
 
-`make record-packages` writes `docs/results/packages.json`, which `make test-packages` holds its runs against, and the
-table of `docs/expert-parallelism.md`, which is made of it.
+`make record-packages` writes `docs/results/packages.json`, with which `make test-packages` compares its runs, and the
+table in `docs/expert-parallelism.md`.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ def record(case: PackageCase, settings: RunSettings) -> RecordedRun:
 
 
 def main(names: list[str]) -> None:
-    """Record the cases with these names in them, or all, and write after each run; other runs are kept."""
-    found = {one.name: one for one in read_results().cases} if RESULTS.exists() else {}
+    """Record all cases, or those whose names contain one of `names`. Files are written after each run."""
+    results_of = {recorded.name: recorded for recorded in read_results().cases} if RESULTS.exists() else {}
     wanted = [case for case in CASES if not names or any(name in case.name for name in names)]
     for of_all in itertools.zip_longest(*map(settings_of, wanted)):
         for case, settings in zip(wanted, of_all, strict=True):
             if settings is not None:
-                before = found[case.name].runs if case.name in found else ()
-                kept = [one for one in before if one.run.settings != settings]
-                runs = {one.run.settings: one for one in (*kept, record(case, settings))}
-                in_order = tuple(runs[one] for one in settings_of(case) if one in runs)
-                found[case.name] = CaseResults(case.package, case.dispatcher, case.needs, in_order)
-                cases = tuple(found[one.name] for one in CASES if one.name in found)
+                before = results_of[case.name].runs if case.name in results_of else ()
+                remaining = [recorded for recorded in before if recorded.run.settings != settings]
+                runs = {recorded.run.settings: recorded for recorded in (*remaining, record(case, settings))}
+                in_order = tuple(runs[possible] for possible in settings_of(case) if possible in runs)
+                results_of[case.name] = CaseResults(case.package, case.dispatcher, case.needs, in_order)
+                cases = tuple(results_of[known_case.name] for known_case in CASES if known_case.name in results_of)
                 results = PackageResults(f"torch {torch.__version__}, gloo, CPU", cases)
                 RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
                 write_page()

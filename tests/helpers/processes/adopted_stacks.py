@@ -1,4 +1,4 @@
-"""Stacks that run with expert parallelism, compiled: for every test file whose ranks must stay exact."""
+"""Compiled stacks that run with expert parallelism, and checks that ranks stay exact."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def compile_whole(model: torch.nn.Module, **options: Any) -> Callable[..., Any]:
 
 
 def shard_bytes(home: AdoptedHome) -> int:
-    """Bytes of this rank's shards."""
+    """Return the bytes of this rank's shards."""
     return sum(shard_layout(bank.spec, bank.group.rank).nbytes for bank in home.banks())
 
 
@@ -41,23 +41,25 @@ def hidden_rows(config: StackConfig, tokens: int, seed: int) -> torch.Tensor:
 
 
 def remains(executor: Executor) -> list[str]:
-    """What ranks exchange, host syncs and sizes that only a run would tell, anywhere in the final graphs."""
-    found = []
+    """Return the names of collectives, host syncs and data-dependent sizes in the final graphs."""
+    remaining = []
     for module in executor.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
             if str(node.target).startswith(FORBIDDEN):
-                found.append(node.name)
+                remaining.append(node.name)
             value = fake_value(node)
             for item in value if isinstance(value, (tuple, list)) else (value,):
                 for size in item.shape if isinstance(item, torch.Tensor) else (item,):
                     if isinstance(size, torch.SymInt):
                         unbacked = size.node.shape_env.is_unbacked_symint
-                        found += [f"{node.name}: {size}" for symbol in size.node.expr.free_symbols if unbacked(symbol)]
-    return found
+                        remaining += [
+                            f"{node.name}: {size}" for symbol in size.node.expr.free_symbols if unbacked(symbol)
+                        ]
+    return remaining
 
 
 def stays_exact(form: str, config: StackConfig, tokens: list[list[int]]) -> None:
-    """`tokens[step][rank]` tokens in each step."""
+    """Check that the compiled stack equals the stack on one process, for `tokens[step][rank]` tokens in each step."""
     rank = dist.get_rank()
     full = build_stack(config)
     with torch.no_grad(), moepass.record_compilations() as compilations:

@@ -1,4 +1,4 @@
-"""Models with transport `collective`, for several test files."""
+"""Models with the transport `collective`."""
 
 from __future__ import annotations
 

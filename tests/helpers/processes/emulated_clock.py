@@ -1,4 +1,4 @@
-"""A clock for emulated links: time passes only where a link lets it pass, so seconds are exact on any machine.
+"""A clock for emulated links: time passes only when a link lets it pass, so durations are exact on any machine.
 
 clock = EmulatedClock(monkeypatch)
 copy.perform(Link(1000.0))
@@ -18,9 +18,9 @@ from moepass.runtime.transfer import copying, link, thread_copier
 
 
 class EmulatedClock:
-    """Stands for module `time` where copies and links read it. Waits with a timeout return at once.
+    """A replacement for the module `time` in copies and links. Waits with a timeout return at once.
 
-    With `waits_for_reader` a link lets time pass only once somebody waits for the copy to finish.
+    With `waits_for_reader`, time passes on a link only while a reader waits for the copy to finish.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, waits_for_reader: bool = False) -> None:
@@ -40,7 +40,7 @@ class EmulatedClock:
 
 
 class EmulatedEvent(threading.Event):
-    """A wait with a timeout lets `clock` pass by so much."""
+    """An event whose wait with a timeout advances `clock` by that timeout."""
 
     def __init__(self, clock: EmulatedClock) -> None:
         super().__init__()
@@ -51,6 +51,6 @@ class EmulatedEvent(threading.Event):
             self.clock.reader_waits.set()
             return super().wait()
         if not self.is_set():
-            assert self.clock.reader_waits.wait(60), "nobody waits for the copy"
+            assert self.clock.reader_waits.wait(60), "no reader waits for the copy"
             self.clock.seconds += timeout
         return self.is_set()

@@ -1,4 +1,4 @@
-"""Compiled models without torch.compile around them: their executors, called on an emulated CUDA."""
+"""Call the executors of compiled models without torch.compile around them, on an emulated CUDA."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moepass.runtime.execute.executor import Executor, Schedule
 
 
 def compiled_executor(model: nn.Module, inputs: torch.Tensor) -> tuple[Executor, list[Any]]:
-    """Its executor, which has run once, and what that was called with."""
+    """Return the executor of the compiled model, which has run once, and the arguments of that run."""
     calls: list[list[Any]] = []
 
     def call(executor: Executor, arguments: list[Any]) -> Any:
@@ -28,6 +28,6 @@ def compiled_executor(model: nn.Module, inputs: torch.Tensor) -> tuple[Executor,
 
 
 def forget_rings(executor: Executor) -> None:
-    """The next call finds the ring that is there then."""
+    """Make the next call of `executor` look up its ring again."""
     executor._schedules = MemoryTable()
     executor._own = Schedule(executor.graph_module, None)

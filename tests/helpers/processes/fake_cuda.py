@@ -1,13 +1,14 @@
-"""Streams, events and device memory of CUDA without a GPU: what is issued runs later, in any order that these allow.
+"""Streams, events and device memory of CUDA without a GPU: issued work runs later, in any order that streams and events
+allow.
 
-with FakeCuda(random).installed() as cuda:   torch.cuda's streams and events are ours
-    ...                                      operators of torch go to the current stream, their results to its memory
-    cuda.issue(function)                     so does any other work
-    cuda.finish()                            runs what is left
+with FakeCuda(random).installed() as cuda:   torch.cuda's streams and events are emulated
+    ...                                      torch operators go to the current stream, their results to its memory
+    cuda.issue(function)                     any other work goes to the current stream too
+    cuda.finish()                            runs the remaining work
 
-Memory that is freed is handed out again at once on the stream that it was taken on, whatever other streams still do
-with it, and work that was issued keeps no memory: as with torch's allocator for CUDA. Memory that was not made in here
-stands for pinned host memory, which is used when a copy runs and not when it is issued.
+Freed memory is reused at once on the stream that allocated it, even while other streams still use it, and issued work
+keeps no memory alive: torch's allocator for CUDA behaves like this. Memory that was allocated outside acts as pinned
+host memory: copies read it when they run, not when they are issued.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch.utils._pytree import tree_map_only
 
 
 class Event:
-    """Happens when its stream comes to where it was recorded. One that never was is no reason to wait, as in CUDA."""
+    """An event that happens when its stream reaches the record. Waits for an unrecorded event return at once."""
 
     is_recorded = False
     has_happened = False
@@ -56,7 +57,7 @@ class Event:
             self._cuda.run_one()
 
     def elapsed_time(self, later: Event) -> float:
-        """In milliseconds: as many as pieces of work were done between the two."""
+        """Return the number of pieces of work that ran between the two events, as milliseconds."""
         assert self._is_timed
         assert later._is_timed
         assert self.has_happened
@@ -75,7 +76,7 @@ class Work:
 
 
 class Stream:
-    """`speed` says how often its work is chosen where other streams have some too."""
+    """A stream; `speed` is the relative probability that its work is chosen next."""
 
     def __init__(self, cuda: FakeCuda, speed: float) -> None:
         self._cuda = cuda
@@ -100,7 +101,7 @@ class Stream:
 
 
 class DeviceMemory:
-    """Blocks of memory, each of which belongs to the stream that it was taken on first, and goes back to that."""
+    """Blocks of memory. Each belongs to the stream that allocated it first, and returns to that stream when freed."""
 
     def __init__(self) -> None:
         self._blocks: list[Any] = []
@@ -108,7 +109,7 @@ class DeviceMemory:
         self._free: dict[tuple[Stream, int], list[int]] = defaultdict(list)
 
     def take(self, nbytes: int, stream: Stream) -> torch.Tensor:
-        """Flat uint8 memory, free again when nobody has it any more."""
+        """Return flat uint8 memory, which is free again when its last reference is gone."""
         size = 1 << max(6, (max(1, nbytes) - 1).bit_length())
         free = self._free[stream, size]
         if not free:
@@ -122,21 +123,21 @@ class DeviceMemory:
         return torch.frombuffer(handed_out, dtype=torch.uint8)[:nbytes]
 
     def unowned(self, value: torch.Tensor) -> torch.Tensor:
-        """The same tensor; where it lies in this memory, one that does not keep it."""
+        """Return the same tensor; if it is in this memory, without keeping the memory alive."""
         address = value.untyped_storage().data_ptr()
         if address not in self._addresses:
             return value
-        place = (ctypes.c_char * value.untyped_storage().nbytes()).from_address(address)
-        whole = torch.frombuffer(place, dtype=torch.uint8).view(value.dtype)
-        return whole.as_strided(value.shape, value.stride(), value.storage_offset())
+        memory = (ctypes.c_char * value.untyped_storage().nbytes()).from_address(address)
+        storage = torch.frombuffer(memory, dtype=torch.uint8).view(value.dtype)
+        return storage.as_strided(value.shape, value.stride(), value.storage_offset())
 
 
 class FakeCuda:
-    """`random` decides what runs next, and how much of it while the host issues more."""
+    """An emulated GPU. `random` decides which work runs next, and how much of it runs while the host issues more."""
 
     def __init__(self, random: random.Random) -> None:
         self._random = random
-        # Pieces of work that are done while the host issues one more: often so few that streams are far behind.
+        # Pieces of work that run while the host issues one more; often few, so that streams are far behind.
         self._done_meanwhile = random.choice(((0,), (0, 0, 0, 1), (0, 0, 1, 2, 5)))
         self.moment = 0
         self.memory = DeviceMemory()
@@ -152,7 +153,7 @@ class FakeCuda:
         self._current.add(Work(function))
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Flat uint8 memory of the current stream."""
+        """Return flat uint8 memory of the current stream."""
         return self.memory.take(nbytes, self._current)
 
     @property
@@ -182,10 +183,10 @@ class FakeCuda:
 
     @contextlib.contextmanager
     def installed(self, issues_operators: bool = True) -> Iterator[FakeCuda]:
-        """`issues_operators` False: whoever emulates more of CUDA gives operators to the streams."""
+        """Replace torch.cuda's streams and events. Unless `issues_operators`, the caller issues operators."""
         replaced = {
             "Stream": self.stream,
-            # A class, because the ring asks what is an event.
+            # A class, because the ring checks with isinstance.
             "Event": type("Event", (Event,), {"__init__": lambda event, **how: Event.__init__(event, self, **how)}),
             "synchronize": lambda device=None: self.finish(),
             "current_stream": lambda device=None: self._current,
@@ -204,7 +205,7 @@ class FakeCuda:
             self._current = before
 
     def run(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Issue an operator of torch; gives what it will compute."""
+        """Issue a torch operator, and return the tensors that will contain its results."""
         if function.is_view:
             return function(*args, **kwargs)
         if function in _FOR_THE_HOST:
@@ -227,7 +228,7 @@ class FakeCuda:
 
 @dataclasses.dataclass(frozen=True)
 class _Described:
-    """A tensor without its numbers."""
+    """The type, shape, strides and size of a tensor, without its values."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -243,7 +244,7 @@ _described: dict[str, Any] = {}
 
 
 def _describe(function: Any, args: Any, kwargs: Any) -> Any:
-    """What an operator will give."""
+    """Return the descriptions of an operator's results."""
     key = str((function, tree_map_only(torch.Tensor, _Described.of, (args, kwargs))))
     if key not in _described:
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -251,7 +252,7 @@ def _describe(function: Any, args: Any, kwargs: Any) -> Any:
     return _described[key]
 
 
-# They give the host a value.
+# Operators that return a value to the host.
 _FOR_THE_HOST = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 
 
@@ -259,12 +260,12 @@ def _fill(places: Any, values: Any) -> None:
     if isinstance(places, torch.Tensor):
         places.copy_(values)
         return
-    for place, value in zip(places, values, strict=True):
-        _fill(place, value)
+    for result, value in zip(places, values, strict=True):
+        _fill(result, value)
 
 
 class _Issuing(TorchDispatchMode):
-    """Lets operators go to the current stream."""
+    """A dispatch mode that issues operators to the current stream."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""CUDA graphs without a GPU, on the emulated streams of `fake_cuda`: work is recorded, and done again on its memory.
+"""CUDA graphs without a GPU, on the emulated streams of `fake_cuda`: work is recorded, and repeated on the same memory.
 
 with FakeCuda(random).installed(issues_operators=False) as cuda, FakeGraphs(cuda).installed() as graphs:
-    every operator of torch goes to the current stream, and what it gives is poison until it has run
+    every torch operator goes to the current stream, and its results are poison until it has run
     torch.cuda.CUDAGraph records operators on one pool of memory; graphs.recorded counts them
 
-As on a GPU, a graph knows addresses: of its inputs, and of the pool's memory in which its results lie. The pool gives
-memory anew once no tensor is in it, and fills it with poison when it takes it back, in replays too.
+As on a GPU, a graph knows addresses: those of its inputs, and those of its results in the pool. The pool reuses memory
+once it contains no tensor, and fills it with poison when it is freed, during replays too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.helpers.processes.fake_cuda import FakeCuda
 aten = torch.ops.aten
 POISON = 0xFF
 _CPU = torch.device("cpu")
-# Of tensors, not of their values.
+# Operators on tensors that do not depend on their values.
 _IMMEDIATE = {aten.set_.source_Storage_storage_offset, aten.set_.source_Storage}
 _ALLOCATIONS = {aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default}
 _ALLOCATIONS |= {aten.new_empty_strided.default}
@@ -37,7 +37,7 @@ _ALLOCATIONS |= {aten.new_empty_strided.default}
 
 @dataclasses.dataclass
 class Block:
-    """Memory of the pool; `user` is the storage that lies in it."""
+    """Memory of the pool; `user` is the storage in it."""
 
     memory: torch.Tensor
     user: StorageWeakRef | None = None
@@ -48,16 +48,16 @@ class Pool:
         self.blocks: list[Block] = []
 
     def take(self, nbytes: int) -> torch.UntypedStorage:
-        found = next((one for one in self.blocks if one.user is None and len(one.memory) == nbytes), None)
-        if found is None:
-            found = Block(torch.full((nbytes,), POISON, dtype=torch.uint8))
-            self.blocks.append(found)
-        storage = storage_at(found.memory.data_ptr(), nbytes, _CPU)
-        found.user = StorageWeakRef(storage)
+        reused = next((block for block in self.blocks if block.user is None and len(block.memory) == nbytes), None)
+        if reused is None:
+            reused = Block(torch.full((nbytes,), POISON, dtype=torch.uint8))
+            self.blocks.append(reused)
+        storage = storage_at(reused.memory.data_ptr(), nbytes, _CPU)
+        reused.user = StorageWeakRef(storage)
         return storage
 
     def free(self) -> list[torch.Tensor]:
-        """Memory that no tensor lies in any more, which may be taken again."""
+        """Return the memory that contains no tensor any more, and mark it as free."""
         gone = [block for block in self.blocks if block.user is not None and block.user.expired()]
         for block in gone:
             block.user = None
@@ -65,7 +65,7 @@ class Pool:
 
 
 class CaptureError(RuntimeError):
-    """What CUDA says where work cannot be recorded."""
+    """The error of CUDA for work that cannot be recorded."""
 
 
 class FakeGraphs:
@@ -108,11 +108,11 @@ class FakeGraphs:
 
     @property
     def is_working(self) -> bool:
-        """Whether a stream does its work now, so that operators are to be run."""
+        """Return True while a stream runs its work, so that operators run immediately."""
         return self._is_working
 
     def run(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """An operator: it goes to the current stream."""
+        """Issue an operator to the current stream."""
         if function in _IMMEDIATE or function in SLOT_OPS or _is_view(function):
             return function(*args, **kwargs)
         if _needs_values(function, args):
@@ -144,9 +144,11 @@ class FakeGraphs:
             args, kwargs, result = tree_map_only(torch.Tensor, without_ownership, (args, kwargs, result))
 
         def work() -> None:
-            found = function(*args, **kwargs)
+            results = function(*args, **kwargs)
             targets = result if isinstance(result, (tuple, list)) else (result,)
-            for target, value in zip(targets, found if isinstance(found, (tuple, list)) else (found,), strict=True):
+            for target, value in zip(
+                targets, results if isinstance(results, (tuple, list)) else (results,), strict=True
+            ):
                 if target is not None:
                     target.copy_(value)
 

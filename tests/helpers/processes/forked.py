@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 def in_child(check: Callable[[], bool]) -> None:
-    """Run `check` in a forked child, for 20 seconds at most; it must give True."""
+    """Run `check` in a forked child for at most 20 seconds, and check that it returns True."""
     child = os.fork()
     if child == 0:
         signal.alarm(20)

@@ -1,8 +1,8 @@
-"""A format of banks that really transforms bytes, for tests: bf16 numbers in fp32 tensors, as half of the bytes.
+"""A format of banks that transforms bytes, for tests: bf16 values in fp32 tensors, stored in half of the bytes.
 
-slot    fp32 numbers
-link    the upper two bytes of each, all upper ones and then all lower ones, every byte by exclusive or with KEY
-home    the same, and a trailer that never travels
+slot    fp32 values
+link    the upper two bytes of each value: all upper bytes, then all lower bytes, each XORed with KEY
+home    the same, and a trailer that is never transferred
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TRAILER = b"a trailer that stays at home"
 
 
 def encode(slot: torch.Tensor) -> torch.Tensor:
-    """Bytes at rest, of fp32 numbers that bf16 can hold. The gaps between tensors hold anything, and are not kept."""
+    """Return the bytes at rest for fp32 values that bf16 can represent. Gaps between tensors are lost."""
     words = slot.view(-1, 4)
     planes = words[:, 2:].t().contiguous().view(-1) ^ KEY
     return torch.cat([planes, torch.frombuffer(bytearray(TRAILER), dtype=torch.uint8)])
@@ -35,7 +35,7 @@ register_codec(NAME, CODEC)
 
 
 def halve(module: torch.nn.Module) -> None:
-    """Round the parameters of `module` to what the format holds."""
+    """Round the parameters of `module` to values that the format can store."""
     for parameter in module.parameters():
         if parameter.dtype != torch.float32:
             raise InputError(f"a parameter is {parameter.dtype}; the format holds float32")

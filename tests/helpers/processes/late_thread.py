@@ -1,4 +1,4 @@
-"""A copy thread of an emulated CUDA: it works in the thread of the test, now or when somebody waits for it."""
+"""A copy thread of an emulated CUDA: it works in the test's thread, at submission or when its result is waited for."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class LateThread(CopyThread):
         return copy
 
     def work(self) -> None:
-        """Perform the oldest copy that was submitted."""
+        """Perform the copy that was submitted first."""
         if self._queue:
             carry_out(self._queue.popleft(), self.link)
 
 
 class LateTransport(Transport):
-    """One-sided copies that such a thread issues."""
+    """A transport of one-sided copies that a `LateThread` issues."""
 
     def __init__(self, random: random.Random) -> None:
         super().__init__("host")
@@ -41,7 +41,7 @@ class LateTransport(Transport):
 
 
 class _Finished:
-    """As `threading.Event`."""
+    """A replacement for `threading.Event` that works while it waits."""
 
     def __init__(self, thread: LateThread) -> None:
         self._thread = thread

@@ -1,4 +1,4 @@
-"""Memory for shards on a device, which is shared memory of the host here, as there is no GPU."""
+"""Memory for shards on a device, which is shared memory of the host here, because there is no GPU."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from moepass.runtime.system.shared_memory import create_segment, open_segment
 
-# Memory of other ranks that must not be read any more.
+# Memory of other ranks that must no longer be read.
 _poisoned: list[torch.Tensor] = []
 
 
 class _Handle:
-    """Keeps what other ranks have; whoever reads it afterwards reads NaN."""
+    """Keeps the memory of other ranks mapped; once it is gone, reads return NaN."""
 
     def __init__(self) -> None:
         self.mapped: list[torch.Tensor] = []
@@ -33,7 +33,13 @@ def _poison(mapped: list[torch.Tensor]) -> None:
 
 @dataclasses.dataclass
 class Seen:
-    """What is left of `Segments` that are gone: where this rank's memory lies, and what keeps that of others."""
+    """Records about `Segments` that outlive them.
+
+    Attributes:
+        begin: Address of this rank's memory.
+        end: Address behind it.
+        handle: The object that keeps the memory of other ranks mapped.
+    """
 
     begin: int = 0
     end: int = 0
@@ -41,7 +47,7 @@ class Seen:
 
 
 class Segments:
-    """`RankMemory` that every process of this machine can have. Bytes arrive late, as those of a GPU do."""
+    """`RankMemory` that every process of this machine can open. Bytes arrive late, as on a GPU."""
 
     device_type = "cpu"
 
@@ -58,14 +64,14 @@ class Segments:
         addresses: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(addresses, self.own.address())
         opened = [open_segment(address) for address in addresses]
-        dist.barrier()  # as torch's: what a rank has may go after it
+        dist.barrier()  # as in torch: a rank may free its memory afterwards
         assert len({segment.nbytes for segment in opened}) == 1, "symmetric memory has one size on all ranks"
         handle, rank = _Handle(), dist.get_rank()
         self.seen.handle = weakref.ref(handle)
-        # Privately, so that the poison is ours alone.
-        others = [torch.frombuffer(segment.map_privately(0, segment.nbytes), dtype=torch.uint8) for segment in opened]
-        handle.mapped.extend(others)
-        return [self.late if of == rank else _unowned(memory) for of, memory in enumerate(others)], handle
+        # Private mappings, so that the poison is visible only in this process.
+        mapped = [torch.frombuffer(segment.map_privately(0, segment.nbytes), dtype=torch.uint8) for segment in opened]
+        handle.mapped.extend(mapped)
+        return [self.late if of == rank else _unowned(memory) for of, memory in enumerate(mapped)], handle
 
     def finish_writing(self) -> None:
         self.own.map(0, self.own.nbytes).copy_(self.late)

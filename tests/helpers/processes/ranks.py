@@ -1,8 +1,8 @@
 """Run a function on several real processes that form one gloo group.
 
-    results = run_ranks(3, function, argument)  # function(argument) on ranks 0, 1 and 2: their results, in that order
+    results = run_ranks(3, function, argument)  # function(argument) on ranks 0, 1 and 2, and the results by rank
 
-The processes are kept for the next call, since starting one costs more than most tests; the group is new each time.
+Processes are reused by the next call, because starting one costs more than most tests. The group is new each time.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Imported once, in the process that the ranks are forked from.
+# Modules imported once, in the process that the ranks are forked from.
 _PRELOADED = ["pytest", "hypothesis", "torch._dynamo.backends.common", "tests.helpers.models.tiny"]
 _START_SECONDS = 60.0
-# How long the others may take to report too, once one rank has failed: the first is not always the cause.
+# The time for further ranks to report after one has failed, because the first failure is not always the cause.
 _GRACE_SECONDS = 0.3
 
 
 class RankError(RuntimeError):
-    """A rank raised, died, or did not answer in time; the text names it and holds its traceback."""
+    """A rank raised, died, or did not answer in time; the message names it and contains its traceback."""
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
-    """Call `function(*args)` on ranks 0..world_size-1, each a process with one thread; return the results by rank.
+    """Call `function(*args)` on ranks 0..world_size-1, each a process with one thread, and return the results by rank.
 
-    In the call torch.distributed is initialised with gloo and Dynamo is empty. `function` must be importable: define
-    it at the top level of a module. Arguments and results are pickled.
+    During the call torch.distributed is initialised with gloo, and Dynamo is empty. `function` must be importable:
+    define it at the top level of a module. Arguments and results are pickled.
 
-    Raises RankError as soon as one rank fails, or when `timeout` seconds have passed; then all ranks are killed.
+    Raises RankError as soon as one rank fails, or after `timeout` seconds; then all ranks are killed.
     """
     with tempfile.TemporaryDirectory() as folder:
         jobs = [
@@ -50,7 +50,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         try:
             return _pool.run(jobs, timeout)
         except BaseException:
-            # The others may wait for the failed rank for ever.
+            # Other ranks may wait for the failed rank forever.
             _pool.close()
             raise
 
@@ -88,7 +88,7 @@ class _Pool:
         return [results[rank] for rank in range(len(jobs))]
 
     def _receive(self, rank: int) -> tuple[bool, Any]:
-        """(True, result) or (False, what happened)."""
+        """Return (True, result) or (False, description of the failure)."""
         process, connection = self.ranks[rank]
         try:
             succeeded, outcome = pickle.loads(connection.recv_bytes())
@@ -98,7 +98,7 @@ class _Pool:
         return succeeded, outcome
 
     def close(self, patience: float = 0.0) -> None:
-        """End all processes: idle ones by themselves, and by force those that still run after `patience` seconds."""
+        """End all processes. Idle ones end by themselves; those still running after `patience` seconds are killed."""
         for _, connection in self.ranks:
             connection.close()
         for process, _ in self.ranks:
@@ -110,7 +110,7 @@ class _Pool:
 
 
 def _start() -> tuple[BaseProcess, Connection]:
-    # A forked copy of a process that has torch starts in no time, and shares no threads with the test's process.
+    # A fork of a process that has imported torch starts quickly, and shares no threads with the test's process.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     ours, theirs = context.Pipe()
@@ -136,7 +136,7 @@ def _serve(connection: Connection) -> None:
 
 
 def _answer(job: bytes) -> bytes:
-    """(True, result), or (False, what happened), pickled."""
+    """Return (True, result) or (False, description of the failure), pickled."""
     try:
         rank, world_size, store, timeout, function, args = pickle.loads(job)
         torch._dynamo.reset()
@@ -148,7 +148,7 @@ def _answer(job: bytes) -> bytes:
             timeout=datetime.timedelta(seconds=timeout),
         )
         try:
-            # A function that communicates nothing could leave the group while others still connect to it.
+            # A function without communication could leave the group while other ranks still connect to it.
             dist.barrier()
             return pickle.dumps((True, function(*args)))
         finally:

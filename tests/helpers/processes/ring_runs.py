@@ -1,4 +1,4 @@
-"""Runs of a ring without a graph: what the executor does with the plainest schedule."""
+"""Run a ring without a graph, as the executor does with the simplest schedule."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ SLOT_BYTES = 1 << 10
 
 
 def small_bank(index: int) -> Bank:
-    """Of at most SLOT_BYTES; its numbers say which it is."""
+    """Return a bank of at most SLOT_BYTES, whose values identify it."""
     tensors = {"up": torch.full((2, 50), index + 1.0), "down": torch.full((2, 3), -index - 1.0)}
     return pack_bank(index, f"layers.{index}", tensors, home="host", pin=False)
 
 
 def holds(tensors: tuple[torch.Tensor, ...], bank: Bank) -> bool:
-    """Whether these are the tensors of `bank`."""
+    """Return True if `tensors` are those of `bank`."""
     return all(map(torch.equal, tensors, bank.views(bank.shard)))
 
 
@@ -31,7 +31,7 @@ def run_banks(
     slots: int,
     read: Callable[[tuple[torch.Tensor, ...], Bank], object],
 ) -> None:
-    """A run over `banks`, one after the other, through `slots` slots; `read` gets each while it is there."""
+    """Run `banks` in order through `slots` slots, and call `read` with the tensors of each acquired bank."""
     slots = min(slots, len(banks))
     with ring.run(graph, GatherSignature(slots=slots)):
         filled = [ring.prefetch([bank.shard], bank.spec, slot, None) for slot, bank in enumerate(banks[:slots])]

@@ -1,4 +1,4 @@
-"""Single processes that a test talks to, and may kill: for what happens when a rank ends."""
+"""Single processes that a test communicates with and may kill, to test what happens when a rank ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ANSWER_SECONDS = 60.0
 
 
 class Worker:
-    """A process that runs `function(connection, *args)`, of which this is the other end; killed after `with`."""
+    """A process that runs `function(connection, *args)`, connected to this object and killed after `with`."""
 
     def __init__(self, function: Callable[..., None], *args: Any) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -39,7 +39,7 @@ class Worker:
         self.connection.send(message)
 
     def hear(self) -> Any:
-        """What the process says next; what it raised is raised here."""
+        """Return the next message of the process. Raises the exception that the process raised."""
         assert self.connection.poll(_ANSWER_SECONDS), "the process says nothing"
         answer = self.connection.recv()
         if isinstance(answer, BaseException):
@@ -47,7 +47,7 @@ class Worker:
         return answer
 
     def kill(self) -> None:
-        """kill -9, and wait until it is gone."""
+        """Kill the process with SIGKILL, and wait until it is gone."""
         if self.process.is_alive():
             assert self.process.pid is not None
             os.kill(self.process.pid, signal.SIGKILL)
@@ -69,5 +69,5 @@ def join_group(store: str, rank: int, size: int) -> None:
 
 
 def named_memory() -> set[str]:
-    """Shared memory that has a name, without the semaphores of multiprocessing and tqdm, of whatever process."""
+    """Return the names of shared memory of all processes, without the semaphores of multiprocessing and tqdm."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}

@@ -1,7 +1,7 @@
-"""Weights and rows that are converted in every run: masters in float32, flat and quantised weights, a narrow wire.
+"""Weights and rows that are converted in every run: float32 masters, flat and quantised weights, a narrow wire type.
 
-As torchtitan's experts (masters in float32, products in bfloat16), MegaBlocks (one flat matrix of all experts), and
-layers with scales and norms of each expert between its products have them.
+torchtitan's experts have float32 masters and bfloat16 products, MegaBlocks has one flat matrix of all experts, and some
+layers have scales and norms of each expert between its products.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.helpers.project_styles.style_sizes import GatedExpert, StyleSizes, ra
 
 
 class _ConvertedLayer(ExactLayer):
-    """Rows go over a wire of type `wire`, as numbers of type `inner` through the experts, and back over the wire."""
+    """A layer that exchanges rows as `wire`, and runs its experts on them as `inner`."""
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup, wire: torch.dtype, inner: torch.dtype) -> None:
         super().__init__(sizes, group)
@@ -35,16 +35,18 @@ class _ConvertedLayer(ExactLayer):
         arriving, send, receive = self.exchange_counts(counts)
         sent = hidden[order // self.sizes.top_k].to(self.wire)
         arrived = exchange_rows(sent, send, receive, self.group_name)
-        own = len(self.owned)
-        expert_of = torch.arange(own, device=hidden.device).repeat(self.ranks)
+        owned = len(self.owned)
+        expert_of = torch.arange(owned, device=hidden.device).repeat(self.ranks)
         by_expert = expert_of.repeat_interleave(arriving, output_size=arrived.shape[0]).argsort(stable=True)
         rows = arrived[by_expert].to(self.inner)
-        sizes = arriving.view(self.ranks, own).sum(dim=0).tolist()
+        sizes = arriving.view(self.ranks, owned).sum(dim=0).tolist()
         for size in sizes:
             torch._check(size >= 0)
         torch._check(sum(sizes) == rows.shape[0])
         parts = torch.split(rows, sizes, dim=0)
-        joined = torch.cat([expert(part) for expert, part in zip(self._experts(), parts, strict=True)], dim=0)
+        joined = torch.cat(
+            [expert(rows_of_expert) for expert, rows_of_expert in zip(self._experts(), parts, strict=True)], dim=0
+        )
         joined = joined.to(self.wire)
         unsorted = torch.empty_like(joined)
         unsorted[by_expert] = joined
@@ -56,7 +58,7 @@ class _ConvertedLayer(ExactLayer):
         return result
 
     def _experts(self) -> Sequence[Callable[[torch.Tensor], torch.Tensor]]:
-        """One function of rows for each expert of this rank."""
+        """Return one function of rows for each expert of this rank."""
         raise NotImplementedError
 
 
@@ -65,7 +67,7 @@ def _gated(rows: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch
 
 
 class MasterWeights(_ConvertedLayer):
-    """Parameters in float32, which every run converts to bfloat16, as it does the rows."""
+    """Float32 parameters that every run converts to bfloat16, as it does the rows."""
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
         super().__init__(sizes, group, sizes.dtype, torch.bfloat16)
@@ -77,19 +79,19 @@ class MasterWeights(_ConvertedLayer):
 
     def _experts(self) -> Sequence[Callable[[torch.Tensor], torch.Tensor]]:
         def expert(number: int) -> Callable[[torch.Tensor], torch.Tensor]:
-            return lambda rows: _gated(rows, *(one[number].bfloat16() for one in (self.w1, self.w3, self.w2)))
+            return lambda rows: _gated(rows, *(stack[number].bfloat16() for stack in (self.w1, self.w3, self.w2)))
 
         return [expert(number) for number in range(len(self.owned))]
 
 
 class FlatWeights(_ConvertedLayer):
-    """One matrix of all experts for each product, and rows that are in bfloat16 on the wire alone."""
+    """One matrix of all experts for each product, and rows in bfloat16 during exchanges only."""
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
         super().__init__(sizes, group, torch.bfloat16, sizes.dtype)
         experts = [GatedExpert(sizes, number) for number in self.owned]
-        self.gate_and_up = nn.Parameter(torch.cat([torch.cat([one.gate, one.up]) for one in experts]), False)
-        self.down = nn.Parameter(torch.cat([one.down.T for one in experts]), requires_grad=False)
+        self.gate_and_up = nn.Parameter(torch.cat([torch.cat([expert.gate, expert.up]) for expert in experts]), False)
+        self.down = nn.Parameter(torch.cat([expert.down.T for expert in experts]), requires_grad=False)
 
     def _experts(self) -> Sequence[Callable[[torch.Tensor], torch.Tensor]]:
         both = self.gate_and_up.view(len(self.owned), 2, self.sizes.width, self.sizes.hidden)
@@ -102,7 +104,7 @@ class FlatWeights(_ConvertedLayer):
 
 
 class ScaledExpert(GatedExpert):
-    """Weights in bfloat16 with a scale for each output; a norm and a scale of its own between its products."""
+    """An expert with bfloat16 weights and a scale for each output; a norm and another scale follow the first."""
 
     def __init__(self, sizes: StyleSizes, expert: int) -> None:
         super().__init__(dataclasses.replace(sizes, dtype=torch.bfloat16), expert)
@@ -119,7 +121,7 @@ class ScaledExpert(GatedExpert):
 
 
 class ScaledModules(_ConvertedLayer):
-    """Modules with quantised weights, scales and norms of their own."""
+    """Modules with quantised weights, and scales and norms for each expert."""
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
         super().__init__(sizes, group, sizes.dtype, sizes.dtype)

@@ -1,6 +1,7 @@
 """Experts on one device that each compute every token, as several projects write them; a router chooses some of them.
 
-What was not chosen is multiplied by zero. A module `Layer()` takes hidden states [tokens, HIDDEN] and gives as many.
+Results of experts that a token has not chosen are multiplied by zero. A module `Layer()` maps hidden states
+[tokens, HIDDEN] to [tokens, HIDDEN].
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ HIDDEN, WIDTH, EXPERTS, TOP_K = 16, 24, 4, 2
 
 
 class DenseExperts(nn.Module):
-    """A router, and the weights of all experts as they are multiplied, with or without biases."""
+    """A router, and the weights of all experts in the layout of their products, with or without biases."""
 
     has_bias = False
 
@@ -28,12 +29,12 @@ class DenseExperts(nn.Module):
             self.down_bias = nn.Parameter(torch.randn(experts, hidden))
 
     def choose(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights and expert ids, both [tokens, k]."""
+        """Return weights and expert ids, both [tokens, k]."""
         weights, ids = torch.topk(F.softmax(self.router(hidden), dim=-1), self.top_k, dim=-1)
         return weights / weights.sum(dim=-1, keepdim=True), ids
 
     def weights(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[tokens, experts], zero where an expert was not chosen."""
+        """Return weights [tokens, experts], which are zero if an expert was not chosen."""
         weights, ids = self.choose(hidden)
         return torch.zeros(hidden.shape[0], self.experts, dtype=weights.dtype).scatter(1, ids, weights)
 
@@ -43,7 +44,7 @@ class DenseExperts(nn.Module):
 
 
 class GptOssDense(DenseExperts):
-    """As transformers 4 writes gpt-oss: tokens repeated for every expert, biases, results weighed."""
+    """gpt-oss in transformers 4: tokens repeated for every expert, biases, weighted results."""
 
     has_bias = True
 
@@ -57,7 +58,7 @@ class GptOssDense(DenseExperts):
 
 
 class Llama4Dense(DenseExperts):
-    """As transformers writes Llama 4: what was not chosen is zero before the experts, which have no biases."""
+    """Llama 4 in transformers: tokens are zero for the experts that they have not chosen; no biases."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.router(hidden)
@@ -71,7 +72,7 @@ class Llama4Dense(DenseExperts):
 
 
 class EinsumDense(DenseExperts):
-    """Experts in front."""
+    """Products by einsum, with experts as the first dimension."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         up = torch.einsum("th,ehf->etf", hidden, self.up)
@@ -80,7 +81,7 @@ class EinsumDense(DenseExperts):
 
 
 class OneHotDense(DenseExperts):
-    """Tokens in front, and weights from one-hot vectors."""
+    """Products with tokens as the first dimension, and weights from one-hot vectors."""
 
     def weights(self, hidden: torch.Tensor) -> torch.Tensor:
         weights, ids = self.choose(hidden)
@@ -93,7 +94,7 @@ class OneHotDense(DenseExperts):
 
 
 class SummedDense(OneHotDense):
-    """Weighed before the last product, which adds experts up."""
+    """Weights are applied before the last product, which sums over experts."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         inner = self.activate(torch.einsum("th,ehf->tef", hidden, self.up)) * self.weights(hidden).unsqueeze(-1)
@@ -101,7 +102,7 @@ class SummedDense(OneHotDense):
 
 
 class MatmulDense(DenseExperts):
-    """Broadcast products, and weights that are masked scores."""
+    """Broadcast matmuls, and weights that are masked scores."""
 
     has_bias = True
 
@@ -118,7 +119,7 @@ class MatmulDense(DenseExperts):
 
 
 class BaddbmmDense(DenseExperts):
-    """Biases inside the products; the best expert alone."""
+    """Biases are added by `baddbmm`; only the best expert is chosen."""
 
     has_bias = True
 
@@ -134,7 +135,7 @@ class BaddbmmDense(DenseExperts):
 
 
 class BatchDense(DenseExperts):
-    """Sequences of tokens, not flattened."""
+    """A batch of sequences, which is not flattened."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = hidden.view(1, *hidden.shape).expand(2, -1, -1) + hidden.new_tensor([0.0, 1.0])[:, None, None]

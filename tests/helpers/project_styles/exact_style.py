@@ -1,6 +1,6 @@
 """AllToAlls of exact sizes around loops over experts, as DeepSeek and torchtitan publish them.
 
-The ranks tell each other how many rows they send to each expert; the host reads that, and cuts the sorted rows.
+The ranks exchange the number of rows for each expert; the host reads the counts, and cuts the sorted rows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,13 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from moepass.models.reference.collectives import exchange_rows
-from tests.helpers.project_styles.style_sizes import GatedExpert, Router, StyleSizes, owned_experts, stacked
+from tests.helpers.project_styles.style_sizes import (
+    GatedExpert,
+    Router,
+    StyleSizes,
+    owned_experts,
+    stacked_gated_experts,
+)
 
 
 class ExactLayer(nn.Module):
@@ -25,11 +31,11 @@ class ExactLayer(nn.Module):
         self.owned = owned_experts(sizes, dist.get_rank(group), self.ranks)
 
     def exchange_counts(self, counts: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
-        """Rows that arrive for each expert of this rank, rank by rank, and sizes sent to and received from ranks."""
-        own = len(self.owned)
-        arriving = exchange_rows(counts, [own] * self.ranks, [own] * self.ranks, self.group_name)
-        send = counts.view(self.ranks, own).sum(dim=1).tolist()
-        receive = arriving.view(self.ranks, own).sum(dim=1).tolist()
+        """Return the counts of each own expert by source rank, and the sizes to send to and receive from ranks."""
+        owned = len(self.owned)
+        arriving = exchange_rows(counts, [owned] * self.ranks, [owned] * self.ranks, self.group_name)
+        send = counts.view(self.ranks, owned).sum(dim=1).tolist()
+        receive = arriving.view(self.ranks, owned).sum(dim=1).tolist()
         for size in (*send, *receive):
             torch._check(size >= 0)
         return arriving, send, receive
@@ -49,13 +55,13 @@ class SlicesOfModules(ExactLayer):
         sorted_rows = hidden[order // chosen.shape[1]]
         arriving, send, receive = self.exchange_counts(counts)
         arrived = exchange_rows(sorted_rows, send, receive, self.group_name)
-        own = len(self.owned)
-        expert_of = torch.arange(own, device=hidden.device).repeat(self.ranks)
+        owned = len(self.owned)
+        expert_of = torch.arange(owned, device=hidden.device).repeat(self.ranks)
         expert_of = expert_of.repeat_interleave(arriving, output_size=arrived.shape[0])
         by_expert = expert_of.argsort(stable=True)
         rows = arrived[by_expert]
         outputs, start = [], 0
-        for expert, size in zip(self.experts, arriving.view(self.ranks, own).sum(dim=0).tolist(), strict=True):
+        for expert, size in zip(self.experts, arriving.view(self.ranks, owned).sum(dim=0).tolist(), strict=True):
             outputs.append(expert(rows[start : start + size]))
             start += size
         joined = torch.cat(outputs, dim=0)
@@ -70,14 +76,11 @@ class SlicesOfModules(ExactLayer):
 
 
 class SplitOfStacks(ExactLayer):
-    """Stacked weights, and rows that are split by a list, as torchtitan's experts without grouped GEMMs."""
+    """Stacked weights, and rows that are split by a list, like torchtitan's experts without grouped GEMMs."""
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
         super().__init__(sizes, group)
-        experts = [GatedExpert(sizes, number) for number in self.owned]
-        self.w1 = stacked([expert.gate for expert in experts])
-        self.w3 = stacked([expert.up for expert in experts])
-        self.w2 = stacked([expert.down for expert in experts])
+        self.w1, self.w3, self.w2 = stacked_gated_experts(sizes, self.owned)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         scores, chosen = torch.topk(self.router(hidden), self.sizes.top_k, dim=1)
@@ -86,14 +89,14 @@ class SplitOfStacks(ExactLayer):
         rows = hidden.index_select(0, order // self.sizes.top_k)
         arriving, send, receive = self.exchange_counts(counts)
         arrived = exchange_rows(rows, send, receive, self.group_name)
-        own = len(self.owned)
+        owned = len(self.owned)
         starts = arriving.cumsum(0) - arriving
-        by_expert = arriving.view(self.ranks, own).t().reshape(-1)
-        permuted_starts = starts.view(self.ranks, own).t().reshape(-1)
+        by_expert = arriving.view(self.ranks, owned).t().reshape(-1)
+        permuted_starts = starts.view(self.ranks, owned).t().reshape(-1)
         within = torch.arange(arrived.shape[0], device=hidden.device)
         within = within - (by_expert.cumsum(0) - by_expert).repeat_interleave(by_expert, output_size=arrived.shape[0])
         places = permuted_starts.repeat_interleave(by_expert, output_size=arrived.shape[0]) + within
-        outputs = self._run(arrived[places], arriving.view(self.ranks, own).sum(dim=0))
+        outputs = self._run(arrived[places], arriving.view(self.ranks, owned).sum(dim=0))
         unpermuted = outputs.new_empty(outputs.shape)
         unpermuted[places] = outputs
         returned = self.exchange_back(unpermuted, receive, send)
@@ -110,8 +113,8 @@ class SplitOfStacks(ExactLayer):
             torch._check(size >= 0)
         torch._check(sum(sizes) == rows.shape[0])
         outputs = []
-        for number, part in enumerate(torch.split(rows, sizes, dim=0)):
-            inner = F.silu(torch.matmul(part, self.w1[number].transpose(-2, -1)))
-            inner = inner * torch.matmul(part, self.w3[number].transpose(-2, -1))
+        for number, rows_of_expert in enumerate(torch.split(rows, sizes, dim=0)):
+            inner = F.silu(torch.matmul(rows_of_expert, self.w1[number].transpose(-2, -1)))
+            inner = inner * torch.matmul(rows_of_expert, self.w3[number].transpose(-2, -1))
             outputs.append(torch.matmul(inner, self.w2[number].transpose(-2, -1)))
         return torch.cat(outputs, dim=0)

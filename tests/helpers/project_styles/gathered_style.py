@@ -1,8 +1,8 @@
-"""All tokens on all ranks, their experts told by masks: as Megatron-Core's AllGather dispatcher has it.
+"""All ranks have all tokens and select those of their experts by masks, as Megatron-Core's AllGather dispatcher does.
 
-Every rank gathers the tokens of all, the map [tokens, experts] of the experts chosen for them, and their probabilities.
-It runs its own experts on the tokens that its columns of the map select. A ReduceScatter adds up what the ranks have
-for each token. All ranks must bring as many tokens.
+Every rank gathers all tokens, the map [tokens, experts] of chosen experts, and their probabilities. It runs its own
+experts on the tokens that its columns of the map select. A ReduceScatter adds up the partial results of each token.
+Every rank must have the same number of tokens.
 """
 
 from __future__ import annotations
@@ -17,11 +17,18 @@ from torch.distributed import ProcessGroup
 from moepass.models.reference.collectives import gather_rows, scatter_sums
 from moepass.models.reference.grouped_experts import grouped_gemm
 from tests.helpers.project_styles.megatron_style import WeighedExpert
-from tests.helpers.project_styles.style_sizes import GatedExpert, Router, StyleSizes, owned_experts, stacked
+from tests.helpers.project_styles.style_sizes import (
+    GatedExpert,
+    Router,
+    StyleSizes,
+    masked_routing,
+    owned_experts,
+    stacked,
+)
 
 
 class GatherTokens(torch.autograd.Function):
-    """An AllGather in an autograd function, written into memory that is made for it."""
+    """An AllGather in an autograd function, which allocates its result."""
 
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, sent: torch.Tensor) -> torch.Tensor:
@@ -35,7 +42,7 @@ class GatherTokens(torch.autograd.Function):
 
 
 class ScatterSums(torch.autograd.Function):
-    """A ReduceScatter in an autograd function, written into memory that is made for it."""
+    """A ReduceScatter in an autograd function, which allocates its result."""
 
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, sent: torch.Tensor) -> torch.Tensor:
@@ -56,12 +63,7 @@ class _GatheredLayer(nn.Module):
         self.owned = owned_experts(sizes, dist.get_rank(group), self.ranks)
 
     def _route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Probabilities and the mask of the chosen experts, both [tokens, experts]."""
-        scores = self.router(hidden)
-        weights, chosen = torch.topk(scores, self.sizes.top_k, dim=1)
-        probabilities = torch.zeros_like(scores).scatter(1, chosen, weights)
-        mask = torch.zeros_like(scores).int().scatter(1, chosen, 1).bool()
-        return probabilities.to(hidden.dtype), mask
+        return masked_routing(self.router, hidden, self.sizes.top_k)
 
 
 class GatheredMasks(_GatheredLayer):
@@ -96,11 +98,11 @@ class GatheredMasks(_GatheredLayer):
         torch._check(sum(sizes) == rows.shape[0])
         torch._check(sum(sizes) == weights.shape[0])
         parts = zip(self.experts, torch.split(rows, sizes), torch.split(weights, sizes), strict=True)
-        return torch.cat([expert(part, weight) for expert, part, weight in parts], dim=0)
+        return torch.cat([expert(rows_of_expert, weight) for expert, rows_of_expert, weight in parts], dim=0)
 
 
 class DroppingMasks(GatheredMasks):
-    """Tokens beyond an expert's capacity are dropped: those that come last on their rank."""
+    """Tokens beyond an expert's capacity are dropped, the last ones on each rank first."""
 
     def _route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         probabilities, mask = super()._route(hidden)
@@ -110,7 +112,7 @@ class DroppingMasks(GatheredMasks):
 
 
 class GatheredOrder(_GatheredLayer):
-    """Tokens are looked up in the order of the sorted map; grouped GEMMs; probabilities behind the experts."""
+    """Tokens are looked up in the order of the sorted map; probabilities are applied after grouped GEMMs."""
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
         super().__init__(sizes, group)
@@ -121,9 +123,9 @@ class GatheredOrder(_GatheredLayer):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         probabilities, mask = self._route(hidden)
         group, ranks = self.group.group_name, self.ranks
-        own = slice(self.owned.start, self.owned.stop)
-        by_expert = gather_rows(mask, ranks, group)[:, own].t().reshape(-1)
-        weights = gather_rows(probabilities, ranks, group)[:, own].t().reshape(-1)
+        owned = slice(self.owned.start, self.owned.stop)
+        by_expert = gather_rows(mask, ranks, group)[:, owned].t().reshape(-1)
+        weights = gather_rows(probabilities, ranks, group)[:, owned].t().reshape(-1)
         every = gather_rows(hidden, ranks, group)
         total = int(by_expert.sum().item())
         torch._check(total >= 0)
@@ -136,7 +138,7 @@ class GatheredOrder(_GatheredLayer):
         return scatter_sums(summed, ranks, group)
 
     def compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """The experts on `rows`, of which each has as many as `counts` say."""
+        """Return the results of the experts for `rows`, of which `counts` belong to each expert."""
         ends = counts.cumsum(0).to(torch.int32)
         gate, up = grouped_gemm(rows, self.gate_up.transpose(1, 2), ends).chunk(2, dim=-1)
         return grouped_gemm(nn.functional.silu(gate) * up, self.down.transpose(1, 2), ends)

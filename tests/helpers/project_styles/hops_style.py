@@ -1,7 +1,7 @@
 """Rows that reach their experts in two hops, over the axes of a mesh [machines, ranks of a machine].
 
-Between machines first, to the same place in the other machine, and on from there, as DeepEP does; or within the machine
-first, so that each rank sends to one rank of every other machine, as tutel and HetuMoE do for slots.
+The first hop is between machines, to the rank with the same index in the other machine, as in DeepEP; or it is within
+the machine, so that each rank sends to one rank of every other machine, as in tutel and HetuMoE for slots.
 """
 
 from __future__ import annotations
@@ -16,11 +16,16 @@ from torch.nn import functional as F
 from moepass.models.reference.collectives import exchange_rows
 from moepass.models.reference.grouped_experts import grouped_gemm
 from tests.helpers.project_styles.slots_style import EqualAllToAll, IndexedSlots
-from tests.helpers.project_styles.style_sizes import GatedExpert, Router, StyleSizes, owned_experts, stacked
+from tests.helpers.project_styles.style_sizes import (
+    Router,
+    StyleSizes,
+    owned_experts,
+    stacked_gated_experts,
+)
 
 
 class SlotsBetweenMachinesFirst(IndexedSlots):
-    """Every rank sends all slots of a machine to its place in that machine."""
+    """Every rank sends all slots of a machine to the rank with its index in that machine."""
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
         super().__init__(sizes, group)
@@ -29,31 +34,31 @@ class SlotsBetweenMachinesFirst(IndexedSlots):
         self.machines = self.ranks // 2
 
     def _run(self, slots: torch.Tensor) -> torch.Tensor:
-        own, (capacity, width) = len(self.experts), slots.shape[1:]
-        arrived = _exchanged(self.between, slots).view(self.machines, 2, own, capacity, width)
-        passed = _exchanged(self.within, arrived.transpose(0, 1).reshape(self.ranks * own, capacity, width))
-        outputs = self.compute(passed.view(2 * self.machines, own, capacity, width))
-        returned = _exchanged(self.within, outputs.reshape(self.ranks * own, capacity, width))
-        returned = returned.view(2, self.machines, own, capacity, width).transpose(0, 1)
-        return _exchanged(self.between, returned.reshape(self.ranks * own, capacity, width))
+        owned, (capacity, width) = len(self.experts), slots.shape[1:]
+        arrived = _exchanged(self.between, slots).view(self.machines, 2, owned, capacity, width)
+        passed = _exchanged(self.within, arrived.transpose(0, 1).reshape(self.ranks * owned, capacity, width))
+        outputs = self.compute(passed.view(2 * self.machines, owned, capacity, width))
+        returned = _exchanged(self.within, outputs.reshape(self.ranks * owned, capacity, width))
+        returned = returned.view(2, self.machines, owned, capacity, width).transpose(0, 1)
+        return _exchanged(self.between, returned.reshape(self.ranks * owned, capacity, width))
 
 
 class SlotsWithinMachineFirst(SlotsBetweenMachinesFirst):
-    """Every rank collects what its machine sends to its place in others, expert by expert."""
+    """Every rank collects the slots that its machine sends to its index in other machines, expert by expert."""
 
     def _run(self, slots: torch.Tensor) -> torch.Tensor:
-        own, (capacity, width) = len(self.experts), slots.shape[1:]
-        shape = (self.machines, 2, own, capacity, width)
+        owned, (capacity, width) = len(self.experts), slots.shape[1:]
+        shape = (self.machines, 2, owned, capacity, width)
         collected = _exchanged(self.within, slots.view(shape).transpose(0, 1).reshape(-1, capacity, width))
         # [2 from, machines, own, ..] to [machines, own, 2 from, ..]
-        collected = collected.view(2, self.machines, own, capacity, width).permute(1, 2, 0, 3, 4)
+        collected = collected.view(2, self.machines, owned, capacity, width).permute(1, 2, 0, 3, 4)
         arrived = _exchanged(self.between, collected.reshape(-1, capacity, width))
-        arrived = arrived.view(self.machines, own, 2, capacity, width).permute(0, 2, 1, 3, 4)
-        outputs = self.compute(arrived.reshape(self.ranks, own, capacity, width)).view(shape)
+        arrived = arrived.view(self.machines, owned, 2, capacity, width).permute(0, 2, 1, 3, 4)
+        outputs = self.compute(arrived.reshape(self.ranks, owned, capacity, width)).view(shape)
         returned = _exchanged(self.between, outputs.permute(0, 2, 1, 3, 4).reshape(-1, capacity, width))
-        returned = returned.view(self.machines, own, 2, capacity, width).permute(2, 0, 1, 3, 4)
+        returned = returned.view(self.machines, owned, 2, capacity, width).permute(2, 0, 1, 3, 4)
         returned = _exchanged(self.within, returned.reshape(-1, capacity, width))
-        return returned.view(2, self.machines, own, capacity, width).transpose(0, 1).reshape(slots.shape)
+        return returned.view(2, self.machines, owned, capacity, width).transpose(0, 1).reshape(slots.shape)
 
 
 def _exchanged(group: ProcessGroup, slots: torch.Tensor) -> torch.Tensor:
@@ -62,7 +67,7 @@ def _exchanged(group: ProcessGroup, slots: torch.Tensor) -> torch.Tensor:
 
 
 class ExactBetweenMachinesFirst(nn.Module):
-    """Exact sizes: ranks tell each other on both hops how many rows of each expert come, from each rank."""
+    """Exact sizes: on both hops, ranks exchange the number of rows of each expert from each rank."""
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
         super().__init__()
@@ -71,10 +76,8 @@ class ExactBetweenMachinesFirst(nn.Module):
         self.between, self.within = (mesh.get_group(name).group_name for name in ("between", "within"))
         self.machines, self.own = self.ranks // 2, sizes.experts // self.ranks
         self.router = Router(sizes)
-        experts = [GatedExpert(sizes, number) for number in owned_experts(sizes, dist.get_rank(group), self.ranks)]
-        self.w1 = stacked([expert.gate for expert in experts])
-        self.w3 = stacked([expert.up for expert in experts])
-        self.w2 = stacked([expert.down for expert in experts])
+        owned = owned_experts(sizes, dist.get_rank(group), self.ranks)
+        self.w1, self.w3, self.w2 = stacked_gated_experts(sizes, owned)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         scores, chosen = torch.topk(self.router(hidden), self.sizes.top_k, dim=1)
@@ -87,11 +90,11 @@ class ExactBetweenMachinesFirst(nn.Module):
         return torch.zeros_like(hidden).scatter_add(0, token, weighed)
 
     def _numbers(self, experts: torch.Tensor) -> torch.Tensor:
-        """The order in which rows of `experts` are sent."""
+        """Return the order in which the rows of `experts` are sent."""
         return experts
 
     def _exchange(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """`rows` in that order, `counts` of each number."""
+        """Exchange `rows` in that order, of which each number has `counts`."""
         experts_of_machine = 2 * self.own
         arriving = exchange_rows(counts, *_equal(experts_of_machine, self.machines), self.between)
         send, receive = self._sizes(counts, self.machines), self._sizes(arriving, self.machines)
@@ -100,17 +103,17 @@ class ExactBetweenMachinesFirst(nn.Module):
         return exchange_rows(returned, receive, send, self.between)
 
     def _pass_on(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """`rows` of all machines, each one's sorted by expert, with `counts` [machines, ranks, own experts]."""
-        # Rank by rank, and from each machine expert by expert.
-        place = _places(counts, rows.shape[0], torch.arange(2 * self.own, device=rows.device) // self.own)
+        """Pass on `rows` of all machines, sorted by expert in each, with `counts` [machines, ranks, own experts]."""
+        # By rank, then by machine, then by expert.
+        position = _places(counts, rows.shape[0], torch.arange(2 * self.own, device=rows.device) // self.own)
         passed = counts.view(self.machines, 2, self.own).transpose(0, 1).reshape(-1)
         arriving = exchange_rows(passed, *_equal(self.machines * self.own, 2), self.within)
         send, receive = self._sizes(passed, 2), self._sizes(arriving, 2)
-        arrived = exchange_rows(rows[place], send, receive, self.within)
+        arrived = exchange_rows(rows[position], send, receive, self.within)
         outputs = self._run(arrived, arriving)
         returned = exchange_rows(outputs, receive, send, self.within)
         unordered = torch.empty_like(returned)
-        unordered[place] = returned
+        unordered[position] = returned
         return unordered
 
     def _sizes(self, counts: torch.Tensor, ranks: int) -> list[int]:
@@ -120,7 +123,7 @@ class ExactBetweenMachinesFirst(nn.Module):
         return sizes
 
     def _run(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """`rows` with `counts` [.., own experts] of each."""
+        """Run the experts on `rows`, with `counts` [.., own experts]."""
         by_expert = _places(counts, rows.shape[0], torch.arange(self.own, device=rows.device))
         ends = counts.view(-1, self.own).sum(dim=0).cumsum(0).to(torch.int32)
         ordered = rows[by_expert]
@@ -133,23 +136,23 @@ class ExactBetweenMachinesFirst(nn.Module):
 
 
 class ExactByExpert(ExactBetweenMachinesFirst):
-    """What is passed on is sorted by expert, whichever machine it comes from, and counted together."""
+    """A variant that sorts the rows of the second hop by expert, independent of the machine that they come from."""
 
     def _pass_on(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         every = torch.arange(2 * self.own, device=rows.device)
-        place = _places(counts, rows.shape[0], every)
+        position = _places(counts, rows.shape[0], every)
         passed = counts.view(self.machines, 2 * self.own).sum(dim=0)
         arriving = exchange_rows(passed, *_equal(self.own, 2), self.within)
         send, receive = self._sizes(passed, 2), self._sizes(arriving, 2)
-        outputs = self._run(exchange_rows(rows[place], send, receive, self.within), arriving)
+        outputs = self._run(exchange_rows(rows[position], send, receive, self.within), arriving)
         returned = exchange_rows(outputs, receive, send, self.within)
         unordered = torch.empty_like(returned)
-        unordered[place] = returned
+        unordered[position] = returned
         return unordered
 
 
 class ExactWithinMachineFirst(ExactBetweenMachinesFirst):
-    """Rows go to their place within the machine first: sorted by place, then by machine."""
+    """Rows are first sent to the right index within the machine: they are sorted by index, then by machine."""
 
     def _numbers(self, experts: torch.Tensor) -> torch.Tensor:
         rank, expert = experts // self.own, experts % self.own
@@ -160,14 +163,14 @@ class ExactWithinMachineFirst(ExactBetweenMachinesFirst):
         send, receive = self._sizes(counts, 2), self._sizes(arriving, 2)
         arrived = exchange_rows(rows, send, receive, self.within)
         every = torch.arange(self.machines * self.own, device=rows.device)
-        place = _places(arriving, arrived.shape[0], every // self.own)
+        position = _places(arriving, arrived.shape[0], every // self.own)
         passed = arriving.view(2, self.machines, self.own).transpose(0, 1).reshape(-1)
         here = exchange_rows(passed, *_equal(2 * self.own, self.machines), self.between)
         onward, comes = self._sizes(passed, self.machines), self._sizes(here, self.machines)
-        outputs = self._run(exchange_rows(arrived[place], onward, comes, self.between), here)
+        outputs = self._run(exchange_rows(arrived[position], onward, comes, self.between), here)
         returned = exchange_rows(outputs, comes, onward, self.between)
         unordered = torch.empty_like(returned)
-        unordered[place] = returned
+        unordered[position] = returned
         return exchange_rows(unordered, receive, send, self.within)
 
 
@@ -180,6 +183,6 @@ def _equal(each: int, ranks: int) -> tuple[list[int], list[int]]:
 
 
 def _places(counts: torch.Tensor, rows: int, keys: torch.Tensor) -> torch.Tensor:
-    """Where the rows lie that are sorted by key: `counts` [.., keys] of them lie one after the other."""
+    """Return the positions of rows sorted by key, if `counts` [.., keys] of them are stored one after the other."""
     of_each = keys.repeat(counts.numel() // keys.numel()).repeat_interleave(counts.reshape(-1), output_size=rows)
     return of_each.argsort(stable=True)

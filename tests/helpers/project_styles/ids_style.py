@@ -1,4 +1,4 @@
-"""Expert ids that travel with the rows: the ranks count rows for each rank only, and the receiver sorts by id."""
+"""Expert ids are exchanged with the rows: ranks count rows only by rank, and the receiver sorts by id."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from torch.nn import functional as F
 
 from moepass.models.reference.collectives import exchange_rows
 from moepass.models.reference.grouped_experts import count_per_expert, grouped_gemm, undo_order
-from tests.helpers.project_styles.style_sizes import GatedExpert, Router, StyleSizes, owned_experts, stacked
+from tests.helpers.project_styles.style_sizes import (
+    GatedExpert,
+    Router,
+    StyleSizes,
+    owned_experts,
+    stacked_gated_experts,
+)
 
 
 class _IdsLayer(nn.Module):
@@ -21,7 +27,7 @@ class _IdsLayer(nn.Module):
         self.owned = owned_experts(sizes, dist.get_rank(group), self.ranks)
 
     def _exchange_sizes(self, counts: torch.Tensor) -> tuple[list[int], list[int]]:
-        """How many rows go to each rank, `counts` [ranks] of them, and come from it."""
+        """Return the number of rows to send to each rank, `counts` [ranks], and to receive from it."""
         each = [1] * self.ranks
         receive = exchange_rows(counts, each, each, self.group_name).tolist()
         send = counts.tolist()
@@ -34,14 +40,11 @@ class _IdsLayer(nn.Module):
 
 
 class GlobalIdsTravel(_IdsLayer):
-    """Rows sorted by expert, and the ids of all ranks' experts; grouped GEMMs."""
+    """Rows are sorted by expert, global expert ids are sent, and experts are grouped GEMMs."""
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
         super().__init__(sizes, group)
-        experts = [GatedExpert(sizes, number) for number in self.owned]
-        self.gate = stacked([expert.gate for expert in experts])
-        self.up = stacked([expert.up for expert in experts])
-        self.down = stacked([expert.down for expert in experts])
+        self.gate, self.up, self.down = stacked_gated_experts(sizes, self.owned)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         weights, chosen = torch.topk(self.router(hidden), self.sizes.top_k, dim=-1)
@@ -66,28 +69,26 @@ class GlobalIdsTravel(_IdsLayer):
 
 
 class LocalIdsTravel(_IdsLayer):
-    """Rows sorted by rank alone, the numbers that experts have on their rank, and weights that experts apply; a loop
-    over modules.
-    """
+    """A loop over modules; rows are sorted by rank only, local expert ids are sent, and experts apply the weights."""
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
         super().__init__(sizes, group)
         self.experts = nn.ModuleList(GatedExpert(sizes, number) for number in self.owned)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        own, top_k = len(self.owned), self.sizes.top_k
+        owned, top_k = len(self.owned), self.sizes.top_k
         weights, chosen = self.router(hidden).topk(top_k, dim=-1)
-        rank_of = torch.div(chosen, own, rounding_mode="floor").reshape(-1)
+        rank_of = torch.div(chosen, owned, rounding_mode="floor").reshape(-1)
         order = rank_of.argsort(stable=True)
         counts = F.one_hot(rank_of, self.ranks).sum(dim=0)
         send, receive = self._exchange_sizes(counts)
-        number = (chosen % own).reshape(-1)[order]
+        number = (chosen % owned).reshape(-1)[order]
         arrived = self._exchange(hidden.index_select(0, order // top_k), send, receive)
         arrived_number = self._exchange(number.int(), send, receive).long()
         arrived_weight = self._exchange(weights.reshape(-1)[order].to(hidden.dtype), send, receive)
         by_expert = arrived_number.argsort(stable=True)
         rows = arrived[by_expert]
-        sizes = F.one_hot(arrived_number, own).sum(dim=0).tolist()
+        sizes = F.one_hot(arrived_number, owned).sum(dim=0).tolist()
         outputs, start = [], 0
         for expert, size in zip(self.experts, sizes, strict=True):
             torch._check(size >= 0)

@@ -1,8 +1,7 @@
-"""Loops over the masks of experts on one device, as models of transformers 4 and of other projects write them: by what
-masks list, and by the masks themselves.
+"""Loops over the masks of experts on one device, as written by models of transformers 4 and of other projects.
 
-Each expert is a module. What it computes is added up by token. A module `Loop()` takes hidden states
-[tokens, HIDDEN] and gives as many.
+Some loops use the indices of a mask, others the mask itself. Each expert is a module; its results are added up by
+token. A module `Loop()` maps hidden states [tokens, HIDDEN] to [tokens, HIDDEN].
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class GatedMlp(nn.Module):
 
 
 class MaskLoop(nn.Module):
-    """A router, experts, and how results are added up."""
+    """A router, experts, and methods to add up results."""
 
     def __init__(self, hidden: int = HIDDEN, width: int = WIDTH, experts: int = EXPERTS, top_k: int = TOP_K) -> None:
         super().__init__()
@@ -39,7 +38,7 @@ class MaskLoop(nn.Module):
         return tuple(range(len(self.experts)))
 
     def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Expert ids and weights, both [tokens, k]."""
+        """Return expert ids and weights, both [tokens, k]."""
         weights = F.softmax(self.router(hidden), dim=1, dtype=torch.float)
         weights, chosen = torch.topk(weights, self.top_k, dim=-1)
         weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -56,22 +55,22 @@ class MaskLoop(nn.Module):
 
 
 class MixtralLoop(MaskLoop):
-    """As transformers 4 writes Mixtral and Qwen-MoE: a mask [experts, k, tokens]."""
+    """Mixtral and Qwen-MoE in transformers 4: a mask [experts, k, tokens]."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         chosen, weights = self.route(hidden)
         result = self.start(hidden)
         mask = F.one_hot(chosen, num_classes=len(self.experts)).permute(2, 1, 0)
         for number in self.order:
-            place, token = torch.where(mask[number])
+            choice, token = torch.where(mask[number])
             rows = hidden[None, token].reshape(-1, hidden.shape[-1])
-            rows = self.module_of(number)(rows) * weights[token, place, None]
+            rows = self.module_of(number)(rows) * weights[token, choice, None]
             result = self.add(result, number, rows, token)
         return result
 
 
 class NonzeroLoop(MaskLoop):
-    """A mask [tokens, k, experts], of which `nonzero` lists the pairs of each expert in one tensor."""
+    """A mask [tokens, k, experts]; `nonzero` lists the pairs of each expert in one tensor."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         chosen, weights = self.route(hidden)
@@ -79,21 +78,21 @@ class NonzeroLoop(MaskLoop):
         mask = F.one_hot(chosen, num_classes=len(self.experts)).bool()
         for number in self.order:
             pairs = mask[:, :, number].nonzero()
-            token, place = pairs[:, 0], pairs[:, 1]
-            rows = self.module_of(number)(hidden[token]) * weights[token, place].unsqueeze(-1)
+            token, choice = pairs[:, 0], pairs[:, 1]
+            rows = self.module_of(number)(hidden[token]) * weights[token, choice].unsqueeze(-1)
             result = self.add(result, number, rows, token)
         return result
 
 
 class SelectedLoop(MaskLoop):
-    """As Mistral's reference code writes it: ids are compared with each expert's, and rows are written back."""
+    """Mistral's reference code: ids are compared with each expert's, and rows are written back."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         chosen, weights = self.route(hidden)
         result = self.start(hidden)
         for number in self.order:
-            token, place = torch.where(chosen == number)
-            rows = weights[token, place, None] * self.module_of(number)(hidden[token])
+            token, choice = torch.where(chosen == number)
+            rows = weights[token, choice, None] * self.module_of(number)(hidden[token])
             result = self.add(result, number, rows, token)
         return result
 
@@ -110,7 +109,7 @@ class LoopOfSums(SelectedLoop):
 
 
 class AnyPlace(MaskLoop):
-    """Rows by a mask of tokens, weights by the mask of all pairs."""
+    """Rows are selected by a mask of tokens, and weights by the mask of all pairs."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         chosen, weights = self.route(hidden)
@@ -123,7 +122,7 @@ class AnyPlace(MaskLoop):
 
 
 class FlatPairs(MaskLoop):
-    """As DeepSeek's models write it for training: each pair is a row, and is overwritten by its expert's result."""
+    """DeepSeek's models in training mode: each pair is a row, and is overwritten by its expert's result."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         chosen, weights = self.route(hidden)
@@ -140,7 +139,7 @@ class FlatPairs(MaskLoop):
 
 
 class OneExpert(MaskLoop):
-    """Each token has the expert of its largest score."""
+    """A loop in which each token has the expert of its largest score."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         chosen, weights = self.largest(self.router(hidden).softmax(dim=-1))
@@ -151,13 +150,13 @@ class OneExpert(MaskLoop):
         return result
 
     def largest(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Expert ids and weights, both [tokens]."""
+        """Return expert ids and weights, both [tokens]."""
         weights, chosen = scores.max(dim=-1)
         return chosen, weights
 
 
 class LastExpertStays(AnyPlace):
-    """Of a token's two experts, the last one stays."""
+    """A loop that keeps the result of only the last of a token's experts."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         chosen, _ = self.route(hidden)
@@ -165,4 +164,33 @@ class LastExpertStays(AnyPlace):
         for number in self.order:
             mask = (chosen == number).any(dim=-1)
             result[mask] = self.module_of(number)(hidden[mask])
+        return result
+
+
+class SummedWeights(MaskLoop):
+    """A loop that sums the weights of a token, 0 for experts it has not chosen, and selects rows afterwards."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        chosen, weights = self.route(hidden)
+        result = self.start(hidden)
+        for number in self.order:
+            mask = (chosen == number).any(dim=-1)
+            result[mask] += self.module_of(number)(hidden[mask]) * self.scales(weights, chosen == number)[mask]
+        return result
+
+    def scales(self, weights: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+        """Return the weight of each token [tokens, 1] for the expert that `pairs` [tokens, k] mark."""
+        return (weights * pairs).sum(dim=-1, keepdim=True)
+
+
+class PlaceByPlace(MaskLoop):
+    """A loop over experts for the first choice of all tokens, then for the second."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        chosen, weights = self.route(hidden)
+        result = self.start(hidden)
+        for choice in range(self.top_k):
+            for number in self.order:
+                mask = chosen[:, choice] == number
+                result[mask] += self.module_of(number)(hidden[mask]) * weights[mask, choice].unsqueeze(-1)
         return result

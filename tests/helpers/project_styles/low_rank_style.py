@@ -1,4 +1,4 @@
-"""Experts with a pair of matrices of low rank beside each of theirs (LoRA), which nobody has merged."""
+"""Experts with unmerged low-rank adapters (LoRA): a pair of matrices for each matrix of an expert."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RANK, SCALE = 4, 0.5
 
 
 class LowRankLinear(nn.Module):
-    """x W + (x A) B · scale."""
+    """A linear layer x W + (x A) B · scale."""
 
     def __init__(self, sizes: StyleSizes, seed: int, inner: int, outer: int, scale: nn.Parameter) -> None:
         super().__init__()
@@ -40,10 +40,10 @@ class LowRankExpert(nn.Module):
 
 
 class LowRankModules(SlicesOfModules):
-    """As DeepSeek's published code, with such experts."""
+    """DeepSeek's published code with such experts."""
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
         super().__init__(sizes, group)
-        # With dynamic=True torch takes a number of Python for one that may change from run to run.
+        # With dynamic=True, torch treats a Python number as an input that may change between runs.
         scale = nn.Parameter(torch.tensor(SCALE, dtype=sizes.dtype), requires_grad=False)
         self.experts = nn.ModuleList(LowRankExpert(sizes, number, scale) for number in self.owned)

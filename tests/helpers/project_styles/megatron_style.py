@@ -1,4 +1,4 @@
-"""Masks instead of sorts, counts by AllGather, weights that travel: as Megatron-Core's AllToAll dispatcher has it."""
+"""Masks instead of sorts, counts by AllGather, and exchanged weights, as in Megatron-Core's AllToAll dispatcher."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from moepass.models.reference.collectives import gather_rows
-from tests.helpers.project_styles.style_sizes import GatedExpert, Router, StyleSizes, owned_experts
+from tests.helpers.project_styles.style_sizes import GatedExpert, Router, StyleSizes, masked_routing, owned_experts
 
 
 class UnevenAllToAll(torch.autograd.Function):
-    """An AllToAll of parts of these sizes, written into memory that is made for it."""
+    """An AllToAll of given sizes in an autograd function, which allocates its result."""
 
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, sent: torch.Tensor, receive: list[int], send: list[int]) -> torch.Tensor:
@@ -30,7 +30,7 @@ class UnevenAllToAll(torch.autograd.Function):
 
 
 class WeighedExpert(GatedExpert):
-    """Applies the weights of its rows before its last matrix."""
+    """An expert that applies the weights of its rows before its last matrix."""
 
     def forward(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         inner = F.silu(F.linear(rows, self.gate)) * F.linear(rows, self.up)
@@ -53,8 +53,8 @@ class MaskedDispatch(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         probabilities, mask = self._route(hidden)
         counts = mask.sum(dim=0)
-        own = len(self.owned)
-        send = counts.reshape(self.ranks, own).sum(dim=1).tolist()
+        owned = len(self.owned)
+        send = counts.reshape(self.ranks, owned).sum(dim=1).tolist()
         of_all = gather_rows(counts, self.ranks, self.group.group_name).reshape(self.ranks, -1)
         arriving = of_all[:, self.owned.start : self.owned.stop].contiguous()
         receive = arriving.sum(dim=1).tolist()
@@ -68,30 +68,25 @@ class MaskedDispatch(nn.Module):
         torch._check(sum(send) == rows.shape[0])
         arrived = UnevenAllToAll.apply(self.group, rows, receive, send)  # type: ignore[no-untyped-call]
         with_them = UnevenAllToAll.apply(self.group, weights, receive, send)  # type: ignore[no-untyped-call]
-        if own > 1:
+        if owned > 1:
             arrived = _in_chunks(arrived, arriving.ravel(), self.by_expert)
             with_them = _in_chunks(with_them, arriving.ravel(), self.by_expert)
         outputs = self._run(arrived, with_them, arriving.sum(dim=0).tolist())
-        if own > 1:
+        if owned > 1:
             outputs = _in_chunks(outputs, arriving.T.ravel(), self.by_rank)
         returned = UnevenAllToAll.apply(self.group, outputs, send, receive)  # type: ignore[no-untyped-call]
         summed = torch.zeros_like(hidden)
         return summed.scatter_add_(0, tokens.unsqueeze(1).expand(-1, hidden.shape[1]), returned)
 
     def _route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Probabilities and the mask of the chosen experts, both [tokens, experts]."""
-        scores = self.router(hidden)
-        weights, chosen = torch.topk(scores, self.sizes.top_k, dim=1)
-        probabilities = torch.zeros_like(scores).scatter(1, chosen, weights)
-        mask = torch.zeros_like(scores).int().scatter(1, chosen, 1).bool()
-        return probabilities.to(hidden.dtype), mask
+        return masked_routing(self.router, hidden, self.sizes.top_k)
 
     def _run(self, rows: torch.Tensor, weights: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         parts = zip(self.experts, torch.split(rows, sizes), torch.split(weights, sizes), strict=True)
-        return torch.cat([expert(part, weight) for expert, part, weight in parts], dim=0)
+        return torch.cat([expert(rows_of_expert, weight) for expert, rows_of_expert, weight in parts], dim=0)
 
 
 def _in_chunks(values: torch.Tensor, sizes: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """`values` cut into parts of `sizes`, and joined in another order."""
+    """Split `values` into chunks of `sizes`, and join them in another order."""
     parts = torch.split(values, sizes.tolist(), dim=0)
-    return torch.cat([parts[place] for place in order], dim=0)
+    return torch.cat([parts[index] for index in order], dim=0)

@@ -1,6 +1,6 @@
 """Layers with expert parallelism on one axis of a mesh, on both, or between the collectives of sequence parallelism.
 
-Those whose rows take two hops with counts, or in slots, are in `hops_style.py`.
+Layers with two hops that exchange counts, or have slots, are in `hops_style.py`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from tests.helpers.project_styles.style_sizes import (
 
 
 class OneAxisOfMesh(nn.Module):
-    """Experts over the inner axis of a mesh [data parallel, expert parallel]; statistics over the outer one.
+    """Experts over the inner axis of a mesh [data parallel, expert parallel], and statistics over the outer one.
 
-    The ranks of the outer axis hold the same experts and tokens of their own. Each shifts its tokens by the mean of
-    theirs, as routers that balance load over all replicas do with their bias.
+    The ranks of the outer axis have the same experts and different tokens. Each shifts its tokens by their mean over
+    these ranks, as routers that balance load over all replicas do with their bias.
     """
 
     layer_type: type[nn.Module] = SplitOfStacks
@@ -57,10 +57,10 @@ class OneAxisOfMeshWithMasks(OneAxisOfMesh):
 
 
 class SequenceParallel(nn.Module):
-    """Each rank has a part of a sequence: a dense layer in front is cut by width, one behind sees the whole sequence.
+    """Each rank has a part of a sequence; a dense layer before the experts is cut by width.
 
-    AllGather, the rank's part of the width, ReduceScatter; then experts on the rank's own tokens; then AllGather again.
-    All over the group that the experts are spread over.
+    The order is AllGather, the rank's part of the width, ReduceScatter, experts on the rank's own tokens, AllGather;
+    all over the group of the experts. A dense layer after the experts sees the whole sequence.
     """
 
     layer_type: type[nn.Module] = SplitOfStacks
@@ -69,10 +69,10 @@ class SequenceParallel(nn.Module):
         super().__init__()
         self.ranks, self.group_name = dist.get_world_size(group), group.group_name
         rank, each = dist.get_rank(group), sizes.width // self.ranks
-        # Every rank has its part of one matrix.
+        # Every rank has its columns of one matrix.
         up = random_weight(sizes, 1001, sizes.width, sizes.hidden)[rank * each : (rank + 1) * each]
         down = random_weight(sizes, 1002, sizes.hidden, sizes.width)[:, rank * each : (rank + 1) * each]
-        self.up, self.down = (nn.Parameter(part.clone(), requires_grad=False) for part in (up, down))
+        self.up, self.down = (nn.Parameter(shard.clone(), requires_grad=False) for shard in (up, down))
         self.layer = self.layer_type(sizes, group)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -81,12 +81,12 @@ class SequenceParallel(nn.Module):
         return hidden + self._dense(hidden)
 
     def _dense(self, hidden: torch.Tensor) -> torch.Tensor:
-        whole = gather_rows(hidden, self.ranks, self.group_name)
-        return scatter_sums(F.linear(F.silu(F.linear(whole, self.up)), self.down), self.ranks, self.group_name)
+        gathered = gather_rows(hidden, self.ranks, self.group_name)
+        return scatter_sums(F.linear(F.silu(F.linear(gathered, self.up)), self.down), self.ranks, self.group_name)
 
 
 class SequenceParallelBare(SequenceParallel):
-    """With nothing between the collectives and the layer: the rows that are exchanged are what ReduceScatter gave."""
+    """A variant that exchanges the rows of ReduceScatter, with nothing between the collectives and the layer."""
 
     layer_type = MaskedDispatch
 
@@ -96,7 +96,7 @@ class SequenceParallelBare(SequenceParallel):
 
 
 class TwoHops(nn.Module):
-    """Machines times ranks of a machine: rows go to the right place within the machine first, then between machines."""
+    """Machines times ranks of a machine: rows go to the right index within the machine first, then between machines."""
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
         super().__init__()
@@ -117,13 +117,13 @@ class TwoHops(nn.Module):
         return result
 
     def _hop(self, rows: torch.Tensor, ids: torch.Tensor, hop: int) -> torch.Tensor:
-        """Rows to the ranks of one axis, on from there, and back in their order."""
+        """Send rows to the ranks of one axis, pass them on, and return the results in their order."""
         if hop == 2:
             return self._run(rows, ids)
         rank = ids // self.own
-        place, name, ranks = ((rank % 2, self.within, 2), (rank // 2, self.between, self.machines))[hop]
-        order = place.argsort(stable=True)
-        counts = count_per_expert(place, ranks)
+        index, name, ranks = ((rank % 2, self.within, 2), (rank // 2, self.between, self.machines))[hop]
+        order = index.argsort(stable=True)
+        counts = count_per_expert(index, ranks)
         receive = exchange_rows(counts, [1] * ranks, [1] * ranks, name).tolist()
         send = counts.tolist()
         for size in (*send, *receive):
@@ -139,13 +139,13 @@ class TwoHops(nn.Module):
             torch._check(size >= 0)
         torch._check(sum(sizes) == rows.shape[0])
         parts = zip(self.experts, rows[order].split(sizes), strict=True)
-        return undo_order(torch.cat([expert(part) for expert, part in parts]), order)
+        return undo_order(torch.cat([expert(rows_of_expert) for expert, rows_of_expert in parts]), order)
 
 
 class CutExperts(SplitOfStacks):
-    """Experts over one axis of a mesh, and each cut by its width over the other: partial sums before the way back.
+    """Experts over one axis of a mesh, each cut by its width over the other; sums precede the combine.
 
-    The ranks that hold parts of the same experts have the same tokens: those of the first of them.
+    The ranks with parts of the same experts have the same tokens: those of the first of them.
     """
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
@@ -154,10 +154,10 @@ class CutExperts(SplitOfStacks):
         super().__init__(sizes, mesh.get_group("ep"))
         self.cut_name, self.is_first = mesh.get_group("tp").group_name, mesh.get_local_rank("tp") == 0
         rank, each = mesh.get_local_rank("tp"), sizes.width // 2
-        part = slice(rank * each, (rank + 1) * each)
-        self.w1 = nn.Parameter(self.w1[:, part].clone(), requires_grad=False)
-        self.w3 = nn.Parameter(self.w3[:, part].clone(), requires_grad=False)
-        self.w2 = nn.Parameter(self.w2[:, :, part].clone(), requires_grad=False)
+        columns = slice(rank * each, (rank + 1) * each)
+        self.w1 = nn.Parameter(self.w1[:, columns].clone(), requires_grad=False)
+        self.w3 = nn.Parameter(self.w3[:, columns].clone(), requires_grad=False)
+        self.w2 = nn.Parameter(self.w2[:, :, columns].clone(), requires_grad=False)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return super().forward(sum_over_ranks(hidden * self.is_first, self.cut_name))
@@ -167,14 +167,14 @@ class CutExperts(SplitOfStacks):
 
 
 class CutExpertsOfTokens(CutExperts):
-    """With tokens that are the same on the ranks that share experts, whoever sees to that."""
+    """A variant whose caller provides equal tokens to the ranks that share experts."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return SplitOfStacks.forward(self, hidden)
 
 
 class CutExpertsInOrder(CutExperts):
-    """Parts are added up as the rows came from their ranks, in front of the AllToAll back."""
+    """Partial results are added up in the order in which rows arrived, before the combine."""
 
     def _run(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         return SplitOfStacks._run(self, rows, counts)
@@ -184,7 +184,7 @@ class CutExpertsInOrder(CutExperts):
 
 
 class CutSlots(IndexedSlots):
-    """Experts with slots, cut by their width, whose results are added up for all experts of the rank at once."""
+    """Experts with slots, cut by their width, whose results are added up at once for all experts of the rank."""
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
         mesh = init_device_mesh("cpu", (dist.get_world_size(group) // 2, 2), mesh_dim_names=("ep", "tp"))

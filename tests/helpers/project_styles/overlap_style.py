@@ -1,7 +1,7 @@
-"""Two micro-batches through one layer, the exchanges of one while the experts run on the other.
+"""Two micro-batches through one layer: the exchanges of one overlap with the experts of the other.
 
-So do engines that hide AllToAlls behind compute (DeepSeek's two-batch overlap): exchanges are begun, and waited for
-later, so that between the dispatch and the combine of one half stands that of the other.
+Engines that hide AllToAlls behind compute do this (DeepSeek's two-batch overlap). Exchanges are started and awaited
+later, so that the dispatch and combine of one half enclose those of the other.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch.nn import functional as F
 
 from moepass.models.reference.grouped_experts import count_per_expert, grouped_gemm, sort_by_expert, undo_order
 from tests.helpers.project_styles.exact_style import ExactLayer
-from tests.helpers.project_styles.style_sizes import GatedExpert, StyleSizes, stacked
+from tests.helpers.project_styles.style_sizes import GatedExpert, StyleSizes, stacked_gated_experts
 
 _c10d = torch.ops._c10d_functional
 
 
 @dataclasses.dataclass
 class Half:
-    """What one half needs on its way through the layer: its tokens, their order, and sizes that ranks exchange."""
+    """The state of one half on its way through the layer: its tokens, their order, and the sizes of its exchanges."""
 
     hidden: torch.Tensor
     weights: torch.Tensor
@@ -36,14 +36,11 @@ class Half:
 
 
 class OverlappedHalves(ExactLayer):
-    """Both dispatches are begun before the first half's experts run; its results travel while the other's do."""
+    """Both dispatches start before the experts of the first half, whose results are sent during those of the second."""
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
         super().__init__(sizes, group)
-        experts = [GatedExpert(sizes, number) for number in self.owned]
-        self.gate = stacked([expert.gate for expert in experts])
-        self.up = stacked([expert.up for expert in experts])
-        self.down = stacked([expert.down for expert in experts])
+        self.gate, self.up, self.down = stacked_gated_experts(sizes, self.owned)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         middle = hidden.shape[0] // 2
@@ -53,7 +50,7 @@ class OverlappedHalves(ExactLayer):
         return torch.cat([self._combine(first), self._combine(second)])
 
     def _dispatch(self, hidden: torch.Tensor) -> Half:
-        """Begin to exchange the rows of one half."""
+        """Start to exchange the rows of one half."""
         weights, chosen = torch.topk(self.router(hidden), self.sizes.top_k, dim=-1)
         ids, order = sort_by_expert(chosen)
         counts = count_per_expert(ids, self.sizes.experts)
@@ -62,12 +59,12 @@ class OverlappedHalves(ExactLayer):
         return Half(hidden, weights, order, arriving, send, receive, self._begin(rows, receive, send))
 
     def _run(self, half: Half) -> None:
-        """Run this rank's experts on the rows that have come, and begin to send their outputs back."""
-        own = len(self.owned)
+        """Run this rank's experts on the arrived rows, and start to send their outputs back."""
+        owned = len(self.owned)
         rows = _c10d.wait_tensor(half.under_way)
-        local = torch.arange(own, device=rows.device).repeat(self.ranks)
+        local = torch.arange(owned, device=rows.device).repeat(self.ranks)
         ids, order = sort_by_expert(local.repeat_interleave(half.arriving, output_size=rows.shape[0]))
-        outputs = undo_order(self._experts(rows[order], count_per_expert(ids, own)), order)
+        outputs = undo_order(self._experts(rows[order], count_per_expert(ids, owned)), order)
         half.under_way = self._begin(outputs, half.send, half.receive)
 
     def _experts(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -86,7 +83,7 @@ class OverlappedHalves(ExactLayer):
 
 
 class OverlappedModules(OverlappedHalves):
-    """The same with a module for each expert, and the first half's results waited for before the second half runs."""
+    """A variant with a module for each expert, which awaits the first half's results before the second half runs."""
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
         super().__init__(sizes, group)
@@ -108,4 +105,4 @@ class OverlappedModules(OverlappedHalves):
             torch._check(size >= 0)
         torch._check(sum(sizes) == rows.shape[0])
         parts = zip(self.experts, rows.split(sizes), strict=True)
-        return torch.cat([expert(part) for expert, part in parts])
+        return torch.cat([expert(rows_of_expert) for expert, rows_of_expert in parts])

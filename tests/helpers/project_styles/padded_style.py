@@ -1,7 +1,7 @@
-"""Each expert's rows are padded to a multiple of some rows before its GEMM, and the padding is taken off behind it.
+"""Each expert's rows are padded to a multiple of some number of rows before its GEMM; padding is removed afterwards.
 
-Several ways to write that: `run` takes rows [n, H] sorted by expert, `counts` [experts] of them for each, and what
-computes padded rows. Outputs are [n, H], in the order of the rows.
+There are several ways to write that. `run` takes rows [n, H] sorted by expert, their `counts` [experts], and the
+function that computes padded rows. It returns outputs [n, H] in the order of the rows.
 """
 
 from __future__ import annotations
@@ -16,21 +16,18 @@ from torch.nn import functional as F
 from moepass.models.reference.collectives import exchange_rows
 from moepass.models.reference.grouped_experts import count_per_expert, grouped_gemm, undo_order
 from tests.helpers.project_styles.exact_style import ExactLayer
-from tests.helpers.project_styles.style_sizes import GatedExpert, Router, StyleSizes, stacked
+from tests.helpers.project_styles.style_sizes import GatedExpert, Router, StyleSizes, stacked_gated_experts
 
-# Of padded rows, of which each expert has so many: their outputs.
+# Takes padded rows and the number of rows of each expert, and returns their outputs.
 Experts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class StackedExperts(nn.Module):
-    """Gated experts by grouped GEMMs, of `experts` among all."""
+    """Gated experts as grouped GEMMs; `experts` are those of this rank."""
 
     def __init__(self, sizes: StyleSizes, experts: range) -> None:
         super().__init__()
-        modules = [GatedExpert(sizes, number) for number in experts]
-        self.gate = stacked([one.gate for one in modules])
-        self.up = stacked([one.up for one in modules])
-        self.down = stacked([one.down for one in modules])
+        self.gate, self.up, self.down = stacked_gated_experts(sizes, experts)
 
     def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         ends = counts.cumsum(0).to(torch.int32)
@@ -43,7 +40,7 @@ class StackedExperts(nn.Module):
 
 
 class Padding:
-    """How rows are padded: to a multiple of `align` for each expert."""
+    """A method to pad the rows of each expert to a multiple of `align`."""
 
     align = 8
 
@@ -52,19 +49,19 @@ class Padding:
 
 
 class SearchedTable(Padding):
-    """A table with the row for each place, made by a search, and the number of rows where there is none.
+    """A table from position to row, built by a search; positions of padding contain the number of rows.
 
-    The table is as long as it may have to be, and its end belongs to no expert. As torchtitan's `generate_permute_
-    indices`, without its kernel: an expert without rows has some of padding, and a row of zeros stands for these.
+    The table has the largest length that may be needed, and its end belongs to no expert. It follows torchtitan's
+    `generate_permute_indices`, without its kernel: an expert without rows has padding too, which reads a row of zeros.
     """
 
     def run(self, rows: torch.Tensor, counts: torch.Tensor, experts: Experts) -> torch.Tensor:
-        number, own = rows.shape[0], counts.shape[0]
+        number, owned = rows.shape[0], counts.shape[0]
         padded = (torch.clamp_min(counts, self.align) + self.align - 1) // self.align * self.align
         ends = padded.cumsum(0)
-        place = torch.arange(self.places(number, padded), device=rows.device)
-        expert = torch.searchsorted(ends, place, right=True).clamp(max=own - 1)
-        within = place - (ends - padded)[expert]
+        position = torch.arange(self.places(number, padded), device=rows.device)
+        expert = torch.searchsorted(ends, position, right=True).clamp(max=owned - 1)
+        within = position - (ends - padded)[expert]
         source = (counts.cumsum(0) - counts)[expert] + within
         table = torch.where(within < counts[expert], source, number)
         with_zeros = torch.vstack((rows, rows.new_zeros(rows.shape[-1])))
@@ -74,47 +71,47 @@ class SearchedTable(Padding):
         return unpermuted[:-1]
 
     def places(self, number: int, padded: torch.Tensor) -> int:
-        """How long the table is for so many rows."""
+        """Return the length of the table for `number` rows."""
         return number + padded.shape[0] * self.align
 
 
 class ScatteredTable(Padding):
-    """A table that is filled where rows are, and -1 elsewhere, for as many places as there are, which the host reads.
+    """A table with the row of each position and -1 for padding; the host reads its length.
 
-    As kernels for blocks of rows want it (`moe_align_block_size` of SGLang and vLLM).
+    Kernels for blocks of rows use such tables (`moe_align_block_size` of SGLang and vLLM).
     """
 
     align = 16
 
     def run(self, rows: torch.Tensor, counts: torch.Tensor, experts: Experts) -> torch.Tensor:
-        number, own = rows.shape[0], counts.shape[0]
+        number, owned = rows.shape[0], counts.shape[0]
         padded = torch.div(counts + (self.align - 1), self.align, rounding_mode="floor") * self.align
         total = int(padded.sum().item())
         torch._check(total >= 0)
-        expert = torch.arange(own, device=rows.device).repeat_interleave(counts, output_size=number)
+        expert = torch.arange(owned, device=rows.device).repeat_interleave(counts, output_size=number)
         shift = padded.cumsum(0) - padded - (counts.cumsum(0) - counts)
         every = torch.arange(number, device=rows.device)
-        place = every + shift[expert]
+        position = every + shift[expert]
         table = torch.full((total,), -1, dtype=torch.int64, device=rows.device)
-        table[place] = every
-        return experts(F.pad(rows, (0, 0, 0, 1))[table], padded)[place]
+        table[position] = every
+        return experts(F.pad(rows, (0, 0, 0, 1))[table], padded)[position]
 
 
 class ScatteredRows(Padding):
-    """Rows are written to their places among zeros, as for GEMMs that want 128 rows of one expert (DeepGEMM)."""
+    """Rows are written to their positions among zeros, as for GEMMs with 128 rows of one expert (DeepGEMM)."""
 
     align = 128
 
     def run(self, rows: torch.Tensor, counts: torch.Tensor, experts: Experts) -> torch.Tensor:
-        number, own = rows.shape[0], counts.shape[0]
+        number, owned = rows.shape[0], counts.shape[0]
         padded = counts + (-counts) % self.align
         start = padded.cumsum(0) - padded
         first = counts.cumsum(0) - counts
-        place = torch.arange(number, device=rows.device)
-        place = place + (start - first).repeat_interleave(counts, output_size=number)
-        laid = rows.new_zeros((number + own * self.align, rows.shape[1]))
-        laid[place] = rows
-        return experts(laid, padded).index_select(0, place)
+        position = torch.arange(number, device=rows.device)
+        position = position + (start - first).repeat_interleave(counts, output_size=number)
+        laid = rows.new_zeros((number + owned * self.align, rows.shape[1]))
+        laid[position] = rows
+        return experts(laid, padded).index_select(0, position)
 
 
 class JoinedWithZeros(Padding):
@@ -129,19 +126,19 @@ class JoinedWithZeros(Padding):
         torch._check(sum(sizes) == rows.shape[0])
         padded_sizes = [(size + self.align - 1) // self.align * self.align for size in sizes]
         parts = []
-        for part, size, padded in zip(torch.split(rows, sizes), sizes, padded_sizes, strict=True):
-            parts += [part, rows.new_zeros(padded - size, rows.shape[1])]
+        for rows_of_expert, size, padded in zip(torch.split(rows, sizes), sizes, padded_sizes, strict=True):
+            parts += [rows_of_expert, rows.new_zeros(padded - size, rows.shape[1])]
         padded = torch.div(counts + self.align - 1, self.align, rounding_mode="floor") * self.align
         outputs = experts(torch.cat(parts), padded)
-        kept, start = [], 0
+        outputs_without_padding, start = [], 0
         for size, padded_size in zip(sizes, padded_sizes, strict=True):
-            kept.append(outputs[start : start + size])
+            outputs_without_padding.append(outputs[start : start + size])
             start += padded_size
-        return torch.cat(kept)
+        return torch.cat(outputs_without_padding)
 
 
 class PaddedModules(nn.Module):
-    """A module for each expert, whose rows are padded one expert after the other (Megatron-Core's SequentialMLP)."""
+    """A module for each expert, whose rows are padded one expert at a time (Megatron-Core's SequentialMLP)."""
 
     align = 16
 
@@ -155,23 +152,23 @@ class PaddedModules(nn.Module):
             torch._check(size >= 0)
         torch._check(sum(sizes) == rows.shape[0])
         outputs = []
-        for expert, part in zip(self.modules_of_experts, torch.split(rows, sizes), strict=True):
-            size = part.shape[0]
+        for expert, rows_of_expert in zip(self.modules_of_experts, torch.split(rows, sizes), strict=True):
+            size = rows_of_expert.shape[0]
             padded = (size + self.align - 1) // self.align * self.align
             padding = rows.new_zeros(padded - size, rows.shape[1])
-            outputs.append(expert(torch.cat((part, padding)))[:size])
+            outputs.append(expert(torch.cat((rows_of_expert, padding)))[:size])
         return torch.cat(outputs)
 
 
 class Unpadded(Padding):
-    """Rows as they are, for experts that pad them."""
+    """Rows without padding, for experts that pad them."""
 
     def run(self, rows: torch.Tensor, counts: torch.Tensor, experts: Experts) -> torch.Tensor:
         return experts(rows, counts)
 
 
 class PaddedLayer(ExactLayer):
-    """Exchanged rows, sorted by expert, padded, and through grouped GEMMs."""
+    """Exchanged rows are sorted by expert, padded, and computed by grouped GEMMs."""
 
     padding: Padding
     kind: type[StackedExperts | PaddedModules] = StackedExperts
@@ -186,10 +183,10 @@ class PaddedLayer(ExactLayer):
         order = torch.argsort(chosen.view(-1), stable=True)
         arriving, send, receive = self.exchange_counts(counts)
         arrived = exchange_rows(hidden[order // self.sizes.top_k], send, receive, self.group_name)
-        own = len(self.owned)
-        expert_of = torch.arange(own, device=hidden.device).repeat(self.ranks)
+        owned = len(self.owned)
+        expert_of = torch.arange(owned, device=hidden.device).repeat(self.ranks)
         by_expert = expert_of.repeat_interleave(arriving, output_size=arrived.shape[0]).argsort(stable=True)
-        of_experts = arriving.view(self.ranks, own).sum(dim=0)
+        of_experts = arriving.view(self.ranks, owned).sum(dim=0)
         outputs = self.padding.run(arrived[by_expert], of_experts, self.experts)
         returned = exchange_rows(undo_order(outputs, by_expert), receive, send, self.group_name)
         weighed = returned * scores.view(-1)[order].unsqueeze(-1)
@@ -218,7 +215,7 @@ class ModulesThatPad(PaddedLayer):
 
 
 class LocalPadded(nn.Module):
-    """The same with all experts on one device, and no exchange."""
+    """The same computation with all experts on one device, without exchanges."""
 
     def __init__(
         self, sizes: StyleSizes, padding: Padding, kind: type[StackedExperts | PaddedModules] = StackedExperts

@@ -73,8 +73,8 @@ class EinsumSlots(_SlotLayer):
         _, chosen = scores.topk(self.sizes.top_k, dim=-1)
         combine = scores.new_zeros(hidden.shape[0], self.sizes.experts, capacity)
         taken = torch.zeros(self.sizes.experts, dtype=torch.int64, device=hidden.device)
-        for place in range(self.sizes.top_k):
-            mask = F.one_hot(chosen[:, place], self.sizes.experts)
+        for choice in range(self.sizes.top_k):
+            mask = F.one_hot(chosen[:, choice], self.sizes.experts)
             location = torch.cumsum(mask, dim=0) - 1 + taken
             taken = taken + mask.sum(dim=0)
             mask = mask * (location < capacity)
@@ -102,11 +102,11 @@ class IndexedSlots(_SlotLayer):
         mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, chosen, True)
         location = torch.cumsum(mask, dim=0) - 1
         mask = mask & (location < capacity)
-        kept = mask.gather(1, chosen)
-        weights = scores.gather(1, chosen) * kept
+        is_kept = mask.gather(1, chosen)
+        weights = scores.gather(1, chosen) * is_kept
         weights = weights / weights.sum(dim=1, keepdim=True).clamp(min=1e-9)
-        slot = torch.where(kept, chosen * capacity + location.gather(1, chosen), experts * capacity)
-        # Of every slot its token; of empty ones the number of tokens, where a row of zeros is appended.
+        slot = torch.where(is_kept, chosen * capacity + location.gather(1, chosen), experts * capacity)
+        # The token of every slot; empty slots have the number of tokens, where a row of zeros is appended.
         token_of = torch.full((experts * capacity + 1,), tokens, dtype=torch.int64, device=hidden.device)
         every = torch.arange(tokens, device=hidden.device).unsqueeze(1).expand_as(slot)
         token_of = token_of.scatter(0, slot.reshape(-1), every.reshape(-1))
@@ -125,17 +125,17 @@ class BatchedSlots(IndexedSlots):
     def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
         super().__init__(sizes, group)
         experts: list[Any] = list(self.experts)
-        self.up, self.down = (stacked([getattr(one, name) for one in experts]) for name in ("up", "down"))
+        self.up, self.down = (stacked([getattr(expert, name) for expert in experts]) for name in ("up", "down"))
         self.up_bias, self.down_bias = (
-            stacked([getattr(one, name) for one in experts]) for name in ("up_bias", "down_bias")
+            stacked([getattr(expert, name) for expert in experts]) for name in ("up_bias", "down_bias")
         )
 
     def _run(self, slots: torch.Tensor) -> torch.Tensor:
-        own, hidden = len(self.experts), self.sizes.hidden
+        owned, hidden = len(self.experts), self.sizes.hidden
         arrived = EqualAllToAll.apply(self.group, slots)  # type: ignore[no-untyped-call]
-        rows = arrived.reshape(self.ranks, own, -1, hidden).transpose(0, 1).reshape(own, -1, hidden)
+        rows = arrived.reshape(self.ranks, owned, -1, hidden).transpose(0, 1).reshape(owned, -1, hidden)
         inner = F.gelu(torch.bmm(rows, self.up.transpose(1, 2)) + self.up_bias.unsqueeze(1))
         outputs = torch.bmm(inner, self.down.transpose(1, 2)) + self.down_bias.unsqueeze(1)
-        outputs = outputs.reshape(own, self.ranks, -1, hidden).transpose(0, 1).reshape(self.sizes.experts, -1, hidden)
+        outputs = outputs.reshape(owned, self.ranks, -1, hidden).transpose(0, 1).reshape(self.sizes.experts, -1, hidden)
         returned: torch.Tensor = EqualAllToAll.apply(self.group, outputs)  # type: ignore[no-untyped-call]
         return returned

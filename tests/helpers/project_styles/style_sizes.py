@@ -1,9 +1,9 @@
-"""Sizes of a layer in a project's style, and the weights of its experts: the same whichever rank holds them."""
+"""The sizes of a layer in a project's style, and the weights of its experts, which are the same on every rank."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -11,10 +11,16 @@ from torch import nn
 
 @dataclasses.dataclass(frozen=True)
 class StyleSizes:
-    """`hidden` H, `width` of an expert, `experts` over all ranks, `top_k` of them for each token.
+    """The sizes of a layer.
 
-    Where experts have slots, as many for each as `capacity_percent` of the tokens that uniform routing brings to it.
-    `skew` is the standard deviation of a fixed bias of the router.
+    Attributes:
+        hidden: Size of a hidden state, H.
+        width: Size between the products of an expert.
+        experts: Number of experts on all ranks.
+        top_k: Number of experts of each token.
+        capacity_percent: For experts with slots, the slots of each in percent of its tokens under uniform routing.
+        skew: Standard deviation of a fixed bias of the router.
+        dtype: Type of experts and hidden states.
     """
 
     hidden: int = 16
@@ -26,7 +32,7 @@ class StyleSizes:
     dtype: torch.dtype = torch.float32
 
     def capacity(self, tokens: int) -> int:
-        """Slots of an expert for so many tokens of a rank, at least 4."""
+        """Return the slots of an expert for `tokens` tokens of a rank, at least 4."""
         return 4 + tokens * self.top_k * self.capacity_percent // (100 * self.experts)
 
 
@@ -56,7 +62,7 @@ class Router(nn.Module):
 
 
 class GatedExpert(nn.Module):
-    """`down(silu(gate(x)) * up(x))`, three matrices of an expert of its own."""
+    """An expert `down(silu(gate(x)) * up(x))` with three matrices."""
 
     def __init__(self, sizes: StyleSizes, expert: int) -> None:
         super().__init__()
@@ -70,7 +76,7 @@ class GatedExpert(nn.Module):
 
 
 class BiasedExpert(nn.Module):
-    """`down(gelu(up(x)))` with biases."""
+    """An expert `down(gelu(up(x)))` with biases."""
 
     def __init__(self, sizes: StyleSizes, expert: int) -> None:
         super().__init__()
@@ -80,10 +86,10 @@ class BiasedExpert(nn.Module):
         self.down_bias = random_weight(sizes, 10 * expert + 6, sizes.hidden)
 
     def cut(self, part: slice, *, has_bias: bool) -> None:
-        """Keep a part of the width. The parts add up where one of them has the last bias."""
+        """Keep a part of the width. The results of all parts add up if only one part has the last bias."""
         self.up, self.up_bias, self.down = (
-            nn.Parameter(whole.clone(), requires_grad=False)
-            for whole in (self.up[part], self.up_bias[part], self.down[:, part])
+            nn.Parameter(tensor.clone(), requires_grad=False)
+            for tensor in (self.up[part], self.up_bias[part], self.down[:, part])
         )
         self.down_bias = nn.Parameter(self.down_bias * has_bias, requires_grad=False)
 
@@ -93,5 +99,21 @@ class BiasedExpert(nn.Module):
 
 
 def stacked(parameters: Sequence[nn.Parameter]) -> nn.Parameter:
-    """One parameter [experts, ..] of those of all experts."""
+    """Return one parameter [experts, ..] from those of all experts."""
     return nn.Parameter(torch.stack(list(parameters)), requires_grad=False)
+
+
+def stacked_gated_experts(sizes: StyleSizes, experts: Iterable[int]) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
+    """Return the gate, up and down matrices of `experts`, each stacked."""
+    modules = [GatedExpert(sizes, expert) for expert in experts]
+    gates, ups, downs = ([getattr(module, name) for module in modules] for name in ("gate", "up", "down"))
+    return stacked(gates), stacked(ups), stacked(downs)
+
+
+def masked_routing(router: Router, hidden: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return probabilities and the mask of the chosen experts, both [tokens, experts]."""
+    scores = router(hidden)
+    weights, chosen = torch.topk(scores, top_k, dim=1)
+    probabilities = torch.zeros_like(scores).scatter(1, chosen, weights)
+    mask = torch.zeros_like(scores).int().scatter(1, chosen, 1).bool()
+    return probabilities.to(hidden.dtype), mask

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import fcntl
 import json
@@ -16,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
-BROWSER = next((found for name in _NAMES if (found := shutil.which(name))), None)
+BROWSER = next((path for name in _NAMES if (path := shutil.which(name))), None)
 WAIT_SECONDS = 60.0
 
 
 class Page:
-    """One tab. `messages` are those of the console, and exceptions that nobody caught."""
+    """A browser tab. `messages` are those of the console, and uncaught exceptions."""
 
     def __init__(self, read: int, write: int) -> None:
         self._read, self._write = read, write
@@ -44,13 +43,13 @@ class Page:
         self.wait_for("document.readyState === 'complete'")
 
     def value(self, expression: str) -> Any:
-        """Of a JavaScript expression; a promise is waited for."""
-        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in found, found["exceptionDetails"]
-        return found["result"].get("value")
+        """Return the value of a JavaScript expression, and wait if it is a promise."""
+        response = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in response, response["exceptionDetails"]
+        return response["result"].get("value")
 
     def wait_for(self, expression: str) -> None:
-        """Until it is true."""
+        """Wait until the JavaScript expression is true."""
         end = time.monotonic() + WAIT_SECONDS
         while not self.value(expression):
             assert time.monotonic() < end, f"never true: {expression}; {self.messages}"
@@ -59,17 +58,12 @@ class Page:
     def press(self, key: str, *, is_control: bool = False) -> None:
         codes = {"Tab": 9, "Enter": 13, " ": 32}
         text = {"Enter": "\r", " ": " "}.get(key, "")
-        given = {"key": key, "windowsVirtualKeyCode": codes[key], "modifiers": 2 if is_control else 0}
-        self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **given)
-        self.call("Input.dispatchKeyEvent", type="keyUp", **given)
+        event = {"key": key, "windowsVirtualKeyCode": codes[key], "modifiers": 2 if is_control else 0}
+        self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **event)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **event)
 
     def type(self, text: str) -> None:
         self.call("Input.insertText", text=text)
-
-    def screenshot(self, file: Path) -> None:
-        """Of the whole page, as long as it is."""
-        found = self.call("Page.captureScreenshot", captureBeyondViewport=True)
-        file.write_bytes(base64.b64decode(found["data"]))
 
     def _call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
         self._number += 1
@@ -78,37 +72,37 @@ class Page:
             message["sessionId"] = session
         os.write(self._write, json.dumps(message).encode() + b"\0")
         while True:
-            found = self._message()
-            if found.get("id") == self._number:
-                assert "error" not in found, found
-                result: dict[str, Any] = found["result"]
+            received = self._message()
+            if received.get("id") == self._number:
+                assert "error" not in received, received
+                result: dict[str, Any] = received["result"]
                 return result
-            if found.get("method") == "Runtime.exceptionThrown":
-                details = found["params"]["exceptionDetails"]
+            if received.get("method") == "Runtime.exceptionThrown":
+                details = received["params"]["exceptionDetails"]
                 self.messages.append(str(details.get("exception", {}).get("description", details["text"])))
-            elif found.get("method") == "Log.entryAdded":
-                self.messages.append(str(found["params"]["entry"]["text"]))
+            elif received.get("method") == "Log.entryAdded":
+                self.messages.append(str(received["params"]["entry"]["text"]))
 
     def _message(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:
             ready, _, _ = select.select([self._read], [], [], WAIT_SECONDS)
             assert ready, "the browser says nothing"
-            part = os.read(self._read, 1 << 20)
-            assert part, "the browser has ended"
-            self._buffer += part
+            received = os.read(self._read, 1 << 20)
+            assert received, "the browser has ended"
+            self._buffer += received
         content, _, self._buffer = self._buffer.partition(b"\0")
-        found: dict[str, Any] = json.loads(content)
-        return found
+        message: dict[str, Any] = json.loads(content)
+        return message
 
 
 @contextlib.contextmanager
 def browser_page(folder: Path) -> Iterator[Page]:
-    """A tab of a browser of its own, whose profile is in `folder`."""
+    """Start a browser with its profile in `folder`, and yield a tab."""
     assert BROWSER is not None
     commands, to_browser = os.pipe()
     from_browser, events = os.pipe()
-    # The browser reads from 3 and writes to 4; neither may be one of these meanwhile.
-    inner = [fcntl.fcntl(one, fcntl.F_DUPFD, 10) for one in (commands, events)]
+    # The browser reads from 3 and writes to 4, so these descriptors must have other numbers.
+    inner = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 10) for descriptor in (commands, events)]
     program = [
         BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--hide-scrollbars",
         f"--user-data-dir={folder / 'profile'}", "--no-first-run", "--disable-background-networking",
@@ -122,8 +116,8 @@ def browser_page(folder: Path) -> Iterator[Page]:
         program, pass_fds=(3, 4), preexec_fn=place, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
-        for one in (commands, events, *inner):
-            os.close(one)
+        for descriptor in (commands, events, *inner):
+            os.close(descriptor)
         yield Page(from_browser, to_browser)
     finally:
         process.kill()

@@ -1,4 +1,4 @@
-"""A checkpoint with a tokenizer like that of chat models (bytes, tags as control tokens), and random weights."""
+"""A checkpoint with random weights and a tokenizer like that of chat models: bytes, and tags as control tokens."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def byte_model(**config: int) -> PreTrainedModel:
 
 
 def classifier(classes: int) -> PreTrainedModel:
-    """A model of the same sizes that classifies sequences."""
+    """Return a model of the same sizes that classifies sequences."""
     config = byte_model().config
     config.num_labels = classes
     config.pad_token_id = CONTROL_TOKENS.index("<|pad|>")

@@ -19,13 +19,13 @@ def dense_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """query [1, heads, n, dim], key and value [1, kv_heads, n, dim] → [1, n, heads, value_dim], computed in fp64.
+    """Return attention [1, heads, n, dim] x [1, kv_heads, n, dim] → [1, n, heads, value_dim], computed in fp64.
 
-    `cached`: of each block its keys and values, [BLOCK_TOKENS, kv_heads, dim].
+    `cached` contains the keys and values of each block, [BLOCK_TOKENS, kv_heads, dim].
     """
-    place, depth, end = torch.arange(step.count), torch.as_tensor(step.depth), torch.as_tensor(step.subtree_end)
+    position, depth, end = torch.arange(step.count), torch.as_tensor(step.depth), torch.as_tensor(step.subtree_end)
     keys, values = [key[0].transpose(0, 1)], [value[0].transpose(0, 1)]
-    sees = [(place <= place[:, None]) & (place[:, None] < end)]
+    sees = [(position <= position[:, None]) & (position[:, None] < end)]
     key_depth = [depth]
     for number, chain in enumerate(step.contexts):
         hangs_on = torch.zeros(step.count, dtype=torch.bool)
@@ -36,18 +36,18 @@ def dense_attention(
             values.append(cached[block][1])
             sees.append(hangs_on[:, None].expand(-1, BLOCK_TOKENS))
             key_depth.append(torch.arange(index * BLOCK_TOKENS, (index + 1) * BLOCK_TOKENS))
-    visible, other = torch.cat(sees, 1), torch.cat(key_depth)
+    visible, key_depths = torch.cat(sees, 1), torch.cat(key_depth)
     if window:
-        visible = visible & (other > depth[:, None] - window)
+        visible = visible & (key_depths > depth[:, None] - window)
     if chunk:
-        visible = visible & (other // chunk == depth[:, None] // chunk)
+        visible = visible & (key_depths // chunk == depth[:, None] // chunk)
     groups = query.shape[1] // key.shape[1]
-    all_keys, all_values = (torch.cat(one).double().repeat_interleave(groups, 1) for one in (keys, values))
+    all_keys, all_values = (torch.cat(tensors).double().repeat_interleave(groups, 1) for tensors in (keys, values))
     scores = torch.einsum("hqd,khd->hqk", query[0].double(), all_keys) * scaling
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~visible, -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, step.count, 1)], 2)
-    weights = scores.softmax(-1)[..., : len(other)]
+    weights = scores.softmax(-1)[..., : len(key_depths)]
     return torch.einsum("hqk,khd->qhd", weights, all_values)[None]

@@ -1,4 +1,4 @@
-"""A backend with an engine in this process: what the routes are tested with."""
+"""A backend with an engine in this process, for the tests of routes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CACHE_BYTES = 1 << 20
 
 
 class EngineBackend(ReferenceBackend):
-    """Each request is a step of its own, with a cache of prefixes. `model` stays as transformers made it."""
+    """A backend that computes each request in a separate step, with a prefix cache. `model` is left unchanged."""
 
     def __init__(self, model: PreTrainedModel, class_names: tuple[str, ...] = ()) -> None:
         super().__init__(model, class_names)

@@ -1,6 +1,6 @@
-"""What a packed step must be, sequence by sequence and token by token; and requests and caches to pack.
+"""The expected packed step, computed sequence by sequence and token by token, and strategies for requests and caches.
 
-A token is known by its sequence: (salt, all tokens up to itself).
+A token is identified by its sequence: (salt, all tokens up to and including it).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def piece_depth(request: Request, piece: int) -> int:
 
 @dataclasses.dataclass
 class NaiveCache:
-    """Cache blocks by the sequence that ends with them; `known` are tokens whose scores lie beside them."""
+    """Cache blocks by the sequence that they end; `known` are the tokens whose scores are cached with them."""
 
     blocks: dict[Prefix, int] = dataclasses.field(default_factory=dict)
     known: set[Prefix] = dataclasses.field(default_factory=set)
@@ -47,19 +47,21 @@ class NaiveCache:
     def match(self, request: Request) -> MatchedBlocks:
         hashes = request_hashes(request, KEY)
         blocks = np.full(len(hashes.hashes), -1)
-        known = np.zeros((len(hashes.hashes), BLOCK_TOKENS), bool)
+        is_known = np.zeros((len(hashes.hashes), BLOCK_TOKENS), bool)
         for piece in range(len(request.pieces)):
             path = full_path(request, piece)
             first = piece_depth(request, piece) // BLOCK_TOKENS
-            for place in range(int(hashes.starts[piece]), int(hashes.starts[piece + 1])):
-                end = (first + place - int(hashes.starts[piece]) + 1) * BLOCK_TOKENS
-                blocks[place] = self.blocks.get((request.salt, path[:end]), -1)
-                known[place] = [(request.salt, path[: end - 15 + one]) in self.known for one in range(BLOCK_TOKENS)]
-        return MatchedBlocks(hashes, blocks, known)
+            for index in range(int(hashes.starts[piece]), int(hashes.starts[piece + 1])):
+                end = (first + index - int(hashes.starts[piece]) + 1) * BLOCK_TOKENS
+                blocks[index] = self.blocks.get((request.salt, path[:end]), -1)
+                is_known[index] = [
+                    (request.salt, path[: end - 15 + offset]) in self.known for offset in range(BLOCK_TOKENS)
+                ]
+        return MatchedBlocks(hashes, blocks, is_known)
 
 
 def cached_scores(request: Request, piece: int, cache: NaiveCache) -> set[int]:
-    """Positions of the tokens of a scored piece whose scores come from the cache."""
+    """Return the positions of the tokens of a scored piece whose scores come from the cache."""
     if request.pieces[piece].scored_top > 1:
         return set()
     path = full_path(request, piece)
@@ -72,15 +74,15 @@ def cached_scores(request: Request, piece: int, cache: NaiveCache) -> set[int]:
 
 
 def needed_positions(request: Request, piece: int, cache: NaiveCache) -> tuple[set[int], set[int]]:
-    """Positions in the piece's sequence where logits are read, and where vectors are."""
-    one = request.pieces[piece]
+    """Return the positions in the piece's sequence at which logits are read, and those at which vectors are read."""
+    token_piece = request.pieces[piece]
     depth = piece_depth(request, piece)
-    end = depth + len(one.tokens)
-    logits = {depth + read.place for read in one.reads}
-    if one.is_scored:
+    end = depth + len(token_piece.tokens)
+    logits = {depth + read.place for read in token_piece.reads}
+    if token_piece.is_scored:
         from_cache = cached_scores(request, piece, cache)
         logits |= {position - 1 for position in range(max(depth, 1), end) if position not in from_cache}
-    vectors = {"last": {end - 1}, "mean": set(range(end)), None: set()}[one.vector]
+    vectors = {"last": {end - 1}, "mean": set(range(end)), None: set()}[token_piece.vector]
     return logits, vectors
 
 
@@ -102,12 +104,12 @@ def naive_step(requests: Sequence[Request], cache: NaiveCache) -> NaiveStep:
             held = cache.held(request.salt, path)
             logits, vectors = needed_positions(request, piece, cache)
             for position in logits | vectors:
-                place = (request.salt, path[: position + 1])
-                step.places.add(place)
-                step.first_readers.setdefault(place, number)
+                prefix = (request.salt, path[: position + 1])
+                step.places.add(prefix)
+                step.first_readers.setdefault(prefix, number)
                 if position in logits:
-                    step.logits.add(place)
-                    step.first_logit_readers.setdefault(place, number)
+                    step.logits.add(prefix)
+                    step.first_logit_readers.setdefault(prefix, number)
                 first = BLOCK_TOKENS * min(held, position // BLOCK_TOKENS)
                 for end in range(first + 1, position + 2):
                     step.computed.add((request.salt, path[:end]))
@@ -130,12 +132,15 @@ def visible_tokens(packed: PackedStep, q: int) -> list[int]:
 
 
 def stream_sequences(packed: PackedStep, contents: Mapping[int, tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The sequence that each token of the stream sees, its own included; `contents` are sequences by cache block."""
+    """Return the sequence that each token of the stream sees, including itself.
+
+    `contents` maps each cache block to the sequence that it ends.
+    """
     batch = packed.batch
     contexts = np.full(batch.count, -2)
     for node in batch.nodes:
         contexts[node.start : node.end] = node.context
-    found = []
+    sequences = []
     for q in range(batch.count):
         chain = batch.contexts[contexts[q]] if contexts[q] >= 0 else ()
         for number, block in enumerate(chain):
@@ -144,11 +149,11 @@ def stream_sequences(packed: PackedStep, contents: Mapping[int, tuple[int, ...]]
         before = contents[chain[-1]] if chain else ()
         seen = visible_tokens(packed, q)
         assert [int(batch.depth[k]) for k in seen] == list(range(len(before), len(before) + len(seen)))
-        found.append((*before, *(int(batch.tokens[k]) for k in seen)))
-    return found
+        sequences.append((*before, *(int(batch.tokens[k]) for k in seen)))
+    return sequences
 
 
-# Stories whose beginnings are alike: what a piece says next depends on where it stands in its story.
+# Token sequences with common beginnings; a piece continues at its depth.
 _RANDOM = np.random.default_rng(0)
 _COMMON = _RANDOM.integers(0, 3, 160)
 STORIES = [np.concatenate([_COMMON[:same], _RANDOM.integers(0, 3, 160 - same)]) for same in (160, 80, 33, 32, 5, 0)]
@@ -156,7 +161,7 @@ STORIES = [np.concatenate([_COMMON[:same], _RANDOM.integers(0, 3, 160 - same)]) 
 
 @st.composite
 def requests_to_pack(draw: Any, most_requests: int = 4) -> list[Request]:
-    """Requests that share much: equal prefixes, in pieces that are cut elsewhere."""
+    """Draw requests with equal prefixes that are cut into pieces at different positions."""
     return [
         Request(str(number), tuple(_pieces(draw)), salt=draw(st.sampled_from([b"", b"", b"tenant"])))
         for number in range(draw(st.integers(1, most_requests)))
@@ -178,7 +183,7 @@ def _pieces(draw: Any) -> Iterator[TokenPiece]:
         yield TokenPiece(
             parent,
             tokens,
-            tuple(TokenRead(place, np.array([1], np.int32)) for place in places),
+            tuple(TokenRead(position, np.array([1], np.int32)) for position in places),
             is_scored=draw(st.integers(0, 3)) == 0,
             scored_top=draw(st.integers(0, 2)),
             vector=draw(st.sampled_from([None, None, None, None, "last", "mean"])),
@@ -187,7 +192,7 @@ def _pieces(draw: Any) -> Iterator[TokenPiece]:
 
 @st.composite
 def caches_for(draw: Any, requests: Sequence[Request]) -> NaiveCache:
-    """A cache that holds blocks of the beginnings of some sequences, with or without their scores."""
+    """Draw a cache with blocks of the beginnings of some sequences, with or without their scores."""
     cache = NaiveCache()
     numbers = draw(st.permutations(range(64)))
     for request in requests:
@@ -201,7 +206,7 @@ def caches_for(draw: Any, requests: Sequence[Request]) -> NaiveCache:
                     for end in range(count * BLOCK_TOKENS + 1, (count + 1) * BLOCK_TOKENS + 1):
                         if is_known[end % len(is_known)]:
                             cache.known.add((request.salt, path[:end]))
-    # A cache gives none behind a gap away, but what it says may have one.
+    # A cache frees no block behind a gap, but its answer may contain a gap.
     for prefix in draw(st.lists(st.sampled_from(sorted(cache.blocks)), max_size=1)) if cache.blocks else []:
         del cache.blocks[prefix]
     return cache

@@ -1,4 +1,4 @@
-"""A step from sequences of token ids, made the slow and obvious way: one dictionary of prefixes. O(n^2)."""
+"""A step built from sequences of token ids with one dictionary of prefixes: slow, O(n^2), and obviously right."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ def naive_step(
     cached: dict[Sequence_, int] | None = None,
     stored: dict[Sequence_, int] | None = None,
 ) -> tuple[StepBatch, list[int]]:
-    """The step, and for each sequence the place of its last token in the stream.
+    """Return the step, and the index of each sequence's last token in the stream.
 
-    `cached` and `stored`: the number of the block for each prefix that ends with a block, of BLOCK_TOKENS · i tokens.
-    Of the blocks of a sequence those are used from the front that are cached, but for its last token.
+    `cached` and `stored` map each prefix of a multiple of BLOCK_TOKENS tokens to its block. A sequence reads its
+    leading cached blocks, except a block that contains its last token.
     """
     cached, stored = cached or {}, stored or {}
     chains = [_cached_chain(sequence, cached) for sequence in sequences]
     contexts = sorted({chain for chain in chains if chain})
-    # Tokens behind the same chain stand together, and among themselves sorted, which is depth-first.
+    # Tokens after the same chain are adjacent and sorted, which is depth-first order.
     prefixes: dict[Sequence_, int] = {}
     for chain, sequence in sorted(zip(chains, sequences, strict=True)):
         for end in range(len(chain) * BLOCK_TOKENS + 1, len(sequence) + 1):
             prefixes.setdefault(sequence[:end], contexts.index(chain) if chain else -1)
     stream = list(prefixes)
-    place = {prefix: number for number, prefix in enumerate(stream)}
-    # A prefix that hangs on another chain is in the same sequences and not in the same tree.
+    index_of = {prefix: number for number, prefix in enumerate(stream)}
+    # A prefix after another chain is in the same sequences, but not in the same tree.
     trees = {number: [prefix for prefix in stream if prefixes[prefix] == number] for number in {*prefixes.values()}}
-    ends = [1 + max(place[two] for two in trees[prefixes[one]] if two[: len(one)] == one) for one in stream]
-    parents = {one: one[:-1] if prefixes.get(one[:-1]) == prefixes[one] else None for one in stream}
+    ends = [
+        1 + max(index_of[two] for two in trees[prefixes[prefix]] if two[: len(prefix)] == prefix) for prefix in stream
+    ]
+    parents = {prefix: prefix[:-1] if prefixes.get(prefix[:-1]) == prefixes[prefix] else None for prefix in stream}
     nodes: list[TrieNode] = []
     node_of: dict[Sequence_, int] = {}
     for prefix in stream:
@@ -43,16 +45,16 @@ def naive_step(
             node_of[prefix] = node_of[parent]
             last = nodes[node_of[prefix]]
             nodes[node_of[prefix]] = TrieNode(
-                last.start, place[prefix] + 1, last.parent, last.subtree_end, last.context
+                last.start, index_of[prefix] + 1, last.parent, last.subtree_end, last.context
             )
         else:
             node_of[prefix] = len(nodes)
             nodes.append(
                 TrieNode(
-                    place[prefix],
-                    place[prefix] + 1,
+                    index_of[prefix],
+                    index_of[prefix] + 1,
                     -1 if parent is None else node_of[parent],
-                    ends[place[prefix]],
+                    ends[index_of[prefix]],
                     prefixes[prefix],
                 )
             )
@@ -62,16 +64,16 @@ def naive_step(
         subtree_end=np.asarray(ends, np.int64),
         nodes=tuple(nodes),
         contexts=tuple(contexts),
-        places=np.asarray(sorted({place[tuple(one)] for one in sequences}), np.int64),
+        places=np.asarray(sorted({index_of[tuple(sequence)] for sequence in sequences}), np.int64),
         stored=tuple(
             StoredBlock(
                 block,
-                np.asarray([place[prefix[:end]] for end in range(len(prefix) - BLOCK_TOKENS + 1, len(prefix) + 1)]),
+                np.asarray([index_of[prefix[:end]] for end in range(len(prefix) - BLOCK_TOKENS + 1, len(prefix) + 1)]),
             )
             for prefix, block in stored.items()
         ),
     )
-    return step, [place[tuple(one)] for one in sequences]
+    return step, [index_of[tuple(sequence)] for sequence in sequences]
 
 
 def _cached_chain(sequence: Sequence_, cached: dict[Sequence_, int]) -> tuple[int, ...]:

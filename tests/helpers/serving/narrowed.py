@@ -1,4 +1,4 @@
-"""A model's backbone whose last layer computes the read tokens alone, as `make_engine` makes it."""
+"""A model's backbone whose last layer computes only the tokens that are read, as `make_engine` builds it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def narrowed_backbone(backbone: nn.Module, survey: AttentionSurvey) -> TrieBackb
     assert survey.last is not None
     last_layer = LastLayer()
     last_layer.attach(backbone, survey.last)
-    whole = TrieStates(TrieBackbone(backbone), survey.layers, None, torch.device("cpu"))
-    last_layer.learn(lambda count: whole.states(sequence_step(count)), LEARNED_COUNTS)
+    states = TrieStates(TrieBackbone(backbone), survey.layers, None, torch.device("cpu"))
+    last_layer.learn(lambda count: states.states(sequence_step(count)), LEARNED_COUNTS)
     return TrieBackbone(backbone, last_layer)

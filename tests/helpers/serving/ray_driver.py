@@ -1,6 +1,8 @@
-"""A local Ray with an application of moepass, as a process of its own: `python ray_driver.py PORT NAME=VALUE...`.
+"""Run a local Ray with an application of moepass in a separate process.
 
-It prints a line when the application answers, and ends when its standard input does.
+    python -m tests.helpers.serving.ray_driver PORT NAME=VALUE...
+
+prints a line when the application answers, and ends when its standard input is closed.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from moepass.ray_serve import app
 
 def main() -> None:
     port, *options = sys.argv[1:]
-    # More cores than there are: replicas take one each, whatever the machine has.
+    # More cores than the machine may have, because each replica takes one.
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": int(port)})
     serve.run(app(dict(option.split("=", 1) for option in options)))

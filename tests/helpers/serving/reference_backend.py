@@ -1,4 +1,4 @@
-"""A backend that computes every path of a request alone, with plain transformers."""
+"""A backend that computes every path of a request separately, with plain transformers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,17 @@ from moepass.runtime.serving.requests.view import BackendView
 
 
 class ReferenceBackend:
-    """Answers with `model`: a causal one, or one that classifies sequences.
+    """A backend that answers with `model`, which is causal or classifies sequences.
 
-    `requests` are those that it was asked; `error` is raised instead of an answer, and nothing is admitted while it
-    `is_full`; `gate`, where there is one, is waited for before each answer. `cancelled` counts the requests that were
-    given up meanwhile. `seen` is what those see who look at it.
+    Attributes:
+        requests: The received requests.
+        priorities: The priority of each request.
+        admitted: Whether each request had been admitted before.
+        error: An exception to raise instead of an answer.
+        is_full: Whether no request is admitted.
+        gate: An event to wait for before each answer, or None.
+        cancelled: Number of requests that were cancelled while they waited for `gate`.
+        seen: The result of `view`.
     """
 
     def __init__(self, model: PreTrainedModel, class_names: tuple[str, ...] = ()) -> None:
@@ -75,11 +81,11 @@ class ReferenceBackend:
 
     def _computed(self, request: Request) -> Answer:
         parents = {piece.parent for piece in request.pieces}
-        found: dict[int, PieceAnswer] = {}
+        answers: dict[int, PieceAnswer] = {}
         for leaf in (number for number in range(len(request.pieces)) if number not in parents):
-            self._answer_path(request, request.path(leaf), found)
+            self._answer_path(request, request.path(leaf), answers)
         tokens = sum(len(piece.tokens) for piece in request.pieces)
-        return Answer(request.id, tuple(found[number] for number in range(len(request.pieces))), Usage(tokens, 0, 0))
+        return Answer(request.id, tuple(answers[number] for number in range(len(request.pieces))), Usage(tokens, 0, 0))
 
     @torch.no_grad()
     def _answer_path(self, request: Request, path: tuple[int, ...], found: dict[int, PieceAnswer]) -> None:
@@ -118,14 +124,14 @@ def _token_answers(piece: TokenPiece, tokens: np.ndarray, start: int, table: np.
     scored = None
     if piece.is_scored:
         count, top = len(piece.tokens), piece.scored_top
-        own, ranks = np.full(count, np.nan, np.float32), np.zeros(count, np.int32)
+        log_probabilities, ranks = np.full(count, np.nan, np.float32), np.zeros(count, np.int32)
         best_tokens, best = np.full((count, top), -1, np.int32), np.full((count, top), np.nan, np.float32)
-        for place in range(count):
-            if start + place == 0:
+        for position in range(count):
+            if start + position == 0:
                 continue
-            row, token = table[start + place - 1], piece.tokens[place]
-            own[place], ranks[place] = row[token], 1 + int((row > row[token]).sum())
-            best_tokens[place] = np.argsort(-row, kind="stable")[:top]
-            best[place] = row[best_tokens[place]]
-        scored = ScoredTokens(own, ranks, best_tokens, best)
+            row, token = table[start + position - 1], piece.tokens[position]
+            log_probabilities[position], ranks[position] = row[token], 1 + int((row > row[token]).sum())
+            best_tokens[position] = np.argsort(-row, kind="stable")[:top]
+            best[position] = row[best_tokens[position]]
+        scored = ScoredTokens(log_probabilities, ranks, best_tokens, best)
     return PieceAnswer(tuple(reads), scored)

@@ -1,6 +1,7 @@
-"""What a router must know and decide, from scratch: lists and loops over all there is, no tables and no shortcuts.
+"""The expected state and decisions of a router, computed with lists and loops, without tables and shortcuts.
 
-It is told the same events, and computes loads, promised blocks and every decision of a round again from what is open.
+The oracle receives the same events. It recomputes loads, promised blocks and every decision of a round from the open
+requests.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Piece:
     attempt: int = 1
     assignment: Assignment | None = None
     is_started: bool = False
-    # The saturated rank that it waits for, how long others are behind it, and whether it may begin to wait.
+    # The saturated rank that the piece waits for, how long later pieces wait behind it, and whether it may wait.
     waits_for: int | None = None
     patience: float = math.inf
     may_wait: bool = True
@@ -67,25 +68,25 @@ class RouterOracle:
         self.blocks: dict[int, set[BlockHash]] = {rank: set() for rank in range(ranks)}
         self.pieces: list[Piece] = []
 
-    # What a router must know
+    # State
 
     def loads(self) -> tuple[int, ...]:
         return tuple(sum(piece.assignment.flops for piece in self._on(rank)) for rank in range(self.ranks))
 
     def pending(self) -> dict[BlockHash, dict[int, int]]:
-        found: dict[BlockHash, dict[int, int]] = collections.defaultdict(lambda: collections.defaultdict(int))
+        pending: dict[BlockHash, dict[int, int]] = collections.defaultdict(lambda: collections.defaultdict(int))
         for rank in range(self.ranks):
             for piece in self._promising(rank):
                 for block in piece.request.blocks:
-                    found[block][rank] += 1
-        return {block: dict(counts) for block, counts in found.items()}
+                    pending[block][rank] += 1
+        return {block: dict(counts) for block, counts in pending.items()}
 
     def committed(self) -> dict[BlockHash, int]:
-        found: dict[BlockHash, int] = collections.defaultdict(int)
+        committed: dict[BlockHash, int] = collections.defaultdict(int)
         for rank, blocks in self.blocks.items():
             for block in blocks:
-                found[block] += 1 << rank
-        return dict(found)
+                committed[block] += 1 << rank
+        return dict(committed)
 
     def open_ids(self) -> set[str]:
         return {piece.request.id for piece in self.pieces}
@@ -114,7 +115,7 @@ class RouterOracle:
         if piece is None:
             return None
         self.pieces.remove(piece)
-        return sum(other.request is piece.request for other in self.pieces)
+        return sum(open_piece.request is piece.request for open_piece in self.pieces)
 
     def lose(self, rank: int) -> tuple[set[str], set[str]]:
         """Ids of requests that run again, and of those that have failed."""
@@ -148,8 +149,8 @@ class RouterOracle:
         self.passed_over = 0
         while unsaturated := self._unsaturated():
             places = [(self._place(piece, unsaturated), piece) for piece in self.waiting()]
-            place, piece = min(places, key=lambda both: both[0], default=((math.inf, 0, ()), None))
-            if piece is None or place[0] == math.inf:
+            key, piece = min(places, key=lambda both: both[0], default=((math.inf, 0, ()), None))
+            if piece is None or key[0] == math.inf:
                 break
             piece.waits_for = None
             if is_prefix_router:
@@ -169,7 +170,7 @@ class RouterOracle:
         for rank, questions in expected:
             made = left.pop(0)
             assert (made.request_id, made.rank, made.attempt) == (request.id, rank, piece.attempt)
-            parts = tuple(sorted(part for question in questions for part in groups[question]))
+            parts = tuple(sorted(index for question in questions for index in groups[question]))
             assert made.parts == (None if questions == self.questions(request) else parts)
             assert made.shared_tokens == before[rank] * BLOCK
             assert made.flops == self._cost(request, before[rank], questions)
@@ -196,24 +197,26 @@ class RouterOracle:
             piece.waits_for = holder
             piece.patience = math.inf if again > loads[holder] else seconds
             return []
-        whole = [(first, questions)]
+        remaining = [(first, questions)]
         total = sum(self._question_cost(request, question) for question in questions)
         base = {rank: loads[rank] + prompt(rank) for rank in unsaturated}
         if len(questions) < 2 or base[first] + total <= self.saturation:
-            return whole
+            return remaining
         ranks, end = [first], base[first] + total
         for rank in sorted(set(unsaturated) - {first}, key=lambda rank: (base[rank], rank)):
-            level = max(self._level([base[one] for one in (*ranks, rank)], total), self.saturation)
+            level = max(self._level([base[assigned] for assigned in (*ranks, rank)], total), self.saturation)
             if prompt(rank) < end - level:
                 ranks, end = [*ranks, rank], level
         shares = self._shares(request, questions, [base[rank] for rank in ranks], end)
         placed = [(rank, share) for rank, share in zip(ranks, shares, strict=True) if share]
-        ends = [base[rank] + sum(self._question_cost(request, one) for one in share) for rank, share in placed]
+        ends = [
+            base[rank] + sum(self._question_cost(request, question) for question in share) for rank, share in placed
+        ]
         saved = base[first] + total - max(*ends, self.saturation)
-        return placed if sum(prompt(rank) for rank, _ in placed[1:]) < saved else whole
+        return placed if sum(prompt(rank) for rank, _ in placed[1:]) < saved else remaining
 
     def _level(self, loads: list[int], total: int) -> int:
-        """The smallest load up to which the ranks together have room for `total`."""
+        """Return the smallest load up to which the ranks together can take `total`."""
         low, high = 0, max(loads) + total
         while low < high:
             middle = (low + high) // 2
@@ -239,7 +242,7 @@ class RouterOracle:
         return [tuple(share) for share in shares]
 
     def _check_loads(self, made: Iterable[Assignment]) -> None:
-        """A rank got its last assignment below the threshold; ranks below it could get nothing more."""
+        """Check that ranks got their last assignment below the threshold, and that no rank below it has room."""
         last = {assignment.rank: assignment.flops for assignment in made}
         loads = self.loads()
         for rank, flops in last.items():
@@ -251,10 +254,10 @@ class RouterOracle:
 
     def matched(self, request: RoutableRequest, rank: int) -> int:
         """Leading blocks that the rank holds or has been promised."""
-        known = self.blocks[rank] | {block for piece in self._promising(rank) for block in piece.request.blocks}
+        known_blocks = self.blocks[rank] | {block for piece in self._promising(rank) for block in piece.request.blocks}
         count = 0
         for block in request.blocks:
-            if block not in known:
+            if block not in known_blocks:
                 break
             count += 1
         return count
@@ -263,13 +266,13 @@ class RouterOracle:
         return tuple(range(len(self._groups(request))))
 
     def _groups(self, request: RoutableRequest) -> list[list[int]]:
-        """The parts of each question."""
+        """Return the parts of each question."""
 
         def root(part: int) -> int:
             return part if request.parts[part].parent < 0 else root(request.parts[part].parent)
 
-        roots = [part for part in range(len(request.parts)) if root(part) == part]
-        return [[part for part in range(len(request.parts)) if root(part) == one] for one in roots]
+        roots = [index for index in range(len(request.parts)) if root(index) == index]
+        return [[index for index in range(len(request.parts)) if root(index) == first] for first in roots]
 
     def _question_cost(self, request: RoutableRequest, question: int) -> int:
         def end(part: int) -> int:
@@ -277,8 +280,8 @@ class RouterOracle:
                 return request.prompt_tokens
             return end(request.parts[part].parent) + request.parts[part].tokens
 
-        parts = [request.parts[part] for part in self._groups(request)[question]]
-        return sum(self.formula.flops(end(part.parent), part.tokens) for part in parts)
+        parts = [request.parts[index] for index in self._groups(request)[question]]
+        return sum(self.formula.flops(end(text.parent), text.tokens) for text in parts)
 
     def _cost(self, request: RoutableRequest, blocks: int, questions: tuple[int, ...]) -> int:
         there = blocks * BLOCK

@@ -1,4 +1,4 @@
-"""A server on a real socket, in a thread, for the tests of its routes."""
+"""A server on a real socket, in a thread, to test its routes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moepass.runtime.serving.routes.server_settings import ServerSettings
 from moepass.runtime.serving.routes.service import Service
 from tests.helpers.serving.engine_backend import EngineBackend
 
-# A chat template of the usual form, which ends prompts with an open turn of the assistant.
+# A typical chat template, which ends prompts with an open turn of the assistant.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
@@ -27,7 +27,7 @@ CHAT_TEMPLATE = (
 
 
 class Served:
-    """A running server: its `url`, a plain `client`, and what it answers with."""
+    """A running server: its `url`, a plain HTTP `client`, and the service and backend behind it."""
 
     def __init__(self, url: str, service: Service, backend: EngineBackend, api_key: str | None) -> None:
         self.url = url
@@ -43,7 +43,7 @@ class Served:
         return response.json()
 
     def refused(self, path: str, body: Any, status: int = 400) -> dict[str, Any]:
-        """The error of a request that is refused."""
+        """Return the error of a request that the server refuses with `status`."""
         error: dict[str, Any] = self.post(path, body, status)["error"]
         return error
 

@@ -1,4 +1,4 @@
-"""A server on a real socket that answers without a model, as slowly as it is told to."""
+"""A server on a real socket that answers without a model, after a configurable delay."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class StubServer:
         self.keys.add(dict(scope["headers"]).get(b"authorization", b"").decode())
         if self.seconds:
             await asyncio.sleep(self.seconds)
-        status, headers, found = self.answer(route, value)
+        status, headers, answer = self.answer(route, value)
         self.open -= 1
         raw = [(name.encode(), text.encode()) for name, text in headers.items()]
-        content = found.encode() if isinstance(found, str) else json.dumps(found).encode()
+        content = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
         await send({"type": "http.response.start", "status": status, "headers": raw})
         await send({"type": "http.response.body", "body": content})
 

@@ -1,10 +1,10 @@
-"""A rank without a model, as a process: every read is answered with the sum of the tokens of its sequence.
+"""A rank without a model, as a process: it answers every read with the sum of the tokens of its sequence.
 
-    python sum_rank.py ENDPOINT RANK ATTEMPT [OPTION]...
+    python -m tests.helpers.serving.sum_rank ENDPOINT RANK ATTEMPT [OPTION]...
 
-Options: `--step-seconds S` makes steps take time; `--fails` ends before it is ready; `--error` fails every step;
-`--hangs` never ends one; `--start-seconds S` makes the start take time; `--dies-after S` ends the process so long after
-it was ready.
+Options: `--step-seconds S` is the duration of a step; `--fails` ends the process before it is ready; `--error` fails
+every step; `--hangs` never ends a step; `--start-seconds S` is the duration of the start; `--dies-after S` ends the
+process S seconds after it is ready.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Detection: every form of block with its numbers, and a reason for everything that was not taken."""
+"""Detection: the record of every form of block, and a reason for each refusal."""
 
 from __future__ import annotations
 
@@ -98,9 +98,9 @@ def test_detection_changes_nothing() -> None:
 
 def _reasons(model: nn.Module, *inputs: torch.Tensor, offloaded: bool = False) -> list[str]:
     captured = (streamed if offloaded else capture)(model, *inputs)
-    found = find_blocks(captured.module.graph)
-    assert {refusal.node for refusal in found.refusals} <= {node.name for node in captured.module.graph.nodes}
-    return [refusal.reason for refusal in found.refusals]
+    result = find_blocks(captured.module.graph)
+    assert {refusal.node for refusal in result.refusals} <= {node.name for node in captured.module.graph.nodes}
+    return [refusal.reason for refusal in result.refusals]
 
 
 class Dequantised(nn.Module):
@@ -135,7 +135,7 @@ def test_a_single_gemm_is_refused(offloaded: bool) -> None:
         assert any("`up` is read outside a recognised MoE block" in reason for reason in reasons)
 
 
-def test_dense_experts_that_stay_are_told_what_to_write() -> None:
+def test_refused_dense_experts_get_advice() -> None:
     class Thresholds(nn.Module):
         """Scores above a threshold choose any number of experts."""
 
@@ -194,14 +194,14 @@ def test_attention_over_graph_inputs_is_no_block() -> None:
 
 
 def test_a_graph_without_blocks_has_nothing_to_report() -> None:
-    found = find_blocks(
+    result = find_blocks(
         capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).requires_grad_(False), torch.randn(2, 4)).module.graph
     )
-    assert (found.matches, found.refusals) == ((), ())
+    assert (result.matches, result.refusals) == ((), ())
 
 
 def test_top_k_is_found_where_rows_are_repeated() -> None:
-    """As transformers' batched_mm does it: an expand, not an index."""
+    """transformers' batched_mm repeats rows by an expand, not by an index."""
 
     class Repeats(BatchedBlock):
         def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -228,13 +228,13 @@ def test_layers_that_share_a_routing_decision_are_blocks_of_their_own() -> None:
 
     for offloaded in (False, True):
         captured = (streamed if offloaded else capture)(SharedRouting(), tokens(), torch.tensor([[0, 1]] * 6))
-        found = find_blocks(captured.module.graph)
-        assert [match.record.name for match in found.matches] == ["blocks.0", "blocks.1", "blocks.2"]
-        assert found.refusals == ()
+        result = find_blocks(captured.module.graph)
+        assert [match.record.name for match in result.matches] == ["blocks.0", "blocks.1", "blocks.2"]
+        assert result.refusals == ()
 
 
 class Branches(nn.Module):
-    """Every layer but the first runs in one of two branches, which both read its bank."""
+    """A model in which each layer after the first is in one of two branches, which both read its bank."""
 
     def __init__(self, first: bool) -> None:
         super().__init__()
@@ -288,7 +288,7 @@ def test_a_bank_in_files_cannot_be_read_in_a_branch(tmp_path: Path) -> None:
 
 
 class KeysAndValuesGiven(nn.Module):
-    """Attention over keys and values that are arguments: two GEMMs by batched tensors, but no experts."""
+    """Attention over keys and values that are arguments: two GEMMs with batched tensors, but no experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -302,8 +302,8 @@ class KeysAndValuesGiven(nn.Module):
 @pytest.mark.usefixtures("no_grad")
 @pytest.mark.parametrize("are_parameters", [False, True])
 def test_an_argument_of_the_model_is_no_expert_weight(are_parameters: bool) -> None:
-    given = [torch.randn(4, 8, 16), torch.randn(4, 16, 8)]
-    keys, values = [nn.Parameter(value) for value in given] if are_parameters else given
+    inputs = [torch.randn(4, 8, 16), torch.randn(4, 16, 8)]
+    keys, values = [nn.Parameter(value) for value in inputs] if are_parameters else inputs
     with moepass.record_compilations() as compilations:
         compiled = torch.compile(
             KeysAndValuesGiven(), backend="asyncep", options={"lower": "eager"}, fullgraph=True, dynamic=False

@@ -1,4 +1,4 @@
-"""Routing weights and the return to the order of tokens move right behind the last GEMM, where a kernel does them."""
+"""Routing weights and the return to token order move directly after the last GEMM, so that a kernel can fuse them."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from tests.helpers.graphs.backend_helper import (
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: kernels of ours compute grouped GEMMs."""
+    """Compute grouped GEMMs with our kernels, as on a GPU."""
     monkeypatch.setattr(hoisting, "stores_rows_in_any_order", is_grouped_gemm)
 
 
 class Weighted(GroupedBlock):
-    """As the models do it: weights and order are brought together behind the last GEMM."""
+    """A model that applies weights and restores the order after the last GEMM, as published models do."""
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         flat, weights = ids.reshape(-1), x[:, :TOP_K].sigmoid()
@@ -77,16 +77,16 @@ def _equal(captured: Captured, module: GraphModule) -> bool:
 
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_what_follows_the_last_gemm_stands_right_behind_it(kernels: None, dynamic: bool) -> None:
+def test_the_token_return_directly_follows_the_last_gemm(kernels: None, dynamic: bool) -> None:
     captured = capture(_stack(), tokens(), dynamic=dynamic)
     module, moved = _hoisted(captured)
     assert len(moved) == 2
-    place, ends = positions(module.graph), block_ends(module.graph)
+    position_of, ends = positions(module.graph), block_ends(module.graph)
     for gemm in _gemms(module)[1::2]:
         end = ends[gemm]
         assert token_return(end) is not None
         # Bias, weights, their lookups, and what makes the inverse: nothing that a tile cannot do.
-        assert place[end] - place[gemm] <= 9
+        assert position_of[end] - position_of[gemm] <= 9
     assert _equal(captured, module)
 
 
@@ -112,7 +112,7 @@ class ReadTwice(Weighted):
 
 
 class FromZeros(Weighted):
-    """Where `order` were no permutation, a number would be 0 that nobody wrote."""
+    """If `order` were no permutation, an element would be 0 because it was never written."""
 
     def back(self, out: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
         back = torch.zeros_like(order)
@@ -134,7 +134,7 @@ class AllRowsMeet(Weighted):
 
 @pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("block", [ReadTwice, FromZeros, Backwards, AllRowsMeet])
-def test_other_blocks_stay_as_they_are(kernels: None, block: type[Weighted]) -> None:
+def test_other_blocks_are_unchanged(kernels: None, block: type[Weighted]) -> None:
     captured = capture(_stack(block), tokens())
     module, moved = _hoisted(captured)
     assert moved == []
@@ -143,7 +143,7 @@ def test_other_blocks_stay_as_they_are(kernels: None, block: type[Weighted]) -> 
 
 
 class SharedInverse(Weighted):
-    """Something else reads the inverse, and it was made before the experts ran."""
+    """The inverse has another reader, and is computed before the experts."""
 
     def sum(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return super().sum(out, x) + self.inverse.view(x.shape[0], TOP_K).sum(1, keepdim=True)
@@ -154,7 +154,7 @@ class SharedInverse(Weighted):
         return out[self.inverse]
 
 
-def test_an_inverse_that_others_read_stays_and_is_made_once_more(kernels: None) -> None:
+def test_an_inverse_with_other_readers_is_duplicated(kernels: None) -> None:
     captured = capture(_stack(SharedInverse), tokens())
     module, moved = _hoisted(captured)
     assert len(moved) == 2

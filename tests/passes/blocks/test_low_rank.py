@@ -1,4 +1,4 @@
-"""Pairs of low rank beside the weights of experts belong to their block; those that no bank took are apart again."""
+"""Low-rank pairs of expert weights belong to their block; pairs that are in no bank are separated again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXPERTS, HIDDEN, WIDTH, RANK, TOP_K = 4, 32, 48, 4, 2
 
 
 class LowRankExperts(nn.Module):
-    """Stacked weights with a pair beside each of them; `form` is how they are multiplied."""
+    """Stacked weights with a low-rank pair each; `form` is how the pairs are multiplied."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
@@ -71,15 +71,15 @@ class LowRankExperts(nn.Module):
 def test_local_pairs_are_parts_of_the_block(form: str, is_offloaded: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(LowRankExperts(form), LowRankExperts(form)).eval().requires_grad_(False)
-    given = torch.randn(9, HIDDEN)
+    inputs = torch.randn(9, HIDDEN)
     with torch.no_grad(), moepass.record_compilations() as compilations:
-        expected = model(given)
+        expected = model(inputs)
         options: dict[str, Any] = {"lower": "eager"}
         if is_offloaded:
             moepass.offload_experts(model)
             options["debug"] = True
-        found = torch.compile(model, backend="asyncep", options=options)(given)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        outputs = torch.compile(model, backend="asyncep", options=options)(inputs)
+    torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-5)
     (compilation,) = compilations
     plan = compilation.plan
     assert plan.refusals == ()
@@ -99,31 +99,32 @@ def test_pairs_that_no_bank_took_are_products_of_rows_again() -> None:
             rows = hidden_rows(sizes.hidden, 9, rank, sizes.dtype)
             captured.append(capture_module(layer, rows, rank, ranks, dynamic=True))
     modules, counts = [], []
-    for one in captured:
-        module = one.module
+    for captured_rank in captured:
+        module = captured_rank.module
         for each in (write_grouped_gemms, merge_low_rank, split_low_rank):
-            module = run_passes((each,), module, Plan(), PassContext(groups=one.groups)).module
+            module = run_passes((each,), module, Plan(), PassContext(groups=captured_rank.groups)).module
             counts.append(sum(map(is_grouped_gemm, module.graph.nodes)))
         modules.append(module)
     assert counts == [9, 3, 9] * ranks
     inputs = [
-        with_tokens(one, hidden_rows(sizes.hidden, 7 + rank, rank, sizes.dtype)) for rank, one in enumerate(captured)
+        with_tokens(captured_rank, hidden_rows(sizes.hidden, 7 + rank, rank, sizes.dtype))
+        for rank, captured_rank in enumerate(captured)
     ]
-    for found, expected in zip(
-        run_ranks(modules, inputs), run_ranks([one.module for one in captured], inputs), strict=True
+    for outputs, expected in zip(
+        run_ranks(modules, inputs), run_ranks([captured_rank.module for captured_rank in captured], inputs), strict=True
     ):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-5)
 
 
 class TwoTypes(LowRankModules):
-    """A pair in a type of its own: what rounds otherwise is not merged."""
+    """A low-rank pair in another type, which rounds differently and is not merged."""
 
     def __init__(self, sizes: StyleSizes, group: dist.ProcessGroup) -> None:
         super().__init__(sizes, group)
         for expert in self.experts:
-            expert.up.forward = lambda rows, one=expert.up: (  # type: ignore[assignment]
-                F.linear(rows, one.weight)
-                + F.linear(F.linear(rows.double(), one.low.double()), one.high.double()).to(rows.dtype)
+            expert.up.forward = lambda rows, projection=expert.up: (  # type: ignore[assignment]
+                F.linear(rows, projection.weight)
+                + F.linear(F.linear(rows.double(), projection.low.double()), projection.high.double()).to(rows.dtype)
             )
 
 
@@ -139,8 +140,8 @@ def test_a_pair_that_cannot_be_merged_is_refused_in_words() -> None:
     assert sum(map(is_grouped_gemm, result.module.graph.nodes)) == 9
 
 
-def test_a_scale_that_gives_another_type_is_not_merged() -> None:
-    """One of one dimension promotes what it multiplies: the results of the experts are float64 then."""
+def test_a_scale_that_changes_the_type_is_not_merged() -> None:
+    """A scale with one dimension promotes its factor, so the results of the experts are float64."""
     with pretend_rank(0, 2):
         layer = LowRankModules(StyleSizes(experts=4), dist.group.WORLD)  # type: ignore[arg-type]
         scale = nn.Parameter(torch.tensor([0.5], dtype=torch.float64), requires_grad=False)

@@ -1,4 +1,4 @@
-"""Complete experts that a model asks for by an operator: gathers where a block reads them, and refusals elsewhere."""
+"""Complete experts requested by an operator become gathers if a block reads them, and refusals otherwise."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 class OneRank:
-    """Stands for the layers of a group of one rank, whose experts are complete."""
+    """A substitute for the layers of a group of one rank, whose experts are complete."""
 
     def complete(self, parts: Sequence[torch.Tensor], stay: bool) -> list[torch.Tensor]:
-        return [part.clone() for part in parts]
+        return [tensor.clone() for tensor in parts]
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Layer(nn.Module):
-    """A block that reads what the operator gives."""
+    """A block that reads the results of the operator."""
 
     def __init__(
         self, number: int, form: str = "grouped_mm", *, group: str = "ranks", stay: bool = True, computed: bool = False
@@ -58,7 +58,7 @@ class Layer(nn.Module):
 
 
 class Unread(Layer):
-    """Not a block: its weights are summed up."""
+    """A layer that only sums up the weights, and is no block."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.tensors()[0].sum()
@@ -94,8 +94,8 @@ def test_blocks_read_gathers_of_banks_in_shards(form: str) -> None:
     for layer, bank in zip(layers, result.plan.banks, strict=True):
         parts = list(layer.block._parameters.values())
         assert (bank.home, bank.group, bank.expert_bounds) == ("peer", "ranks", (0, EXPERTS))
-        assert [tensor.shape for tensor in bank.tensors] == [tuple(part.shape) for part in parts]  # type: ignore[union-attr]
-        assert [tensor.torch_dtype for tensor in bank.tensors] == [part.dtype for part in parts]  # type: ignore[union-attr]
+        assert [tensor.shape for tensor in bank.tensors] == [tuple(tensor_part.shape) for tensor_part in parts]  # type: ignore[union-attr]
+        assert [tensor.torch_dtype for tensor in bank.tensors] == [tensor_part.dtype for tensor_part in parts]  # type: ignore[union-attr]
     plan = up_to("partition", module).plan
     assert plan.strategy == "asyncep"
     assert plan.refusals == ()
@@ -115,7 +115,7 @@ def test_blocks_read_gathers_of_banks_in_shards(form: str) -> None:
         (lambda: Layer(1, group="others"), "it spreads over group 'others', other blocks over 'ranks'"),
     ],
 )
-def test_what_cannot_be_a_gather_stays_and_says_why(odd: Callable[[], Layer], reason: str) -> None:
+def test_unsupported_weights_stay_in_the_graph_with_a_reason(odd: Callable[[], Layer], reason: str) -> None:
     result = _planned(Layer(0), odd())
     plan = result.plan
     assert any(reason in refusal.reason for refusal in plan.refusals), plan.refusals

@@ -1,4 +1,4 @@
-"""Experts inside an operator of another library are refused by the operator's name; other operators are no experts."""
+"""Experts inside an operator of another library are refused with its name; other operators are not experts."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _library.define("by_logits(Tensor hidden, Tensor up, Tensor down, Tensor logits)
 _library.define("rotate(Tensor hidden, Tensor table) -> Tensor")
 _library.define("remoer(Tensor hidden) -> Tensor")
 for name in ("moe_forward", "fused", "by_logits", "rotate", "remoer"):
-    _library.impl(name, lambda hidden, *others: hidden.clone(), "CompositeExplicitAutograd")
+    _library.impl(name, lambda hidden, *arguments: hidden.clone(), "CompositeExplicitAutograd")
     torch.library.register_fake(
-        f"moepass_tests_opaque::{name}", lambda hidden, *others: torch.empty_like(hidden), lib=_library
+        f"moepass_tests_opaque::{name}", lambda hidden, *arguments: torch.empty_like(hidden), lib=_library
     )
 ops = torch.ops.moepass_tests_opaque
 
@@ -54,13 +54,13 @@ def test_an_operator_that_is_given_expert_weights_and_a_choice(model: Callable[.
     assert "write the experts in PyTorch operators" in reason
 
 
-def test_an_operator_that_says_so_by_its_name() -> None:
-    """vLLM's looks its layer up by name: no weights are among its inputs."""
+def test_opaque_experts_are_recognised_by_operator_name() -> None:
+    """The operator of vLLM looks its layer up by name, so it has no weights among its inputs."""
     (reason,) = refusals(lambda hidden, logits: ops.moe_forward(hidden, logits, "layers.0"), 2, HIDDEN_STATES, LOGITS)
     assert "inside the opaque operator moepass_tests_opaque::moe_forward: " in reason
 
 
-def test_other_operators_of_other_libraries_are_none() -> None:
+def test_other_operators_of_other_libraries_are_not_experts() -> None:
     table = torch.randn(EXPERTS, HIDDEN, HIDDEN)
     assert refusals(lambda hidden, table: ops.rotate(hidden, table), 1, HIDDEN_STATES, table) == []
     assert refusals(lambda hidden: ops.remoer(hidden), 1, HIDDEN_STATES) == []

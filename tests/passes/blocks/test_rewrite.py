@@ -1,4 +1,4 @@
-"""Rewriting: one gather per block in place of its bank tensors, everything else as it came."""
+"""Rewriting creates one gather per block in place of its bank tensors, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.helpers.graphs.error_fields import refused
 @pytest.mark.slow
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("form", BLOCKS)
-def test_one_gather_per_block_and_the_operators_stay(form: str, bias: bool) -> None:
+def test_one_gather_per_block_keeps_the_operators(form: str, bias: bool) -> None:
     captured = streamed(Stack(form, depth=3, bias=bias), tokens())
     before = fingerprint(captured.module)
     old = operators(captured.module)
@@ -47,7 +47,7 @@ def test_one_gather_per_block_and_the_operators_stay(form: str, bias: bool) -> N
     }
 
 
-def test_gathers_stand_in_host_order_in_front_of_their_blocks() -> None:
+def test_gathers_precede_their_blocks_in_host_order() -> None:
     result = up_to("rewrite", streamed(Stack("batched_mm", depth=3), tokens()).module)
     order = [node.name for node in result.module.graph.nodes]
     gathers = find(result.module, gather)
@@ -60,7 +60,7 @@ def test_gathers_stand_in_host_order_in_front_of_their_blocks() -> None:
         ]
 
 
-def test_a_resident_model_is_left_alone() -> None:
+def test_a_resident_model_is_unchanged() -> None:
     captured = capture(Stack("batched_mm"), tokens())
     result = up_to("rewrite", captured.module)
     assert operators(result.module) == operators(captured.module)

@@ -1,4 +1,4 @@
-"""Costs of whole graphs: against torch's counter, against closed formulas per family, and in the plan."""
+"""Costs of whole graphs, compared with torch's counter and with closed formulas per family, and stored in the plan."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ BATCH, SEQUENCE = 2, DELTA_RULE_CHUNK
 
 
 def captured(config: transformers.PreTrainedConfig) -> tuple[Graph, dict[Any, int]]:
-    """The graph of a model on the meta device, and what torch counts while it runs there."""
+    """Return the graph of a model on the meta device, and the FLOPs that torch counts while it runs there."""
     config.use_cache = False
     model = meta_model(config).to(torch.bfloat16).eval().requires_grad_(False)
     if type(model)._can_set_experts_implementation():
         model.set_experts_implementation("grouped_mm")
     ids = torch.zeros((BATCH, SEQUENCE), dtype=torch.int64, device="meta")
-    found = capture(model, input_ids=ids, dynamic=False)
-    assert found.graphs == 1
+    captured = capture(model, input_ids=ids, dynamic=False)
+    assert captured.graphs == 1
     with FlopCounterMode(display=False) as counter:
-        found.run()
-    return found.module.graph, dict(counter.get_flop_counts()["Global"])
+        captured.run()
+    return captured.module.graph, dict(counter.get_flop_counts()["Global"])
 
 
 def by_packet(graph: Graph) -> dict[Any, int]:
-    """FLOPs by operator, of those operators that torch's counter knows."""
+    """Return the FLOPs by operator, for the operators that torch's counter supports."""
     flops: Counter[Any] = Counter()
     for node in graph.nodes:
         packet = getattr(node.target, "_overloadpacket", None)
@@ -60,10 +60,11 @@ def is_rotary(node: Node) -> bool:
 
 
 def computed(architecture: Architecture) -> int:
-    """The closed formula for what a captured graph on the meta device computes, which is more than has to be.
+    """Return the closed formula for a captured graph on the meta device, which computes more than necessary.
 
-    Attention is taken apart there: it computes all pairs and masks some. Llama 4 runs every expert on every token. The
-    convolutions of linear attention go on behind the end of a text, and its last state is not computed. All logits are.
+    Attention is decomposed there: it computes all pairs and masks some. Llama 4 runs every expert on every token. The
+    convolutions of linear attention continue after the end of a text, and its last state is not computed. All logits
+    are computed.
     """
     tokens_of_step = BATCH * SEQUENCE
     total = formulas.head_flops(architecture, tokens_of_step)
@@ -108,20 +109,20 @@ def check(config: transformers.PreTrainedConfig, architecture: Architecture) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", TINY_FAMILIES)
-def test_a_family_costs_what_its_formula_says(family: str) -> None:
+def test_the_cost_of_a_family_equals_its_formula(family: str) -> None:
     config = tiny_config(family)
     check(config, from_config(config))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3-235b-a22b", "deepseek-v3", "gpt-oss-120b"])
-def test_a_preset_cut_to_two_layers_costs_what_its_formula_says(name: str) -> None:
+def test_the_cost_of_a_preset_cut_to_two_layers_equals_its_formula(name: str) -> None:
     check(preset_config(name, layers=2), preset(name, layers=2))
 
 
 @pytest.mark.slow
 def test_memory_traffic_is_at_least_that_of_the_formula() -> None:
-    """A graph that nobody has fused writes and reads more than the formula, which knows what has to move."""
+    """An unfused graph reads and writes more than the formula, which counts only necessary traffic."""
     architecture = preset("qwen3-30b-a3b", layers=2)
     graph, _ = captured(preset_config("qwen3-30b-a3b", layers=2))
     least = sum(
@@ -164,10 +165,10 @@ def test_costs_of_dynamic_shapes_hold_for_other_sizes() -> None:
     plan = up_to("partition", streamed(Stack("grouped_mm", depth=2), x).module).plan
     ((name, size),) = plan.sizes
     assert size == 24
-    other = up_to("cost", capture(Stack("grouped_mm", depth=2), tokens(40), dynamic=False).module).plan
+    uniform = up_to("cost", capture(Stack("grouped_mm", depth=2), tokens(40), dynamic=False).module).plan
     assert plan.cost is not None
-    assert other.cost is not None
-    assert plan.cost.at({name: 40})[0] == other.cost.at({})[0]
+    assert uniform.cost is not None
+    assert plan.cost.at({name: 40})[0] == uniform.cost.at({})[0]
     with pytest.raises(InputError, match=name):
         plan.cost.at({})
 

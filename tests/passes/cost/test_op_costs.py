@@ -1,4 +1,4 @@
-"""Costs of single operators, against torch's counter where it knows them, else against what they are made of."""
+"""Costs of single operators, compared with torch's counter or with the costs of their parts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 def call(target: Any, *args: Any, value: Any, **kwargs: Any) -> Node:
-    """A node that calls `target`; tensors among the arguments become inputs."""
+    """Return a node that calls `target`; tensors among the arguments become inputs."""
     graph = Graph()
 
     def enter(argument: Any) -> Any:
@@ -107,12 +107,12 @@ def test_attention_costs_its_pairs(name: str) -> None:
 def test_a_grouped_gemm_costs_its_rows_and_reads_the_experts_that_they_hit() -> None:
     rows, weights = zeros(40, 16, dtype=torch.bfloat16), zeros(8, 16, 32, dtype=torch.bfloat16)
     offsets = zeros(8, dtype=torch.int32)
-    found = node_cost(run(aten._grouped_mm.default, rows, weights, offsets))
-    assert found.flops == 2 * 40 * 16 * 32
+    cost = node_cost(run(aten._grouped_mm.default, rows, weights, offsets))
+    assert cost.flops == 2 * 40 * 16 * 32
     hit = formulas.experts_hit(8, 1, 40)
     assert 7.9 < hit < 8
     expected = formulas.grouped_gemm_bytes(40, 16, 32, hit, 2) + 8 * 4
-    assert found.memory_bytes == pytest.approx(expected)
+    assert cost.memory_bytes == pytest.approx(expected)
 
 
 def test_the_fallback_of_transformers_is_a_grouped_gemm() -> None:
@@ -124,7 +124,7 @@ def test_the_fallback_of_transformers_is_a_grouped_gemm() -> None:
     assert node_cost(node).flops == 2 * 40 * 16 * 32
 
 
-def test_grouped_gemms_of_other_forms() -> None:
+def test_grouped_gemms_of_further_operators_have_the_same_cost() -> None:
     offsets = zeros(2, dtype=torch.int32)
     of_columns = (zeros(2, 5, 16), zeros(16, 14), zeros(5, 14))
     of_inner = (zeros(5, 16), zeros(16, 7), zeros(2, 5, 7))
@@ -160,7 +160,7 @@ def test_flex_attention_counts_all_pairs() -> None:
 
 
 def test_attention_over_a_trie_counts_one_sequence() -> None:
-    """The most that its tokens can cost, whatever they share."""
+    """The cost is the maximum for the number of tokens, which sharing can only reduce."""
     from moepass.runtime.serving.attention import trie_attention as trie_attention
 
     query, key, value = zeros(1, 4, 12, 16), zeros(1, 2, 12, 16), zeros(1, 2, 12, 8)
@@ -189,12 +189,12 @@ def test_products_move_their_operands_and_their_result() -> None:
         (run(aten.expand.default, zeros(6, 1), [6, 4]), 0),
         (run(aten.sum.dim_IntList, zeros(6, 4), [1]), 4 * (24 + 6)),
         (run(aten._to_copy.default, zeros(6, 4), dtype=torch.bfloat16), 24 * 4 + 24 * 2),
-        # Rows are read where the index says so: 3 rows of 4 values, with 3 ids, are written again.
+        # Only indexed rows are read: 3 rows of 4 values and 3 ids are read, and the rows are written.
         (run(aten.index.Tensor, zeros(100, 4), [zeros(3, dtype=torch.int64)]), 4 * 12 + 4 * 12 + 8 * 3),
         (run(aten.embedding.default, zeros(100, 4), zeros(3, dtype=torch.int64)), 4 * 12 + 4 * 12 + 8 * 3),
         (run(aten.topk.default, zeros(6, 4), 2), 4 * 24 + 12 * (4 + 8)),
         (run(aten.zeros.default, [6, 4], device="meta"), 4 * 24),
-        # What is expanded lies in memory once.
+        # Expanded tensors are in memory once.
         (run(aten.mul.Tensor, zeros(6, 1).expand(6, 4), zeros(6, 4)), 4 * (6 + 24 + 24)),
     ],
     ids=lambda value: str(value.target) if isinstance(value, Node) else "",
@@ -226,13 +226,13 @@ def foreign() -> Any:
     library._destroy()
 
 
-def test_what_nobody_knows_is_listed_and_counts_with_its_traffic(foreign: Any) -> None:
-    found = node_cost(call(foreign, zeros(3, 5), zeros(5, 7), value=zeros(3, 7)))
-    assert found == OpCost(0, 4 * (15 + 35 + 21), is_known=False)
+def test_unknown_operators_are_listed_and_count_with_their_traffic(foreign: Any) -> None:
+    cost = node_cost(call(foreign, zeros(3, 5), zeros(5, 7), value=zeros(3, 7)))
+    assert cost == OpCost(0, 4 * (15 + 35 + 21), is_known=False)
 
 
 def test_products_are_never_taken_for_elementwise_work() -> None:
-    """Every operator of ATen that multiplies matrices and that can stand in an inference graph."""
+    """Every ATen operator that multiplies matrices in an inference graph has its own cost."""
     words = ("mm", "matmul", "bmm", "conv", "attention", "linear", "einsum", "lstm", "gru", "rnn", "dot", "mv", "fft")
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, operator = name.partition("::")
@@ -262,12 +262,12 @@ def test_costs_are_expressions_in_the_graphs_own_symbols() -> None:
     torch._dynamo.mark_dynamic(x, 0)
     torch._dynamo.mark_dynamic(x, 1)
     graph = capture(model, x).module.graph
-    found = graph_cost(graph)
+    cost = graph_cost(graph)
     symbols = {str(size.node.expr): size.node.hint for node in graph.nodes if node.op == "placeholder"
                for size in getattr(node.meta["val"], "shape", ()) if isinstance(size, torch.SymInt)}  # fmt: skip
-    assert {symbol.name for symbol in found.flops.free_symbols} == set(symbols)
+    assert {symbol.name for symbol in cost.flops.free_symbols} == set(symbols)
     for batch, length in ((3, 10), (7, 33)):
         sizes = {name: batch if hint == 3 else length for name, hint in symbols.items()}
         tokens = batch * length
         expected = 2 * tokens * (16 * 16 + 16 * 64) + batch * formulas.score_flops(length * (length + 1) // 2, 2, 8, 8)
-        assert formulas.evaluate(found.flops, **sizes) == expected
+        assert formulas.evaluate(cost.flops, **sizes) == expected

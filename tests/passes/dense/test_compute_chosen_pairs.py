@@ -1,4 +1,4 @@
-"""Dense experts of which a router chooses some compute these alone, however they are written; others stay."""
+"""Dense experts compute only the pairs that a router chooses; unsupported layers are unchanged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import moepass
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
 from moepass.passes.dense.dense_gemms import dense_gemm
 from moepass.passes.graph.nodes import fake_value, graph_inputs
-from tests.helpers.graphs.captured_layers import compiled, forms, tokens
+from tests.helpers.graphs.captured_layers import compare_layer, expert_forms, random_tokens
 from tests.helpers.project_styles.dense_experts import (
     EXPERTS,
     TAKEN,
@@ -28,7 +28,7 @@ from tests.helpers.project_styles.dense_experts import (
 )
 
 aten = torch.ops.aten
-WRITINGS = [pytest.param(one, id=one.__name__) for one in TAKEN]
+WRITINGS = [pytest.param(kind, id=kind.__name__) for kind in TAKEN]
 
 
 def layer(kind: type[DenseExperts], **sizes: int) -> DenseExperts:
@@ -38,9 +38,9 @@ def layer(kind: type[DenseExperts], **sizes: int) -> DenseExperts:
 
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("kind", WRITINGS)
-def test_the_chosen_pairs_are_computed_alone(kind: type[DenseExperts]) -> None:
-    result = compiled(layer(kind))
-    assert forms(result) == ["grouped_mm"]
+def test_only_the_chosen_pairs_are_computed(kind: type[DenseExperts]) -> None:
+    result = compare_layer(layer(kind))
+    assert expert_forms(result) == ["grouped_mm"]
     assert result.refusals == ()
     nodes = list(result.module.graph.nodes)
     assert not any(dense_gemm(node) for node in nodes)
@@ -59,22 +59,22 @@ def test_the_chosen_pairs_are_computed_alone(kind: type[DenseExperts]) -> None:
 @pytest.mark.parametrize("kind", WRITINGS)
 def test_static_sizes_types_and_decompositions(kind: type[DenseExperts], dtype: torch.dtype, lower: str) -> None:
     tolerance = 1e-5 if dtype is torch.float32 else 4e-2
-    result = compiled(layer(kind), lower=lower, dtype=dtype, numbers=(EXPERTS,), dynamic=False, tolerance=tolerance)
-    assert forms(result) == ["grouped_mm"]
+    result = compare_layer(layer(kind), lower=lower, dtype=dtype, counts=(EXPERTS,), dynamic=False, tolerance=tolerance)
+    assert expert_forms(result) == ["grouped_mm"]
     if lower == "inductor":
         taken_apart = {node.target for node in result.module.graph.nodes if node.target in select_decomp_table()}
         assert {target for target in taken_apart if target not in lowerings} == set()
 
 
 class AllExperts(EinsumDense):
-    """Every expert of every token counts."""
+    """Every expert has a non-zero weight for every token."""
 
     def weights(self, hidden: torch.Tensor) -> torch.Tensor:
         return F.softmax(self.router(hidden), dim=-1)
 
 
 class AboveThreshold(EinsumDense):
-    """As many as are above a number, or equal: how many that are, only values tell."""
+    """Every expert above or equal to a threshold is chosen, so the number of experts depends on values."""
 
     def weights(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.router(hidden)
@@ -89,7 +89,7 @@ class SmallNotZero(EinsumDense):
 
 
 class OtherIds(EinsumDense):
-    """Written to the experts behind the chosen ones, some of them twice for a token."""
+    """Weights are written for the experts after the chosen ones, some of them twice."""
 
     def weights(self, hidden: torch.Tensor) -> torch.Tensor:
         weights, ids = self.choose(hidden)
@@ -97,7 +97,7 @@ class OtherIds(EinsumDense):
 
 
 class FewTokens(EinsumDense):
-    """The router's choice for all tokens but the last, which has none."""
+    """The router chooses for all tokens except the last."""
 
     def weights(self, hidden: torch.Tensor) -> torch.Tensor:
         weights, ids = self.choose(hidden)
@@ -114,21 +114,21 @@ class ChosenByTokens(EinsumDense):
 
 
 class TwoChoices(EinsumDense):
-    """The sum of two routers' weights."""
+    """The weights are the sum of those of two routers."""
 
     def weights(self, hidden: torch.Tensor) -> torch.Tensor:
         return super().weights(hidden) + super().weights(hidden.flip(1))
 
 
 class BiasedLlama4(Llama4Dense):
-    """An expert gives something for a row of zeros."""
+    """An expert returns non-zero values for a row of zeros."""
 
     def activate(self, up: torch.Tensor) -> torch.Tensor:
         return super().activate(up) + 0.5
 
 
 class NormOfZeros(Llama4Dense):
-    """0 times an infinite number in every row that was not chosen, so no result is a number."""
+    """Rows that were not chosen are 0 times infinity, so all results are NaN."""
 
     def activate(self, up: torch.Tensor) -> torch.Tensor:
         rows = super().activate(up)
@@ -136,7 +136,7 @@ class NormOfZeros(Llama4Dense):
 
 
 class SoftmaxOfExperts(GptOssDense):
-    """The results of all experts meet before they are weighed."""
+    """The results of all experts are combined before they are weighted."""
 
     def activate(self, up: torch.Tensor) -> torch.Tensor:
         return super().activate(up).softmax(dim=0)
@@ -163,14 +163,14 @@ class MeanOverTokens(GptOssDense):
     ],
     ids=lambda kind: kind.__name__,
 )
-def test_what_is_not_zero_stays(kind: type[DenseExperts]) -> None:
-    result = compiled(layer(kind))
+def test_weights_that_may_be_non_zero_stay_dense(kind: type[DenseExperts]) -> None:
+    result = compare_layer(layer(kind))
     assert not any(map(is_grouped_gemm, result.module.graph.nodes))
     assert result.refusals == ()
 
 
 class RoundedNumbers(OneHotDense):
-    """Numbers of experts in bfloat16, of which 257 is none: its mask lies where 256 is."""
+    """Expert numbers in bfloat16, which cannot represent 257: its mask equals that of 256."""
 
     def weights(self, hidden: torch.Tensor) -> torch.Tensor:
         weights, ids = self.choose(hidden)
@@ -178,16 +178,16 @@ class RoundedNumbers(OneHotDense):
         return (mask.to(weights.dtype) * weights.unsqueeze(-1)).sum(dim=1)
 
 
-def test_rounded_numbers_of_experts_choose_others_than_ids_say() -> None:
+def test_masks_of_rounded_expert_numbers_are_unchanged() -> None:
     model = layer(RoundedNumbers, experts=258, width=2)
     model.router.weight.data[256:] += torch.randn(2, 1)  # let them be chosen
-    assert not any(map(is_grouped_gemm, compiled(model, numbers=(40, 3)).module.graph.nodes))
+    assert not any(map(is_grouped_gemm, compare_layer(model, counts=(40, 3)).module.graph.nodes))
 
 
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("kind", [SoftmaxOfExperts, MeanOverTokens], ids=lambda kind: kind.__name__)
-def test_experts_that_look_at_others_are_refused(kind: type[DenseExperts]) -> None:
-    result = compiled(layer(kind))
+def test_experts_that_depend_on_other_experts_are_refused(kind: type[DenseExperts]) -> None:
+    result = compare_layer(layer(kind))
     assert not any(map(is_grouped_gemm, result.module.graph.nodes))
     (refusal,) = result.refusals
     assert "every expert computes every token" in refusal.reason
@@ -195,7 +195,7 @@ def test_experts_that_look_at_others_are_refused(kind: type[DenseExperts]) -> No
 
 
 class ReadTwice(GptOssDense):
-    """Something else reads what the experts computed of every token."""
+    """The results of all experts for all tokens have another reader."""
 
     def activate(self, up: torch.Tensor) -> torch.Tensor:
         self.largest = up.amax()
@@ -205,8 +205,8 @@ class ReadTwice(GptOssDense):
         return super().forward(hidden) + self.largest
 
 
-def test_results_that_are_read_otherwise_too_are_refused() -> None:
-    result = compiled(layer(ReadTwice))
+def test_results_with_another_reader_are_refused() -> None:
+    result = compare_layer(layer(ReadTwice))
     assert not any(map(is_grouped_gemm, result.module.graph.nodes))
     (refusal,) = result.refusals
     assert "read by something else too" in refusal.reason
@@ -215,35 +215,35 @@ def test_results_that_are_read_otherwise_too_are_refused() -> None:
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("kind", [GptOssDense, MatmulDense])
 def test_a_token_that_is_not_finite_stays_one(kind: type[DenseExperts]) -> None:
-    """Its own results are not finite, as before; the others' are the same."""
+    """The results of that token are not finite, as before; those of all other tokens are unchanged."""
     model = layer(kind).eval()
-    given = tokens(7)
-    given[2, 3] = float("inf")
+    inputs = random_tokens(7)
+    inputs[2, 3] = float("inf")
     torch._dynamo.reset()
     with torch.no_grad():
-        found = torch.compile(model, backend="asyncep", options={"lower": "eager"})(given)
-        expected = model(given)
-    assert not torch.isfinite(found[2]).all()
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+        outputs = torch.compile(model, backend="asyncep", options={"lower": "eager"})(inputs)
+        expected = model(inputs)
+    assert not torch.isfinite(outputs[2]).all()
+    torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 def test_all_experts_chosen_stay_dense() -> None:
-    result = compiled(layer(EinsumDense, top_k=EXPERTS))
+    result = compare_layer(layer(EinsumDense, top_k=EXPERTS))
     assert not any(map(is_grouped_gemm, result.module.graph.nodes))
 
 
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("kind", [GptOssDense, OneHotDense, Llama4Dense])
 def test_offloaded_experts_stream(kind: type[DenseExperts]) -> None:
-    """Einsums too, whose GEMMs nobody knew as those of experts."""
+    """Einsums are included, whose GEMMs are not recognised as those of experts before the pass."""
     model = nn.Sequential(layer(kind), layer(kind)).eval().requires_grad_(False)
-    given = tokens(9)
+    inputs = random_tokens(9)
     torch._dynamo.reset()
     with torch.no_grad(), moepass.record_compilations() as compilations:
-        expected = model(given)
+        expected = model(inputs)
         moepass.offload_experts(model)
-        found = torch.compile(model, backend="asyncep", options={"lower": "eager", "debug": True})(given)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        outputs = torch.compile(model, backend="asyncep", options={"lower": "eager", "debug": True})(inputs)
+    torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-5)
     (compilation,) = compilations
     assert [(block.form, block.top_k) for block in compilation.plan.blocks] == [("grouped_mm", TOP_K)] * 2
     assert len(compilation.plan.slot_stays) == 2
@@ -251,4 +251,5 @@ def test_offloaded_experts_stream(kind: type[DenseExperts]) -> None:
 
 
 def test_no_tokens() -> None:
-    compiled(layer(GptOssDense), numbers=(5, 0), dynamic=False)
+    for count in (5, 0):
+        compare_layer(layer(GptOssDense), counts=(count,), dynamic=False)

@@ -1,11 +1,11 @@
-"""Layers of dense experts, changed at one node: chosen pairs are computed rightly, or all as before."""
+"""Layers of dense experts, changed at one node, are rewritten correctly or left unchanged."""
 
 from __future__ import annotations
 
 import pytest
 
 from moepass.passes.dense.compute_chosen_pairs import compute_chosen_pairs
-from tests.helpers.graphs.captured_layers import tokens
+from tests.helpers.graphs.captured_layers import random_tokens
 from tests.helpers.mutants.local_mutants import LocalMutants
 from tests.helpers.project_styles.dense_experts import TAKEN
 
@@ -16,7 +16,7 @@ LAYERS = {kind.__name__: kind for kind in TAKEN}
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_mutant_is_computed_rightly_or_left(name: str) -> None:
-    inputs = [tokens(number) for number in (11, 4, 23)]
+    inputs = [random_tokens(number) for number in (11, 4, 23)]
     outcomes = LocalMutants(LAYERS[name], inputs, (compute_chosen_pairs,)).check_all()
     assert outcomes["left"] > 10
     assert outcomes["right"] > 10

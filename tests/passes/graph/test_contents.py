@@ -1,4 +1,4 @@
-"""Plain contents: numbers that count up, and memory that is one number everywhere."""
+"""Constant contents: ranges of numbers, and memory filled with one number."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moepass.passes.graph.contents import counts_up, number_everywhere
 
 
 def _made(make: Callable[[torch.Tensor], torch.Tensor]) -> Node:
-    """The node that gives what `make` gives."""
+    """Return the node that `make` creates last."""
     graph = make_fx(make, tracing_mode="fake")(torch.empty(5)).graph
     (result,) = graph.output_node().all_input_nodes
     return result
@@ -27,7 +27,7 @@ def _made(make: Callable[[torch.Tensor], torch.Tensor]) -> Node:
         (lambda _: torch.arange(0, 300, 1), True),
         (lambda _: torch.arange(1, 300), False),
         (lambda _: torch.arange(0, 300, 2), False),
-        (lambda _: torch.arange(300, dtype=torch.bfloat16), False),  # 257 is none of these
+        (lambda _: torch.arange(300, dtype=torch.bfloat16), False),  # bfloat16 cannot represent 257
         (lambda _: torch.zeros(300, dtype=torch.int64), False),
     ],
 )
@@ -39,15 +39,15 @@ def test_numbers_that_count_up(make: Callable[[torch.Tensor], torch.Tensor], exp
     ("make", "expected"),
     [
         (lambda _: torch.zeros(3), 0),
-        (lambda given: torch.zeros_like(given), 0),
-        (lambda given: given.new_ones(3), 1),
+        (lambda values: torch.zeros_like(values), 0),
+        (lambda values: values.new_ones(3), 1),
         (lambda _: torch.full((3,), -2.5), -2.5),
-        (lambda given: torch.full_like(given, True), True),
-        (lambda given: given + 0, None),
-        (lambda given: torch.empty_like(given), None),
+        (lambda values: torch.full_like(values, True), True),
+        (lambda values: values + 0, None),
+        (lambda values: torch.empty_like(values), None),
     ],
 )
 def test_numbers_everywhere(make: Callable[[torch.Tensor], torch.Tensor], expected: float | None) -> None:
-    found = number_everywhere(_made(make))
-    assert found == expected
-    assert (found is None) == (expected is None)
+    number = number_everywhere(_made(make))
+    assert number == expected
+    assert (number is None) == (expected is None)

@@ -1,4 +1,4 @@
-"""A graph that was written down and read again computes the same; what cannot be written down is refused by name."""
+"""A graph that is serialised and read again computes the same; unsupported contents are refused by name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LEAVES = st.one_of(
     st.sampled_from([torch.float32, torch.bfloat16, torch.strided, torch.contiguous_format, torch.device("cuda", 1)]),
     st.builds(slice, st.none() | st.integers(0, 9), st.integers(0, 9)),
 )
-ARGUMENTS = st.recursive(_LEAVES, lambda part: st.lists(part, max_size=2) | st.tuples(part, part), max_leaves=4)
+ARGUMENTS = st.recursive(_LEAVES, lambda inner: st.lists(inner, max_size=2) | st.tuples(inner, inner), max_leaves=4)
 
 
 def _through_bytes(graph: Graph) -> tuple[NodeRecord, ...]:
@@ -39,7 +39,7 @@ def test_arguments_come_back_as_they_were(value: Any, named: Any) -> None:
     node = graph.call_function(aten.add.Tensor, (graph.placeholder("rows"), value), {"alpha": named})
     graph.output((node,))
     fresh = list(read_graph(_through_bytes(graph), {}).graph.nodes)[1]
-    assert repr(fresh.args[1]) == repr(node.args[1])  # 1, 1.0 and True are equal, but not the same
+    assert repr(fresh.args[1]) == repr(node.args[1])  # 1, 1.0 and True are equal, but have different representations
     assert repr(fresh.kwargs) == repr(node.kwargs)
 
 
@@ -48,15 +48,15 @@ def test_a_read_graph_computes_the_same() -> None:
     rows, size = graph.placeholder("rows"), graph.placeholder("size")
     wide = graph.call_function(operator.add, (size, 1))
     split = graph.call_function(aten.split.Tensor, (rows, size), {})
-    part = graph.call_function(operator.getitem, (split, 0))
-    layer = graph.call_module("layer", (part,))
+    half = graph.call_function(operator.getitem, (split, 0))
+    layer = graph.call_module("layer", (half,))
     layer.meta["moepass_layers"] = "model.layers.3"
     graph.output((graph.call_function(aten.view.default, (layer, [wide, -1])),))
     modules = {"layer": torch.nn.Hardtanh(0.0, 5.0)}
     fresh = read_graph(_through_bytes(graph), modules)
     given_rows = torch.arange(12.0).view(4, 3)
-    (expected,), (found,) = GraphModule(modules, graph)(given_rows, 2), fresh(given_rows, 2)
-    assert torch.equal(expected, found)
+    (expected,), (output,) = GraphModule(modules, graph)(given_rows, 2), fresh(given_rows, 2)
+    assert torch.equal(expected, output)
     assert [node.name for node in fresh.graph.nodes] == [node.name for node in graph.nodes]
     assert [node.meta.get("moepass_layers") for node in fresh.graph.nodes if node.op == "call_module"] == [
         "model.layers.3"
@@ -79,7 +79,7 @@ def test_slot_operations_come_back(function: Any) -> None:
         (aten.add.Tensor, 1j, "type complex"),
     ],
 )
-def test_what_has_no_record_is_refused(target: Any, argument: Any, reason: str) -> None:
+def test_unsupported_graph_contents_are_refused(target: Any, argument: Any, reason: str) -> None:
     graph = Graph()
     node = graph.call_function(target, (graph.placeholder("rows"),))
     node._args = (*node.args, argument)  # FX itself refuses some of these

@@ -1,4 +1,4 @@
-"""Which operators may compute otherwise on each rank though their arguments are equal."""
+"""Operators that may compute different results on each rank for equal arguments."""
 
 from __future__ import annotations
 

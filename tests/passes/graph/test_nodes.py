@@ -1,4 +1,4 @@
-"""What the passes know about nodes: which share memory with their inputs, and which draw random numbers."""
+"""Facts about nodes: which ones share memory with their inputs, and which ones draw random numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _calls(function: Callable[..., object], *inputs: torch.Tensor) -> list[Node]
 
 
 def test_views_that_no_schema_declares_share_memory() -> None:
-    """The table holds nothing that a schema says already, and nothing that gives memory of its own."""
+    """The table contains neither operators whose schema declares a view, nor operators that allocate their results."""
     arguments = {
         aten._unsafe_view.default: ([4],),
         aten.unsafe_split.Tensor: (1,),
@@ -39,7 +39,7 @@ def test_views_that_no_schema_declares_share_memory() -> None:
 
 
 @pytest.mark.slow
-def test_no_other_operator_gives_a_view_that_its_schema_does_not_declare() -> None:
+def test_no_other_operator_returns_an_undeclared_view() -> None:
     finished = subprocess.run(
         [sys.executable, "-m", "tests.helpers.graphs.undeclared_views"],
         capture_output=True,
@@ -73,17 +73,17 @@ def test_parts_of_weights_are_read_before_the_release(lower: str, no_grad: None)
             self.blocks = nn.ModuleList(DenseBlock(seed=layer) for layer in range(3))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            part = torch.unsafe_chunk(self.blocks[0].up, 2, 1)[0]
+            chunk = torch.unsafe_chunk(self.blocks[0].up, 2, 1)[0]
             y = x
             for block in self.blocks:
                 y = block(y, x)
-            return y + part.sum()
+            return y + chunk.sum()
 
     model = Splits()
     expected = model(tokens())
     moepass.offload_experts(model, slots=2)
     compiled = torch.compile(model, backend="asyncep", options={"lower": lower, "debug": True})
-    # Outputs go up to 540, so what is near 0 has lost digits: by one CPU's order of summation others than by another's.
+    # Outputs go up to 540, so values near 0 have lost digits, which depend on the CPU's order of summation.
     difference = float((compiled(tokens()) - expected).abs().max() / expected.abs().max())
     assert difference <= {"eager": 0, "inductor": 1e-6}[lower]
 
@@ -138,5 +138,5 @@ def test_branches_are_part_of_a_graph() -> None:
         return torch.cond(x.sum() > 0, inner, torch.exp, (x,))
 
     module = capture(branches, torch.ones(3)).module
-    found = {str(node.target) for inside in graphs_within(module) for node in inside.nodes}
-    assert {"aten.sin.default", "aten.cos.default", "aten.exp.default", "aten.sum.default"} <= found
+    targets = {str(node.target) for inside in graphs_within(module) for node in inside.nodes}
+    assert {"aten.sin.default", "aten.cos.default", "aten.exp.default", "aten.sum.default"} <= targets

@@ -1,4 +1,4 @@
-"""The group that two axes of a mesh make together, as each of its ranks tells by itself."""
+"""The group of two axes of a mesh together, as each of its ranks computes it."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def _groups(members: list[tuple[int, ...]], rank: int) -> dict[str, Group]:
 def test_rows_and_columns_of_a_group_are_found_on_every_rank(machines: int, places: int, is_inner: bool) -> None:
     world = tuple(range(10, 10 + machines * places))
     rows = [world[machine * places : (machine + 1) * places] for machine in range(machines)]
-    columns = [world[place::places] for place in range(places)]
+    columns = [world[column::places] for column in range(places)]
     for rank in world:
         groups = _groups([*rows, *columns, world], rank)
-        row, column = (next(groups[f"{one}"] for one in of if rank in one) for of in (rows, columns))
+        row, column = (next(groups[f"{members}"] for members in of if rank in members) for of in (rows, columns))
         first, second = (row, column) if is_inner else (column, row)
-        found = joint_group(first, second, groups)
-        assert found is not None
-        assert found.group.members == world
-        assert found.rank_at(first.rank, second.rank) == found.group.rank
+        joint = joint_group(first, second, groups)
+        assert joint is not None
+        assert joint.group.members == world
+        assert joint.rank_at(first.rank, second.rank) == joint.group.rank
         if machines > 1:
-            assert found.is_inner == is_inner
-        others = itertools.product(range(first.ranks), range(second.ranks))
-        assert sorted(itertools.starmap(found.rank_at, others)) == list(range(len(world)))
-        assert [world[member] for member in found.rows()[first.rank]] == list(second.members)
+            assert joint.is_inner == is_inner
+        coordinates = itertools.product(range(first.ranks), range(second.ranks))
+        assert sorted(itertools.starmap(joint.rank_at, coordinates)) == list(range(len(world)))
+        assert [world[member] for member in joint.rows()[first.rank]] == list(second.members)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,6 @@ def test_groups_that_are_no_rows_and_columns_are_not_taken(world: tuple[int, ...
 
 
 def test_groups_whose_members_are_not_known_are_not_taken() -> None:
-    one, other = Group(0, 2), Group(0, 2)
-    assert joint_group(one, other, {"all": Group(0, 4)}) is None
-    assert joint_group(one, other, {"all": Group(0, 4, (0, 1, 2, 3))}) is None
+    first, second = Group(0, 2), Group(0, 2)
+    assert joint_group(first, second, {"all": Group(0, 4)}) is None
+    assert joint_group(first, second, {"all": Group(0, 4, (0, 1, 2, 3))}) is None

@@ -1,4 +1,4 @@
-"""The plan as data: to JSON and back, one digest everywhere; and the operators of the graphs."""
+"""The plan as data: conversion to JSON and back, equal digests everywhere, and the operators of graphs."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def test_a_plan_survives_json(plan: Plan) -> None:
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(PLANS, PLANS)
-def test_plans_have_the_same_digest_exactly_if_they_are_equal(one: Plan, other: Plan) -> None:
-    assert (one.digest() == other.digest()) == (one == other)
+def test_plans_have_the_same_digest_exactly_if_they_are_equal(first: Plan, second: Plan) -> None:
+    assert (first.digest() == second.digest()) == (first == second)
 
 
 def test_any_changed_field_changes_the_digest() -> None:
@@ -116,15 +116,15 @@ def test_any_changed_field_changes_the_digest() -> None:
             assert dataclasses.replace(plan, **{field.name: new}).digest() != plan.digest(), field.name
 
 
-def test_gather_plans_tell_how_banks_follow_each_other_and_nothing_else() -> None:
+def test_gather_plans_contain_only_the_order_of_banks() -> None:
     plan = _real_plan()
     shifted = tuple(dataclasses.replace(stay, bank=stay.bank + 3, block="other") for stay in plan.slot_stays)
     assert dataclasses.replace(plan, slot_stays=shifted, blocks=(), steps=()).gathers() == plan.gathers()
-    first, second, *rest = plan.slot_stays
-    for stays in ((first, dataclasses.replace(second, slot=first.slot), *rest), plan.slot_stays[:-1]):
+    first, second, *remaining = plan.slot_stays
+    for stays in ((first, dataclasses.replace(second, slot=first.slot), *remaining), plan.slot_stays[:-1]):
         assert dataclasses.replace(plan, slot_stays=stays).gathers() != plan.gathers()
     repeated = dataclasses.replace(second, bank=first.bank)
-    assert dataclasses.replace(plan, slot_stays=(first, repeated, *rest)).gathers() != plan.gathers()
+    assert dataclasses.replace(plan, slot_stays=(first, repeated, *remaining)).gathers() != plan.gathers()
     assert plan.gathers().digest < 2**63
     assert str(plan.gathers()) == "3 gathers through 2 slots"
 
@@ -165,7 +165,7 @@ def test_the_digest_is_the_same_in_every_process() -> None:
     "text",
     ["", "[]", "{", '{"slots": "two"}', '{"blocks": [{"name": "x"}]}', '{"schema": "moepass.plan/0"}', '{"schema": 3}'],
 )
-def test_what_is_no_plan_is_refused(text: str) -> None:
+def test_invalid_plans_are_refused(text: str) -> None:
     with pytest.raises(msgspec.DecodeError):
         Plan.from_json(text)
 
@@ -210,9 +210,11 @@ def test_a_format_that_no_bank_can_have_is_refused(sizes: tuple[int, int, int], 
         BankFormat(*sizes, decoder)
 
 
-def test_sizes_at_rest_on_the_link_and_in_the_slot_are_told_apart() -> None:
+def test_sizes_at_rest_on_the_link_and_in_the_slot_may_differ() -> None:
     encoded, plain = BankFormat(70, 60, 100, "packed"), BankFormat.plain(80)
-    banks = tuple(BankSpec(index, str(index), "host", found, ()) for index, found in enumerate((encoded, plain)))
+    banks = tuple(
+        BankSpec(index, str(index), "host", bank_format, ()) for index, bank_format in enumerate((encoded, plain))
+    )
     stays = (SlotStay("a", 0, 0, None), SlotStay("b", 1, 1, None), SlotStay("c", 0, 0, 0))
     plan = Plan(banks=banks, slots=2, slot_bytes=100, slot_stays=stays)
     assert plan.streamed_bytes == 60 + 80 + 60

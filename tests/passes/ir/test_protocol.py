@@ -1,4 +1,4 @@
-"""The pass protocol: contracts, order, and every invariant broken by a bad pass."""
+"""The pass protocol: contracts, order, and a bad pass that breaks each invariant."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def test_the_pipeline_is_in_an_order_that_its_contracts_allow() -> None:
 
 
 @pytest.mark.parametrize("name", [function.__name__ for function in PASSES if function.contract.requires])
-def test_no_pass_runs_before_what_it_needs(name: str) -> None:
-    place = NAMES.index(name)
-    moved = (PASSES[place], *PASSES[:place], *PASSES[place + 1 :])
+def test_no_pass_runs_before_its_requirements(name: str) -> None:
+    position = NAMES.index(name)
+    moved = (PASSES[position], *PASSES[:position], *PASSES[position + 1 :])
     with refused(OptionError, name=name):
         check_order(moved, frozenset())
 
 
-def test_what_crosses_ranks_is_found_before_blocks_are() -> None:
+def test_passes_that_rewrite_experts_precede_the_detection_of_blocks() -> None:
     for name in ("eliminate_expert_parallelism", "compute_read_slots", "lower_expert_stacks", "lower_complete_experts"):
         moved = PASSES[NAMES.index(name)]
         with refused(OptionError, name=name, value=["blocks"]):
-            check_order((*[other for other in PASSES if other is not moved], moved), frozenset())
+            check_order((*[function for function in PASSES if function is not moved], moved), frozenset())
 
 
 def test_rewriting_after_scheduling_is_a_conflict() -> None:
@@ -73,7 +73,7 @@ def test_rewriting_after_scheduling_is_a_conflict() -> None:
         ({"nope", "verify"}, f"no pass is called nope; the passes are {', '.join(NAMES)}"),
     ],
 )
-def test_disabling_what_another_pass_needs_names_both(disabled: set[str], message: str) -> None:
+def test_disabling_a_required_pass_names_both_passes(disabled: set[str], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         check_order(PASSES, frozenset(disabled))
 
@@ -175,7 +175,7 @@ BAD: dict[str, Callable[[GraphModule], None]] = {
 
 
 def _with_collectives() -> GraphModule:
-    """A captured graph with two all-reduces, put in by hand: no process group is needed to look at one."""
+    """Return a captured graph with two all-reduces inserted by hand, which needs no process group."""
     module = copy_graph_module(capture(Stack("dense_bmm", depth=1), tokens()).module)
     target = torch.ops._c10d_functional.all_reduce.default
     for node in [node for node in module.graph.nodes if "bmm" in str(node.target)]:

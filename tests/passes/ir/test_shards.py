@@ -1,4 +1,4 @@
-"""The layout of shards: put together, they are the bank that packing it whole gives."""
+"""The layout of shards: concatenated shards are the bank that is packed as one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tensors_and_bounds(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], tuple[
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
     tensors = {}
     for index in range(draw(st.integers(1, 4))):
-        # Biases [E, d], matrices, and transposed ones, of which the memory is not contiguous.
+        # Biases [E, d], matrices, and transposed matrices, whose memory is not contiguous.
         shape = (experts, *draw(st.lists(st.integers(1, 40), min_size=1, max_size=2)))
         dtype = draw(st.sampled_from(DTYPES))
         raw = torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), generator=generator, dtype=torch.uint8)
@@ -70,11 +70,11 @@ def test_all_shards_together_are_the_bank(drawn: tuple[dict[str, torch.Tensor], 
     slot = torch.zeros(spec.format.slot_bytes, dtype=torch.uint8)
     for source in sources:
         for piece in source.pieces:
-            part = source.memory[piece.source_offset_bytes : piece.source_offset_bytes + piece.nbytes]
-            assert part.numel() == piece.nbytes
-            slot[piece.slot_offset_bytes : piece.slot_offset_bytes + piece.nbytes] = part
+            source_bytes = source.memory[piece.source_offset_bytes : piece.source_offset_bytes + piece.nbytes]
+            assert source_bytes.numel() == piece.nbytes
+            slot[piece.slot_offset_bytes : piece.slot_offset_bytes + piece.nbytes] = source_bytes
     assert torch.equal(slot, expected)
-    # No byte comes twice, and none is missing: the pieces are as many bytes as the tensors.
+    # Every byte occurs once: the pieces have the size of the tensors.
     assert sum(source.nbytes for source in sources) == sum(tensor.nbytes for tensor in tensors.values())
     for index, tensor in enumerate(spec.tensors):
         memory = read_range(sources, tensor.offset_bytes, tensor.offset_bytes + tensor.nbytes, CPU)
@@ -89,32 +89,32 @@ def test_a_slot_and_the_own_shard_are_the_bank(
 ) -> None:
     tensors, bounds = drawn
     whole_bank = describe_bank(0, "layer", tensors, home="peer", expert_bounds=bounds)
-    in_parts = tuple(place for place in range(len(tensors)) if data.draw(st.booleans()))
+    in_parts = tuple(index for index in range(len(tensors)) if data.draw(st.booleans()))
     spec = dataclasses.replace(whole_bank, in_parts=in_parts)
     layout = slot_layout(spec)
     fewest = min(stop - start for start, stop in itertools.pairwise(bounds))
     assert layout.nbytes <= whole_bank.format.slot_bytes
     for rank in range(len(bounds) - 1):
-        own = expert_range(spec, rank)
+        owned = expert_range(spec, rank)
         slot = torch.zeros(layout.nbytes, dtype=torch.uint8)
         copied = 0
-        for other in range(len(bounds) - 1):
-            shard = _packed(spec, other, tensors)
-            for piece in pieces_in_slot(spec, own, shard_pieces(spec, other)):
+        for peer in range(len(bounds) - 1):
+            shard = _packed(spec, peer, tensors)
+            for piece in pieces_in_slot(spec, owned, shard_pieces(spec, peer)):
                 copied += piece.nbytes
-                part = shard[piece.source_offset_bytes : piece.source_offset_bytes + piece.nbytes]
-                slot[piece.slot_offset_bytes : piece.slot_offset_bytes + piece.nbytes] = part
+                shard_bytes = shard[piece.source_offset_bytes : piece.source_offset_bytes + piece.nbytes]
+                slot[piece.slot_offset_bytes : piece.slot_offset_bytes + piece.nbytes] = shard_bytes
         lacking = 0
-        for place, (room, tensor) in enumerate(zip(layout.tensors, tensors.values(), strict=True)):
+        for index, (room, tensor) in enumerate(zip(layout.tensors, tensors.values(), strict=True)):
             assert room.offset_bytes % ALIGNMENT_BYTES == 0
             there = room.view(slot)
-            if place not in in_parts:
+            if index not in in_parts:
                 assert _bytes(there) == _bytes(tensor)
                 continue
             assert len(there) == len(tensor) - fewest
-            assert _bytes(there[: own.start]) == _bytes(tensor[: own.start])
-            assert _bytes(there[own.start : len(tensor) - len(own)]) == _bytes(tensor[own.stop :])
-            lacking += tensor[own.start : own.stop].nbytes
+            assert _bytes(there[: owned.start]) == _bytes(tensor[: owned.start])
+            assert _bytes(there[owned.start : len(tensor) - len(owned)]) == _bytes(tensor[owned.stop :])
+            lacking += tensor[owned.start : owned.stop].nbytes
         assert copied == sum(tensor.nbytes for tensor in tensors.values()) - lacking
 
 
@@ -163,7 +163,7 @@ def test_bounds_that_do_not_fit_are_an_error(bounds: tuple[int, ...]) -> None:
         shard_pieces(spec, 0)
 
 
-def test_a_rank_that_is_none_is_an_error() -> None:
+def test_a_rank_outside_the_group_is_an_error() -> None:
     spec = describe_bank(0, "layers.0", {"up": torch.zeros(3, 4)}, home="peer", expert_bounds=(0, 1, 3))
     for rank in (-1, 2):
         with refused(InputError, name="layers.0", rank=rank, expected=range(2)):

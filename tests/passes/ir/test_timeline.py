@@ -1,4 +1,4 @@
-"""Timelines: the trace that viewers load, the recording of real runs, and the simulator held against them."""
+"""Timelines: the trace for viewers, the recording of real runs, and the simulator compared with them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from tests.helpers.graphs.backend_helper import Stack, tokens
 
 
 def check_trace(text: str) -> dict[tuple[int, int], list[dict[str, Any]]]:
-    """Everything that Perfetto's JSON importer relies on; gives the slices by (process, thread).
+    """Check everything that Perfetto's JSON importer relies on, and return the slices by (process, thread).
 
-    Its trace processor is a binary that the `perfetto` package downloads when it is first used: no test can ask it.
+    Its trace processor is a binary that the `perfetto` package downloads on first use, so tests cannot call it.
     """
     trace = json.loads(text)
     assert set(trace) == {"traceEvents", "displayTimeUnit"}
@@ -55,7 +55,7 @@ def check_trace(text: str) -> dict[tuple[int, int], list[dict[str, Any]]]:
     assert {process for process, _ in slices} <= {process for process, _ in named["process_name"]}
     for events in slices.values():
         for earlier, later in pairwise(events):
-            # To the nanosecond, or a viewer would draw the later one inside the earlier one.
+            # Exact to the nanosecond, or a viewer would nest the later slice in the earlier one.
             assert round(earlier["ts"] * 1000) + round(earlier["dur"] * 1000) <= round(later["ts"] * 1000)
     return slices
 
@@ -98,7 +98,7 @@ def test_streams_come_in_the_order_of_a_reader() -> None:
 
 @torch.library.custom_op("moepass_test::rest", mutates_args=())
 def rest(x: torch.Tensor, seconds: float) -> torch.Tensor:
-    """`x`, some time later: computation of a known length that needs no core."""
+    """Return `x` after `seconds`: computation of a known length that needs no core."""
     time.sleep(seconds)
     return x.clone()
 
@@ -109,7 +109,7 @@ def _(x: torch.Tensor, seconds: float) -> torch.Tensor:
 
 
 class Resting(nn.Module):
-    """A stack whose layers take the given seconds, half of them in front of the experts and half in them."""
+    """A stack whose layers take given seconds, half of them before the experts and half in them."""
 
     def __init__(self, seconds: Sequence[float]) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Resting(nn.Module):
 
 
 class Streaming:
-    """A compiled model in a steady state, its bank of `bank_bytes` per layer, its plan and its ring."""
+    """A compiled model in a steady state, with its `bank_bytes` per layer, its plan and its ring."""
 
     def __init__(self, seconds: Sequence[float], slots: int, transfer_seconds: float) -> None:
         model = Resting(seconds)
@@ -156,7 +156,7 @@ def streaming() -> Streaming:
 
 
 @pytest.mark.slow
-def test_a_recording_shows_what_ran(streaming: Streaming) -> None:
+def test_a_recording_contains_the_operations_of_a_run(streaming: Streaming) -> None:
     with moepass.record_timeline() as recording:
         with pytest.raises(InputError, match="once the block of record_timeline has been left"):
             recording.timeline  # noqa: B018
@@ -169,7 +169,7 @@ def test_a_recording_shows_what_ran(streaming: Streaming) -> None:
     assert [event.layer for event in timeline.on(COMPUTE) if event.op == "segment"] == segments * 2
     banks = [streaming.plan.bank(stay.bank).name for stay in streaming.plan.slot_stays]
     assert [event.layer for event in timeline.on(COMPUTE) if event.op == "wait"] == banks * 2
-    # Two that were there already or under way, and two for the run that nobody made any more.
+    # Two copies from before the run, and two for a next run that never happened.
     assert [event.layer for event in timeline.on(COPY)] == [*banks[:2], *banks[2:], *banks, *banks[:2]]
     assert len(timeline.on(HOST)) == 2
     check_trace(chrome_trace({"measured": timeline}))
@@ -223,7 +223,7 @@ def test_a_device_without_a_recording_says_so(streaming: Streaming) -> None:
 
 
 def _measured(streaming: Streaming, runs: int) -> tuple[list[float], float, float]:
-    """Seconds of each segment of a run, of the run, and of its waits: the fastest of several, the least disturbed."""
+    """Return the seconds of each segment of a run, of the run, and of its waits, from the fastest of several runs."""
     with moepass.record_timeline() as recording:
         for _ in range(runs):
             streaming.run()
@@ -261,7 +261,7 @@ def test_the_simulator_predicts_the_executor(seconds: list[float], slots: int, t
         segment_seconds, measured, waited = _measured(streaming, runs=4)
         predicted = _predicted(streaming, segment_seconds)
         attempts.append((predicted.step_seconds / measured, (predicted.exposed_seconds - waited) / measured))
-        # A busy machine disturbs a measurement; it does not make a wrong prediction right.
+        # A busy machine disturbs measurements, so the test repeats them; it cannot make a wrong prediction right.
         if abs(attempts[-1][0] - 1) <= 0.1 and abs(attempts[-1][1]) <= 0.1:
             return
     pytest.fail(f"predicted / measured step, and predicted - measured waits per step: {attempts}")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tests.helpers.graphs.rewritten_loops import count_gemms_and_selections, rewrite_loop
 from tests.helpers.project_styles.local_loops import (
     EXPERTS,
     HIDDEN,
@@ -17,26 +18,11 @@ from tests.helpers.project_styles.local_loops import (
     LastExpertStays,
     MaskLoop,
     OneExpert,
+    PlaceByPlace,
+    SummedWeights,
 )
-from tests.passes.loops.test_mask_loops import kinds, written
 
 aten = torch.ops.aten
-
-
-class SummedWeights(MaskLoop):
-    """Weights of each token, 0 where it has not chosen the expert."""
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        chosen, weights = self.route(hidden)
-        result = self.start(hidden)
-        for number in self.order:
-            mask = (chosen == number).any(dim=-1)
-            result[mask] += self.module_of(number)(hidden[mask]) * self.scales(weights, chosen == number)[mask]
-        return result
-
-    def scales(self, weights: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
-        """[tokens, 1]"""
-        return (weights * pairs).sum(dim=-1, keepdim=True)
 
 
 class WhereWeights(SummedWeights):
@@ -92,21 +78,8 @@ class SortedScores(AnyPlace):
         return chosen[:, : self.top_k], weights[:, : self.top_k]
 
 
-class PlaceByPlace(MaskLoop):
-    """A loop over experts for the first choice of all tokens, then for the second."""
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        chosen, weights = self.route(hidden)
-        result = self.start(hidden)
-        for place in range(self.top_k):
-            for number in self.order:
-                mask = chosen[:, place] == number
-                result[mask] += self.module_of(number)(hidden[mask]) * weights[mask, place].unsqueeze(-1)
-        return result
-
-
 class CutColumns(PlaceByPlace):
-    """The choices of each place, cut out of the ids in other ways than `ids[:, place]`."""
+    """A loop over the columns of the ids, which are cut out in other ways than `ids[:, place]`."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         chosen, weights = self.route(hidden)
@@ -145,7 +118,7 @@ class KeptDimension(OneExpert):
 
 
 class NoWeights(AnyPlace):
-    """The places of tokens among their choices are not read."""
+    """A loop that applies no weights, so the index of a choice is not read."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         chosen, _ = self.route(hidden)
@@ -157,7 +130,7 @@ class NoWeights(AnyPlace):
 
 
 class WiderWeights(AnyPlace):
-    """Rows are wider than the result, which casts each sum: so do bfloat16 models with weights in float32."""
+    """Rows are wider than the result, which casts each sum, as in bfloat16 models with float32 weights."""
 
     def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         chosen, weights = super().route(hidden)
@@ -186,21 +159,21 @@ TAKEN |= dict.fromkeys((PlaceByPlace, CutColumns, TurnedColumns, SplitColumns), 
 @pytest.mark.parametrize("model", TAKEN, ids=lambda model: model.__name__)
 def test_a_loop_over_boolean_masks_becomes_grouped_gemms(model: type[MaskLoop]) -> None:
     torch.manual_seed(0)
-    module, refusals = written(model())
+    module, refusals = rewrite_loop(model())
     assert refusals == []
-    assert kinds(module) == (TAKEN[model], 0)
+    assert count_gemms_and_selections(module) == (TAKEN[model], 0)
     assert not any(node.target is aten._assert_scalar.default for node in module.graph.nodes)
 
 
 class WeightsOfNext(SummedWeights):
-    """Each row meets the weight that its token has for another expert."""
+    """Each row is scaled by the weight that its token has for another expert."""
 
     def scales(self, weights: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
         return (weights * pairs.roll(1, dims=1)).sum(dim=-1, keepdim=True)
 
 
 class AllExpertsButOne(OneExpert):
-    """The rows of one expert are those of the start."""
+    """The rows of one expert keep their initial values."""
 
     order = tuple(range(EXPERTS - 1))
 
@@ -214,7 +187,7 @@ class AllExpertsButOne(OneExpert):
 
 
 class AlongExperts(OneExpert):
-    """The token with the largest score for each expert: one token may be that of several."""
+    """Each expert takes the token with the largest score for it; several experts may take the same token."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         chosen = self.router(hidden).argmax(dim=0)
@@ -239,7 +212,7 @@ class PositiveWeights(MaskLoop):
 
 
 class TurnedColumn(AddedPairs):
-    """The numbers of the pairs lie along the features, and only those of the first rows are read."""
+    """The indices of pairs are expanded along the features, so only those of the first rows are read."""
 
     def write(self, result: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor, number: int) -> torch.Tensor:
         (pair,) = torch.where(mask)
@@ -250,7 +223,7 @@ class TurnedColumn(AddedPairs):
 
 
 class PairsOfRows(MaskLoop):
-    """Each token has a row for each of its choices, side by side."""
+    """Each token has one row for each of its choices, in rows [tokens, k, H]."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         chosen, weights = self.route(hidden)
@@ -262,7 +235,7 @@ class PairsOfRows(MaskLoop):
 
 
 class OneValue(OneExpert):
-    """All tokens of an expert have the same values."""
+    """All tokens of an expert get the same row, a sum over them."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         chosen, _ = self.largest(self.router(hidden))
@@ -273,7 +246,7 @@ class OneValue(OneExpert):
 
 
 class TwoRouters(OneExpert):
-    """Every other expert has the tokens that another router chose for it."""
+    """Every second expert takes the tokens that another router chose for it."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         both = self.router(hidden).argmax(dim=-1), self.router(-hidden).argmax(dim=-1)
@@ -285,14 +258,14 @@ class TwoRouters(OneExpert):
 
 
 class IdsOfToken(CutColumns):
-    """The choices of one token stand for one choice of several tokens."""
+    """The choices of one token are used as the first choice of several tokens."""
 
     def columns(self, chosen: torch.Tensor, weights: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         return [(chosen.t()[:, 0].repeat(15)[: chosen.shape[0]], weights[:, 0])]
 
 
 class MaskOfFeatures(AnyPlace):
-    """Rows by a mask of all features, of which torch learns only from the view how many there are."""
+    """Rows are selected by a mask of all features, so torch learns their number only from the view."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         chosen, weights = self.route(hidden)
@@ -321,17 +294,17 @@ KEPT: dict[type[MaskLoop], str] = {
 
 @pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("model", KEPT, ids=lambda model: model.__name__)
-def test_a_loop_over_other_masks_computes_as_before(model: type[MaskLoop]) -> None:
+def test_a_loop_over_unsupported_masks_is_unchanged(model: type[MaskLoop]) -> None:
     torch.manual_seed(0)
-    module, refusals = written(model())
-    assert kinds(module)[0] == 0
+    module, refusals = rewrite_loop(model())
+    assert count_gemms_and_selections(module)[0] == 0
     if KEPT[model]:
         (refusal,) = refusals
         assert re.search(KEPT[model], refusal.reason), refusal.reason
 
 
 class ExpertByExpert(MaskLoop):
-    """A loop over the places of tokens in each expert's turn, behind a loop that is taken."""
+    """A loop over the choices inside the loop over experts, after a loop that is rewritten."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -342,14 +315,14 @@ class ExpertByExpert(MaskLoop):
         chosen, weights = self.route(hidden)
         result = self.start(hidden)
         for number in self.order:
-            for place in range(self.top_k):
-                mask = chosen[:, place] == number
-                result[mask] += self.module_of(number)(hidden[mask]) * weights[mask, place].unsqueeze(-1)
+            for choice in range(self.top_k):
+                mask = chosen[:, choice] == number
+                result[mask] += self.module_of(number)(hidden[mask]) * weights[mask, choice].unsqueeze(-1)
         return result
 
 
-def test_a_loop_that_stays_is_told_beside_one_that_is_taken() -> None:
+def test_a_refused_loop_after_a_rewritten_loop_has_a_reason() -> None:
     torch.manual_seed(0)
-    module, (refusal,) = written(ExpertByExpert())
-    assert kinds(module)[0] == 3
+    module, (refusal,) = rewrite_loop(ExpertByExpert())
+    assert count_gemms_and_selections(module)[0] == 3
     assert "list rows by different expert ids" in refusal.reason

@@ -1,33 +1,27 @@
-"""Loops over slices by counts: the host reads no counts where it is known how many rows they are together."""
+"""Loops over slices by counts: the host reads no counts if their sum is known."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
-from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from moepass.passes.graph.nodes import is_call
-from moepass.passes.ir.plan import Plan
-from moepass.passes.ir.protocol import PassContext, run_passes
 from moepass.passes.loops.known_totals import known_total
 from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
 from moepass.runtime.lowering.lower_segments import decompositions
-from tests.passes.loops.test_write_grouped_gemms import EXPERTS, HIDDEN, TOP_K, SlicesByCounts, SlicesByEnds, read
+from tests.helpers.graphs.rewritten_loops import rewrite_loop
+from tests.helpers.project_styles.local_loops import EXPERTS, HIDDEN, TOP_K
+from tests.helpers.project_styles.slice_loops import SlicesByCounts, SlicesByEnds, read_counts
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
 
 
 class Counted(SlicesByCounts):
-    """Sorted rows through slices; `count` tells how many are each expert's."""
+    """A loop over slices of sorted rows; `count` returns the number of rows of each expert."""
 
     def count(self, chosen: Tensor) -> Tensor:
         return chosen.new_zeros(EXPERTS).scatter_add(0, chosen.view(-1), torch.ones_like(chosen.view(-1)))
@@ -40,7 +34,7 @@ class Counted(SlicesByCounts):
 
 
 class ByMask(Counted):
-    """As DeepSeek counts."""
+    """A model that counts as DeepSeek does."""
 
     def count(self, chosen: Tensor) -> Tensor:
         return chosen.new_zeros((chosen.shape[0], EXPERTS)).scatter_(1, chosen, 1).sum(0)
@@ -57,14 +51,14 @@ class OfSortedIds(Counted):
 
 
 class OfSomeTokens(Counted):
-    """Rows of the first tokens alone are computed: fewer than there are."""
+    """Only the rows of the first tokens are computed, fewer than there are."""
 
     def count(self, chosen: Tensor) -> Tensor:
         return F.one_hot(chosen[:3].reshape(-1), EXPERTS).sum(0)
 
 
 class OfOtherIds(Counted):
-    """Ids that no top-k gave, in part beyond the experts that are counted."""
+    """The ids come from no top-k, and some are beyond the counted experts."""
 
     def count(self, chosen: Tensor) -> Tensor:
         return torch.histc((chosen * 2).float(), bins=EXPERTS, min=0, max=EXPERTS - 1).long()
@@ -74,7 +68,7 @@ class CountsReturned(SlicesByCounts):
     """The graph returns a number that the host read."""
 
     def run(self, rows: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
-        sizes = read(counts)
+        sizes = read_counts(counts)
         outputs, start = [], 0
         for expert, size in zip(self.experts, sizes, strict=True):
             torch._check(start + size <= rows.shape[0])
@@ -83,24 +77,9 @@ class CountsReturned(SlicesByCounts):
         return torch.cat(outputs) + sizes[0]
 
 
-def host_reads(model: nn.Module) -> int:
-    """How many numbers the host reads behind the pass; what the graph computes is compared with `model`."""
-    found: list[GraphModule] = []
-
-    def compile_graph(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        found.append(run_passes((write_grouped_gemms,), module, Plan(), PassContext()).module)
-        return make_boxed_func(found[-1].forward)
-
-    backend = aot_autograd(
-        fw_compiler=compile_graph, inference_compiler=compile_graph, decompositions=decompositions("eager")
-    )
-    torch._dynamo.reset()
-    with torch.no_grad(), torch._dynamo.config.patch({"capture_scalar_outputs": True}):
-        compiled = torch.compile(model.eval(), backend=backend, dynamic=True, fullgraph=True)
-        for number in (11, 29, 4):
-            hidden = torch.randn(number, HIDDEN, generator=torch.Generator().manual_seed(number))
-            torch.testing.assert_close(compiled(hidden), model(hidden), rtol=1e-5, atol=1e-6)
-    (module,) = found
+def count_host_reads(model: nn.Module) -> int:
+    """Return how many numbers the host reads in the graph of `model` after the pass."""
+    module, _ = rewrite_loop(model, passes=(write_grouped_gemms,), counts=(11, 29, 4))
     return sum(is_call(node, aten._local_scalar_dense.default) for node in module.graph.nodes)
 
 
@@ -108,16 +87,16 @@ def host_reads(model: nn.Module) -> int:
 @pytest.mark.parametrize(
     "model", [SlicesByCounts, SlicesByEnds, Counted, ByMask, ByHistogram, OfSortedIds], ids=lambda model: model.__name__
 )
-def test_no_counts_are_read(model: type[nn.Module]) -> None:
+def test_counts_with_a_known_total_are_not_read(model: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    assert host_reads(model()) == 0
+    assert count_host_reads(model()) == 0
 
 
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("model", [OfSomeTokens, OfOtherIds, CountsReturned], ids=lambda model: model.__name__)
-def test_others_are_read_as_before(model: type[nn.Module]) -> None:
+def test_counts_without_a_known_total_are_read(model: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    assert host_reads(model()) == EXPERTS
+    assert count_host_reads(model()) == EXPERTS
 
 
 @pytest.mark.parametrize(

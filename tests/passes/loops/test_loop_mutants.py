@@ -1,4 +1,4 @@
-"""Local loops over masks and slices of experts, changed at one node: written rightly or left, and never wrong."""
+"""Loops over masks and slices of experts, changed at one node, are rewritten correctly or left unchanged."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from tests.helpers.project_styles.local_loops import (
     MixtralLoop,
     NonzeroLoop,
     OneExpert,
+    PlaceByPlace,
     SelectedLoop,
+    SummedWeights,
 )
-from tests.passes.loops.test_boolean_masks import PlaceByPlace, SummedWeights
-from tests.passes.loops.test_write_grouped_gemms import SlicesByCounts, UncheckedSlices
+from tests.helpers.project_styles.slice_loops import SlicesByCounts, UncheckedSlices
 
 LOOPS: dict[str, type[nn.Module]] = {
     "mixtral": MixtralLoop, "selected": SelectedLoop, "nonzero": NonzeroLoop, "slices": SlicesByCounts,

@@ -1,28 +1,19 @@
-"""Loops over masks of experts become grouped GEMMs over sorted rows, without a size that only a run tells."""
+"""Loops over masks of experts become grouped GEMMs over sorted rows, without data-dependent sizes."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.lowering import lowerings
-from torch.fx import GraphModule
 from torch.nn import functional as F
 
-from moepass.passes.blocks.expert_gemms import is_grouped_gemm
-from moepass.passes.ir.plan import Plan, Refusal
-from moepass.passes.ir.protocol import PassContext, run_passes
-from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
-from moepass.passes.masks.sort_masks import sort_masks
-from moepass.runtime.lowering.lower_segments import decompositions
-from tests.helpers.graphs.readable_refusals import check_readable
+from tests.helpers.graphs.rewritten_loops import count_gemms_and_selections, rewrite_loop
 from tests.helpers.project_styles.local_loops import (
     EXPERTS,
     HIDDEN,
@@ -38,54 +29,21 @@ aten = torch.ops.aten
 TAKEN: list[type[MaskLoop]] = [MixtralLoop, NonzeroLoop, SelectedLoop, LoopOfSums]
 
 
-def tokens(number: int) -> torch.Tensor:
-    return torch.randn(number, HIDDEN, generator=torch.Generator().manual_seed(number))
-
-
-def written(model: nn.Module, lower: str = "eager") -> tuple[GraphModule, list[Refusal]]:
-    """The graph behind the passes. What it computes is compared with `model` for several numbers of tokens."""
-    found: list[tuple[GraphModule, list[Refusal]]] = []
-
-    def compile_graph(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        result = run_passes((sort_masks, write_grouped_gemms), module, Plan(), PassContext())
-        found.append((result.module, list(result.refusals)))
-        return make_boxed_func(result.module.forward)
-
-    backend = aot_autograd(
-        fw_compiler=compile_graph, inference_compiler=compile_graph, decompositions=decompositions(lower)
-    )
-    torch._dynamo.reset()
-    switches = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
-    with torch.no_grad(), torch._dynamo.config.patch(switches):
-        compiled = torch.compile(model.eval(), backend=backend, dynamic=True, fullgraph=True)
-        for number in (11, 29, 2):
-            torch.testing.assert_close(compiled(tokens(number)), model(tokens(number)), rtol=1e-5, atol=1e-6)
-    ((module, refusals),) = found
-    check_readable(refusals)
-    return module, refusals
-
-
-def kinds(module: GraphModule) -> tuple[int, int]:
-    """Grouped GEMMs, and selections whose size only a run tells."""
-    calls = [node for node in module.graph.nodes if node.op == "call_function"]
-    return sum(map(is_grouped_gemm, calls)), sum(node.target is aten.nonzero.default for node in calls)
-
-
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("model", TAKEN, ids=lambda model: model.__name__)
 def test_a_loop_over_masks_becomes_grouped_gemms(model: type[MaskLoop]) -> None:
     torch.manual_seed(0)
-    module, refusals = written(model())
+    module, refusals = rewrite_loop(model())
     assert refusals == []
-    assert kinds(module) == (3, 0)
+    assert count_gemms_and_selections(module) == (3, 0)
     assert not any(node.target is aten._assert_scalar.default for node in module.graph.nodes)
 
 
 @pytest.mark.slow
-def test_what_is_written_is_what_inductor_lowers() -> None:
+def test_inductor_lowers_every_operator() -> None:
     torch.manual_seed(0)
-    module, _ = written(MixtralLoop(), lower="inductor")
-    assert kinds(module) == (3, 0)
+    module, _ = rewrite_loop(MixtralLoop(), lower="inductor")
+    assert count_gemms_and_selections(module) == (3, 0)
     taken_apart = {node.target for node in module.graph.nodes if node.target in select_decomp_table()}
     assert {target for target in taken_apart if target not in lowerings} == set()
 
@@ -105,14 +63,14 @@ class OneExpertTwice(MixtralLoop):
 
 
 class OtherWeights(MixtralLoop):
-    """Rows of one expert meet the mask of another: no error in any model, and another result."""
+    """The rows of each mask are computed by another expert, which is valid and gives another result."""
 
     def module_of(self, number: int) -> nn.Module:
         return self.experts[(number + 1) % EXPERTS]
 
 
 class OrderOfMask(MixtralLoop):
-    """Each branch reads its rows in the order of its mask, which has all first choices in front."""
+    """The result of a row depends on its index in the mask, which lists all first choices first."""
 
     def add(self, result: torch.Tensor, number: int, rows: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
         return result.index_add(0, token, rows * torch.arange(rows.shape[0]).unsqueeze(1))
@@ -124,22 +82,22 @@ class SumOverRows(MixtralLoop):
 
 
 class OtherTokens(MixtralLoop):
-    """Added to the next token."""
+    """Results are added to the next token."""
 
     def add(self, result: torch.Tensor, number: int, rows: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
         return result.index_add(0, (token + 1) % result.shape[0], rows)
 
 
 class Places(MixtralLoop):
-    """Added where the place among a token's choices says."""
+    """Results are added at the index of a choice instead of the index of its token."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         chosen, _ = self.route(hidden)
         mask = F.one_hot(chosen, EXPERTS).permute(2, 1, 0)
         result = torch.zeros_like(hidden)
         for number in self.order:
-            place, token = torch.where(mask[number])
-            result = result.index_add(0, place, self.module_of(number)(hidden[token]))
+            choice, token = torch.where(mask[number])
+            result = result.index_add(0, choice, self.module_of(number)(hidden[token]))
         return result
 
 
@@ -149,21 +107,21 @@ class OverwrittenNotAdded(SelectedLoop):
 
 
 class PartialSums(MixtralLoop):
-    """What the experts before it gave goes into what an expert reads."""
+    """The results of earlier experts are added to the input of the next expert."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         chosen, weights = self.route(hidden)
         mask = F.one_hot(chosen, EXPERTS).permute(2, 1, 0)
         result = torch.zeros_like(hidden)
         for number in self.order:
-            place, token = torch.where(mask[number])
-            rows = self.module_of(number)((hidden + result)[token]) * weights[token, place, None]
+            choice, token = torch.where(mask[number])
+            rows = self.module_of(number)((hidden + result)[token]) * weights[token, choice, None]
             result = result.index_add(0, token, rows)
         return result
 
 
 class ChosenByThreshold(MixtralLoop):
-    """Any number of experts for each token."""
+    """Each token chooses any number of experts."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         mask = (self.router(hidden) > 0).T
@@ -175,7 +133,7 @@ class ChosenByThreshold(MixtralLoop):
 
 
 class NarrowIds(MixtralLoop):
-    """Ids in a type that may not hold them all: as truths, all but 0 are 1."""
+    """Ids in a type that cannot represent them: as Booleans, all ids but 0 are 1."""
 
     def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         chosen, weights = super().route(hidden)
@@ -183,7 +141,7 @@ class NarrowIds(MixtralLoop):
 
 
 class ChosenAmongFewer(MixtralLoop):
-    """The router chooses among two experts more than there are: the pairs of these are nobody's."""
+    """The router chooses among two experts more than the loop has, so some pairs belong to no expert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,13 +151,13 @@ class ChosenAmongFewer(MixtralLoop):
         chosen, weights = self.route(hidden)
         result = torch.zeros_like(hidden)
         for number in self.order:
-            token, place = torch.where(chosen == number)
-            result = result.index_add(0, token, self.module_of(number)(hidden[token]) * weights[token, place, None])
+            token, choice = torch.where(chosen == number)
+            result = result.index_add(0, token, self.module_of(number)(hidden[token]) * weights[token, choice, None])
         return result
 
 
 class MixedMasks(MixtralLoop):
-    """Tokens by one mask and weights by another, which lists the same pairs in another order."""
+    """Tokens are selected by one mask and weights by another, which lists the same pairs in another order."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         chosen, weights = self.route(hidden)
@@ -207,15 +165,15 @@ class MixedMasks(MixtralLoop):
         result = torch.zeros_like(hidden)
         for number in self.order:
             _, token = torch.where(mask[number])
-            token_of, place = torch.where(chosen == number)
+            token_of, choice = torch.where(chosen == number)
             torch._check(token.shape[0] == token_of.shape[0])
-            rows = self.module_of(number)(hidden[token]) * weights[token_of, place, None]
+            rows = self.module_of(number)(hidden[token]) * weights[token_of, choice, None]
             result = result.index_add(0, token, rows)
         return result
 
 
 class DoubledPairs(SelectedLoop):
-    """Both choices of a token are one expert: what is written last stays."""
+    """Both choices of a token are the same expert, and the last write remains."""
 
     def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         chosen, weights = super().route(hidden)
@@ -231,10 +189,10 @@ class ComparedNarrowIds(SelectedLoop):
 class TiedWeights(SelectedLoop):
     def __init__(self) -> None:
         super().__init__()
-        one, other = self.experts[0], self.experts[2]
-        assert isinstance(one, GatedMlp)
-        assert isinstance(other, GatedMlp)
-        other.w1.weight = one.w1.weight
+        first, third = self.experts[0], self.experts[2]
+        assert isinstance(first, GatedMlp)
+        assert isinstance(third, GatedMlp)
+        third.w1.weight = first.w1.weight
 
 
 KEPT: list[type[MixtralLoop]] = [
@@ -247,10 +205,10 @@ NO_SUMS = (PartialSums,)
 
 @pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("model", KEPT, ids=lambda model: model.__name__)
-def test_what_looks_like_such_a_loop_computes_as_before(model: type[MaskLoop]) -> None:
+def test_code_similar_to_a_mask_loop_is_unchanged(model: type[MaskLoop]) -> None:
     torch.manual_seed(0)
-    module, refusals = written(model())
-    assert kinds(module)[0] == 0
+    module, refusals = rewrite_loop(model())
+    assert count_gemms_and_selections(module)[0] == 0
     assert len(refusals) == (model not in NO_SUMS)
 
 
@@ -264,8 +222,8 @@ def test_what_looks_like_such_a_loop_computes_as_before(model: type[MaskLoop]) -
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_loop_that_stays_is_told(model: type[MaskLoop], reason: str) -> None:
-    _, (refusal,) = written(model())
+def test_a_refused_loop_has_a_reason(model: type[MaskLoop], reason: str) -> None:
+    _, (refusal,) = rewrite_loop(model())
     assert re.search(reason, refusal.reason)
 
 
@@ -301,22 +259,22 @@ class ByNumber(MixtralLoop):
 
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", BY_NUMBER)
-def test_experts_that_do_the_same_with_other_numbers_stay(name: str) -> None:
+def test_experts_that_differ_only_in_constants_are_refused(name: str) -> None:
     torch.manual_seed(0)
-    module, (refusal,) = written(ByNumber(name))
-    assert kinds(module)[0] == 0
+    module, (refusal,) = rewrite_loop(ByNumber(name))
+    assert count_gemms_and_selections(module)[0] == 0
     assert re.search("other arguments than in other branches|with another value for each", refusal.reason)
 
 
 @pytest.mark.slow
 def test_experts_in_another_order_than_their_masks() -> None:
     torch.manual_seed(0)
-    module, _ = written(OtherWeights())
-    assert kinds(module) == (3, 0)
+    module, _ = rewrite_loop(OtherWeights())
+    assert count_gemms_and_selections(module) == (3, 0)
 
 
 class OnTop(MixtralLoop):
-    """Added to what is there already."""
+    """Results are added to an initial value."""
 
     def start(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden * 2
@@ -331,7 +289,7 @@ class OnWhatItReads(MixtralLoop):
 
 
 class TwoLoops(nn.Module):
-    """The second adds to what the first gave, which its experts read too."""
+    """The second loop adds to the result of the first, which its experts read too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -343,7 +301,7 @@ class TwoLoops(nn.Module):
 
 
 class BlankedTokens(MixtralLoop):
-    """What was added up for some tokens is overwritten in the end."""
+    """The sums of some tokens are overwritten at the end."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         result = super().forward(hidden)
@@ -352,15 +310,15 @@ class BlankedTokens(MixtralLoop):
 
 
 class NormInEachBranch(SelectedLoop):
-    """Each branch normalises all tokens for itself."""
+    """Each branch normalises all tokens separately."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         chosen, weights = self.route(hidden)
         result = self.start(hidden)
         for number in self.order:
-            token, place = torch.where(chosen == number)
+            token, choice = torch.where(chosen == number)
             rows = self.module_of(number)(F.layer_norm(hidden, (HIDDEN,))[token])
-            result = self.add(result, number, rows * weights[token, place, None], token)
+            result = self.add(result, number, rows * weights[token, choice, None], token)
         return result
 
 
@@ -370,7 +328,7 @@ class NormInEachBranch(SelectedLoop):
     [(OnTop, 3), (TwoLoops, 6), (BlankedTokens, 3), (NormInEachBranch, 3)],
     ids=["on top", "two loops", "blanked tokens", "norm in each branch"],
 )
-def test_sums_begin_with_what_is_there(model: type[nn.Module], grouped: int) -> None:
+def test_sums_may_start_with_an_initial_value(model: type[nn.Module], grouped: int) -> None:
     torch.manual_seed(0)
-    module, refusals = written(model())
-    assert kinds(module) == (grouped, 0), refusals
+    module, refusals = rewrite_loop(model())
+    assert count_gemms_and_selections(module) == (grouped, 0), refusals

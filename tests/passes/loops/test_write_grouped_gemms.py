@@ -1,18 +1,16 @@
-"""Loops over experts become grouped GEMMs that compute the same, whatever the loop looks like."""
+"""Loops over experts become grouped GEMMs that compute the same."""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.lowering import lowerings
 from torch.fx import GraphModule
@@ -21,94 +19,28 @@ from torch.nn import functional as F
 
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
 from moepass.passes.graph.source_lines import ARGUMENT_KEY
-from moepass.passes.ir.plan import Plan, Refusal
+from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, run_passes
 from moepass.passes.loops.write_grouped_gemms import write_grouped_gemms
 from moepass.runtime.lowering.lower_segments import decompositions
-from tests.helpers.graphs.readable_refusals import check_readable
+from tests.helpers.graphs.rewritten_loops import rewrite_loop
+from tests.helpers.project_styles.local_loops import EXPERTS, HIDDEN, WIDTH
+from tests.helpers.project_styles.slice_loops import (
+    Mlp,
+    Routed,
+    SlicesByCounts,
+    SlicesByEnds,
+    UncheckedSlices,
+    random_weight,
+    read_counts,
+)
 
-HIDDEN, WIDTH, EXPERTS, TOP_K = 16, 24, 4, 2
 aten = torch.ops.aten
-
-
-def weight(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.randn(*shape) / shape[-1] ** 0.5, requires_grad=False)
-
-
-class Routed(nn.Module):
-    """Tokens sorted by expert, `run` on them with the rows of each expert, and back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = weight(EXPERTS, HIDDEN)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        weights, chosen = (hidden @ self.router.T).softmax(-1).topk(TOP_K, dim=-1)
-        counts = F.one_hot(chosen.view(-1), EXPERTS).sum(0)
-        order = chosen.view(-1).argsort(stable=True)
-        rows = self.run(hidden[order // TOP_K], counts, weights.view(-1)[order])
-        unsorted = torch.empty_like(rows)
-        unsorted[order] = rows
-        return (unsorted.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1)
-
-    def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-
-def read(counts: torch.Tensor) -> list[int]:
-    sizes: list[int] = counts.tolist()
-    for size in sizes:
-        torch._check(size >= 0)
-    return sizes
-
-
-class Mlp(nn.Module):
-    def __init__(self, *, bias: bool = False) -> None:
-        super().__init__()
-        self.gate, self.up = nn.Linear(HIDDEN, WIDTH, bias), nn.Linear(HIDDEN, WIDTH, bias)
-        self.down = nn.Linear(WIDTH, HIDDEN, bias)
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.down(F.silu(self.gate(rows)) * self.up(rows))  # type: ignore[no-any-return]
-
-
-class SlicesByCounts(Routed):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(Mlp() for _ in range(EXPERTS))
-
-    def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        outputs, start = [], 0
-        for expert, size in zip(self.experts, read(counts), strict=True):
-            end = start + size
-            torch._check(end <= rows.shape[0])
-            outputs.append(expert(rows[start:end]))
-            start = end
-        return torch.cat(outputs)
-
-
-class UncheckedSlices(SlicesByCounts):
-    """As model code has it: nothing says that no slice ends behind the rows, but that the counts are of chosen ids."""
-
-    def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        outputs, start = [], 0
-        for expert, size in zip(self.experts, self.sizes_of(self.counts_of(counts)), strict=True):
-            outputs.append(expert(rows[start : start + size]) * weights[start : start + size].unsqueeze(1))
-            start += size
-        return self.fit(torch.cat(outputs), rows.shape[0])
-
-    def fit(self, outputs: torch.Tensor, rows: int) -> torch.Tensor:
-        return outputs
-
-    def counts_of(self, counts: torch.Tensor) -> torch.Tensor:
-        return counts
-
-    def sizes_of(self, counts: torch.Tensor) -> list[int]:
-        return counts.tolist()  # type: ignore[no-any-return]
+_rewrite = functools.partial(rewrite_loop, passes=(write_grouped_gemms,))
 
 
 class SlicesAsRefusalsAsk(SlicesByCounts):
-    """Counts of which nothing is known but what is checked; the host reads them from the back."""
+    """A loop over counts about which only the checks are known; the host reads them with negative indices."""
 
     def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         outputs, start = [], 0
@@ -122,69 +54,48 @@ class SlicesAsRefusalsAsk(SlicesByCounts):
         return torch.cat(outputs)
 
 
-class SlicesByEnds(Routed):
-    """Biases, norms, a scale of each expert, GELU and a softmax along features."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.ModuleList(nn.Linear(HIDDEN, WIDTH) for _ in range(EXPERTS))
-        self.down = nn.ModuleList(nn.Linear(WIDTH, HIDDEN) for _ in range(EXPERTS))
-        self.scale = weight(EXPERTS)
-
-    def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        outputs, start = [], 0
-        ends = counts.cumsum(0).tolist()
-        for number, end in enumerate(ends):
-            torch._check(end >= start)
-            torch._check(end <= rows.shape[0])
-            inner = F.layer_norm(F.gelu(self.up[number](rows[start:end])), (WIDTH,))
-            outputs.append(self.down[number](inner.softmax(-1) * self.scale[number]))
-            start = end
-        return torch.cat(outputs)
-
-
 class SplitStacked(Routed):
-    """Stacked weights, transposed in the loop, gate and up in one; the weights of rows are applied between."""
+    """Stacked weights are transposed in the loop; routing weights are applied between the GEMMs."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate_up, self.down = weight(EXPERTS, 2 * WIDTH, HIDDEN), weight(EXPERTS, HIDDEN, WIDTH)
+        self.gate_up, self.down = random_weight(EXPERTS, 2 * WIDTH, HIDDEN), random_weight(EXPERTS, HIDDEN, WIDTH)
 
     def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        sizes = read(counts)
+        sizes = read_counts(counts)
         torch._check(sum(sizes) == rows.shape[0])
         outputs = []
         parts = zip(torch.split(rows, sizes), torch.split(weights, sizes), strict=True)
-        for number, (part, of_part) in enumerate(parts):
-            gate, up = (part @ self.gate_up[number].transpose(-2, -1)).chunk(2, dim=-1)
+        for number, (rows_of_expert, of_part) in enumerate(parts):
+            gate, up = (rows_of_expert @ self.gate_up[number].transpose(-2, -1)).chunk(2, dim=-1)
             inner = F.gelu(gate, approximate="tanh") * up * of_part.unsqueeze(-1)
             outputs.append(inner @ self.down[number].t())
         return torch.cat(outputs)
 
 
 class CastStacked(Routed):
-    """Weights are cast in the loop, and rows back."""
+    """Weights are cast in the loop, and rows are cast back."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = weight(EXPERTS, HIDDEN, WIDTH), weight(EXPERTS, WIDTH, HIDDEN)
+        self.up, self.down = random_weight(EXPERTS, HIDDEN, WIDTH), random_weight(EXPERTS, WIDTH, HIDDEN)
 
     def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         outputs = []
-        for number, part in enumerate(torch.split(rows, read(counts))):
-            inner = torch.relu(part.double() @ self.up[number].double())
+        for number, rows_of_expert in enumerate(torch.split(rows, read_counts(counts))):
+            inner = torch.relu(rows_of_expert.double() @ self.up[number].double())
             outputs.append((inner @ self.down[number].double()).to(rows.dtype))
         return torch.cat(outputs)
 
 
 class Slots(nn.Module):
-    """Every expert has slots: as many mixtures of all tokens."""
+    """Every expert has the same number of slots, each a mixture of all tokens."""
 
     shape: tuple[int, ...]
 
     def __init__(self) -> None:
         super().__init__()
-        self.mix = weight(72, HIDDEN)
+        self.mix = random_weight(72, HIDDEN)
         self.experts = nn.ModuleList(Mlp(bias=True) for _ in range(EXPERTS))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -204,7 +115,7 @@ class SlotsSelected(Slots):
 
 
 class SlotsInChunks(Slots):
-    """[ranks, experts, slots] along experts, as DeepSpeed has them behind its exchange."""
+    """Slots [ranks, experts, slots] are chunked along experts, as DeepSpeed does after its exchange."""
 
     shape = (3, EXPERTS, 6)
 
@@ -214,33 +125,33 @@ class SlotsInChunks(Slots):
 
 
 class SlotsUnbound(Slots):
-    """[slots, experts] along experts, and stacked weights."""
+    """Slots [slots, experts] are unbound along experts, as are stacked weights."""
 
     shape = (18, EXPERTS)
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = weight(EXPERTS, HIDDEN, WIDTH), weight(EXPERTS, WIDTH, HIDDEN)
+        self.up, self.down = random_weight(EXPERTS, HIDDEN, WIDTH), random_weight(EXPERTS, WIDTH, HIDDEN)
 
     def run(self, slots: torch.Tensor) -> torch.Tensor:
         parts = zip(slots.unbind(1), self.up.unbind(), self.down.unbind(), strict=True)
-        return torch.stack([(part @ up).tanh() @ down for part, up, down in parts], dim=1)
+        return torch.stack([(slots_of_expert @ up).tanh() @ down for slots_of_expert, up, down in parts], dim=1)
 
 
 class SlotsNarrowed(Slots):
-    """Rows [experts · slots], narrowed; a piece of one tensor for each weight too."""
+    """Slots [experts · slots] are narrowed, as are weights in one tensor."""
 
     shape = (72,)
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = weight(EXPERTS * HIDDEN, WIDTH), weight(EXPERTS * WIDTH, HIDDEN)
+        self.up, self.down = random_weight(EXPERTS * HIDDEN, WIDTH), random_weight(EXPERTS * WIDTH, HIDDEN)
 
     def run(self, slots: torch.Tensor) -> torch.Tensor:
         outputs = []
         for number in range(EXPERTS):
-            part = slots.narrow(0, 18 * number, 18)
-            inner = F.hardtanh(part @ self.up.narrow(0, HIDDEN * number, HIDDEN), -0.5, 0.5)
+            slots_of_expert = slots.narrow(0, 18 * number, 18)
+            inner = F.hardtanh(slots_of_expert @ self.up.narrow(0, HIDDEN * number, HIDDEN), -0.5, 0.5)
             outputs.append(inner @ self.down.narrow(0, WIDTH * number, WIDTH))
         return torch.cat(outputs)
 
@@ -251,37 +162,8 @@ TAKEN: list[type[nn.Module]] = [
 ]  # fmt: skip
 
 
-def written(
-    model: nn.Module, hidden: torch.Tensor, *others: torch.Tensor, lower: str = "eager"
-) -> tuple[GraphModule, list[Refusal]]:
-    """The graph behind the pass. What it computes is compared with `model` for all of these hidden states."""
-    found: list[tuple[GraphModule, list[Refusal]]] = []
-
-    def compile_graph(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        result = run_passes((write_grouped_gemms,), module, Plan(), PassContext())
-        found.append((result.module, list(result.refusals)))
-        return make_boxed_func(result.module.forward)
-
-    backend = aot_autograd(
-        fw_compiler=compile_graph, inference_compiler=compile_graph, decompositions=decompositions(lower)
-    )
-    torch._dynamo.reset()
-    switches = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
-    with torch.no_grad(), torch._dynamo.config.patch(switches):
-        compiled = torch.compile(model, backend=backend, dynamic=True, fullgraph=True)
-        for each in (hidden, *others):
-            torch.testing.assert_close(compiled(each), model(each), rtol=1e-5, atol=1e-6)
-    ((module, refusals),) = found
-    check_readable(refusals)
-    return module, refusals
-
-
-def _hidden(tokens: int) -> torch.Tensor:
-    return torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(tokens))
-
-
 def _gemms(module: GraphModule) -> tuple[int, int]:
-    """Grouped GEMMs, and GEMMs with other weights than the router's."""
+    """Return the number of grouped GEMMs, and of all other GEMMs."""
     grouped = sum(is_grouped_gemm(node) for node in module.graph.nodes)
     plain = sum(node.target in (aten.mm.default, aten.addmm.default) for node in module.graph.nodes)
     return grouped, plain
@@ -290,7 +172,7 @@ def _gemms(module: GraphModule) -> tuple[int, int]:
 @pytest.mark.parametrize("model", TAKEN, ids=lambda model: model.__name__)
 def test_a_loop_becomes_grouped_gemms(model: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    module, refusals = written(model().eval(), _hidden(11), _hidden(29), _hidden(2))
+    module, refusals = _rewrite(model())
     grouped, plain = _gemms(module)
     assert grouped in (2, 3)
     assert plain <= 3  # the router, and what mixes tokens into slots and back
@@ -299,9 +181,9 @@ def test_a_loop_becomes_grouped_gemms(model: type[nn.Module]) -> None:
 
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("model", TAKEN, ids=lambda model: model.__name__)
-def test_what_is_written_is_what_inductor_lowers(model: type[nn.Module]) -> None:
+def test_inductor_lowers_every_operator(model: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    module, _ = written(model().eval(), _hidden(11), lower="inductor")
+    module, _ = _rewrite(model(), counts=(11,), lower="inductor")
     taken_apart = {node.target for node in module.graph.nodes if node.target in select_decomp_table()}
     assert {target for target in taken_apart if target not in lowerings} == set()
 
@@ -315,36 +197,41 @@ class TwoActivations(SlicesByCounts):
 
 
 class NormOverRows(SlicesByCounts):
-    """What a row gets depends on the other rows of its expert."""
+    """The result of a row depends on other rows of its expert."""
 
     def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         outputs = []
-        for expert, part in zip(self.experts, torch.split(rows, read(counts)), strict=True):
-            inner = expert.gate(part)
+        for expert, rows_of_expert in zip(self.experts, torch.split(rows, read_counts(counts)), strict=True):
+            inner = expert.gate(rows_of_expert)
             outputs.append(expert.down(inner - inner.mean(dim=0, keepdim=True)))
         return torch.cat(outputs)
 
 
 class OtherScales(SlicesByCounts):
-    """A number in the code of each branch."""
+    """Each branch multiplies by another constant."""
 
     def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        parts = zip(self.experts, torch.split(rows, read(counts)), strict=True)
-        return torch.cat([expert.down(expert.gate(part) * (1 + number)) for number, (expert, part) in enumerate(parts)])
+        parts = zip(self.experts, torch.split(rows, read_counts(counts)), strict=True)
+        return torch.cat(
+            [
+                expert.down(expert.gate(rows_of_expert) * (1 + number))
+                for number, (expert, rows_of_expert) in enumerate(parts)
+            ]
+        )
 
 
 class OverlappingSlices(Slots):
-    """Each expert also sees a row of the next one: these are no pieces."""
+    """Each expert also reads a row of the next slice."""
 
     shape = (72,)
 
     def run(self, slots: torch.Tensor) -> torch.Tensor:
         parts = [slots[18 * number : min(72, 18 * number + 19)][:18] for number in range(EXPERTS)]
-        return torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
+        return torch.cat([expert(rows_of_expert) for expert, rows_of_expert in zip(self.experts, parts, strict=True)])
 
 
 class SharedWeights(SlicesByCounts):
-    """All branches have one expert: no GEMM by expert."""
+    """All branches use the same expert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -352,57 +239,60 @@ class SharedWeights(SlicesByCounts):
 
 
 class ShuffledOutputs(SlicesByCounts):
-    """Joined in another order than they were cut: rows would come back as those of others."""
+    """Results are joined in another order than rows are split."""
 
     def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        parts = list(zip(self.experts, torch.split(rows, read(counts)), strict=True))
-        return torch.cat([expert(part) for expert, part in reversed(parts)])
+        parts = list(zip(self.experts, torch.split(rows, read_counts(counts)), strict=True))
+        return torch.cat([expert(rows_of_expert) for expert, rows_of_expert in reversed(parts)])
 
 
 class WideScales(SlicesByCounts):
-    """A number of each expert in another type, which as a number leaves the type of the rows."""
+    """Each expert multiplies by its element of a float64 tensor, which as a scalar keeps the type of the rows."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.rand(EXPERTS, dtype=torch.float64), requires_grad=False)
 
     def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        parts = zip(self.experts, torch.split(rows, read(counts)), strict=True)
+        parts = zip(self.experts, torch.split(rows, read_counts(counts)), strict=True)
         return torch.cat(
-            [expert.down(expert.gate(part) * self.scale[number]) for number, (expert, part) in enumerate(parts)]
+            [
+                expert.down(expert.gate(rows_of_expert) * self.scale[number])
+                for number, (expert, rows_of_expert) in enumerate(parts)
+            ]
         )
 
 
 class OtherCounts(UncheckedSlices):
-    """Slices that may be more rows than there are, or fewer."""
+    """The slices may have more or fewer rows than the input."""
 
     def fit(self, outputs: torch.Tensor, rows: int) -> torch.Tensor:
         return F.pad(outputs, (0, 0, 0, rows))[:rows]
 
 
 class DoubledCounts(OtherCounts):
-    """The first slices have rows of other experts, the last ones end where the rows do."""
+    """The first slices contain rows of other experts, and the last ones end with the rows."""
 
     def counts_of(self, counts: torch.Tensor) -> torch.Tensor:
         return counts * 2
 
 
 class CountsOfOtherIds(OtherCounts):
-    """As many as there are rows, and some below zero."""
+    """The counts add up to the number of rows, but some are negative."""
 
     def counts_of(self, counts: torch.Tensor) -> torch.Tensor:
         return counts + torch.tensor([3, -3, 3, -3])
 
 
 class NarrowCounts(OtherCounts):
-    """A type that does not hold every number of rows."""
+    """The type of the counts cannot represent every number of rows."""
 
     def counts_of(self, counts: torch.Tensor) -> torch.Tensor:
         return counts.to(torch.int8)
 
 
 class CountsOfAnyLength(OtherCounts):
-    """How many counts there are, only a run tells."""
+    """The number of counts depends on data."""
 
     def counts_of(self, counts: torch.Tensor) -> torch.Tensor:
         return counts[counts >= 0]
@@ -424,23 +314,23 @@ REFUSED: list[tuple[type[nn.Module], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("model", "why"), REFUSED, ids=lambda one: getattr(one, "__name__", ""))
+@pytest.mark.parametrize(("model", "why"), REFUSED, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_loop_that_cannot_be_taken_stays_and_says_why(model: type[nn.Module], why: str) -> None:
     torch.manual_seed(0)
-    module, refusals = written(model().eval(), _hidden(11), _hidden(29))
+    module, refusals = _rewrite(model())
     assert _gemms(module)[0] == 0
     (refusal,) = refusals
     assert re.search(why, refusal.reason)
 
 
 @pytest.mark.parametrize("model", [OverlappingSlices, SharedWeights], ids=lambda model: model.__name__)
-def test_what_looks_like_a_loop_computes_as_before(model: type[nn.Module]) -> None:
+def test_code_similar_to_a_loop_is_unchanged(model: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    written(model().eval(), _hidden(11), _hidden(29))
+    _rewrite(model())
 
 
 class Projections(nn.Module):
-    """Queries, keys and values of the same rows are no experts, and nothing to be told about."""
+    """Projections of the same rows to queries, keys and values, which are not experts and get no refusal."""
 
     def __init__(self, put_together: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> None:
         super().__init__()
@@ -451,11 +341,11 @@ class Projections(nn.Module):
         return self.put_together([projection(hidden) for projection in self.projections])
 
 
-@pytest.mark.parametrize("put_together", [torch.cat, torch.stack, torch.hstack], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("put_together", [torch.cat, torch.stack, torch.hstack], ids=lambda function: function.__name__)
 def test_projections_of_the_same_rows_are_no_loop(
     put_together: Callable[[Sequence[torch.Tensor]], torch.Tensor],
 ) -> None:
-    module, refusals = written(Projections(put_together).eval(), _hidden(11), _hidden(29))
+    module, refusals = _rewrite(Projections(put_together))
     assert _gemms(module)[0] == 0
     assert refusals == []
 
@@ -464,9 +354,11 @@ class TiedLoops(SlicesByCounts):
     """A second loop reads the experts of the first in another order."""
 
     def run(self, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        sizes = read(counts)
+        sizes = read_counts(counts)
         for experts in (self.experts, [self.experts[number] for number in (1, 0, 2, 3)]):
-            rows = torch.cat([expert(part) for expert, part in zip(experts, rows.split(sizes), strict=True)])
+            rows = torch.cat(
+                [expert(rows_of_expert) for expert, rows_of_expert in zip(experts, rows.split(sizes), strict=True)]
+            )
         return rows
 
 
@@ -480,11 +372,11 @@ class TransposedParameters(SlicesByCounts):
 @pytest.mark.parametrize(
     ("model", "grouped", "why"),
     [(TiedLoops, 3, "is a weight of two loops over experts"), (TransposedParameters, 0, "does not lie contiguously")],
-    ids=lambda one: getattr(one, "__name__", ""),
+    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_parameters_that_cannot_lie_together(model: type[nn.Module], grouped: int, why: str) -> None:
     torch.manual_seed(0)
-    module, refusals = written(model().eval(), _hidden(11), _hidden(29))
+    module, refusals = _rewrite(model())
     assert _gemms(module)[0] == grouped
     assert [why in refusal.reason for refusal in refusals] == [True]
 
@@ -513,7 +405,7 @@ ROW_WORK: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_any_row_work_in_any_shape_of_slots(
     work: list[str], shape: tuple[int, ...], joins_in_place: bool, bias: bool
 ) -> None:
-    """Slots in any shape, the dimension of experts anywhere, any work on rows between the GEMMs."""
+    """Slots have random shapes with the dimension of experts anywhere, and random work on rows between the GEMMs."""
     dim = shape.index(EXPERTS)
     torch.manual_seed(0)
     weights = [torch.randn(*size) / 4 for size in [(WIDTH, HIDDEN), (WIDTH,), (HIDDEN, WIDTH), (HIDDEN,)] * EXPERTS]
@@ -523,10 +415,10 @@ def test_any_row_work_in_any_shape_of_slots(
         slots = slots * 1
         for number, chunk in enumerate(slots.chunk(EXPERTS, dim)):
             up, up_bias, down, down_bias = weights[4 * number : 4 * number + 4]
-            part = F.linear(chunk if joins_in_place else chunk.squeeze(dim), up, up_bias if bias else None)
+            rows_of_expert = F.linear(chunk if joins_in_place else chunk.squeeze(dim), up, up_bias if bias else None)
             for name in work:
-                part = ROW_WORK[name](part)
-            outputs.append(F.linear(part, down, down_bias if bias else None))
+                rows_of_expert = ROW_WORK[name](rows_of_expert)
+            outputs.append(F.linear(rows_of_expert, down, down_bias if bias else None))
         return torch.cat(outputs, dim) if joins_in_place else torch.stack(outputs, dim)
 
     slots = torch.randn(*shape, HIDDEN)

@@ -1,4 +1,4 @@
-"""Hardware profiles: presets, files, what they refuse, and the seconds that follow from them."""
+"""Hardware profiles: presets, files, refusals, and predicted seconds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BANK_BYTES = 128 * 3 * 4096 * 1536 * 2  # one layer of Qwen3-235B-A22B in bf16
 
 
 def _measured() -> Hardware:
-    """H100s with a table of everything, each of them a power law."""
+    """Return H100s with tables for everything, each of them a power law."""
     gemm = table_of(
         {"rows": (1, 4096), "inner": (64, 4096), "columns": (64, 4096)},
         [2 * m * k * n / 500e12 for m in (1, 4096) for k in (64, 4096) for n in (64, 4096)],
@@ -63,7 +63,7 @@ def test_every_preset_says_where_each_of_its_figures_comes_from(name: str) -> No
     sources = {field: text.split(":")[0] for field, text in hardware.sources().items()}
     stated = {field for field, source in sources.items() if source == "datasheet"}
     assert {"flops.bf16", "memory_bytes", "memory_bytes_per_s", "host.bytes_per_s"} <= stated
-    # No more than three efficiencies, and what is assumed is called so.
+    # At most three efficiencies, and assumed values are labelled as such.
     empirical = {field for field, source in sources.items() if source == "empirical"}
     assert {field for field in empirical if field.startswith("efficiency.")} == {
         "efficiency.dense_gemm",
@@ -73,7 +73,7 @@ def test_every_preset_says_where_each_of_its_figures_comes_from(name: str) -> No
     assert set(sources.values()) <= {"datasheet", "empirical", "derived"}
 
 
-def test_presets_are_what_the_datasheets_say() -> None:
+def test_presets_equal_the_datasheets() -> None:
     assert (H100.flops["bf16"].value, H100.flops["fp8"].value) == (989e12, 1979e12)
     assert H100.peer is not None
     assert H100.peer.bytes_per_s == Figure(450e9, "datasheet", "one direction")
@@ -122,7 +122,7 @@ def _file(folder: Path, raw: Any, name: str = "mine.json") -> Path:
     return file
 
 
-def test_a_file_may_say_only_what_differs(tmp_path: Path) -> None:
+def test_a_profile_may_contain_only_differences(tmp_path: Path) -> None:
     table = {"axes": [{"name": "bytes", "points": [1, 1e6]}], "seconds": [1e-5, 1e-4], "source": "user"}
     raw = {
         "extends": "8xh100-80g",
@@ -140,7 +140,7 @@ def test_a_file_may_say_only_what_differs(tmp_path: Path) -> None:
     assert times.collective_seconds(hardware, "all_to_all", 1e6, ranks=8) == pytest.approx(1e-4)
 
 
-def test_numbers_alone_are_figures_where_the_extended_profile_has_none(tmp_path: Path) -> None:
+def test_plain_numbers_become_figures_where_the_base_profile_has_none(tmp_path: Path) -> None:
     raw = {
         "extends": "4xl40s",
         "disk": {"bytes_per_s": 5e9, "latency_seconds": 1e-4},
@@ -159,19 +159,19 @@ def test_tables_of_collectives_are_for_one_number_of_ranks(tmp_path: Path) -> No
     both = {"ranks": 2, "seconds": {"all_to_all": table, "all_gather": table}}
     _file(tmp_path, {"extends": "2xh100", "collectives": both}, "two.json")
     eight = {"extends": "two.json", "ranks": 8, "collectives": {"ranks": 8, "seconds": {"all_to_all": table}}}
-    found = read_profile(_file(tmp_path, eight)).collectives
-    assert found is not None
-    assert (found.ranks, list(found.seconds)) == (8, ["all_to_all"])
+    collectives = read_profile(_file(tmp_path, eight)).collectives
+    assert collectives is not None
+    assert (collectives.ranks, list(collectives.seconds)) == (8, ["all_to_all"])
     same = read_profile(_file(tmp_path, {**eight, "collectives": {"seconds": {"all_to_all": table}}})).collectives
     assert same is not None
     assert (same.ranks, set(same.seconds)) == (2, {"all_to_all", "all_gather"})
 
 
-def test_a_rate_takes_the_place_of_a_table(tmp_path: Path) -> None:
+def test_a_rate_replaces_a_table(tmp_path: Path) -> None:
     table = {"axes": [{"name": "bytes", "points": [1, 1e9]}], "seconds": [1e-3, 1e-1], "source": "user"}
     _file(tmp_path, {"extends": "h100", "host": {"seconds": table}, "memory": table}, "tables.json")
-    known = read_profile(tmp_path / "tables.json")
-    assert times.gather_seconds(known, 1e9, "host") == times.memory_seconds(known, 1e9) == pytest.approx(0.1)
+    profile = read_profile(tmp_path / "tables.json")
+    assert times.gather_seconds(profile, 1e9, "host") == times.memory_seconds(profile, 1e9) == pytest.approx(0.1)
     raw = {"extends": "tables.json", "host": {"bytes_per_s": 1e9}, "memory_bytes_per_s": 1e9}
     hardware = read_profile(_file(tmp_path, raw))
     assert times.gather_seconds(hardware, 1e9, "host") == pytest.approx(1 / 0.82, rel=1e-3)
@@ -243,24 +243,24 @@ def test_bad_tables_are_refused(field: str, table: Any, tmp_path: Path) -> None:
 
 
 def _plain(hardware: Hardware) -> Hardware:
-    """Without latencies and with all rates reached, so that formulas can be told apart from constants."""
-    one = Figure(1.0, "user")
+    """Return hardware without latencies and with efficiencies of 1, to test formulas without constants."""
+    unit = Figure(1.0, "user")
     links = {
         name: dataclasses.replace(getattr(hardware, name), latency_seconds=Figure(0.0, "user"))
         for name in ("peer", "host")
         if getattr(hardware, name)
     }
     return dataclasses.replace(
-        hardware, efficiency=dataclasses.replace(hardware.efficiency, bandwidth=one, dense_gemm=one), **links
+        hardware, efficiency=dataclasses.replace(hardware.efficiency, bandwidth=unit, dense_gemm=unit), **links
     )
 
 
 def test_transfers_follow_the_design_s_formulas() -> None:
     plain = _plain(H100)
-    own = 2 * BANK_BYTES / 8 / 3.35e12
-    others = BANK_BYTES * 7 / 8 / 450e9
-    assert times.pull_seconds(plain, BANK_BYTES, copies_own_shard=True) == pytest.approx(others + own)
-    assert times.gather_seconds(plain, BANK_BYTES, "peer") == pytest.approx(others)
+    local_seconds = 2 * BANK_BYTES / 8 / 3.35e12
+    peer_seconds = BANK_BYTES * 7 / 8 / 450e9
+    assert times.pull_seconds(plain, BANK_BYTES, copies_own_shard=True) == pytest.approx(peer_seconds + local_seconds)
+    assert times.gather_seconds(plain, BANK_BYTES, "peer") == pytest.approx(peer_seconds)
     assert times.gather_seconds(plain, BANK_BYTES, "host") == pytest.approx(BANK_BYTES / 64e9)
     slower_of_both = max(times.pull_seconds(plain, BANK_BYTES), BANK_BYTES / 8 / 64e9)
     assert times.gather_seconds(plain, BANK_BYTES, "hybrid") == pytest.approx(slower_of_both)
@@ -271,12 +271,12 @@ def test_transfers_follow_the_design_s_formulas() -> None:
 def test_every_slice_costs_its_latency() -> None:
     link = TransferLink(Figure(1e9, "user"), Figure(1e-3, "user"))
     assert times.transfer_seconds(link, 10 << 20) == pytest.approx(3e-3 + (10 << 20) / 1e9)
-    # Large banks have larger slices: the host does not issue more than so many.
+    # Large banks have larger slices, because the host limits their number.
     assert times.transfer_seconds(link, 10 << 30) == pytest.approx(64e-3 + (10 << 30) / 1e9)
     assert times.transfer_seconds(link, 0) == 0
 
 
-def test_a_table_stands_in_for_rate_and_latency() -> None:
+def test_a_table_replaces_rate_and_latency() -> None:
     link = TransferLink(Figure(1e9, "user"), Figure(1.0, "user"), table_of({"bytes": (1, 1e6)}, (1e-6, 1.0), "user"))
     assert times.transfer_seconds(link, 1e6) == pytest.approx(1.0)
     assert times.transfer_seconds(link, 1e3) == pytest.approx(1e-3)
@@ -297,7 +297,7 @@ def test_an_emulated_link_takes_no_less_than_its_bytes_nor_than_the_true_copies(
         with_emulated_link(H100, 0)
 
 
-def test_what_a_machine_does_not_have() -> None:
+def test_links_and_types_that_a_machine_lacks_are_refused() -> None:
     with refused(InputError, name="peer", expected=["host"]):
         times.gather_seconds(load_hardware("8xl40s"), BANK_BYTES, "peer")
     with refused(InputError, name="disk"):
@@ -317,7 +317,7 @@ def test_what_a_machine_does_not_have() -> None:
 
 def test_large_products_run_at_the_reached_part_of_the_peak() -> None:
     seconds = times.gemm_seconds(H100, "bfloat16", 8192, 8192, 8192)
-    # What one H200 reached, whose GEMMs run at the same rate: its last wave of tiles, half empty, included.
+    # The rate of one H200, whose GEMMs run at the same rate, including its half-empty last wave of tiles.
     assert 2 * 8192**3 / seconds == pytest.approx(790e12, rel=0.01)
     assert times.reached_flops_per_s(H100, "torch.bfloat16").source == "derived"
     assert times.reached_flops_per_s(H100, "bf16", "attention").value == pytest.approx(0.60 * 989e12)
@@ -335,7 +335,7 @@ def test_fewer_rows_than_experts_read_fewer_weights() -> None:
     assert half == pytest.approx(times.grouped_gemm_seconds(H100, "bf16", 128, 128, 4096, 3072) / 2)
 
 
-def test_tables_take_the_place_of_efficiencies() -> None:
+def test_tables_replace_efficiencies() -> None:
     hardware = _measured()
     assert 2 * 4096**3 / times.gemm_seconds(hardware, "bf16", 4096, 4096, 4096) == pytest.approx(500e12)
     reached = times.reached_flops_per_s(hardware, "bf16")
@@ -396,7 +396,7 @@ def test_a_user_s_table_counts_and_scales_with_the_ranks() -> None:
     table = table_of({"bytes": (1e3, 1e9)}, (1e-5, 1e-2), "user")
     hardware = with_collectives(H100, Collectives(2, {"all_reduce": table}))
     assert times.collective_seconds(hardware, "all_reduce", 1e9, ranks=2) == pytest.approx(1e-2)
-    # 7/4 of the bytes cross each link where it was 1.
+    # 7/4 of the bytes cross each link instead of 1.
     assert times.collective_seconds(hardware, "all_reduce", 1e9) == pytest.approx(1e-2 * 7 / 4)
     assert times.collective_seconds(hardware, "p2p", 1e9) == times.collective_seconds(H100, "p2p", 1e9)
     again = with_collectives(hardware, Collectives(2, {"p2p": table}))
@@ -420,5 +420,5 @@ def test_unknown_collectives() -> None:
 
 
 def test_sources_are_those_of_the_plan() -> None:
-    known = set(msgspec.json.decode(msgspec.json.encode(Source.__args__)))  # type: ignore[attr-defined]
-    assert known == {"measured", "calibrated", "datasheet", "empirical", "emulated", "user", "derived"}
+    sources = set(msgspec.json.decode(msgspec.json.encode(Source.__args__)))  # type: ignore[attr-defined]
+    assert sources == {"measured", "calibrated", "datasheet", "empirical", "emulated", "user", "derived"}

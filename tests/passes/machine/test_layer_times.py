@@ -1,4 +1,4 @@
-"""Seconds of layers: closed forms where nothing is measured, and what must hold for any machine."""
+"""Seconds of layers: closed forms without measurements, and properties for all machines."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def test_a_dense_layer_has_no_experts() -> None:
 def test_processors_idle_for_half_a_wave_of_tiles(tokens: int) -> None:
     """Tiles are 128 x 128 in the GEMMs before and after attention; a tile of attention is 128 queries of a head."""
     plain, tiled = (
-        layer_seconds(one, DENSE, HIDDEN, Sequences(1, tokens), "bf16") for one in (_without_tiles(H100), H100)
+        layer_seconds(hardware, DENSE, HIDDEN, Sequences(1, tokens), "bf16")
+        for hardware in (_without_tiles(H100), H100)
     )
     rate = 989e12 * DENSE_GEMM_EFFICIENCY
     wave = 132 * 2 * 128 * 128 * HIDDEN / rate
@@ -77,9 +78,9 @@ def test_processors_idle_for_half_a_wave_of_tiles(tokens: int) -> None:
     assert tiled.attention_scores == pytest.approx(plain.attention_scores * (1 + 0.5 / waves))
 
 
-def test_few_tokens_take_what_reading_the_weights_takes() -> None:
-    one, two = (layer_seconds(H100, MOE, HIDDEN, Sequences(1, tokens), "bf16").expert_gemms for tokens in (64, 80))
-    assert one == pytest.approx(two, rel=0.02)  # all 64 experts are read either way
+def test_few_tokens_take_the_time_to_read_the_weights() -> None:
+    of_64, two = (layer_seconds(H100, MOE, HIDDEN, Sequences(1, tokens), "bf16").expert_gemms for tokens in (64, 80))
+    assert of_64 == pytest.approx(two, rel=0.02)  # all 64 experts are read either way
 
 
 @settings(deadline=None, max_examples=40)
@@ -105,12 +106,12 @@ def test_more_tokens_and_longer_prefixes_are_never_faster(batch: int, sequence: 
 @given(st.integers(1, 8), st.integers(1, 4096), st.sampled_from([2, 4, 8]))
 def test_a_part_of_a_layer_takes_no_longer_than_the_whole(batch: int, sequence: int, ranks: int) -> None:
     sequences = Sequences(batch, sequence)
-    whole = layer_seconds(H100, MOE, HIDDEN, sequences, "bf16")
+    total = layer_seconds(H100, MOE, HIDDEN, sequences, "bf16")
     for split in (Split(attention=ranks), Split(widths=ranks), Split(experts=ranks)):
-        assert layer_seconds(H100, MOE, HIDDEN, sequences, "bf16", split).total <= whole.total * (1 + 1e-9)
+        assert layer_seconds(H100, MOE, HIDDEN, sequences, "bf16", split).total <= total.total * (1 + 1e-9)
 
 
-def test_fp8_products_give_bf16_activations() -> None:
+def test_fp8_products_have_bf16_activations() -> None:
     assert (activation_dtype("fp8"), activation_dtype("fp32")) == ("bf16", "fp32")
     sequences = Sequences(16, 4096)
     wide, narrow = (layer_seconds(H100, MOE, HIDDEN, sequences, dtype) for dtype in ("bf16", "fp8"))
@@ -126,5 +127,5 @@ def test_a_dtype_without_a_rate() -> None:
 
 def test_the_head_sees_one_token_of_each_text() -> None:
     architecture = preset("olmoe-1b-7b")
-    one, other = (head_seconds(H100, architecture, Sequences(4, sequence), "bf16") for sequence in (16, 4096))
-    assert one == other > 0
+    short, long = (head_seconds(H100, architecture, Sequences(4, sequence), "bf16") for sequence in (16, 4096))
+    assert short == long > 0

@@ -1,4 +1,4 @@
-"""Tables of seconds: exact at their points, straight in log-log between them, and never the wrong way round."""
+"""Tables of seconds are exact at their points, linear in log-log scale between them, and never decreasing."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def test_exact_at_every_point(table: SecondsTable) -> None:
 
 
 @given(tables(), st.floats(0, 1), st.floats(0, 1))
-def test_between_its_points_never_outside_of_what_they_say(table: SecondsTable, x: float, y: float) -> None:
+def test_interpolation_stays_between_neighbouring_points(table: SecondsTable, x: float, y: float) -> None:
     position = {
-        axis.name: math.exp(math.log(axis.points[0]) * (1 - part) + math.log(axis.points[-1]) * part)
-        for axis, part in zip(table.axes, (x, y), strict=False)
+        axis.name: math.exp(math.log(axis.points[0]) * (1 - fraction) + math.log(axis.points[-1]) * fraction)
+        for axis, fraction in zip(table.axes, (x, y), strict=False)
     }
     assert min(table.seconds) * (1 - 1e-9) <= table.at(**position) <= max(table.seconds) * (1 + 1e-9)
 
@@ -60,15 +60,15 @@ def test_a_power_law_is_met_exactly(power: float, other: float, rows: float, col
 
 @given(tables(monotone=True), _SIZES, _SIZES, _SIZES)
 def test_more_never_takes_less(table: SecondsTable, first: float, second: float, other: float) -> None:
-    """Inside of the table and beyond it."""
+    """This holds inside and outside the table."""
     small, large = sorted((first, second))
     for sizes in (((small, other), (large, other)), ((other, small), (other, large))):
-        before, after = (table.at(**_position(table, one)) for one in sizes)
+        before, after = (table.at(**_position(table, point)) for point in sizes)
         assert before <= after * (1 + 1e-9)
 
 
 @given(tables(), st.floats(1, 1e3))
-def test_beyond_its_last_point_the_rate_stays_what_it_is_there(table: SecondsTable, factor: float) -> None:
+def test_the_rate_is_constant_beyond_the_last_point(table: SecondsTable, factor: float) -> None:
     last = {axis.name: axis.points[-1] for axis in table.axes}
     name = table.axes[0].name
     assert table.at(**{**last, name: last[name] * factor}) == pytest.approx(table.at(**last) * factor, rel=1e-6)
@@ -82,7 +82,7 @@ def test_below_its_first_point_seconds_fall_no_faster_than_anywhere_in_the_table
 
 
 @given(st.lists(_SECONDS, min_size=12, max_size=12))
-def test_smoothing_leaves_no_dip_and_touches_nothing_that_has_none(seconds: list[float]) -> None:
+def test_smoothing_removes_dips_and_changes_nothing_else(seconds: list[float]) -> None:
     smooth = without_dips((3, 4), seconds)
     for row in range(3):
         for column in range(4):
@@ -111,6 +111,6 @@ def test_numbers_that_make_no_table(axes: Any, seconds: Any, message: str) -> No
         SecondsTable(axes, seconds, "user")
 
 
-def test_a_table_says_what_it_goes_by() -> None:
+def test_a_table_names_its_axes() -> None:
     with pytest.raises(TypeError, match=r"given for \['rows'\]; the table goes by \['bytes'\]"):
         table_of({"bytes": (1, 2)}, (1.0, 2.0), "user").at(rows=1)

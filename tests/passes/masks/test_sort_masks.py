@@ -1,23 +1,18 @@
-"""What masks of chosen experts select, by sorted ids: the same, in the same order, and of a size that is known."""
+"""Selections by masks of chosen experts become lookups by sorted ids, with the same rows, order and a known size."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
-from torch.fx import GraphModule
 
 from moepass.passes.graph.nodes import graph_inputs
-from moepass.passes.ir.plan import Plan
-from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
+from moepass.passes.ir.protocol import PassResult
 from moepass.passes.masks.sort_masks import sort_masks
-from moepass.runtime.lowering.lower_segments import decompositions
-from tests.helpers.graphs.readable_refusals import check_readable
+from tests.helpers.graphs.compared_models import compare_with_model
 
 EXPERTS, TOP_K = 5, 2
 aten = torch.ops.aten
@@ -42,26 +37,9 @@ def _mask(scores: torch.Tensor) -> torch.Tensor:
 
 
 def _sorted(function: Callable[[torch.Tensor], torch.Tensor], *tokens: int) -> PassResult:
-    """The graph of `function` behind the pass, which is compared with it for these numbers of tokens."""
-    results: list[PassResult] = []
-
-    def compile_graph(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        results.append(run_passes((sort_masks,), module, Plan(), PassContext()))
-        return make_boxed_func(results[-1].module.forward)
-
-    backend = aot_autograd(
-        fw_compiler=compile_graph, inference_compiler=compile_graph, decompositions=decompositions("eager")
-    )
-    torch._dynamo.reset()
-    switches = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
-    with torch.no_grad(), torch._dynamo.config.patch(switches):
-        compiled = torch.compile(function, backend=backend, dynamic=True, fullgraph=True)
-        for number in tokens:
-            scores = torch.randn(number, EXPERTS, generator=torch.Generator().manual_seed(number))
-            torch.testing.assert_close(compiled(scores), function(scores), rtol=0, atol=0)
-    (result,) = results
-    check_readable(result.refusals)
-    return result
+    """Return the result of the pass for `function`, compared with it for each number of tokens."""
+    inputs = [(torch.randn(count, EXPERTS, generator=torch.Generator().manual_seed(count)),) for count in tokens]
+    return compare_with_model(function, (sort_masks,), inputs, rtol=0)
 
 
 @pytest.mark.sampled(every=3)
@@ -89,7 +67,7 @@ def test_a_selection_by_chosen_experts_is_a_lookup(selection: str, turn: str) ->
     ],
     ids=["any number", "along tokens", "twice the same", "ones elsewhere", "some tokens"],
 )
-def test_masks_that_choose_no_fixed_number_stay(mask: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_masks_with_a_data_dependent_number_of_ones_are_unchanged(mask: Callable[[torch.Tensor], torch.Tensor]) -> None:
     result = _sorted(lambda scores: scores.masked_select(mask(scores)), 7, 12)
     assert result.matches == ()
 

@@ -1,4 +1,4 @@
-"""What the plan predicts against the most that torch's allocator held in a run."""
+"""The memory that the plan predicts, compared with the peak of torch's allocator in a run."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.helpers.models.tiny import TINY_FAMILIES, tiny_inputs, tiny_model
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
-# Long enough that what grows with the tokens is most of the memory.
+# Long enough that memory that grows with the tokens dominates.
 BATCH, LENGTH = 2, 512
-# One step of the graph for each token: Inductor takes minutes, and orders the steps in a way that is not estimated.
+# The graph has one step for each token: Inductor takes minutes, and the estimate does not know its order of steps.
 RECURRENT = "jamba"
 
 
@@ -75,7 +75,7 @@ def test_scores_of_attention_in_memory_are_the_peak(lower: str) -> None:
 @pytest.mark.parametrize("chunk_tokens", [pytest.param(None, marks=pytest.mark.slow), 64])
 def test_wide_experts_are_the_peak_and_chunks_lower_it(lower: str, chunk_tokens: int | None) -> None:
     model = tiny_model("mixtral", num_hidden_layers=1, intermediate_size=1024, max_position_embeddings=4096)
-    # With Inductor some expert gets as many rows as go through one together.
+    # With Inductor, one expert gets the largest number of rows that are computed together.
     length = 512 if lower == "eager" else 3000
     measured, predicted, _ = _measured_and_predicted(model, 1, length, lower=lower, chunk_tokens=chunk_tokens)
     assert predicted == pytest.approx(measured, rel=0.1)
@@ -124,7 +124,7 @@ def test_chunks_are_chosen_within_the_budget(caplog: pytest.LogCaptureFixture) -
     expected = model(**inputs).logits
     needed, _, _ = _measured_and_predicted(model, 1, 1000, lower="eager")
     torch._dynamo.reset()
-    # Placed for shorter steps; the same budget has to do for longer ones.
+    # The model was placed for shorter steps; the same budget must suffice for longer ones.
     moepass.offload_experts(model, memory_budget=_weights(model) + needed // 2, slots=1, tokens=600)
     run = torch.compile(model, backend="asyncep", options={"lower": "eager", "chunk_tokens": "auto"}, dynamic=False)
     with moepass.record_compilations() as compilations:
@@ -134,7 +134,7 @@ def test_chunks_are_chosen_within_the_budget(caplog: pytest.LogCaptureFixture) -
     assert memory is not None
     assert memory.room_bytes is not None
     assert peak_bytes(lambda: run(**inputs)) <= memory.room_bytes < 0.6 * needed
-    # A mask of all pairs of tokens alone is too large then.
+    # The mask of all pairs of tokens is already too large.
     caplog.clear()
     run(**tiny_inputs(model, 1, 2500))
     assert "the smallest there are; the memory budget leaves" in caplog.text

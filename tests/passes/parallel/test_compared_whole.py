@@ -1,4 +1,4 @@
-"""What ranks compare of their graphs holds all that results depend on: what cannot be compared is refused."""
+"""Ranks compare everything in their graphs that results depend on; values that cannot be compared are refused."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ from moepass.models.reference.grouped_experts import grouped_gemm
 from moepass.passes.graph.canonical_text import CanonicalText, describe_constant
 from moepass.passes.graph.nodes import graph_inputs
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.ir.plan import Plan
-from moepass.passes.ir.protocol import PassContext, run_passes
-from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
 from moepass.passes.parallel.replicated import Origin, ReplicatedValues
+from tests.helpers.graphs.eliminated_graphs import eliminate
 from tests.helpers.graphs.simulated_ranks import capture
 from tests.helpers.models.moe_stack import StackConfig
 
@@ -47,13 +45,13 @@ def _traced(function: Callable[..., torch.Tensor], *, static: bool = True) -> Gr
 
 
 def _origin(function: Callable[..., torch.Tensor], *, static: bool = True) -> Origin:
-    """That of what `function` makes of [4, 4] and [6, 4]."""
+    """Return the origin of the outputs of `function` for inputs [4, 4] and [6, 4]."""
     module = _traced(function, static=static)
     return ReplicatedValues(module.graph, GROUP).origin(module.graph.output_node().all_input_nodes)
 
 
 def _inputs(function: Callable[..., torch.Tensor], *, static: bool = True) -> list[int]:
-    """The places of the inputs whose contents ranks compare."""
+    """Return the indices of the inputs whose contents ranks compare."""
     names = [node.name for node in graph_inputs(_traced(function, static=static).graph)]
     return [names.index(name) for name in _origin(function, static=static).inputs]
 
@@ -138,7 +136,7 @@ def test_equal_names_of_unknown_operators_prove_nothing(what: str) -> None:
     assert "an operator that moepass does not know, which may compute otherwise on each rank; write it in" in reason
 
 
-def test_equal_numbers_may_lie_in_memory_otherwise() -> None:
+def test_equal_values_may_have_another_memory_layout() -> None:
     reason = _reason(lambda x, y: y + x.as_strided((1, 4), (1, 1)))
     assert "aten.as_strided.default" in reason
     assert "reads memory as it lies" in reason
@@ -148,7 +146,7 @@ def _summed(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     return lambda x, y: c10d.all_reduce(function(x, y), "sum", GROUP)
 
 
-def test_what_the_ranks_add_up_is_equal_whatever_it_is_made_of() -> None:
+def test_all_reduced_values_are_equal_on_all_ranks() -> None:
     for function in (*RANDOM.values(), *UNWRITTEN.values(), *UNKNOWN.values()):
         assert _inputs(_summed(function)) == []
 
@@ -170,7 +168,7 @@ SAME = {
 @pytest.mark.sampled(every=20)
 @pytest.mark.parametrize("what", SAME)
 @pytest.mark.parametrize("static", [True, False])
-def test_what_follows_from_equal_inputs_is_taken(what: str, static: bool) -> None:
+def test_values_computed_from_equal_inputs_are_taken(what: str, static: bool) -> None:
     function, inputs = SAME[what]
     assert _inputs(function, static=static) == inputs
 
@@ -233,12 +231,12 @@ def _with_constant(factor: float) -> GraphModule:
 
 def test_equal_constants_have_equal_texts_and_others_do_not() -> None:
     values = torch.randn(3, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
-    others: list[object] = [
+    distinct: list[object] = [
         values, values.conj(), values.conj().imag, values.real, values[:0], torch.zeros(4, 0), torch.tensor(True),
         _with_constant(2.0), _with_constant(3.0), 3, 3.0, True, None, "3", [values, 3], torch.float32, torch.strided,
         torch.ops.aten.add.Tensor, torch.ops.higher_order.cond, torch.device("cpu"),
     ]  # fmt: skip
-    texts = [describe_constant(other) for other in others]
+    texts = [describe_constant(value) for value in distinct]
     assert len(set(texts)) == len(texts)
     assert not [text for text in texts if re.search(r"0x[0-9a-f]{6}|\d{12}(?![0-9a-f])", text)], "an address"
     assert describe_constant(_with_constant(2.0)) == describe_constant(_with_constant(2.0))
@@ -267,7 +265,7 @@ def test_functions_are_called_the_same_on_all_ranks() -> None:
 
 
 def _digests_of_experts(factor_of: Callable[[int], int], monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """By rank, those of the blocks that it takes; rank r multiplies between GEMMs by `factor_of(r)`, read off."""
+    """Return, by rank, the digests of its blocks; rank r multiplies by `factor_of(r)`, read from a tensor."""
 
     class Experts(EP_FORMS["all_to_all"]):  # type: ignore[misc]
         def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -277,12 +275,14 @@ def _digests_of_experts(factor_of: Callable[[int], int], monkeypatch: pytest.Mon
             return grouped_gemm(nn.functional.silu(gate) * up * factor, self.down_proj.transpose(1, 2), ends)
 
     monkeypatch.setitem(EP_FORMS, "all_to_all", Experts)
-    found = []
+    experts_by_rank = []
     for rank in range(2):
-        one = capture(StackConfig(layers=1, hidden=16, width=16, experts=4), "all_to_all", rank, 2, 9, moe_alone=True)
-        result = run_passes((eliminate_expert_parallelism,), one.module, Plan(), PassContext(groups=one.groups))
-        found.append([block.experts for block in result.plan.local_blocks])
-    return found
+        captured = capture(
+            StackConfig(layers=1, hidden=16, width=16, experts=4), "all_to_all", rank, 2, 9, moe_alone=True
+        )
+        result = eliminate(captured)
+        experts_by_rank.append([block.experts for block in result.plan.local_blocks])
+    return experts_by_rank
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Layers whose number of tokens is computed from another size: taken, or left, in static and dynamic graphs alike."""
+"""Layers whose number of tokens is computed from another size get the same decision in static and dynamic graphs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,8 @@ from moepass.models.reference.expert_parallel import (
     ShardedExperts,
 )
 from moepass.models.reference.grouped_experts import weighted_sum
-from moepass.passes.ir.plan import Plan
-from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
-from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
 from tests.helpers.graphs import simulated_ranks
+from tests.helpers.graphs.eliminated_graphs import eliminate
 from tests.helpers.graphs.simulated_ranks import Captured, capture, hidden_states, run_local, run_ranks, with_tokens
 from tests.helpers.models.moe_stack import MoELayer, StackConfig, build_stack
 from tests.helpers.processes.adopted_stacks import compile_whole
@@ -76,10 +74,6 @@ def _captured(kind: str, form: str, rank: int, monkeypatch: pytest.MonkeyPatch, 
     return capture(CONFIG, form, rank, 2, TOKENS, moe_alone=True, dynamic=dynamic)
 
 
-def _eliminated(captured: Captured) -> PassResult:
-    return run_passes((eliminate_expert_parallelism,), captured.module, Plan(), PassContext(groups=captured.groups))
-
-
 _QUICK = {("all_gather", "padded by a remainder"), ("all_gather", "a quotient"), ("all_reduce", "padded by a quotient")}
 
 
@@ -97,15 +91,17 @@ def test_they_are_taken_and_right(form: str, kind: str, monkeypatch: pytest.Monk
     complete = {"experts": [experts.gate_up_proj, experts.down_proj]}
     for dynamic in (False, True):
         captured = [_captured(kind, form, rank, monkeypatch, dynamic) for rank in range(2)]
-        results = [_eliminated(one) for one in captured]
+        results = [eliminate(captured_rank) for captured_rank in captured]
         assert [result.refusals for result in results] == [(), ()]
         for counts in ((TOKENS, TOKENS), (19, 40), (7, 33)) if dynamic else ((TOKENS, TOKENS),):
             if form == "all_reduce":
                 counts = (counts[1], counts[1])
             hidden = [hidden_states(CONFIG, tokens, 0 if form == "all_reduce" else rank)
                       for rank, tokens in enumerate(counts)]  # fmt: skip
-            inputs = [with_tokens(one, values) for one, values in zip(captured, hidden, strict=True)]
-            expected = run_ranks([one.module for one in captured], inputs)
+            inputs = [
+                with_tokens(captured_rank, values) for captured_rank, values in zip(captured, hidden, strict=True)
+            ]
+            expected = run_ranks([captured_rank.module for captured_rank in captured], inputs)
             for result, values, (wanted,) in zip(results, inputs, expected, strict=True):
                 (output,) = run_local(result.module, values, result.plan.banks, complete)
                 torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-5)
@@ -120,8 +116,8 @@ def _batches_of_many_sizes() -> list[int]:
         for step, counts in enumerate([(8, 8), (8, 11), (1, 13), (4, 0)]):
             hidden = hidden_states(CONFIG, counts[rank], rank, seed=step)
             torch.testing.assert_close(compiled(hidden), full(hidden), rtol=1e-5, atol=1e-5)
-    assert not [refusal for one in compilations for refusal in one.plan.refusals]
-    return [len(one.plan.banks) for one in compilations]
+    assert not [refusal for compilation in compilations for refusal in compilation.plan.refusals]
+    return [len(compilation.plan.banks) for compilation in compilations]
 
 
 @pytest.mark.slow
@@ -133,23 +129,23 @@ def test_ranks_stay_in_step_when_one_captures_again_with_dynamic_sizes() -> None
 
 
 class _LastRows(AllGatherExperts):
-    """Gives the last of the rows that come back, where padding is, and not the first."""
+    """A layer that returns the last of the returned rows, which are padding, instead of the first."""
 
     def forward(self, hidden_states: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         ranks = self.placement.ranks
         padding = self._most_tokens(hidden_states) - hidden_states.shape[0]
         torch._check(padding >= 0)
-        given = ((hidden_states, 0), (ids, self.placement.experts), (weights, 0))
+        padded_inputs = ((hidden_states, 0), (ids, self.placement.experts), (weights, 0))
         hidden, all_ids, all_weights = (
             gather_rows(F.pad(values, (0, 0, 0, padding), value=filler), ranks, self.group_name)
-            for values, filler in given
+            for values, filler in padded_inputs
         )
         rows, order = self.run_some(hidden, self.to_local(all_ids))
         return scatter_sums(weighted_sum(rows, order, all_weights), ranks, self.group_name)[padding:]
 
 
 class _SentElsewhere(AllToAllExperts):
-    """Sends as many rows to the other rank as it keeps, and the other way round."""
+    """A layer that exchanges the numbers of rows to keep and to send."""
 
     def _sizes(self, leaving: torch.Tensor, arriving: torch.Tensor) -> tuple[list[int], list[int]]:
         send, receive = super()._sizes(leaving, arriving)
@@ -160,26 +156,26 @@ class _SentElsewhere(AllToAllExperts):
 @pytest.mark.parametrize(("form", "experts"), [("all_gather", _LastRows), ("all_to_all", _SentElsewhere)])
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_what_is_wrong_for_any_token_is_refused(
+def test_experts_that_are_wrong_for_any_token_are_refused(
     form: str, experts: type[ShardedExperts], kind: str, dynamic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sixteenth of the few tokens that mock runs bring are none, and with none nothing is wrong."""
+    """A sixteenth of the few tokens of mock runs rounds to none, for which nothing is wrong."""
     monkeypatch.setitem(EP_FORMS, form, experts)
-    result = _eliminated(_captured(kind, form, 0, monkeypatch, dynamic))
+    result = eliminate(_captured(kind, form, 0, monkeypatch, dynamic))
     assert not result.plan.local_blocks
     assert result.refusals
 
 
 class _Forgetful(AllReduceExperts):
-    """Leaves out what its experts make of the tokens behind the first `kept`."""
+    """A layer that drops the results of tokens after the first `kept`."""
 
     kept: Any = 0
 
     def forward(self, hidden_states: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         rows, order = self.run_some(hidden_states, self.to_local(ids))
         partial = weighted_sum(rows, order, weights)
-        kept = partial[: self.kept]
-        return sum_over_ranks(F.pad(kept, (0, 0, 0, partial.shape[0] - kept.shape[0])), self.group_name)
+        largest = partial[: self.kept]
+        return sum_over_ranks(F.pad(largest, (0, 0, 0, partial.shape[0] - largest.shape[0])), self.group_name)
 
 
 def _padded_and_cut(layer: MoELayer, hidden: torch.Tensor) -> torch.Tensor:
@@ -192,7 +188,7 @@ def _padded_and_cut(layer: MoELayer, hidden: torch.Tensor) -> torch.Tensor:
 def test_a_block_that_also_knows_the_other_size_is_refused(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EP_FORMS, "all_reduce", _Forgetful)
     monkeypatch.setitem(LAYERS, "padded and cut", _padded_and_cut)
-    result = _eliminated(_captured("padded and cut", "all_reduce", 0, monkeypatch, dynamic))
+    result = eliminate(_captured("padded and cut", "all_reduce", 0, monkeypatch, dynamic))
     assert not result.plan.local_blocks
     (refusal,) = result.refusals
     if dynamic:

@@ -1,4 +1,4 @@
-"""Expert parallelism taken out of captured graphs: right for every form, and refused where it would not be right."""
+"""Expert parallelism is eliminated from captured graphs of every form, and refused if the result would be wrong."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import itertools
 import operator
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,32 +17,40 @@ from hypothesis import strategies as st
 from torch.fx import GraphModule
 
 from moepass.models.formulas.expert_placement import shard_bounds
-from moepass.models.reference.collectives import exchange_rows, sum_over_ranks
+from moepass.models.reference.collectives import sum_over_ranks
 from moepass.models.reference.expert_parallel import EP_FORMS, AllReduceExperts, AllToAllExperts, ShardedExperts
-from moepass.models.reference.grouped_experts import count_per_expert, sort_by_expert, undo_order, weighted_sum
+from moepass.models.reference.grouped_experts import count_per_expert, sort_by_expert, weighted_sum
 from moepass.passes.graph.collectives import communications_of
 from moepass.passes.graph.nodes import copy_graph_module, fake_value
-from moepass.passes.ir.plan import Plan
-from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
-from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
+from moepass.passes.ir.protocol import PassResult
 from tests.helpers.graphs import simulated_ranks
+from tests.helpers.graphs.eliminated_graphs import eliminate
 from tests.helpers.graphs.readable_refusals import check_readable
-from tests.helpers.graphs.simulated_ranks import Captured, capture, hidden_states, run_local, run_ranks, with_tokens
+from tests.helpers.graphs.simulated_ranks import (
+    Captured,
+    capture,
+    first_outputs,
+    hidden_states,
+    run_local,
+    run_ranks,
+    with_tokens,
+)
+from tests.helpers.models.expert_variants import ACT_ON_MORE, OwnSizesExperts
 from tests.helpers.models.moe_stack import MoEStack, StackConfig, build_stack
-from tests.helpers.mutants.graph_mutants import mutate
+from tests.helpers.mutants.graph_mutants import finite_or_none, mutate
 
 # What must be gone from a graph of which every block was taken.
 HOST_SYNCS = ("aten._local_scalar_dense", "aten._assert_scalar", "aten.nonzero")
 
 
 def _eliminated(captured: Captured) -> PassResult:
-    result = run_passes((eliminate_expert_parallelism,), captured.module, Plan(), PassContext(groups=captured.groups))
+    result = eliminate(captured)
     check_readable(result.refusals)
     return result
 
 
 def _complete(config: StackConfig) -> dict[str, list[torch.Tensor]]:
-    """The complete tensors of every layer's bank."""
+    """Return the complete tensors of every layer's bank."""
     model = build_stack(config)
     return {
         f"moe.{layer}.experts": [moe.experts.gate_up_proj, moe.experts.down_proj] for layer, moe in enumerate(model.moe)
@@ -49,20 +58,20 @@ def _complete(config: StackConfig) -> dict[str, list[torch.Tensor]]:
 
 
 def _remains(module: GraphModule) -> list[str]:
-    found = [communication.kind for communication in communications_of(module.graph)]
+    remaining = [communication.kind for communication in communications_of(module.graph)]
     for node in module.graph.nodes:
         value = fake_value(node)
         values = value if isinstance(value, (list, tuple)) else [value]
         sizes = [size for item in values if isinstance(item, torch.Tensor) for size in item.shape]
         if str(node.target).startswith(HOST_SYNCS):
-            found.append(node.name)
-        found += [
+            remaining.append(node.name)
+        remaining += [
             f"{node.name} {size}"
             for size in sizes
             if isinstance(size, torch.SymInt)
             and any(size.node.shape_env.is_unbacked_symint(symbol) for symbol in size.node.expr.free_symbols)
         ]
-    return found
+    return remaining
 
 
 CONFIGS = {
@@ -75,12 +84,27 @@ CONFIGS = {
 
 
 def _capture_modes(case: str) -> list[Any]:
-    """Three ways to capture for the uneven case, the most general one for four ranks; the rest is slow."""
+    """Return the ways to capture `case`: three are fast for the uneven case, one for four ranks, others slow."""
     modes = itertools.product((torch.float32, torch.bfloat16), (True, False), ("eager", "inductor"))
     quick = {(torch.float32, True, "eager")} if case in ("uneven", "four ranks") else set()
     if case == "uneven":
         quick |= {(torch.float32, True, "inductor"), (torch.bfloat16, False, "eager")}
     return [pytest.param(case, *mode, marks=() if mode in quick else pytest.mark.slow) for mode in modes]
+
+
+def _check_local(
+    captured: Sequence[Captured], config: StackConfig, hidden: Sequence[torch.Tensor], *, rtol: float, atol: float
+) -> None:
+    """Check that the graph of every rank becomes local, and returns the same for the hidden states of its rank."""
+    inputs = [with_tokens(captured_rank, values) for captured_rank, values in zip(captured, hidden, strict=True)]
+    expected = first_outputs([captured_rank.module for captured_rank in captured], inputs)
+    for captured_rank, arguments, reference in zip(captured, inputs, expected, strict=True):
+        result = _eliminated(captured_rank)
+        assert not result.refusals
+        assert len(result.plan.banks) == config.layers
+        assert _remains(result.module) == []
+        (output,) = run_local(result.module, arguments, result.plan.banks, _complete(config))
+        torch.testing.assert_close(output, reference, rtol=rtol, atol=atol)
 
 
 @pytest.mark.slow
@@ -94,40 +118,10 @@ def test_every_form_becomes_local_and_stays_right(
     ranks, config = CONFIGS[case]
     config = dataclasses.replace(config, dtype=dtype, max_tokens=12)
     captured = [capture(config, form, rank, ranks, 12, dynamic=dynamic, lower=lower) for rank in range(ranks)]
-    shared = 0 if form == "all_reduce" else None
+    tolerance = 1e-5 if dtype is torch.float32 else 5e-2
     for tokens in (12, 5) if dynamic else (12,):
-        hidden = [hidden_states(config, tokens, shared if shared is not None else rank) for rank in range(ranks)]
-        inputs = [with_tokens(one, values) for one, values in zip(captured, hidden, strict=True)]
-        expected = run_ranks([one.module for one in captured], inputs)
-        for rank, one in enumerate(captured):
-            result = _eliminated(one)
-            assert not result.refusals
-            assert len(result.plan.banks) == config.layers
-            assert _remains(result.module) == []
-            (output,) = run_local(result.module, inputs[rank], result.plan.banks, _complete(config))
-            tolerance = 1e-5 if dtype is torch.float32 else 5e-2
-            torch.testing.assert_close(output, expected[rank][0], rtol=tolerance, atol=tolerance)
-
-
-class OwnSizesExperts(AllToAllExperts):
-    """As torchtitan writes it: counts travel in another shape than that in which a rank reads its own sizes."""
-
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        ranks, owned = self.placement.ranks, len(self.placement.owned)
-        chosen = torch.zeros(len(top_k_index), self.placement.experts, dtype=torch.bool)
-        leaving = chosen.scatter(-1, top_k_index, True).sum(dim=0)
-        ones = [1] * ranks
-        arriving = exchange_rows(leaving.view(ranks, owned), send=ones, receive=ones, group_name=self.group_name)
-        send, receive = leaving.view(ranks, owned).sum(dim=1).tolist(), arriving.sum(dim=1).tolist()
-        for size in send + receive:
-            torch._check(size >= 0)
-        _, order = sort_by_expert(top_k_index)
-        rows = exchange_rows(hidden_states[order // top_k_index.shape[1]], send, receive, self.group_name)
-        rows = self._run_arrived(rows, arriving.view(-1))
-        rows = exchange_rows(rows, send=receive, receive=send, group_name=self.group_name)
-        return weighted_sum(rows, order, top_k_weights).to(hidden_states.dtype)
+        hidden = [hidden_states(config, tokens, 0 if form == "all_reduce" else rank) for rank in range(ranks)]
+        _check_local(captured, config, hidden, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.slow
@@ -135,18 +129,12 @@ def test_ranks_that_read_their_own_sizes_before_the_exchange_become_local(monkey
     monkeypatch.setitem(EP_FORMS, "all_to_all", OwnSizesExperts)
     config = StackConfig(layers=2, experts=6)
     captured = [capture(config, "all_to_all", rank, 2, 12) for rank in range(2)]
-    inputs = [with_tokens(one, hidden_states(config, 12, rank)) for rank, one in enumerate(captured)]
-    expected = run_ranks([one.module for one in captured], inputs)
-    for rank, one in enumerate(captured):
-        result = _eliminated(one)
-        assert not result.refusals
-        assert _remains(result.module) == []
-        (output,) = run_local(result.module, inputs[rank], result.plan.banks, _complete(config))
-        torch.testing.assert_close(output, expected[rank][0])
+    hidden = [hidden_states(config, 12, rank) for rank in range(2)]
+    _check_local(captured, config, hidden, rtol=1.3e-6, atol=1e-5)
 
 
 class CountsUnsortedIds(AllReduceExperts):
-    """The counts are made of the ids as they come, so that nothing on the way to the offsets was sorted."""
+    """A layer that counts unsorted ids, so no sort precedes the offsets."""
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -162,18 +150,11 @@ class CountsUnsortedIds(AllReduceExperts):
 
 @pytest.mark.slow
 def test_counts_of_unsorted_ids_belong_to_their_own_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the offsets come from no sort, the next one behind them is that of the layer before."""
+    """The offsets come from no sort, so the nearest sort before them belongs to the previous layer."""
     monkeypatch.setitem(EP_FORMS, "all_reduce", CountsUnsortedIds)
     config = StackConfig(layers=3)
     captured = [capture(config, "all_reduce", rank, 2, 12) for rank in range(2)]
-    inputs = [with_tokens(one, hidden_states(config, 12, 0)) for one in captured]
-    expected = run_ranks([one.module for one in captured], inputs)
-    for rank, one in enumerate(captured):
-        result = _eliminated(one)
-        assert not result.refusals
-        assert _remains(result.module) == []
-        (output,) = run_local(result.module, inputs[rank], result.plan.banks, _complete(config))
-        torch.testing.assert_close(output, expected[rank][0], rtol=1e-5, atol=1e-5)
+    _check_local(captured, config, [hidden_states(config, 12, 0)] * 2, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -181,27 +162,27 @@ def test_counts_of_unsorted_ids_belong_to_their_own_layer(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_the_local_form_is_the_single_process_model_to_the_bit(form: str, dtype: torch.dtype) -> None:
     config = StackConfig(layers=3, experts=6, top_k=2, dtype=dtype, max_tokens=12)
-    one = capture(config, form, 1, 2, 12)
-    result = _eliminated(one)
+    captured = capture(config, form, 1, 2, 12)
+    result = _eliminated(captured)
     for tokens, seed in ((12, 1), (7, 2), (2, 3)):
         hidden = hidden_states(config, tokens, 1, seed)
-        (output,) = run_local(result.module, with_tokens(one, hidden), result.plan.banks, _complete(config))
+        (output,) = run_local(result.module, with_tokens(captured, hidden), result.plan.banks, _complete(config))
         with torch.no_grad():
             assert torch.equal(output, build_stack(config)(hidden))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("factor", [0.4, 1.0])
-def test_dropping_for_lack_of_capacity_stays_as_it_is(factor: float) -> None:
+def test_dropping_beyond_capacity_is_preserved(factor: float) -> None:
     config = StackConfig(layers=1, experts=6, top_k=2, skew=2.0, max_tokens=12, capacity_factor=factor)
     captured = [capture(config, "all_to_all_capacity", rank, 2, 12) for rank in range(2)]
     hidden = [hidden_states(config, 12, rank) for rank in range(2)]
-    inputs = [with_tokens(one, values) for one, values in zip(captured, hidden, strict=True)]
-    expected = run_ranks([one.module for one in captured], inputs)
+    inputs = [with_tokens(captured_rank, values) for captured_rank, values in zip(captured, hidden, strict=True)]
+    expected = run_ranks([captured_rank.module for captured_rank in captured], inputs)
     with torch.no_grad():
         assert not torch.equal(expected[0][0], build_stack(config)(hidden[0])), "nothing was dropped"
-    for rank, one in enumerate(captured):
-        result = _eliminated(one)
+    for rank, captured_rank in enumerate(captured):
+        result = _eliminated(captured_rank)
         assert not result.refusals
         (output,) = run_local(result.module, inputs[rank], result.plan.banks, _complete(config))
         torch.testing.assert_close(output, expected[rank][0], rtol=1e-5, atol=1e-5)
@@ -210,7 +191,7 @@ def test_dropping_for_lack_of_capacity_stays_as_it_is(factor: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_ranks_with_one_expert_each_are_taken(form: str) -> None:
-    """Whether a row is for that expert is a place and a truth in one."""
+    """For a rank with one expert, the local id of a row is both an index and a mask."""
     for dynamic in (True, False):
         config = StackConfig(layers=1, experts=3, top_k=2, max_tokens=12)
         result = _eliminated(capture(config, form, 1, 3, 12, dynamic=dynamic))
@@ -222,7 +203,7 @@ def test_ranks_with_one_expert_each_are_taken(form: str) -> None:
 @pytest.mark.parametrize(("experts", "ranks", "top_k"), [(32, 2, 1), (128, 8, 8)])
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_as_many_experts_as_large_models_have_are_taken(form: str, experts: int, ranks: int, top_k: int) -> None:
-    """Sums over the counts of a rank's experts count every token once, however many these are."""
+    """Sums over the counts of a rank's experts count every token once, for any number of experts."""
     config = StackConfig(layers=1, hidden=16, width=16, experts=experts, top_k=top_k, max_tokens=12)
     result = _eliminated(capture(config, form, 1, ranks, 12))
     assert not result.refusals
@@ -244,159 +225,40 @@ def test_ranks_without_experts_are_a_reason_to_refuse_on_every_rank(form: str) -
 @pytest.mark.slow
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_an_unknown_group_is_a_reason_to_refuse(form: str) -> None:
-    one = capture(StackConfig(layers=1, max_tokens=12), form, 0, 2, 12)
-    result = _eliminated(dataclasses.replace(one, groups={}))
+    captured = capture(StackConfig(layers=1, max_tokens=12), form, 0, 2, 12)
+    result = _eliminated(dataclasses.replace(captured, groups={}))
     (refusal,) = result.refusals
     assert "process group" in refusal.reason
-    assert [node.name for node in result.module.graph.nodes] == [node.name for node in one.module.graph.nodes]
+    assert [node.name for node in result.module.graph.nodes] == [node.name for node in captured.module.graph.nodes]
 
 
-def test_a_graph_without_collectives_is_left_alone() -> None:
-    one = capture(StackConfig(layers=1), "local", 0, 2, 12)
-    result = _eliminated(one)
-    assert result.module is one.module
+def test_a_graph_without_collectives_is_unchanged() -> None:
+    captured = capture(StackConfig(layers=1), "local", 0, 2, 12)
+    result = _eliminated(captured)
+    assert result.module is captured.module
     assert not result.refusals
-
-
-class ClampedOutputs(AllToAllExperts):
-    def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
-        return super()._run_arrived(rows, arriving).clamp(-2, 2)
-
-
-class ClampedRows(AllToAllExperts):
-    def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
-        return super()._run_arrived(rows.clamp(-6, 6), arriving)
-
-
-class NoInfinities(AllToAllExperts):
-    def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
-        return torch.nan_to_num(super()._run_arrived(rows, arriving), posinf=0.0)
-
-
-class HiddenByMagnitude(AllReduceExperts):
-    """Rows of large numbers count for nothing: the data decides, not the routing."""
-
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        rows, order = self.run_some(hidden_states, self.to_local(top_k_index))
-        rows = rows.masked_fill(rows > 50, 0.0)
-        return sum_over_ranks(weighted_sum(rows, order, top_k_weights), self.group_name)
-
-
-class ClampedPartialSums(AllReduceExperts):
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        rows, order = self.run_some(hidden_states, self.to_local(top_k_index))
-        return sum_over_ranks(weighted_sum(rows.clamp(-2, 2), order, top_k_weights), self.group_name)
-
-
-def _places(sorted_ids: torch.Tensor, experts: int) -> torch.Tensor:
-    """The place of each of `sorted_ids` [S] among those of its expert."""
-    counts = count_per_expert(sorted_ids, experts)
-    return torch.arange(len(sorted_ids)) - (counts.cumsum(0) - counts)[sorted_ids]
-
-
-class FewRows(AllToAllExperts):
-    """An expert takes 64 rows, of all ranks together; the others give zeros."""
-
-    def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
-        owned = len(self.placement.owned)
-        ids = torch.arange(owned).repeat(self.placement.ranks).repeat_interleave(arriving, output_size=len(rows))
-        sorted_ids, order = sort_by_expert(ids)
-        outputs = self.run_groups(rows[order], count_per_expert(sorted_ids, owned))
-        kept = self.keeps(_places(sorted_ids, owned)).unsqueeze(-1)
-        return undo_order(torch.where(kept, outputs, 0.0), order)
-
-    def keeps(self, places: torch.Tensor) -> torch.Tensor:
-        return places < 64
-
-
-class FewRowsByDivision(FewRows):
-    """The constant 64 in parts, none of which any run would notice alone."""
-
-    def keeps(self, places: torch.Tensor) -> torch.Tensor:
-        return ((places // 8) // 8) == 0
-
-
-class FewRowsByDifference(FewRows):
-    def keeps(self, places: torch.Tensor) -> torch.Tensor:
-        return (places - 64) < 0
-
-
-class FewRowsBesideASpare(FewRows):
-    """More rows than any run tries; what holds the places has one element that nobody writes, and nobody uses."""
-
-    def keeps(self, places: torch.Tensor) -> torch.Tensor:
-        held = torch.empty(len(places) + 1, dtype=torch.int64)
-        held[torch.arange(len(places))] = places
-        return (held < 10_000)[: len(places)]
-
-
-class FewIds(AllReduceExperts):
-    """An expert takes 64 tokens; the ids of the others become those of nobody."""
-
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        experts = self.placement.experts
-        sorted_ids, order = sort_by_expert(top_k_index)
-        keep = undo_order(_places(sorted_ids, experts) < 64, order).view(top_k_index.shape)
-        ids = self.to_local(torch.where(keep, top_k_index, experts))
-        rows, order = self.run_some(hidden_states, ids)
-        return sum_over_ranks(weighted_sum(rows, order, top_k_weights), self.group_name)
-
-
-class FewWeights(AllReduceExperts):
-    """An expert takes 64 tokens; the weights of the others become 0."""
-
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        sorted_ids, order = sort_by_expert(self.to_local(top_k_index))
-        keep = undo_order(_places(sorted_ids, len(self.placement.owned) + 1) < 64, order).view(top_k_index.shape)
-        rows, order = self.run_some(hidden_states, self.to_local(top_k_index))
-        return sum_over_ranks(weighted_sum(rows, order, top_k_weights * keep), self.group_name)
-
-
-NO_MOVE = "is neither a move nor a sum"
-CONSTANT = "meets the constant"
-ACTS_LATER = {
-    ClampedOutputs: NO_MOVE,
-    ClampedRows: "computed with before its GEMMs",
-    NoInfinities: NO_MOVE,
-    HiddenByMagnitude: NO_MOVE,
-    ClampedPartialSums: NO_MOVE,
-    FewRows: "",
-    FewRowsByDivision: "",
-    FewRowsByDifference: "",
-    FewRowsBesideASpare: CONSTANT,
-    FewIds: CONSTANT,
-    FewWeights: "",
-}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [True, False])
-@pytest.mark.parametrize("experts", ACTS_LATER, ids=lambda experts: experts.__name__)
-def test_what_acts_on_larger_numbers_or_more_tokens_only_is_not_dropped(
+@pytest.mark.parametrize("experts", ACT_ON_MORE, ids=lambda experts: experts.__name__)
+def test_operations_that_act_only_on_large_inputs_are_refused(
     experts: type[ShardedExperts], dynamic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither the numbers of the mock run nor the tokens of the captured batch come as far."""
+    """Neither the values of the mock run nor the tokens of the captured batch are large enough to show the effect."""
     form = "all_to_all" if issubclass(experts, AllToAllExperts) else "all_reduce"
     monkeypatch.setitem(EP_FORMS, form, experts)
     for rank in range(2):
         result = _eliminated(capture(StackConfig(layers=1, max_tokens=12), form, rank, 2, 12, dynamic=dynamic))
         assert not result.plan.banks
         (refusal,) = result.refusals
-        assert ACTS_LATER[experts] in refusal.reason
+        assert ACT_ON_MORE[experts] in refusal.reason
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_single_token_is_taken(rank: int) -> None:
-    """In a graph of one token torch writes what holds for no other number; a larger copy of it may pass by chance."""
+    """In a graph of one token, torch writes operations that are right for no other number of tokens."""
     config = StackConfig(layers=1, hidden=16, width=16, experts=3, top_k=1, max_tokens=16)
     captured = capture(config, "all_reduce", rank, 2, 1, dynamic=False)
     assert [block.form for block in _eliminated(captured).plan.local_blocks] == ["all_reduce"]
@@ -405,12 +267,12 @@ def test_a_single_token_is_taken(rank: int) -> None:
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("form", ["all_reduce", "all_gather"])
 def test_as_many_tokens_as_own_experts_are_no_expert_tensor(form: str) -> None:
-    """The hidden states of a layer captured by itself are an input with as many rows as the expert weights."""
+    """The hidden states of a single layer are an input with the same first size as the expert weights."""
     config = StackConfig(layers=1, max_tokens=4)
     assert config.experts == 2 * 4
     for rank in range(2):
-        one = capture(config, form, rank, 2, 4, dynamic=False, moe_alone=True)
-        result = _eliminated(one)
+        captured = capture(config, form, rank, 2, 4, dynamic=False, moe_alone=True)
+        result = _eliminated(captured)
         assert not result.refusals
         (bank,) = result.plan.banks
         assert [tensor.name for tensor in bank.tensors] == ["weight_0", "weight_1"]
@@ -429,20 +291,22 @@ class _InARow(torch.nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", EP_FORMS)
-def test_a_block_may_begin_with_what_another_gave(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With nothing between them, the node that a block starts from is replaced with the block before it."""
+def test_a_block_may_start_with_the_output_of_another_block(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first node of the second block is replaced together with the block before it."""
     monkeypatch.setattr(simulated_ranks, "build_stack", lambda config, form: _InARow(build_stack(config, form)).eval())
     config = StackConfig(layers=3, hidden=16, width=16, max_tokens=12)
     captured = [capture(config, form, rank, 2, 12) for rank in range(2)]
     hidden = [hidden_states(config, 12, 0 if form == "all_reduce" else rank) for rank in range(2)]
-    inputs = [with_tokens(one, values) for one, values in zip(captured, hidden, strict=True)]
-    results = [_eliminated(one) for one in captured]
-    # An AllGather right behind a ReduceScatter has as many rows as the blocks have together, which is another symbol
-    # than that of the ids; such a block stays as it came.
+    inputs = [with_tokens(captured_rank, values) for captured_rank, values in zip(captured, hidden, strict=True)]
+    results = [_eliminated(captured_rank) for captured_rank in captured]
+    # An AllGather right after a ReduceScatter has the rows of all blocks, whose symbol differs from that of the ids, so
+    # such a block is left unchanged.
     assert len(results[0].plan.banks) == (1 if form == "all_gather" else 3)
     complete = {bank.index: _complete(config)[bank.name] for bank in results[0].plan.banks}
     outputs = run_ranks([result.module for result in results], inputs, complete)
-    for (output,), (wanted,) in zip(outputs, run_ranks([one.module for one in captured], inputs), strict=True):
+    for (output,), (wanted,) in zip(
+        outputs, run_ranks([captured_rank.module for captured_rank in captured], inputs), strict=True
+    ):
         torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -455,36 +319,24 @@ def _ranks_of(form: str, experts: int) -> tuple[StackConfig, tuple[Captured, ...
     return config, tuple(capture(config, form, rank, 2, 9) for rank in range(2))
 
 
-def _behaviour(modules: list[GraphModule], inputs: list[list[Any]]) -> list[Any] | None:
-    """What the ranks compute; None where they fail, or where their result is no number."""
-    # Memory that nobody wrote is filled with NaN, and the largest index, so that whoever reads it is found out.
-    torch.use_deterministic_algorithms(True)
-    try:
-        outputs = [output for (output,) in run_ranks(modules, inputs)]
-    except Exception:  # a mutant may fail in any way; then there is nothing to preserve
-        return None
-    finally:
-        torch.use_deterministic_algorithms(False)
-    return outputs if all(bool(torch.isfinite(output).all()) for output in outputs) else None
-
-
-def _check_mutant(form: str, experts: int, place: int, how: int) -> str:
+def _check_mutant(form: str, experts: int, node_index: int, how: int) -> str:
     config, captured = _ranks_of(form, experts)
-    mutants = [mutate(one.module, place, how) for one in captured]
+    mutants = [mutate(captured_rank.module, node_index, how) for captured_rank in captured]
     if any(mutant is None for mutant in mutants):
         return "no mutant"
     outcomes = [
-        _eliminated(dataclasses.replace(one, module=mutant)) for one, mutant in zip(captured, mutants, strict=True)
+        _eliminated(dataclasses.replace(captured_rank, module=mutant))
+        for captured_rank, mutant in zip(captured, mutants, strict=True)
     ]
     if not all(outcome.plan.banks for outcome in outcomes):
         return "refused"
     for seed in range(2):
         hidden = [hidden_states(config, 9, 0 if form == "all_reduce" else rank, seed) for rank in range(2)]
-        inputs = [with_tokens(one, values) for one, values in zip(captured, hidden, strict=True)]
-        expected = _behaviour(list(mutants), inputs)  # type: ignore[arg-type]
+        inputs = [with_tokens(captured_rank, values) for captured_rank, values in zip(captured, hidden, strict=True)]
+        expected = finite_or_none(functools.partial(first_outputs, mutants, inputs))
         if expected is None:
             return "meaningless"
-        # Not `run_local`: a mutant may have a collective that nobody reads, which is no part of the block and stays.
+        # Not `run_local`: an unread collective of a mutant is outside the block and remains in the graph.
         complete = {bank.index: _complete(config)[bank.name] for bank in outcomes[0].plan.banks}
         outputs = run_ranks([outcome.module for outcome in outcomes], inputs, complete)
         for (output,), wanted in zip(outputs, expected, strict=True):
@@ -497,28 +349,28 @@ def _check_mutant(form: str, experts: int, place: int, how: int) -> str:
 @given(
     form=st.sampled_from(list(EP_FORMS)),
     experts=st.sampled_from([4, 5]),
-    place=st.integers(0, 120),
+    node_index=st.integers(0, 120),
     how=st.integers(0, 4),
 )
-def test_a_mutated_graph_is_taken_rightly_or_refused(form: str, experts: int, place: int, how: int) -> None:
-    _check_mutant(form, experts, place, how)
+def test_a_mutated_graph_is_taken_rightly_or_refused(form: str, experts: int, node_index: int, how: int) -> None:
+    _check_mutant(form, experts, node_index, how)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_every_single_mutation_is_taken_rightly_or_refused(form: str) -> None:
     outcomes = [
-        _check_mutant(form, experts, place, how) for experts in (4, 5) for place in range(120) for how in range(5)
+        _check_mutant(form, experts, index, how) for experts in (4, 5) for index in range(120) for how in range(5)
     ]
     assert outcomes.count("refused") > 30
     assert outcomes.count("right") > 5
 
 
 def test_a_sum_in_another_type_is_not_taken_in_this_one() -> None:
-    """The mock run is in float64, so only the types themselves can tell."""
+    """The mock run is in float64, so only the types in the graph show the difference."""
     config = StackConfig(layers=1, dtype=torch.bfloat16)
-    one = capture(config, "all_reduce", 0, 2, 12)
-    changed = copy_graph_module(one.module)
+    captured = capture(config, "all_reduce", 0, 2, 12)
+    changed = copy_graph_module(captured.module)
     gemm = [node for node in changed.graph.nodes if node.target is torch.ops.aten._grouped_mm.default][-1]
     masked = next(iter(gemm.users))
     with changed.graph.inserting_after(masked):
@@ -528,31 +380,31 @@ def test_a_sum_in_another_type_is_not_taken_in_this_one() -> None:
     weighed.replace_input_with(masked, wide)
     weighed.meta["val"] = fake_value(weighed).to(torch.float32)
     changed.recompile()
-    result = _eliminated(dataclasses.replace(one, module=changed))
+    result = _eliminated(dataclasses.replace(captured, module=changed))
     assert not result.plan.banks
     assert "it computes in torch.float32 between" in result.refusals[0].reason
 
 
 @pytest.mark.slow
 def test_a_cut_along_a_dimension_that_is_not_there_is_no_form() -> None:
-    one = capture(StackConfig(layers=1), "all_to_all", 0, 2, 12)
-    changed = copy_graph_module(one.module)
+    captured = capture(StackConfig(layers=1), "all_to_all", 0, 2, 12)
+    changed = copy_graph_module(captured.module)
     cuts = [node for node in changed.graph.nodes if node.target is torch.ops.aten.slice.Tensor]
     for node in cuts:
         node.update_arg(1, 7)
     assert cuts
-    (refusal,) = _eliminated(dataclasses.replace(one, module=changed)).refusals
+    (refusal,) = _eliminated(dataclasses.replace(captured, module=changed)).refusals
     assert "cuts dimension 7 of" in refusal.reason
 
 
 @pytest.mark.slow
-def test_what_a_local_form_cannot_repeat_is_named() -> None:
-    one = capture(StackConfig(layers=1), "all_to_all", 0, 2, 12)
-    changed = copy_graph_module(one.module)
+def test_an_unrepeatable_operator_is_named() -> None:
+    captured = capture(StackConfig(layers=1), "all_to_all", 0, 2, 12)
+    changed = copy_graph_module(captured.module)
     for node in changed.graph.nodes:
         if node.target is operator.getitem and node.args[0].target is torch.ops.aten.split.Tensor and node.args[1] == 1:
             node.update_arg(1, 2)
-    (refusal,) = _eliminated(dataclasses.replace(one, module=changed)).refusals
+    (refusal,) = _eliminated(dataclasses.replace(captured, module=changed)).refusals
     check_readable([refusal])
     assert re.search(
         r"its local form cannot repeat `aten.split.Tensor`: getitem does not take float32 \[\*, \d+\], float32 "

@@ -1,7 +1,8 @@
-"""Blocks with equal texts share one proof; whatever a proof could tell apart is in the text."""
+"""Blocks with equal texts share one proof; the text contains everything that a proof depends on."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 from typing import Any
@@ -10,9 +11,7 @@ import pytest
 from torch.fx import GraphModule
 
 from moepass.models.reference.expert_parallel import EP_FORMS
-from moepass.passes.ir.plan import Plan
-from moepass.passes.ir.protocol import PassContext, run_passes
-from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
+from tests.helpers.graphs.eliminated_graphs import eliminate
 from tests.helpers.graphs.simulated_ranks import Captured, capture
 from tests.helpers.models.moe_stack import StackConfig
 from tests.helpers.mutants.graph_mutants import mutate
@@ -29,7 +28,7 @@ def _captured(form: str, dynamic: bool) -> Captured:
 
 
 class _Proofs:
-    """Counts proofs, and can make every block one of its own."""
+    """Counts proofs, and can give every block a different text."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, share: bool) -> None:
         self.count = 0
@@ -44,7 +43,7 @@ class _Proofs:
 
 
 def _outcome(module: GraphModule, captured: Captured) -> tuple[list[str], list[str]]:
-    result = run_passes((eliminate_expert_parallelism,), module, Plan(), PassContext(groups=captured.groups))
+    result = eliminate(dataclasses.replace(captured, module=module))
     return [bank.name for bank in result.plan.banks], [refusal.reason for refusal in result.plan.refusals]
 
 
@@ -62,7 +61,7 @@ def test_equal_layers_are_proved_once(form: str, dynamic: bool, monkeypatch: pyt
 
 
 def _mutants(form: str, dynamic: bool, step: int) -> int:
-    """Changes every `step`-th node and way, and compares outcomes with and without shared proofs."""
+    """Compare outcomes with and without shared proofs for changes of every `step`-th node."""
     captured = _captured(form, dynamic)
     nodes = sum(node.op == "call_function" for node in captured.module.graph.nodes)
     tried = 0

@@ -1,4 +1,4 @@
-"""Gathered masks of chosen experts become gathered ids: what is selected stays the same, in the same order."""
+"""Gathered masks of chosen experts become gathered ids that select the same rows in the same order."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from torch.fx import GraphModule
 from moepass.models.reference.collectives import gather_rows
 from moepass.passes.graph.collectives import collective_of
 from moepass.passes.graph.nodes import copy_graph_module, fake_value
-from moepass.passes.ir.plan import Plan
-from moepass.passes.ir.protocol import PassContext, run_passes
-from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
 from moepass.passes.parallel.match.gathered_masks import look_up_gathered_masks
+from tests.helpers.graphs.eliminated_graphs import eliminate
 from tests.helpers.graphs.readable_refusals import check_readable
 from tests.helpers.graphs.simulated_ranks import (
     Captured,
@@ -45,7 +43,7 @@ def with_capacity(scores: torch.Tensor) -> torch.Tensor:
 
 
 class Selecting(nn.Module):
-    """What `select` makes of this rank's columns of the gathered mask and probabilities, all [tokens, experts]."""
+    """A layer that applies `select` to its columns of the gathered mask and probabilities [tokens, experts]."""
 
     def __init__(self, choose: Choose, select: Select, own: slice) -> None:
         super().__init__()
@@ -106,15 +104,15 @@ def _columns(rank: int) -> slice:
 
 
 def _is_mask(node: torch.fx.Node) -> bool:
-    found = collective_of(node)
-    return found is not None and fake_value(found.input).dtype is torch.bool
+    collective = collective_of(node)
+    return collective is not None and fake_value(collective.input).dtype is torch.bool
 
 
 def _looked_up(module: GraphModule) -> GraphModule:
     changed = copy_graph_module(module)
-    found, reasons = look_up_gathered_masks(changed.graph, ())
+    lookups, reasons = look_up_gathered_masks(changed.graph, ())
     assert reasons == {}
-    assert [one.gather in changed.graph.nodes for one in found] == [True]
+    assert [lookup.gather in changed.graph.nodes for lookup in lookups] == [True]
     assert not any(map(_is_mask, changed.graph.nodes))
     changed.graph.lint()
     changed.recompile()
@@ -123,16 +121,16 @@ def _looked_up(module: GraphModule) -> GraphModule:
 
 @pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(("selection", "mask"), itertools.product(SELECTIONS, MASKS))
-def test_what_is_selected_stays_the_same(selection: str, mask: str) -> None:
+def test_selections_return_the_same(selection: str, mask: str) -> None:
     captured = captured_ranks(MASKS[mask], SELECTIONS[selection], _columns)
-    changed = [_looked_up(one.module) for one in captured]
+    changed = [_looked_up(captured_rank.module) for captured_rank in captured]
     for seed, tokens in enumerate((7, 1, 0, 30)):
         hidden = [hidden_rows(WIDTH, tokens, rank, torch.float32, seed) for rank in range(RANKS)]
-        inputs = [with_tokens(one, rows) for one, rows in zip(captured, hidden, strict=True)]
-        expected = run_ranks([one.module for one in captured], inputs)
-        for found, wanted in zip(run_ranks(changed, inputs), expected, strict=True):
-            for one, other in zip(found, wanted, strict=True):
-                torch.testing.assert_close(one, other, rtol=0, atol=0)
+        inputs = [with_tokens(captured_rank, rows) for captured_rank, rows in zip(captured, hidden, strict=True)]
+        expected = run_ranks([captured_rank.module for captured_rank in captured], inputs)
+        for outputs, wanted in zip(run_ranks(changed, inputs), expected, strict=True):
+            for actual, reference in zip(outputs, wanted, strict=True):
+                torch.testing.assert_close(actual, reference, rtol=0, atol=0)
 
 
 def _by_token(mask: torch.Tensor, scores: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -187,21 +185,21 @@ REFUSED: dict[str, tuple[Choose, Select, str]] = {
 
 @pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_selection_of_chosen_experts_stays(name: str) -> None:
+def test_other_selections_are_unchanged(name: str) -> None:
     choose, select, said = REFUSED[name]
     module = captured_ranks(choose, select, _columns)[0].module
     changed = copy_graph_module(module)
     before = [(node.name, node.target) for node in changed.graph.nodes]
-    found, reasons = look_up_gathered_masks(changed.graph, ())
+    lookups, reasons = look_up_gathered_masks(changed.graph, ())
     ((node, reason),) = reasons.items()
-    assert found == []
+    assert lookups == []
     assert _is_mask(node)
     assert said in reason
     assert [(node.name, node.target) for node in changed.graph.nodes] == before
 
 
 class _AlsoRead(Selecting):
-    """The gathered probabilities are a result too, or something is made of them and read by nothing."""
+    """A layer that also returns the gathered probabilities, or computes a value of them that is never read."""
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
         scores = hidden @ self.weight
@@ -211,7 +209,7 @@ class _AlsoRead(Selecting):
 
 
 @pytest.mark.parametrize("is_read", [True, False])
-def test_gathers_that_go_do_so_on_every_rank(is_read: bool) -> None:
+def test_gathers_are_removed_unless_masks_have_other_readers(is_read: bool) -> None:
     with pretend_rank(0, RANKS):
         layer = _AlsoRead(whole, masked, _columns(0))
         captured = capture_module(layer, hidden_rows(WIDTH, 7, 0, torch.float32), 0, RANKS)
@@ -219,10 +217,14 @@ def test_gathers_that_go_do_so_on_every_rank(is_read: bool) -> None:
     if not is_read:
         output = graph.output_node()
         output.args = (output.args[0][:-1],)  # type: ignore[index]
-    found, reasons = look_up_gathered_masks(graph, ())
-    gathered = [fake_value(one.input).shape[1] for one in map(collective_of, graph.nodes) if one is not None]
+    lookups, reasons = look_up_gathered_masks(graph, ())
+    gathered = [
+        fake_value(collective.input).shape[1]
+        for collective in map(collective_of, graph.nodes)
+        if collective is not None
+    ]
     if is_read:
-        assert found == []
+        assert lookups == []
         (reason,) = reasons.values()
         assert "is also read by" in reason
         assert gathered == [EXPERTS, EXPERTS]
@@ -232,7 +234,7 @@ def test_gathers_that_go_do_so_on_every_rank(is_read: bool) -> None:
 
 
 class _Thresholds(GatheredOrder):
-    """As many experts as score more than chance."""
+    """A router that chooses all experts whose score is above that of a uniform distribution."""
 
     def _route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scores = self.router(hidden)
@@ -246,22 +248,21 @@ def _captured_layer(layer: type[nn.Module]) -> Captured:
         return capture_module(layer(sizes, dist.group.WORLD), hidden, 1, RANKS, dynamic=True)  # type: ignore[call-arg]
 
 
-def test_a_block_that_other_ranks_leave_gathers_its_mask() -> None:
+def test_a_block_that_another_rank_refuses_still_gathers_its_mask() -> None:
     captured = _captured_layer(GatheredOrder)
-    taken = run_passes((eliminate_expert_parallelism,), captured.module, Plan(), PassContext(groups=captured.groups))
+    taken = eliminate(captured)
     (block,) = taken.plan.local_blocks
-    context = PassContext(groups=captured.groups, leave={block.name: "rank 0 has other experts"})
-    left = run_passes((eliminate_expert_parallelism,), captured.module, Plan(), context)
+    left = eliminate(captured, leave={block.name: "rank 0 has other experts"})
     assert left.plan.local_blocks == ()
     (refusal,) = left.plan.refusals
     assert "rank 0 has other experts" in refusal.reason
-    targets = [[node.target for node in one.module.graph.nodes] for one in (captured, left)]
+    targets = [[node.target for node in captured_rank.module.graph.nodes] for captured_rank in (captured, left)]
     assert targets[0] == targets[1]
 
 
 def test_a_mask_by_a_threshold_is_refused_with_its_line() -> None:
     captured = _captured_layer(_Thresholds)
-    result = run_passes((eliminate_expert_parallelism,), captured.module, Plan(), PassContext(groups=captured.groups))
+    result = eliminate(captured)
     check_readable(result.refusals)
     assert result.plan.local_blocks == ()
     (refusal,) = result.refusals
@@ -269,7 +270,7 @@ def test_a_mask_by_a_threshold_is_refused_with_its_line() -> None:
     assert "scores > 1 / self.sizes.experts" in refusal.source_line
 
 
-def test_masks_that_stay_are_left_alone() -> None:
+def test_masks_of_refused_blocks_are_unchanged() -> None:
     module = copy_graph_module(captured_ranks(whole, masked, _columns)[0].module)
     (mask,) = filter(_is_mask, module.graph.nodes)
     assert look_up_gathered_masks(module.graph, {mask.name}) == ([], {})

@@ -1,4 +1,4 @@
-"""Constants that are put together from what is allowed once: quotients of quotients, sums of sums, differences of 0."""
+"""Constants composed of operations that are allowed once: quotients of quotients, sums of sums, differences of 0."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from moepass.models.reference.expert_parallel import AllReduceExperts, AllToAllExperts
 from moepass.models.reference.grouped_experts import count_per_expert, sort_by_expert
-from tests.passes.parallel.test_hidden_thresholds import CONFIG, refusal
+from tests.helpers.graphs.refused_experts import CONFIG, refusal_of_experts
 
 WIDE = dataclasses.replace(CONFIG, max_tokens=400)
 # Takes the places [S] of the pairs in order, their experts [S], and experts of each token; gives places.
@@ -18,7 +18,7 @@ Places = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 
 def _variant(places: Places) -> type[AllReduceExperts]:
-    """Runs the rows at other `places` than those of their pairs."""
+    """Return experts that run the rows at other `places` than those of their pairs."""
 
     class Moved(AllReduceExperts):
         def run_some(self, hidden_states: torch.Tensor, local_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,7 +64,7 @@ def _nothing_and_one_times_top_k(order: torch.Tensor, ids: torch.Tensor, top_k: 
 
 
 def _truths_many_times(order: torch.Tensor, ids: torch.Tensor, top_k: int) -> torch.Tensor:
-    """64 in every run, put together from a truth and its opposite."""
+    """Return 64 in every run, as a sum of a mask and its complement."""
     counts = count_per_expert(ids, 4)
     larger = counts[0] > counts[1]
     many = larger.expand(64).sum() + (~larger).expand(64).sum()
@@ -78,7 +78,7 @@ def _truths_times_a_constant(order: torch.Tensor, ids: torch.Tensor, top_k: int)
 
 
 def _bounded_by_a_count(order: torch.Tensor, ids: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Beyond all pairs, unless there are more than 64 of them for each expert."""
+    """Return a number beyond all pairs, unless an expert has more than 64 of them."""
     far = (ids >= 0).sum() + (ids >= 0).sum()
     return order - (order - far).clamp(min=0)
 
@@ -92,19 +92,23 @@ HIDDEN = (
 @pytest.mark.sampled(every=9)
 @pytest.mark.parametrize("places", HIDDEN, ids=lambda places: places.__name__.strip("_"))
 def test_a_constant_that_is_put_together_is_not_taken(places: Places) -> None:
-    assert refusal("all_reduce", _variant(places), config=WIDE)
+    assert refusal_of_experts("all_reduce", _variant(places), config=WIDE)
 
 
 @pytest.mark.slow
-def test_places_as_they_are_are_taken() -> None:
-    """The variant itself is no reason to refuse, nor is what is computed once."""
-    assert refusal("all_reduce", _variant(lambda order, ids, top_k: order), config=WIDE) == ""
-    assert refusal("all_reduce", _variant(lambda order, ids, top_k: order + order - order), config=WIDE) == ""
-    assert refusal("all_reduce", _variant(lambda order, ids, top_k: order - (order - order)), config=WIDE) == ""
+def test_unchanged_positions_are_taken() -> None:
+    """The variant itself is no reason to refuse, and neither is a single operation."""
+    assert refusal_of_experts("all_reduce", _variant(lambda order, ids, top_k: order), config=WIDE) == ""
+    assert (
+        refusal_of_experts("all_reduce", _variant(lambda order, ids, top_k: order + order - order), config=WIDE) == ""
+    )
+    assert (
+        refusal_of_experts("all_reduce", _variant(lambda order, ids, top_k: order - (order - order)), config=WIDE) == ""
+    )
 
 
 class TenTimes(AllToAllExperts):
-    """Of the rows that arrived only those up to many times one expert's are what they were."""
+    """Experts that replace arrived rows beyond 128 times the rows of the first expert."""
 
     def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
         most = arriving[0] + (arriving[0] == 0) * arriving.sum()
@@ -115,4 +119,4 @@ class TenTimes(AllToAllExperts):
 
 
 def test_a_ratio_that_no_run_has_is_not_taken() -> None:
-    assert refusal("all_to_all", TenTimes, config=WIDE)
+    assert refusal_of_experts("all_to_all", TenTimes, config=WIDE)

@@ -1,7 +1,7 @@
-"""A threshold that stands behind small numbers: what ids and constants give is no truth, and gates, moves and selects.
+"""Thresholds behind small numbers: values computed from ids and constants must not act as masks, gates or selections.
 
-Every variant is right in all mock runs: it hides a place beyond many rows, for some experts (`few` [S], 0 or 1, that
-each id gives) or for some slots of a token, behind numbers that are what they should be until then.
+Every variant is right in all mock runs. It changes positions after many rows, for some experts (`few` [S], 0 or 1 by
+expert id) or for some choices of a token. Until then all numbers have their usual values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from moepass.models.reference.expert_parallel import AllGatherExperts, AllReduceExperts, AllToAllExperts, ShardedExperts
 from moepass.models.reference.grouped_experts import count_per_expert, grouped_gemm, sort_by_expert, undo_order
-from tests.passes.parallel.test_hidden_thresholds import CONFIG, refusal
+from tests.helpers.graphs.refused_experts import CONFIG, refusal_of_experts
 
 T = torch.Tensor
 WIDE = dataclasses.replace(CONFIG, max_tokens=400)
@@ -65,7 +65,7 @@ def _subtracted_again_and_again_as_a_factor(rows: T, order: T, ids: T, number: T
 
 
 def _beyond(order: torch.Tensor, few: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-    """True for rows that count in no run: beyond five times what one rank brings, for some experts; for others all."""
+    """Return a mask of rows beyond five times those of one rank, which no run has, for some experts."""
     return order >= few * _five(number)
 
 
@@ -96,40 +96,48 @@ _FEW: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def _as_a_factor(rows: T, order: T, ids: T, number: T) -> T:
-    few, given = ids.clamp(max=1), rows[order]
-    return given - given * _column(_beyond(order, few, number).long() + few - 1)
+    few, ordered = ids.clamp(max=1), rows[order]
+    return ordered - ordered * _column(_beyond(order, few, number).long() + few - 1)
 
 
 def _as_two_factors(rows: T, order: T, ids: T, number: T) -> T:
-    """No number is put together: rows are."""
-    few, given = ids.clamp(max=1), rows[order]
-    return given + given - given * _column(_beyond(order, few, number)) - given * _column(few)
+    """Combine rows instead of numbers."""
+    few, ordered = ids.clamp(max=1), rows[order]
+    return ordered + ordered - ordered * _column(_beyond(order, few, number)) - ordered * _column(few)
 
 
 def _as_floats(rows: T, order: T, ids: T, number: T) -> T:
-    few, given = ids.clamp(max=1), rows[order]
+    few, ordered = ids.clamp(max=1), rows[order]
     half = torch.tensor([0.0, 0.5, 0.5, 0.5])[ids]
-    return given + given - given * _column(_beyond(order, few, number)) - given * _column(half) - given * _column(half)
+    return (
+        ordered
+        + ordered
+        - ordered * _column(_beyond(order, few, number))
+        - ordered * _column(half)
+        - ordered * _column(half)
+    )
 
 
 def _as_selected_rows(rows: T, order: T, ids: T, number: T) -> T:
-    few, given = ids.clamp(max=1), rows[order]
-    lost = given.masked_fill(_column(_beyond(order, few, number)), 0.0)
+    few, ordered = ids.clamp(max=1), rows[order]
+    lost = ordered.masked_fill(_column(_beyond(order, few, number)), 0.0)
     places = torch.arange(rows.shape[0])
-    return torch.stack([given, lost])[few, places]
+    return torch.stack([ordered, lost])[few, places]
 
 
 def _as_rows_that_are_put(rows: T, order: T, ids: T, number: T) -> T:
-    few, given = ids.clamp(max=1), rows[order]
-    lost = given * _column(_beyond(order, few, number))
+    few, ordered = ids.clamp(max=1), rows[order]
+    lost = ordered * _column(_beyond(order, few, number))
     return (
-        given
-        - torch.zeros_like(given).expand(2, -1, -1).scatter(0, few.view(1, -1, 1).expand_as(given[None]), lost[None])[1]
+        ordered
+        - torch.zeros_like(ordered)
+        .expand(2, -1, -1)
+        .scatter(0, few.view(1, -1, 1).expand_as(ordered[None]), lost[None])[1]
     )
 
 
 def _as_a_sum_by_place(rows: T, order: T, ids: T, number: T) -> T:
-    """How many rows of each expert are beyond: of the second none, in all runs."""
+    """Move rows by the number of the second expert's rows that are beyond, which is 0 in all runs."""
     few = ids.clamp(max=1)
     beyond = _beyond(order, few, number).long()
     return rows[order - torch.zeros(2, dtype=torch.int64).index_add(0, few, beyond)[1].clamp(max=1)]
@@ -148,7 +156,7 @@ def _as_an_equality(rows: T, order: T, ids: T, number: T) -> T:
 
 
 def _as_a_difference(rows: T, order: T, ids: T, number: T) -> T:
-    """Between -1 and 1, where -1 and 1 come for one of three experts, and are taken away again."""
+    """Move rows by a number between -1 and 1, and back by its values that occur in runs."""
     few = ids.clamp(max=1)
     seen = torch.where(ids == 0, 1, 0)
     moved = _beyond(order, few, number).long() + few - 1 - seen
@@ -156,14 +164,14 @@ def _as_a_difference(rows: T, order: T, ids: T, number: T) -> T:
 
 
 def _as_a_chosen_number(rows: T, order: T, ids: T, number: T) -> T:
-    """The number is selected, not computed with."""
+    """Select a number instead of computing with it."""
     few = ids.clamp(max=1)
     chosen = torch.where(order >= few * _five(number), few, 0)
     return rows[order - chosen]
 
 
 def _as_a_selected_size(rows: T, order: T, ids: T, number: T) -> T:
-    """The size is looked up by the number, and is gone where the truth does not hold, as in all runs."""
+    """Look the size up by the number; the size is lost where the mask is false, as in all runs."""
     few = ids.clamp(max=1)
     return rows[order - torch.stack([number - number, number])[few] * _beyond(order, few, number)]
 
@@ -189,17 +197,17 @@ def _as_a_sign(rows: T, order: T, ids: T, number: T) -> T:
 
 
 def _moved_between(rows: T, order: T, ids: T, number: T) -> T:
-    """Truths about ids that are no longer in the rows' order when they meet the other one."""
-    given, few = rows[order], ids > 0
+    """Combine a mask with ids that are no longer in the order of the rows."""
+    ordered, few = rows[order], ids > 0
     beyond = order >= torch.where(few, _five(number), 0)
-    lost = given.masked_fill(_column(~few), 0.0).flip(0)
-    return given - lost.masked_fill(_column(~beyond).flip(0), 0.0).flip(0)
+    lost = ordered.masked_fill(_column(~few), 0.0).flip(0)
+    return ordered - lost.masked_fill(_column(~beyond).flip(0), 0.0).flip(0)
 
 
 def _numbers_moved_between(rows: T, order: T, ids: T, number: T) -> T:
-    given, few = rows[order], ids.clamp(max=1)
-    lost = (given * _column(few)).flip(0)
-    return given - lost.masked_fill(_column(~_beyond(order, few, number)).flip(0), 0.0).flip(0)
+    ordered, few = rows[order], ids.clamp(max=1)
+    lost = (ordered * _column(few)).flip(0)
+    return ordered - lost.masked_fill(_column(~_beyond(order, few, number)).flip(0), 0.0).flip(0)
 
 
 CHANGES: tuple[Rows, ...] = (
@@ -212,20 +220,20 @@ CHANGES: tuple[Rows, ...] = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
-def test_a_number_that_ids_give_hides_no_threshold(change: Rows) -> None:
-    assert refusal("all_to_all", _arrived(change), config=WIDE)
+def test_numbers_computed_from_ids_cannot_hide_a_threshold(change: Rows) -> None:
+    assert refusal_of_experts("all_to_all", _arrived(change), config=WIDE)
 
 
 @pytest.mark.sampled(every=15)
 @pytest.mark.parametrize("few", _FEW)
 def test_no_way_to_a_small_number_hides_a_threshold(few: str) -> None:
-    assert refusal("all_to_all", _arrived(_as_a_shift(_FEW[few])), config=WIDE)
+    assert refusal_of_experts("all_to_all", _arrived(_as_a_shift(_FEW[few])), config=WIDE)
 
 
 @pytest.mark.slow
 def test_rows_in_order_are_taken() -> None:
-    """The variant itself is no reason to refuse, nor is a number that ids give, beside no truth."""
-    assert refusal("all_to_all", _arrived(lambda rows, order, ids, number: rows[order]), config=WIDE) == ""
+    """The variant itself is no reason to refuse, and neither is a number from ids without a mask."""
+    assert refusal_of_experts("all_to_all", _arrived(lambda rows, order, ids, number: rows[order]), config=WIDE) == ""
 
 
 # --------------------------------------------------------------------------------------------------- from constants
@@ -235,7 +243,7 @@ Slots = Callable[[int], torch.Tensor]
 
 
 def _by_slot(form: type[ShardedExperts], slots: Slots, moves: bool) -> type[ShardedExperts]:
-    """As before, for the second expert of each token: its slot is a constant that stands beside every token."""
+    """Return experts that change rows of one choice of each token, whose index is a constant next to every token."""
 
     class Changed(form):  # type: ignore[misc, valid-type]
         def run_some(self, hidden_states: torch.Tensor, local_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -263,16 +271,16 @@ SLOTS: dict[str, Slots] = {
 @pytest.mark.parametrize("moves", [False, True])
 @pytest.mark.parametrize("slots", SLOTS)
 def test_the_slot_of_an_expert_hides_no_threshold(slots: str, moves: bool) -> None:
-    assert refusal("all_reduce", _by_slot(AllReduceExperts, SLOTS[slots], moves), config=WIDE)
+    assert refusal_of_experts("all_reduce", _by_slot(AllReduceExperts, SLOTS[slots], moves), config=WIDE)
 
 
 @pytest.mark.slow
 def test_the_slot_of_an_expert_hides_no_threshold_among_gathered_tokens() -> None:
-    assert refusal("all_gather", _by_slot(AllGatherExperts, torch.arange, False), config=WIDE)
+    assert refusal_of_experts("all_gather", _by_slot(AllGatherExperts, torch.arange, False), config=WIDE)
 
 
 class ConstantsInside(AllReduceExperts):
-    """A constant of the activation function is the same for every row, and meets no truth about rows."""
+    """A constant of the activation function is the same for every row, and is combined with no mask of rows."""
 
     def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         ends = counts.cumsum(0, dtype=torch.int32)
@@ -282,4 +290,4 @@ class ConstantsInside(AllReduceExperts):
 
 
 def test_constants_of_the_activation_function_are_taken() -> None:
-    assert refusal("all_reduce", ConstantsInside, config=WIDE) == ""
+    assert refusal_of_experts("all_reduce", ConstantsInside, config=WIDE) == ""

@@ -1,4 +1,4 @@
-"""No block is taken that does something else only for more tokens than the proof tries, however that is written."""
+"""Blocks that behave differently only for more tokens than the proof tries are refused, for many ways to write this."""
 
 from __future__ import annotations
 
@@ -13,27 +13,23 @@ from hypothesis import strategies as st
 
 from moepass.models.reference.collectives import gather_rows, scatter_sums, sum_over_ranks
 from moepass.models.reference.expert_parallel import (
-    EP_FORMS,
     AllGatherExperts,
     AllReduceExperts,
     AllToAllExperts,
     ShardedExperts,
 )
 from moepass.models.reference.grouped_experts import count_per_expert, sort_by_expert, undo_order, weighted_sum
-from moepass.passes.ir.plan import Plan
-from moepass.passes.ir.protocol import PassContext, run_passes
-from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
-from tests.helpers.graphs.simulated_ranks import capture
-from tests.helpers.models.moe_stack import StackConfig
+from tests.helpers.graphs.refused_experts import CONFIG, refusal_of_experts
 
 Predicate = Callable[[torch.Tensor], torch.Tensor]
 SUBJECTS = ("places", "counts", "rows")
-CONFIG = StackConfig(layers=1, max_tokens=12)
 
 
 def _kept(subject: str, sorted_ids: torch.Tensor, experts: int, keeps: Predicate) -> torch.Tensor:
-    """For each of `sorted_ids` [S] whether `keeps` says so of its place among its expert's, of how many these are, or
-    of how many rows there are in all."""
+    """Return for each of `sorted_ids` [S] whether it is kept.
+
+    `keeps` is applied to its position among the rows of its expert, to their number, or to the number of all rows.
+    """
     counts = count_per_expert(sorted_ids, experts)
     if subject == "places":
         return keeps(torch.arange(len(sorted_ids)) - (counts.cumsum(0) - counts)[sorted_ids])
@@ -43,7 +39,7 @@ def _kept(subject: str, sorted_ids: torch.Tensor, experts: int, keeps: Predicate
 
 
 def _variant(form: str, subject: str, keeps: Predicate) -> type[ShardedExperts]:
-    """The reference implementation of `form` that lets what `keeps` is false for count for nothing."""
+    """Return the reference experts of `form` that set the results of rows to 0 for which `keeps` is false."""
 
     class ToAll(AllToAllExperts):
         def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
@@ -51,8 +47,8 @@ def _variant(form: str, subject: str, keeps: Predicate) -> type[ShardedExperts]:
             ids = torch.arange(owned).repeat(self.placement.ranks).repeat_interleave(arriving, output_size=len(rows))
             sorted_ids, order = sort_by_expert(ids)
             outputs = self.run_groups(rows[order], count_per_expert(sorted_ids, owned))
-            kept = _kept(subject, sorted_ids, owned, keeps).unsqueeze(-1)
-            return undo_order(torch.where(kept, outputs, 0.0), order)
+            is_kept = _kept(subject, sorted_ids, owned, keeps).unsqueeze(-1)
+            return undo_order(torch.where(is_kept, outputs, 0.0), order)
 
     class Reduced(AllReduceExperts):
         def forward(
@@ -79,30 +75,19 @@ def _some(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, order = experts.run_some(hidden, ids)
     sorted_ids, _ = sort_by_expert(ids)
-    kept = _kept(subject, sorted_ids, len(experts.placement.owned) + 1, keeps)
-    return rows.masked_fill(~kept.unsqueeze(-1), 0.0), order
-
-
-def refusal(
-    form: str, experts: type[ShardedExperts], dynamic: bool = True, config: StackConfig = CONFIG, tokens: int = 12
-) -> str:
-    """Why the variant is left; empty where it is taken."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(EP_FORMS, form, experts)
-        captured = capture(config, form, 1, 2, tokens, dynamic=dynamic)
-    result = run_passes((eliminate_expert_parallelism,), captured.module, Plan(), PassContext(groups=captured.groups))
-    return result.refusals[0].reason if result.refusals else ""
+    is_kept = _kept(subject, sorted_ids, len(experts.placement.owned) + 1, keeps)
+    return rows.masked_fill(~is_kept.unsqueeze(-1), 0.0), order
 
 
 @pytest.mark.sampled(every=9)
 @pytest.mark.parametrize("subject", SUBJECTS)
 @pytest.mark.parametrize("form", ["all_to_all", "all_reduce", "all_gather"])
-def test_what_keeps_everything_is_taken(form: str, subject: str) -> None:
+def test_predicates_that_are_always_true_are_taken(form: str, subject: str) -> None:
     """The variants themselves are no reason to refuse."""
-    assert refusal(form, _variant(form, subject, lambda value: value * 0 == 0)) == ""
+    assert refusal_of_experts(form, _variant(form, subject, lambda value: value * 0 == 0)) == ""
 
 
-# What is false beyond some place, and part of the reason for which it is refused.
+# Predicates that are false beyond some position, and a part of the reason for their refusal.
 NOT_EXACT, CONSTANT, UNKNOWN = "does not hold all of them exactly", "the constant", "no operation on places or sizes"
 THRESHOLDS: dict[str, tuple[Predicate, str]] = {
     "floor of a small multiple": (lambda value: torch.floor(value * 1e-4) == 0, NOT_EXACT),
@@ -124,7 +109,7 @@ THRESHOLDS: dict[str, tuple[Predicate, str]] = {
     "a root": (lambda value: value.sqrt() < 80, UNKNOWN),
     "a logarithm": (lambda value: torch.log1p(value) < 9, UNKNOWN),
     "a power": (lambda value: value.pow(2) < 10**8, UNKNOWN),
-    "a square beside a multiple": (lambda value: value * value < value * 5000, "multiplies"),
+    "a square next to a multiple": (lambda value: value * value < value * 5000, "multiplies"),
     "an exponential that ends": (lambda value: torch.exp(-value / 50) > 0, ""),
     "a saturated function": (lambda value: torch.tanh(value / 5000) < 0.9, ""),
     "many small factors": (lambda value: value // 4 // 4 // 4 // 4 // 4 // 4 == 0, CONSTANT),
@@ -136,7 +121,7 @@ THRESHOLDS: dict[str, tuple[Predicate, str]] = {
     "a table": (lambda value: (torch.arange(6000) < 5000)[value], ""),
     "a bounded table": (lambda value: (torch.arange(6000) < 5000)[value.clamp(max=5999)], CONSTANT),
     "a range against each": (lambda value: (value.unsqueeze(-1) >= torch.arange(5000)).sum(-1) == value, CONSTANT),
-    "memory that nobody wrote": (
+    "unwritten memory": (
         lambda value: (torch.empty(len(value) + 1, dtype=torch.int64).index_put(
             (torch.arange(len(value)),), value) <= value.sum())[: len(value)],
         "",
@@ -149,9 +134,9 @@ THRESHOLDS: dict[str, tuple[Predicate, str]] = {
 def test_a_threshold_is_not_taken(name: str) -> None:
     keeps, reason = THRESHOLDS[name]
     form = ("all_to_all", "all_reduce")[list(THRESHOLDS).index(name) % 2]
-    found = refusal(form, _variant(form, "places", keeps))
-    assert found, "it was taken"
-    assert reason in found
+    refusal = refusal_of_experts(form, _variant(form, "places", keeps))
+    assert refusal, "it was taken"
+    assert reason in refusal
 
 
 @pytest.mark.slow
@@ -170,11 +155,11 @@ def test_the_number_of_rows_as_a_symbol_hides_no_threshold() -> None:
             return super()._run_arrived(rows, arriving) * mask.view(-1, 5000).sum(-1).sign().unsqueeze(-1)
 
     for experts in (Scaled, Divided, Cut):
-        assert refusal("all_to_all", experts)
+        assert refusal_of_experts("all_to_all", experts)
 
 
 class SeveralAtOnce(AllToAllExperts):
-    """Of two sizes one is always larger, so that it does not show when the other one becomes so."""
+    """One of two sizes is always larger, which hides a change of the smaller size."""
 
     def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
         most = arriving.max()
@@ -188,7 +173,7 @@ class RowsTimesANumber(AllToAllExperts):
 
 
 class PairsOfRows(AllToAllExperts):
-    """Pairs grow as the square of rows, so beside many times the rows there is a threshold without a constant."""
+    """The number of pairs of rows grows quadratically, so it exceeds a multiple of the rows without a constant."""
 
     def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
         places, total = torch.arange(len(rows)), arriving.sum()
@@ -207,14 +192,14 @@ class PairsOfRows(AllToAllExperts):
         (PairsOfRows, "more than one dimension that grows"),
     ],
 )
-def test_what_no_single_comparison_shows_is_not_taken(experts: type[ShardedExperts], reason: str) -> None:
-    assert reason in refusal("all_to_all", experts)
+def test_effects_of_combined_sizes_are_refused(experts: type[ShardedExperts], reason: str) -> None:
+    assert reason in refusal_of_experts("all_to_all", experts)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 2])
-def test_every_expert_is_tried_however_few_tokens_a_graph_is_for(tokens: int) -> None:
-    """What a layer does with one of 64 experts is seen in a graph for one token, too."""
+def test_every_expert_is_tried_in_graphs_for_few_tokens(tokens: int) -> None:
+    """A change for one of 64 experts is detected in a graph for one token, too."""
 
     class OneLess(AllReduceExperts):
         def forward(
@@ -224,8 +209,8 @@ def test_every_expert_is_tried_however_few_tokens_a_graph_is_for(tokens: int) ->
             return super().forward(hidden_states, ids, top_k_weights)
 
     config = dataclasses.replace(CONFIG, experts=64, top_k=1)
-    assert refusal("all_reduce", AllReduceExperts, dynamic=False, config=config, tokens=tokens) == ""
-    assert refusal("all_reduce", OneLess, dynamic=False, config=config, tokens=tokens)
+    assert refusal_of_experts("all_reduce", AllReduceExperts, dynamic=False, config=config, tokens=tokens) == ""
+    assert refusal_of_experts("all_reduce", OneLess, dynamic=False, config=config, tokens=tokens)
 
 
 # ------------------------------------------------------------------------------------------------------ random chains
@@ -280,7 +265,7 @@ TRIED = 6000
 
 
 def _threshold(chain: list[Step], beyond: int) -> Predicate | None:
-    """A predicate that is true up to `TRIED` and false somewhere up to `beyond`; None where the chain hides none."""
+    """Return a predicate that is true up to `TRIED` and false for a value up to `beyond`, or None."""
 
     def apply(value: torch.Tensor) -> torch.Tensor:
         for step in chain:
@@ -300,7 +285,7 @@ def _check_chain(form: str, subject: str, chain: list[Step], beyond: int, dynami
     keeps = _threshold(chain, beyond)
     assume(keeps is not None)
     assert keeps is not None
-    assert refusal(form, _variant(form, subject, keeps), dynamic), f"{subject} {chain} was taken"
+    assert refusal_of_experts(form, _variant(form, subject, keeps), dynamic), f"{subject} {chain} was taken"
 
 
 CHAIN_CASES = {

@@ -1,4 +1,4 @@
-"""Rows and places that depend on several truths: what these make together must have been tried, too."""
+"""Rows and positions that depend on several masks are refused unless their combinations have been tried."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import pytest
 import torch
 
 from moepass.models.reference.expert_parallel import AllToAllExperts
-from tests.passes.parallel.test_hidden_thresholds import CONFIG, refusal
+from tests.helpers.graphs.refused_experts import CONFIG, refusal_of_experts
 
 # Four experts on each of two ranks: eight counts arrive.
 WIDE = dataclasses.replace(CONFIG, experts=8, max_tokens=400)
 
 
 class Arrived(AllToAllExperts):
-    """Changes the rows that arrived, where two truths about their counts hold, each of which mock runs have both ways;
-    but never both in one.
+    """Experts that change arrived rows if two masks of their counts are true.
+
+    Mock runs have both values of each mask, but never both masks true.
     """
 
     def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
@@ -44,7 +45,7 @@ class NestedPlaces(Arrived):
 
 
 class SuccessivePlaces(Arrived):
-    """Turned round twice is as it was, once is not; what the second truth turns back it turns only with the first."""
+    """Rows that are reversed only if both masks are true: the first selects positions, the second rows."""
 
     def changed(self, rows: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         places = torch.arange(rows.shape[0])
@@ -73,7 +74,7 @@ class MovedBetween(Arrived):
 
 
 class OneOfSeveralBySorting(AllToAllExperts):
-    """Rows are lost where the seventh count is the largest: no truth says so, the order of eight counts does."""
+    """Rows are lost if the seventh count is the largest, which depends on a sort instead of a mask."""
 
     def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
         most = arriving.argsort()[-1:]
@@ -87,7 +88,7 @@ class OneOfSeveralByTheLargest(AllToAllExperts):
 
 
 class OneOfSeveralTruths(AllToAllExperts):
-    """A truth about each of eight counts comes out both ways, that about the seventh one way only."""
+    """Each of eight masks has both values in runs, except that of the seventh count."""
 
     def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
         most = arriving > arriving.sum() - arriving
@@ -103,7 +104,7 @@ class OneOfSeveralTruthsInASum(AllToAllExperts):
 
 
 class MaskedPlaces(Arrived):
-    """Rows that a mask has written, then another."""
+    """Rows that are written by one mask and then by another."""
 
     def changed(self, rows: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         begins = torch.arange(rows.shape[0]) < 1
@@ -112,20 +113,20 @@ class MaskedPlaces(Arrived):
 
 
 class SumOfSelections(Arrived):
-    """Each selection alone takes nothing away."""
+    """Each selection by itself loses nothing."""
 
     def changed(self, rows: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         return rows + rows * (first * 1.0 + second) - rows * (first | second)
 
 
 class CutAtASize(AllToAllExperts):
-    """Rows beyond many times one expert's are lost, though nothing is compared."""
+    """Rows beyond a multiple of one expert's rows are lost without a comparison."""
 
     def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
         few = arriving[0].item() + arriving[1].item() + arriving[4].item() + arriving[5].item()
         torch._check(few >= 0)
-        kept = torch.arange(rows.shape[0])[: few + few]
-        places = torch.zeros(rows.shape[0], dtype=torch.int64).index_copy(0, kept, kept)
+        selected = torch.arange(rows.shape[0])[: few + few]
+        places = torch.zeros(rows.shape[0], dtype=torch.int64).index_copy(0, selected, selected)
         return super()._run_arrived(rows[places], arriving)
 
 
@@ -139,17 +140,17 @@ NESTED = (
 
 @pytest.mark.sampled(every=15)
 @pytest.mark.parametrize("experts", NESTED, ids=lambda experts: experts.__name__)
-def test_truths_that_were_never_tried_together_are_not_taken(experts: type[AllToAllExperts]) -> None:
-    assert refusal("all_to_all", experts, config=WIDE)
+def test_mask_combinations_that_were_never_tried_are_refused(experts: type[AllToAllExperts]) -> None:
+    assert refusal_of_experts("all_to_all", experts, config=WIDE)
 
 
 class RowsInTheirPlaces(AllToAllExperts):
-    """As many places as there are rows, not as there are numbers in them; how many these are, only a run tells."""
+    """Experts that copy rows, whose number depends on data, to their own indices."""
 
     def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
         outputs = super()._run_arrived(rows, arriving)
         return torch.empty_like(outputs).index_copy(0, torch.arange(outputs.shape[0]), outputs)
 
 
-def test_sizes_that_a_run_tells_are_not_asked_whether_they_are_equal() -> None:
-    assert refusal("all_to_all", RowsInTheirPlaces, config=WIDE) == ""
+def test_data_dependent_sizes_are_not_compared() -> None:
+    assert refusal_of_experts("all_to_all", RowsInTheirPlaces, config=WIDE) == ""

@@ -1,4 +1,4 @@
-"""Two micro-batches through the same layers in one graph: the bank of a layer is one, however often it is read."""
+"""Two micro-batches through the same layers in one graph: each layer has one bank, which is read twice."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ needs_memfd = pytest.mark.skipif(sys.platform != "linux", reason="shared shards 
 
 
 class InTurns(nn.Module):
-    """Layer by layer, one half of the tokens and then the other."""
+    """Each layer computes one half of the tokens and then the other."""
 
     def __init__(self, stack: MoEStack) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class InTurns(nn.Module):
 
 
 class AfterAnother(InTurns):
-    """The whole model on one half, then on the other: every layer has come by when the first comes again."""
+    """The whole model computes one half and then the other."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         outputs = []
@@ -72,20 +72,20 @@ def test_a_layer_of_expert_parallelism_has_one_bank(
     monkeypatch.setattr(simulated_ranks, "build_stack", lambda config, form: order(build_stack(config, form)).eval())
     captured = [capture(CONFIG, form, rank, 2, 12, dynamic=False) for rank in range(2)]
     hidden = [hidden_states(CONFIG, 12, 0 if form == "all_reduce" else rank) for rank in range(2)]
-    inputs = [with_tokens(one, values) for one, values in zip(captured, hidden, strict=True)]
-    expected = run_together([one.module for one in captured], inputs)
+    inputs = [with_tokens(captured_rank, values) for captured_rank, values in zip(captured, hidden, strict=True)]
+    expected = run_together([captured_rank.module for captured_rank in captured], inputs)
     complete = {
         f"moe.{layer}.experts": [moe.experts.gate_up_proj, moe.experts.down_proj]
         for layer, moe in enumerate(build_stack(CONFIG).moe)
     }
-    for rank, one in enumerate(captured):
-        context = PassContext(groups=one.groups)
-        local = run_passes((eliminate_expert_parallelism,), one.module, Plan(), context)
+    for rank, captured_rank in enumerate(captured):
+        context = PassContext(groups=captured_rank.groups)
+        local = run_passes((eliminate_expert_parallelism,), captured_rank.module, Plan(), context)
         assert not local.refusals
         assert [bank.name for bank in local.plan.banks] == list(complete)
         (output,) = run_local(local.module, inputs[rank], local.plan.banks, complete)
         torch.testing.assert_close(output, expected[rank][0], rtol=1e-5, atol=1e-5)
-        plan = run_passes(PASSES, one.module, Plan(), context).plan
+        plan = run_passes(PASSES, captured_rank.module, Plan(), context).plan
         assert [stay.bank for stay in plan.slot_stays] == ([0, 0, 1, 1] if order is InTurns else [0, 1] * 2)
 
 
@@ -112,7 +112,7 @@ def test_real_ranks_pull_the_one_bank_of_each_layer(form: str, order: str, slots
 
 
 class Overlapped(nn.Module):
-    """Both halves' up GEMMs, then both halves' down GEMMs, as engines write it that overlap two micro-batches."""
+    """The up GEMMs of both halves precede the down GEMMs of both halves, as in engines that overlap micro-batches."""
 
     def __init__(self, form: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a proof costs does not depend on the sizes of a block, nor does its outcome on how they were captured."""
+"""The cost of a proof does not depend on a block's sizes, nor its outcome on static or symbolic shapes."""
 
 from __future__ import annotations
 
@@ -17,19 +17,14 @@ from torch.utils._pytree import tree_leaves
 
 from moepass.models.reference.expert_parallel import EP_FORMS, AllReduceExperts, AllToAllExperts, ShardedExperts
 from moepass.models.reference.grouped_experts import grouped_gemm
-from moepass.passes.ir.plan import Plan
-from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
-from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
-from tests.helpers.graphs.simulated_ranks import Captured, capture, hidden_states, run_local, run_ranks, with_tokens
+from moepass.passes.ir.protocol import PassResult
+from tests.helpers.graphs.eliminated_graphs import eliminate
+from tests.helpers.graphs.simulated_ranks import capture, hidden_states, run_local, run_ranks, with_tokens
+from tests.helpers.models.expert_variants import ACT_ON_MORE, FewRows, OwnSizesExperts
 from tests.helpers.models.moe_stack import StackConfig, build_stack
-from tests.passes.parallel.test_eliminate_expert_parallelism import ACTS_LATER, FewRows, OwnSizesExperts
 
 PROOF = importlib.import_module("moepass.passes.parallel.proof.prove")
 MODES = ["static", "dynamic"]
-
-
-def _eliminated(captured: Captured) -> PassResult:
-    return run_passes((eliminate_expert_parallelism,), captured.module, Plan(), PassContext(groups=captured.groups))
 
 
 def _reasons(result: PassResult) -> list[str]:
@@ -40,7 +35,7 @@ def _reasons(result: PassResult) -> list[str]:
 
 
 class _Elements(TorchDispatchMode):
-    """Counts the elements of all results, and of the largest one, of tensors that are real."""
+    """Counts the elements of all results that are real tensors, and of the largest one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,11 +54,11 @@ class _Elements(TorchDispatchMode):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", EP_FORMS)
-def test_a_proof_touches_few_numbers_whatever_the_sizes(form: str) -> None:
+def test_the_elements_of_a_proof_do_not_depend_on_sizes(form: str) -> None:
     config = StackConfig(layers=1, hidden=256, width=128, experts=16, top_k=4, max_tokens=4096)
     captured = capture(config, form, 1, 4, 4096, dynamic=False, moe_alone=True)
     with _Elements() as elements:
-        result = _eliminated(captured)
+        result = eliminate(captured)
     assert not result.refusals
     # One activation of the captured block has 4096 * 4 * 256 numbers, twice as many as all ranks' slots.
     assert elements.largest < 100_000
@@ -71,40 +66,40 @@ def test_a_proof_touches_few_numbers_whatever_the_sizes(form: str) -> None:
 
 
 def _cost(form: str, mode: str, *sizes: int) -> dict[str, Any]:
-    """Tokens, hidden, width, experts, top-k, ranks."""
+    """Return the cost of a proof; `sizes` are tokens, hidden, width, experts, top-k and ranks."""
     command = [sys.executable, "-m", "tests.helpers.graphs.proof_cost", form, mode, *map(str, sizes)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    cost: dict[str, Any] = json.loads(done.stdout)
+    return cost
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_a_proof_of_a_large_block_is_cheap(form: str, mode: str) -> None:
-    found = _cost(form, mode, 32768, 4096, 512, 128, 8, 8)
-    assert (found["banks"], found["refusals"]) == (1, [])
-    assert found["cpu_seconds"] < 2
-    assert found["bytes"] < 2**30
+    cost = _cost(form, mode, 32768, 4096, 512, 128, 8, 8)
+    assert (cost["banks"], cost["refusals"]) == (1, [])
+    assert cost["cpu_seconds"] < 2
+    assert cost["bytes"] < 2**30
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("experts", "ranks"), [(128, 64), (128, 128), (256, 256), (256, 100)])
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_hundreds_of_ranks_are_taken(form: str, experts: int, ranks: int) -> None:
-    found = _cost(form, "static", 4096, 256, 128, experts, 8, ranks)
-    assert (found["banks"], found["refusals"]) == (1, [])
-    assert found["cpu_seconds"] < 2
-    assert found["bytes"] < 2**30
+    cost = _cost(form, "static", 4096, 256, 128, experts, 8, ranks)
+    assert (cost["banks"], cost["refusals"]) == (1, [])
+    assert cost["cpu_seconds"] < 2
+    assert cost["bytes"] < 2**30
 
 
 @pytest.mark.slow
 def test_a_block_of_more_nodes_than_a_walk_once_had_is_taken() -> None:
-    """Each of 72 ranks has nodes that read what it sends and is sent."""
-    one = capture(StackConfig(layers=1, experts=72), "all_to_all", 5, 72, 12, moe_alone=True)
-    assert sum(node.op == "call_function" for node in one.module.graph.nodes) > 700
-    result = _eliminated(one)
+    """Each of 72 ranks has its own nodes to read sizes that it sends and receives."""
+    captured = capture(StackConfig(layers=1, experts=72), "all_to_all", 5, 72, 12, moe_alone=True)
+    assert sum(node.op == "call_function" for node in captured.module.graph.nodes) > 700
+    result = eliminate(captured)
     assert not result.refusals
 
 
@@ -112,7 +107,7 @@ def test_a_block_of_more_nodes_than_a_walk_once_had_is_taken() -> None:
 
 
 class PairedActivation(ShardedExperts):
-    """Sees gate and up as one tensor of two, and says how many rows that has."""
+    """Views gate and up as one tensor of two, by the number of rows."""
 
     def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         ends = counts.cumsum(0, dtype=torch.int32)
@@ -130,7 +125,7 @@ class PairedAllReduce(PairedActivation, AllReduceExperts):
 
 
 class NormedActivation(ShardedExperts):
-    """Mixes features between its GEMMs, and rows never."""
+    """Mixes features between the GEMMs, but not rows."""
 
     def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         ends = counts.cumsum(0, dtype=torch.int32)
@@ -148,7 +143,7 @@ class NormedAllReduce(NormedActivation, AllReduceExperts):
 
 
 class MixesRows(AllToAllExperts):
-    """The activation function takes off the mean of all rows that arrived."""
+    """The activation function subtracts the mean of all arrived rows."""
 
     def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         ends = counts.cumsum(0, dtype=torch.int32)
@@ -169,16 +164,16 @@ def _form_of(experts: type[ShardedExperts]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [12, 8, 2])
-@pytest.mark.parametrize("experts", [*TAKEN, *ACTS_LATER, MixesRows], ids=lambda experts: experts.__name__)
+@pytest.mark.parametrize("experts", [*TAKEN, *ACT_ON_MORE, MixesRows], ids=lambda experts: experts.__name__)
 def test_static_and_dynamic_captures_come_to_the_same_decision(
     experts: type[ShardedExperts], tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also with as many tokens as experts, and as each token chooses."""
+    """The number of tokens is also that of experts, and that of a token's choices."""
     form = _form_of(experts)
     monkeypatch.setitem(EP_FORMS, form, experts)
     config = StackConfig(layers=1, max_tokens=tokens)
     taken = [
-        bool(_eliminated(capture(config, form, 1, 2, tokens, dynamic=dynamic, moe_alone=True)).plan.banks)
+        bool(eliminate(capture(config, form, 1, 2, tokens, dynamic=dynamic, moe_alone=True)).plan.banks)
         for dynamic in (False, True)
     ]
     assert taken == [experts in TAKEN] * 2
@@ -194,7 +189,7 @@ class MaskedByConstants(AllToAllExperts):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("experts", [PairedAllToAll, PairedAllReduce, NormedAllToAll, MaskedByConstants])
-def test_what_was_copied_for_any_number_of_rows_is_right(
+def test_static_graphs_taken_by_a_symbolic_proof_are_right(
     experts: type[ShardedExperts], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     form = _form_of(experts)
@@ -202,12 +197,12 @@ def test_what_was_copied_for_any_number_of_rows_is_right(
     config = StackConfig(layers=1, experts=6)
     captured = [capture(config, form, rank, 2, 12, dynamic=False) for rank in range(2)]
     hidden = [hidden_states(config, 12, 0 if form == "all_reduce" else rank) for rank in range(2)]
-    inputs = [with_tokens(one, values) for one, values in zip(captured, hidden, strict=True)]
-    expected = run_ranks([one.module for one in captured], inputs)
+    inputs = [with_tokens(captured_rank, values) for captured_rank, values in zip(captured, hidden, strict=True)]
+    expected = run_ranks([captured_rank.module for captured_rank in captured], inputs)
     moe = build_stack(config).moe[0].experts
     complete = {"moe.0.experts": [moe.gate_up_proj, moe.down_proj]}
-    for rank, one in enumerate(captured):
-        result = _eliminated(one)
+    for rank, captured_rank in enumerate(captured):
+        result = eliminate(captured_rank)
         assert not result.refusals
         (output,) = run_local(result.module, inputs[rank], result.plan.banks, complete)
         torch.testing.assert_close(output, expected[rank][0], rtol=1e-5, atol=1e-5)
@@ -229,18 +224,18 @@ COINCIDENCES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", COINCIDENCES)
 @pytest.mark.parametrize("form", EP_FORMS)
-def test_sizes_that_are_equal_by_chance_are_told_apart(form: str, case: str) -> None:
+def test_sizes_that_are_equal_by_chance_are_distinguished(form: str, case: str) -> None:
     tokens, config, ranks = COINCIDENCES[case]
     config = dataclasses.replace(config, layers=1, max_tokens=max(tokens, 1))
-    result = _eliminated(capture(config, form, ranks - 1, ranks, tokens, dynamic=False, moe_alone=True))
+    result = eliminate(capture(config, form, ranks - 1, ranks, tokens, dynamic=False, moe_alone=True))
     assert _reasons(result) == []
 
 
-# ------------------------------------------------------------------------------------- what must not pass in small
+# ------------------------------------------------------------------------------------- variants that must be refused
 
 
 class RowsOfAllRanks(FewRows):
-    """An expert takes as many rows as all ranks have pairs, which is no limit while all bring equally many."""
+    """An expert takes at most the pairs of all ranks, which limits nothing while all ranks have equal numbers."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -254,13 +249,13 @@ class RowsOfAllRanks(FewRows):
 def test_a_multiple_of_the_tokens_that_no_run_reaches_is_a_constant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EP_FORMS, "all_to_all", RowsOfAllRanks)
     config = StackConfig(layers=1, experts=16)
-    result = _eliminated(capture(config, "all_to_all", 3, 16, 12, dynamic=False, moe_alone=True))
+    result = eliminate(capture(config, "all_to_all", 3, 16, 12, dynamic=False, moe_alone=True))
     (reason,) = _reasons(result)
     assert "meets the constant 384" in reason
 
 
 class _ByFeature(AllToAllExperts):
-    """Leaves out features from the 40th on, between the GEMMs and the way back."""
+    """Drops features from the 40th on between the GEMMs and the combine."""
 
     def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
         rows = super()._run_arrived(rows, arriving)
@@ -281,7 +276,7 @@ class CutFeatures(_ByFeature):
 
 
 class MaskedInside(AllToAllExperts):
-    """Masks features of what lies between the GEMMs by what arrives, as if it were rows of other experts."""
+    """Masks features between the GEMMs by the number of arrived rows."""
 
     def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         ends = counts.cumsum(0, dtype=torch.int32)
@@ -295,17 +290,17 @@ class MaskedInside(AllToAllExperts):
 @pytest.mark.parametrize(
     "experts", [_ByFeature, RolledFeatures, CutFeatures, MaskedInside], ids=lambda experts: experts.__name__
 )
-def test_what_only_many_features_show_is_not_lost_in_small(
+def test_effects_of_many_features_are_detected_with_few_features(
     experts: type[ShardedExperts], dynamic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(EP_FORMS, "all_to_all", experts)
     config = StackConfig(layers=1, hidden=64, width=32)
-    result = _eliminated(capture(config, "all_to_all", 1, 2, 12, dynamic=dynamic, moe_alone=True))
+    result = eliminate(capture(config, "all_to_all", 1, 2, 12, dynamic=dynamic, moe_alone=True))
     assert not result.plan.banks
 
 
 class FlippedTwice(AllToAllExperts):
-    """Right, and told apart by feature all the same."""
+    """This is right, although it distinguishes features."""
 
     def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
         return super()._run_arrived(rows, arriving).flip(-1).flip(-1)
@@ -314,10 +309,10 @@ class FlippedTwice(AllToAllExperts):
 def test_a_proof_that_would_take_too_much_memory_is_refused_with_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EP_FORMS, "all_to_all", FlippedTwice)
     captured = capture(StackConfig(layers=1), "all_to_all", 1, 2, 12, dynamic=False, moe_alone=True)
-    assert not _eliminated(captured).refusals
+    assert not eliminate(captured).refusals
     monkeypatch.setattr(PROOF, "MOST_PROOF_BYTES", 1_000_000)
     with _Elements() as elements:
-        (reason,) = _reasons(_eliminated(captured))
+        (reason,) = _reasons(eliminate(captured))
     assert "would take 3222528 bytes of memory, where 1000000 are allowed" in reason
     assert "flip" in reason
     assert elements.total < 10_000
@@ -335,5 +330,5 @@ class LongActivation(AllReduceExperts):
 @pytest.mark.slow
 def test_a_long_activation_function_is_copied_without_recursion(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EP_FORMS, "all_reduce", LongActivation)
-    result = _eliminated(capture(StackConfig(layers=1), "all_reduce", 1, 2, 12, moe_alone=True))
+    result = eliminate(capture(StackConfig(layers=1), "all_reduce", 1, 2, 12, moe_alone=True))
     assert _reasons(result) == []

@@ -1,7 +1,7 @@
-"""Ranks that do not run the same: whatever differs, results are those of the ranks as they came, or nothing is taken.
+"""Ranks with different programs compute the same results after the passes, or their blocks are refused.
 
-The graph, the constants or the parameters of one rank are changed. Then all ranks propose what they take, decide on it
-as real ranks do, and run in lockstep (tests/helpers/graphs/simulated_ranks.py), which knows nothing of experts.
+The graph, the constants or the parameters of one rank are changed. Then all ranks propose blocks, decide about them as
+real ranks do, and run in lockstep (tests/helpers/graphs/simulated_ranks.py), which knows nothing of experts.
 """
 
 from __future__ import annotations
@@ -17,28 +17,19 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.fx import GraphModule
 
 from moepass.models.reference.expert_parallel import EP_FORMS
-from moepass.passes.graph.nodes import graph_inputs, is_call
-from moepass.passes.ir.plan import Plan
-from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
-from moepass.passes.ir.slot_operations import gather
-from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
+from moepass.passes.graph.nodes import graph_inputs
+from moepass.passes.ir.protocol import PassResult
 from moepass.runtime.ranks.checksum import checksum
-from tests.helpers.graphs.simulated_ranks import Captured, capture, decide, hidden_states, run_ranks, with_tokens
+from tests.helpers.graphs.eliminated_graphs import complete_banks, eliminate
+from tests.helpers.graphs.simulated_ranks import Captured, capture, decide, first_outputs, hidden_states, with_tokens
 from tests.helpers.models.moe_stack import StackConfig
-from tests.helpers.mutants.graph_mutants import FLOAT_CHANGES, INT_CHANGES, mutate, mutate_values
+from tests.helpers.mutants.graph_mutants import EVERY_CHANGE, finite_or_none, mutant_of
 
 CONFIG = StackConfig(layers=2, hidden=16, width=16, experts=4, top_k=2, max_tokens=9)
 TOKENS = 9
 NODES = 150
-
-
-def _eliminate(captured: Captured, leave: Mapping[str, str]) -> PassResult:
-    return run_passes(
-        (eliminate_expert_parallelism,), captured.module, Plan(), PassContext(groups=captured.groups, leave=leave)
-    )
 
 
 @functools.cache
@@ -48,20 +39,24 @@ def _captured(form: str) -> tuple[Captured, ...]:
 
 @functools.cache
 def _unchanged(form: str, rank: int) -> PassResult:
-    return _eliminate(_captured(form)[rank], {})
+    return eliminate(_captured(form)[rank], {})
 
 
 def _decide(form: str, ranks: Sequence[Captured]) -> list[PassResult]:
-    unchanged = {id(one): rank for rank, one in enumerate(_captured(form))}
+    unchanged = {id(captured_rank): rank for rank, captured_rank in enumerate(_captured(form))}
 
-    def result(one: Captured, leave: Mapping[str, str]) -> PassResult:
-        return _unchanged(form, unchanged[id(one)]) if id(one) in unchanged and not leave else _eliminate(one, leave)
+    def result(captured: Captured, leave: Mapping[str, str]) -> PassResult:
+        return (
+            _unchanged(form, unchanged[id(captured)])
+            if id(captured) in unchanged and not leave
+            else eliminate(captured, leave)
+        )
 
     return decide(ranks, result)
 
 
 def _have_equal_tokens(results: Sequence[PassResult], inputs: Sequence[Sequence[Any]]) -> bool:
-    """What ranks compare in the first run: see `replicas.py`."""
+    """Return the outcome of the comparison between ranks in the first run, as in `replicas.py`."""
     by_rank = []
     for result, values in zip(results, inputs, strict=True):
         names = {node.name: value for node, value in zip(graph_inputs(result.module.graph), values, strict=True)}
@@ -70,31 +65,8 @@ def _have_equal_tokens(results: Sequence[PassResult], inputs: Sequence[Sequence[
     return by_rank[0] == by_rank[1]
 
 
-def _banks(results: Sequence[PassResult], inputs: Sequence[Sequence[Any]]) -> dict[object, list[torch.Tensor]]:
-    """The complete tensors of every bank, from what each rank has of them."""
-    banks: dict[object, list[list[torch.Tensor]]] = {}
-    for result, values in zip(results, inputs, strict=True):
-        names = dict(zip(graph_inputs(result.module.graph), values, strict=True))
-        for node in result.module.graph.nodes:
-            if is_call(node, gather):
-                banks.setdefault(node.kwargs["bank"], []).append([names[shard] for shard in node.args[0]])
-    return {index: [torch.cat(parts) for parts in zip(*shards, strict=True)] for index, shards in banks.items()}
-
-
-def _run(modules: Sequence[GraphModule], inputs: Sequence[Sequence[Any]], banks: Any = None) -> list[Any] | None:
-    """What the ranks compute; None where they fail or hang, or where their result is no number."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        outputs = [output for (output,) in run_ranks(modules, inputs, banks)]
-    except Exception:  # a mutant may fail in any way; then there is nothing to preserve
-        return None
-    finally:
-        torch.use_deterministic_algorithms(False)
-    return outputs if all(bool(torch.isfinite(output).all()) for output in outputs) else None
-
-
 def _outcome(form: str, ranks: Sequence[Captured], spoil: int | None = None) -> str:
-    """What became of it. Input number `spoil` of rank 1 is another one than the model's."""
+    """Return the outcome for `ranks`. Input number `spoil` of rank 1 differs from that of the model."""
     results = _decide(form, ranks)
     taken = [len(result.plan.local_blocks) for result in results]
     if taken[0] != taken[1]:
@@ -106,15 +78,23 @@ def _outcome(form: str, ranks: Sequence[Captured], spoil: int | None = None) -> 
         return "hung: a rank takes another block than the other"
     for seed in range(2):
         hidden = [hidden_states(CONFIG, TOKENS, 0 if form == "all_reduce" else rank, seed) for rank in range(2)]
-        inputs = [with_tokens(one, values) for one, values in zip(ranks, hidden, strict=True)]
+        inputs = [with_tokens(captured_rank, values) for captured_rank, values in zip(ranks, hidden, strict=True)]
         if spoil is not None:
             inputs[1][spoil] = _spoiled(inputs[1][spoil])
-        expected = _run([one.module for one in ranks], inputs)
+        expected = finite_or_none(
+            functools.partial(first_outputs, [captured_rank.module for captured_rank in ranks], inputs)
+        )
         if expected is None:
             return "meaningless"
         if form == "all_reduce" and not _have_equal_tokens(results, inputs):
             return "refused in the run"
-        outputs = _run([result.module for result in results], inputs, _banks(results, inputs))
+        with_inputs = [
+            dataclasses.replace(captured_rank, inputs=tuple(values))
+            for captured_rank, values in zip(ranks, inputs, strict=True)
+        ]
+        banks = complete_banks(with_inputs, results)
+        modules = [result.module for result in results]
+        outputs = finite_or_none(functools.partial(first_outputs, modules, inputs, banks))
         if outputs is None:
             return "hung: the graphs that were taken fail together"
         for output, wanted in zip(outputs, expected, strict=True):
@@ -127,10 +107,9 @@ def _spoiled(value: torch.Tensor) -> torch.Tensor:
     return value.flip(0) + 0.25 if value.is_floating_point() else value + 1
 
 
-def _changed(form: str, rank: int, place: int, how: int | str) -> str:
+def _changed(form: str, rank: int, node_index: int, how: int | str) -> str:
     ranks = list(_captured(form))
-    change = mutate if isinstance(how, int) else mutate_values
-    mutant = change(ranks[rank].module, place, how)  # type: ignore[operator]
+    mutant = mutant_of(ranks[rank].module, node_index, how)
     if mutant is None:
         return "no mutant"
     ranks[rank] = dataclasses.replace(ranks[rank], module=mutant)
@@ -138,28 +117,29 @@ def _changed(form: str, rank: int, place: int, how: int | str) -> str:
 
 
 HARMLESS = {"right", "right, one layer refused", "refused", "refused in the run", "meaningless"}
-WAYS: tuple[int | str, ...] = (*range(5), *FLOAT_CHANGES, *INT_CHANGES, "flag", "constant")
 
 
 @pytest.mark.slow
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(st.sampled_from(list(EP_FORMS)), st.integers(0, 1), st.integers(0, NODES), st.sampled_from(WAYS))
-def test_a_rank_that_computes_otherwise_makes_nothing_wrong(form: str, rank: int, place: int, how: int | str) -> None:
-    assert _changed(form, rank, place, how) in {"no mutant", *HARMLESS}
+@given(st.sampled_from(list(EP_FORMS)), st.integers(0, 1), st.integers(0, NODES), st.sampled_from(EVERY_CHANGE))
+def test_a_rank_with_another_graph_never_makes_results_wrong(
+    form: str, rank: int, node_index: int, how: int | str
+) -> None:
+    assert _changed(form, rank, node_index, how) in {"no mutant", *HARMLESS}
 
 
 def _parameters(form: str) -> Iterator[int]:
-    one = _captured(form)[1]
-    for place, value in enumerate(one.inputs):
+    captured_rank = _captured(form)[1]
+    for index, value in enumerate(captured_rank.inputs):
         if isinstance(value, torch.nn.Parameter):
-            yield place
+            yield index
 
 
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("form", EP_FORMS)
-def test_a_rank_with_other_parameters_makes_nothing_wrong(form: str) -> None:
-    """Routers, dense layers and the order of experts."""
-    outcomes = [_outcome(form, _captured(form), place) for place in _parameters(form)]
+def test_a_rank_with_other_parameters_never_makes_results_wrong(form: str) -> None:
+    """The parameters are those of routers, dense layers and experts."""
+    outcomes = [_outcome(form, _captured(form), index) for index in _parameters(form)]
     assert len(outcomes) == 10
     assert set(outcomes) <= {"right", "refused in the run"}
     # Whose tokens may differ may have other parameters too.
@@ -169,15 +149,15 @@ def test_a_rank_with_other_parameters_makes_nothing_wrong(form: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("form", EP_FORMS)
-def test_every_change_of_one_rank_makes_nothing_wrong(form: str) -> None:
+def test_no_change_of_one_rank_makes_results_wrong(form: str) -> None:
     places = range(len([node for node in _captured(form)[0].module.graph.nodes if node.op == "call_function"]))
-    found = collections.Counter(
-        _changed(form, (place + number) % 2, place, how)
-        for place, (number, how) in itertools.product(places, enumerate(WAYS))
+    outcomes = collections.Counter(
+        _changed(form, (index + number) % 2, index, how)
+        for index, (number, how) in itertools.product(places, enumerate(EVERY_CHANGE))
     )
-    del found["no mutant"]
-    print(f"\n{form}: {sum(found.values())} pairs, {dict(found)}")
-    assert found.keys() <= HARMLESS
-    assert found["right"] > 20
-    assert found["refused"] + found["right, one layer refused"] > 100
-    assert sum(found.values()) >= 300
+    del outcomes["no mutant"]
+    print(f"\n{form}: {sum(outcomes.values())} pairs, {dict(outcomes)}")
+    assert outcomes.keys() <= HARMLESS
+    assert outcomes["right"] > 20
+    assert outcomes["refused"] + outcomes["right, one layer refused"] > 100
+    assert sum(outcomes.values()) >= 300

@@ -1,4 +1,4 @@
-"""Nothing that talks to other ranks near experts stays without a word, and every word says where and what to change."""
+"""Every communication near experts that is not eliminated gets a refusal with its location and advice."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CONFIG = StackConfig(layers=1, hidden=16, width=16, max_tokens=12)
 def plans_of(
     model: Callable[..., Any], *inputs: torch.Tensor, ranks: int = 2, switches: Sequence[str] = ()
 ) -> list[Plan]:
-    """The plans of all graphs of `model` on rank 0, with these of Dynamo's switches on and the others off."""
+    """Return the plans of all graphs of `model` on rank 0, with only these switches of Dynamo turned on."""
     plans: list[Plan] = []
 
     def backend(graph: GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -74,7 +74,7 @@ def _plan(captured: Captured) -> Plan:
 
 
 class NoWayBack(AllToAllExperts):
-    """Rows arrive, and what the experts make of them stays: a part of the model that another graph goes on with."""
+    """A part of a model whose rows arrive and whose results are used by another graph."""
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -89,7 +89,7 @@ class NoWayBack(AllToAllExperts):
 
 
 class GatheredOnly(AllGatherExperts):
-    """Every rank gets all tokens, runs its experts on them, and keeps what they give."""
+    """Every rank gathers all tokens, runs its experts on them, and keeps the results."""
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -120,8 +120,8 @@ def test_rows_that_come_and_go_nowhere_are_refused(form: str, experts: Any, monk
 @pytest.mark.sampled(every=12)
 @pytest.mark.parametrize("form", ["all_to_all", "all_gather", "all_reduce"])
 @pytest.mark.parametrize("rank", range(3))
-def test_a_rank_without_experts_refuses_what_the_others_refuse(form: str, rank: int) -> None:
-    """Two experts on three ranks: rank 0 holds none, so its graph has exchanges and no GEMM."""
+def test_a_rank_without_experts_refuses_the_same_blocks(form: str, rank: int) -> None:
+    """With two experts on three ranks, rank 0 has none, so its graph has exchanges and no GEMM."""
     plan = _plan(capture(dataclasses.replace(CONFIG, experts=2, top_k=1), form, rank, 3, 12))
     (refusal,) = plan.refusals
     check_readable(plan.refusals)
@@ -133,8 +133,8 @@ def test_a_rank_without_experts_refuses_what_the_others_refuse(form: str, rank: 
         assert "collectives.py" in refusal.source_line
 
 
-def test_a_sum_of_what_a_rank_has_is_none_of_zeros() -> None:
-    """As tensor parallelism has them: only what is zero for every input is told of."""
+def test_a_sum_of_partial_results_gets_no_refusal() -> None:
+    """Tensor parallelism has such sums. Only sums of values that are zero for every input get a refusal."""
 
     def model(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         padded = torch.zeros(16, 8).index_add(0, torch.arange(4), rows @ weight)
@@ -155,7 +155,7 @@ class ConvertedGemms(nn.Module):
 
 
 class Converted(AllToAllExperts):
-    """Scales its weights by the rows, in a module of its own that exchanges nothing."""
+    """A layer whose weights are scaled by the rows, in a separate module without exchanges."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -167,8 +167,8 @@ class Converted(AllToAllExperts):
 
 
 @pytest.mark.slow
-def test_a_refused_gemm_speaks_for_its_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way there, the way back and the counts: none of them is told of as one without experts."""
+def test_exchanges_of_a_refused_gemm_get_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dispatch, the combine and the exchange of counts get no refusal of their own for missing experts."""
     monkeypatch.setitem(EP_FORMS, "all_to_all", Converted)
     plan = _plan(capture(CONFIG, "all_to_all", 0, 2, 12))
     check_readable(plan.refusals)
@@ -178,13 +178,13 @@ def test_a_refused_gemm_speaks_for_its_exchanges(monkeypatch: pytest.MonkeyPatch
 
 
 def _with_other_way_back(target: Any, arguments: Callable[..., tuple[Any, ...]]) -> Captured:
-    """An AllToAll block whose results go into another operator than the one that brought its rows."""
-    one = capture(CONFIG, "all_to_all", 0, 2, 12)
-    changed = copy_graph_module(one.module)
-    combine = [found.node for found in communications_of(changed.graph)][-1]
+    """Return an AllToAll block whose combine uses another operator than its dispatch."""
+    captured = capture(CONFIG, "all_to_all", 0, 2, 12)
+    changed = copy_graph_module(captured.module)
+    combine = [communication.node for communication in communications_of(changed.graph)][-1]
     combine.target, combine.args = target, arguments(*combine.args)
     changed.recompile()
-    return Captured(changed, one.inputs, one.groups)
+    return Captured(changed, captured.inputs, captured.groups)
 
 
 def _foreign_operators() -> dict[str, tuple[Any, Callable[..., tuple[Any, ...]]]]:
@@ -199,7 +199,7 @@ def _foreign_operators() -> dict[str, tuple[Any, Callable[..., tuple[Any, ...]]]
             functional.all_gather_into_tensor_coalesced.default,
             lambda rows, receive, send, group: ([rows], 2, group),
         ),
-        "all_to_all": (torch.ops._c10d_functional_autograd.all_to_all_single.default, lambda *given: given),
+        "all_to_all": (torch.ops._c10d_functional_autograd.all_to_all_single.default, lambda *arguments: arguments),
         "all_to_all of dtensor": (
             torch.ops._dtensor.shard_dim_alltoall.default,
             lambda rows, receive, send, group: (rows, 0, 1, group),
@@ -216,8 +216,12 @@ FOREIGN = _foreign_operators()
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_results_that_go_into_an_unknown_collective_are_refused(kind: str) -> None:
     captured = _with_other_way_back(*FOREIGN[kind])
-    found = [one for one in communications_of(captured.module.graph) if one.node.target is FOREIGN[kind][0]]
-    assert [one.kind for one in found] == [kind.split()[0]]
+    foreign = [
+        communication
+        for communication in communications_of(captured.module.graph)
+        if communication.node.target is FOREIGN[kind][0]
+    ]
+    assert [communication.kind for communication in foreign] == [kind.split()[0]]
     context = PassContext(groups=captured.groups)
     (refusal,) = eliminate_expert_parallelism(captured.module, Plan(), context).refusals
     check_readable([refusal])
@@ -252,7 +256,7 @@ def test_experts_in_one_operator_are_refused() -> None:
 
 
 class BrokenAllToAll(AllToAllExperts):
-    """As transformers' own: between dispatch and combine Python looks at something, and the graph ends there."""
+    """A layer like transformers' own: Python reads a value between dispatch and combine, where the graph breaks."""
 
     def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()
@@ -271,7 +275,9 @@ def test_the_halves_that_a_graph_break_leaves_are_refused(monkeypatch: pytest.Mo
         check_readable(plan.refusals)
         assert all(refusal.group and refusal.crosses_ranks for refusal in plan.refusals)
         assert "stay in the graph (" in plan.reason or "stays in the graph (" in plan.reason
-        assert all("fullgraph=True" in one.reason or "Dynamo broke it" in one.reason for one in plan.refusals)
+        assert all(
+            "fullgraph=True" in refusal.reason or "Dynamo broke it" in refusal.reason for refusal in plan.refusals
+        )
     assert any(
         re.search(r"broke it at test_refusals.py:\d+, in _run_arrived", plan.refusals[0].reason) for plan in exchanging
     )
@@ -289,7 +295,7 @@ def test_the_switch_that_broke_the_graph_is_named(form: str) -> None:
 
 
 class MaskedRows(AllToAllExperts):
-    """Rows of tokens that are chosen by a mask, whose number is known to no graph."""
+    """A layer for tokens that are chosen by a mask, so their number depends on data."""
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -308,11 +314,11 @@ def test_the_switch_for_masks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("torch._dynamo.config.capture_dynamic_output_shape_ops" in reason for reason in reasons)
 
 
-# -------------------------------------------------------------------------- what is no business of ours is not refused
+# -------------------------------------------------------------------------------- collectives that get no refusal
 
 
 class TensorParallel(nn.Module):
-    """All experts on every rank; attention's and the dense part's sums, and the outputs, cross ranks."""
+    """A layer with all experts on every rank, and all-reduces of attention, the dense part and the outputs."""
 
     def __init__(self, form: str, group_name: str) -> None:
         super().__init__()
@@ -385,7 +391,7 @@ def test_a_parameter_is_named_as_in_the_model(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-def test_a_refusal_points_to_what_is_wrong() -> None:
+def test_a_refusal_points_to_the_wrong_line() -> None:
     class Clamped(AllToAllExperts):
         def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
             return super()._run_arrived(rows, arriving).clamp(-2, 2)
@@ -415,11 +421,11 @@ def test_names_of_inputs(source: str, name: str) -> None:
     assert name_of_source(source) == name
 
 
-def test_lines_and_places_of_nodes() -> None:
+def test_source_lines_and_names_of_nodes() -> None:
     graph = torch.fx.Graph()
-    given = graph.placeholder("arg3_1")
-    given.meta["val"] = torch.empty(2, 3)
-    made = graph.call_function(torch.ops.aten.relu.default, (given,))
+    placeholder = graph.placeholder("arg3_1")
+    placeholder.meta["val"] = torch.empty(2, 3)
+    made = graph.call_function(torch.ops.aten.relu.default, (placeholder,))
     follows = graph.call_function(torch.ops.aten.relu.default, (made,))
     made.meta["stack_trace"] = (
         f'  File "/home/me/model.py", line 7, in forward\n    x = helper(x)\n        ^^^^\n'
@@ -431,8 +437,8 @@ def test_lines_and_places_of_nodes() -> None:
     assert len(source_line(made)) < 140
     assert place_of(made) == "model.py:7, in forward"
     assert source_line(follows) == source_line(made)
-    assert (source_line(given), place_of(given)) == ("", "arg3_1")
-    assert input_name(given) == "input 1 of the graph (float32 [2, 3])"
+    assert (source_line(placeholder), place_of(placeholder)) == ("", "arg3_1")
+    assert input_name(placeholder) == "input 1 of the graph (float32 [2, 3])"
     assert describe_node(made) == f"`aten.relu.default` ({source_line(made)})"
     made.meta["stack_trace"] = '  File "/m/a.py", line 9, in torch_dynamo_resume_in_forward_at_5\n    y = 1\n'
     assert source_line(made) == "a.py:9, in forward: y = 1"
@@ -440,14 +446,14 @@ def test_lines_and_places_of_nodes() -> None:
 
 def test_a_refusal_without_a_reason_is_a_mistake() -> None:
     graph = torch.fx.Graph()
-    given = graph.placeholder("x")
+    placeholder = graph.placeholder("x")
     for reason in ("", " "):
         with pytest.raises(ValueError, match=r"the refusal of layers.0.experts at x \(x\) gives no reason"):
-            refusal_of(graph, reason, given, "layers.0.experts", "0")
+            refusal_of(graph, reason, placeholder, "layers.0.experts", "0")
 
 
 class _Distributed(torch.nn.Module):
-    """A router of which every rank holds the parts of a DTensor."""
+    """A router whose weight is sharded as a DTensor."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Results that ranks add up are taken out only where all ranks have the same tokens, experts and weights."""
+"""All-reduced results become local only if all ranks have the same tokens, experts and weights."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from torch import nn
 import moepass
 from moepass.models.reference.collectives import gather_rows, scatter_sums, sum_over_ranks
 from moepass.models.reference.grouped_experts import count_per_expert
-from moepass.passes.ir.plan import Plan
-from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
-from moepass.passes.parallel.eliminate_expert_parallelism import eliminate_expert_parallelism
+from moepass.passes.ir.protocol import PassResult
 from moepass.runtime.ranks import replicas
 from moepass.runtime.ranks.rendezvous import PeerError
+from tests.helpers.graphs.eliminated_graphs import eliminate
 from tests.helpers.graphs.simulated_ranks import capture
 from tests.helpers.models.moe_stack import MoELayer, build_stack
 from tests.helpers.processes.adopted_stacks import SMALL, compile_whole, hidden_rows
@@ -30,7 +29,7 @@ on_ranks = pytest.mark.skipif(sys.platform != "linux", reason="shared shards nee
 
 
 class OddLayer(MoELayer):
-    """A layer whose tokens, experts or weights on rank 1 are other ones than on rank 0, in the way that `what` says."""
+    """A layer whose tokens, experts or weights, as `what` says, differ between ranks."""
 
     def __init__(self, layer: MoELayer, what: str) -> None:
         super().__init__(layer.router, layer.experts)
@@ -82,7 +81,7 @@ IN_THE_VALUES = ("buffer", "router", "inputs")
 @pytest.mark.parametrize(
     "what", [pytest.param(what, marks=pytest.mark.slow if what[0] == "w" else ()) for what in IN_THE_GRAPH]
 )
-def test_tokens_that_are_computed_otherwise_on_a_rank_keep_their_all_reduce(what: str) -> None:
+def test_tokens_computed_differently_on_a_rank_keep_their_all_reduce(what: str) -> None:
     first, second = run_ranks(2, _tokens_differ, what)
     assert first == second
     (refusal,), banks = first
@@ -104,14 +103,14 @@ def test_tokens_of_other_parameters_or_inputs_keep_their_all_reduce_in_the_same_
 
 @pytest.mark.slow
 @on_ranks
-def test_equal_tokens_are_taken_whatever_else_is_special() -> None:
+def test_equal_inputs_are_taken() -> None:
     for refusals, banks in run_ranks(2, _tokens_differ, "nothing"):
         assert not refusals
         assert banks == 2
 
 
 class _Balanced(MoELayer):
-    """A layer whose router adds a bias to its logits, which the graph itself writes, for its next run."""
+    """A layer whose router adds a bias to its logits, which the graph updates for its next run."""
 
     def __init__(self, layer: MoELayer, what: str) -> None:
         super().__init__(layer.router, layer.experts)
@@ -139,8 +138,8 @@ class _Balanced(MoELayer):
             self.bias -= 0.3 * self.load
             self.load += load
         if self.what == "summed":
-            own = torch.nn.functional.pad(load[owned.start : owned.stop], (owned.start, len(load) - owned.stop))
-            self.bias -= 0.3 * sum_over_ranks(own, self.experts.group_name)
+            own_load = torch.nn.functional.pad(load[owned.start : owned.stop], (owned.start, len(load) - owned.stop))
+            self.bias -= 0.3 * sum_over_ranks(own_load, self.experts.group_name)
         output: torch.Tensor = self.experts(hidden_states, ids, weights.to(hidden_states.dtype))
         return output
 
@@ -183,9 +182,7 @@ def test_a_bias_that_all_ranks_write_alike_is_taken() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["own", "own, one run later", "alike", "alike, one run later", "summed"])
-def test_what_a_graph_writes_to_its_buffers_is_part_of_how_tokens_are_computed(
-    what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_writes_to_buffers_are_compared(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     local_blocks = [_take_balanced(what, rank, monkeypatch).plan.local_blocks for rank in range(2)]
     assert all(len(blocks) == 1 for blocks in local_blocks)
     (first,), (second,) = local_blocks
@@ -216,7 +213,7 @@ def _take_balanced(what: str, rank: int, monkeypatch: pytest.MonkeyPatch) -> Pas
 
     monkeypatch.setattr(simulated_ranks, "build_stack", build)
     captured = capture(SMALL, "all_reduce", rank, 2, 8, moe_alone=True, dynamic=False)
-    return run_passes((eliminate_expert_parallelism,), captured.module, Plan(), PassContext(groups=captured.groups))
+    return eliminate(captured)
 
 
 def _inputs_differ_later(debug: bool) -> list[str]:
@@ -239,7 +236,7 @@ def test_under_debug_every_run_is_compared() -> None:
 
 
 def _compiles_again_alone() -> int:
-    """Both ranks run the model equally often, as they must; the second compiles it twice."""
+    """Run the model equally often on both ranks, and compile it twice on the second."""
     model, hidden = build_stack(SMALL, "all_reduce"), hidden_rows(SMALL, 8, 0)
     with torch.no_grad(), moepass.record_compilations() as compilations, _counted_checksums() as counted:
         expected = model(hidden)
@@ -258,7 +255,7 @@ def _compiles_again_alone() -> int:
 
 @contextmanager
 def _counted_checksums() -> Iterator[list[Any]]:
-    """What this rank makes checksums of."""
+    """Yield a list of the values of which this rank computes checksums."""
     counted: list[Any] = []
     real = replicas.describe
 
@@ -275,12 +272,12 @@ def _counted_checksums() -> Iterator[list[Any]]:
 
 @pytest.mark.slow
 @on_ranks
-def test_a_rank_that_compiles_again_alone_compares_nothing_again() -> None:
+def test_a_recompiling_rank_does_not_compare_again() -> None:
     assert run_ranks(2, _compiles_again_alone) == [1, 2]
 
 
 def _one_bank_and_three_routers(is_odd: bool) -> tuple[bool, list[str]]:
-    """Layers with the same experts, compiled one by one, each with a router; rank 1 has another in the last."""
+    """Run layers with the same experts and different routers, compiled separately; rank 1 has another last router."""
     config = dataclasses.replace(SMALL, layers=3)
     model, hidden = build_stack(config, "all_reduce"), hidden_rows(config, 8, 0)
     for layer in model.moe:
@@ -294,7 +291,7 @@ def _one_bank_and_three_routers(is_odd: bool) -> tuple[bool, list[str]]:
             layer.compile(backend="asyncep", options=options, fullgraph=True)
         results = [model(hidden) for _ in range(2)]
     is_right = all(torch.allclose(result, expected, rtol=1e-5, atol=1e-5) for result in results)
-    return is_right, [refusal.reason for one in compilations for refusal in one.plan.refusals]
+    return is_right, [refusal.reason for compilation in compilations for refusal in compilation.plan.refusals]
 
 
 @pytest.mark.sampled(every=2)
@@ -308,31 +305,31 @@ def test_the_routers_of_layers_that_share_experts_are_all_compared(is_odd: bool)
 
 
 def _change(router: nn.Module, what: str) -> None:
-    """What may happen to the weights of a router between two runs, on one of two ranks or on both."""
+    """Change the weights of a router between two runs, on one of two ranks or on both."""
     rank, weight = dist.get_rank(), router.weight
-    other = weight.detach().flip(0) * 2.0
+    flipped = weight.detach().flip(0) * 2.0
     if what == "all write":
         weight.add_(0.5)
     elif what == "one loads and sends" and rank == 0:
-        weight.copy_(other)
+        weight.copy_(flipped)
     elif what == "one copies what it has" and rank == 1:
         weight.copy_(weight.clone())
     elif what == "one moves what it has" and rank == 1:
         weight.data = weight.data.clone()
     elif what == "one writes" and rank == 1:
-        weight.add_(other)
+        weight.add_(flipped)
     elif what == "one receives" and rank == 1:
         dist.recv(weight, 0)
     elif what == "one receives":
-        dist.send(other, 1)
+        dist.send(flipped, 1)
     elif what == "one writes into its data" and rank == 1:
-        weight.data.copy_(other)
+        weight.data.copy_(flipped)
     if what == "one loads and sends":
         dist.broadcast(weight, 0)
 
 
 def _change_later(what: str, is_inference: bool = False) -> tuple[list[str], list[int]]:
-    """The third of five runs comes after the change; how many checksums were made in each."""
+    """Return the refusals and the number of checksums of five runs; the weights change before the third run."""
     with torch.inference_mode(is_inference):
         model, hidden = build_stack(SMALL, "all_reduce"), hidden_rows(SMALL, 8, 0)
     is_debugging = what == "one debugs" and dist.get_rank() == 0
@@ -359,10 +356,10 @@ DIFFERENT = ["one writes", "one receives", "one writes into its data"]
 @pytest.mark.slow
 @on_ranks
 @pytest.mark.parametrize("what", EQUAL)
-def test_what_happens_on_one_rank_alone_lets_all_compare_again(what: str) -> None:
-    """Equal weights stay equal, whoever wrote them: no rank waits for another alone."""
-    (refusals, checksums), others = run_ranks(2, _change_later, what)
-    assert (refusals, checksums) == others
+def test_a_change_on_one_rank_makes_all_ranks_compare_again(what: str) -> None:
+    """Weights that remain equal are accepted, and no rank waits for another."""
+    (refusals, checksums), second_rank = run_ranks(2, _change_later, what)
+    assert (refusals, checksums) == second_rank
     assert not refusals
     assert checksums[2] > 0
     assert (checksums[3] > 0, checksums[4] > 0) == ((what == "one debugs"), (what == "one debugs"))
@@ -372,8 +369,8 @@ def test_what_happens_on_one_rank_alone_lets_all_compare_again(what: str) -> Non
 @on_ranks
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_a_router_that_differs_later_keeps_the_all_reduce_from_that_run_on(what: str) -> None:
-    (refusals, checksums), others = run_ranks(2, _change_later, what)
-    assert (refusals, checksums) == others
+    (refusals, checksums), second_rank = run_ranks(2, _change_later, what)
+    assert (refusals, checksums) == second_rank
     assert len(refusals) == SMALL.layers
     assert all("differ between ranks: `" in reason and "router" in reason for reason in refusals)
     assert checksums[2] > 0
@@ -382,13 +379,13 @@ def test_a_router_that_differs_later_keeps_the_all_reduce_from_that_run_on(what:
 
 @pytest.mark.slow
 @on_ranks
-def test_parameters_that_count_no_writes_are_compared_again_too() -> None:
+def test_parameters_without_version_counters_are_compared_again() -> None:
     (refusals, _), _ = run_ranks(2, _change_later, "one writes into its data", True)
     assert len(refusals) == SMALL.layers
 
 
 def _one_goes_back_to_what_was_compared() -> None:
-    """A rank knows what came of earlier weights, but the others have new ones."""
+    """Let one rank go back to compared weights, while its peer has new ones."""
     model, hidden = build_stack(SMALL, "all_reduce"), hidden_rows(SMALL, 8, 0)
     router = model.moe[1].router
     first, second = router.weight, nn.Parameter(router.weight.flip(0) * 2.0, requires_grad=False)
@@ -430,7 +427,7 @@ def test_a_rank_that_stays_away_from_a_run_is_named() -> None:
 
 
 class _AfterAnExchange(nn.Module):
-    """Tokens that come out of a collective: summed ones are the same on all ranks, scattered ones are not."""
+    """A layer for the results of a collective: summed ones are equal on all ranks, scattered ones are not."""
 
     def __init__(self, layer: nn.Module, group_name: str, kind: str) -> None:
         super().__init__()
@@ -449,7 +446,9 @@ class _AfterAnExchange(nn.Module):
 
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("kind", "is_taken"), [("summed", True), ("gathered", True), ("scattered", False)])
-def test_what_ranks_exchanged_before_decides(kind: str, is_taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_earlier_exchange_decides_whether_tokens_are_equal(
+    kind: str, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tests.helpers.graphs import simulated_ranks
 
     def build(config: Any, form: str) -> nn.Module:
@@ -461,12 +460,10 @@ def test_what_ranks_exchanged_before_decides(kind: str, is_taken: bool, monkeypa
     signatures = []
     for rank in range(2):
         captured = capture(SMALL, "all_reduce", rank, 2, 8, moe_alone=True, dynamic=False)
-        result = run_passes(
-            (eliminate_expert_parallelism,), captured.module, Plan(), PassContext(groups=captured.groups)
-        )
+        result = eliminate(captured)
         assert len(result.plan.local_blocks) == is_taken
         signatures.append([block.signature for block in result.plan.local_blocks])
         assert all("results differ by rank" in refusal.reason for refusal in result.refusals)
-        # Only the router's parameters are left to compare: the tokens are equal whatever they were made of.
+        # Only the router's parameters remain to be compared: the exchange makes the tokens equal.
         assert len(result.plan.replicated) == (2 if is_taken else 0)
     assert signatures[0] == signatures[1]

@@ -1,4 +1,4 @@
-"""An activation function that does not treat every row alone is refused, and one that does is taken and right."""
+"""Activation functions that mix rows are refused, and those that compute rows independently are taken and right."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from moepass.models.reference.expert_parallel import EP_FORMS
 from moepass.models.reference.grouped_experts import grouped_gemm
 from moepass.passes.ir.plan import Plan
 from moepass.passes.rows.row_layout import Layout, broadcast, features, reshaped, rows_first
+from tests.helpers.graphs.eliminated_graphs import complete_banks, eliminate
 from tests.helpers.graphs.simulated_ranks import Captured, capture, hidden_states, run_ranks, with_tokens
 from tests.helpers.models.moe_stack import StackConfig
-from tests.passes.parallel.test_rank_pairs import _banks, _eliminate
 
 # Of what the GEMMs before it give for gate and up, on a rank.
 Activation = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -43,24 +43,28 @@ def _captured(
 
 
 def _plan(form: str, activation: Activation, rank: int = 1, tokens: int = 9, dynamic: bool = True) -> Plan:
-    return _eliminate(_captured(form, activation, rank, tokens, dynamic), {}).plan
+    return eliminate(_captured(form, activation, rank, tokens, dynamic)).plan
 
 
 def _largest_difference(
     form: str, activation: Activation, times: float = 1.0, tokens: int = 9, dynamic: bool = True
 ) -> float | None:
-    """Between what the ranks compute and what they compute after the rewrite, of tokens that are `times` as large;
-    None where that is refused."""
+    """Return the largest difference between the ranks' results before and after the passes; None if they are refused.
+
+    Hidden states are `times` as large as usual.
+    """
     ranks = [_captured(form, activation, rank, tokens, dynamic) for rank in range(2)]
-    results = [_eliminate(one, {}) for one in ranks]
+    results = [eliminate(captured_rank) for captured_rank in ranks]
     if not all(result.plan.local_blocks for result in results):
         return None
     hidden = [times * hidden_states(CONFIG, tokens, 0 if form == "all_reduce" else rank) for rank in range(2)]
-    inputs = [with_tokens(one, values) for one, values in zip(ranks, hidden, strict=True)]
-    wanted = run_ranks([one.module for one in ranks], inputs)
-    found = run_ranks([result.module for result in results], inputs, _banks(results, inputs))
-    pairs = zip(wanted, found, strict=True)
-    return max(float((one - other).abs().max() / one.abs().max().clamp(min=1)) for (one,), (other,) in pairs)
+    inputs = [with_tokens(captured_rank, values) for captured_rank, values in zip(ranks, hidden, strict=True)]
+    wanted = run_ranks([captured_rank.module for captured_rank in ranks], inputs)
+    outputs = run_ranks([result.module for result in results], inputs, complete_banks(ranks, results))
+    pairs = zip(wanted, outputs, strict=True)
+    return max(
+        float((expected - actual).abs().max() / expected.abs().max().clamp(min=1)) for (expected,), (actual,) in pairs
+    )
 
 
 def _refusal(form: str, activation: Activation, dynamic: bool = True, tokens: int = 9) -> str:
@@ -138,7 +142,7 @@ MIXING: dict[str, tuple[Activation, str]] = {
     "GEMMs of rows": (_with_gemms_of_rows, "mm"),
     "other rows": (_shifted, "roll"),
     "sums over everything": (_flattened, "cumsum"),
-    "an operator that nobody knows": (_unknown, "some_activation"),
+    "an unknown operator": (_unknown, "some_activation"),
 }
 
 
@@ -156,20 +160,20 @@ def test_rows_that_meet_are_refused_with_the_operation(mixes: str, dynamic: bool
 @pytest.mark.slow
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_rows_that_meet_only_for_large_numbers_are_refused_in_every_form(form: str) -> None:
-    """The numbers of the mock runs are bounded by 1; so is what `clamp(min=1)` acts on."""
+    """The values of the mock runs are bounded by 1, and so are those that `clamp(min=1)` changes."""
     assert _largest_difference(form, _by_norm_of_all, times=10.0) is None
 
 
 @pytest.mark.slow
 def test_a_wide_activation_is_not_judged_by_a_narrow_one() -> None:
     config = dataclasses.replace(CONFIG, width=256)
-    plan = _eliminate(_captured("all_to_all", _turned_far_out, 1, config=config), {}).plan
+    plan = eliminate(_captured("all_to_all", _turned_far_out, 1, config=config)).plan
     assert "flip" in plan.refusals[0].reason
 
 
 @pytest.mark.slow
-def test_what_only_some_features_read_is_proved_too() -> None:
-    """A GEMM that counts its rows wrongly, and that only the last features of many read."""
+def test_reads_by_some_features_are_proved_too() -> None:
+    """One GEMM counts its rows wrongly, and only the last features read it."""
     config = dataclasses.replace(CONFIG, width=256)
 
     class Experts(EP_FORMS["all_to_all"]):  # type: ignore[misc]
@@ -184,7 +188,7 @@ def test_what_only_some_features_read_is_proved_too() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(EP_FORMS, "all_to_all", Experts)
         captured = capture(config, "all_to_all", 1, 2, 9)
-    assert not _eliminate(captured, {}).plan.local_blocks
+    assert not eliminate(captured).plan.local_blocks
 
 
 def _features_first(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -194,7 +198,7 @@ def _features_first(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Te
 
 
 def _unpadded(form: str) -> type[torch.nn.Module]:
-    """Ranks that take turns to be static bring equally many tokens each, without rows that stand for none."""
+    """Return experts for ranks with equal numbers of tokens, which need no rows of padding."""
 
     class Experts(EP_FORMS[form]):  # type: ignore[misc]
         def _most_tokens(self, hidden_states: torch.Tensor) -> int:
@@ -208,7 +212,7 @@ def _unpadded(form: str) -> type[torch.nn.Module]:
 def test_a_number_that_is_the_number_of_the_blocks_rows_is_no_number_of_features(
     tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The local form has half as many rows, so a view by the block's number of rows takes features for rows."""
+    """The local form has half as many rows, so a view by the block's number of rows would mix features and rows."""
     monkeypatch.setitem(EP_FORMS, "all_gather", _unpadded("all_gather"))
     assert _largest_difference("all_gather", _features_first, tokens=tokens, dynamic=False) is None
     reason = _refusal("all_gather", _features_first, tokens=tokens, dynamic=False)
@@ -265,7 +269,7 @@ def _low_rank(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("form", EP_FORMS)
 @pytest.mark.parametrize("activation", [_summed_places, _own_number])
-def test_ranks_with_other_constants_tell_them_apart(form: str, activation: Activation) -> None:
+def test_ranks_with_other_constants_have_other_signatures(form: str, activation: Activation) -> None:
     digests = {_plan(form, activation, rank).local_blocks[0].experts for rank in range(2)}
     assert len(digests) == 2
 
@@ -374,7 +378,7 @@ def test_the_number_of_rows_may_say_nothing_else(form: str) -> None:
 
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_what_ranks_exchange_is_named(dynamic: bool) -> None:
+def test_reads_of_exchanged_values_are_named(dynamic: bool) -> None:
     class Experts(EP_FORMS["all_gather"]):  # type: ignore[misc]
         def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
             ends = counts.cumsum(0, dtype=torch.int32)
@@ -384,7 +388,7 @@ def test_what_ranks_exchange_is_named(dynamic: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(EP_FORMS, "all_gather", Experts)
         captured = capture(CONFIG, "all_gather", 1, 2, 9, dynamic=dynamic)
-    (refusal,) = _eliminate(captured, {}).plan.refusals
+    (refusal,) = eliminate(captured).plan.refusals
     assert "reads what ranks exchange at `_c10d_functional.all_gather" in refusal.reason
 
 
@@ -470,7 +474,7 @@ def _check_rows_meet(form: str, before: list[str], across: str, after: list[str]
 @pytest.mark.slow
 @FEW
 @ROWS_ALONE
-def test_programs_that_treat_every_row_alone_are_taken_and_right(form: str, names: list[str]) -> None:
+def test_programs_with_independent_rows_are_taken_and_right(form: str, names: list[str]) -> None:
     _check_rows_alone(form, names)
 
 
@@ -478,7 +482,7 @@ def test_programs_that_treat_every_row_alone_are_taken_and_right(form: str, name
 @pytest.mark.timeout(1200)
 @MANY
 @ROWS_ALONE
-def test_many_programs_that_treat_every_row_alone_are_taken_and_right(form: str, names: list[str]) -> None:
+def test_many_programs_with_independent_rows_are_taken_and_right(form: str, names: list[str]) -> None:
     _check_rows_alone(form, names)
 
 
@@ -520,9 +524,9 @@ def test_views_and_back_keep_rows(rows: int, shapes: list[list[int]]) -> None:
 
 
 def _reshaped(layout: Layout, shape: Sequence[int]) -> Layout:
-    found = reshaped(layout, shape)
-    assert found is not None
-    return found
+    reshaped_layout = reshaped(layout, shape)
+    assert reshaped_layout is not None
+    return reshaped_layout
 
 
 def test_shares_of_rows_in_another_order_are_no_rows() -> None:
@@ -532,7 +536,7 @@ def test_shares_of_rows_in_another_order_are_no_rows() -> None:
     assert _reshaped(shared, [6, 8]).is_by_row
 
 
-def test_rows_meet_their_own_alone() -> None:
+def test_rows_depend_only_on_themselves() -> None:
     rows = rows_first([8, 8])
     turned = Layout(rows.dimensions[::-1])
     assert broadcast([rows, rows], [8, 8]) == rows

@@ -1,4 +1,4 @@
-"""The crossover between gathered weights and exchanged tokens, on machines that nobody needs to have."""
+"""The crossover between gathered weights and exchanged tokens, on synthetic machines."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def _plan(form: str = "all_to_all", tokens: int | str = "s0", hint: int = 4096) 
     banks = tuple(
         BankSpec(index, f"bank {index}", "peer", BankFormat.plain(BANK_BYTES), tensors) for index in range(LAYERS)
     )
-    others = f"{8 * HIDDEN * HIDDEN * LAYERS}*{tokens}"
-    cost = Cost(f"{LAYERS}*{expert_flops} + {others}", str(LAYERS * BANK_BYTES))
+    dense_flops = f"{8 * HIDDEN * HIDDEN * LAYERS}*{tokens}"
+    cost = Cost(f"{LAYERS}*{expert_flops} + {dense_flops}", str(LAYERS * BANK_BYTES))
     return Plan(blocks=blocks, banks=banks, cost=cost, sizes=(("s0", hint),) if tokens == "s0" else ())
 
 
@@ -76,7 +76,7 @@ def test_the_parts_are_those_of_the_times_of_the_profile() -> None:
     assert both.gathered == both.transfer  # 100 tokens hide nothing
     rows = 100 * TOP_K * HIDDEN * 2
     counts = collective_seconds(MACHINE, "all_to_all", 8 * EXPERTS)
-    regrouping = memory_seconds(MACHINE, 4 * rows)  # into the order of experts and back, read and written
+    regrouping = memory_seconds(MACHINE, 4 * rows)  # rows are sorted by expert and back, each time read and written
     exchanged = 2 * collective_seconds(MACHINE, "all_to_all", rows) + counts + regrouping
     assert both.exchange == pytest.approx(LAYERS * exchanged)
 
@@ -86,7 +86,7 @@ def test_a_slower_link_for_banks_moves_the_crossover_up() -> None:
     assert crossovers == sorted(set(crossovers))
 
 
-def test_one_slot_hides_less_and_so_asks_for_more_tokens() -> None:
+def test_one_slot_has_a_higher_crossover() -> None:
     assert _estimate(slots=1).crossover_tokens() > _estimate(slots=2).crossover_tokens()
 
 
@@ -96,7 +96,7 @@ def test_a_graph_for_one_number_of_tokens_has_the_crossover_of_the_one_for_any()
     assert fixed == pytest.approx(crossover, rel=0.05)
 
 
-def test_forms_exchange_what_they_say() -> None:
+def test_forms_exchange_the_documented_bytes() -> None:
     blocks = {form: _plan(form).blocks[0] for form in ("all_to_all", "all_gather", "all_reduce")}
     row = 64 * HIDDEN * 2
     gathered = collective_seconds(MACHINE, "all_gather", 8 * row) + collective_seconds(
@@ -109,7 +109,7 @@ def test_forms_exchange_what_they_say() -> None:
 
 
 def test_ranks_with_the_same_tokens_share_their_experts_work_out_when_they_exchange() -> None:
-    shared, own = (_estimate(form=form).seconds(1e5) for form in ("all_reduce", "all_to_all"))
-    assert shared.gathered == own.gathered
-    assert shared.exchanged - shared.exchange < own.exchanged - own.exchange
+    shared, exchanged = (_estimate(form=form).seconds(1e5) for form in ("all_reduce", "all_to_all"))
+    assert shared.gathered == exchanged.gathered
+    assert shared.exchanged - shared.exchange < exchanged.exchanged - exchanged.exchange
     assert _estimate(form="all_reduce").crossover_tokens() == MOST_TOKENS

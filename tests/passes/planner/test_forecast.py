@@ -48,7 +48,7 @@ def _setting(
 
 
 def _scarce(home: str, banks: float = 2.0, **changes: int) -> Setting:
-    """A setting that leaves room for so many banks beside what is on the device in any case."""
+    """Return a setting with memory for `banks` banks in addition to the bytes that are always on the device."""
     setting = _setting(**changes)  # type: ignore[arg-type]
     bank = bank_bytes(MOE.experts, 4096, "bf16")  # type: ignore[arg-type]
     return dataclasses.replace(setting, budget_bytes=least_memory_bytes(setting, home) + (banks - 1) * bank)
@@ -61,11 +61,11 @@ def test_stages_are_the_layers_with_their_banks() -> None:
     assert [phase.bank_bytes for phase in phases] == [0, 0, *[0, bank] * 5, 0]
     assert {phase.transfer_seconds for phase in phases} == {0.0, gather_seconds(H100, bank, "peer")}
     layers = [layer_seconds(H100, layer, 4096, setting.sequences, "bf16").total for layer in SMALL.layers]
-    whole = sum(layers) + head_seconds(H100, SMALL, setting.sequences, "bf16")
-    assert sum(phase.compute_seconds for phase in phases) == pytest.approx(whole)
+    total = sum(layers) + head_seconds(H100, SMALL, setting.sequences, "bf16")
+    assert sum(phase.compute_seconds for phase in phases) == pytest.approx(total)
 
 
-def test_a_saturated_step_takes_what_all_experts_at_hand_would_take() -> None:
+def test_a_saturated_step_is_as_fast_as_with_resident_experts() -> None:
     setting = _scarce("peer", batch=32)
     made = forecast(setting, "peer")
     assert made.simulation is not None
@@ -84,12 +84,12 @@ def test_the_planner_says_no() -> None:
     assert made.chosen not in ("asyncep", "resident")
     assert made.cost(made.chosen).step_seconds < made.cost("asyncep").step_seconds
     assert "asyncep would wait" in made.reason
-    # It is the link that sets the pace: what streams is what the step takes.
+    # The link is the bottleneck: the step takes the time of the streamed bytes.
     assert made.schedule is not None
     assert made.simulation.step_seconds >= len(made.schedule.order) * made.transfer_seconds
 
 
-def test_nothing_fits_and_the_reason_says_what_is_needed() -> None:
+def test_a_reason_names_the_memory_that_is_needed_if_nothing_fits() -> None:
     made = forecast(_setting(QWEN, batch=64, budget=20e9), "host")
     assert (made.simulation, made.mfu, made.runner_up) == (None, None, None)
     assert math.isinf(made.cost("asyncep").step_seconds)
@@ -115,11 +115,11 @@ def test_memory_adds_up_for_every_home(home: str) -> None:
     assert made.schedule is not None
     bank, dense = bank_bytes(MOE.experts, 4096, "bf16"), resident_bytes(SMALL, "bf16")  # type: ignore[arg-type]
     stay = len(made.schedule.resident) * bank
-    # A bank that stays is complete on every rank, and has no shard.
+    # A resident bank is complete on every rank, and has no shard.
     shards = len(made.schedule.order) * bank / 8 if home == "peer" else 0
     assert made.memory.resident_bytes == dense + shards + stay
     staged = HOMES["hybrid"].staging_buffers * bank / 8 if home == "hybrid" else 0
-    # With home `peer` every rank reads its own experts where they rest.
+    # With home `peer`, every rank reads its own experts from their home.
     slot = bank * 7 / 8 if home == "peer" else bank
     assert made.memory.slot_bytes == made.schedule.slots * slot + staged
     assert made.memory.activation_bytes == activations_bytes(setting)
@@ -144,9 +144,9 @@ def test_a_second_slot_is_taken_where_it_costs_nothing() -> None:
     made = forecast(_scarce("peer", 2.0, batch=32), "peer")
     assert made.schedule is not None
     assert made.schedule.slots == 2
-    one = forecast(_scarce("peer", 2.0, batch=32), "peer", most_slots=1)
-    assert one.schedule is not None
-    assert one.schedule.slots == 1
+    with_one_slot = forecast(_scarce("peer", 2.0, batch=32), "peer", most_slots=1)
+    assert with_one_slot.schedule is not None
+    assert with_one_slot.schedule.slots == 1
 
 
 def test_links_and_homes_that_are_not_there() -> None:
@@ -214,8 +214,8 @@ def test_the_curve_passes_through_the_plan_and_bends_at_the_threshold() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 2, 64])
-def test_the_threshold_holds_whatever_number_of_tokens_is_planned(batch: int) -> None:
-    """Few tokens reach a low rate: at that rate a threshold would promise far too much."""
+def test_the_threshold_does_not_depend_on_the_planned_tokens(batch: int) -> None:
+    """Few tokens reach a low rate, from which a threshold would be far too low."""
     many, made = (forecast(_setting(QWEN, batch=n, sequence=512), "hybrid") for n in (32, batch))
     assert made.saturation.tokens == many.saturation.tokens
     assert made.schedule is not None

@@ -1,4 +1,4 @@
-"""Plans of graphs that are known by their costs alone."""
+"""Plans of graphs that are described only by their costs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EXPERTS, OTHERS = Cost("1e12", "1e6"), Cost("2e12", "1e6")
 
 
 def _plan(names: tuple[str, ...], dtype: str = "bfloat16") -> Plan:
-    """One block after the other, each in a segment that computes as much again; equal names share a bank."""
+    """Return a plan of consecutive blocks, each in a segment that computes the same again; equal names share a bank."""
     indices = {name: index for index, name in enumerate(dict.fromkeys(names))}
     blocks = tuple(
         MoEBlock(name, "grouped_mm", 8, 2, 64, 32, True, "bfloat16", BANK_BYTES, (), indices[name], cost=EXPERTS)
@@ -40,7 +40,7 @@ def _plan(names: tuple[str, ...], dtype: str = "bfloat16") -> Plan:
         steps += [Step(op, name, indices[name], 0) for op in ("prefetch", "acquire")]
         steps += [Step("segment", "segment", cost=OTHERS), Step("release", name, indices[name], 0)]
     stays = tuple(
-        SlotStay(name, indices[name], 0, None if place == 0 else place - 1) for place, name in enumerate(names)
+        SlotStay(name, indices[name], 0, None if index == 0 else index - 1) for index, name in enumerate(names)
     )
     return Plan(
         blocks=blocks, banks=banks, slots=1, slot_bytes=BANK_BYTES, slot_stays=stays, steps=tuple(steps),
@@ -54,12 +54,12 @@ def _compute(plan: Plan, hardware: Hardware = H100) -> float | None:
 
 def test_a_bank_that_is_read_twice_is_counted_once_each_time() -> None:
     experts = work_seconds(H100, "bf16", 1e12, 1e6, "grouped_gemm")
-    others = work_seconds(H100, "bf16", 1e12, 0.0)
-    assert _compute(_plan(("a", "b"))) == pytest.approx(2 * (experts + others))
-    assert _compute(_plan(("a", "a"))) == pytest.approx(2 * (experts + others))
+    dense_seconds = work_seconds(H100, "bf16", 1e12, 0.0)
+    assert _compute(_plan(("a", "b"))) == pytest.approx(2 * (experts + dense_seconds))
+    assert _compute(_plan(("a", "a"))) == pytest.approx(2 * (experts + dense_seconds))
 
 
-def test_what_lies_outside_blocks_runs_at_the_rate_of_its_own_type() -> None:
+def test_work_outside_blocks_runs_at_the_rate_of_its_type() -> None:
     rates = {"bf16": Figure(1e15, "user"), "fp32": Figure(1e13, "user")}
     both = dataclasses.replace(H100, flops=rates)
     of_bf16, of_fp32 = (_compute(_plan(("a",), dtype), both) for dtype in ("bfloat16", "float32"))
@@ -67,7 +67,7 @@ def test_what_lies_outside_blocks_runs_at_the_rate_of_its_own_type() -> None:
     assert of_bf16 is not None
     assert of_fp32 is not None
     assert of_fp32 - of_bf16 == pytest.approx(expected)
-    # Of a graph without blocks nothing else tells.
+    # A graph without blocks has no other information.
     dense = Plan(steps=(Step("segment", "segment", cost=OTHERS),), cost=OTHERS, dtype="float32")
     assert _compute(dense, both) == pytest.approx(work_seconds(both, "fp32", 2e12))
 
@@ -102,7 +102,7 @@ def test_the_type_of_a_graph_is_that_of_its_gemms() -> None:
 
 
 def test_copies_slow_graphs_and_models_down_alike() -> None:
-    """Memory traffic by its own factor, for the part of the time that a link really copies."""
+    """Memory traffic is slowed by its own factor, for the fraction of the time in which a link really copies."""
     slowing = dataclasses.replace(H100.overlap, gemm=Figure(1.0, "user"), memory=Figure(2.0, "user"))
     hardware = with_emulated_link(dataclasses.replace(H100, overlap=slowing), 1e9, ("host",))
     plan = dataclasses.replace(_plan(("a", "b")), slots=2)
@@ -121,20 +121,20 @@ def test_copies_slow_graphs_and_models_down_alike() -> None:
 
 
 @pytest.mark.parametrize("transport", ["pull", "collective"])
-def test_computation_is_slowed_as_long_as_its_transport_copies(transport: str) -> None:
+def test_computation_is_slower_while_its_transport_copies(transport: str) -> None:
     slowing = dataclasses.replace(H100.overlap, gemm=Figure(2.0, "user"))
     true = with_ranks(dataclasses.replace(H100, overlap=slowing), 8)
     slow = with_emulated_link(true, 1e9)
     machine = machine_beside_copies(slow, "peer", transport, BANK_BYTES, 0.0)
-    part = gather_seconds(true, BANK_BYTES, "peer", transport) / gather_seconds(slow, BANK_BYTES, "peer", transport)
-    assert machine.copy_slowdown == pytest.approx(1 + part)
+    ratio = gather_seconds(true, BANK_BYTES, "peer", transport) / gather_seconds(slow, BANK_BYTES, "peer", transport)
+    assert machine.copy_slowdown == pytest.approx(1 + ratio)
 
 
 def _placed(known: Decisions) -> PlacedModel:
     return PlacedModel(known, (("a", 0),), DeviceMemory(500.0, 0.0, 0.0), 3000, "bf16", hardware=H100)
 
 
-def test_memory_of_a_placed_model_counts_banks_that_stay_elsewhere_in_it() -> None:
+def test_memory_of_a_placed_model_includes_banks_of_other_graphs() -> None:
     plan = _plan(("a",))
     made = plan_graph(plan, {}, _placed(plan_graph(plan, {}, hardware=H100)))
     assert made.memory is not None

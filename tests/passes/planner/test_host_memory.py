@@ -1,4 +1,4 @@
-"""Host memory of a machine: what ranks keep there, and what does not fit."""
+"""The host memory of a machine: the bytes that ranks keep there, and plans that do not fit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_banks_are_counted_once_per_copy_that_the_machine_holds(home: str, copie
     assert not counted.holds_devices
 
 
-def test_what_a_profile_does_not_say_is_not_guessed() -> None:
+def test_missing_values_of_a_profile_are_not_guessed() -> None:
     assert host_memory(setting(None), "host", 60e9).fits is None
 
 

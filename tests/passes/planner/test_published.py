@@ -1,4 +1,4 @@
-"""What `benchmarks/published.py` prints: predictions stay within 15 % of the published results, cell by cell."""
+"""The predictions of `benchmarks/published.py` stay within 15 % of the published results, cell by cell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search for a schedule, held against every schedule there is."""
+"""The search for a schedule, compared with all possible schedules."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ DENSE = st.builds(phase, st.just(0), SECONDS)
 
 
 def model(most: int) -> st.SearchStrategy[list[LayerPhase]]:
-    """Banks of one model differ in size now and then; what takes longer need not be larger. A device keeps shards of
-    all streamed banks or of none."""
+    """Draw the phases of a model whose banks may differ in size, independently of their transfer time.
+
+    A device has shards of all streamed banks or of none.
+    """
 
     def phases(shard_bytes: int) -> st.SearchStrategy[list[LayerPhase]]:
         streamed = st.builds(phase, st.just(1), SECONDS, SECONDS, st.sampled_from([4, 6, 10]), st.just(shard_bytes))
@@ -38,7 +40,7 @@ def model(most: int) -> st.SearchStrategy[list[LayerPhase]]:
     return st.sampled_from([0, 0, 2, 4, 10]).flatmap(phases)
 
 
-# What a search must know of the machine: whether slots fill across steps, and what copies do to computation.
+# The properties of a machine that a search needs: whether slots fill across steps, and how copies slow computation.
 MACHINES = st.builds(
     Machine,
     copy_slowdown=st.sampled_from([1.0, 1.0, 1.25, 2.0]),
@@ -50,15 +52,15 @@ MACHINES = st.builds(
 def every_schedule(
     phases: Sequence[LayerPhase], memory_bytes: int, most_slots: int
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Slots and resident banks of every schedule that fits."""
+    """Yield the slots and resident banks of every schedule that fits."""
     banks = streamed_phases(phases)
     for size in range(len(banks) + 1):
         for resident in itertools.combinations(banks, size):
             needed = streamed_phases(phases, resident)
-            resident_bytes = sum(phases[place].bank_bytes for place in resident)
-            slot_bytes = max((phases[place].bank_bytes for place in needed), default=0)
+            resident_bytes = sum(phases[index].bank_bytes for index in resident)
+            slot_bytes = max((phases[index].bank_bytes for index in needed), default=0)
             for slots in range(1, most_slots + 1):
-                shards = sum(phases[place].shard_bytes for place in needed)
+                shards = sum(phases[index].shard_bytes for index in needed)
                 if resident_bytes + shards + min(slots, len(needed)) * slot_bytes > memory_bytes:
                     continue
                 yield slots, resident
@@ -74,19 +76,22 @@ def check(
             search_schedule(phases, budget, most_slots)
         return
     with mock.patch.object(schedule_search, "MOST_TRIED", most_tried):
-        found = search_schedule(phases, budget, most_slots, machine=machine)
-    _check_claims(phases, budget, most_slots, found)
-    compute = sum(part.compute_seconds for part in phases)
+        chosen_schedule = search_schedule(phases, budget, most_slots, machine=machine)
+    _check_claims(phases, budget, most_slots, chosen_schedule)
+    compute = sum(phase.compute_seconds for phase in phases)
     best = min(steady_step(phases, slots, frozenset(resident), machine)[0] for slots, resident in every)
-    chosen = simulate_phases(phases, found.slots, found.resident, machine).step_seconds
+    chosen = simulate_phases(phases, chosen_schedule.slots, chosen_schedule.resident, machine).step_seconds
     assert chosen - compute <= 1.05 * (best - compute) + 1e-6
-    assert _Search(phases, budget, range(1, most_slots + 1), machine).least_step() <= best + 1e-9 or not found.order
+    assert (
+        _Search(phases, budget, range(1, most_slots + 1), machine).least_step() <= best + 1e-9
+        or not chosen_schedule.order
+    )
 
 
-def _check_claims(phases: list[LayerPhase], budget: int, most_slots: int, found: RingSchedule) -> None:
-    assert found.memory_bytes <= budget
-    assert found.slots <= most_slots
-    assert sorted((*found.resident, *found.order)) == list(streamed_phases(phases))
+def _check_claims(phases: list[LayerPhase], budget: int, most_slots: int, chosen_schedule: RingSchedule) -> None:
+    assert chosen_schedule.memory_bytes <= budget
+    assert chosen_schedule.slots <= most_slots
+    assert sorted((*chosen_schedule.resident, *chosen_schedule.order)) == list(streamed_phases(phases))
 
 
 @settings(max_examples=120, deadline=None)
@@ -97,25 +102,25 @@ def test_small_instances_are_solved(phases: list[LayerPhase], budget: int, most_
 
 @settings(max_examples=60, deadline=None)
 @given(model(most=5), st.integers(4, 40), st.integers(1, 3))
-def test_where_nothing_fills_ahead_the_best_of_all_is_chosen(
+def test_the_best_schedule_is_chosen_if_nothing_is_fetched_ahead(
     phases: list[LayerPhase], budget: int, most_slots: int
 ) -> None:
-    """With the transport `collective` the first banks of every run wait."""
+    """With the transport `collective`, the first banks of every run are not fetched ahead."""
     machine = Machine(fills_ahead=False)
     every = list(every_schedule(phases, budget, most_slots))
     if not every:
         return
-    found = search_schedule(phases, budget, most_slots, machine=machine)
+    chosen_schedule = search_schedule(phases, budget, most_slots, machine=machine)
     best = min(simulate_phases(phases, slots, resident, machine).step_seconds for slots, resident in every)
-    assert simulate_phases(phases, found.slots, found.resident, machine).step_seconds <= best + 1e-6
+    assert simulate_phases(phases, chosen_schedule.slots, chosen_schedule.resident, machine).step_seconds <= best + 1e-6
 
 
-def test_what_fills_ahead_decides_which_bank_stays() -> None:
-    """Of equal banks any may stay where slots fill across steps; else the first, which has nothing to hide behind."""
+def test_fetching_ahead_decides_which_bank_is_resident() -> None:
+    """Any of equal banks may be resident if slots fill across steps; else the first, whose copy is exposed."""
     phases = [phase(layer, 4, 4, 10) for layer in range(4)]
-    found = search_schedule(phases, 30, slots=2, machine=Machine(fills_ahead=False))
-    assert found.resident == (0,)
-    with_fills_ahead = [simulate_phases(phases, 2, [place]).step_seconds for place in range(4)]
+    best = search_schedule(phases, 30, slots=2, machine=Machine(fills_ahead=False))
+    assert best.resident == (0,)
+    with_fills_ahead = [simulate_phases(phases, 2, [index]).step_seconds for index in range(4)]
     assert len(set(with_fills_ahead)) == 1
 
 
@@ -124,7 +129,7 @@ def test_what_fills_ahead_decides_which_bank_stays() -> None:
 def test_small_instances_are_solved_without_trying_everything(
     phases: list[LayerPhase], budget: int, most_slots: int, machine: Machine
 ) -> None:
-    """What is done for deep models: few schedules to begin with, then one exchange after the other."""
+    """The search for deep models starts from few schedules, and improves them by single exchanges."""
     check(phases, budget, most_slots, 200, machine)
 
 
@@ -145,11 +150,11 @@ def test_the_recurrence_is_the_simulator(phases: list[LayerPhase], slots: int, m
     step, waits = steady_step(phases, slots, frozenset(), machine)
     simulated = simulate_phases(phases, slots, machine=machine)
     assert simulated.step_seconds == pytest.approx(step, rel=1e-6, abs=1e-9)
-    if not machine.fills_ahead:  # else steps may wait in turns
+    if not machine.fills_ahead:  # otherwise alternate steps may wait
         assert simulated.exposed_seconds == pytest.approx(sum(waits), rel=1e-6, abs=1e-9)
 
 
-# Models as they are: a first layer without experts, dense layers between, two kinds of attention.
+# Realistic models: a first layer without experts, dense layers in between, two kinds of attention.
 def _real(layers: int) -> list[LayerPhase]:
     phases = []
     for layer in range(layers):
@@ -164,44 +169,44 @@ def _real(layers: int) -> list[LayerPhase]:
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.6])
 def test_deep_models_are_planned_after_few_trials(share: float) -> None:
     phases = _real(94)
-    banks = sum(part.bank_bytes for part in phases)
+    banks = sum(phase.bank_bytes for phase in phases)
     budget = int(share * banks)
     with mock.patch.object(schedule_search, "steady_step", side_effect=steady_step) as tried:
-        found = search_schedule(phases, budget)
+        best = search_schedule(phases, budget)
     assert tried.call_count <= schedule_search.MOST_TRIED
-    _check_claims(phases, budget, 4, found)
-    step = simulate_phases(phases, found.slots, found.resident).step_seconds
+    _check_claims(phases, budget, 4, best)
+    step = simulate_phases(phases, best.slots, best.resident).step_seconds
     assert step <= simulate_phases(phases, slots=2, resident=_first(phases, budget - 2 * 1_200)).step_seconds
     assert step <= 1.03 * _Search(phases, budget, range(1, 5)).least_step()
 
 
 def _first(phases: list[LayerPhase], room: int) -> list[int]:
-    """The first layers stay: what `resident_bytes` does."""
+    """Return the schedule in which the first layers are resident, as with `resident_bytes`."""
     chosen = []
-    for place in streamed_phases(phases):
-        room -= phases[place].bank_bytes
+    for index in streamed_phases(phases):
+        room -= phases[index].bank_bytes
         if room < 0:
             break
-        chosen.append(place)
+        chosen.append(index)
     return chosen
 
 
 def test_a_budget_for_all_banks_keeps_all() -> None:
-    found = search_schedule(_real(12), 10**6)
-    assert found.order == ()
-    assert (found.slots, found.slot_bytes) == (0, 0)
-    assert found.distance == 0
+    best = search_schedule(_real(12), 10**6)
+    assert best.order == ()
+    assert (best.slots, best.slot_bytes) == (0, 0)
+    assert best.distance == 0
 
 
 def test_of_unequal_banks_that_stays_which_saves_most() -> None:
     """The second bank takes 9 seconds to copy, with 1 second of computation before it."""
     phases = [phase(0, 10, 1, 5), phase(1, 1, 1, 5), phase(2, 1, 9, 5), phase(3, 10, 4, 5)]
-    found = search_schedule(phases, memory_bytes=15, most_slots=2)
-    assert (found.resident, found.order, found.slots) == ((2, 3), (0, 1), 1)
-    assert simulate_phases(phases, found.slots, found.resident).exposed_seconds == 1
+    best = search_schedule(phases, memory_bytes=15, most_slots=2)
+    assert (best.resident, best.order, best.slots) == ((2, 3), (0, 1), 1)
+    assert simulate_phases(phases, best.slots, best.resident).exposed_seconds == 1
 
 
-def test_what_cannot_be_searched_is_refused() -> None:
+def test_invalid_searches_are_refused() -> None:
     with pytest.raises(ValueError, match="most_slots is 0"):
         search_schedule(_real(4), 10**6, most_slots=0)
     with pytest.raises(ValueError, match=r"banks come over 2 links, copy, disk; the search knows one"):

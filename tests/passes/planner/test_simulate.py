@@ -1,4 +1,4 @@
-"""The simulator: cases computed by hand, bounds that nothing beats, and a recurrence written down independently."""
+"""The simulator, compared with cases computed by hand, with bounds, and with an independent recurrence."""
 
 from __future__ import annotations
 
@@ -26,58 +26,58 @@ def phase(number: int, compute: float, transfer: float = 0.0, bank_bytes: int | 
 
 
 def layers(count: int, compute: float, transfer: float, attention: float = 0.0) -> list[LayerPhase]:
-    found = []
+    phases_of_layers = []
     for layer in range(count):
         if attention:
-            found.append(LayerPhase(f"attention {layer}", f"layers.{layer}", attention))
-        found.append(phase(layer, compute, transfer))
-    return found
+            phases_of_layers.append(LayerPhase(f"attention {layer}", f"layers.{layer}", attention))
+        phases_of_layers.append(phase(layer, compute, transfer))
+    return phases_of_layers
 
 
 # ---- By hand ---------------------------------------------------------------------------------------------------------
 
 
 def test_transfers_shorter_than_computation_vanish() -> None:
-    found = simulate_phases(layers(2, compute=3, transfer=2), slots=2)
-    assert (found.step_seconds, found.exposed_seconds) == (6, 0)
-    assert found.bounds.step_seconds == found.bounds.path_seconds == 6
+    simulated = simulate_phases(layers(2, compute=3, transfer=2), slots=2)
+    assert (simulated.step_seconds, simulated.exposed_seconds) == (6, 0)
+    assert simulated.bounds.step_seconds == simulated.bounds.path_seconds == 6
 
 
 def test_transfers_longer_than_computation_set_the_pace() -> None:
-    found = simulate_phases(layers(2, compute=3, transfer=5), slots=2)
-    assert (found.step_seconds, found.exposed_seconds) == (10, 4)
-    assert found.bounds.step_seconds == found.bounds.link_seconds == 10
+    simulated = simulate_phases(layers(2, compute=3, transfer=5), slots=2)
+    assert (simulated.step_seconds, simulated.exposed_seconds) == (10, 4)
+    assert simulated.bounds.step_seconds == simulated.bounds.link_seconds == 10
 
 
 def test_one_slot_makes_transfer_and_computation_take_turns() -> None:
-    found = simulate_phases(layers(2, compute=3, transfer=2), slots=1)
-    assert (found.step_seconds, found.exposed_seconds) == (10, 4)
-    assert found.bounds.step_seconds == found.bounds.slots_seconds == 10
+    simulated = simulate_phases(layers(2, compute=3, transfer=2), slots=1)
+    assert (simulated.step_seconds, simulated.exposed_seconds) == (10, 4)
+    assert simulated.bounds.step_seconds == simulated.bounds.slots_seconds == 10
 
 
 def test_one_slot_fills_while_attention_runs() -> None:
-    found = simulate_phases(layers(2, compute=3, transfer=2, attention=1), slots=1)
-    assert (found.step_seconds, found.exposed_seconds) == (10, 2)
+    simulated = simulate_phases(layers(2, compute=3, transfer=2, attention=1), slots=1)
+    assert (simulated.step_seconds, simulated.exposed_seconds) == (10, 2)
 
 
 def test_a_resident_stage_moves_nothing() -> None:
-    found = simulate_phases(layers(2, compute=3, transfer=5), slots=2, resident=[0])
-    assert (found.step_seconds, found.exposed_seconds) == (6, 0)
-    assert found.peak_slot_bytes == 200, "the one streamed bank, and the same one for the next run"
+    simulated = simulate_phases(layers(2, compute=3, transfer=5), slots=2, resident=[0])
+    assert (simulated.step_seconds, simulated.exposed_seconds) == (6, 0)
+    assert simulated.peak_slot_bytes == 200, "the one streamed bank, and the same one for the next run"
     assert simulate_phases(layers(2, compute=3, transfer=5), slots=1, resident=[0]).peak_slot_bytes == 100
 
 
 def test_copies_slow_computation_down_only_while_they_run() -> None:
-    # Of each phase, 2 seconds run at half speed beside a copy, which does 1 of its 3 seconds; 2 more remain.
-    found = simulate_phases(layers(2, compute=3, transfer=2), slots=2, machine=Machine(copy_slowdown=2))
-    assert (found.step_seconds, found.exposed_seconds, found.slowed_seconds) == (8, 0, 2)
-    assert found.compute_seconds == 6
+    # In each phase, 2 seconds run at half speed during a copy, which complete 1 of its 3 seconds; 2 remain.
+    simulated = simulate_phases(layers(2, compute=3, transfer=2), slots=2, machine=Machine(copy_slowdown=2))
+    assert (simulated.step_seconds, simulated.exposed_seconds, simulated.slowed_seconds) == (8, 0, 2)
+    assert simulated.compute_seconds == 6
 
 
 def test_a_transport_that_never_guesses_shows_the_first_transfer() -> None:
-    found = simulate_phases(layers(2, compute=3, transfer=2), slots=2, machine=Machine(fills_ahead=False))
-    assert (found.step_seconds, found.exposed_seconds) == (8, 2)
-    assert found.bounds.path_seconds == 8
+    simulated = simulate_phases(layers(2, compute=3, transfer=2), slots=2, machine=Machine(fills_ahead=False))
+    assert (simulated.step_seconds, simulated.exposed_seconds) == (8, 2)
+    assert simulated.bounds.path_seconds == 8
 
 
 def test_issuing_takes_compute_time_where_the_host_computes() -> None:
@@ -85,40 +85,42 @@ def test_issuing_takes_compute_time_where_the_host_computes() -> None:
     machine = Machine(issue_seconds=0.25)
     assert simulate_phases(layers(2, compute=3, transfer=2), slots=2, machine=machine).step_seconds == 8
     ahead = dataclasses.replace(machine, host_runs_ahead=True)
-    # The host is ahead but for the beginning of a run: two prefetches and an acquire and a segment come first.
+    # The host is ahead, except at the start of a run, which issues two prefetches, an acquire and a segment.
     assert simulate_phases(layers(2, compute=3, transfer=2), slots=2, machine=ahead).step_seconds == 7
 
 
 def test_two_links_bring_banks_side_by_side() -> None:
     both = [phase(0, 3, 5), dataclasses.replace(phase(1, 3, 5), link="host link")]
-    found = simulate_phases(both, slots=2)
-    assert found.bounds.link_seconds == 5
+    simulated = simulate_phases(both, slots=2)
+    assert simulated.bounds.link_seconds == 5
     # A slot holds each bank for 8 seconds, and there are two.
-    assert found.step_seconds == found.bounds.slots_seconds == 8
-    assert found.timeline.streams == ("host", "compute", "copy", "host link")
+    assert simulated.step_seconds == simulated.bounds.slots_seconds == 8
+    assert simulated.timeline.streams == ("host", "compute", "copy", "host link")
 
 
-def test_graphs_of_one_step_fill_slots_for_each_other() -> None:
-    """What a graph break in every layer makes of a model: each graph has one bank, the ring two slots."""
-    runs = [phase_steps([part], slots=1) for part in layers(3, compute=3, transfer=2)]
+def test_consecutive_graphs_fetch_ahead_for_each_other() -> None:
+    """A graph break in every layer makes graphs of one bank each, for a ring of two slots."""
+    runs = [phase_steps([phase], slots=1) for phase in layers(3, compute=3, transfer=2)]
     assert simulate(runs, ring_slots=2).exposed_seconds == 0
     alone = simulate(runs, ring_slots=1)
     assert (alone.step_seconds, alone.exposed_seconds) == (15, 6)
 
 
 def test_the_timeline_shows_one_step() -> None:
-    found = simulate_phases(layers(2, compute=3, transfer=5), slots=2)
-    shown = [(event.op, event.layer, event.start_seconds, event.end_seconds) for event in found.timeline.on(COMPUTE)]
+    simulated = simulate_phases(layers(2, compute=3, transfer=5), slots=2)
+    shown = [
+        (event.op, event.layer, event.start_seconds, event.end_seconds) for event in simulated.timeline.on(COMPUTE)
+    ]
     assert shown == [
         ("wait", "layers.0", 0, 2), ("segment", "phase 0", 2, 5),
         ("wait", "layers.1", 5, 7), ("segment", "phase 1", 7, 10),
     ]  # fmt: skip
-    copies = [(event.layer, event.start_seconds, event.end_seconds) for event in found.timeline.on(COPY)]
+    copies = [(event.layer, event.start_seconds, event.end_seconds) for event in simulated.timeline.on(COPY)]
     assert copies == [("layers.1", 2, 7), ("layers.0", 7, 12)]
-    assert found.timeline.source == "derived"
+    assert simulated.timeline.source == "derived"
 
 
-# ---- What a plan says ------------------------------------------------------------------------------------------------
+# ---- Plans -----------------------------------------------------------------------------------------------------------
 
 
 def _plan() -> Plan:
@@ -133,10 +135,10 @@ def _plan() -> Plan:
 
 
 def test_a_plan_is_run_with_its_own_steps() -> None:
-    # By hand: bank 1 takes 4 seconds beside 1 of segment_0; bank 0 takes 2 beside segment_2 and segment_0, 1.5 in all.
-    found = simulate_plan(_plan(), [1, 2, 1, 2, 0.5], {0: 2.0, 1: 4.0})
-    assert (found.step_seconds, found.exposed_seconds) == (10, 3.5)
-    assert [event.layer for event in found.timeline.on(COPY)] == ["layers.1.experts", "layers.0.experts"]
+    # By hand: bank 1 takes 4 seconds during 1 of segment_0; bank 0 takes 2 during 1.5 of segment_2 and segment_0.
+    simulated = simulate_plan(_plan(), [1, 2, 1, 2, 0.5], {0: 2.0, 1: 4.0})
+    assert (simulated.step_seconds, simulated.exposed_seconds) == (10, 3.5)
+    assert [event.layer for event in simulated.timeline.on(COPY)] == ["layers.1.experts", "layers.0.experts"]
 
 
 def test_an_encoded_bank_takes_its_size_in_the_slot_and_its_decode_is_part_of_the_transfer() -> None:
@@ -168,7 +170,7 @@ def test_seconds_that_are_no_time_are_refused(seconds: float) -> None:
         Machine(issue_seconds=seconds)
 
 
-def test_what_would_wait_for_ever_is_refused() -> None:
+def test_endless_waits_are_refused() -> None:
     with pytest.raises(PlanError, match=r"acquire of a in slot 0 waits for ever: no prefetch is before it"):
         simulate([[TimedStep("acquire", "a", slot=0)]])
     with refused(PlanError, name="a", value=0):
@@ -178,12 +180,12 @@ def test_what_would_wait_for_ever_is_refused() -> None:
 
 
 def test_a_model_without_banks_needs_no_slot() -> None:
-    found = simulate_phases([phase(0, 2), phase(1, 3)], slots=0)
-    assert (found.step_seconds, found.exposed_seconds, found.peak_slot_bytes) == (5, 0, 0)
-    assert found.bounds.step_seconds == 5
+    simulated = simulate_phases([phase(0, 2), phase(1, 3)], slots=0)
+    assert (simulated.step_seconds, simulated.exposed_seconds, simulated.peak_slot_bytes) == (5, 0, 0)
+    assert simulated.bounds.step_seconds == 5
 
 
-# ---- For any phases --------------------------------------------------------------------------------------------------
+# ---- Properties for random phases ------------------------------------------------------------------------------------
 
 SECONDS = st.integers(0, 20).map(lambda eighths: eighths / 8)
 PHASES = st.lists(
@@ -192,20 +194,20 @@ PHASES = st.lists(
 
 
 def by_recurrence(phases: Sequence[LayerPhase], slots: int, steps: int = 60) -> float:
-    """Seconds per step, from the last half of many: no event queue, only the times at which things end."""
+    """Return the seconds per step, as the mean of the second half of many steps, from a recurrence over end times."""
     streamed = streamed_phases(phases)
     copied: list[float] = []
     released: list[float] = []
     time, ends = 0.0, []
     for _ in range(steps):
-        for place, part in enumerate(phases):
-            if place in streamed:
-                # Every slot that the ring has is filled as soon as it is free: `slots` copies ahead of the releases.
+        for index, phase in enumerate(phases):
+            if index in streamed:
+                # Every free slot is filled at once: copies are `slots` ahead of the releases.
                 after = released[len(copied) - slots] if len(copied) >= slots else 0.0
-                copied.append(max(after, copied[-1] if copied else 0.0) + part.transfer_seconds)
+                copied.append(max(after, copied[-1] if copied else 0.0) + phase.transfer_seconds)
                 time = max(time, copied[-1])
-            time += part.compute_seconds
-            if place in streamed:
+            time += phase.compute_seconds
+            if index in streamed:
                 released.append(time)
         ends.append(time)
     return (ends[-1] - ends[steps // 2 - 1]) / (steps - steps // 2)
@@ -214,7 +216,7 @@ def by_recurrence(phases: Sequence[LayerPhase], slots: int, steps: int = 60) -> 
 @settings(max_examples=200, deadline=None)
 @given(phases=PHASES, slots=st.integers(1, 4))
 def test_the_simulator_agrees_with_the_recurrence(phases: list[LayerPhase], slots: int) -> None:
-    # A ring that could hold more than one run's banks learns of the next run only, so it is no deeper than that.
+    # A ring with room for more than one run's banks knows only the next run, so it fetches no further ahead.
     slots = min(slots, max(1, len(streamed_phases(phases))))
     assert simulate_phases(phases, slots).step_seconds == pytest.approx(
         by_recurrence(phases, slots), rel=1e-6, abs=1e-9
@@ -234,17 +236,17 @@ def test_every_simulation_adds_up(
     phases: list[LayerPhase], slots: int, slowdown: float, issue: float, host_runs_ahead: bool, fills_ahead: bool
 ) -> None:
     machine = Machine(slowdown, issue, host_runs_ahead, fills_ahead)
-    found = simulate_phases(phases, slots, machine=machine)
-    serial = sum(part.compute_seconds + part.transfer_seconds for part in phases if part.bank_bytes)
-    serial += sum(part.compute_seconds for part in phases if not part.bank_bytes)
+    simulated = simulate_phases(phases, slots, machine=machine)
+    serial = sum(phase.compute_seconds + phase.transfer_seconds for phase in phases if phase.bank_bytes)
+    serial += sum(phase.compute_seconds for phase in phases if not phase.bank_bytes)
     steps = len(phase_steps(phases, slots))
-    assert found.step_seconds >= found.bounds.step_seconds - 1e-9
-    assert found.step_seconds <= serial * slowdown + issue * steps * slowdown + 1e-9
+    assert simulated.step_seconds >= simulated.bounds.step_seconds - 1e-9
+    assert simulated.step_seconds <= serial * slowdown + issue * steps * slowdown + 1e-9
     if not host_runs_ahead:
-        parts = found.compute_seconds + issue * steps + found.exposed_seconds + found.slowed_seconds
-        assert found.step_seconds == pytest.approx(parts, abs=1e-9)
-    assert found.peak_slot_bytes <= slots * max(part.bank_bytes for part in phases)
-    _check_timeline(found)
+        parts = simulated.compute_seconds + issue * steps + simulated.exposed_seconds + simulated.slowed_seconds
+        assert simulated.step_seconds == pytest.approx(parts, abs=1e-9)
+    assert simulated.peak_slot_bytes <= slots * max(phase.bank_bytes for phase in phases)
+    _check_timeline(simulated)
 
 
 def _check_timeline(found: Simulation) -> None:
@@ -260,12 +262,12 @@ def _check_timeline(found: Simulation) -> None:
 def test_more_slots_or_resident_banks_are_never_slower(
     phases: list[LayerPhase], slots: int, host_runs_ahead: bool, fills_ahead: bool
 ) -> None:
-    # Where issuing takes time they may be: more prefetches stand in front of the first acquire.
+    # If issuing takes time they may be slower, because more prefetches precede the first acquire.
     machine = Machine(host_runs_ahead=host_runs_ahead, fills_ahead=fills_ahead)
     fewer = simulate_phases(phases, slots, machine=machine).step_seconds
     assert simulate_phases(phases, slots + 1, machine=machine).step_seconds <= fewer + 1e-9
-    for place in streamed_phases(phases):
-        assert simulate_phases(phases, slots, resident=[place], machine=machine).step_seconds <= fewer + 1e-9
+    for index in streamed_phases(phases):
+        assert simulate_phases(phases, slots, resident=[index], machine=machine).step_seconds <= fewer + 1e-9
 
 
 @settings(max_examples=100, deadline=None)
@@ -273,9 +275,9 @@ def test_more_slots_or_resident_banks_are_never_slower(
 def test_time_has_no_scale(phases: list[LayerPhase], slots: int, scale: float) -> None:
     scaled = [
         dataclasses.replace(
-            part, compute_seconds=part.compute_seconds * scale, transfer_seconds=part.transfer_seconds * scale
+            phase, compute_seconds=phase.compute_seconds * scale, transfer_seconds=phase.transfer_seconds * scale
         )
-        for part in phases
+        for phase in phases
     ]
     expected = simulate_phases(phases, slots).step_seconds * scale
     assert simulate_phases(scaled, slots).step_seconds == pytest.approx(expected, rel=1e-6)

@@ -1,4 +1,4 @@
-"""The strategies that asyncep is compared with: bytes by the table, memory that adds up, and what bandwidth does."""
+"""The strategies that asyncep is compared with: exchanged bytes, memory, and the effect of bandwidth."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def _with_peer_rate(hardware: Hardware, factor: float) -> Hardware:
 
 def test_bytes_between_devices_are_those_of_the_table() -> None:
     tokens, ranks, row = 65536, 8, 4096 * 2
-    found = {
+    costs = {
         cost.strategy: cost.communication_bytes for cost in compare_strategies(_setting(QWEN, batch=16, sequence=4096))
     }
     share, key_values = (ranks - 1) / ranks, 2 * 4 * 128 * 2
-    assert found == pytest.approx(
+    assert costs == pytest.approx(
         {
             "dp_ep": 4 * 8 * share * tokens * row,
             "dp_tp": 4 * share * tokens * row,
@@ -75,15 +75,15 @@ def test_memory_adds_up() -> None:
     assert banks_bytes(setting) == banks
     tokens = setting.sequences.tokens
     assert resident_cost(setting).memory_bytes == dense + banks + activations_bytes(setting, tokens)
-    found = {cost.strategy: cost.memory_bytes for cost in compare_strategies(setting)}
-    assert found["dp_ep"] == dense + banks / 8 + activations_bytes(setting, tokens)
-    assert found["dp_tp"] == dense + banks / 8 + activations_bytes(setting, 8 * tokens)
-    assert found["tp_tp"] == (dense + banks) / 8 + activations_bytes(setting, tokens)
-    assert found["tp_ep"] == (dense + banks) / 8 + activations_bytes(setting, tokens / 8)
-    assert found["sp_ep"] == dense + banks / 8 + activations_bytes(setting, tokens / 8)
+    memory = {cost.strategy: cost.memory_bytes for cost in compare_strategies(setting)}
+    assert memory["dp_ep"] == dense + banks / 8 + activations_bytes(setting, tokens)
+    assert memory["dp_tp"] == dense + banks / 8 + activations_bytes(setting, 8 * tokens)
+    assert memory["tp_tp"] == (dense + banks) / 8 + activations_bytes(setting, tokens)
+    assert memory["tp_ep"] == (dense + banks) / 8 + activations_bytes(setting, tokens / 8)
+    assert memory["sp_ep"] == dense + banks / 8 + activations_bytes(setting, tokens / 8)
 
 
-def test_what_does_not_fit_says_so() -> None:
+def test_strategies_that_do_not_fit_have_a_reason() -> None:
     setting = _setting()
     needed = resident_cost(setting).memory_bytes
     for budget, fits in ((needed, True), (needed - 1, False)):
@@ -99,16 +99,16 @@ def test_more_bandwidth_is_never_slower(batch: int, sequence: int, factor: float
     assert fast.memory_bytes == slow.memory_bytes
 
 
-def test_on_a_link_without_end_exchanges_cost_their_latency_alone() -> None:
+def test_exchanges_on_an_infinite_link_cost_only_latency() -> None:
     endless = dataclasses.replace(
         _with_peer_rate(H100, 1e9), collective_latency_seconds=Figure(0.0, "user", "for this test")
     )
     setting = _setting(QWEN, endless, 16, 4096)
     resident = resident_cost(setting).step_seconds
-    # Rows that arrive are brought into the order of experts and back, in every layer.
+    # Arrived rows are sorted by expert and back in every layer.
     row_bytes = 8 * 4096 * 2
     regrouping = 94 * memory_seconds(endless, 16 * 4096 * row_bytes * 4)
-    # Fewer experts of as many rows each: no slower than all experts on one device.
+    # Fewer experts with the same rows each are no slower than all experts on one device.
     assert resident * 0.9 <= strategy_cost(setting, "dp_ep").step_seconds - regrouping <= resident
 
 
@@ -118,7 +118,7 @@ def test_one_device_has_nothing_to_share(name: str) -> None:
     assert strategy_cost(setting, name).step_seconds == pytest.approx(resident_cost(setting).step_seconds)
 
 
-def test_a_pipeline_of_one_device_computes_its_micro_batches_one_after_the_other() -> None:
+def test_a_pipeline_of_one_device_is_sequential() -> None:
     # Sequences of 4096 tokens are micro-batches of themselves; only reading weights once per micro-batch costs more.
     setting = _setting(QWEN, with_ranks(H100, 1), 16, 4096)
     pipelined, at_once = strategy_cost(setting, "pp_pp").step_seconds, resident_cost(setting).step_seconds
@@ -127,7 +127,7 @@ def test_a_pipeline_of_one_device_computes_its_micro_batches_one_after_the_other
 
 @pytest.mark.parametrize(("batch", "sequence"), [(1, 1), (3, 20)])
 def test_a_pipeline_has_no_more_tokens_than_the_step(batch: int, sequence: int) -> None:
-    """Every rank computes its layers for the step's tokens at least once, however few they are."""
+    """Every rank computes its layers for the step's tokens at least once, even if there are few tokens."""
     setting = _setting(QWEN, batch=batch, sequence=sequence)
     everybody = dataclasses.replace(setting, sequences=Sequences(8 * batch, sequence))
     assert strategy_cost(setting, "pp_pp").step_seconds >= resident_cost(everybody).step_seconds / 8
@@ -137,22 +137,22 @@ def test_a_pipeline_has_no_more_tokens_than_the_step(batch: int, sequence: int) 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_engine_computes_short_texts_in_micro_batches(name: str) -> None:
-    """Four steps of 4096 tokens for one of 16384; a pipeline lives on them in any case."""
+    """One step of 16384 tokens becomes four of 4096, which a pipeline has anyway."""
     at_once = _setting(QWEN, batch=16, sequence=1024)
-    cut, one = (dataclasses.replace(_setting(QWEN, batch=n, sequence=1024), engine_tokens=4096) for n in (16, 4))
-    found = strategy_cost(cut, name)
-    assert found.step_seconds == pytest.approx(4 * strategy_cost(one, name).step_seconds, rel=1e-3)
-    assert found.memory_bytes == strategy_cost(one, name).memory_bytes
+    cut, single = (dataclasses.replace(_setting(QWEN, batch=n, sequence=1024), engine_tokens=4096) for n in (16, 4))
+    cost = strategy_cost(cut, name)
+    assert cost.step_seconds == pytest.approx(4 * strategy_cost(single, name).step_seconds, rel=1e-3)
+    assert cost.memory_bytes == strategy_cost(single, name).memory_bytes
     if name == "pp_pp":
-        assert found == strategy_cost(at_once, name)
+        assert cost == strategy_cost(at_once, name)
     else:
-        assert found.step_seconds > strategy_cost(at_once, name).step_seconds
-        whole = dataclasses.replace(one, engine_tokens=None)
-        assert strategy_cost(one, name).step_seconds == pytest.approx(strategy_cost(whole, name).step_seconds)
+        assert cost.step_seconds > strategy_cost(at_once, name).step_seconds
+        uncut = dataclasses.replace(single, engine_tokens=None)
+        assert strategy_cost(single, name).step_seconds == pytest.approx(strategy_cost(uncut, name).step_seconds)
 
 
 def test_only_data_parallel_ranks_are_at_chunks_of_their_own() -> None:
-    """On one device nobody waits; on eight, the longest prefixes hold up the ranks whose sequences are others."""
+    """One device does not wait; on eight, ranks with the longest prefixes delay the others."""
     for name in ("dp_ep", "tp_tp"):
         seconds = {}
         for ranks in (1, 8):
@@ -171,8 +171,8 @@ def test_only_data_parallel_ranks_are_at_chunks_of_their_own() -> None:
 
 def test_an_engine_keeps_the_keys_and_values_of_chunks() -> None:
     setting = dataclasses.replace(_setting(QWEN, batch=1, sequence=65536), engine_tokens=4096)
-    kept = 2 * 94 * 65536 * 4 * 128 * 2
+    kv_bytes = 2 * 94 * 65536 * 4 * 128 * 2
     at_once = dataclasses.replace(_setting(QWEN, batch=1, sequence=4096), engine_tokens=4096)
     for name, share in (("dp_ep", 1), ("tp_ep", 8)):
         more = strategy_cost(setting, name).memory_bytes - strategy_cost(at_once, name).memory_bytes
-        assert more == pytest.approx(kept * (1 - 1 / 16) / share)
+        assert more == pytest.approx(kv_bytes * (1 - 1 / 16) / share)

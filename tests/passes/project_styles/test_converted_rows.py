@@ -1,13 +1,13 @@
-"""Casts of rows and weights between exchanges: repeated alike, or refused, and never left out."""
+"""Casts of rows and weights between exchanges are repeated or refused, and never dropped."""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
@@ -15,18 +15,13 @@ from moepass.models.reference.collectives import exchange_rows
 from moepass.models.reference.grouped_experts import grouped_gemm
 from moepass.passes.ir.protocol import PassResult
 from moepass.passes.parallel.eliminate_expert_parallelism import texts_of
+from tests.helpers.graphs.eliminated_graphs import check_same_outputs, collective_kinds
 from tests.helpers.graphs.simulated_ranks import (
     Captured,
-    capture_module,
-    hidden_rows,
-    pretend_rank,
-    run_ranks,
-    run_with_banks,
-    with_tokens,
 )
 from tests.helpers.project_styles.exact_style import ExactLayer
+from tests.helpers.project_styles.style_layers import capture_layer, eliminate_readably
 from tests.helpers.project_styles.style_sizes import BiasedExpert, StyleSizes, stacked
-from tests.passes.project_styles.test_project_styles import complete_banks, eliminated
 
 SIZES = StyleSizes()
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -38,8 +33,9 @@ def same(values: torch.Tensor) -> torch.Tensor:
 
 
 class CastLayer(ExactLayer):
-    """Grouped GEMMs on rows that are changed behind their exchange (`arrived`), of one GEMM (`again`), and before they
-    go back (`sent`); `weight` changes the first weights.
+    """Grouped GEMMs on rows that are changed after their exchange, for one GEMM, and before they are sent back.
+
+    `arrived`, `again` and `sent` are these changes; `weight` changes the first weights.
     """
 
     def __init__(
@@ -54,7 +50,7 @@ class CastLayer(ExactLayer):
         super().__init__(SIZES, group)
         self.arrived, self.sent, self.weight, self.again, self.wire = arrived, sent, weight, again, wire
         experts = [BiasedExpert(SIZES, number) for number in self.owned]
-        self.up, self.down = stacked([one.up for one in experts]), stacked([one.down for one in experts])
+        self.up, self.down = stacked([expert.up for expert in experts]), stacked([expert.down for expert in experts])
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         scores, chosen = torch.topk(self.router(hidden), self.sizes.top_k, dim=1)
@@ -63,10 +59,10 @@ class CastLayer(ExactLayer):
         arriving, send, receive = self.exchange_counts(counts)
         rows = hidden[order // self.sizes.top_k].to(self.wire)
         arrived = self.arrived(exchange_rows(rows, send, receive, self.group_name))
-        own = len(self.owned)
-        expert_of = torch.arange(own, device=hidden.device).repeat(self.ranks)
+        owned = len(self.owned)
+        expert_of = torch.arange(owned, device=hidden.device).repeat(self.ranks)
         by_expert = expert_of.repeat_interleave(arriving, output_size=arrived.shape[0]).argsort(stable=True)
-        ends = arriving.view(self.ranks, own).sum(dim=0).cumsum(0, dtype=torch.int32)
+        ends = arriving.view(self.ranks, owned).sum(dim=0).cumsum(0, dtype=torch.int32)
         placed = arrived[by_expert]
         up = self.weight(self.up).transpose(1, 2)
         inner = F.gelu(grouped_gemm(placed, up, ends)) * grouped_gemm(self.again(placed), up, ends)
@@ -79,19 +75,12 @@ class CastLayer(ExactLayer):
 
 
 def _captured(rank: int, **changes: Change | torch.dtype) -> Captured:
-    with pretend_rank(rank, 2):
-        layer = CastLayer(dist.group.WORLD, **changes)  # type: ignore[arg-type]
-        return capture_module(layer, hidden_rows(SIZES.hidden, 9, rank, SIZES.dtype), rank, 2)
+    return capture_layer(functools.partial(CastLayer, **changes), rank, 2, sizes=SIZES)  # type: ignore[arg-type]
 
 
 def _check_right(captured: list[Captured], results: list[PassResult]) -> None:
-    banks = complete_banks(captured, results)
-    rows = [hidden_rows(SIZES.hidden, (30, 7)[rank], rank, SIZES.dtype) for rank in range(2)]
-    inputs = [with_tokens(one, of_rank) for one, of_rank in zip(captured, rows, strict=True)]
-    expected = run_ranks([one.module for one in captured], inputs)
-    for rank, (result, given) in enumerate(zip(results, inputs, strict=True)):
-        (found,) = run_with_banks(result.module, given, banks)
-        torch.testing.assert_close(found, expected[rank][0], rtol=1e-5, atol=1e-5)
+    assert [collective_kinds(result) for result in results] == [[], []]
+    check_same_outputs(captured, results, [(30, 7)], hidden=SIZES.hidden, dtype=SIZES.dtype)
 
 
 # Each rounds so much that a cast left out, or done in another order, would show.
@@ -106,11 +95,11 @@ TAKEN: dict[str, dict[str, Change | torch.dtype]] = {
 
 
 @pytest.mark.parametrize(
-    "case", ["twice", *(pytest.param(one, marks=pytest.mark.slow) for one in TAKEN if one != "twice")]
+    "case", ["twice", *(pytest.param(name, marks=pytest.mark.slow) for name in TAKEN if name != "twice")]
 )
 def test_rows_are_cast_as_they_were(case: str) -> None:
     captured = [_captured(rank, **TAKEN[case]) for rank in range(2)]
-    results = [eliminated(one) for one in captured]
+    results = [eliminate_readably(captured_rank) for captured_rank in captured]
     for result in results:
         assert [block.form for block in result.plan.local_blocks] == ["all_to_all"], result.plan.refusals
     _check_right(captured, results)
@@ -133,28 +122,30 @@ REFUSED: dict[str, tuple[dict[str, Change | torch.dtype], str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSED)
-def test_other_changes_are_refused(case: str) -> None:
+def test_changes_other_than_casts_are_refused(case: str) -> None:
     changes, reason = REFUSED[case]
-    result = eliminated(_captured(0, **changes))
+    result = eliminate_readably(_captured(0, **changes))
     assert not result.plan.local_blocks
     reasons = " ".join(refusal.reason for refusal in result.refusals)
     assert re.search(reason, reasons), reasons
 
 
 @pytest.mark.slow
-def test_ranks_may_make_their_weights_by_other_means() -> None:
-    """Each rank gives what its own experts compute with."""
+def test_ranks_may_compute_their_weights_differently() -> None:
+    """Each rank contributes the weights that its own experts use."""
     captured = [_captured(0, weight=lambda weight: weight * 2), _captured(1)]
-    results = [eliminated(one) for one in captured]
+    results = [eliminate_readably(captured_rank) for captured_rank in captured]
     signatures = {block.signature for result in results for block in result.plan.local_blocks}
     assert len(signatures) == 1
     _check_right(captured, results)
 
 
 @pytest.mark.slow
-def test_ranks_that_cast_rows_differently_are_told_apart() -> None:
-    one, other = (eliminated(_captured(0, arrived=change)) for change in (same, lambda rows: rows.to(SHORT).float()))
-    (block,), (cast,) = one.plan.local_blocks, other.plan.local_blocks
+def test_ranks_that_cast_rows_differently_have_other_signatures() -> None:
+    uncast, cast_result = (
+        eliminate_readably(_captured(0, arrived=change)) for change in (same, lambda rows: rows.to(SHORT).float())
+    )
+    (block,), (cast,) = uncast.plan.local_blocks, cast_result.plan.local_blocks
     assert block.signature != cast.signature
-    (line,) = set(texts_of(other.module, cast)[0]) - set(texts_of(one.module, block)[0])
+    (line,) = set(texts_of(cast_result.module, cast)[0]) - set(texts_of(uncast.module, block)[0])
     assert "torch.bfloat16" in line

@@ -1,10 +1,9 @@
-"""However a model counts rows by expert, before the exchange and behind it: taken, and right."""
+"""Counts of rows by expert before and after the exchange are supported for many ways to compute them."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,19 +13,13 @@ from torch.nn import functional as F
 
 from moepass.models.reference.collectives import exchange_rows, gather_rows
 from moepass.models.reference.grouped_experts import grouped_gemm
-from moepass.passes.graph.collectives import communications_of
+from tests.helpers.graphs.eliminated_graphs import check_same_outputs, collective_kinds
 from tests.helpers.graphs.simulated_ranks import (
     Captured,
-    capture_module,
-    hidden_rows,
-    pretend_rank,
-    run_ranks,
-    run_with_banks,
-    with_tokens,
 )
 from tests.helpers.project_styles.exact_style import ExactLayer, SlicesOfModules
+from tests.helpers.project_styles.style_layers import capture_layer, eliminate_readably
 from tests.helpers.project_styles.style_sizes import BiasedExpert, StyleSizes, stacked
-from tests.passes.project_styles.test_project_styles import complete_banks, eliminated
 
 SIZES = StyleSizes()
 Count = Callable[[torch.Tensor, int], torch.Tensor]
@@ -58,14 +51,14 @@ COUNTS: dict[str, Count] = {
 
 
 class CountedLayer(ExactLayer):
-    """Grouped GEMMs with biases, rows counted by `before` the exchange and by `behind` it."""
+    """Grouped GEMMs with biases; rows are counted by `before` ahead of the exchange and by `behind` after it."""
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup, before: Count, behind: Count) -> None:
         super().__init__(sizes, group)
         self.before, self.behind = before, behind
         experts = [BiasedExpert(sizes, number) for number in self.owned]
-        self.up, self.down = stacked([one.up for one in experts]), stacked([one.down for one in experts])
-        self.bias = stacked([one.up_bias for one in experts])
+        self.up, self.down = stacked([expert.up for expert in experts]), stacked([expert.down for expert in experts])
+        self.bias = stacked([expert.up_bias for expert in experts])
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         scores, chosen = torch.topk(self.router(hidden), self.sizes.top_k, dim=1)
@@ -73,8 +66,8 @@ class CountedLayer(ExactLayer):
         counts = self.before(ids, self.sizes.experts)
         arriving, send, receive = self.exchange_counts(counts)
         arrived = exchange_rows(hidden[order // self.sizes.top_k], send, receive, self.group_name)
-        own = len(self.owned)
-        expert_of = torch.arange(own, device=hidden.device).repeat(self.ranks)
+        owned = len(self.owned)
+        expert_of = torch.arange(owned, device=hidden.device).repeat(self.ranks)
         expert_of = expert_of.repeat_interleave(arriving, output_size=arrived.shape[0])
         sorted_ids, by_expert = expert_of.sort(stable=True)
         ends = self.ends(expert_of, arriving)
@@ -100,7 +93,7 @@ def _gathered_counts(layer: ExactLayer, counts: torch.Tensor) -> tuple[torch.Ten
 
 
 class CountsOfAllRanks(CountedLayer):
-    """Every rank gathers the counts of all, and adds up those of its experts."""
+    """Every rank gathers the counts of all ranks, and adds up those of its experts."""
 
     def exchange_counts(self, counts: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
         return _gathered_counts(self, counts)
@@ -110,7 +103,7 @@ class CountsOfAllRanks(CountedLayer):
 
 
 class SlicesByCountsOfAllRanks(SlicesOfModules):
-    """A loop over slices by such counts."""
+    """A loop over slices by gathered counts."""
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup, before: Count, behind: Count) -> None:
         super().__init__(sizes, group)
@@ -125,22 +118,26 @@ class SlicesByCountsInGivenMemory(SlicesByCountsOfAllRanks):
     def exchange_counts(self, counts: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts)
-        send, receive = (one.view(self.ranks, len(self.owned)).sum(dim=1).tolist() for one in (counts, arriving))
+        send, receive = (
+            expert_counts.view(self.ranks, len(self.owned)).sum(dim=1).tolist() for expert_counts in (counts, arriving)
+        )
         for size in (*send, *receive):
             torch._check(size >= 0)
         return arriving, send, receive
 
 
 class CountsOnTheWire(CountedLayer):
-    """Counts travel in a type of their own. This rank reads its own sizes before that."""
+    """Counts are exchanged in another type. This rank reads its own sizes before that."""
 
     wire = torch.int32
 
     def exchange_counts(self, counts: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int]]:
-        own = len(self.owned)
-        arriving = exchange_rows(counts.to(self.wire), [own] * self.ranks, [own] * self.ranks, self.group_name).long()
-        send = counts.view(self.ranks, own).sum(dim=1).tolist()
-        receive = arriving.view(self.ranks, own).sum(dim=1).tolist()
+        owned = len(self.owned)
+        arriving = exchange_rows(
+            counts.to(self.wire), [owned] * self.ranks, [owned] * self.ranks, self.group_name
+        ).long()
+        send = counts.view(self.ranks, owned).sum(dim=1).tolist()
+        receive = arriving.view(self.ranks, owned).sum(dim=1).tolist()
         for size in (*send, *receive):
             torch._check(size >= 0)
         return arriving, send, receive
@@ -158,9 +155,7 @@ def _captured(
     layer_type: type[ExactLayer] = CountedLayer,
     sizes: StyleSizes = SIZES,
 ) -> Captured:
-    with pretend_rank(rank, ranks):
-        layer = layer_type(sizes, dist.group.WORLD, before, behind)  # type: ignore[arg-type]
-        return capture_module(layer, hidden_rows(SIZES.hidden, 9, rank, SIZES.dtype), rank, ranks)
+    return capture_layer(lambda group: layer_type(sizes, group, before, behind), rank, ranks)  # type: ignore[call-arg]
 
 
 def check_counts(
@@ -171,25 +166,18 @@ def check_counts(
     sizes: StyleSizes = SIZES,
 ) -> None:
     captured = [_captured(before, behind, rank, ranks, layer_type, sizes) for rank in range(ranks)]
-    results = [eliminated(one) for one in captured]
+    results = [eliminate_readably(rank) for rank in captured]
     for result in results:
         assert [block.form for block in result.plan.local_blocks] == ["all_to_all"], result.plan.refusals
-        assert not list(communications_of(result.module.graph))
-    banks = complete_banks(captured, results)
-    for seed, tokens in enumerate(((9, 4, 12, 7), (40, 1, 3, 2))):
-        rows = [hidden_rows(SIZES.hidden, tokens[rank], rank, SIZES.dtype, seed) for rank in range(ranks)]
-        inputs = [with_tokens(one, of_rank) for one, of_rank in zip(captured, rows, strict=True)]
-        expected: list[Any] = run_ranks([one.module for one in captured], inputs)
-        for rank, (result, given) in enumerate(zip(results, inputs, strict=True)):
-            (found,) = run_with_banks(result.module, given, banks)
-            torch.testing.assert_close(found, expected[rank][0], rtol=1e-5, atol=1e-5)
+        assert collective_kinds(result) == []
+    check_same_outputs(captured, results, [(9, 4, 12, 7), (40, 1, 3, 2)])
 
 
-def test_counts_of_a_length_that_only_a_run_tells() -> None:
+def test_counts_may_have_a_data_dependent_length() -> None:
     check_counts(COUNTS["bincount"], COUNTS["histc"], 2)
 
 
-@pytest.mark.parametrize("layer_type", [CountsOfAllRanks, SlicesByCountsOfAllRanks], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("layer_type", [CountsOfAllRanks, SlicesByCountsOfAllRanks], ids=lambda kind: kind.__name__)
 def test_counts_that_all_ranks_gather_and_add_up(layer_type: type[ExactLayer]) -> None:
     check_counts(COUNTS["histc"], COUNTS["histc"], 3, layer_type, dataclasses.replace(SIZES, experts=9))
 
@@ -203,31 +191,31 @@ def test_counts_that_travel_in_another_type() -> None:
 
 
 def test_counts_that_travel_in_a_type_that_does_not_hold_them() -> None:
-    result = eliminated(_captured(COUNTS["one_hot"], COUNTS["histc"], 0, 2, NarrowCountsOnTheWire))
+    result = eliminate_readably(_captured(COUNTS["one_hot"], COUNTS["histc"], 0, 2, NarrowCountsOnTheWire))
     assert not result.plan.local_blocks
     assert "turns counts from torch.int64 into torch.int16 for their exchange" in result.refusals[0].reason
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COUNTS)
-def test_counts_by_other_means_before_an_exchange(name: str) -> None:
+def test_counts_before_an_exchange_may_use_any_supported_operator(name: str) -> None:
     check_counts(COUNTS[name], COUNTS["histc"], 4)
 
 
-# The fake kernel of a grouped GEMM asks how many offsets there are, which a run alone tells of bincount. The last of no
-# rows is an error in the model itself.
+# The fake kernel of a grouped GEMM needs the number of offsets, which depends on data after bincount. The last row of
+# none is an error in the model itself.
 _BEHIND = [name for name in COUNTS if name not in ("bincount", "one_hot, last of cumsum")]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", _BEHIND)
-def test_counts_behind_an_exchange(name: str) -> None:
+def test_counts_after_an_exchange_may_use_most_supported_operators(name: str) -> None:
     check_counts(COUNTS["histc"], COUNTS[name], 2)
 
 
 @pytest.mark.slow
 def test_counts_that_need_a_row_are_refused() -> None:
-    """A rank may get none, where the model itself stops."""
-    result = eliminated(_captured(COUNTS["histc"], COUNTS["one_hot, last of cumsum"], 0, 2))
+    """A rank may receive no rows, for which the model itself fails."""
+    result = eliminate_readably(_captured(COUNTS["histc"], COUNTS["one_hot, last of cumsum"], 0, 2))
     assert not result.plan.local_blocks
     assert "with peers without tokens" in result.refusals[0].reason

@@ -1,4 +1,4 @@
-"""Lengths that a layer reads in its block, and memory that outlives a run: what is known without an exchange."""
+"""Lengths that a layer reads in its block, which must be known without an exchange, and memory that outlives a run."""
 
 from __future__ import annotations
 
@@ -16,24 +16,19 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.fx import Graph, Node
 
-from moepass.passes.graph.collectives import collective_of, communications_of
+from moepass.passes.graph.collectives import collective_of
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call
 from moepass.passes.graph.source_lines import ARGUMENT_KEY
-from moepass.passes.ir.protocol import PassResult
+from tests.helpers.graphs.eliminated_graphs import check_same_outputs, collective_kinds
 from tests.helpers.graphs.simulated_ranks import (
     Captured,
-    capture_module,
-    hidden_rows,
-    pretend_rank,
-    run_ranks,
-    with_tokens,
 )
 from tests.helpers.project_styles.exact_style import SlicesOfModules
 from tests.helpers.project_styles.gathered_style import GatheredMasks
 from tests.helpers.project_styles.slots_style import EinsumSlots, EqualAllToAll, IndexedSlots
+from tests.helpers.project_styles.style_layers import capture_layer, eliminate_readably
 from tests.helpers.project_styles.style_sizes import StyleSizes
-from tests.passes.project_styles.test_project_styles import complete_banks, eliminated
 
 aten = torch.ops.aten
 
@@ -43,14 +38,14 @@ Build = Callable[[ProcessGroup], nn.Module]
 
 @dataclasses.dataclass(frozen=True)
 class EvenSizes(StyleSizes):
-    """As many slots as uniform routing fills: of tokens in GROUPS equal parts, as many as are in a part."""
+    """Sizes with as many slots as uniform routing fills, computed from one of GROUPS equal parts of the tokens."""
 
     def capacity(self, tokens: int) -> int:
         return tokens * self.top_k // self.experts
 
 
 class InParts(nn.Module):
-    """Tokens come as [parts, ., H], as fairscale wants them: a slot for each token of a part, and expert."""
+    """Tokens have the shape [parts, ., H], as fairscale requires: one slot for each token of a part and each expert."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__()
@@ -63,7 +58,7 @@ class InParts(nn.Module):
 
 
 class LengthInside(nn.Module):
-    """Every token goes to an expert of each half. Slots are viewed by the length of a part of the tokens."""
+    """Every token chooses one expert of each half. Slots are viewed by the length of a part of the tokens."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__()
@@ -86,7 +81,7 @@ class LengthInside(nn.Module):
 
 
 class OtherLength(LengthInside):
-    """Slots beyond the length of a half of the tokens are empty: there are none."""
+    """A layer whose slots beyond the length of half of the tokens are empty."""
 
     def seen(self, arrived: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         half = hidden.view(2, -1, hidden.shape[1]).shape[1]
@@ -101,7 +96,7 @@ class AgreedSizes(StyleSizes):
 
 
 class AgreedSlots(nn.Module):
-    """Ranks agree on as many slots as the fullest expert of all needs, as DeepSpeed does where no token is dropped."""
+    """Ranks agree on the number of slots that the fullest expert needs, as DeepSpeed does without dropping."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__()
@@ -124,40 +119,26 @@ class AgreedSlots(nn.Module):
 
 @functools.cache
 def captured_ranks(build: Build, *, lower: str = "eager", tokens: int = 12) -> list[Captured]:
-    captured = []
-    for rank in range(RANKS):
-        with pretend_rank(rank, RANKS):
-            layer = build(dist.group.WORLD)  # type: ignore[arg-type]
-            hidden = hidden_rows(StyleSizes().hidden, tokens, rank, torch.float32)
-            captured.append(capture_module(layer, hidden, rank, RANKS, lower=lower))
-    return captured
+    return [capture_layer(build, rank, RANKS, tokens=tokens, lower=lower) for rank in range(RANKS)]
 
 
-def check_taken(captured: list[Captured], kept: list[str]) -> list[PassResult]:
-    """The blocks go, and with them all exchanges but those of the kinds `kept`; the ranks give what they gave."""
-    results = [eliminated(one) for one in captured]
+def check_taken(captured: list[Captured], kinds: list[str]) -> None:
+    """Check that the blocks are local, that only collectives of `kinds` remain, and that all ranks return the same."""
+    results = [eliminate_readably(rank) for rank in captured]
     for result in results:
         assert [block.form for block in result.plan.local_blocks] == ["all_to_all_slots"], result.plan.refusals
-        assert [one.kind for one in communications_of(result.module.graph)] == kept
-    banks = complete_banks(captured, results)
-    for seed, tokens in enumerate((12, 4, 32)):
-        rows = [hidden_rows(StyleSizes().hidden, tokens, rank, torch.float32, seed) for rank in range(RANKS)]
-        inputs = [with_tokens(one, of_rank) for one, of_rank in zip(captured, rows, strict=True)]
-        expected = run_ranks([one.module for one in captured], inputs)
-        found = run_ranks([result.module for result in results], inputs, banks)
-        for outputs, wanted in zip(found, expected, strict=True):
-            torch.testing.assert_close(list(outputs), list(wanted), rtol=1e-5, atol=1e-5)
-    return results
+        assert collective_kinds(result) == kinds
+    check_same_outputs(captured, results, [[tokens] * RANKS for tokens in (12, 4, 32)])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [LengthInside, InParts])
-def test_a_block_may_read_the_length_of_what_no_exchange_brought(build: Build) -> None:
+def test_a_block_may_read_lengths_that_need_no_exchange(build: Build) -> None:
     check_taken(captured_ranks(build), [])
 
 
 def _reading_parts(captured: Captured) -> Captured:
-    """`captured` where every quotient of the number of tokens is read as a length of the tokens in so many parts."""
+    """Return `captured` with quotients of the number of tokens replaced by lengths of parts of the tokens."""
     module = copy_graph_module(captured.module)
     (hidden,) = (node for node in module.graph.nodes if node.meta.get(ARGUMENT_KEY) and is_hidden(fake_value(node)))
     for node in list(module.graph.nodes):
@@ -176,14 +157,14 @@ def is_hidden(value: object) -> bool:
 
 
 def test_a_length_that_only_the_tokens_have_is_known() -> None:
-    check_taken([_reading_parts(one) for one in captured_ranks(LengthInside)], [])
+    check_taken([_reading_parts(captured_rank) for captured_rank in captured_ranks(LengthInside)], [])
 
 
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("is_length", [True, False])
 def test_a_length_of_something_else_is_refused(is_length: bool) -> None:
     captured = captured_ranks(OtherLength)[0]
-    result = eliminated(_reading_parts(captured) if is_length else captured)
+    result = eliminate_readably(_reading_parts(captured) if is_length else captured)
     assert not result.plan.local_blocks
     (refusal,) = result.refusals
     assert ("reads the length" if is_length else "computes with a size") in refusal.reason
@@ -196,15 +177,15 @@ def test_memory_for_results_has_a_size_that_is_known_without_them(lower: str) ->
 
 
 def _reading_length(captured: Captured, of: Callable[[Graph], Node], *, compared: bool = False) -> Captured:
-    """`captured` that also gives ones, as many as the length of what `of` finds in its graph; or compares these."""
+    """Return `captured` with one more output, ones of the length of the node of `of`, or a check of that length."""
     module = copy_graph_module(captured.module)
-    graph, found = module.graph, of(module.graph)
+    graph, node = module.graph, of(module.graph)
     output = graph.output_node()
-    writer = GraphWriter(graph, found)
+    writer = GraphWriter(graph, node)
     with graph.inserting_before(output):
-        length = writer.emit(aten.sym_size.int, found, fake_value(found).dim() - 2)
+        length = writer.emit(aten.sym_size.int, node, fake_value(node).dim() - 2)
         if compared:
-            equal = writer.emit(operator.eq, length, writer.size(found, fake_value(found).dim() - 2))
+            equal = writer.emit(operator.eq, length, writer.size(node, fake_value(node).dim() - 2))
             writer.described(aten._assert_scalar.default, (equal, "as many"), None)
         else:
             ones = writer.emit(aten.full.default, [length], 1.0)
@@ -215,42 +196,40 @@ def _reading_length(captured: Captured, of: Callable[[Graph], Node], *, compared
 
 
 def _arrived(graph: Graph) -> Node:
-    """The result of the first AllToAll of rows."""
+    """Return the result of the first AllToAll of rows."""
     exchanges = filter(None, map(collective_of, graph.nodes))
-    return next(one.result for one in exchanges if one.kind == "all_to_all" and one.is_float)
+    return next(exchange.result for exchange in exchanges if exchange.kind == "all_to_all" and exchange.is_float)
 
 
 def _sent(graph: Graph) -> Node:
     exchanges = filter(None, map(collective_of, graph.nodes))
-    return next(one.input for one in exchanges if one.kind == "all_to_all" and one.is_float)
+    return next(exchange.input for exchange in exchanges if exchange.kind == "all_to_all" and exchange.is_float)
 
 
-def test_a_length_of_what_arrived_is_read_elsewhere() -> None:
-    captured = [_reading_length(one, _arrived) for one in captured_ranks(LengthInside)]
+def test_a_length_of_arrived_rows_is_read_from_another_tensor() -> None:
+    captured = [_reading_length(captured_rank, _arrived) for captured_rank in captured_ranks(LengthInside)]
     check_taken(captured, [])
 
 
 @pytest.mark.slow
 def test_lengths_that_are_compared_stay_so() -> None:
     captured = _reading_length(captured_ranks(LengthInside)[0], _arrived, compared=True)
-    result = eliminated(captured)
+    result = eliminate_readably(captured)
     assert result.plan.local_blocks
     # It was asserted of what has gone.
     assert not any(is_call(node, aten._assert_scalar.default) for node in result.module.graph.nodes)
 
 
 def test_a_length_that_only_the_exchange_tells_is_refused() -> None:
-    with pretend_rank(0, RANKS):
-        layer = SlicesOfModules(StyleSizes(), dist.group.WORLD)  # type: ignore[arg-type]
-        captured = capture_module(layer, hidden_rows(StyleSizes().hidden, 9, 0, torch.float32), 0, RANKS)
-    assert eliminated(captured).plan.local_blocks
-    assert eliminated(_reading_length(captured, _sent)).plan.local_blocks
-    (refusal,) = eliminated(_reading_length(captured, _arrived)).refusals
+    captured = capture_layer(functools.partial(SlicesOfModules, StyleSizes()), 0, RANKS)
+    assert eliminate_readably(captured).plan.local_blocks
+    assert eliminate_readably(_reading_length(captured, _sent)).plan.local_blocks
+    (refusal,) = eliminate_readably(_reading_length(captured, _arrived)).refusals
     assert "is also read by" in refusal.reason
 
 
 class KeptMemory:
-    """In the place of an exchange that brings tokens in memory of its own: they are written to one that stays."""
+    """A replacement for an exchange: tokens are received in memory that outlives the run."""
 
     memory = torch.zeros(4096)
 
@@ -272,13 +251,9 @@ class KeptMemory:
     ("layer", "exchange"), [(GatheredMasks, "gathered_style.GatherTokens"), (IndexedSlots, "slots_style.EqualAllToAll")]
 )
 def test_tokens_in_memory_that_outlives_the_run_are_refused(layer: type[nn.Module], exchange: str) -> None:
-    with (
-        mock.patch(f"tests.helpers.project_styles.{exchange}", KeptMemory),
-        pretend_rank(0, RANKS),
-    ):
-        model = layer(StyleSizes(), dist.group.WORLD)  # type: ignore[call-arg]
-        captured = capture_module(model, hidden_rows(StyleSizes().hidden, 9, 0, torch.float32), 0, RANKS)
-    result = eliminated(captured)
+    with mock.patch(f"tests.helpers.project_styles.{exchange}", KeptMemory):
+        captured = capture_layer(functools.partial(layer, StyleSizes()), 0, RANKS)
+    result = eliminate_readably(captured)
     assert not result.plan.local_blocks
     (refusal,) = result.refusals
     assert "which holds it beyond the run" in refusal.reason

@@ -1,4 +1,4 @@
-"""Graphs of ranks on a mesh, changed at one node: taken rightly or refused, never wrong, and no rank waits in vain."""
+"""Graphs of ranks on a mesh, changed at one node: blocks are taken correctly or refused, without deadlocks."""
 
 from __future__ import annotations
 
@@ -13,19 +13,17 @@ import pytest
 import torch
 from torch import nn
 
-from moepass.passes.ir.plan import Plan
-from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
+from moepass.passes.ir.protocol import PassResult
 from tests.helpers.graphs.simulated_meshes import captured_on_mesh, decide_on_mesh, run_mesh
 from tests.helpers.graphs.simulated_ranks import Captured, hidden_rows, with_tokens
-from tests.helpers.mutants.graph_mutants import changes_of, finite_or_none, mutant_of, outcomes_of
+from tests.helpers.mutants.graph_mutants import EVERY_CHANGE, changes_of, finite_or_none, mutant_of, outcomes_of
+from tests.helpers.project_styles.mesh_layers import MESH_LAYERS, banks_of_ranks
 from tests.helpers.project_styles.mesh_style import CutExpertsOfTokens
-from tests.passes.project_styles.test_meshes import CUT, EXACT, SLOTS, banks_of_ranks
-from tests.passes.project_styles.test_project_styles import PASSES, SIZES
-from tests.passes.project_styles.test_style_mutants import WAYS
+from tests.helpers.project_styles.style_layers import SIZES, eliminate_style
 
 RANKS = 4
 TOKENS = 9
-LAYERS = {layer.__name__: layer for layer in (*SLOTS, *EXACT, *CUT)}
+LAYERS = {layer.__name__: layer for layer in MESH_LAYERS}
 
 
 @functools.cache
@@ -33,24 +31,25 @@ def _captured(name: str) -> list[Captured]:
     return [captured_on_mesh(LAYERS[name], rank, RANKS, TOKENS, SIZES) for rank in range(RANKS)]
 
 
-def _eliminate(captured: Captured, leave: Mapping[str, str]) -> PassResult:
-    return run_passes(PASSES, captured.module, Plan(), PassContext(groups=captured.groups, leave=leave))
-
-
 @functools.cache
 def _unchanged(name: str, rank: int, leave: tuple[tuple[str, str], ...]) -> PassResult:
-    return _eliminate(_captured(name)[rank], dict(leave))
+    return eliminate_style(_captured(name)[rank], dict(leave))
 
 
 def _first_outputs(ranks: Sequence[Captured], inputs: Sequence[Any]) -> list[torch.Tensor]:
-    return [found[0] for found in run_mesh([one.module for one in ranks], inputs, [one.groups for one in ranks])]
+    return [
+        outputs[0]
+        for outputs in run_mesh(
+            [captured_rank.module for captured_rank in ranks], inputs, [captured_rank.groups for captured_rank in ranks]
+        )
+    ]
 
 
-def check_mutant(name: str, place: int, how: int | str, changed_ranks: Collection[int]) -> str:
-    """What becomes of node number `place`, changed in way `how` on `changed_ranks`."""
+def check_mutant(name: str, node_index: int, how: int | str, changed_ranks: Collection[int]) -> str:
+    """Return the outcome for node number `node_index`, changed in way `how` on `changed_ranks`."""
     ranks = list(_captured(name))
     for rank in changed_ranks:
-        mutant = mutant_of(ranks[rank].module, place, how)
+        mutant = mutant_of(ranks[rank].module, node_index, how)
         if mutant is None:
             return "no mutant"
         ranks[rank] = dataclasses.replace(ranks[rank], module=mutant)
@@ -59,14 +58,14 @@ def check_mutant(name: str, place: int, how: int | str, changed_ranks: Collectio
     for seed in range(2):
         places = [rank // 2 if LAYERS[name] is alike else rank for rank in range(RANKS)]
         hidden = [hidden_rows(SIZES.hidden, TOKENS, at, SIZES.dtype, seed) for at in places]
-        inputs = [with_tokens(one, rows) for one, rows in zip(ranks, hidden, strict=True)]
+        inputs = [with_tokens(captured_rank, rows) for captured_rank, rows in zip(ranks, hidden, strict=True)]
         expected.append((inputs, finite_or_none(functools.partial(_first_outputs, ranks, inputs))))
     if any(wanted is None for _, wanted in expected):
         return "meaningless"
 
     def eliminate(rank: int, leave: Mapping[str, str]) -> PassResult:
         if rank in changed_ranks:
-            return _eliminate(ranks[rank], leave)
+            return eliminate_style(ranks[rank], leave)
         return _unchanged(name, rank, tuple(leave.items()))
 
     results = decide_on_mesh(ranks, eliminate)
@@ -76,15 +75,17 @@ def check_mutant(name: str, place: int, how: int | str, changed_ranks: Collectio
         return "refused"
     banks = banks_of_ranks(ranks, results)
     for inputs, wanted in expected:
-        outputs = run_mesh([result.module for result in results], inputs, [one.groups for one in ranks], banks)
+        outputs = run_mesh(
+            [result.module for result in results], inputs, [captured_rank.groups for captured_rank in ranks], banks
+        )
         for (output, *_), of_rank in zip(outputs, wanted, strict=True):
             torch.testing.assert_close(output, of_rank, rtol=1e-4, atol=1e-4)
     return "right"
 
 
 def check_layer(name: str, ranks: Sequence[Collection[int]]) -> collections.Counter[str]:
-    """Every third change of every node, on each of `ranks` in turn."""
-    turns = zip(changes_of(_captured(name)[0].module, WAYS)[::3], itertools.cycle(ranks), strict=False)
+    """Count the outcomes of every third change of every node, on each of `ranks` in turn."""
+    turns = zip(changes_of(_captured(name)[0].module, EVERY_CHANGE)[::3], itertools.cycle(ranks), strict=False)
     return outcomes_of(((name, *change, of_ranks) for change, of_ranks in turns), check_mutant)
 
 

@@ -1,6 +1,6 @@
-"""Experts over both axes of a mesh: taken out, and every rank computes what it did.
+"""Expert parallelism over both axes of a mesh is eliminated, and every rank computes the same results.
 
-Rows reach their experts in two hops, or experts are cut by their width and their results added up.
+Rows reach their experts in two hops, or experts are cut by their width and their results are added up.
 """
 
 from __future__ import annotations
@@ -14,57 +14,34 @@ from torch import nn
 
 from moepass.models.reference.collectives import gather_rows, scatter_sums, sum_over_ranks
 from moepass.passes.graph.collectives import communications_of
-from moepass.passes.ir.protocol import PassResult
 from tests.helpers.graphs.simulated_meshes import captured_on_mesh, run_mesh
-from tests.helpers.graphs.simulated_ranks import Captured, hidden_rows, with_tokens
+from tests.helpers.graphs.simulated_ranks import hidden_rows, with_tokens
 from tests.helpers.project_styles.exact_style import SplitOfStacks
 from tests.helpers.project_styles.hops_style import (
-    ExactBetweenMachinesFirst,
     ExactByExpert,
-    ExactWithinMachineFirst,
-    SlotsBetweenMachinesFirst,
     SlotsWithinMachineFirst,
 )
+from tests.helpers.project_styles.mesh_layers import CUT, MESH_LAYERS, SLOTS, banks_of_ranks
 from tests.helpers.project_styles.mesh_style import (
     CutExperts,
-    CutExpertsInOrder,
     CutExpertsOfTokens,
     CutSlots,
 )
 from tests.helpers.project_styles.slots_style import IndexedSlots
+from tests.helpers.project_styles.style_layers import SIZES, eliminate_readably, host_syncs
 from tests.helpers.project_styles.style_sizes import StyleSizes
-from tests.passes.project_styles.test_project_styles import SIZES, complete_banks, eliminated, host_syncs
-
-SLOTS = (SlotsBetweenMachinesFirst, SlotsWithinMachineFirst)
-EXACT = (ExactBetweenMachinesFirst, ExactByExpert, ExactWithinMachineFirst)
-# What is left of their collectives.
-CUT = {
-    CutSlots: ["all_reduce"], CutExpertsInOrder: ["all_reduce"] * 2, CutExperts: ["all_reduce"] * 2,
-    CutExpertsOfTokens: ["all_reduce"],
-}  # fmt: skip
-
-LAYERS = (*SLOTS, *EXACT, *CUT)
-
-
-def banks_of_ranks(captured: Sequence[Captured], results: Sequence[PassResult]) -> list[dict[int, list[torch.Tensor]]]:
-    """The complete banks of each rank: of the ranks that it gathers with."""
-    found: dict[tuple[int, ...], dict[int, list[torch.Tensor]]] = {}
-    members = [one.groups[result.plan.banks[0].group].members for one, result in zip(captured, results, strict=True)]
-    for ranks in dict.fromkeys(members):
-        found[ranks] = complete_banks([captured[rank] for rank in ranks], [results[rank] for rank in ranks])
-    return [found[ranks] for ranks in members]
 
 
 def check_mesh(layer: type[nn.Module], ranks: int, sizes: StyleSizes, tokens: Sequence[Sequence[int]]) -> None:
-    """All ranks together give the same without exchanges, for each of `tokens` by rank."""
+    """Check that all ranks return the same without exchanges, for each number of tokens by rank in `tokens`."""
     captured = [captured_on_mesh(layer, rank, ranks, 9, sizes) for rank in range(ranks)]
-    results = [eliminated(one) for one in captured]
+    results = [eliminate_readably(captured_rank) for captured_rank in captured]
     form = "all_to_all_slots" if layer in (*SLOTS, CutSlots) else "all_to_all"
     for result in results:
         assert [block.form for block in result.plan.local_blocks] == [form], result.plan.refusals
         assert result.plan.local_blocks == results[0].plan.local_blocks
         assert not result.refusals
-        assert [one.kind for one in communications_of(result.module.graph)] == CUT.get(layer, [])
+        assert [communication.kind for communication in communications_of(result.module.graph)] == CUT.get(layer, [])
         assert host_syncs(result) == []
     banks = banks_of_ranks(captured, results)
     for seed, each in enumerate(tokens):
@@ -73,49 +50,52 @@ def check_mesh(layer: type[nn.Module], ranks: int, sizes: StyleSizes, tokens: Se
         elif layer in CUT:
             each = [each[rank // 2] for rank in range(ranks)]
         places = [rank // 2 if layer is CutExpertsOfTokens else rank for rank in range(ranks)]
-        rows = [hidden_rows(sizes.hidden, n, place, sizes.dtype, seed) for place, n in zip(places, each, strict=True)]
-        inputs = [with_tokens(one, of_rank) for one, of_rank in zip(captured, rows, strict=True)]
-        groups = [one.groups for one in captured]
-        expected = run_mesh([one.module for one in captured], inputs, groups)
-        found = run_mesh([result.module for result in results], inputs, groups, banks)
-        for (output, *_), (wanted, *_) in zip(found, expected, strict=True):
+        rows = [hidden_rows(sizes.hidden, n, index, sizes.dtype, seed) for index, n in zip(places, each, strict=True)]
+        inputs = [with_tokens(captured_rank, of_rank) for captured_rank, of_rank in zip(captured, rows, strict=True)]
+        groups = [captured_rank.groups for captured_rank in captured]
+        expected = run_mesh([captured_rank.module for captured_rank in captured], inputs, groups)
+        outputs = run_mesh([result.module for result in results], inputs, groups, banks)
+        for (output, *_), (wanted, *_) in zip(outputs, expected, strict=True):
             tolerance = 1e-5 if sizes.dtype == torch.float32 else 2e-2
             torch.testing.assert_close(output, wanted, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(
     "layer",
-    [ExactByExpert, *(pytest.param(layer, marks=pytest.mark.slow) for layer in LAYERS if layer is not ExactByExpert)],
+    [
+        ExactByExpert,
+        *(pytest.param(layer, marks=pytest.mark.slow) for layer in MESH_LAYERS if layer is not ExactByExpert),
+    ],
 )
 def test_experts_over_both_axes_are_taken_whole_and_right(layer: type[nn.Module]) -> None:
     check_mesh(layer, 4, SIZES, [(9, 9, 9, 9), (17, 5, 2, 30), (1, 1, 40, 1)])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer", MESH_LAYERS)
 def test_more_machines_than_ranks_of_one(layer: type[nn.Module]) -> None:
     sizes = dataclasses.replace(SIZES, experts=12, skew=2.0)
     check_mesh(layer, 6, sizes, [(9, 9, 9, 9, 9, 9), (17, 5, 2, 30, 1, 12)])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer", MESH_LAYERS)
 def test_one_expert_on_each_rank_of_a_mesh(layer: type[nn.Module]) -> None:
     check_mesh(layer, 4, dataclasses.replace(SIZES, experts=4), [(9, 9, 9, 9), (1, 20, 3, 5)])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer", MESH_LAYERS)
 def test_meshes_in_bfloat16(layer: type[nn.Module]) -> None:
     check_mesh(layer, 4, dataclasses.replace(SIZES, dtype=torch.bfloat16), [(9, 9, 9, 9)])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer", MESH_LAYERS)
 def test_meshes_with_fixed_sizes(layer: type[nn.Module]) -> None:
-    result = eliminated(captured_on_mesh(layer, 1, 4, 12, SIZES, dynamic=False))
+    result = eliminate_readably(captured_on_mesh(layer, 1, 4, 12, SIZES, dynamic=False))
     assert len(result.plan.local_blocks) == 1, result.plan.refusals
-    assert [one.kind for one in communications_of(result.module.graph)] == CUT.get(layer, [])
+    assert [communication.kind for communication in communications_of(result.module.graph)] == CUT.get(layer, [])
 
 
 @pytest.mark.slow
@@ -123,7 +103,7 @@ def test_meshes_with_fixed_sizes(layer: type[nn.Module]) -> None:
 def test_without_a_group_of_the_whole_mesh_they_are_refused(layer: type[nn.Module]) -> None:
     captured = captured_on_mesh(layer, 2, 4, 9, SIZES)
     axes = {name: group for name, group in captured.groups.items() if group.ranks < 4}
-    result = eliminated(dataclasses.replace(captured, groups=axes))
+    result = eliminate_readably(dataclasses.replace(captured, groups=axes))
     assert not result.plan.local_blocks
     (refusal,) = result.refusals
     assert "none of the 4 ranks of this mesh" in refusal.reason
@@ -137,7 +117,7 @@ def test_a_mesh_in_another_order_than_its_group_is_refused() -> None:
         name: dataclasses.replace(group, members=(1, 0, 2, 3)) if group.ranks == 4 else group
         for name, group in captured.groups.items()
     }
-    result = eliminated(dataclasses.replace(captured, groups=groups))
+    result = eliminate_readably(dataclasses.replace(captured, groups=groups))
     assert "in the order of its rows or columns" in result.refusals[0].reason
 
 
@@ -151,7 +131,7 @@ class _GatheredSlots(CutSlots):
 
 
 class _WeighedParts(CutSlots):
-    """Something is computed of the sums before they go back."""
+    """The sums are scaled before they are sent back."""
 
     def compute(self, arrived: torch.Tensor) -> torch.Tensor:
         return super().compute(arrived) * 2
@@ -167,15 +147,15 @@ class _WeighedParts(CutSlots):
 )
 def test_other_cuts_of_experts_are_refused(layer: type[nn.Module], reason: str) -> None:
     captured = captured_on_mesh(layer, 2, 4, 9, SIZES)
-    result = eliminated(captured)
+    result = eliminate_readably(captured)
     (refusal,) = result.refusals
     assert reason in refusal.reason
-    before, after = (list(communications_of(one.graph)) for one in (captured.module, result.module))
-    assert [one.kind for one in after] == [one.kind for one in before]
+    before, after = (list(communications_of(graph_module.graph)) for graph_module in (captured.module, result.module))
+    assert [communication.kind for communication in after] == [communication.kind for communication in before]
 
 
 class _AddedBehind(CutExpertsOfTokens):
-    """The parts are added up for the rank's own tokens, when their rows are back."""
+    """Partial results are added up for the rank's own tokens, after their rows are returned."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return sum_over_ranks(super().forward(hidden), self.cut_name)
@@ -186,8 +166,8 @@ class _AddedBehind(CutExpertsOfTokens):
 
 def test_parts_that_are_added_up_behind_the_way_back_are_nothing_special() -> None:
     captured = captured_on_mesh(_AddedBehind, 3, 4, 9, SIZES)
-    result = eliminated(captured)
+    result = eliminate_readably(captured)
     (block,) = result.plan.local_blocks
     assert captured.groups[block.group].members == (1, 3)
     assert not block.tokens
-    assert [one.kind for one in communications_of(result.module.graph)] == ["all_reduce"]
+    assert [communication.kind for communication in communications_of(result.module.graph)] == ["all_reduce"]

@@ -1,27 +1,15 @@
-"""Rows that are padded for each expert: other ways to write it, and what looks like that and is not right."""
+"""Rows that are padded for each expert: supported methods, and similar code that is wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 
-from moepass.passes.graph.collectives import communications_of
-from moepass.passes.ir.plan import Plan
-from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
-from tests.helpers.graphs.readable_refusals import check_readable
+from tests.helpers.graphs.eliminated_graphs import check_same_outputs, collective_kinds
 from tests.helpers.graphs.simulated_ranks import (
     Captured,
-    capture_module,
-    hidden_rows,
-    pretend_rank,
-    run_ranks,
-    run_with_banks,
-    with_tokens,
 )
 from tests.helpers.project_styles.padded_style import (
     Experts,
@@ -29,13 +17,13 @@ from tests.helpers.project_styles.padded_style import (
     Padding,
     SearchedTable,
 )
-from tests.passes.project_styles.test_project_styles import PASSES, SIZES, complete_banks
+from tests.helpers.project_styles.style_layers import SIZES, capture_layer, eliminate_readably
 
 OWN = 4  # experts of each of two ranks
 
 
 class RoundedBy(Padding):
-    """Rows among zeros, as many for each expert as `rounded` says, which are laid out in `room`."""
+    """A method that places rows in zeros: `rounded` returns the rows of each expert with padding, `room` the total."""
 
     def rounded(self, counts: torch.Tensor) -> torch.Tensor:
         return (counts + 7) // 8 * 8
@@ -53,16 +41,16 @@ class RoundedBy(Padding):
 
     def run(self, rows: torch.Tensor, counts: torch.Tensor, experts: Experts) -> torch.Tensor:
         padded = self.rounded(counts)
-        place = self.places(rows, counts, padded)
+        position = self.places(rows, counts, padded)
         laid = rows.new_zeros((self.room(rows.shape[0], padded), rows.shape[1]))
-        laid[place] = rows
-        return self.read(experts(laid, padded), place)
+        laid[position] = rows
+        return self.read(experts(laid, padded), position)
 
-    def read(self, outputs: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        return outputs[place]
+    def read(self, outputs: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        return outputs[position]
 
 
-# ------------------------------------------------------------------------------------------------------ what is taken
+# -------------------------------------------------------------------------------------------------- supported padding
 
 
 class LastBits(RoundedBy):
@@ -99,7 +87,7 @@ class RoomForAll(RoundedBy):
 
 
 class RoomByHost(SearchedTable):
-    """A table of as many places as there are."""
+    """A table whose length is read by the host."""
 
     def places(self, number: int, padded: torch.Tensor) -> int:
         total = int(padded.cumsum(0)[-1].item())
@@ -114,11 +102,11 @@ class SumByHost(SearchedTable):
         return total
 
 
-# ---------------------------------------------------------------------------------------------------- what is refused
+# -------------------------------------------------------------------------------------------------- refused padding
 
 
 class TooLittleRoom(SearchedTable):
-    """Rows that find no place in the table are lost, where many experts have rows of padding."""
+    """A table that is too short if many experts have padding, so rows are lost."""
 
     def places(self, number: int, padded: torch.Tensor) -> int:
         return number + 2 * self.align
@@ -135,14 +123,14 @@ class RoundedDown(RoundedBy):
 
 
 class RoundedUpToSomeNumber(RoundedBy):
-    """Right for up to 4096 rows of an expert."""
+    """This is right for up to 4096 rows of an expert."""
 
     def rounded(self, counts: torch.Tensor) -> torch.Tensor:
         return ((counts + 7) // 8 * 8).clamp(max=4096)
 
 
 class OtherStarts(RoundedBy):
-    """Rows are laid out in steps of 8, and computed in steps of 16."""
+    """Rows are placed in steps of 8, and computed in steps of 16."""
 
     def rounded(self, counts: torch.Tensor) -> torch.Tensor:
         return (counts + 15) // 16 * 16
@@ -156,21 +144,21 @@ class OtherStarts(RoundedBy):
 
 
 class ReadsPadding(RoundedBy):
-    """A row of the next place, which is one of padding for the last of each expert."""
+    """Each row reads the result of the next position, which is padding for the last row of an expert."""
 
-    def read(self, outputs: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        return outputs[place + 1]
+    def read(self, outputs: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        return outputs[position + 1]
 
 
 class ReadsBeyondTheLastOffset(RoundedBy):
-    """Memory that nobody has written, times 0."""
+    """A layer that adds 0 times unwritten memory."""
 
-    def read(self, outputs: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        return outputs[place] + outputs[-1:] * 0
+    def read(self, outputs: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        return outputs[position] + outputs[-1:] * 0
 
 
 class DependsOnTheAmount(RoundedBy):
-    """Right while no two experts with other numbers of rows have as many with padding: then a row beside its own."""
+    """A layer that is right unless two experts with different numbers of rows have the same number with padding."""
 
     def places(self, rows: torch.Tensor, counts: torch.Tensor, padded: torch.Tensor) -> torch.Tensor:
         is_alike = (padded[0] == padded[1]) & (counts[0] != counts[1])
@@ -183,45 +171,30 @@ class FloatQuotient(RoundedBy):
 
 
 class GrowsWithRows(RoundedBy):
-    """A row more for each 4096, for which there is no room in the end."""
+    """Padding grows by a row for every 4096 rows, which exceeds the memory in the end."""
 
     def rounded(self, counts: torch.Tensor) -> torch.Tensor:
         return (counts + 7) // 8 * 8 + counts // 4096 * 8
 
 
-def _layer(padding: Padding) -> nn.Module:
-    layer = PaddedLayer(SIZES, dist.group.WORLD)  # type: ignore[arg-type]
-    layer.padding = padding
-    return layer
+def captured_padding(padding: Padding, rank: int) -> Captured:
+    def layer(group: ProcessGroup) -> nn.Module:
+        padded = PaddedLayer(SIZES, group)
+        padded.padding = padding
+        return padded
 
-
-def eliminated(padding: Padding, rank: int, ranks: int = 2) -> tuple[Captured, PassResult]:
-    with pretend_rank(rank, ranks):
-        captured = capture_module(_layer(padding), hidden_rows(SIZES.hidden, 9, rank, SIZES.dtype), rank, ranks)
-    result = run_passes(PASSES, captured.module, Plan(), PassContext(groups=captured.groups))
-    check_readable(result.refusals)
-    return captured, result
-
-
-def check_right(captured: Sequence[Captured], results: Sequence[PassResult], tokens: Sequence[Sequence[int]]) -> None:
-    banks = complete_banks(captured, results)
-    for seed, of_ranks in enumerate(tokens):
-        rows = [hidden_rows(SIZES.hidden, n, rank, SIZES.dtype, seed) for rank, n in enumerate(of_ranks)]
-        inputs = [with_tokens(one, of_rank) for one, of_rank in zip(captured, rows, strict=True)]
-        expected: list[Any] = run_ranks([one.module for one in captured], inputs)
-        for result, given, wanted in zip(results, inputs, expected, strict=True):
-            (found,) = run_with_banks(result.module, given, banks)
-            torch.testing.assert_close(found, wanted[0], rtol=1e-5, atol=1e-5)
+    return capture_layer(layer, rank, 2)
 
 
 @pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("padding", [LastBits, NegativeQuotient, Int32, LeastRoom, RoomForAll, RoomByHost, SumByHost])
-def test_other_ways_to_pad_are_taken(padding: type[Padding]) -> None:
-    captured, results = zip(*(eliminated(padding(), rank) for rank in range(2)), strict=True)
+def test_further_padding_methods_are_taken(padding: type[Padding]) -> None:
+    captured = [captured_padding(padding(), rank) for rank in range(2)]
+    results = [eliminate_readably(rank) for rank in captured]
     for result in results:
         assert [block.form for block in result.plan.local_blocks] == ["all_to_all"], result.plan.refusals
-        assert not list(communications_of(result.module.graph))
-    check_right(captured, results, [(9, 4), (0, 3), (40, 61)])
+        assert collective_kinds(result) == []
+    check_same_outputs(captured, results, [(9, 4), (0, 3), (40, 61)])
 
 
 @pytest.mark.sampled(every=5)
@@ -240,7 +213,7 @@ def test_other_ways_to_pad_are_taken(padding: type[Padding]) -> None:
         (GrowsWithRows, "constant 4096"),
     ],
 )
-def test_what_is_not_right_is_refused(padding: type[Padding], reason: str) -> None:
-    _, result = eliminated(padding(), 1)
+def test_wrong_padding_is_refused(padding: type[Padding], reason: str) -> None:
+    result = eliminate_readably(captured_padding(padding(), 1))
     assert not result.plan.banks
-    assert any(reason in refusal.reason for refusal in result.refusals), [str(one) for one in result.refusals]
+    assert any(reason in refusal.reason for refusal in result.refusals), [str(refusal) for refusal in result.refusals]

@@ -1,41 +1,40 @@
-"""Slots whose experts, or whose number, are written in other ways: taken, and right."""
+"""Slots with other products, or with a number that ranks agree on."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from moepass.models.reference.collectives import exchange_rows, max_over_ranks
-from moepass.passes.graph.collectives import communications_of
-from tests.helpers.graphs.simulated_ranks import capture_module, hidden_rows, pretend_rank, run_ranks, with_tokens
+from tests.helpers.graphs.eliminated_graphs import check_same_outputs, collective_kinds
 from tests.helpers.project_styles.exact_style import ExactLayer
 from tests.helpers.project_styles.slots_style import BatchedSlots, EqualAllToAll
-from tests.helpers.project_styles.style_sizes import GatedExpert, StyleSizes, stacked
-from tests.passes.project_styles.test_project_styles import SIZES, complete_banks, eliminated
+from tests.helpers.project_styles.style_layers import SIZES, capture_layer, eliminate_readably
+from tests.helpers.project_styles.style_sizes import StyleSizes, stacked_gated_experts
 
 
 class EinsumExperts(BatchedSlots):
-    """Slots of each expert, multiplied by einsum."""
+    """The slots of each expert are multiplied by einsum."""
 
     def _run(self, slots: torch.Tensor) -> torch.Tensor:
-        own, hidden = len(self.experts), self.sizes.hidden
+        owned, hidden = len(self.experts), self.sizes.hidden
         arrived = EqualAllToAll.apply(self.group, slots)  # type: ignore[no-untyped-call]
-        rows = arrived.reshape(self.ranks, own, -1, hidden).transpose(0, 1).reshape(own, -1, hidden)
+        rows = arrived.reshape(self.ranks, owned, -1, hidden).transpose(0, 1).reshape(owned, -1, hidden)
         inner = F.gelu(torch.einsum("ech,ewh->ecw", rows, self.up) + self.up_bias.unsqueeze(1))
         outputs = torch.einsum("ecw,ehw->ech", inner, self.down) + self.down_bias.unsqueeze(1)
-        outputs = outputs.reshape(own, self.ranks, -1, hidden).transpose(0, 1).reshape(self.sizes.experts, -1, hidden)
+        outputs = outputs.reshape(owned, self.ranks, -1, hidden).transpose(0, 1).reshape(self.sizes.experts, -1, hidden)
         returned: torch.Tensor = EqualAllToAll.apply(self.group, outputs)  # type: ignore[no-untyped-call]
         return returned
 
 
 class EinsumOfRanks(BatchedSlots):
-    """Slots of each rank and expert, as they come, multiplied by einsum; no bias behind the last product."""
+    """Arrived slots [ranks, experts, ...] are multiplied by einsum; the last product has no bias."""
 
     def _run(self, slots: torch.Tensor) -> torch.Tensor:
         arrived = EqualAllToAll.apply(self.group, slots)  # type: ignore[no-untyped-call]
@@ -47,16 +46,14 @@ class EinsumOfRanks(BatchedSlots):
 
 
 class AgreedCapacity(ExactLayer):
-    """Nothing is dropped: as many slots for each expert as any rank needs for any, which the host reads."""
+    """Nothing is dropped: the host reads the largest number of slots that any rank needs for any expert."""
 
     def __init__(self, sizes: StyleSizes, group: ProcessGroup) -> None:
         super().__init__(sizes, group)
-        experts = [GatedExpert(sizes, number) for number in self.owned]
-        self.gate, self.up = (stacked([getattr(one, name) for one in experts]) for name in ("gate", "up"))
-        self.down = stacked([one.down for one in experts])
+        self.gate, self.up, self.down = stacked_gated_experts(sizes, self.owned)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        own, width = len(self.owned), hidden.shape[1]
+        owned, width = len(self.owned), hidden.shape[1]
         weights, chosen = self.router(hidden).topk(self.sizes.top_k, dim=-1)
         mask = F.one_hot(chosen.reshape(-1), self.sizes.experts)
         most = max_over_ranks(mask.sum(dim=0).max().reshape(1), self.group_name)
@@ -64,11 +61,11 @@ class AgreedCapacity(ExactLayer):
         slot = chosen.reshape(-1) * capacity + ((mask.cumsum(dim=0) - 1) * mask).sum(dim=1)
         slots = hidden.new_zeros(self.sizes.experts * capacity, width)
         slots = slots.index_put((slot,), hidden.repeat_interleave(self.sizes.top_k, dim=0))
-        equal = [own * capacity] * self.ranks
-        arrived = exchange_rows(slots, equal, equal, self.group_name).view(self.ranks, own, capacity, width)
-        rows = arrived.transpose(0, 1).reshape(own, self.ranks * capacity, width)
+        equal = [owned * capacity] * self.ranks
+        arrived = exchange_rows(slots, equal, equal, self.group_name).view(self.ranks, owned, capacity, width)
+        rows = arrived.transpose(0, 1).reshape(owned, self.ranks * capacity, width)
         inner = F.silu(torch.bmm(rows, self.gate.transpose(1, 2))) * torch.bmm(rows, self.up.transpose(1, 2))
-        outputs = torch.bmm(inner, self.down.transpose(1, 2)).view(own, self.ranks, capacity, width)
+        outputs = torch.bmm(inner, self.down.transpose(1, 2)).view(owned, self.ranks, capacity, width)
         back = exchange_rows(outputs.transpose(0, 1).reshape(-1, width), equal, equal, self.group_name)
         result: torch.Tensor = (back[slot].view(*chosen.shape, width) * weights.unsqueeze(-1)).sum(dim=1)
         return result
@@ -79,31 +76,20 @@ class AgreedCapacity(ExactLayer):
 
 
 class RoundedCapacity(AgreedCapacity):
-    """That many, in eights."""
+    """A capacity rounded up to a multiple of eight."""
 
     def _slots(self, most: int) -> int:
         return (super()._slots(most) + 7) // 8 * 8
 
 
-def check_slots(layer: type[nn.Module], ranks: int, kept: Sequence[str], tokens: Sequence[Sequence[int]]) -> None:
-    captured = []
-    for rank in range(ranks):
-        with pretend_rank(rank, ranks):
-            model = layer(SIZES, dist.group.WORLD)  # type: ignore[call-arg]
-            hidden = hidden_rows(SIZES.hidden, 9, rank, SIZES.dtype)
-            captured.append(capture_module(model, hidden, rank, ranks))
-    results = [eliminated(one) for one in captured]
+def check_slots(layer: type[nn.Module], ranks: int, kinds: Sequence[str], tokens: Sequence[Sequence[int]]) -> None:
+    """Check that only collectives of `kinds` remain, and that all ranks return the same for `tokens` by rank."""
+    captured = [capture_layer(functools.partial(layer, SIZES), rank, ranks) for rank in range(ranks)]
+    results = [eliminate_readably(rank) for rank in captured]
     for result in results:
         assert [block.form for block in result.plan.local_blocks] == ["all_to_all_slots"], result.plan.refusals
-        assert [one.kind for one in communications_of(result.module.graph)] == kept
-    banks = complete_banks(captured, results)
-    for seed, each in enumerate(tokens):
-        hidden_of = [hidden_rows(SIZES.hidden, each[rank], rank, SIZES.dtype, seed) for rank in range(ranks)]
-        inputs = [with_tokens(one, rows) for one, rows in zip(captured, hidden_of, strict=True)]
-        expected = run_ranks([one.module for one in captured], inputs)
-        found = run_ranks([result.module for result in results], inputs, banks)
-        for (output, *_), (wanted, *_) in zip(found, expected, strict=True):
-            torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-5)
+        assert collective_kinds(result) == kinds
+    check_same_outputs(captured, results, tokens)
 
 
 @pytest.mark.parametrize("layer", [EinsumExperts, pytest.param(EinsumOfRanks, marks=pytest.mark.slow)])

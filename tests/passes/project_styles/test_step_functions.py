@@ -1,4 +1,4 @@
-"""Functions of a number of rows, as models round it up: what is said of them holds for all numbers."""
+"""Step functions of a number of rows, as models round it up, have the predicted properties for all numbers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ X = StepFunction.identity()
 
 
 def _shifted(number: int) -> StepFunction:
-    found = X.plus(StepFunction.constant(number))
-    assert found is not None
-    return found
+    shifted = X.plus(StepFunction.constant(number))
+    assert shifted is not None
+    return shifted
 
 
 def _some(function: StepFunction | None) -> StepFunction:
@@ -72,7 +72,7 @@ def test_equal_functions_have_equal_keys(writing: str) -> None:
     assert function.key != _some(_shifted(15).divided(8)).times(8).key
 
 
-def test_other_slopes_are_no_padding() -> None:
+def test_functions_with_other_slopes_are_not_padding() -> None:
     more = _some(_shifted(7).divided(8)).times(8)
     more = _some(more.plus(_some(X.divided(4096)).times(8)))
     assert _some(more.plus(X, -1)).bounds is None
@@ -83,17 +83,17 @@ def test_other_slopes_are_no_padding() -> None:
 
 @pytest.mark.parametrize("unit", [0, 1, 7, 200])
 def test_any_padding_stays_within_its_bounds(unit: int) -> None:
-    own = WRITINGS["quotient"]()
+    quotient = WRITINGS["quotient"]()
     counts = torch.arange(1000)
     seen = set()
     for seed in range(5):
-        added = AnyPadding(0, 1, 0, own).padded(counts, unit, seed) - counts
+        added = AnyPadding(0, 1, 0, quotient).padded(counts, unit, seed) - counts
         assert bool((added >= 0).all())
         assert bool((added <= unit).all())
         seen |= set(added.tolist())
-        room = AnyPadding(4, 6, 1, own).padded(counts, unit, seed) - counts
+        room = AnyPadding(4, 6, 1, quotient).padded(counts, unit, seed) - counts
         assert bool((room >= 4 * unit).all())
         assert bool((room <= 6 * unit).all())
     assert {0, unit} <= seen
     assert len(seen) > unit // 2
-    assert torch.equal(AnyPadding(0, 1, 0, own).padded(counts, None, 0), (counts + 15) // 16 * 16)
+    assert torch.equal(AnyPadding(0, 1, 0, quotient).padded(counts, None, 0), (counts + 15) // 16 * 16)

@@ -1,4 +1,4 @@
-"""Graphs in the styles of other projects, changed at one node: taken rightly or refused, and never wrong."""
+"""Graphs in the styles of other projects, changed at one node: blocks are taken correctly or refused."""
 
 from __future__ import annotations
 
@@ -7,60 +7,53 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import pytest
 import torch
 
-from moepass.passes.ir.plan import Plan
-from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
-from tests.helpers.graphs.simulated_ranks import Captured, decide, hidden_rows, run_ranks, with_tokens
+from moepass.passes.ir.protocol import PassResult
+from tests.helpers.graphs.eliminated_graphs import complete_banks
+from tests.helpers.graphs.simulated_ranks import Captured, decide, first_outputs, hidden_rows, run_ranks, with_tokens
 from tests.helpers.mutants.graph_mutants import (
-    FLOAT_CHANGES,
-    INT_CHANGES,
+    EVERY_CHANGE,
     changes_of,
     finite_or_none,
     mutant_of,
     outcomes_of,
 )
-from tests.passes.project_styles.test_project_styles import PASSES, SIZES, STYLES, captured_style, complete_banks
+from tests.helpers.project_styles.style_layers import SIZES, STYLES, capture_style, eliminate_style
 
 RANKS = 2
-WAYS: tuple[int | str, ...] = (*range(5), *FLOAT_CHANGES, *INT_CHANGES, "flag", "constant")
 
 
 @functools.cache
 def _captured(style: str) -> list[Captured]:
-    return [captured_style(style, rank, RANKS, 9, SIZES, dynamic=True) for rank in range(RANKS)]
-
-
-def _eliminate(captured: Captured, leave: Mapping[str, str]) -> PassResult:
-    return run_passes(PASSES, captured.module, Plan(), PassContext(groups=captured.groups, leave=leave))
+    return [capture_style(style, rank, RANKS) for rank in range(RANKS)]
 
 
 @functools.cache
 def _unchanged(style: str, rank: int) -> PassResult:
-    return _eliminate(_captured(style)[rank], {})
+    return eliminate_style(_captured(style)[rank], {})
 
 
 def _decide(style: str, ranks: Sequence[Captured]) -> list[PassResult]:
-    unchanged = {id(one): rank for rank, one in enumerate(_captured(style))}
+    unchanged = {id(captured_rank): rank for rank, captured_rank in enumerate(_captured(style))}
 
-    def result(one: Captured, leave: Mapping[str, str]) -> PassResult:
-        return _unchanged(style, unchanged[id(one)]) if id(one) in unchanged and not leave else _eliminate(one, leave)
+    def result(captured: Captured, leave: Mapping[str, str]) -> PassResult:
+        return (
+            _unchanged(style, unchanged[id(captured)])
+            if id(captured) in unchanged and not leave
+            else eliminate_style(captured, leave)
+        )
 
     return decide(ranks, result)
 
 
-def _first_outputs(ranks: Sequence[Captured], inputs: list[list[Any]]) -> list[torch.Tensor]:
-    return [found[0] for found in run_ranks([one.module for one in ranks], inputs)]
-
-
-def check_mutant(style: str, place: int, how: int | str, ranks: Collection[int] = range(RANKS)) -> str:
-    """What becomes of node number `place`, changed in way `how` on `ranks`."""
+def check_mutant(style: str, node_index: int, how: int | str, ranks: Collection[int] = range(RANKS)) -> str:
+    """Return the outcome for node number `node_index`, changed in way `how` on `ranks`."""
     changed = list(_captured(style))
     for rank in ranks:
-        mutant = mutant_of(changed[rank].module, place, how)
+        mutant = mutant_of(changed[rank].module, node_index, how)
         if mutant is None:
             return "no mutant"
         changed[rank] = dataclasses.replace(changed[rank], module=mutant)
@@ -70,8 +63,8 @@ def check_mutant(style: str, place: int, how: int | str, ranks: Collection[int] 
     banks = complete_banks(changed, results) if taken[0] else {}
     for seed in range(2):
         hidden = [hidden_rows(SIZES.hidden, 9, rank, SIZES.dtype, seed) for rank in range(RANKS)]
-        inputs = [with_tokens(one, rows) for one, rows in zip(changed, hidden, strict=True)]
-        expected = finite_or_none(functools.partial(_first_outputs, changed, inputs))
+        inputs = [with_tokens(captured_rank, rows) for captured_rank, rows in zip(changed, hidden, strict=True)]
+        expected = finite_or_none(functools.partial(first_outputs, [rank.module for rank in changed], inputs))
         if expected is None:
             return "meaningless"
         if not taken[0]:
@@ -83,8 +76,8 @@ def check_mutant(style: str, place: int, how: int | str, ranks: Collection[int] 
 
 
 def check_style(style: str, ranks: Sequence[Collection[int]]) -> collections.Counter[str]:
-    """Every change of every node, on each of `ranks` in turn."""
-    turns = zip(changes_of(_captured(style)[0].module, WAYS), itertools.cycle(ranks), strict=False)
+    """Count the outcomes of every change of every node, on each of `ranks` in turn."""
+    turns = zip(changes_of(_captured(style)[0].module, EVERY_CHANGE), itertools.cycle(ranks), strict=False)
     return outcomes_of(((style, *change, of_ranks) for change, of_ranks in turns), check_mutant)
 
 

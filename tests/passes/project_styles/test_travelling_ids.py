@@ -1,33 +1,23 @@
-"""Expert ids that travel with the rows: what looks like that and means something else is refused."""
+"""Expert ids that are exchanged with the rows; similar code with another meaning is refused."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from moepass.passes.graph.collectives import communications_of
-from moepass.passes.ir.plan import Plan
-from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
-from tests.helpers.graphs.readable_refusals import check_readable
-from tests.helpers.graphs.simulated_ranks import (
-    capture_module,
-    hidden_rows,
-    pretend_rank,
-    run_ranks,
-    run_with_banks,
-    with_tokens,
-)
+from tests.helpers.graphs.eliminated_graphs import check_same_outputs, collective_kinds
+from tests.helpers.graphs.simulated_ranks import Captured
 from tests.helpers.project_styles.ids_style import GlobalIdsTravel
-from tests.passes.project_styles.test_project_styles import PASSES, SIZES, complete_banks
+from tests.helpers.project_styles.style_layers import SIZES, capture_layer, eliminate_readably
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Changed(GlobalIdsTravel):
-    """Changes the ids before they are sent or after they have come, or the counts."""
+    """A layer that changes the ids before or after their exchange, or the counts."""
 
     sent: Change = staticmethod(lambda ids: ids)
     arrived: Change = staticmethod(lambda ids: ids)
@@ -49,7 +39,7 @@ def _checked(rows: torch.Tensor) -> torch.Tensor:
 
 
 class EveryExpertIsAnother(Changed):
-    """Ids that the router did not choose, each on the rank that its row goes to: right, and taken."""
+    """A layer that sends other ids than the router's, each of an expert on the same rank: it is right, and taken."""
 
     sent = staticmethod(lambda ids: torch.where(ids < 4, 3, 11) + ids * -1)
 
@@ -78,12 +68,8 @@ class ChecksRows(Changed):
     rows = staticmethod(_checked)
 
 
-def eliminated(layer: type[GlobalIdsTravel], rank: int) -> tuple[object, PassResult]:
-    with pretend_rank(rank, 2):
-        captured = capture_module(layer(SIZES, dist.group.WORLD), hidden_rows(16, 9, rank, SIZES.dtype), rank, 2)  # type: ignore[arg-type]
-    result = run_passes(PASSES, captured.module, Plan(), PassContext(groups=captured.groups))
-    check_readable(result.refusals)
-    return captured, result
+def captured_layer(layer: type[GlobalIdsTravel], rank: int) -> Captured:
+    return capture_layer(functools.partial(layer, SIZES), rank, 2)
 
 
 @pytest.mark.sampled(every=3)
@@ -98,32 +84,32 @@ def eliminated(layer: type[GlobalIdsTravel], rank: int) -> tuple[object, PassRes
         (ChecksRows, "is also read by"),
     ],
 )
-def test_what_means_something_else_is_refused(layer: type[GlobalIdsTravel], reason: str) -> None:
-    _, result = eliminated(layer, 1)
+def test_ids_with_another_meaning_are_refused(layer: type[GlobalIdsTravel], reason: str) -> None:
+    result = eliminate_readably(captured_layer(layer, 1))
     assert not result.plan.banks
-    assert any(reason in refusal.reason for refusal in result.refusals), [str(one) for one in result.refusals]
+    assert any(reason in refusal.reason for refusal in result.refusals), [str(refusal) for refusal in result.refusals]
 
 
 @pytest.mark.slow
 def test_the_expert_of_a_row_is_the_one_that_is_sent() -> None:
-    captured, results = zip(*(eliminated(EveryExpertIsAnother, rank) for rank in range(2)), strict=True)
-    assert not any(list(communications_of(result.module.graph)) for result in results)
-    inputs = [with_tokens(one, hidden_rows(16, 5 + rank, rank, SIZES.dtype)) for rank, one in enumerate(captured)]
-    expected = run_ranks([one.module for one in captured], inputs)
-    banks = complete_banks(captured, results)
-    for result, given, wanted in zip(results, inputs, expected, strict=True):
-        torch.testing.assert_close(run_with_banks(result.module, given, banks)[0], wanted[0], rtol=1e-5, atol=1e-5)
+    captured = [captured_layer(EveryExpertIsAnother, rank) for rank in range(2)]
+    results = [eliminate_readably(rank) for rank in captured]
+    assert [collective_kinds(result) for result in results] == [[], []]
+    check_same_outputs(captured, results, [(5, 6)])
 
 
 @pytest.mark.slow
-def test_ranks_that_send_other_numbers_do_not_agree() -> None:
-    """Each rank's graph is right for itself: what they take differs."""
+def test_ranks_that_send_other_numbers_have_other_signatures() -> None:
+    """Each rank's graph is right by itself, but the signatures of their blocks differ."""
 
     class OwnNumbers(Changed):
         sent = staticmethod(lambda ids: ids % 4)
         arrived = staticmethod(lambda ids: ids + 4)
 
     layers = (GlobalIdsTravel, OwnNumbers)
-    signatures = [[block.signature for block in eliminated(layer, 1)[1].plan.local_blocks] for layer in layers]
+    signatures = [
+        [block.signature for block in eliminate_readably(captured_layer(layer, 1)).plan.local_blocks]
+        for layer in layers
+    ]
     assert all(len(blocks) == 1 for blocks in signatures)
     assert signatures[0] != signatures[1]

@@ -1,4 +1,4 @@
-"""Which form a run takes: the rule, what the plan says, and the captured graph compiled after capturing is over."""
+"""The form that a run takes: the rule, the plan's reason, and the captured graph that is compiled later."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_far_from_the_crossover_the_last_form_is_of_no_account(
 
 
 @given(st.data(), _ranks, _crossovers, st.floats(0.01, 0.5), st.sampled_from(FORMS))
-def test_near_the_crossover_the_form_stays(
+def test_the_form_does_not_change_near_the_crossover(
     data: st.DataObject, ranks: int, crossover: int, hysteresis: float, last: str | None
 ) -> None:
     least = math.ceil(crossover * (1 - hysteresis) * ranks)
@@ -74,7 +74,7 @@ def test_more_tokens_never_turn_gathering_into_exchanging(
 
 
 @pytest.mark.parametrize("below", [0, -1, 2**53 + 1, 1.5, True, "10", float("inf")])
-def test_what_is_no_number_of_tokens_is_refused(below: object) -> None:
+def test_invalid_numbers_of_tokens_are_refused(below: object) -> None:
     with pytest.raises(
         moepass.OptionError, match=r"option all_to_all_below is .*; it must be a number of tokens per rank"
     ):
@@ -109,7 +109,7 @@ def test_where_nothing_was_exchanged_the_plan_says_that_the_option_has_no_effect
 
 
 def _captured(function: Any, *inputs: torch.Tensor) -> GraphModule:
-    """What AOT captures of `function`, its first dimensions symbolic."""
+    """Return the graph that AOT captures of `function`, with symbolic first dimensions."""
     graphs: list[GraphModule] = []
 
     def keep(graph: GraphModule, _: Any) -> Any:
@@ -129,12 +129,12 @@ def _captured(function: Any, *inputs: torch.Tensor) -> GraphModule:
 
 
 def _rank_rows(scores: torch.Tensor) -> torch.Tensor:
-    """Inductor sorts few numbers with indices of 16 bits: right below 32768 numbers only."""
+    """A sort of few numbers, for which Inductor uses 16-bit indices that are right only below 32768 numbers."""
     return scores.sort(stable=True).indices
 
 
 def _arguments(graph: GraphModule, value: torch.Tensor) -> list[Any]:
-    """`value` for every tensor among the inputs, and its length for every size."""
+    """Return the graph's arguments: `value` for every tensor, and its length for every size."""
     inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     return [value if isinstance(shown, torch.Tensor) else len(value) for shown in inputs]
 
@@ -153,19 +153,19 @@ def test_a_graph_compiled_late_knows_for_which_sizes_it_is_right() -> None:
     for size in (50, 40_000, 60, 1):
         arguments = _arguments(graph, torch.arange(float(size)).flip(0))
         sizes = read_sizes(sources, arguments)
-        right = [whole for whole in compiled if whole.is_right_for(sizes)]
+        right = [program for program in compiled if program.is_right_for(sizes)]
         if not right:
             right = [lower_later(graph, sizes, "inductor")]
             compiled += right
         assert right[0].is_right_for(sizes)
-        (found,) = right[0].run(*arguments)
-        assert torch.equal(found, torch.arange(size).flip(0)), size
+        (output,) = right[0].run(*arguments)
+        assert torch.equal(output, torch.arange(size).flip(0)), size
     assert not compiled[0].is_right_for(dict.fromkeys(sources, 40_000))
     assert not compiled[1].is_right_for(dict.fromkeys(sources, 60))
 
 
-def test_what_was_compiled_for_rows_does_not_run_without_any() -> None:
-    """A symbolic size is taken to be above 0: the last row of none would be read from where no memory is."""
+def test_code_compiled_for_rows_does_not_run_without_rows() -> None:
+    """A symbolic size is assumed to be positive: without rows, reading the last row would be out of bounds."""
     graph = _captured(lambda rows: rows[-1] * 2, torch.ones(16, 3))
     sources = size_sources(graph.graph)
     some, none = dict.fromkeys(sources, 8), dict.fromkeys(sources, 0)
@@ -207,7 +207,7 @@ def test_a_graph_that_keeps_its_exchanges_has_one_form() -> None:
 
 
 @pytest.mark.parametrize("value", [7, b"8xh100-80g", ["8xh100-80g"]])
-def test_what_is_no_machine_is_refused(value: object) -> None:
+def test_invalid_machines_are_refused(value: object) -> None:
     with pytest.raises(moepass.OptionError, match=r"option hardware is .*; it must be a preset such as 8xh100-80g"):
         parse_options({"hardware": value})
 
@@ -217,7 +217,7 @@ def test_a_crossover_is_given_or_computed_not_both() -> None:
         parse_options({"all_to_all_below": 8, "hardware": "8xh100-80g"})
 
 
-def test_a_machine_alone_has_no_effect_where_nothing_is_exchanged() -> None:
+def test_a_machine_has_no_effect_on_graphs_without_exchanges() -> None:
     (plan,) = _run(Stack(depth=1), hardware="8xh100-80g")
     assert plan.dispatch is None
     assert [refusal.where for refusal in plan.refusals] == ["option hardware"]
@@ -229,10 +229,10 @@ def _with_profile(form: str) -> Plan:
 
 
 @pytest.mark.slow
-def test_a_profile_gives_the_crossover_and_says_why() -> None:
-    plan, other = run_ranks(2, _with_profile, "all_to_all")
+def test_a_profile_determines_the_crossover_and_its_reason() -> None:
+    plan, plan_of_second_rank = run_ranks(2, _with_profile, "all_to_all")
     assert plan.dispatch is not None
-    assert plan.dispatch == other.dispatch
+    assert plan.dispatch == plan_of_second_rank.dispatch
     assert plan.dispatch.is_estimated
     assert "by profile 8xh100-80g a gathered run takes no less than" in plan.dispatch.reason
     estimate = CrossoverEstimate(
@@ -243,10 +243,10 @@ def test_a_profile_gives_the_crossover_and_says_why() -> None:
 
 
 def test_estimated_crossovers_of_ranks_need_not_be_equal() -> None:
-    """A rank at half of its crossover and one at twice its own: above it in the mean."""
+    """One rank is at half of its crossover and one at twice its own, which is above it on average."""
     dispatches = [Dispatch(crossover, 0.0, "n", "", is_estimated=True) for crossover in (100, 40)]
-    present = [RunVote.of(one, tokens, ()) for one, tokens in zip(dispatches, (50, 80), strict=True)]
-    assert [one.crossover_tokens for one in present] == [1, 1]
-    assert choose_form(sum(one.tokens for one in present), 2, 1, 0.0, None) == GATHERED
+    present = [RunVote.of(dispatch, tokens, ()) for dispatch, tokens in zip(dispatches, (50, 80), strict=True)]
+    assert [vote.crossover_tokens for vote in present] == [1, 1]
+    assert choose_form(sum(vote.tokens for vote in present), 2, 1, 0.0, None) == GATHERED
     assert choose_form(present[0].tokens, 1, 1, 0.0, None) == EXCHANGED
     assert RunVote.of(dataclasses.replace(dispatches[0], is_estimated=False), 50, ()).crossover_tokens == 100

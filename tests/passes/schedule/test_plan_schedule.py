@@ -1,4 +1,4 @@
-"""Planning and scheduling: which slot, waiting for which release, in which order."""
+"""Planning and scheduling: the slot of each bank, the release that it waits for, and the order of operations."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_no_more_slots_than_banks_are_used() -> None:
 
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_the_plan_says_what_the_graph_does(slots: int) -> None:
+def test_the_plan_matches_the_graph(slots: int) -> None:
     result = up_to("schedule", streamed(Stack(depth=4), tokens()).module, slots=slots)
     plan, releases = result.plan, find(result.module, release)
     fillings = {node.kwargs["bank"]: node for node in find(result.module, prefetch)}
@@ -77,7 +77,7 @@ def test_the_plan_says_what_the_graph_does(slots: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_refill_stands_right_behind_the_release_that_it_waits_for() -> None:
+def test_a_refill_directly_follows_its_release() -> None:
     graph = up_to("schedule", streamed(Stack(depth=4), tokens()).module).module.graph
     for node in graph.nodes:
         if node.target is prefetch and node.kwargs["after"] is not None:
@@ -86,11 +86,11 @@ def test_a_refill_stands_right_behind_the_release_that_it_waits_for() -> None:
 
 def test_reads_lie_between_acquire_and_release() -> None:
     module = up_to("schedule", streamed(Stack("grouped_mm", depth=3, bias=True), tokens()).module).module
-    place = {node: index for index, node in enumerate(module.graph.nodes)}
+    position = {node: index for index, node in enumerate(module.graph.nodes)}
     for tensors, done in zip(find(module, acquire), find(module, release), strict=True):
         users = [user for user in tensors.users if user is not done]
         assert len(users) == 4
-        assert all(place[tensors] < place[user] < place[done] for user in users)
+        assert all(position[tensors] < position[user] < position[done] for user in users)
 
 
 @pytest.mark.slow
@@ -119,9 +119,9 @@ class TwoAtOnce(nn.Module):
         self.a, self.b = BatchedBlock(seed=0), BatchedBlock(seed=1)
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        kept = self.a.up
+        parameter = self.a.up
         y = self.b(self.a(x, ids), ids)
-        return y + kept.sum()
+        return y + parameter.sum()
 
 
 class CarriedBias(nn.Module):
@@ -157,7 +157,7 @@ def test_a_plan_of_another_graph_is_an_error() -> None:
 
 
 class UpFront(nn.Module):
-    """All weights are taken, as views, before the first of them is used; `order` is that of the first uses."""
+    """A model that takes all weights as views before it uses the first; `order` is the order of first uses."""
 
     def __init__(self, order: tuple[int, ...]) -> None:
         super().__init__()
@@ -189,8 +189,8 @@ def test_weights_taken_up_front_are_acquired_where_they_are_first_read(order: tu
     assert report.store.slots == slots
 
 
-def test_an_update_with_weights_is_a_read_and_keeps_its_place() -> None:
-    """`copy_` gives a view of what it wrote to, but it reads the weights."""
+def test_an_update_with_weights_is_a_read_and_is_not_moved() -> None:
+    """`copy_` returns a view of its first argument, but it reads the weights."""
 
     class Keeps(nn.Module):
         def __init__(self) -> None:
@@ -213,7 +213,7 @@ def test_an_update_with_weights_is_a_read_and_keeps_its_place() -> None:
 
 @pytest.mark.slow
 def test_results_of_an_operator_with_several_stay_with_it() -> None:
-    """The last read of a bank may give several tensors: the release stands behind their getitems."""
+    """The last read of a bank may return several tensors: the release follows their getitems."""
 
     class Largest(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The verifier: a broken schedule for every rule. Mutants by the thousand are in test_verify_mutants.py."""
+"""The verifier rejects one broken schedule for every rule; test_verify_mutants.py has thousands of mutants."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _too_large_for_its_slot(module: GraphModule, result: PassResult) -> None:
 
 
 def _read_before_acquire(module: GraphModule, result: PassResult) -> None:
-    """A read in front of the acquire: no valid graph, but the verifier must not depend on the lint."""
+    """Move a read before the acquire. The lint rejects such a graph, but the verifier must not depend on the lint."""
     first = find(module, acquire)[1]
     element = next(user for user in first.users if user not in find(module, release))
     first.prepend(element)
@@ -96,7 +96,7 @@ def _return_a_slot(module: GraphModule, result: PassResult) -> None:
     element = next(user for user in find(module, acquire)[-1].users if user is not done)
     output.args = ((*output.args[0], element),)  # type: ignore[misc]
     output.prepend(done)
-    # The release marks the end of all reads but the one that nobody sees: the caller's.
+    # The release marks the end of all reads except that of the caller, which is not in the graph.
     output.append(done)
 
 
@@ -154,7 +154,7 @@ def test_a_refill_that_waits_for_nothing_is_caught() -> None:
 
 @pytest.mark.slow
 def test_a_first_filling_that_waits_is_caught() -> None:
-    """The ring would keep what it has brought into the slot before the run, and believe that it is still there."""
+    """The ring would keep the bank that it fetched ahead of the run, as if it were still in the slot."""
     module = copy_graph_module(scheduled(slots=3).module)
     done = find(module, release)[0]
     second = find(module, prefetch)[1]
@@ -165,13 +165,13 @@ def test_a_first_filling_that_waits_is_caught() -> None:
 
 
 def test_a_later_release_will_do() -> None:
-    """It happens on the same stream as the release of what the slot held, and behind it."""
+    """It follows the release of the slot's previous content on the same stream."""
     module = copy_graph_module(scheduled().module)
-    own, later = find(module, release)[:2]
+    first, later = find(module, release)[:2]
     refill = find(module, prefetch)[2]
     later.append(refill)
     refill.update_kwarg("after", later)
-    assert refill.kwargs["slot"] == own.kwargs["slot"] != later.kwargs["slot"]
+    assert refill.kwargs["slot"] == first.kwargs["slot"] != later.kwargs["slot"]
     _verify(module, scheduled().plan)
 
 
@@ -182,7 +182,7 @@ def test_a_slot_that_the_plan_has_and_nothing_fills_is_caught() -> None:
 
 
 def test_an_acquire_that_comes_late_enough_by_chance_is_caught() -> None:
-    """The reader of one bank behind its own acquire, which stands in front of its prefetch."""
+    """The reader of one bank follows its own acquire, which precedes its prefetch."""
     module = copy_graph_module(scheduled().module)
     tensors = find(module, acquire)[1]
     filled = find(module, prefetch)[1]
@@ -202,7 +202,7 @@ def test_a_bank_copied_from_another_banks_shard_is_caught() -> None:
 @pytest.mark.sampled(every=15)
 @pytest.mark.parametrize("slots", [1, 2, 3, 5])
 @pytest.mark.parametrize("form", ["dense_bmm", "batched_mm", "grouped_mm"])
-def test_correct_schedules_are_accepted_and_left_alone(form: str, slots: int) -> None:
+def test_correct_schedules_are_accepted_and_unchanged(form: str, slots: int) -> None:
     result = scheduled(4, slots, form)
     before = fingerprint(result.module)
     checked = verify(result.module, result.plan, PassContext())
@@ -241,16 +241,16 @@ def _decode_twice(graph: Graph) -> None:
 
 
 def _decode_behind_the_next_copy(graph: Graph) -> None:
-    """The encoded buffer holds another bank by then."""
+    """Move a decode after the next copy, when the encoded buffer contains another bank."""
     decoded, following = _ops(graph, decode)[0], _ops(graph, prefetch)[1]
     following.append(decoded)
 
 
 def _decode_behind_a_release(graph: Graph) -> None:
-    """A release may begin to fill its slot for the next run, through the encoded buffer."""
+    """Move a decode after a release, which may start to fill its slot for the next run through the encoded buffer."""
     filled = next(node for node in _ops(graph, prefetch) if node.kwargs["after"] is not None and _decode_of(node))
-    own, later = filled.kwargs["after"], _ops(graph, release)[-1]
-    assert own is not later
+    awaited, later = filled.kwargs["after"], _ops(graph, release)[-1]
+    assert awaited is not later
     later.append(_decode_of(filled)[0])
 
 
@@ -277,7 +277,7 @@ def _acquire_before_the_decode(graph: Graph) -> None:
 
 
 def _decode_before_the_last_read(graph: Graph) -> None:
-    """Copy and decode of a refill stand before the release that they should wait for."""
+    """Move the copy and decode of a refill before the release that they should wait for."""
     filled = next(node for node in _ops(graph, prefetch) if node.kwargs["after"] is not None and _decode_of(node))
     (decoded,) = _decode_of(filled)
     done = filled.kwargs["after"]
@@ -310,9 +310,9 @@ def _decode_of(filled: Node) -> list[Node]:
     ],
 )
 def test_a_decode_that_is_missing_or_out_of_order_is_refused(breaker: Callable[[Graph], None], rules: set[str]) -> None:
-    found = case("encoded", 2)
+    base = case("encoded", 2)
     graph = Graph()
-    graph.output(graph.graph_copy(found.graph, {}))
-    assert list(violations(graph, found.plan)) == []
+    graph.output(graph.graph_copy(base.graph, {}))
+    assert list(violations(graph, base.plan)) == []
     breaker(graph)
-    assert rules <= {rule for rule, _ in violations(graph, found.plan)}
+    assert rules <= {rule for rule, _ in violations(graph, base.plan)}

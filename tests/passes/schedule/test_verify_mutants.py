@@ -1,4 +1,4 @@
-"""The verifier against a judge: what goes wrong under some timing is rejected, what is correct never is."""
+"""Compare the verifier with a simulation: it rejects schedules that fail under some timing, and no others."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from moepass.runtime.transfer.ring import make_ring
 from tests.helpers.graphs.schedule_judge import wrong_because
 from tests.helpers.mutants.schedule_mutants import CASES, KINDS, Case, Mutation, case, correct_schedule, mutant
 
-# Rules about timing alone. The others, and the event that a refill names, are also about what the plan says.
+# Rules that concern only timing. Other rules, and the event of a refill, also concern agreement with the plan.
 TIMING = {"read_after_write", "read_before_release", "write_after_read"}
 
 
 def broken_rules(graph: Graph, plan: Plan) -> frozenset[str]:
-    """Every rule that would reject the schedule if it were the only one."""
+    """Return all rules that reject the schedule, each checked separately."""
     facts = schedule_facts(graph, plan)
     return frozenset(name for name in RULES if _is_broken(name, facts))
 
@@ -33,27 +33,27 @@ def _is_broken(rule: str, facts: ScheduleFacts) -> bool:
     return next(iter(RULES[rule].check(facts)), None) is not None
 
 
-def judged(found: Case, graph: Graph, plan: Plan, seed: int) -> str | None:
-    return wrong_because(graph, plan, found.expected, (found.graph, found.plan), seed=seed)
+def judged(base: Case, graph: Graph, plan: Plan, seed: int) -> str | None:
+    return wrong_because(graph, plan, base.expected, (base.graph, base.plan), seed=seed)
 
 
 class Verdicts:
-    """What judge and verifier say about many mutants."""
+    """The verdicts of simulation and verifier about many mutants."""
 
     def __init__(self, count: int, seed: int) -> None:
         generator = random.Random(seed)
         self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
         self.missed: list[str] = []
         self.false_alarms: list[str] = []
-        # Wrong mutants that one rule alone rejects: without it they would be missed.
+        # Wrong mutants that only one rule rejects, which would be accepted without it.
         self.caught_by_one: collections.Counter[str] = collections.Counter()
         self.kinds: collections.Counter[str] = collections.Counter()
         for number in range(count):
-            found = case(*CASES[number % len(CASES)])
-            self._add(found, mutant(found, generator), number)
+            base = case(*CASES[number % len(CASES)])
+            self._add(base, mutant(base, generator), number)
 
-    def _add(self, found: Case, tried: Mutation, number: int) -> None:
-        problem = judged(found, tried.graph, tried.plan, seed=number)
+    def _add(self, base: Case, tried: Mutation, number: int) -> None:
+        problem = judged(base, tried.graph, tried.plan, seed=number)
         broken = broken_rules(tried.graph, tried.plan)
         self.counts["wrong" if problem else "right", "rejected" if broken else "accepted"] += 1
         self.kinds.update(tried.done)
@@ -82,10 +82,10 @@ def test_no_wrong_mutant_is_accepted_and_no_timing_is_blamed_in_vain() -> None:
 
 @pytest.mark.slow
 def test_the_mutants_are_of_every_kind_both_right_and_wrong() -> None:
-    found = _sample()
-    assert set(found.kinds) == set(KINDS)
-    assert found.counts["right", "accepted"] >= 40
-    assert found.counts["wrong", "rejected"] >= 300
+    verdicts = _sample()
+    assert set(verdicts.kinds) == set(KINDS)
+    assert verdicts.counts["right", "accepted"] >= 40
+    assert verdicts.counts["wrong", "rejected"] >= 300
 
 
 @pytest.mark.sampled(every=12)
@@ -97,11 +97,11 @@ def test_the_loss_of_a_rule_would_be_noticed(rule: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_no_wrong_mutant_of_ten_thousand_is_accepted() -> None:
-    found = Verdicts(count=10_500, seed=1)
-    found.check()
-    assert found.counts["wrong", "rejected"] >= 5_000
-    assert found.counts["right", "accepted"] >= 500
-    assert min(found.caught_by_one[rule] for rule in RULES) >= 10
+    verdicts = Verdicts(count=10_500, seed=1)
+    verdicts.check()
+    assert verdicts.counts["wrong", "rejected"] >= 5_000
+    assert verdicts.counts["right", "accepted"] >= 500
+    assert min(verdicts.caught_by_one[rule] for rule in RULES) >= 10
 
 
 def _check_correct_schedules(count: int, seed: int) -> None:
@@ -123,32 +123,32 @@ def test_no_correct_schedule_of_thousands_is_rejected() -> None:
     _check_correct_schedules(count=4_000, seed=1)
 
 
-# ---- The judge against the real ring ---------------------------------------------------------------------------------
+# ---- Simulation and real ring ---------------------------------------------------------------------------------------
 
 
-def _run_for_real(found: Case, graph: Graph, plan: Plan, link: Link, runs: int = 3) -> list[tuple[torch.Tensor, ...]]:
-    """The outputs of several runs on a ring that poisons what is released. Raises what they raise."""
+def _run_for_real(base: Case, graph: Graph, plan: Plan, link: Link, runs: int = 3) -> list[tuple[torch.Tensor, ...]]:
+    """Return the outputs of several runs on a ring that poisons released slots. Errors of the runs are passed on."""
     ring = make_ring(plan.slots, plan.slot_bytes, torch.device("cpu"), link)
     ring.debug = True
     ring.reserve(plan.slots, plan.slot_bytes, plan.encoded_buffer_bytes)
     try:
-        bound = bind(GraphModule(found.canonical, graph), {spec.index: spec for spec in plan.banks}, ring)
+        bound = bind(GraphModule(base.canonical, graph), {spec.index: spec for spec in plan.banks}, ring)
         outputs = []
         for _ in range(runs):
             with torch.no_grad(), ring.run("mutant", plan.gathers()):
-                outputs.append(tuple(value.clone() for value in bound(*found.inputs)))
+                outputs.append(tuple(value.clone() for value in bound(*base.inputs)))
         return outputs
     finally:
         ring.reset()
 
 
-def _goes_wrong(found: Case, tried: Mutation, expected: tuple[torch.Tensor, ...], link: Link) -> str | None:
+def _goes_wrong(base: Case, tried: Mutation, expected: tuple[torch.Tensor, ...], link: Link) -> str | None:
     try:
-        outputs = _run_for_real(found, tried.graph, tried.plan, link)
-    except Exception as error:  # whatever it is: a correct schedule raises nothing
+        outputs = _run_for_real(base, tried.graph, tried.plan, link)
+    except Exception as error:  # a correct schedule raises no error at all
         return f"{type(error).__name__}: {error}"
     for run, output in enumerate(outputs):
-        # What an escaped slot adds to the outputs is the caller's to see, and not compared.
+        # Outputs that an escaped slot adds are not compared.
         if not all(torch.equal(mine, theirs) for mine, theirs in zip(output, expected, strict=False)):
             return f"run {run} gives something else"
     return None
@@ -159,28 +159,28 @@ def _compare_with_real_runs(count: int, seed: int) -> Mapping[bool, int]:
     wrong: collections.Counter[bool] = collections.Counter()
     for number in range(count):
         model, slots = CASES[number % len(CASES)]
-        found = case(model, slots)
-        expected = _run_for_real(found, found.graph, found.plan, Link())[0]
-        tried = mutant(found, generator)
-        # Copies that are over at once, and copies that take longer than anything else.
-        link = generator.choice([Link(), Link(found.plan.slot_bytes / 0.004)])
-        problem = _goes_wrong(found, tried, expected, link)
+        base = case(model, slots)
+        expected = _run_for_real(base, base.graph, base.plan, Link())[0]
+        tried = mutant(base, generator)
+        # Copies that end at once, and copies that take longer than all other work.
+        link = generator.choice([Link(), Link(base.plan.slot_bytes / 0.004)])
+        problem = _goes_wrong(base, tried, expected, link)
         wrong[problem is not None] += 1
         if problem:
-            assert judged(found, tried.graph, tried.plan, seed=number), f"{tried.done}: {problem}"
+            assert judged(base, tried.graph, tried.plan, seed=number), f"{tried.done}: {problem}"
             assert broken_rules(tried.graph, tried.plan), f"{tried.done}: {problem}"
     return wrong
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*NoneType:SyntaxWarning")  # of generated code that is wrong
-def test_what_goes_wrong_on_a_real_ring_is_wrong_for_the_judge() -> None:
+@pytest.mark.filterwarnings("ignore:.*NoneType:SyntaxWarning")  # raised by wrong generated code
+def test_errors_on_a_real_ring_are_errors_of_the_simulation() -> None:
     wrong = _compare_with_real_runs(count=60, seed=0)
     assert wrong[True] >= 20
     assert wrong[False] >= 5
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*NoneType:SyntaxWarning")  # of generated code that is wrong
-def test_what_goes_wrong_on_a_real_ring_is_wrong_for_the_judge_and_the_verifier() -> None:
+@pytest.mark.filterwarnings("ignore:.*NoneType:SyntaxWarning")  # raised by wrong generated code
+def test_errors_on_a_real_ring_are_errors_of_simulation_and_verifier() -> None:
     _compare_with_real_runs(count=1_000, seed=1)

@@ -1,4 +1,4 @@
-"""What of a bank comes in parts: weights that nothing but grouped GEMMs read, and only where all segments take them."""
+"""Banks that arrive in parts: weights that only grouped GEMMs read, if all segments support parts."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def _cut(form: str = "grouped_mm", depth: int = 2, bias: bool = True) -> PassRes
 
 
 def _spread(plan: Plan, home: str = "peer", bounds: tuple[int, ...] = (0, 1, EXPERTS)) -> Plan:
-    """`plan` with banks as if they rested on ranks with these bounds."""
+    """Return `plan` with banks sharded over ranks with these bounds."""
     banks = tuple(dataclasses.replace(bank, home=home, expert_bounds=bounds) for bank in plan.banks)
     return dataclasses.replace(plan, banks=banks)
 
 
 def _names_in_parts(plan: Plan) -> list[set[str]]:
-    return [{bank.tensors[place].name for place in bank.in_parts} for bank in plan.banks]
+    return [{bank.tensors[index].name for index in bank.in_parts} for bank in plan.banks]
 
 
 def _least_slot_bytes(bank: BankSpec) -> int:
@@ -57,7 +57,7 @@ def test_weights_of_grouped_gemms_come_in_parts_and_tables_whole() -> None:
 
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("form", [form for form in BLOCKS if form != "grouped_mm"])
-def test_other_forms_need_the_bank_in_one_piece(form: str) -> None:
+def test_other_forms_need_the_complete_bank(form: str) -> None:
     cut = _cut(form)
     plan = _spread(cut.plan)
     assert with_bank_parts(cut.module, plan) == plan
@@ -65,7 +65,7 @@ def test_other_forms_need_the_bank_in_one_piece(form: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("home", ["host", "hybrid", "disk"])
-def test_what_does_not_rest_on_the_device_comes_whole(home: str) -> None:
+def test_banks_outside_the_device_arrive_complete(home: str) -> None:
     cut = _cut()
     plan = _spread(cut.plan, home)
     assert with_bank_parts(cut.module, plan) == plan
@@ -75,14 +75,14 @@ def test_what_does_not_rest_on_the_device_comes_whole(home: str) -> None:
 def test_an_encoded_bank_comes_whole() -> None:
     cut = _cut()
     spread = _spread(cut.plan)
-    whole = BankFormat(spread.slot_bytes, spread.slot_bytes, spread.slot_bytes, "plain_for_test")
-    plan = dataclasses.replace(spread, banks=tuple(dataclasses.replace(bank, format=whole) for bank in spread.banks))
+    full = BankFormat(spread.slot_bytes, spread.slot_bytes, spread.slot_bytes, "plain_for_test")
+    plan = dataclasses.replace(spread, banks=tuple(dataclasses.replace(bank, format=full) for bank in spread.banks))
     assert with_bank_parts(cut.module, plan) == plan
 
 
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(("how", "takes"), [(EXPERT_LOOP, True), (TRITON, True), (INDUCTOR, False)])
-def test_what_was_lowered_otherwise_takes_whole_banks(how: str, takes: bool) -> None:
+def test_other_lowerings_need_complete_banks(how: str, takes: bool) -> None:
     cut = _cut()
     plan = with_bank_parts(cut.module, _spread(cut.plan))
     segments = tuple(dataclasses.replace(segment, lowering=Lowering(how)) for segment in plan.segments)
@@ -106,13 +106,13 @@ def test_the_pass_is_for_lowerings_that_take_parts() -> None:
     cut = _cut()
     plan = _spread(cut.plan)
     assert bank_parts(cut.module, plan, PassContext()).plan == plan
-    found = bank_parts(cut.module, plan, PassContext(runs_by_expert=True))
-    assert found.module is cut.module
-    assert found.plan == with_bank_parts(cut.module, plan)
+    parts = bank_parts(cut.module, plan, PassContext(runs_by_expert=True))
+    assert parts.module is cut.module
+    assert parts.plan == with_bank_parts(cut.module, plan)
 
 
 def _segment(weights: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ...]) -> GraphModule:
-    """A grouped GEMM of `rows` with what `weights` makes of the second input."""
+    """Return a grouped GEMM of `rows` with the weights that `weights` computes from the second input."""
     import transformers.integrations.moe  # noqa: F401  # registers the operator
 
     def compute(rows: torch.Tensor, given: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Which segments can be CUDA graphs, told from graphs that were captured for a GPU, without one."""
+"""The segments that can be CUDA graphs, determined on graphs captured for a GPU without one."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.helpers.models.moe_stack import StackConfig, build_stack
 
 
 def _refusals(captured: GraphModule) -> list[str]:
-    """Of the segments of a captured graph, which is not changed."""
+    """Return the reasons why segments of a captured graph cannot be CUDA graphs, without changing the graph."""
     cut = cut_into_segments(captured)
-    found = [segment.cuda_graph for segment in with_cuda_graphs(cut.segments, cut.top)]
-    return [str(use.refusal) for use in found if use is not None and use.refusal is not None]
+    graph_reasons = [segment.cuda_graph for segment in with_cuda_graphs(cut.segments, cut.top)]
+    return [str(use.refusal) for use in graph_reasons if use is not None and use.refusal is not None]
 
 
 def _refusal(function: Any, *inputs: torch.Tensor) -> str:
@@ -60,8 +60,8 @@ def test_tensors_on_a_cpu_are_refused() -> None:
         assert "it reads a tensor on cpu" in _refusal(lambda x, scale: x * scale, *values)
 
 
-def test_operators_of_others_are_refused() -> None:
-    """What transformers does for grouped GEMMs in fp32 loops over experts on the host."""
+def test_operators_of_other_libraries_are_refused() -> None:
+    """In fp32, transformers' grouped GEMMs loop over experts on the host."""
     ends = torch.empty(2, dtype=torch.int32)
     with pretended_gpu():
         values = [on_gpu(value) for value in (torch.empty(4, HIDDEN), torch.empty(2, HIDDEN, HIDDEN), ends)]

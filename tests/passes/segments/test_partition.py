@@ -39,7 +39,7 @@ def _segments(top: GraphModule) -> dict[str, GraphModule]:
 
 
 def _run(top: GraphModule, plan: Plan, model: nn.Module, captured: Captured) -> tuple[object, ...]:
-    """The top-level graph on the recorded inputs, on a ring of the model's own; released slots turn to NaN."""
+    """Run the top-level graph on the recorded inputs, with the model's own ring; released slots turn to NaN."""
     store = next((module.store for module in model.modules() if hasattr(module, "store")), None)
     executor = Executor(lower_segments(top, "eager"), plan, store.ring(debug=True) if store else None)
     with torch.no_grad():
@@ -104,12 +104,12 @@ def test_layers_that_differ_do_not_share_a_segment() -> None:
 
 
 @pytest.mark.slow
-def test_the_order_of_slot_operations_stays_and_the_plan_tells_it() -> None:
+def test_the_plan_lists_slot_operations_in_their_order() -> None:
     captured = streamed(Stack("grouped_mm", depth=4), tokens())
     scheduled, cut = up_to("verify", captured.module), up_to("partition", captured.module)
     assert slot_order(cut.module) == slot_order(scheduled.module)
-    told = [f"{step.op} {step.bank}>{step.slot}" for step in cut.plan.steps if step.op != "segment"]
-    assert told == slot_order(scheduled.module)
+    steps = [f"{step.op} {step.bank}>{step.slot}" for step in cut.plan.steps if step.op != "segment"]
+    assert steps == slot_order(scheduled.module)
     calls = [step for step in cut.plan.steps if step.op == "segment"]
     assert {step.name.split(":")[0] for step in calls} == set(_segments(cut.module))
     for segment in cut.plan.segments:
@@ -118,7 +118,7 @@ def test_the_order_of_slot_operations_stays_and_the_plan_tells_it() -> None:
             step.name for step in mine
         ]
         assert all(step.cost == segment.cost for step in mine)
-    # Nothing but segments, slot operations and their elements is left on the top level.
+    # The top level contains only segments, slot operations and their elements.
     assert {node.op for node in cut.module.graph.nodes} <= {"placeholder", "call_module", "call_function", "output"}
     assert not any("aten" in str(node.target) for node in cut.module.graph.nodes)
 
@@ -154,8 +154,8 @@ def test_constants_come_along() -> None:
             self.blocks = nn.ModuleList(DenseBlock(seed=layer) for layer in range(2))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for place, block in enumerate(self.blocks):
-                x = x + block(x * torch.tensor([1.5, 2.5 + place]).repeat(x.shape[1] // 2), x).tanh()
+            for index, block in enumerate(self.blocks):
+                x = x + block(x * torch.tensor([1.5, 2.5 + index]).repeat(x.shape[1] // 2), x).tanh()
             return x
 
     model = Constants()
@@ -170,7 +170,7 @@ def test_constants_come_along() -> None:
 
 
 class Counting(nn.Module):
-    """Updates buffers in place, in front of and behind a block."""
+    """A model that updates buffers in place before and after a block."""
 
     calls: torch.Tensor
     mean: torch.Tensor
@@ -206,7 +206,7 @@ def test_updates_of_buffers_survive(offloaded: bool, lower: str) -> None:
 
 @pytest.mark.parametrize("offloaded", [False, True])
 def test_no_segment_writes_into_its_inputs(offloaded: bool) -> None:
-    """What is written to stands between segments, so that an output that Inductor lets show an input is still right."""
+    """Writes to inputs stay between segments, so that an output of Inductor that aliases an input is still right."""
     captured = (streamed if offloaded else capture)(Counting(), tokens(), torch.tensor([[0, 1]] * 6))
     top = up_to("partition", captured.module).module
     assert len(find(top, torch.ops.aten.copy_.default)) == 2
@@ -228,16 +228,16 @@ def test_new_sizes_run_through_a_dynamic_partition() -> None:
 
 
 class Selecting(nn.Module):
-    """Blocks on a number of tokens that only the data know."""
+    """A model whose blocks have a data-dependent number of tokens."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = BatchedBlock(seed=0), BatchedBlock(seed=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        kept = x[x[:, 0] > 0]
-        ids = kept[:, :EXPERTS].topk(2, dim=-1).indices
-        y = self.a(kept, ids).relu() * kept.shape[0]
+        positive = x[x[:, 0] > 0]
+        ids = positive[:, :EXPERTS].topk(2, dim=-1).indices
+        y = self.a(positive, ids).relu() * positive.shape[0]
         return self.b(y, ids)
 
 
@@ -260,7 +260,7 @@ def test_a_size_that_comes_out_of_a_tensor(lower: str, offloaded: bool) -> None:
 
 
 @pytest.mark.parametrize("disabled", [{"schedule", "verify"}, {"plan", "schedule", "verify", "predict"}])
-def test_a_gather_that_nobody_scheduled_is_an_error(disabled: set[str]) -> None:
+def test_an_unscheduled_gather_is_an_error(disabled: set[str]) -> None:
     captured = streamed(Stack(depth=1), tokens())
     with refused(PlanError, name="disable", value=sorted(disabled)):
         compile_graph(captured.module, PassContext(disabled=frozenset(disabled)))

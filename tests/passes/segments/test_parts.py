@@ -1,4 +1,4 @@
-"""Parts of a model, told from what nodes compute. The names of modules, which the pass does not read, say the same."""
+"""Parts of a model, classified by the operations of nodes, and compared with the names of modules."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME
 from tests.helpers.models.tiny import tiny_inputs, tiny_model
 from tests.helpers.serving.naive_trie import naive_step
 
-# By the end of a module's path in transformers.
+# Parts by the end of a module's path in transformers.
 _PART_OF_PATH = {
     r"embed_tokens$": "embedding",
     r"(self_attn|linear_attn|mamba)(\.\w+)?$": "attention",
@@ -40,17 +40,17 @@ _PART_OF_PATH = {
 
 def _named_part(node: Node) -> str:
     path = module_path(node)
-    return next((part for pattern, part in _PART_OF_PATH.items() if re.search(pattern, path)), "dense")
+    return next((name for pattern, name in _PART_OF_PATH.items() if re.search(pattern, path)), "dense")
 
 
 def _captured(model: nn.Module, lower: str, *args: Any, **inputs: Any) -> GraphModule:
-    """The graph that the backend would be given, with what it knows of its inputs."""
-    found: list[GraphModule] = []
+    """Return the graph that the backend would receive, with its metadata about inputs."""
+    graphs: list[GraphModule] = []
 
     def backend(graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         def keep(module: GraphModule, fake_inputs: Sequence[Any]) -> Callable[..., Any]:
             name_inputs(module, graph)
-            found.append(module)
+            graphs.append(module)
 
             def run(values: list[Any]) -> Any:
                 return module(*values)
@@ -65,7 +65,7 @@ def _captured(model: nn.Module, lower: str, *args: Any, **inputs: Any) -> GraphM
 
     with torch.no_grad():
         torch.compile(model, backend=backend)(*args, **inputs)
-    (module,) = found
+    (module,) = graphs
     return module
 
 
@@ -86,7 +86,7 @@ def test_families(family: str, lower: str, experts: str) -> None:
     moepass.offload_experts(model)
     graph = _captured(model, lower, **tiny_inputs(model, batch=2, seq=9)).graph
     parts = parts_of_nodes(graph, [match.record for match in find_blocks(graph).matches])
-    wrong = [(node.name, module_path(node), part) for node, part in parts.items() if part != _named_part(node)]
+    wrong = [(node.name, module_path(node), actual) for node, actual in parts.items() if actual != _named_part(node)]
     assert wrong == []
     assert {"embedding", "attention", "router", "experts", "head"} <= set(parts.values())
     gemms = [node for node in graph.nodes if re.search(r"\.(mm|addmm|bmm)\.|grouped_mm", str(node.target))]
@@ -102,13 +102,13 @@ def test_attention_over_a_trie_is_attention() -> None:
     with running_step(RunningStep(step, survey_attention(model).layers)):
         graph = _captured(model, "eager", **tiny_inputs(model, batch=1, seq=9)).graph
     parts = parts_of_nodes(graph, [match.record for match in find_blocks(graph).matches])
-    assert [(node.name, part) for node, part in parts.items() if part != _named_part(node)] == []
-    assert [part for node, part in parts.items() if "trie_attention" in str(node.target)] == ["attention"] * 2
+    assert [(node.name, actual) for node, actual in parts.items() if actual != _named_part(node)] == []
+    assert [actual for node, actual in parts.items() if "trie_attention" in str(node.target)] == ["attention"] * 2
 
 
 @pytest.mark.slow
 def test_a_convolution_over_any_number_of_tokens() -> None:
-    """Its last dimension is a size that only a run tells, which is no number of experts."""
+    """Its last dimension is a symbolic size, which is not a number of experts."""
     model = tiny_model("qwen3_next", num_hidden_layers=1)
     moepass.offload_experts(model)
     inputs = tiny_inputs(model, batch=2, seq=9)
@@ -116,7 +116,7 @@ def test_a_convolution_over_any_number_of_tokens() -> None:
         torch._dynamo.mark_dynamic(tensor, 1)
     graph = _captured(model, "eager", **inputs).graph
     parts = parts_of_nodes(graph, [match.record for match in find_blocks(graph).matches])
-    assert {part for node, part in parts.items() if "convolution" in str(node.target)} == {"attention"}
+    assert {actual for node, actual in parts.items() if "convolution" in str(node.target)} == {"attention"}
 
 
 def _parts(function: Callable[..., Any], *example: torch.Tensor) -> Counter[str]:
@@ -148,7 +148,7 @@ def test_the_likeliest_words_are_no_choice_of_experts() -> None:
 
 
 def test_tokens_that_gemms_dispatch_and_combine() -> None:
-    """As GShard writes it: one-hot masks times tokens; that is no attention, although no side is a weight."""
+    """GShard multiplies one-hot masks and tokens. This is no attention, although neither factor is a weight."""
 
     def gshard(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
         x = x.cumsum(0)

@@ -1,4 +1,4 @@
-"""Segments of tokens run some tokens at a time and give what they gave; or they say why not."""
+"""Segments run in chunks of tokens with unchanged results, or report why they do not."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _attention(model: TokenModel, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _attention_of_matrices(model: TokenModel, ids: torch.Tensor) -> torch.Tensor:
-    """Sequences and heads lie in one dimension, in front of attention and behind it."""
+    """Sequences and heads share one dimension before and after attention."""
     x = model.embed(ids)
     heads = model.up(x).unflatten(-1, (2, -1)).transpose(1, 2).flatten(0, 1)
     mixed = torch.bmm(torch.bmm(heads, heads.transpose(1, 2)).softmax(-1), heads)
@@ -66,7 +66,7 @@ def _heads_first(model: TokenModel, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _written_side_by_side(model: TokenModel, ids: torch.Tensor) -> torch.Tensor:
-    """Two values of each token, written to memory that was made in the shape of another one."""
+    """Two values of each token are written to memory created in the shape of another tensor."""
     x = model.embed(ids)
     both = x.new_empty(*x.shape[:-1], 2 * model.width)
     both[..., : model.width] = model.up(x)
@@ -83,8 +83,8 @@ SIZES = [
     (3, 6, 8, 1),  # one token at a time
     (3, 6, 8, 4),  # parts of a sequence
     (3, 6, 8, 13),  # several sequences
-    (8, 8, 8, 16),  # sequences, tokens and features are as many
-    (1, 8, 8, 3),  # one sequence of as many tokens as features
+    (8, 8, 8, 16),  # equal numbers of sequences, tokens and features
+    (1, 8, 8, 3),  # one sequence with equal numbers of tokens and features
 ]
 
 
@@ -98,11 +98,11 @@ SIZES = [
     ],
 )
 @pytest.mark.sampled(every=44)
-def test_some_tokens_at_a_time_give_the_same(forward: Forward, batch: int, length: int, width: int, chunk: int) -> None:
+def test_chunks_of_tokens_return_the_same(forward: Forward, batch: int, length: int, width: int, chunk: int) -> None:
     model, ids = token_model(forward, batch, length, width)
     expected = model(ids)
-    found, compilation = compiled(model, ids, chunk)
-    torch.testing.assert_close(found, expected)
+    outputs, compilation = compiled(model, ids, chunk)
+    torch.testing.assert_close(outputs, expected)
     assert chunked(compilation) > 0
 
 
@@ -113,16 +113,16 @@ def test_some_tokens_at_a_time_give_the_same(forward: Forward, batch: int, lengt
 def test_sizes_may_be_symbols(forward: Forward) -> None:
     model, ids = token_model(forward)
     expected = model(ids)
-    found, compilation = compiled(model, ids, 4, dynamic=True)
-    torch.testing.assert_close(found, expected)
+    outputs, compilation = compiled(model, ids, 4, dynamic=True)
+    torch.testing.assert_close(outputs, expected)
     assert chunked(compilation) > 0
 
 
 def test_as_many_sequences_as_tokens_have_one_symbol() -> None:
     model, ids = token_model(_attention_of_matrices, batch=5, length=5)
     expected = model(ids)
-    found, compilation = compiled(model, ids, 4, dynamic=True)
-    torch.testing.assert_close(found, expected)
+    outputs, compilation = compiled(model, ids, 4, dynamic=True)
+    torch.testing.assert_close(outputs, expected)
     assert len(compilation.plan.sizes) == 1
     assert chunked(compilation) > 0
 
@@ -132,8 +132,8 @@ def test_sizes_may_have_no_value_before_a_run() -> None:
     for dim in (0, 1):
         torch._dynamo.decorators.mark_unbacked(ids, dim)
     expected = model(ids)
-    found, compilation = compiled(model, ids, 4, dynamic=None)
-    torch.testing.assert_close(found, expected)
+    outputs, compilation = compiled(model, ids, 4, dynamic=None)
+    torch.testing.assert_close(outputs, expected)
     assert chunked(compilation) > 0
 
 
@@ -172,11 +172,11 @@ def _one_value_for_all_sequences(model: TokenModel, ids: torch.Tensor) -> torch.
         (_one_value_for_all_sequences, "has tokens of which no sequence is known"),
     ],
 )
-def test_what_a_chunk_cannot_tell_is_refused(forward: Forward, reason: str) -> None:
+def test_values_that_depend_on_all_tokens_are_refused(forward: Forward, reason: str) -> None:
     model, ids = token_model(forward, batch=4)
     expected = model(ids)
-    found, compilation = compiled(model, ids, 4)
-    torch.testing.assert_close(found, expected)
+    outputs, compilation = compiled(model, ids, 4)
+    torch.testing.assert_close(outputs, expected)
     assert chunked(compilation) == 0
     assert reason in reasons(compilation)
 
@@ -185,7 +185,7 @@ def _tokens_of(*dimensions: tuple[Part, ...]) -> TokenDims:
     return _token_dims(Graph().placeholder("value"), Layout(dimensions))
 
 
-def test_tokens_lie_in_one_place() -> None:
+def test_chunks_have_one_token_dimension() -> None:
     name = "2 x 3"
     sequences, tokens, everything = Part(Integer(2), ((name, 0),)), Part(Integer(3), ((name, 1),)), Part(Integer(6), ())
     heads = Part(Integer(4))

@@ -1,4 +1,4 @@
-"""Slots that nobody reads are not computed, and what is read is the same, however it is looked up."""
+"""Slots that are never read are not computed, and lookups return the same values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moepass.passes.graph.nodes import graph_inputs, is_call
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, run_passes
 from moepass.passes.slots.compute_read_slots import compute_read_slots
-from tests.helpers.graphs.captured_functions import captured
+from tests.helpers.graphs.compared_models import compare_with_dynamic_rows, compare_with_model
 
 EXPERTS, HIDDEN, WIDTH = 4, 8, 6
 Ids = torch.Tensor
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 class SlotExperts(nn.Module):
-    """Experts with biases on slots [capacity, experts, H]; `read` looks up what they give, by ids of slots."""
+    """Experts with biases on slots [capacity, experts, H]; `read` looks up their results by ids of slots."""
 
     def __init__(self, read: Callable[..., torch.Tensor], work: Callable[[torch.Tensor], torch.Tensor] | None = None):
         super().__init__()
@@ -71,7 +71,7 @@ WORK: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def _inputs(tokens: int, top_k: int, each: int, seed: int = 0, dropped: float = 0.3) -> list[torch.Tensor]:
-    """Slots, and ids [tokens, top_k] of some of them; some slots are read twice."""
+    """Return slots, and ids [tokens, top_k] of some of them; some slots are read twice."""
     generator = torch.Generator().manual_seed(seed)
     slots = torch.randn(each, EXPERTS, HIDDEN, generator=generator)
     ids = torch.randint(0, EXPERTS * each, (tokens, top_k), generator=generator)
@@ -80,7 +80,7 @@ def _inputs(tokens: int, top_k: int, each: int, seed: int = 0, dropped: float = 
 
 
 def _check(model: nn.Module, inputs: Sequence[list[torch.Tensor]]) -> PassResult:
-    result = captured(model, (compute_read_slots,), inputs, tolerance=1e-5)
+    result = compare_with_dynamic_rows(model, (compute_read_slots,), inputs, tolerance=1e-5)
     assert len(result.matches) == 1
     return result
 
@@ -90,7 +90,7 @@ def _rows(result: PassResult) -> list[Any]:
 
 
 @pytest.mark.parametrize("read", READS)
-def test_what_is_read_is_the_same(read: str) -> None:
+def test_lookups_return_the_same(read: str) -> None:
     inputs = [_inputs(5, 2, 4), _inputs(3, 2, 2, 1), _inputs(40, 2, 30, 2, dropped=1.0), _inputs(9, 2, 50, dropped=0.0)]
     result = _check(SlotExperts(READS[read]), inputs)
     inputs_of_graph = graph_inputs(result.module.graph)
@@ -99,24 +99,26 @@ def test_what_is_read_is_the_same(read: str) -> None:
 
 
 @pytest.mark.parametrize("work", WORK)
-def test_what_is_computed_of_rows_is_repeated(work: str) -> None:
+def test_row_operations_are_repeated(work: str) -> None:
     _check(SlotExperts(READS["zeros behind"], WORK[work]), [_inputs(5, 2, 4), _inputs(11, 2, 9, 1)])
 
 
 def test_rows_that_are_read_are_counted() -> None:
-    """What is dropped belongs to no expert, and is computed by none."""
+    """Dropped rows belong to no expert, and are computed by none."""
     slots, ids = _inputs(6, 2, 9)
     model = SlotExperts(READS["zeros behind"])
-    result = captured(model, (compute_read_slots,), [[slots, ids]], tolerance=1e-5, dynamic=False)
+    result = compare_with_model(model, (compute_read_slots,), [[slots, ids]], rtol=1e-5, dynamic=False)
     graph = result.module.graph
     (ends,) = {node.args[2] for node in graph.nodes if is_grouped_gemm(node)}
     graph.output_node().args = ((ends,),)
     result.module.recompile()
-    given = {torch.float32: slots, torch.int64: ids}
+    input_of_type = {torch.float32: slots, torch.int64: ids}
     weights = iter([model.up, model.up_bias, model.down, model.down_bias])
     values = [node.meta["val"] for node in graph_inputs(graph)]
-    found = result.module(*(given[v.dtype] if v.shape in (slots.shape, ids.shape) else next(weights) for v in values))
-    assert int(found[0][-1]) == int((ids < EXPERTS * 9).sum())
+    outputs = result.module(
+        *(input_of_type[v.dtype] if v.shape in (slots.shape, ids.shape) else next(weights) for v in values)
+    )
+    assert int(outputs[0][-1]) == int((ids < EXPERTS * 9).sum())
 
 
 def test_a_slot_that_is_no_number_spoils_nothing_else() -> None:
@@ -133,11 +135,11 @@ def test_an_id_beyond_the_table_is_an_error_as_before() -> None:
     with pytest.raises(IndexError):
         model(slots, ids)
     with pytest.raises(IndexError):
-        captured(model, (compute_read_slots,), [[slots, ids]], tolerance=1e-5, compare=False)
+        compare_with_dynamic_rows(model, (compute_read_slots,), [[slots, ids]], tolerance=1e-5, compare=False)
 
 
 class CountedSlots(SlotExperts):
-    """As many slots as the host reads: none where nothing is to be kept."""
+    """A variant whose number of slots is read by the host, and may be 0."""
 
     def forward(self, slots: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         each = int((slots[:, 0, 0] > 0).sum().item())
@@ -154,18 +156,18 @@ def test_there_may_be_no_slots(read: str) -> None:
 
 
 @pytest.mark.slow
-def test_inductor_lowers_what_is_written_for_no_slots() -> None:
+def test_inductor_lowers_lookups_without_slots() -> None:
     model = CountedSlots(READS["zeros behind"])
     compiled = torch.compile(model, backend="asyncep", options={"lower": "inductor"})
     slots, ids = _inputs(6, 1, 4)
     with torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=True):
         for sign in (1, -1):
-            given = (slots.abs() * sign, ids)
-            torch.testing.assert_close(compiled(*given), model(*given), rtol=1e-5, atol=1e-5)
+            inputs = (slots.abs() * sign, ids)
+            torch.testing.assert_close(compiled(*inputs), model(*inputs), rtol=1e-5, atol=1e-5)
 
 
 class RowsAcross(SlotExperts):
-    """Something between the GEMMs sees other rows."""
+    """Rows depend on each other between the GEMMs."""
 
     def __init__(self) -> None:
         super().__init__(READS["zeros behind"], lambda inner: inner - inner.mean(0))
@@ -181,10 +183,10 @@ KEPT: dict[str, Callable[[], nn.Module]] = {
     ),
     "columns are looked up": lambda: SlotExperts(lambda outputs, ids: outputs.index_select(1, ids.view(-1) % HIDDEN)),
     "a mask": lambda: SlotExperts(lambda outputs, ids: outputs * (outputs > 0)),
-    "other rows beside them": lambda: SlotExperts(
+    "other rows joined": lambda: SlotExperts(
         lambda outputs, ids: torch.cat([outputs, torch.arange(HIDDEN).unsqueeze(0).float()])[ids]
     ),
-    "another type beside them": lambda: SlotExperts(
+    "another type joined": lambda: SlotExperts(
         lambda outputs, ids: torch.cat([outputs, torch.zeros(1, HIDDEN, dtype=torch.float64)])[ids]
     ),
     "ids of what is read": lambda: SlotExperts(
@@ -194,13 +196,15 @@ KEPT: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_anything_else_stays(name: str) -> None:
-    result = captured(KEPT[name](), (compute_read_slots,), [_inputs(5, 2, 4), _inputs(6, 2, 5)], tolerance=1e-5)
+def test_other_reads_of_slots_are_unchanged(name: str) -> None:
+    result = compare_with_dynamic_rows(
+        KEPT[name](), (compute_read_slots,), [_inputs(5, 2, 4), _inputs(6, 2, 5)], tolerance=1e-5
+    )
     assert result.matches == ()
 
 
 def test_slots_stay_where_something_else_hangs_on_them_though_nothing_reads_it() -> None:
-    module = captured(SlotExperts(READS["slots alone"]), (), [_inputs(5, 2, 4)], tolerance=0.0).module
+    module = compare_with_dynamic_rows(SlotExperts(READS["slots alone"]), (), [_inputs(5, 2, 4)], tolerance=0.0).module
     last = [node for node in module.graph.nodes if is_grouped_gemm(node)][-1]
     with module.graph.inserting_after(last):
         unread = module.graph.call_function(torch.ops.aten.new_zeros.default, (last, [1, HIDDEN]))
@@ -208,8 +212,8 @@ def test_slots_stay_where_something_else_hangs_on_them_though_nothing_reads_it()
     assert run_passes((compute_read_slots,), module, Plan(), PassContext()).matches == ()
 
 
-def test_more_lookups_than_slots_stay() -> None:
-    result = captured(
+def test_more_lookups_than_slots_are_unchanged() -> None:
+    result = compare_with_dynamic_rows(
         SlotExperts(READS["zeros behind"]),
         (compute_read_slots,),
         [_inputs(30, 2, 3), _inputs(31, 2, 4)],
@@ -224,7 +228,10 @@ def test_any_ids_and_sizes(data: st.DataObject) -> None:
     tokens, each = data.draw(st.integers(2, 9)), data.draw(st.integers(6, 12))
     model = SlotExperts(READS[data.draw(st.sampled_from(sorted(READS)))])
     inputs = [_inputs(tokens, 2, each, data.draw(st.integers(0, 99)), data.draw(st.sampled_from([0.0, 0.5, 1.0])))]
-    captured(model, (compute_read_slots,), inputs, tolerance=1e-5, dynamic=data.draw(st.booleans()))
+    if data.draw(st.booleans()):
+        compare_with_dynamic_rows(model, (compute_read_slots,), inputs, tolerance=1e-5)
+    else:
+        compare_with_model(model, (compute_read_slots,), inputs, rtol=1e-5, dynamic=False)
 
 
 class FilledSlots(SlotExperts):

@@ -1,4 +1,4 @@
-"""Products with masks of one-hot vectors become lookups: the same sums, however the mask is written."""
+"""Products with masks of one-hot vectors become lookups with the same sums, for all supported masks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from moepass.passes.graph.nodes import is_call
 from moepass.passes.ir.protocol import PassResult
 from moepass.passes.slots.look_up_one_hots import look_up_one_hots
-from tests.helpers.graphs.captured_functions import captured
+from tests.helpers.graphs.compared_models import compare_with_dynamic_rows, compare_with_model
 
 EXPERTS, HIDDEN = 5, 4
 aten = torch.ops.aten
@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 
 
 class Layer(nn.Module):
-    """`mask` makes a mask [tokens, experts, capacity] of scores; `write` fills slots by it and reads them again."""
+    """A layer in which `mask` returns a mask [tokens, experts, capacity], and `write` fills and reads slots with it."""
 
     def __init__(self, mask: Callable[..., Tensor], write: Callable[..., Tensor] | None = None) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ def gshard(combine: Tensor, hidden: Tensor) -> Tensor:
 
 
 def by_matmul(combine: Tensor, hidden: Tensor) -> Tensor:
-    """As DeepSpeed writes it where it does not use einsum."""
+    """Dispatch and combine by matmul, as DeepSpeed does without einsum."""
     tokens, experts, capacity = combine.shape
     slots = torch.matmul(combine.bool().to(hidden.dtype).reshape(tokens, -1).t(), hidden)
     slots = slots.reshape(experts, capacity, -1).sin()
@@ -59,11 +59,13 @@ def weighed_both_ways(combine: Tensor, hidden: Tensor) -> Tensor:
     return torch.einsum("sec,ecm->sm", combine, torch.einsum("sec,sm->ecm", combine, hidden))
 
 
-WRITINGS = {one.__name__: one for one in (gshard, by_matmul, on_the_right, capacity_first, weighed_both_ways)}
+WRITINGS = {
+    writing.__name__: writing for writing in (gshard, by_matmul, on_the_right, capacity_first, weighed_both_ways)
+}
 
 
 def _located(scores: Tensor, chosen: Tensor, capacity: int, taken: Tensor | int = 0) -> tuple[Tensor, Tensor]:
-    """The mask [tokens, experts] of those that have a place, and the place of each."""
+    """Return the mask [tokens, experts] of pairs that have a slot, and the slot of each pair."""
     mask = F.one_hot(chosen, EXPERTS)
     places = torch.cumsum(mask, dim=0) - 1 + taken
     mask = mask * (places < capacity)
@@ -71,7 +73,7 @@ def _located(scores: Tensor, chosen: Tensor, capacity: int, taken: Tensor | int 
 
 
 def places_mask(places: Tensor, capacity: int) -> Tensor:
-    """As F.one_hot, which makes a constant of the capacity when it is captured."""
+    """Return one-hot vectors as F.one_hot does, which turns the capacity into a constant when captured."""
     return (places.unsqueeze(-1) == torch.arange(capacity)).float()
 
 
@@ -81,7 +83,7 @@ def top_1(scores: Tensor, capacity: int) -> Tensor:
 
 
 def top_2(scores: Tensor, capacity: int) -> Tensor:
-    """As fairscale and DeepSpeed write it."""
+    """Return top-2 weights as fairscale and DeepSpeed compute them."""
     first = scores.argmax(1)
     second = scores.masked_fill(F.one_hot(first, EXPERTS).bool(), float("-inf")).argmax(1)
     taken = F.one_hot(first, EXPERTS).sum(0, keepdim=True)
@@ -89,14 +91,16 @@ def top_2(scores: Tensor, capacity: int) -> Tensor:
     gates = [torch.einsum("se,se->s", scores, mask.float()) for mask in masks]
     total = torch.clamp(gates[0] + gates[1], min=torch.finfo(scores.dtype).eps)
     combine = [
-        torch.einsum("se,sc->sec", torch.einsum("s,se->se", gate / total, mask.float()), places_mask(place, capacity))
-        for gate, mask, place in zip(gates, masks, places, strict=True)
+        torch.einsum(
+            "se,sc->sec", torch.einsum("s,se->se", gate / total, mask.float()), places_mask(position, capacity)
+        )
+        for gate, mask, position in zip(gates, masks, places, strict=True)
     ]
     return combine[0] + combine[1]
 
 
 def same_places(scores: Tensor, capacity: int) -> Tensor:
-    """Three terms of each token in few slots: some are the same, and one takes another away again."""
+    """Three terms of each token in few slots: some slots are equal, and one term cancels another."""
     combine = scores.new_zeros(len(scores), EXPERTS, capacity)
     for number, sign in enumerate((1.0, -1.0, 1.0)):
         chosen = scores.topk(3, dim=1)[1][:, number] // 2
@@ -106,14 +110,14 @@ def same_places(scores: Tensor, capacity: int) -> Tensor:
 
 
 def beyond_the_last(scores: Tensor, capacity: int) -> Tensor:
-    """Places that are not there, and an expert that is none, are zeros."""
+    """Slots beyond the last, and an expert that does not exist, are zeros."""
     every = torch.arange(capacity)
     places = (torch.arange(len(scores)) - 2).unsqueeze(1)
     experts = (scores.argmax(1, keepdim=True) + 1) == torch.arange(EXPERTS)
     return (experts.to(scores.dtype) * scores).unsqueeze(2) * (places == every).to(scores.dtype).unsqueeze(1)
 
 
-MASKS = {one.__name__: one for one in (top_1, top_2, same_places, beyond_the_last)}
+MASKS = {mask.__name__: mask for mask in (top_1, top_2, same_places, beyond_the_last)}
 
 
 def _inputs(tokens: int, capacity: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -136,7 +140,7 @@ CASES = [(mask, gshard.__name__) for mask in MASKS] + [(top_1.__name__, writing)
 @pytest.mark.parametrize(("mask", "writing"), CASES)
 def test_a_mask_is_lookups(mask: str, writing: str) -> None:
     model = Layer(MASKS[mask], WRITINGS[writing])
-    result = captured(
+    result = compare_with_dynamic_rows(
         model, (look_up_one_hots,), [_inputs(7, 3), _inputs(12, 2, 1), _inputs(40, 40, 2)], tolerance=1e-5
     )
     assert len(result.matches) == 2
@@ -154,19 +158,19 @@ def test_a_mask_is_lookups(mask: str, writing: str) -> None:
 @pytest.mark.parametrize("writing", WRITINGS)
 def test_all_masks_in_all_writings(mask: str, writing: str) -> None:
     model = Layer(MASKS[mask], WRITINGS[writing])
-    result = captured(model, (look_up_one_hots,), [_inputs(7, 3), _inputs(9, 11, 1)], tolerance=1e-5)
+    result = compare_with_dynamic_rows(model, (look_up_one_hots,), [_inputs(7, 3), _inputs(9, 11, 1)], tolerance=1e-5)
     assert len(result.matches) == 2
 
 
 def test_with_fixed_sizes() -> None:
-    result = captured(Layer(top_2), (look_up_one_hots,), [_inputs(7, 3)], tolerance=1e-5, dynamic=False)
+    result = compare_with_model(Layer(top_2), (look_up_one_hots,), [_inputs(7, 3)], rtol=1e-5, dynamic=False)
     assert len(result.matches) == 2
 
 
 def test_sums_in_bfloat16_are_rounded_once() -> None:
-    """Nearer to the sum in float64 than products that are rounded one by one would be."""
+    """The lookups are closer to the sum in float64 than products that are rounded one by one."""
     inputs = [_inputs(64, 40, 3, torch.bfloat16)]
-    result = captured(Layer(top_2), (look_up_one_hots,), inputs, tolerance=8e-3)
+    result = compare_with_dynamic_rows(Layer(top_2), (look_up_one_hots,), inputs, tolerance=8e-3)
     assert len(result.matches) == 2
 
 
@@ -176,34 +180,29 @@ def test_a_row_that_is_not_finite_stays_where_it_is_looked_up() -> None:
     layer = Layer(top_1)
     finite = hidden.nan_to_num()
     expected = layer(scores, finite, capacity)
-    results: list[Tensor] = []
-
-    class Recorded(Layer):
-        def forward(self, scores: Tensor, hidden: Tensor, capacity: Tensor) -> Tensor:
-            return super().forward(scores, hidden, capacity)
-
-    result = captured(Recorded(top_1), (look_up_one_hots,), [[scores, hidden, capacity]], tolerance=1e-5, compare=False)
-    results.append(result.module(*_as_given(result, [scores, hidden, capacity]))[0])
-    others = torch.arange(7) != 3
-    torch.testing.assert_close(results[0][others], expected[others])
-    assert results[0][3].isnan().all()
+    inputs = [scores, hidden, capacity]
+    result = compare_with_dynamic_rows(layer, (look_up_one_hots,), [inputs], tolerance=1e-5, compare=False)
+    (output,) = result.module(*_graph_arguments(result, inputs))
+    is_finite = torch.arange(7) != 3
+    torch.testing.assert_close(output[is_finite], expected[is_finite])
+    assert output[3].isnan().all()
 
 
-def _as_given(result: PassResult, inputs: list[Tensor]) -> list[Any]:
-    """The inputs of the graph, sizes among them."""
-    found: list[Any] = []
+def _graph_arguments(result: PassResult, inputs: list[Tensor]) -> list[Any]:
+    """Return the graph's arguments: `inputs` in the graph's order, and 7 for each size."""
+    arguments: list[Any] = []
     for node in result.module.graph.nodes:
         if node.op == "placeholder":
             value = node.meta["val"]
             if isinstance(value, torch.Tensor):
-                found.append(next(one for one in inputs if one.dim() == value.dim() and _fits(one, value)))
+                arguments.append(next(tensor for tensor in inputs if _has_layout_of(tensor, value)))
             else:
-                found.append(7)
-    return found
+                arguments.append(7)
+    return arguments
 
 
-def _fits(one: Tensor, value: Tensor) -> bool:
-    return value.dim() == 1 or one.shape[1] == value.shape[1]
+def _has_layout_of(tensor: Tensor, value: Tensor) -> bool:
+    return tensor.dim() == value.dim() and (value.dim() == 1 or tensor.shape[1] == value.shape[1])
 
 
 def _count_from(start: int, capacity: int) -> Tensor:
@@ -215,7 +214,7 @@ def _compared(scores: Tensor, counting: Tensor) -> Tensor:
     return (scores * mask).unsqueeze(2) * (places.unsqueeze(1) == counting).float().unsqueeze(1)
 
 
-# Like masks of one-hot vectors, and none: they stay, and mean what they meant.
+# Tensors that look like masks of one-hot vectors, but are not: they stay unchanged.
 KEPT: dict[str, Callable[[Tensor, int], Tensor]] = {
     "counted from 1": lambda scores, capacity: _compared(scores, _count_from(1, capacity)),
     "counted by two": lambda scores, capacity: _compared(scores, torch.arange(0, 2 * capacity, 2)),
@@ -231,8 +230,8 @@ KEPT: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_other_masks_stay(name: str) -> None:
-    result = captured(
+def test_other_masks_are_unchanged(name: str) -> None:
+    result = compare_with_dynamic_rows(
         Layer(KEPT[name], weighed_both_ways), (look_up_one_hots,), [_inputs(7, 3), _inputs(6, 9, 1)], tolerance=1e-5
     )
     assert result.matches == ()

@@ -1,4 +1,4 @@
-"""The pass: regions stand side by side, what needs all tokens stands between them; a graph without one says why."""
+"""Nodes of a region are adjacent, operators on all tokens are between regions, and refusals have a reason."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ def _running_sum(model: TokenModel, ids: torch.Tensor) -> torch.Tensor:
     return model.mlp(x + x.cumsum(1))
 
 
-def test_what_needs_all_tokens_stands_between_regions() -> None:
+def test_operators_on_all_tokens_are_between_regions() -> None:
     module = hybrid(*token_model(_running_sum)).module
     module.graph.lint()
-    found = regions(module)
-    assert list(found) == [0, 1]
-    assert "embedding.default" in found[0]
-    assert not any(operator.startswith("cumsum") for operators in found.values() for operator in operators)
+    by_region = regions(module)
+    assert list(by_region) == [0, 1]
+    assert "embedding.default" in by_region[0]
+    assert not any(operator.startswith("cumsum") for operators in by_region.values() for operator in operators)
 
 
-def test_the_nodes_of_a_region_stand_side_by_side() -> None:
+def test_the_nodes_of_a_region_are_adjacent() -> None:
     module = hybrid(*token_model(_running_sum)).module
     numbers = [node.meta.get(REGION_KEY) for node in module.graph.nodes if node.op == "call_function"]
     assert [number for number, _ in itertools.groupby(numbers) if number is not None] == [0, 1]
 
 
-def test_sizes_stand_before_the_region_that_has_them() -> None:
-    """Here they are read from an input, behind what has them in its shape."""
+def test_sizes_are_computed_before_their_region() -> None:
+    """The sizes are read from an input that comes after a tensor with the same sizes."""
     module = capture(*token_model(_running_sum), dynamic=True).module
     graph = module.graph
     ids = next(iter(token_inputs(graph)))

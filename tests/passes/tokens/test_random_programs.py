@@ -1,4 +1,4 @@
-"""Random sequences of operations, some of which let tokens meet, give what they give without chunks."""
+"""Random sequences of operations, some of which mix tokens, return the same with and without chunks."""
 
 from __future__ import annotations
 
@@ -99,5 +99,5 @@ def test_random_programs(names: list[str], batch: int, length: int, width: int, 
     model, ids = token_model(forward, batch, length, width)
     model.double()
     expected = model(ids)
-    found, _ = compiled(model, ids, chunk, dynamic=dynamic)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    outputs, _ = compiled(model, ids, chunk, dynamic=dynamic)
+    torch.testing.assert_close(outputs, expected, rtol=1e-9, atol=1e-9)

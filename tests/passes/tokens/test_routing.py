@@ -1,4 +1,4 @@
-"""Rows sorted by expert are rows of tokens where every number beside them is what it seems; else they are not."""
+"""Rows sorted by expert are recognised as rows of tokens only if all numbers used with them are right."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GROUPED = "transformers.grouped_mm_fallback.default"
 
 @dataclasses.dataclass
 class Routing:
-    """The steps of a block's routing; a mutation puts another one in the place of one of them."""
+    """The steps of a block's routing; a mutation replaces one of them."""
 
     top_k: int = TOP_K
     ids: Callable[[torch.Tensor], torch.Tensor] = lambda ids: ids.reshape(-1)
@@ -53,11 +53,11 @@ class Routing:
 
 
 def _written(order: torch.Tensor, *, empty: bool = True, backwards: bool = False) -> torch.Tensor:
-    """The inverse of an order as transformers writes it."""
-    found = torch.empty_like(order) if empty else torch.zeros_like(order)
+    """Return the inverse of an order as transformers writes it."""
+    inverse = torch.empty_like(order) if empty else torch.zeros_like(order)
     numbers = torch.arange(order.shape[0])
-    found[order] = numbers.flip(0) if backwards else numbers
-    return found
+    inverse[order] = numbers.flip(0) if backwards else numbers
+    return inverse
 
 
 TAKEN = {
@@ -104,8 +104,8 @@ def test_routing_runs_some_tokens_at_a_time(name: str) -> None:
     assert GROUPED in operators
     assert any(operator.startswith("sort") or operator.startswith("argsort") for operator in operators)
     expected = model(ids)
-    found, compilation = compiled(model, ids, 5)
-    torch.testing.assert_close(found, expected)
+    outputs, compilation = compiled(model, ids, 5)
+    torch.testing.assert_close(outputs, expected)
     assert chunked(compilation) == 1
 
 
@@ -113,21 +113,21 @@ def test_routing_runs_some_tokens_at_a_time(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(REFUSED.keys() - {"rows by their place"}))
 @pytest.mark.sampled(every=14)
 def test_other_routing_is_in_no_region(name: str) -> None:
-    found = regions(hybrid(*token_model(REFUSED[name])).module)
-    assert not any(GROUPED in operators for operators in found.values())
+    by_region = regions(hybrid(*token_model(REFUSED[name])).module)
+    assert not any(GROUPED in operators for operators in by_region.values())
 
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.sampled(every=14)
-def test_other_routing_gives_what_it_gave(name: str) -> None:
+def test_other_routing_returns_the_same_in_chunks(name: str) -> None:
     model, ids = token_model(REFUSED[name])
     expected = model(ids)
-    given, _ = compiled(model, ids, 5)
-    torch.testing.assert_close(given, expected)
+    chunked_outputs, _ = compiled(model, ids, 5)
+    torch.testing.assert_close(chunked_outputs, expected)
 
 
 def _shared_sort(model: TokenModel, ids: torch.Tensor) -> Any:
-    """Two blocks in one order of rows, and attention-like work between them."""
+    """Two blocks with one order of rows, and attention-like work between them."""
     x = model.embed(ids).flatten(0, 1)
     flat = model.router(x).topk(TOP_K, dim=-1).indices.reshape(-1)
     order = torch.argsort(flat, stable=True)
@@ -141,18 +141,18 @@ def _shared_sort(model: TokenModel, ids: torch.Tensor) -> Any:
 
 
 def _two_sorts(model: TokenModel, ids: torch.Tensor) -> Any:
-    """Rows in the order of one sort, groups of another one."""
+    """Rows are in the order of one sort, and groups in that of another."""
     x = model.embed(ids).flatten(0, 1)
     chosen = model.router(x).topk(TOP_K, dim=-1).indices
-    order, other = (torch.argsort(one.reshape(-1), stable=True) for one in (chosen, EXPERTS - 1 - chosen))
+    order, reversed_order = (torch.argsort(ids.reshape(-1), stable=True) for ids in (chosen, EXPERTS - 1 - chosen))
     flat = chosen.reshape(-1)
     ends = torch.histc(flat[order].float(), bins=EXPERTS, min=0, max=EXPERTS - 1).cumsum(0).to(torch.int32)
-    rows = torch.ops.transformers.grouped_mm_fallback(x[other // TOP_K], model.experts, ends)
-    return rows[torch.argsort(other)].view(-1, TOP_K, model.width).sum(1)
+    rows = torch.ops.transformers.grouped_mm_fallback(x[reversed_order // TOP_K], model.experts, ends)
+    return rows[torch.argsort(reversed_order)].view(-1, TOP_K, model.width).sum(1)
 
 
 def _rows_at_ends(model: TokenModel, ids: torch.Tensor) -> Any:
-    """Counts of rows as places of tokens."""
+    """Use counts of rows as indices of tokens."""
     x = model.embed(ids).flatten(0, 1)
     flat = model.router(x).topk(TOP_K, dim=-1).indices.reshape(-1)
     order = torch.argsort(flat, stable=True)
@@ -161,25 +161,25 @@ def _rows_at_ends(model: TokenModel, ids: torch.Tensor) -> Any:
 
 
 def _rows_without_ends(model: TokenModel, ids: torch.Tensor) -> Any:
-    """As many rows for each expert, which is a sequence."""
+    """Compute the same number of rows for each expert, as in a batch of sequences."""
     x = model.mlp(model.embed(ids))
     rows = torch._grouped_mm(x.to(torch.bfloat16), model.experts.to(torch.bfloat16))
     return x + rows.to(x.dtype)
 
 
 @pytest.mark.parametrize("forward", [_rows_at_ends, _rows_without_ends])
-def test_what_is_no_routing_runs_whole(forward: Callable[..., Any]) -> None:
+def test_unsupported_routing_is_not_chunked(forward: Callable[..., Any]) -> None:
     model, ids = token_model(forward, batch=EXPERTS)
     expected = model(ids)
-    found, compilation = compiled(model, ids, 5)
-    torch.testing.assert_close(found, expected)
+    outputs, compilation = compiled(model, ids, 5)
+    torch.testing.assert_close(outputs, expected)
     assert chunked(compilation) > 0
 
 
 @pytest.mark.parametrize("forward", [_shared_sort, _two_sorts])
-def test_a_sort_serves_the_rows_that_it_sorted_in_one_region_alone(forward: Callable[..., Any]) -> None:
+def test_a_sort_is_used_only_in_the_region_of_its_rows(forward: Callable[..., Any]) -> None:
     model, ids = token_model(forward)
     assert not any(GROUPED in operators for operators in regions(hybrid(model, ids).module).values())
     expected = model(ids)
-    found, _ = compiled(model, ids, 5)
-    torch.testing.assert_close(found, expected)
+    outputs, _ = compiled(model, ids, 5)
+    torch.testing.assert_close(outputs, expected)

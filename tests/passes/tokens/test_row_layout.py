@@ -1,4 +1,4 @@
-"""How often one size goes into another one, whatever the sizes of a run are."""
+"""The ratio of one size to another holds for all values of symbolic sizes."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ PRODUCTS = st.tuples(st.integers(1, 12), st.integers(0, 3), st.integers(0, 3)).m
 
 @given(PRODUCTS, PRODUCTS)
 def test_a_ratio_times_the_unit_is_the_whole(total: sympy.Expr, unit: sympy.Expr) -> None:
-    found = ratio(total, unit)
-    if found is not None:
-        assert sympy.expand(found * unit) == total
-        assert all(term.is_Integer for term in found.as_coefficients_dict().values())
+    quotient = ratio(total, unit)
+    if quotient is not None:
+        assert sympy.expand(quotient * unit) == total
+        assert all(term.is_Integer for term in quotient.as_coefficients_dict().values())
 
 
 @given(PRODUCTS, PRODUCTS)
-def test_what_was_multiplied_is_found_again(one: sympy.Expr, other: sympy.Expr) -> None:
-    assert ratio(sympy.expand(one * other), other) == one
+def test_the_ratio_of_a_product_is_its_factor(first: sympy.Expr, second: sympy.Expr) -> None:
+    assert ratio(sympy.expand(first * second), second) == first
 
 
 @given(PRODUCTS, PRODUCTS, PRODUCTS)
-def test_sums_have_no_ratio_that_they_are_not(one: sympy.Expr, other: sympy.Expr, unit: sympy.Expr) -> None:
-    found = ratio(one + other, unit)
-    assert found is None or sympy.expand(found * unit) == one + other
+def test_sums_have_no_ratio_that_they_are_not(first: sympy.Expr, second: sympy.Expr, unit: sympy.Expr) -> None:
+    quotient = ratio(first + second, unit)
+    assert quotient is None or sympy.expand(quotient * unit) == first + second
