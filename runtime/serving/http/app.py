@@ -18,37 +18,37 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moepass import __version__
 from moepass.models.limits import MOST_BODY_BYTES
-from moepass.runtime.serving.http import looking, server_routes
+from moepass.runtime.serving.http import server_routes, status_page
 from moepass.runtime.serving.http.tracing import TracingMiddleware, configured_tracer
+from moepass.runtime.serving.http.version import VERSION
 from moepass.runtime.serving.requests.backend import Backend
 from moepass.runtime.serving.routes import (
     chat,
     completions,
-    decisions,
+    decision_routes,
+    pooling,
     rerank,
     scores,
     systemone,
     token_routes,
-    vectors,
 )
 from moepass.runtime.serving.routes.errors import ErrorReply, HttpError, add_handlers, error_response, response_of
-from moepass.runtime.serving.routes.service import Call, Route, Service, new_id, reply
+from moepass.runtime.serving.routes.service import Call, Route, Service, json_response, new_id
 
 ROUTES: tuple[Route, ...] = tuple(
     route
     for family in (
-        decisions,
+        decision_routes,
         systemone,
         scores,
         completions,
         chat,
         token_routes,
-        vectors,
+        pooling,
         rerank,
         server_routes,
-        looking,
+        status_page,
     )
     for route in family.ROUTES
 )
@@ -61,7 +61,8 @@ _CLIENT_GONE = 499
 
 def create_app(service: Service) -> FastAPI:
     """The application that answers with `service`; it is traced where the process or its environment asks for that."""
-    app = FastAPI(title="moepass", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(title="moepass", version=VERSION, docs_url=None, redoc_url=None, redirect_slashes=False)
+    schemas, components = _schemas()
     for route in ROUTES:
         if route.method == "GET":  # load balancers ask with HEAD; uvicorn leaves the body out
             app.add_api_route(route.path, _endpoint(route, service), methods=["HEAD"], include_in_schema=False)
@@ -71,7 +72,7 @@ def create_app(service: Service) -> FastAPI:
             methods=[route.method],
             operation_id=f"{route.method.lower()}{route.path.replace('/', '_')}",
             response_class=Response,
-            openapi_extra=_description(route),
+            openapi_extra=_description(route, schemas),
         )
     add_handlers(app)
     asking = frozenset(route.path for route in ROUTES if route.bodies and route.asks_model)
@@ -80,11 +81,10 @@ def create_app(service: Service) -> FastAPI:
     if tracer is not None:
         app.add_middleware(TracingMiddleware, tracer=tracer)
     describe = app.openapi
-    _, schemas = _schemas()
 
     def openapi() -> dict[str, Any]:
         document = describe()
-        document.setdefault("components", {})["schemas"] = schemas
+        document.setdefault("components", {})["schemas"] = components
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]  # the way that FastAPI documents
@@ -114,7 +114,7 @@ async def _answer(request: HttpRequest, call: Call, route: Route) -> Response:
         if not work.done():
             return error_response(_CLIENT_GONE, "the client has closed the connection")
         found = work.result()
-        return found if isinstance(found, Response) else reply(found)
+        return found if isinstance(found, Response) else json_response(found)
     finally:
         # A cancelled call frees its place in the backend.
         for task in (work, gone):
@@ -237,8 +237,7 @@ def _schemas() -> tuple[dict[Any, Any], dict[str, Any]]:
     return dict(zip(kinds, found, strict=True)), components
 
 
-def _description(route: Route) -> dict[str, Any]:
-    schemas, _ = _schemas()
+def _description(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
 
     def content(kinds: tuple[Any, ...]) -> dict[str, Any]:
         schema = schemas[kinds[0]] if len(kinds) == 1 else {"anyOf": [schemas[kind] for kind in kinds]}

@@ -7,7 +7,7 @@ from types import FrameType
 import uvicorn
 
 from moepass.runtime.serving.http.app import create_app
-from moepass.runtime.serving.http.patience import DEFAULT_LIMITS, ConnectionLimits, patient_protocol
+from moepass.runtime.serving.http.patience import DEFAULT_LIMITS, ConnectionLimits, limited_protocol
 from moepass.runtime.serving.routes.service import Service
 
 
@@ -28,7 +28,7 @@ def server_of(
     """A server of `service`, to be run with a socket of `open_socket`; it drains for at most `drain_seconds`."""
     config = uvicorn.Config(
         create_app(service),
-        http=patient_protocol(limits),
+        http=limited_protocol(limits),
         lifespan="off",
         log_level="warning",
         access_log=False,

@@ -40,7 +40,7 @@ class ConnectionLimits:
 DEFAULT_LIMITS = ConnectionLimits()
 
 
-class PatientProtocol(H11Protocol):
+class LimitedProtocol(H11Protocol):
     """One timer for a connection, which costs a request nothing."""
 
     def __init__(self, *given: Any, limits: ConnectionLimits, **named: Any) -> None:
@@ -107,6 +107,6 @@ class RefusedConnection(asyncio.Protocol):
             self._end.cancel()
 
 
-def patient_protocol(limits: ConnectionLimits) -> Any:
+def limited_protocol(limits: ConnectionLimits) -> Any:
     """What uvicorn makes the protocol of each connection with."""
-    return functools.partial(PatientProtocol, limits=limits)
+    return functools.partial(LimitedProtocol, limits=limits)

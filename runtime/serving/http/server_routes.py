@@ -9,11 +9,11 @@ from typing import Any, Literal
 import msgspec
 from fastapi.responses import Response
 
-from moepass import __version__
 from moepass.models.errors import InputError
 from moepass.runtime.serving.http.metrics_text import MEDIA_TYPE, metrics_text
+from moepass.runtime.serving.http.version import VERSION
 from moepass.runtime.serving.requests.backend import ServingState
-from moepass.runtime.serving.routes import chat, completions, decisions, rerank, scores, systemone, vectors
+from moepass.runtime.serving.routes import chat, completions, decision_routes, pooling, rerank, scores, systemone
 from moepass.runtime.serving.routes.errors import ErrorReply, error_response
 from moepass.runtime.serving.routes.service import Call, EmptyReply, Route
 
@@ -69,7 +69,7 @@ async def ping(call: Call) -> EmptyReply | Response:
 
 
 async def version(call: Call) -> VersionReply:
-    return VersionReply(__version__)
+    return VersionReply(VERSION)
 
 
 async def metrics(call: Call) -> Response:
@@ -87,7 +87,7 @@ async def invoke(call: Call) -> Any:
 def _meant(body: dict[str, Any]) -> Callable[[Call], Awaitable[Any]]:
     known: tuple[tuple[str, Callable[[Call], Awaitable[Any]]], ...] = (
         ("state", systemone.systemone),
-        ("questions", decisions.create_decision),
+        ("questions", decision_routes.create_decision),
         ("messages", chat.chat),
         ("prompt", completions.complete),
         ("label_token_ids", scores.score),
@@ -95,8 +95,8 @@ def _meant(body: dict[str, Any]) -> Callable[[Call], Awaitable[Any]]:
         ("text_1", scores.score),
         ("documents", rerank.rerank),
         ("texts", rerank.rerank),
-        ("input", vectors.embed),
-        ("inputs", vectors.embed_plain),
+        ("input", pooling.embed),
+        ("inputs", pooling.embed_plain),
     )
     for field, handler in known:
         if field in body:
@@ -108,22 +108,13 @@ def _meant(body: dict[str, Any]) -> Callable[[Call], Awaitable[Any]]:
     )
 
 
-_BODIES = tuple(
-    dict.fromkeys(
-        body
-        for module in (systemone, decisions, chat, completions, scores, rerank, vectors)
-        for route in module.ROUTES
-        for body in route.bodies
-    )
-)
-_REPLIES = tuple(
-    dict.fromkeys(
-        found
-        for module in (systemone, decisions, chat, completions, scores, rerank, vectors)
-        for route in module.ROUTES
-        for found in route.replies
-    )
-)
+_MODEL_ROUTES = [
+    route
+    for module in (systemone, decision_routes, chat, completions, scores, rerank, pooling)
+    for route in module.ROUTES
+]
+_BODIES = tuple(dict.fromkeys(body for route in _MODEL_ROUTES for body in route.bodies))
+_REPLIES = tuple(dict.fromkeys(kind for route in _MODEL_ROUTES for kind in route.replies))
 
 ROUTES = (
     Route("GET", "/v1/models", models, (), (ModelList,)),

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moepass import __version__
+from moepass.runtime.serving.http.version import VERSION
 from moepass.runtime.serving.routes.service import AnsweredRequest, Call
 
 if TYPE_CHECKING:
@@ -55,14 +55,14 @@ def configured_tracer(environment: Mapping[str, str]) -> Tracer | None:
 
         provider = trace.get_tracer_provider()
         if isinstance(provider, TracerProvider):
-            return provider.get_tracer("moepass", __version__)
+            return provider.get_tracer("moepass", VERSION)
     asking = [name for name in _ASKING if environment.get(name)]
     names = environment.get("OTEL_TRACES_EXPORTER") or "otlp"
     if not asking or names == "none":
         return None
     try:
         exporters = [_exporter(name.strip(), environment) for name in names.split(",")]
-        return _provider(exporters, environment).get_tracer("moepass", __version__)
+        return _provider(exporters, environment).get_tracer("moepass", VERSION)
     except (ImportError, LookupError) as error:
         logger.warning(
             "%s asks for traces, and there are none: %s; pip install 'moepass[otel]' installs what they need",

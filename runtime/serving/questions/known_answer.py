@@ -12,8 +12,8 @@ import numpy as np
 
 from moepass.models.checkpoint.checkpoint_folders import PROMPT_FILE, KnownAnswer
 from moepass.models.errors import CheckpointError, InputError
-from moepass.runtime.serving.questions.ask_questions import QuestionTree
 from moepass.runtime.serving.questions.prompts import PromptWriter
+from moepass.runtime.serving.questions.question_tree import QuestionTree
 from moepass.runtime.serving.questions.request_tree import RequestTree, TreeAnswer
 from moepass.runtime.serving.questions.wordings import SYSTEMONE, Option, Question
 from moepass.runtime.serving.requests.answer import Answer

@@ -21,8 +21,8 @@ from moepass.runtime.serving.routes.completions import (
     event_stream,
     usage_of,
 )
-from moepass.runtime.serving.routes.inputs import Content, content_text
-from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt, new_id, reply
+from moepass.runtime.serving.routes.message_text import Content, content_text
+from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt, json_response, new_id
 
 
 class ChatMessage(msgspec.Struct):
@@ -131,7 +131,7 @@ async def chat(call: Call) -> Response:
     usage = usage_of(call, [len(prompt)], 1)
     identity = (new_id("chatcmpl"), int(time.time()), call.model)
     if not body.stream:
-        return reply(ChatReply(*identity, [ChatChoice(message, found, finish)], usage))
+        return json_response(ChatReply(*identity, [ChatChoice(message, found, finish)], usage))
     chunks = [ChatChunk(*identity, [ChunkChoice(message, found, finish)])]
     if (body.stream_options or StreamOptions()).include_usage:
         chunks.append(ChatChunk(*identity, [], usage))

@@ -21,8 +21,8 @@ from moepass.runtime.serving.questions.request_tree import NO_NUMBERS, RequestTr
 from moepass.runtime.serving.questions.token_texts import TokenTexts
 from moepass.runtime.serving.requests.request import Tokens
 from moepass.runtime.serving.routes.errors import DecodingError
-from moepass.runtime.serving.routes.scores import Inputs, check_answer, prompt_list
-from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt, new_id, reply
+from moepass.runtime.serving.routes.prompt_inputs import Inputs, check_answer_size, parse_prompts
+from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt, json_response, new_id
 
 # JSON has no infinity; OpenAI writes this for a token that is next to impossible.
 LEAST_LOG_PROBABILITY = -9999.0
@@ -100,7 +100,7 @@ async def complete(call: Call) -> Response:
     call.need_predictions()
     prompts = await call.prepare(_prompts, call, body)
     listed = sum(map(len, prompts)) if body.echo else len(prompts)
-    check_answer(0 if body.logprobs is None else listed * (1 + body.logprobs))
+    check_answer_size(0 if body.logprobs is None else listed * (1 + body.logprobs))
     trees = []
     for place, prompt in enumerate(prompts):
         tree = RequestTree(call.writer.most_tokens)
@@ -119,7 +119,7 @@ async def complete(call: Call) -> Response:
     usage = usage_of(call, [len(prompt) for prompt in prompts], body.max_tokens or 0)
     whole = CompletionReply(new_id("cmpl"), int(time.time()), call.model, choices, usage)
     if not body.stream:
-        return reply(whole)
+        return json_response(whole)
     options = body.stream_options or StreamOptions()
     chunks = [msgspec.structs.replace(whole, choices=[choice], usage=None) for choice in choices]
     if options.include_usage:
@@ -128,7 +128,7 @@ async def complete(call: Call) -> Response:
 
 
 def _prompts(call: Call, body: CompletionBody) -> list[Tokens]:
-    prompts = prompt_list(call, body.prompt, "prompt")
+    prompts = parse_prompts(call, body.prompt, "prompt")
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if texts:
         return call.writer.encode_plain(texts, add_special=body.add_special_tokens, name="prompt")

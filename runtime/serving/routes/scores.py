@@ -9,24 +9,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 
 from moepass.models.errors import InputError
-from moepass.models.limits import MOST_ANSWER_NUMBERS, MOST_ITEMS, MOST_LABELS, check_limit
+from moepass.models.limits import MOST_LABELS
 from moepass.runtime.serving.questions.labels import score_labels
 from moepass.runtime.serving.questions.relevance import PairTree
 from moepass.runtime.serving.questions.request_tree import RequestTree
 from moepass.runtime.serving.requests.request import Tokens
-from moepass.runtime.serving.routes.decisions import TokenUsage
-from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt, new_id
+from moepass.runtime.serving.routes.prompt_inputs import TextOrTokens, check_answer_size, check_count, check_token_ids
+from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt, TokenUsage, new_id
 
-TextOrTokens = str | list[int]
-# A text, or a list of texts, of token ids, or of lists of token ids.
-Inputs = str | list[str | int | list[int]]
 LabelIds = Annotated[list[int], Meta(min_length=1, max_length=MOST_LABELS)]
 
 
@@ -92,7 +89,7 @@ async def score(call: Call) -> LabelScoreReply | PairScoreReply:
         return await _score_pairs(call)
     body = call.body(LabelScoreBody)
     scores, masses = await _label_scores(call, body, add_special=True)
-    return LabelScoreReply(scores, masses, call.model, TokenUsage(call.tokens, call.tokens))
+    return LabelScoreReply(scores, masses, call.model, call.usage)
 
 
 async def generative_score(call: Call) -> PairScoreReply:
@@ -130,20 +127,19 @@ async def _score_pairs(call: Call) -> PairScoreReply:
 
 def _pair_reply(call: Call, scores: Sequence[float]) -> PairScoreReply:
     data = [PairScore(index, value) for index, value in enumerate(scores)]
-    usage = TokenUsage(call.tokens, call.tokens)
-    return PairScoreReply(new_id("score"), call.service.created, call.model, data, usage)
+    return PairScoreReply(new_id("score"), call.service.created, call.model, data, call.usage)
 
 
 async def _label_scores(
     call: Call, body: LabelScoreBody, *, add_special: bool
 ) -> tuple[list[list[float]], list[float]]:
     items = [body.items] if isinstance(body.items, str) else body.items
-    check_items(items)
+    check_count(items, "items")
     check_token_ids(call, body.label_token_ids, "label_token_ids")
     if len(set(body.label_token_ids)) < len(body.label_token_ids):
         raise InputError("label_token_ids holds an id twice; each must be unique", name="label_token_ids")
     call.need_predictions()
-    check_answer(len(items) * len(body.label_token_ids))
+    check_answer_size(len(items) * len(body.label_token_ids))
     sequences = await call.prepare(_joined, call, body, items, add_special)
     tree = RequestTree(call.writer.most_tokens)
     numbers = [tree.add(tokens, f"items[{place}] with the query") for place, tokens in enumerate(sequences)]
@@ -183,61 +179,13 @@ async def pair_scores(
     call: Call, pairs: Sequence[tuple[str, str]], salt: str | None, priority: int, names: tuple[str, str]
 ) -> list[float]:
     """How relevant the second text of each pair is to the first, from 0 to 1. `names`: the fields that they are in."""
-    check_items(pairs, names[1])
+    check_count(pairs, names[1])
     status = call.service.backend.status()
     has_classes = status.vector == "class scores"
     if not has_classes:
         call.need_predictions()
     tree = await call.prepare(PairTree, call.writer, pairs, by_class_scores=has_classes, names=names)
     return tree.scores(await call.answer_tree(tree.tree, salt, priority))
-
-
-def check_items(items: Sequence[Any], name: str = "items") -> None:
-    """Raises InputError for no items or too many."""
-    if not 1 <= len(items) <= MOST_ITEMS:
-        raise InputError(
-            f"{name} has {len(items)} entries; a request takes 1 to {MOST_ITEMS}",
-            name=name,
-            value=len(items),
-            expected=range(1, MOST_ITEMS + 1),
-        )
-
-
-def check_answer(numbers: int) -> None:
-    """Raises TooLargeError for an answer of more numbers than one may have."""
-    check_limit("the number of numbers in this answer", numbers, MOST_ANSWER_NUMBERS, "ask in several requests")
-
-
-def check_token_ids(call: Call, tokens: Sequence[int], name: str) -> None:
-    """Raises InputError for a token id that the model does not have."""
-    most = call.service.backend.status().vocabulary_size
-    for token in tokens:
-        if not 0 <= token < most:
-            raise InputError(
-                f"{name} holds the token id {token}; this model has 0 to {most - 1}",
-                name=name,
-                value=token,
-                expected=range(most),
-            )
-
-
-def prompt_list(call: Call, given: Inputs, name: str) -> list[str] | list[Tokens]:
-    """One prompt or several, as texts or as token ids: a list of either. Raises InputError for a mixture."""
-    if isinstance(given, str):
-        return [given]
-    check_items(given, name)
-    whole = [given] if isinstance(given[0], int) else given
-    texts = [one for one in whole if isinstance(one, str)]
-    if len(texts) == len(whole):
-        return texts
-    tokens = []
-    for one in whole:
-        ids = [token for token in one if isinstance(token, int)] if isinstance(one, list) else []
-        if not isinstance(one, list) or len(ids) < len(one):
-            raise InputError(f"{name} mixes texts and token ids; give one kind", name=name)
-        check_token_ids(call, ids, name)
-        tokens.append(np.array(ids, np.int32))
-    return tokens
 
 
 ROUTES = (

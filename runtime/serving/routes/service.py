@@ -182,14 +182,14 @@ class Call:
 
     async def answer_tree(self, tree: RequestTree, salt: str | None = None, priority: int = 0) -> TreeAnswer:
         """As `answer`, for what a tree asks."""
-        request = await self.prepare(tree.request, self.id, salt_bytes(salt))
+        request = await self.prepare(tree.request, self.id, (salt or "").encode())
         return TreeAnswer(tree, await self.answer(request, priority))
 
     async def answer_trees(
         self, trees: Sequence[RequestTree], salt: str | None = None, priority: int = 0
     ) -> list[TreeAnswer]:
         """Each tree as a request of its own. All are admitted or none; where one fails, the others are cancelled."""
-        requests = [tree.request(f"{self.id}-{number}", salt_bytes(salt)) for number, tree in enumerate(trees)]
+        requests = [tree.request(f"{self.id}-{number}", (salt or "").encode()) for number, tree in enumerate(trees)]
         self.service.backend.check_room()
         answers = await together([self.answer(request, priority, is_admitted=True) for request in requests])
         return [TreeAnswer(tree, answer) for tree, answer in zip(trees, answers, strict=True)]
@@ -198,6 +198,11 @@ class Call:
     def tokens(self) -> int:
         """Tokens of all requests of this call so far; what they share is counted once in each."""
         return sum(answered.usage.tokens for answered in self.answered)
+
+    @property
+    def usage(self) -> TokenUsage:
+        """The tokens of all requests of this call so far, as most APIs report them."""
+        return TokenUsage(self.tokens, self.tokens)
 
     @property
     def cached_tokens(self) -> int:
@@ -228,13 +233,21 @@ class Route:
         return known | _CHANGING_FIELDS.keys() if known else known
 
 
+class TokenUsage(msgspec.Struct):
+    """Tokens of a request; none are decoded, so `completion_tokens` is 0."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int = 0
+
+
 class EmptyReply(msgspec.Struct):
     """Nothing but that it was answered."""
 
 
-def reply(value: Any, headers: dict[str, str] | None = None) -> Response:
-    """`value` as a JSON response."""
-    return Response(msgspec.json.encode(value), headers=headers, media_type="application/json")
+def json_response(value: Any) -> Response:
+    """Return `value` as a JSON response with status 200."""
+    return Response(msgspec.json.encode(value), media_type="application/json")
 
 
 async def together(awaited: Sequence[Awaitable[_Result]]) -> list[_Result]:
@@ -246,10 +259,6 @@ async def together(awaited: Sequence[Awaitable[_Result]]) -> list[_Result]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def salt_bytes(salt: str | None) -> bytes:
-    return (salt or "").encode()
 
 
 def new_id(prefix: str) -> str:

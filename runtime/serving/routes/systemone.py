@@ -7,12 +7,13 @@ from typing import Any
 import msgspec
 
 from moepass.models.errors import InputError
-from moepass.models.limits import MOST_CHOICES, MOST_QUESTIONS
-from moepass.runtime.serving.questions.ask_questions import QuestionAnswer, QuestionTree, check_options
+from moepass.models.limits import MOST_QUESTIONS
 from moepass.runtime.serving.questions.confidence import confidence, expected_level
+from moepass.runtime.serving.questions.question_tree import QuestionAnswer, QuestionTree, checked_question
 from moepass.runtime.serving.questions.wordings import SYSTEMONE, Option, Question
-from moepass.runtime.serving.routes.decisions import JsonText, ask_tree
-from moepass.runtime.serving.routes.inputs import json_text
+from moepass.runtime.serving.routes.decision_routes import JsonText, ask_tree
+from moepass.runtime.serving.routes.message_text import check_not_blank, json_text
+from moepass.runtime.serving.routes.prompt_inputs import check_count
 from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt
 
 
@@ -84,13 +85,7 @@ async def systemone(call: Call) -> SystemoneReply:
     call.need_predictions()
     if body.assets:
         raise InputError("assets holds images; this server takes text and JSON alone", name="assets")
-    if not 1 <= len(body.questions) <= MOST_QUESTIONS:
-        raise InputError(
-            f"there are {len(body.questions)} questions; a request takes 1 to {MOST_QUESTIONS}",
-            name="questions",
-            value=len(body.questions),
-            expected=range(1, MOST_QUESTIONS + 1),
-        )
+    check_count(body.questions, "questions", MOST_QUESTIONS)
     tree = await call.prepare(_tree, call, body)
     answers = await ask_tree(call, tree, body.cache_salt, body.priority)
     found = {}
@@ -102,9 +97,7 @@ async def systemone(call: Call) -> SystemoneReply:
 
 
 def _tree(call: Call, body: SystemoneBody) -> QuestionTree:
-    text = json_text(body.state, compact=False)
-    if not text.strip():
-        raise InputError("state is blank; give a text", name="state")
+    text = check_not_blank(json_text(body.state, compact=False), "state")
     names = [f"questions[{name!r}]" for name in body.questions]
     asked = [_question(question, name) for question, name in zip(body.questions.values(), names, strict=True)]
     return QuestionTree(
@@ -124,12 +117,12 @@ def _question(question: NoulQuestion | ChoiceQuestion | ScoreQuestion, name: str
             return Question("predicate", text, tuple(options))
         case ChoiceQuestion():
             options = [Option(key, json_text(value, compact=False)) for key, value in question.criteria.items()]
-            asked = Question("choice", text, tuple(options))
+            return checked_question("choice", text, options, name, "criteria")
         case ScoreQuestion():
-            levels = [json_text(level, compact=False) for level in question.criteria]
-            asked = Question("score", text, tuple(Option(str(place), level) for place, level in enumerate(levels)))
-    check_options(asked, name, MOST_CHOICES, "criteria")
-    return asked
+            levels = [
+                Option(str(number), json_text(level, compact=False)) for number, level in enumerate(question.criteria)
+            ]
+            return checked_question("score", text, levels, name, "criteria")
 
 
 def _reply(

@@ -11,8 +11,8 @@ from moepass.models.limits import MOST_REQUEST_TOKENS, check_limit
 from moepass.runtime.serving.questions.token_texts import TokenTexts
 from moepass.runtime.serving.requests.request import Tokens
 from moepass.runtime.serving.routes.chat import ChatMessage
-from moepass.runtime.serving.routes.inputs import content_text
-from moepass.runtime.serving.routes.scores import check_token_ids
+from moepass.runtime.serving.routes.message_text import content_text
+from moepass.runtime.serving.routes.prompt_inputs import check_token_ids
 from moepass.runtime.serving.routes.service import Call, Route
 
 

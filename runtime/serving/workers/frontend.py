@@ -41,23 +41,23 @@ from moepass.runtime.serving.router.decisions import Assignment, Withdrawal
 from moepass.runtime.serving.router.routable import FlopsFormula, routable_request
 from moepass.runtime.serving.router.router import RankRouter
 from moepass.runtime.serving.workers.frontend_limits import FrontendLimits
-from moepass.runtime.serving.workers.looks import Looks
 from moepass.runtime.serving.workers.messages import (
     Alive,
     Cancel,
     Drain,
-    Look,
     RankReady,
     RequestFailed,
     Run,
-    Seen,
     Started,
+    StatusReport,
+    StatusRequest,
     StepDone,
     ToRank,
     decode_from_rank,
     encode,
 )
 from moepass.runtime.serving.workers.rank_names import parsed_rank_name, rank_name
+from moepass.runtime.serving.workers.rank_status import RankStatusPoller
 from moepass.runtime.serving.workers.rank_views import rank_views
 from moepass.runtime.serving.workers.rank_watch import LOOK_SECONDS, HangLimits, RankWatch
 from moepass.runtime.serving.workers.request_times import RequestTimes
@@ -129,7 +129,7 @@ class Frontend:
         self._compilations: dict[int, int] = {}
         self._watch = RankWatch(hangs)
         self._tasks: list[asyncio.Task[None]] = []
-        self._looks = Looks(lambda rank: self._send(rank, Look()))
+        self._status_poller = RankStatusPoller(lambda rank: self._send(rank, StatusRequest()))
         self._times = RequestTimes()
         self.counters = ServingCounters()
 
@@ -235,7 +235,7 @@ class Frontend:
 
     async def view(self) -> BackendView:
         """As `Backend.view`."""
-        seen = await self._looks.ask(list(self._facts))
+        seen = await self._status_poller.ask(list(self._facts))
         running = sum(waiting.began is not None for waiting in self._waiting.values())
         attempts, assigned = self._supervisor.attempts, self._assigned.values()
         ranks = rank_views(self._ranks, self._router, self._facts, attempts, assigned, seen)
@@ -322,8 +322,8 @@ class Frontend:
 
     def _heard(self, rank: int, content: bytes) -> None:
         message = decode_from_rank(content)
-        if isinstance(message, Seen):  # which says nothing of how long a step takes
-            self._looks.heard(rank, message.engine)
+        if isinstance(message, StatusReport):  # which says nothing of how long a step takes
+            self._status_poller.heard(rank, message.engine)
             return
         self._watch.heard(rank, time.monotonic(), message.busy_seconds if isinstance(message, Alive) else None)
         if isinstance(message, Alive):
@@ -408,7 +408,7 @@ class Frontend:
         for rank in ranks:
             self._watch.forget(rank)
             self._facts.pop(rank, None)
-            self._looks.lost(rank)
+            self._status_poller.lost(rank)
             self._compilations.pop(rank, None)
             self.counters.ranks_lost += 1
             self._assigned = {

@@ -73,18 +73,18 @@ class Alive(msgspec.Struct, frozen=True, tag=True):
     busy_seconds: float
 
 
-class Look(msgspec.Struct, frozen=True, tag=True):
+class StatusRequest(msgspec.Struct, frozen=True, tag=True):
     """To a rank: say what you are doing. It answers at once, while a step runs, too."""
 
 
-class Seen(msgspec.Struct, frozen=True, tag=True):
+class StatusReport(msgspec.Struct, frozen=True, tag=True):
     """From a rank: what it is doing."""
 
     engine: EngineView
 
 
-ToRank = Run | Cancel | Drain | Look
-FromRank = RankReady | Started | StepDone | RequestFailed | Alive | Seen
+ToRank = Run | Cancel | Drain | StatusRequest
+FromRank = RankReady | Started | StepDone | RequestFailed | Alive | StatusReport
 
 
 def extension_of_array(value: Any) -> msgspec.msgpack.Ext:
@@ -135,24 +135,3 @@ def _refusing(data: bytes) -> Iterator[None]:
         yield
     except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
         raise InputError(f"{len(data)} bytes are no message: {error}", name="message") from error
-
-
-__all__ = [
-    "Alive",
-    "Cancel",
-    "Drain",
-    "FromRank",
-    "Look",
-    "RankReady",
-    "RequestFailed",
-    "Run",
-    "Seen",
-    "Started",
-    "StepDone",
-    "ToRank",
-    "array_of_extension",
-    "decode_for_rank",
-    "decode_from_rank",
-    "encode",
-    "extension_of_array",
-]

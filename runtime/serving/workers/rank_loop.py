@@ -30,12 +30,12 @@ from moepass.runtime.serving.workers.messages import (
     Cancel,
     Drain,
     FromRank,
-    Look,
     RankReady,
     RequestFailed,
     Run,
-    Seen,
     Started,
+    StatusReport,
+    StatusRequest,
     StepDone,
     decode_for_rank,
     encode,
@@ -149,8 +149,8 @@ class Mailbox:
         if isinstance(message, Drain):
             self._end(drop=False)
             return
-        if isinstance(message, Look):
-            self._socket.send(encode(Seen(self._look())))
+        if isinstance(message, StatusRequest):
+            self._socket.send(encode(StatusReport(self._look())))
             return
         taken = {}
         for request in message.requests if isinstance(message, Run) else ():

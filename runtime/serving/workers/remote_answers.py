@@ -22,7 +22,7 @@ _ERRORS: dict[str, type[MoepassError]] = {
 }
 
 
-class AskedRequest(msgspec.Struct, frozen=True):
+class RemoteRequest(msgspec.Struct, frozen=True):
     request: Request
     priority: int
     timeout_seconds: float
@@ -42,7 +42,7 @@ class NoAnswerReply(msgspec.Struct, frozen=True, tag=True):
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=extension_of_array)
-_asked = msgspec.msgpack.Decoder(AskedRequest, ext_hook=array_of_extension)
+_asked = msgspec.msgpack.Decoder(RemoteRequest, ext_hook=array_of_extension)
 _reply: msgspec.msgpack.Decoder[AnswerReply | NoAnswerReply] = msgspec.msgpack.Decoder(
     AnswerReply | NoAnswerReply, ext_hook=array_of_extension
 )
@@ -50,7 +50,7 @@ _reply: msgspec.msgpack.Decoder[AnswerReply | NoAnswerReply] = msgspec.msgpack.D
 
 def encode_asked(request: Request, priority: int, timeout_seconds: float) -> bytes:
     """What `answer_asked` takes."""
-    return _encoder.encode(AskedRequest(request, priority, timeout_seconds))
+    return _encoder.encode(RemoteRequest(request, priority, timeout_seconds))
 
 
 async def answer_asked(backend: Backend, asked: bytes) -> bytes:

@@ -27,7 +27,7 @@ from moepass.runtime.serving.requests.backend import (
     QueueFullError,
     SequenceTooLongError,
 )
-from moepass.runtime.serving.routes import scores, service
+from moepass.runtime.serving.routes import prompt_inputs, service
 from moepass.runtime.serving.routes.server_settings import ServerSettings
 from tests.helpers.serving.served import CHAT_TEMPLATE, Served, served
 
@@ -519,7 +519,7 @@ def test_too_many_items_and_tokens_are_refused(base: Served) -> None:
 
 @pytest.mark.slow
 def test_answers_of_too_many_numbers_are_refused_unasked(base: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scores, "MOST_ANSWER_NUMBERS", 5)
+    monkeypatch.setattr(prompt_inputs, "MOST_ANSWER_NUMBERS", 5)
     asked = len(base.backend.requests)
     for path, body in (
         ("/v1/score", {"query": "a", "items": ["a", "b"], "label_token_ids": [5, 6, 7]}),

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.serving.browser import BROWSER, Page, browser_page
+from tests.helpers.serving.example_view import VIEW
 from tests.helpers.serving.served import CHAT_TEMPLATE, Served, served
-from tests.runtime.serving.http.test_state_route import VIEW
 
 pytestmark = [
     pytest.mark.slow,

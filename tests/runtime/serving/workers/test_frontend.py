@@ -7,92 +7,34 @@ import contextlib
 import dataclasses
 import os
 import signal
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from moepass.models.errors import InputError
-from moepass.runtime.serving.engine.step_engine import EngineFacts
 from moepass.runtime.serving.requests.answer import Answer
 from moepass.runtime.serving.requests.backend import AnswerTimeoutError, NotServingError, QueueFullError
-from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead
+from moepass.runtime.serving.requests.request import Request, TokenPiece
 from moepass.runtime.serving.requests.view import BackendView, EngineView
-from moepass.runtime.serving.router.prefix_router import PrefixRouter
-from moepass.runtime.serving.router.routable import FlopsFormula
-from moepass.runtime.serving.router.router import RankRouter
-from moepass.runtime.serving.workers.frontend import HANGS, Frontend
+from moepass.runtime.serving.workers.frontend import Frontend
 from moepass.runtime.serving.workers.frontend_limits import FrontendLimits
-from moepass.runtime.serving.workers.messages import RankReady, Seen, encode
+from moepass.runtime.serving.workers.messages import RankReady, StatusReport, encode
 from moepass.runtime.serving.workers.rank_watch import HangLimits
 from moepass.runtime.serving.workers.supervisor import RankCommand, RankStartError
 from tests.helpers.serving import sum_rank
-
-KEY = bytes(range(32))
-TIMEOUT = 30.0
-NO_LIMITS = FrontendLimits()
-
-
-class TokensFormula:
-    def flops(self, prefix_tokens: int, new_tokens: int) -> int:
-        return new_tokens
-
-
-def make_router(ranks: int, formula: FlopsFormula, facts: list[EngineFacts]) -> RankRouter:
-    saturation = 2 * facts[0].saturation_flops
-    return PrefixRouter(ranks, formula, saturation_flops=saturation, flops_per_second=facts[0].flops_per_second)
-
-
-@contextlib.asynccontextmanager
-async def serving(
-    folder: Path,
-    ranks: int = 2,
-    options: Callable[[int, int], tuple[str, ...]] = lambda rank, attempt: (),
-    limits: FrontendLimits = NO_LIMITS,
-    ends_together: bool = False,
-    hangs: HangLimits = HANGS,
-) -> AsyncIterator[Frontend]:
-    def command(rank: int, attempt: int, endpoint: str) -> RankCommand:
-        given = (endpoint, str(rank), str(attempt), *options(rank, attempt))
-        return RankCommand((sys.executable, sum_rank.__file__, *given), b"options")
-
-    frontend = Frontend(
-        ranks,
-        command,
-        endpoint=f"ipc://{folder}/ranks",
-        formula=TokensFormula(),
-        make_router=make_router,
-        key=KEY,
-        limits=limits,
-        ends_together=ends_together,
-        hangs=hangs,
-    )
-    try:
-        await frontend.start()
-        yield frontend
-    finally:
-        await frontend.close(10)
-
-
-def run(work: Awaitable[None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 60))  # type: ignore[arg-type]
-
-
-def request(number: int, questions: int = 0) -> Request:
-    prompt = np.arange(1, 20 + number % 7, dtype=np.int32)
-    read = (TokenRead(0, np.array([1], np.int32)),)
-    parts = tuple(TokenPiece(0, np.array([number % 500 + part], np.int32), read) for part in range(questions))
-    return Request("the client's name", (TokenPiece(-1, prompt, read), *parts))
-
-
-def is_right(asked: Request, answer: Answer) -> bool:
-    expected: list[float] = []
-    for piece in asked.pieces:
-        expected.append((expected[piece.parent] if piece.parent >= 0 else 0) + float(piece.tokens.sum()))
-    found = [piece.reads[0].log_probabilities[0] for piece in answer.pieces]
-    return answer.id == asked.id and found == expected
+from tests.helpers.serving.sum_frontend import (
+    KEY,
+    NO_LIMITS,
+    TIMEOUT,
+    TokensFormula,
+    is_right,
+    make_router,
+    request,
+    run,
+    serving,
+    slow,
+)
 
 
 def test_ranks_are_seen_while_others_still_start(tmp_path: Path) -> None:
@@ -107,16 +49,12 @@ def test_ranks_are_seen_while_others_still_start(tmp_path: Path) -> None:
         frontend._heard(0, encode(RankReady(sum_rank.SumEngine.facts)))
         looking = asyncio.create_task(frontend.view())
         await asyncio.sleep(0)
-        frontend._heard(0, encode(Seen(EngineView(cache_blocks=3))))
+        frontend._heard(0, encode(StatusReport(EngineView(cache_blocks=3))))
         ranks = (await looking).ranks
         assert [(rank.state, rank.engine.cache_blocks) for rank in ranks] == [("ready", 3), ("starting", 0)]
         frontend._context.destroy(linger=0)
 
     run(work())
-
-
-def slow(rank: int, attempt: int) -> tuple[str, ...]:
-    return ("--step-seconds", "0.05")
 
 
 def test_every_request_gets_its_own_answer(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from moepass.runtime.serving.workers.frontend import Frontend
 from moepass.runtime.serving.workers.launched_ranks import LaunchedRank, ServerWatch, WatchedProcess, announce
 from moepass.runtime.serving.workers.supervisor import RankLostError
 from tests.helpers.serving import sum_rank
-from tests.runtime.serving.workers.test_frontend import (
+from tests.helpers.serving.sum_frontend import (
     KEY,
     NO_LIMITS,
     TIMEOUT,

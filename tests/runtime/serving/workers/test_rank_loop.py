@@ -20,12 +20,12 @@ from moepass.runtime.serving.workers.messages import (
     Cancel,
     Drain,
     FromRank,
-    Look,
     RankReady,
     RequestFailed,
     Run,
-    Seen,
     Started,
+    StatusReport,
+    StatusRequest,
     StepDone,
     ToRank,
     decode_from_rank,
@@ -196,8 +196,8 @@ def test_a_rank_says_what_it_does_while_a_step_runs(frontend: Frontend) -> None:
     frontend.engine.gate.clear()
     frontend.send(Run((request("a"),)))
     assert frontend.receive() == Started(("a",))
-    frontend.send(Look())
-    assert frontend.receive() == Seen(EngineView(cache_blocks=7))
+    frontend.send(StatusRequest())
+    assert frontend.receive() == StatusReport(EngineView(cache_blocks=7))
 
 
 def test_a_draining_rank_answers_what_waits(frontend: Frontend) -> None:

@@ -15,7 +15,7 @@ from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.serving.routes.server_settings import ServerSettings
 from moepass.runtime.serving.routes.service import Service
 from tests.helpers.serving.byte_checkpoint import save_byte_checkpoint
-from tests.runtime.serving.workers.test_frontend import run, serving, slow
+from tests.helpers.serving.sum_frontend import run, serving, slow
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ ANSWER_SECONDS = 0.25
 FRESH_SECONDS = 0.1
 
 
-class Looks:
+class RankStatusPoller:
     """Asks ranks with `send`. All who look at the same time share one question, so that a rank that hangs gets no
     more of them."""
 

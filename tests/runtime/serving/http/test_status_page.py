@@ -14,24 +14,15 @@ import pytest
 from fastapi.responses import Response
 
 from moepass.models.checkpoint.checkpoint_folders import Prompt
-from moepass.runtime.serving.http import looking
+from moepass.runtime.serving.http import status_page
 from moepass.runtime.serving.requests.backend import BackendStatus
-from moepass.runtime.serving.requests.view import BackendView, EngineView, RankView, StepNode, StepView
+from moepass.runtime.serving.requests.view import BackendView
 from moepass.runtime.serving.routes.server_settings import ServerSettings
 from moepass.runtime.serving.routes.service import Call, Service
-
-STEP = StepView(4, 0.5, 2, 9, 16, 800, 1600, 0.25, (StepNode(-1, 16, True, 0), StepNode(0, 9, False, 2)), 1)
-VIEW = BackendView(
-    (
-        RankView(0, "ready", 30, 50, 120.0, 3, 1e6, "trie", "tries: …", EngineView(STEP, 8, 6, 2, 64)),
-        RankView(1, "lost", 0, 0, None, 0, 0.0, None, "", EngineView()),
-    ),
-    waiting=2,
-    running=1,
-)
+from tests.helpers.serving.example_view import VIEW
 
 
-class Backend:
+class StatusBackend:
     def status(self) -> BackendStatus:
         return BackendStatus("ready", 8, 8, metrics={"answered": 5.0})
 
@@ -43,8 +34,8 @@ def test_the_state_holds_ranks_and_steps_in_sizes() -> None:
     writer: Any = SimpleNamespace(
         has_chat_template=False, prompt=Prompt(labels=("<a>", "<b>"), label_names={"<a>": "A"})
     )
-    service = Service(Backend(), writer, ServerSettings(("tiny",)))  # type: ignore[arg-type]
-    found = msgspec.json.decode(msgspec.json.encode(asyncio.run(looking.state(Call(service, b"", "id")))))
+    service = Service(StatusBackend(), writer, ServerSettings(("tiny",)))  # type: ignore[arg-type]
+    found = msgspec.json.decode(msgspec.json.encode(asyncio.run(status_page.state(Call(service, b"", "id")))))
     assert (found["state"], found["model"], found["running"], found["waiting"]) == ("ready", "tiny", 1, 2)
     assert found["labels"] == ["A", "<b>"]
     assert found["sums"] == {"answered": 5}
@@ -59,7 +50,7 @@ def test_the_state_holds_ranks_and_steps_in_sizes() -> None:
 @pytest.fixture(scope="module")
 def response() -> Response:
     call: Any = None
-    return asyncio.run(looking.page(call))
+    return asyncio.run(status_page.page(call))
 
 
 def test_the_page_runs_nothing_but_its_own_script(response: Response) -> None:

@@ -53,11 +53,12 @@ def input_text(items: str | Sequence[InputItem], name: str = "input") -> str:
     Raises InputError for an empty input, unknown roles, types and images, and for a tool's output without its call.
     """
     if isinstance(items, str):
-        return _not_blank(items, name)
+        return check_not_blank(items, name)
     if not items:
         raise InputError(f"{name} is empty; give a text, or one message or more", name=name, expected="1 or more")
     if len(items) == 1 and items[0].type == "message" and items[0].role == "user":
-        return _not_blank(content_text(_given(items[0].content, "content", f"{name}[0]"), f"{name}[0].content"), name)
+        content = _given(items[0].content, "content", f"{name}[0]")
+        return check_not_blank(content_text(content, f"{name}[0].content"), name)
     calls: dict[tuple[str, str], bool] = {}
     return "\n".join(_item_text(item, f"{name}[{number}]", calls) for number, item in enumerate(items))
 
@@ -126,7 +127,7 @@ def _given(value: Any, field: str, name: str) -> Any:
     return value
 
 
-def _not_blank(text: str, name: str) -> str:
+def check_not_blank(text: str, name: str) -> str:
     if not text.strip():
         raise InputError(f"{name} is blank; give a text", name=name, value=text)
     return text

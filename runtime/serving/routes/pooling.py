@@ -19,9 +19,8 @@ from moepass.runtime.serving.questions.relevance import class_probabilities
 from moepass.runtime.serving.questions.request_tree import RequestTree
 from moepass.runtime.serving.requests.answer import Floats
 from moepass.runtime.serving.requests.request import Tokens
-from moepass.runtime.serving.routes.decisions import TokenUsage
-from moepass.runtime.serving.routes.scores import Inputs, check_answer, check_items, prompt_list
-from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt, new_id
+from moepass.runtime.serving.routes.prompt_inputs import Inputs, check_answer_size, check_count, parse_prompts
+from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt, TokenUsage, new_id
 
 
 class VectorBody(msgspec.Struct):
@@ -106,7 +105,7 @@ async def embed(call: Call) -> EmbeddingReply:
     body = call.body(VectorBody)
     found = await _embeddings(call, "input", body.input, body.dimensions, body.cache_salt, body.priority)
     data = [Embedding(index, _written(vector, body)) for index, vector in enumerate(map(_normalised, found))]
-    return EmbeddingReply(call.model, data, TokenUsage(call.tokens, call.tokens))
+    return EmbeddingReply(call.model, data, call.usage)
 
 
 async def embed_plain(call: Call) -> list[list[float]]:
@@ -117,13 +116,12 @@ async def embed_plain(call: Call) -> list[list[float]]:
 
 async def classify(call: Call) -> ClassifyReply:
     body = call.body(VectorBody)
-    prompts = await call.prepare(prompt_list, call, body.input, "input")
+    prompts = await call.prepare(parse_prompts, call, body.input, "input")
     names = _class_names(call)
     data = []
     for index, scores in enumerate(await _class_scores(call, "input", prompts, body.cache_salt, body.priority)):
         data.append(ClassifiedText(index, names[_best(scores)], scores, len(scores)))
-    usage = TokenUsage(call.tokens, call.tokens)
-    return ClassifyReply(new_id("classify"), int(time.time()), call.model, data, usage)
+    return ClassifyReply(new_id("classify"), int(time.time()), call.model, data, call.usage)
 
 
 async def pool(call: Call) -> PoolingReply:
@@ -133,21 +131,20 @@ async def pool(call: Call) -> PoolingReply:
     if body.task is not None and body.task not in known:
         raise InputError.wrong("task", body.task, f"one of {', '.join(known) or 'none, for this model pools nothing'}")
     if kind == "class scores":
-        prompts = await call.prepare(prompt_list, call, body.input, "input")
+        prompts = await call.prepare(parse_prompts, call, body.input, "input")
         scores = await _class_scores(call, "input", prompts, body.cache_salt, body.priority)
         found = [np.array(values, np.float32) for values in scores]
     else:
         vectors = await _embeddings(call, "input", body.input, body.dimensions, body.cache_salt, body.priority)
         found = [_normalised(vector) for vector in vectors]
     data = [PooledText(index, _written(vector, body)) for index, vector in enumerate(found)]
-    usage = TokenUsage(call.tokens, call.tokens)
-    return PoolingReply(new_id("pool"), int(time.time()), call.model, data, usage)
+    return PoolingReply(new_id("pool"), int(time.time()), call.model, data, call.usage)
 
 
 async def predict(call: Call) -> list[Prediction] | list[list[Prediction]]:
     body = call.body(PredictBody)
     texts: list[list[str]] = [[body.inputs]] if isinstance(body.inputs, str) else _texts(body.inputs)
-    check_items(texts, "inputs")
+    check_count(texts, "inputs")
     prompts = await call.prepare(_joined, call, texts)
     found = await _class_scores(call, "inputs", prompts, None, body.priority, is_raw=body.raw_scores)
     names = _class_names(call)
@@ -163,7 +160,7 @@ async def predict(call: Call) -> list[Prediction] | list[list[Prediction]]:
 
 
 def _texts(inputs: Sequence[str | list[str]]) -> list[list[str]]:
-    check_items(inputs, "inputs")
+    check_count(inputs, "inputs")
     alone = [text for text in inputs if isinstance(text, str)]
     texts = [text for text in inputs if isinstance(text, list)]
     if alone and texts:
@@ -202,10 +199,10 @@ async def _embeddings(
             + (": its head tells classes apart, ask /classify" if status.vector else ""),
             name="model",
         )
-    prompts = await call.prepare(prompt_list, call, inputs, name)
+    prompts = await call.prepare(parse_prompts, call, inputs, name)
     found = await _vectors(call, name, prompts, salt, priority)
     size = len(found[0])
-    check_answer(size * len(found))
+    check_answer_size(size * len(found))
     if dimensions not in (None, size):
         raise InputError.wrong("dimensions", dimensions, f"{size}, which this model has, or left out")
     return found
@@ -252,7 +249,7 @@ async def _class_scores(
             "takes them in the request",
             name="model",
         )
-    check_answer(len(prompts) * len(writer.prompt.labels))
+    check_answer_size(len(prompts) * len(writer.prompt.labels))
     trees, reads = await call.prepare(_label_trees, call, name, prompts)
     answers = await call.answer_trees(trees, salt, priority)
     found = [read.scores(answer) for read, answer in zip(reads, answers, strict=True)]

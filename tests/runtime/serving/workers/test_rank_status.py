@@ -9,8 +9,8 @@ import pytest
 from moepass.runtime.serving.engine.step_engine import EngineFacts
 from moepass.runtime.serving.requests.view import EngineView
 from moepass.runtime.serving.router.decisions import Assignment
-from moepass.runtime.serving.workers import looks
-from moepass.runtime.serving.workers.looks import Looks
+from moepass.runtime.serving.workers import rank_status
+from moepass.runtime.serving.workers.rank_status import RankStatusPoller
 from moepass.runtime.serving.workers.rank_views import rank_views
 
 FACTS = EngineFacts(
@@ -21,7 +21,7 @@ FACTS = EngineFacts(
 def test_all_who_look_share_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         sent: list[int] = []
-        asking = Looks(sent.append)
+        asking = RankStatusPoller(sent.append)
         both = [asyncio.create_task(asking.ask([0, 1])) for _ in range(2)]
         await asyncio.sleep(0)
         assert sent == [0, 1]
@@ -32,8 +32,8 @@ def test_all_who_look_share_one_question(monkeypatch: pytest.MonkeyPatch) -> Non
         # It is fresh, so nobody is asked again; later they are.
         assert (await asking.ask([0, 1]))[0].cache_blocks == 5
         assert sent == [0, 1]
-        monkeypatch.setattr(looks, "FRESH_SECONDS", 0.0)
-        monkeypatch.setattr(looks, "ANSWER_SECONDS", 0.01)
+        monkeypatch.setattr(rank_status, "FRESH_SECONDS", 0.0)
+        monkeypatch.setattr(rank_status, "ANSWER_SECONDS", 0.01)
         await asking.ask([0])
         assert sent == [0, 1, 0]
 
@@ -41,12 +41,12 @@ def test_all_who_look_share_one_question(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_silent_rank_shows_what_it_said_last_and_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(looks, "ANSWER_SECONDS", 0.01)
-    monkeypatch.setattr(looks, "FRESH_SECONDS", 0.0)
+    monkeypatch.setattr(rank_status, "ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr(rank_status, "FRESH_SECONDS", 0.0)
 
     async def work() -> None:
         sent: list[int] = []
-        asking = Looks(sent.append)
+        asking = RankStatusPoller(sent.append)
         asking.heard(0, EngineView(cache_blocks=5))  # it may say so unasked
         for _ in range(3):
             assert (await asking.ask([0]))[0].cache_blocks == 5

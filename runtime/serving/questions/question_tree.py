@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from moepass.models.errors import InputError
-from moepass.models.limits import MOST_ORDERS
+from moepass.models.limits import MOST_CHOICES, MOST_ORDERS
 from moepass.runtime.serving.questions.labels import (
     ImpossibleLabelsError,
     LabelReads,
@@ -25,7 +25,7 @@ from moepass.runtime.serving.questions.labels import (
 )
 from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.serving.questions.request_tree import RequestTree, TreeAnswer
-from moepass.runtime.serving.questions.wordings import Question, Wording
+from moepass.runtime.serving.questions.wordings import Option, Question, QuestionKind, Wording
 from moepass.runtime.serving.requests.request import Request
 
 
@@ -161,10 +161,18 @@ def _mean(asked: _Asked, answer: TreeAnswer) -> QuestionAnswer:
     return QuestionAnswer(tuple(value / count for value in sums), mass / count)
 
 
-def check_options(question: Question, name: str, most: int, what: str) -> None:
-    """Raises InputError where there are fewer than 2 options or more than `most`, or two of the same name."""
-    count = len(question.options)
-    if not 2 <= count <= most:
+def checked_question(kind: QuestionKind, text: str, options: Sequence[Option], name: str, option_noun: str) -> Question:
+    """Return a question with these options.
+
+    Raises:
+        InputError: The number of options is not between 2 and MOST_CHOICES. The message uses `name` for the question
+            and `option_noun` for its options.
+    """
+    if not 2 <= len(options) <= MOST_CHOICES:
         raise InputError(
-            f"{name} has {count} {what}; it takes 2 to {most}", name=name, value=count, expected=range(2, most + 1)
+            f"{name} has {len(options)} {option_noun}; a question takes 2 to {MOST_CHOICES}",
+            name=name,
+            value=len(options),
+            expected=range(2, MOST_CHOICES + 1),
         )
+    return Question(kind, text, tuple(options))

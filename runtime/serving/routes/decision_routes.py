@@ -11,13 +11,20 @@ import msgspec
 from msgspec import Meta
 
 from moepass.models.errors import InputError
-from moepass.models.limits import MOST_CHOICES, MOST_QUESTIONS
-from moepass.runtime.serving.questions.ask_questions import QuestionAnswer, QuestionTree, check_options
+from moepass.models.limits import MOST_QUESTIONS
 from moepass.runtime.serving.questions.confidence import confidence, expected_level
+from moepass.runtime.serving.questions.question_tree import QuestionAnswer, QuestionTree, checked_question
 from moepass.runtime.serving.questions.request_tree import TreeAnswer
 from moepass.runtime.serving.questions.wordings import SGLANG, SGLANG_VERSION, SYSTEMONE, Option, Question
-from moepass.runtime.serving.routes.inputs import Content, InputItem, content_text, input_text, json_text
-from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt
+from moepass.runtime.serving.routes.message_text import (
+    Content,
+    InputItem,
+    check_not_blank,
+    content_text,
+    input_text,
+    json_text,
+)
+from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt, TokenUsage
 
 JsonText = str | dict[str, Any] | list[Any]
 
@@ -176,12 +183,6 @@ class LabelledAnswer(msgspec.Struct, omit_defaults=True):
     score: float | None = None
 
 
-class TokenUsage(msgspec.Struct):
-    prompt_tokens: int
-    total_tokens: int
-    completion_tokens: int = 0
-
-
 class LabelledReply(msgspec.Struct):
     model: str
     answers: dict[str, LabelledAnswer]
@@ -220,9 +221,7 @@ def _tree(call: Call, body: DecisionsBody) -> QuestionTree:
 
 
 def _question(question: DecisionPredicate | DecisionChoice | DecisionScore, name: str) -> Question:
-    text = content_text(question.instructions, f"{name}.instructions")
-    if not text.strip():
-        raise InputError(f"{name}.instructions is blank; ask something", name=f"{name}.instructions")
+    text = check_not_blank(content_text(question.instructions, f"{name}.instructions"), f"{name}.instructions")
     match question:
         case DecisionPredicate():
             return Question("predicate", text, (Option("true"), Option("false")))
@@ -232,17 +231,13 @@ def _question(question: DecisionPredicate | DecisionChoice | DecisionScore, name
             if len({(type(value), value) for value in values}) < len(values):
                 raise InputError(f"{name}.choices holds a value twice; each must be unique", name=f"{name}.choices")
             options = [Option(_value_text(option.value), option.description or "") for option in question.choices]
-            asked = Question("choice", text, tuple(options))
-            check_options(asked, f"{name}.choices", MOST_CHOICES, "values")
-            return asked
+            return checked_question("choice", text, options, f"{name}.choices", "values")
         case DecisionScore():
             levels = [
                 Option(level.label, f"{level.label}: {level.description}" if level.description else level.label)
                 for level in question.levels
             ]
-            asked = Question("score", text, tuple(levels))
-            check_options(asked, f"{name}.levels", MOST_CHOICES, "levels")
-            return asked
+            return checked_question("score", text, levels, f"{name}.levels", "levels")
 
 
 def _called(number: int, name: str | None) -> str:
@@ -300,13 +295,11 @@ async def _labelled(call: Call) -> LabelledReply:
             name = _called(number, question.id)
             raise InputError(f"{name} cannot be answered: {answer.refusal}", name=name)
         found[question.id] = _labelled_answer(question, answer)
-    return LabelledReply(call.model, found, TokenUsage(call.tokens, call.tokens))
+    return LabelledReply(call.model, found, call.usage)
 
 
 def _labelled_tree(call: Call, body: LabelledBody) -> QuestionTree:
-    text = json_text(body.input, compact=True)
-    if not text.strip():
-        raise InputError("input is blank; give a text", name="input")
+    text = check_not_blank(json_text(body.input, compact=True), "input")
     names = [_called(number, question.id) for number, question in enumerate(body.questions)]
     asked = [_labelled_question(question, name) for question, name in zip(body.questions, names, strict=True)]
     return QuestionTree(call.writer, text, asked, SGLANG, order_invariant=body.order_invariant, names=names)
@@ -320,16 +313,15 @@ def _labelled_question(question: LabelledChoice | LabelledScore | LabelledYesNo,
             if len(set(names)) < len(names):
                 raise InputError(f"{name} has two options of one name", name=name)
             options = [Option(option.name, json_text(option.description, compact=True)) for option in question.options]
-            asked = Question("choice", text, tuple(options))
-            check_options(asked, name, MOST_CHOICES, "options")
+            return checked_question("choice", text, options, name, "options")
         case LabelledScore():
-            levels = [json_text(level, compact=True) for level in question.levels]
-            asked = Question("score", text, tuple(Option(str(place), level) for place, level in enumerate(levels)))
-            check_options(asked, name, MOST_CHOICES, "levels")
+            levels = [
+                Option(str(number), json_text(level, compact=True)) for number, level in enumerate(question.levels)
+            ]
+            return checked_question("score", text, levels, name, "levels")
         case LabelledYesNo():
             described = [json_text(value, compact=True) for value in (question.yes, question.no)]
-            asked = Question("predicate", text, (Option("yes", described[0]), Option("no", described[1])))
-    return asked
+            return Question("predicate", text, (Option("yes", described[0]), Option("no", described[1])))
 
 
 def _labelled_answer(
