@@ -119,7 +119,7 @@ def test_errors_of_the_server_are_told_in_words(page: Page, chat: Served) -> Non
 def test_what_is_missing_is_asked_for_where_it_is(page: Page) -> None:
     page.value("document.querySelectorAll('.question textarea')[1].value = 'one alone'")
     ask(page)
-    assert text(page, "#problem") == "Give two choices at least, one per line."
+    assert text(page, "#problem") == "Enter two choices or more, one per line."
     assert page.value("document.activeElement === document.querySelectorAll('.question textarea')[1]")
 
 
@@ -144,15 +144,15 @@ def test_the_keyboard_is_enough(page: Page) -> None:
 
 def test_ranks_and_the_trie_of_the_last_step_are_shown(page: Page, chat: Served) -> None:
     assert texts(page, ".rank .state") == ["ready", "lost"]
-    assert "30 FLOP in 3 requests; a full step is 50 FLOP, it takes no more from 120 FLOP on" in text(page, ".rank")
+    assert "30 FLOP in 3 requests; a full step is 50 FLOP, the limit is 120 FLOP" in text(page, ".rank")
     load, cache = page.value("[...document.querySelectorAll('.rank .fill')].map(one => parseFloat(one.style.width))")
     assert (load, cache) == (25, 75)
-    assert "9 tokens computed, 16 from the cache; each request alone would take 2.0" in text(page, "#step")
-    assert "1 more part not drawn" in text(page, "#step")
+    assert "9 tokens computed, 16 from the cache; without sharing and cache it would take 2.0" in text(page, "#step")
+    assert "1 more node not drawn" in text(page, "#step")
     shapes = "[...document.querySelectorAll('#trie rect')].map(one => [one.getAttribute('class'), one.textContent])"
     assert page.value(shapes) == [
         ["cached", "16 tokens, from the cache"],
-        ["computed", "9 tokens, computed; the output is read at 2 places"],
+        ["computed", "9 tokens, computed; the output is read at 2 positions"],
     ]
     left = page.value("[...document.querySelectorAll('#trie rect')].map(one => Number(one.getAttribute('x')))")
     assert left[0] < left[1]
@@ -181,8 +181,8 @@ def test_a_request_can_be_stopped(page: Page, chat: Served) -> None:
 def test_the_key_opens_and_is_kept_nowhere(tab: Page, locked: Served) -> None:
     tab.open(f"{locked.url}/")
     tab.wait_for("!document.getElementById('unseen').hidden")
-    assert "asks for an API key" in text(tab, "#unseen")
-    for key, answer in (("wrong", "does not know this API key"), ("sésame", "")):
+    assert "requires an API key" in text(tab, "#unseen")
+    for key, answer in (("wrong", "does not accept this API key"), ("sésame", "")):
         tab.value("document.getElementById('key').focus(); document.getElementById('key').select()")
         tab.type(key)
         tab.press("Enter")

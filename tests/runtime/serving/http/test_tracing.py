@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from moepass.runtime.serving.http import app, tracing
-from moepass.runtime.serving.http.tracing import MOST_REQUESTS, configured_tracer
+from moepass.runtime.serving.http.tracing import MOST_REQUEST_SPANS, configured_tracer
 from moepass.runtime.serving.requests.answer import AnswerTimes
 from tests.helpers.serving.served import CHAT_TEMPLATE, Served, served
 
@@ -119,10 +119,10 @@ def test_a_traceparent_that_is_none_is_ignored(traced: Served, spans: InMemorySp
 
 
 def test_many_requests_of_a_call_have_not_many_spans(traced: Served, spans: InMemorySpanExporter) -> None:
-    traced.post("/v1/completions", {"prompt": ["a"] * (MOST_REQUESTS + 4), "max_tokens": 1})
+    traced.post("/v1/completions", {"prompt": ["a"] * (MOST_REQUEST_SPANS + 4), "max_tokens": 1})
     call = span_of(spans, "text_completion tiny")
-    assert (call.attributes or {})["moepass.requests"] == MOST_REQUESTS + 4
-    assert len(spans.get_finished_spans()) == 1 + 2 * MOST_REQUESTS
+    assert (call.attributes or {})["moepass.requests"] == MOST_REQUEST_SPANS + 4
+    assert len(spans.get_finished_spans()) == 1 + 2 * MOST_REQUEST_SPANS
 
 
 def test_failures_are_told_and_refusals_are_none(traced: Served, spans: InMemorySpanExporter) -> None:
@@ -163,7 +163,7 @@ def test_an_exporter_that_is_not_there_is_one_line(name: str, caplog: pytest.Log
     assert configured_tracer({"OTEL_TRACES_EXPORTER": name}) is None
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert "OTEL_TRACES_EXPORTER asks for traces" in record.getMessage()
+    assert "OTEL_TRACES_EXPORTER turns tracing on" in record.getMessage()
     assert "moepass[otel]" in record.getMessage()
 
 
