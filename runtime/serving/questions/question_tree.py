@@ -1,12 +1,12 @@
-"""Questions about one input become one request, and its answer the probabilities of their options.
+"""Questions about one input as one request, and its answer as the probabilities of their options.
 
 Pseudo-code
-    each question is a prompt: the input, then the question; so all of them share the input
-    where the order of the options must not matter, a question is asked in several orders
-    prompts are encoded together, and the labels of their options asked behind them
-    an option's probability is the mean over the orders
-A checkpoint whose `prompt.json` names labels answers with these alone: there the input is the whole prompt, and a
-question is the choice among them that its options name.
+    each question is a prompt: the input, then the question; so all prompts share the input
+    if the order of the options must not matter, ask the question in several orders
+    encode all prompts together, and ask for the labels of their options
+    the probability of an option is the mean over the orders
+A checkpoint whose `prompt.json` has labels only answers with these: its prompt is the input alone, and a question must
+be a choice among its labels.
 """
 
 from __future__ import annotations
@@ -31,9 +31,12 @@ from moepass.runtime.serving.requests.request import Request
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QuestionAnswer:
-    """The probabilities of a question's options, in their order, and the mass on all of its labels together.
+    """The answer to one question.
 
-    `refusal` says why there are none, where the model cannot answer the question; then the others are empty.
+    Attributes:
+        probabilities: The probability of each option, in their order; they sum to 1.
+        mass: The probability that the model gives to all labels of the question together.
+        refusal: The reason if the model cannot answer the question; then `probabilities` is empty.
     """
 
     probabilities: tuple[float, ...] = ()
@@ -42,20 +45,33 @@ class QuestionAnswer:
 
     @property
     def best(self) -> int:
-        """The most likely option, the first of equal ones."""
+        """The index of the most likely option; the first one of equals."""
         return max(range(len(self.probabilities)), key=self.probabilities.__getitem__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Asked:
-    """A question in several orders: for each, the options in their order, and where their labels are read."""
+class _OrderedQuestion:
+    """A question with one or more orders of its options: the orders, and the label reads of each order."""
 
     orders: tuple[tuple[int, ...], ...]
     reads: tuple[LabelReads, ...]
 
 
 class QuestionTree:
-    """Questions about one input, as a request."""
+    """Questions about one input, as one request.
+
+    Args:
+        writer: Makes the prompts.
+        text: The input.
+        questions: The questions.
+        wording: How questions are phrased.
+        order_invariant: Average over several orders of the options.
+        text_name: The name of the input in errors.
+        names: The names of the questions in errors.
+
+    Raises:
+        InputError: A prompt is too long, or the labels of a question cannot be distinguished.
+    """
 
     def __init__(
         self,
@@ -68,12 +84,8 @@ class QuestionTree:
         text_name: str = "input",
         names: Sequence[str] = (),
     ) -> None:
-        """Raises InputError, which names the question, where its prompt does not fit or its labels cannot be told.
-
-        `text_name` and `names` are what errors call the input and the questions.
-        """
         self.tree = RequestTree(writer.most_tokens)
-        self._asked: list[_Asked | str] = []
+        self._questions: list[_OrderedQuestion | str] = []
         names = names or [f"question {number}" for number in range(len(questions))]
         if writer.prompt.labels and not writer.has_chat_template:
             self._ask_own_labels(writer, text, questions, text_name)
@@ -81,83 +93,87 @@ class QuestionTree:
         planned = []
         for number, question in enumerate(questions):
             for order in _orders(question) if order_invariant else [tuple(range(len(question.options)))]:
-                asked = dataclasses.replace(question, options=tuple(question.options[place] for place in order))
-                planned.append((number, order, asked, writer.ask(wording.ask(text, asked), names[number])))
+                ordered = dataclasses.replace(question, options=tuple(question.options[index] for index in order))
+                planned.append((number, order, ordered, writer.ask(wording.ask(text, ordered), names[number])))
         encoded = writer.encode([rendered for *_, rendered in planned])
         collected: list[list[tuple[tuple[int, ...], LabelReads]]] = [[] for _ in questions]
-        known: dict[tuple[str, ...], tuple[LabelTokens, ...]] = {}  # most questions have the same labels
-        for (number, order, asked, rendered), tokens in zip(planned, encoded, strict=True):
-            blank = " " if writer.asks_before_blank(rendered) else ""
-            texts = [blank + label for label in wording.labels(asked)]
+        cache: dict[tuple[str, ...], tuple[LabelTokens, ...]] = {}  # most questions have the same labels
+        for (number, order, ordered, rendered), tokens in zip(planned, encoded, strict=True):
+            blank = " " if writer.needs_blank_before_label(rendered) else ""
+            texts = [blank + label for label in wording.labels(ordered)]
             key = (writer.encoder.context_of(rendered), *texts)
-            labels = known.get(key) or known.setdefault(key, encode_labels(writer.encoder, rendered, texts))
+            labels = cache.get(key) or cache.setdefault(key, encode_labels(writer.encoder, rendered, texts))
             collected[number].append((order, ask_labels(self.tree, tokens, labels, names[number])))
-        self._asked = [
-            _Asked(tuple(order for order, _ in found), tuple(reads for _, reads in found)) for found in collected
+        self._questions = [
+            _OrderedQuestion(tuple(order for order, _ in pairs), tuple(reads for _, reads in pairs))
+            for pairs in collected
         ]
 
     def request(self, request_id: str, salt: bytes = b"") -> Request | None:
-        """None where no question can be answered by this model."""
-        if all(isinstance(asked, str) for asked in self._asked):
+        """Return the request, or None if the model can answer none of the questions."""
+        if all(isinstance(question, str) for question in self._questions):
             return None
         return self.tree.request(request_id, salt)
 
     def answers(self, answer: TreeAnswer | None) -> list[QuestionAnswer]:
-        """The answer to each question; `answer` is that to the request, None where there was none."""
-        found = []
-        for asked in self._asked:
-            if isinstance(asked, str) or answer is None:
-                found.append(QuestionAnswer(refusal=str(asked)))
+        """Return the answer to each question. `answer` is None if `request` returned None."""
+        answers = []
+        for question in self._questions:
+            if isinstance(question, str) or answer is None:
+                answers.append(QuestionAnswer(refusal=str(question)))
                 continue
             try:
-                found.append(_mean(asked, answer))
-            except ImpossibleLabelsError as error:  # of this question alone: others may have answers
-                found.append(QuestionAnswer(refusal=str(error)))
-        return found
+                answers.append(_mean_over_orders(question, answer))
+            except ImpossibleLabelsError as error:  # the other questions may still have answers
+                answers.append(QuestionAnswer(refusal=str(error)))
+        return answers
 
     def _ask_own_labels(self, writer: PromptWriter, text: str, questions: Sequence[Question], name: str) -> None:
         labels = writer.prompt.labels
-        called = writer.called_labels
+        labels_by_name = writer.labels_by_name
         rendered = writer.ask(text, name)
         (tokens,) = writer.encode([rendered])
         for question in questions:
-            chosen = [called.get(option.name) for option in question.options]
-            known = [label for label in chosen if label is not None]
-            if question.kind != "choice" or len(known) < len(chosen):
-                unknown = [option.name for option, label in zip(question.options, chosen, strict=True) if label is None]
-                self._asked.append(
-                    f"this model answers with its own labels alone ({', '.join(labels[:3])}, … {len(labels)} in all); "
-                    + (f"{unknown[0]!r} is none of them" if question.kind == "choice" else "ask for a choice of them")
+            chosen = [labels_by_name[option.name] for option in question.options if option.name in labels_by_name]
+            if question.kind != "choice" or len(chosen) < len(question.options):
+                unknown = [option.name for option in question.options if option.name not in labels_by_name]
+                self._questions.append(
+                    f"this model only answers with its own {len(labels)} labels ({', '.join(labels[:3])}, …); "
+                    + (
+                        f"{unknown[0]!r} is not one of them, ask for a choice among its labels"
+                        if question.kind == "choice"
+                        else f"a question of type {question.kind} cannot be answered, ask for a choice among its labels"
+                    )
                 )
                 continue
-            encoded = encode_labels(writer.encoder, rendered, known)
+            encoded = encode_labels(writer.encoder, rendered, chosen)
             reads = ask_labels(self.tree, tokens, encoded, name)
-            self._asked.append(_Asked((tuple(range(len(known))),), (reads,)))
+            self._questions.append(_OrderedQuestion((tuple(range(len(chosen))),), (reads,)))
 
 
 def _orders(question: Question) -> list[tuple[int, ...]]:
-    """Orders that do not depend on that of the options: those of the sorted options, each of which begins once.
+    """Return orders that depend only on the set of the options: rotations of the sorted options.
 
-    Levels of a score have an order of their own, which may be turned around.
+    Levels of a score have an inherent order, so they are asked forwards and backwards.
     """
     count = len(question.options)
     if question.kind == "predicate":
         return [(0, 1)]
     if question.kind == "score":
         return [tuple(range(count)), tuple(reversed(range(count)))]
-    sorted_options = sorted(range(count), key=lambda place: dataclasses.astuple(question.options[place]))
-    starts = [count * turn // min(count, MOST_ORDERS) for turn in range(min(count, MOST_ORDERS))]
+    sorted_options = sorted(range(count), key=lambda index: dataclasses.astuple(question.options[index]))
+    starts = [count * number // min(count, MOST_ORDERS) for number in range(min(count, MOST_ORDERS))]
     return [tuple(sorted_options[start:] + sorted_options[:start]) for start in starts]
 
 
-def _mean(asked: _Asked, answer: TreeAnswer) -> QuestionAnswer:
-    sums, mass = [0.0] * len(asked.orders[0]), 0.0
-    for order, reads in zip(asked.orders, asked.reads, strict=True):
+def _mean_over_orders(question: _OrderedQuestion, answer: TreeAnswer) -> QuestionAnswer:
+    sums, mass = [0.0] * len(question.orders[0]), 0.0
+    for order, reads in zip(question.orders, question.reads, strict=True):
         scores = reads.scores(answer)
         mass += scores.mass
-        for place, probability in zip(order, scores.probabilities, strict=True):
-            sums[place] += probability
-    count = len(asked.orders)
+        for option, probability in zip(order, scores.probabilities, strict=True):
+            sums[option] += probability
+    count = len(question.orders)
     return QuestionAnswer(tuple(value / count for value in sums), mass / count)
 
 

@@ -124,7 +124,7 @@ def test_a_question_whose_labels_all_are_impossible_is_refused(chat: Served, bro
 
 def test_a_model_whose_outputs_are_no_numbers_is_an_error(chat: Served, broken: Callable[[float], None]) -> None:
     broken(float("nan"))
-    assert "no numbers" in chat.refused("/v1/decisions", DECISION, 500)["message"]
+    assert "outputs are NaN" in chat.refused("/v1/decisions", DECISION, 500)["message"]
 
 
 def test_one_prompt_of_a_batch_that_fails_cancels_the_others(chat: Served) -> None:

@@ -211,11 +211,11 @@ def test_a_model_that_loops_over_tokens_runs_uncompiled_and_says_so(tmp_path: Pa
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        ([], "no labels are given"),
-        (["yes", " "], "label ' ' tokenises to nothing"),
-        (["yes", ""], "label '' tokenises to nothing"),
-        (["yes", "no", "yes"], "label 'yes' is given twice"),
-        (["yes", " yes"], "labels 'yes' and ' yes' are the same tokens"),
+        ([], "there are no labels"),
+        (["yes", " "], "label ' ' has no tokens"),
+        (["yes", ""], "label '' has no tokens"),
+        (["yes", "no", "yes"], "label 'yes' occurs twice"),
+        (["yes", " yes"], "labels 'yes' and ' yes' have the same tokens"),
         (["\ud800"], "is no valid Unicode"),
         (["no", "yes " * 90], "the longest label has 90 tokens, but the model takes at most 64"),
     ],
@@ -256,7 +256,7 @@ def test_wrong_texts_are_refused_before_the_first_score_or_left_out(checkpoint: 
 def test_a_text_must_leave_room_for_the_labels(checkpoint: Path) -> None:
     text = " ".join(["yes"] * 62)  # and <sep>: 63 of 64 tokens
     assert len(_scores(_scorer(checkpoint, ["yes", "no"]), [text])) == 1
-    with pytest.raises(InputError, match="at most 62 beside the labels' 2") as caught:
+    with pytest.raises(InputError, match="at most 62 with 2 more for the labels") as caught:
         next(_scorer(checkpoint, ["good dog park"]).windows(_named([text])))
     assert (caught.value.name, caught.value.value, caught.value.expected) == ("text 1", 63, 62)
 
@@ -307,7 +307,7 @@ def test_a_single_text_with_nan_is_the_one_that_is_named(checkpoint: Path) -> No
     scorer = _scorer(model, ["yes", "no"], tokenizer=tokenizer)
     with torch.no_grad():
         model.get_input_embeddings().weight[tokenizer(" dog")["input_ids"][-1]] = float("nan")
-    message = "text 2: the log-probabilities of the labels are nan, nan, so the model's logits are no numbers"
+    message = "text 2: the log-probabilities of the labels are nan, nan, so the model's logits are NaN"
     for stops in (True, False):
         with pytest.raises(CheckpointError, match=message):
             next(scorer.windows(_named(["the cat sat", "a dog", "dog"]), stops=stops))

@@ -77,7 +77,7 @@ def test_a_prompt_without_a_probe_asks_nothing(demo: tuple[PromptWriter, Ask]) -
 def test_a_probe_that_the_model_cannot_be_asked_is_an_error(demo: tuple[PromptWriter, Ask]) -> None:
     writer, ask = demo
     probe = KnownAnswer("ein Text", ("German", "Klingon"), "German")
-    with pytest.raises(CheckpointError, match=r"cannot be asked: .*'Klingon' is none of them"):
+    with pytest.raises(CheckpointError, match=r"cannot be asked: .*'Klingon' is not one of them"):
         check_known_answer(with_prompt(writer, probe=probe), ask)
 
 
@@ -104,5 +104,5 @@ def test_a_model_that_scores_classes_must_know_its_class(checkpoint: Path) -> No
         results.append(passes(PromptWriter(load_tokenizer(checkpoint), Prompt(probe=probe), 512), ask, names))
     assert sorted(results) == [False, False, True]
     unknown = PromptWriter(load_tokenizer(checkpoint), Prompt(probe=KnownAnswer("x", ("good", "ugly"), "good")), 512)
-    with pytest.raises(CheckpointError, match="'ugly' is none of the model's classes: bad, good, neither"):
+    with pytest.raises(CheckpointError, match="'ugly' is not one of the model's classes: bad, good, neither"):
         check_known_answer(unknown, ask, names)

@@ -63,7 +63,7 @@ def test_labels_are_scored_exactly(checkpoint: Path, writer: PromptWriter) -> No
         ([], "no labels"),
         (["yes", "yes"], "given twice"),
         (["yes", " yes"], "same tokens"),
-        (["yes", " "], "tokenises to nothing"),
+        (["yes", " "], "has no tokens"),
     ],
 )
 def test_labels_that_cannot_be_told_apart_are_refused(writer: PromptWriter, labels: list[str], reason: str) -> None:
@@ -74,7 +74,7 @@ def test_labels_that_cannot_be_told_apart_are_refused(writer: PromptWriter, labe
 def test_a_label_that_would_change_the_prompt_before_it_is_encoded_alone(writer: PromptWriter) -> None:
     assert writer.encoder.names(encode_labels(writer.encoder, "the ye", ["s"])[0]) == ["s"]
     (warning,) = label_warnings(writer.encoder, "the ye", ["s"])
-    assert "joins the text before it" in warning
+    assert "changes the last token of the prompt" in warning
 
 
 def test_too_many_labels_are_refused(writer: PromptWriter) -> None:
@@ -123,7 +123,7 @@ def test_a_template_that_refuses_says_why(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize(
     ("template", "reason"),
-    [("{{ undefined.role }}", "makes no prompt"), ("{{ messages[0].role }}: ", "leaves out the text")],
+    [("{{ undefined.role }}", "renders no prompt"), ("{{ messages[0].role }}: ", "omits the text")],
 )
 def test_a_wrong_template_is_known_before_anybody_asks(checkpoint: Path, template: str, reason: str) -> None:
     tokenizer: Any = load_tokenizer(checkpoint)

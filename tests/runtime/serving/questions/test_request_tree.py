@@ -128,5 +128,5 @@ def test_outputs_that_are_no_numbers_are_an_error() -> None:
     nothing = np.empty(0, np.int32)
     read = ReadAnswer(np.array([np.nan], np.float32), nothing, np.empty(0, np.float32))
     answer = TreeAnswer(tree, Answer("r", (PieceAnswer((read,)),), Usage(1, 0, 0)))
-    with pytest.raises(CheckpointError, match="no numbers"):
+    with pytest.raises(CheckpointError, match="outputs are NaN"):
         answer.log_probabilities(0, 0, [4])

@@ -46,11 +46,11 @@ def test_ranks_are_seen_while_others_still_start(tmp_path: Path) -> None:
         frontend = Frontend(
             2, command, endpoint=endpoint, formula=TokensFormula(), make_router=make_router, key=KEY, limits=NO_LIMITS
         )
-        frontend._heard(0, encode(RankReady(sum_rank.SumEngine.facts)))
-        looking = asyncio.create_task(frontend.view())
+        frontend._handle_message(0, encode(RankReady(sum_rank.SumEngine.facts)))
+        viewing = asyncio.create_task(frontend.view())
         await asyncio.sleep(0)
-        frontend._heard(0, encode(StatusReport(EngineView(cache_blocks=3))))
-        ranks = (await looking).ranks
+        frontend._handle_message(0, encode(StatusReport(EngineView(cache_blocks=3))))
+        ranks = (await viewing).ranks
         assert [(rank.state, rank.engine.cache_blocks) for rank in ranks] == [("ready", 3), ("starting", 0)]
         frontend._context.destroy(linger=0)
 
@@ -198,15 +198,15 @@ def test_a_rank_that_is_lost_while_others_start_has_its_place(tmp_path: Path) ->
 def test_a_message_that_cannot_be_used_does_not_stop_the_others(tmp_path: Path) -> None:
     async def work() -> None:
         async with serving(tmp_path, ranks=1) as frontend:
-            heard = frontend._heard
+            handle_message = frontend._handle_message
             broken = iter([True])
 
             def once_broken(rank: int, content: bytes) -> None:
                 if next(broken, False):
                     raise RuntimeError("a mistake")
-                heard(rank, content)
+                handle_message(rank, content)
 
-            frontend._heard = once_broken  # type: ignore[method-assign]
+            frontend._handle_message = once_broken  # type: ignore[method-assign]
             assert await frontend.answer(request(1), timeout_seconds=TIMEOUT)
 
     run(work())

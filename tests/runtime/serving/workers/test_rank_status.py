@@ -21,20 +21,20 @@ FACTS = EngineFacts(
 def test_all_who_look_share_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         sent: list[int] = []
-        asking = RankStatusPoller(sent.append)
-        both = [asyncio.create_task(asking.ask([0, 1])) for _ in range(2)]
+        poller = RankStatusPoller(sent.append)
+        both = [asyncio.create_task(poller.poll([0, 1])) for _ in range(2)]
         await asyncio.sleep(0)
         assert sent == [0, 1]
         for rank in (0, 1):
-            asking.heard(rank, EngineView(cache_blocks=rank + 5))
+            poller.report(rank, EngineView(cache_blocks=rank + 5))
         for seen in await asyncio.gather(*both):
             assert [seen[rank].cache_blocks for rank in (0, 1)] == [5, 6]
         # It is fresh, so nobody is asked again; later they are.
-        assert (await asking.ask([0, 1]))[0].cache_blocks == 5
+        assert (await poller.poll([0, 1]))[0].cache_blocks == 5
         assert sent == [0, 1]
         monkeypatch.setattr(rank_status, "FRESH_SECONDS", 0.0)
         monkeypatch.setattr(rank_status, "ANSWER_SECONDS", 0.01)
-        await asking.ask([0])
+        await poller.poll([0])
         assert sent == [0, 1, 0]
 
     asyncio.run(work())
@@ -46,14 +46,14 @@ def test_a_silent_rank_shows_what_it_said_last_and_is_not_asked_again(monkeypatc
 
     async def work() -> None:
         sent: list[int] = []
-        asking = RankStatusPoller(sent.append)
-        asking.heard(0, EngineView(cache_blocks=5))  # it may say so unasked
+        poller = RankStatusPoller(sent.append)
+        poller.report(0, EngineView(cache_blocks=5))  # it may say so unasked
         for _ in range(3):
-            assert (await asking.ask([0]))[0].cache_blocks == 5
+            assert (await poller.poll([0]))[0].cache_blocks == 5
         assert sent == [0]
-        asking.lost(0)
-        assert 0 not in await asking.ask([])
-        await asking.ask([0])
+        poller.lost(0)
+        assert 0 not in await poller.poll([])
+        await poller.poll([0])
         assert sent == [0, 0]
 
     asyncio.run(work())
