@@ -1,4 +1,4 @@
-"""POST /v1/systemone: typed questions about a state, in the shape of the System One API and of transformers' server."""
+"""POST /v1/systemone: typed questions about a state, in the format of the System One API and transformers' server."""
 
 from __future__ import annotations
 
@@ -18,27 +18,29 @@ from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt
 
 
 class NoulQuestion(msgspec.Struct, tag_field="type", tag="noul"):
-    """True or false; `criteria` may describe `true` and `false`."""
+    """A question that is answered with true or false; `criteria` may describe `true` and `false`."""
 
     instructions: JsonText | None = None
     criteria: dict[str, JsonText | None] | None = None
 
 
 class ChoiceQuestion(msgspec.Struct, tag_field="type", tag="choice"):
-    """`criteria` maps options to descriptions."""
+    """A question that is answered with one of several options; `criteria` maps options to descriptions."""
 
     criteria: dict[str, JsonText | None]
     instructions: JsonText | None = None
 
 
 class ScoreQuestion(msgspec.Struct, tag_field="type", tag="score"):
-    """`criteria` are the levels, lowest first."""
+    """A question that is answered on a scale; `criteria` are the levels, lowest first."""
 
     criteria: list[JsonText]
     instructions: JsonText | None = None
 
 
 class SystemoneBody(msgspec.Struct):
+    """The body of /v1/systemone. `order_invariant`, an extension, averages over several orders of the options."""
+
     state: JsonText
     questions: dict[str, NoulQuestion | ChoiceQuestion | ScoreQuestion]
     model: str = ""
@@ -49,11 +51,15 @@ class SystemoneBody(msgspec.Struct):
 
 
 class NoulReply(msgspec.Struct, tag_field="type", tag="noul"):
+    """The answer to a noul question: the probability of "true"."""
+
     noul: float
     label_mass: float
 
 
 class ChosenReply(msgspec.Struct, tag_field="type", tag="choice"):
+    """The answer to a choice."""
+
     choice: str
     confidence: float
     probabilities: dict[str, float]
@@ -61,6 +67,8 @@ class ChosenReply(msgspec.Struct, tag_field="type", tag="choice"):
 
 
 class ScoredReply(msgspec.Struct, tag_field="type", tag="score"):
+    """The answer to a score; `score` is the mean level, and `legend` maps levels to their descriptions."""
+
     score: float
     legend: dict[str, JsonText]
     confidence: float
@@ -69,31 +77,38 @@ class ScoredReply(msgspec.Struct, tag_field="type", tag="score"):
 
 
 class SystemoneUsage(msgspec.Struct):
+    """Tokens of the request."""
+
     input_tokens: int
     cached_tokens: int
     output_tokens: int = 0
 
 
 class SystemoneReply(msgspec.Struct):
+    """The reply of /v1/systemone, with the answers by the names of the questions."""
+
     model: str
     answers: dict[str, NoulReply | ChosenReply | ScoredReply]
     usage: SystemoneUsage
 
 
 async def systemone(call: Call) -> SystemoneReply:
+    """Answer the questions of the body."""
     body = call.body(SystemoneBody)
     call.need_predictions()
     if body.assets:
-        raise InputError("assets holds images; this server takes text and JSON alone", name="assets")
+        raise InputError(
+            "assets is not supported, because this server only takes text and JSON; remove it", name="assets"
+        )
     check_count(body.questions, "questions", MOST_QUESTIONS)
     tree = await call.prepare(_tree, call, body)
     answers = await ask_tree(call, tree, body.cache_salt, body.priority)
-    found = {}
+    replies = {}
     for (name, question), answer in zip(body.questions.items(), answers, strict=True):
-        if answer.refusal is not None:  # this shape knows no refusal of one question
+        if answer.refusal is not None:  # this reply has no refusals of single questions
             raise InputError(f"questions[{name!r}] cannot be answered: {answer.refusal}", name="questions")
-        found[name] = _reply(question, answer)
-    return SystemoneReply(call.model, found, SystemoneUsage(call.tokens, call.cached_tokens))
+        replies[name] = _reply(question, answer)
+    return SystemoneReply(call.model, replies, SystemoneUsage(call.tokens, call.cached_tokens))
 
 
 def _tree(call: Call, body: SystemoneBody) -> QuestionTree:
@@ -112,7 +127,7 @@ def _question(question: NoulQuestion | ChoiceQuestion | ScoreQuestion, name: str
             criteria = question.criteria or {}
             unknown = [key for key in criteria if key not in ("true", "false")]
             if unknown:
-                raise InputError(f"{name}: criteria names {unknown[0]!r}; it may name true and false", name=name)
+                raise InputError(f"{name}: criteria has the key {unknown[0]!r}; use true and false only", name=name)
             options = [Option(key, json_text(criteria.get(key), compact=False)) for key in ("true", "false")]
             return Question("predicate", text, tuple(options))
         case ChoiceQuestion():
@@ -128,18 +143,18 @@ def _question(question: NoulQuestion | ChoiceQuestion | ScoreQuestion, name: str
 def _reply(
     question: NoulQuestion | ChoiceQuestion | ScoreQuestion, answer: QuestionAnswer
 ) -> NoulReply | ChosenReply | ScoredReply:
-    found = answer.probabilities
+    values = answer.probabilities
     match question:
         case NoulQuestion():
-            return NoulReply(found[0], answer.mass)
+            return NoulReply(values[0], answer.mass)
         case ChoiceQuestion():
             names = list(question.criteria)
-            by_name = dict(zip(names, found, strict=True))
-            return ChosenReply(names[answer.best], confidence("choice", found), by_name, answer.mass)
+            by_name = dict(zip(names, values, strict=True))
+            return ChosenReply(names[answer.best], confidence("choice", values), by_name, answer.mass)
         case ScoreQuestion():
-            by_level = {str(level): probability for level, probability in enumerate(found)}
-            legend = {str(level): value for level, value in enumerate(question.criteria)}
-            return ScoredReply(expected_level(found), legend, confidence("score", found), by_level, answer.mass)
+            by_level = {str(level): probability for level, probability in enumerate(values)}
+            legend = {str(level): criterion for level, criterion in enumerate(question.criteria)}
+            return ScoredReply(expected_level(values), legend, confidence("score", values), by_level, answer.mass)
 
 
 ROUTES = (Route("POST", "/v1/systemone", systemone, (SystemoneBody,), (SystemoneReply,)),)

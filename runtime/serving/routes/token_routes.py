@@ -1,4 +1,4 @@
-"""Texts as tokens and back: /tokenize, /detokenize and /tokenizer_info, as vLLM's clients ask for them."""
+"""Conversion between texts and tokens: /tokenize, /detokenize and /tokenizer_info, in vLLM's format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moepass.runtime.serving.routes.service import Call, Route
 
 
 class TokenizeBody(msgspec.Struct):
-    """A text, or messages. Control tokens in a text are text, as they are in prompts."""
+    """A text, or messages. Control tokens in a text are encoded as text, as they are in prompts."""
 
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
@@ -28,6 +28,8 @@ class TokenizeBody(msgspec.Struct):
 
 
 class TokenizeReply(msgspec.Struct):
+    """The tokens of the text."""
+
     count: int
     max_model_len: int
     tokens: list[int]
@@ -35,16 +37,20 @@ class TokenizeReply(msgspec.Struct):
 
 
 class DetokenizeBody(msgspec.Struct):
+    """Token ids."""
+
     tokens: list[int]
     model: str = ""
 
 
 class DetokenizeReply(msgspec.Struct):
+    """The text of the tokens."""
+
     prompt: str
 
 
 class TokenizerReply(msgspec.Struct):
-    """`control_tokens` are those that no text of a user becomes, by their ids."""
+    """The tokenizer. `control_tokens` maps the ids of tokens that a user's text never becomes to their names."""
 
     tokenizer_class: str
     model_max_length: int
@@ -58,9 +64,10 @@ class TokenizerReply(msgspec.Struct):
 
 
 async def tokenize(call: Call) -> TokenizeReply:
+    """Return the tokens of a text or of rendered messages."""
     body = call.body(TokenizeBody)
     if (body.prompt is None) == (body.messages is None):
-        raise InputError("give either prompt or messages", name="prompt")
+        raise InputError("the body must have either prompt or messages, and not both", name="prompt")
     tokens = (await call.prepare(_tokens, call, body)).tolist()
     names = call.writer.encoder.names(tokens) if body.return_token_strs else None
     return TokenizeReply(len(tokens), call.writer.most_tokens, tokens, names)
@@ -78,14 +85,16 @@ def _tokens(call: Call, body: TokenizeBody) -> Tokens:
 
 
 async def detokenize(call: Call) -> DetokenizeReply:
+    """Return the text of tokens."""
     body = call.body(DetokenizeBody)
-    advice = "send them in several parts"
+    advice = "send them in several requests"
     check_limit("the number of tokens", len(body.tokens), MOST_REQUEST_TOKENS, advice, name="tokens")
     check_token_ids(call, body.tokens, "tokens")
     return DetokenizeReply(await call.prepare(TokenTexts(call.writer.tokenizer).text, body.tokens))
 
 
 async def tokenizer_info(call: Call) -> TokenizerReply:
+    """Return the properties of the tokenizer."""
     tokenizer: Any = call.writer.tokenizer
     return TokenizerReply(
         type(tokenizer).__name__,

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from moepass.models.errors import CheckpointError
-from moepass.runtime.serving.routes.completions import at_least
+from moepass.runtime.serving.routes.completions import json_log_probability
 from tests.helpers.serving.plain_scores import next_token_table
 from tests.helpers.serving.served import CHAT_TEMPLATE, Served
 
@@ -99,9 +99,9 @@ def test_tokens_that_read_alike_all_are_listed(base: Served) -> None:
 
 
 def test_what_is_no_number_is_no_log_probability() -> None:
-    assert [at_least(value) for value in (-1.5, float("-inf"), -1e9)] == [-1.5, -9999.0, -9999.0]
+    assert [json_log_probability(value) for value in (-1.5, float("-inf"), -1e9)] == [-1.5, -9999.0, -9999.0]
     with pytest.raises(CheckpointError, match="outputs are NaN"):
-        at_least(float("nan"))
+        json_log_probability(float("nan"))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_what_needs_decoding_or_changes_scores_is_refused_by_name(
 def test_more_than_one_token_is_refused_with_a_sentence(base: Served) -> None:
     message = base.refused("/v1/completions", {"prompt": "a"})["message"]
     assert message == (
-        "max_tokens is 16, but this server computes one prefill and decodes nothing: give max_tokens 0 or 1"
+        "max_tokens is 16, but this server computes one prefill and does not decode; set max_tokens to 0 or 1"
     )
 
 

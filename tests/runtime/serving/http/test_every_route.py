@@ -210,10 +210,10 @@ def test_the_right_key_opens(guarded: Served, scheme: str) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status", "words"),
     [
-        ("GET", "/nowhere", 404, "there is no route '/nowhere'; GET /openapi.json has all routes"),
-        ("POST", "/v1/decisions/", 404, "there is no route '/v1/decisions/'; GET /openapi.json has all routes"),
-        ("GET", "/v1/decisions", 405, "/v1/decisions takes no GET; it takes POST"),
-        ("DELETE", "/ping", 405, "/ping takes no DELETE; it takes GET, HEAD, POST"),
+        ("GET", "/nowhere", 404, "there is no route '/nowhere'; GET /openapi.json lists all routes"),
+        ("POST", "/v1/decisions/", 404, "there is no route '/v1/decisions/'; GET /openapi.json lists all routes"),
+        ("GET", "/v1/decisions", 405, "/v1/decisions does not support GET; it supports POST"),
+        ("DELETE", "/ping", 405, "/ping does not support DELETE; it supports GET, HEAD, POST"),
     ],
 )
 def test_what_is_no_route_is_told_what_would_be_right(
