@@ -1,4 +1,4 @@
-"""A rank over a real socket: what it answers, refuses and gives up, and when it ends."""
+"""A rank over a real socket: its answers and refusals, cancelled requests, and its end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ STEP_FAILED = "the step of this request failed with RuntimeError; the server's l
 
 
 class CountingEngine:
-    """Answers with the number of tokens. A step holds two requests; `gate` lets steps go on."""
+    """An engine that answers with the number of tokens. A step has two requests, and waits for `gate`."""
 
     facts = FACTS
 
@@ -81,7 +81,7 @@ class FakeParentWatch:
 
 
 class FakeFrontend:
-    """The other end of the socket, and the rank in a thread."""
+    """The frontend's end of the socket, with the rank in a thread."""
 
     def __init__(self, folder: Path) -> None:
         self.context = zmq.Context()
@@ -107,7 +107,7 @@ class FakeFrontend:
         self.socket.send_multipart([b"rank 0", encode(message)])
 
     def receive(self) -> FromRank:
-        """The next message but for signs of life."""
+        """Return the next message that is not `Alive`."""
         while isinstance(message := self.receive_any(), Alive):
             pass
         return message
@@ -141,7 +141,7 @@ def ids(message: FromRank) -> list[str]:
     return [answer.id for answer in message.result.answers]
 
 
-def test_requests_are_answered_in_steps_in_the_order_in_which_they_came(frontend: FakeFrontend) -> None:
+def test_requests_are_answered_in_order_of_arrival(frontend: FakeFrontend) -> None:
     ready = frontend.receive()
     assert isinstance(ready, RankReady)
     assert ready.facts == FACTS
@@ -159,7 +159,7 @@ def test_requests_are_answered_in_steps_in_the_order_in_which_they_came(frontend
 
 
 @pytest.mark.slow
-def test_a_rank_says_that_it_lives_and_for_how_long_it_computes(frontend: FakeFrontend) -> None:
+def test_a_rank_reports_how_long_its_step_has_run(frontend: FakeFrontend) -> None:
     frontend.receive()
     while not isinstance(idle := frontend.receive_any(), Alive):
         pass
@@ -184,7 +184,7 @@ def test_cancelled_requests_do_not_run(frontend: FakeFrontend) -> None:
     frontend.send(Run((request("b"), request("c"))))
     frontend.send(Cancel(("b", "unknown")))
     frontend.send(Run((request("bad one"),)))
-    refused = frontend.receive()  # so the messages before it have been read too
+    refused = frontend.receive()  # so the previous messages have been read too
     assert isinstance(refused, RequestFailed)
     assert (refused.id, refused.is_refused) == ("bad one", True)
     frontend.engine.gate.set()
@@ -192,7 +192,7 @@ def test_cancelled_requests_do_not_run(frontend: FakeFrontend) -> None:
     assert frontend.receive() == Started(("c",))
 
 
-def test_a_rank_says_what_it_does_while_a_step_runs(frontend: FakeFrontend) -> None:
+def test_a_rank_reports_its_status_during_a_step(frontend: FakeFrontend) -> None:
     frontend.receive()
     frontend.engine.gate.clear()
     frontend.send(Run((request("a"),)))
@@ -201,18 +201,22 @@ def test_a_rank_says_what_it_does_while_a_step_runs(frontend: FakeFrontend) -> N
     assert frontend.receive() == StatusReport(EngineView(cache_blocks=7))
 
 
-def test_a_draining_rank_answers_what_waits(frontend: FakeFrontend) -> None:
+def test_a_draining_rank_answers_its_waiting_requests(frontend: FakeFrontend) -> None:
     frontend.receive()
     frontend.engine.gate.clear()
     frontend.send(Run(tuple(request(number) for number in "abc")))
     frontend.send(Drain())
     frontend.engine.gate.set()
-    found = [frontend.receive() for _ in range(4)]
-    assert [number for message in found if isinstance(message, StepDone) for number in ids(message)] == ["a", "b", "c"]
+    received = [frontend.receive() for _ in range(4)]
+    assert [number for message in received if isinstance(message, StepDone) for number in ids(message)] == [
+        "a",
+        "b",
+        "c",
+    ]
     assert frontend.ended()
 
 
-def test_what_does_not_fit_into_memory_is_refused_and_the_rest_answered(frontend: FakeFrontend) -> None:
+def test_requests_that_exceed_the_memory_are_refused_and_others_answered(frontend: FakeFrontend) -> None:
     frontend.receive()
     frontend.send(Run((request("large"), request("a"))))
     assert isinstance(frontend.receive(), Started)

@@ -1,4 +1,4 @@
-"""Ranks are asked when somebody looks: once for all who look, and nobody waits long for one that is silent."""
+"""Concurrent polls share one request to each rank, and do not wait long for a silent rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FACTS = EngineFacts(
 )
 
 
-def test_all_who_look_share_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_polls_share_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         sent: list[int] = []
         poller = RankStatusPoller(sent.append)
@@ -29,7 +29,7 @@ def test_all_who_look_share_one_question(monkeypatch: pytest.MonkeyPatch) -> Non
             poller.report(rank, EngineView(cache_blocks=rank + 5))
         for seen in await asyncio.gather(*both):
             assert [seen[rank].cache_blocks for rank in (0, 1)] == [5, 6]
-        # It is fresh, so nobody is asked again; later they are.
+        # A fresh report is reused; later the ranks are asked again.
         assert (await poller.poll([0, 1]))[0].cache_blocks == 5
         assert sent == [0, 1]
         monkeypatch.setattr(rank_status, "FRESH_SECONDS", 0.0)
@@ -40,14 +40,14 @@ def test_all_who_look_share_one_question(monkeypatch: pytest.MonkeyPatch) -> Non
     asyncio.run(work())
 
 
-def test_a_silent_rank_shows_what_it_said_last_and_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_rank_keeps_its_last_report_and_gets_no_second_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_status, "ANSWER_SECONDS", 0.01)
     monkeypatch.setattr(rank_status, "FRESH_SECONDS", 0.0)
 
     async def work() -> None:
         sent: list[int] = []
         poller = RankStatusPoller(sent.append)
-        poller.report(0, EngineView(cache_blocks=5))  # it may say so unasked
+        poller.report(0, EngineView(cache_blocks=5))  # reports without a request are accepted
         for _ in range(3):
             assert (await poller.poll([0]))[0].cache_blocks == 5
         assert sent == [0]

@@ -29,7 +29,7 @@ def ready_rank(limits: HangLimits | None = None) -> RankWatch:
     return watch
 
 
-def test_silence_is_a_hang_and_any_message_ends_it() -> None:
+def test_silence_is_a_hang_until_the_next_message() -> None:
     watch = ready_rank()
     assert check_regularly(watch, 100.0, 110.0) == {}
     watch.message_received(0, 110.0, 0.0)
@@ -49,7 +49,7 @@ def test_a_step_may_take_what_its_flops_predict() -> None:
     watch = ready_rank()
     for number, flops in (("1", 1), ("2", 6000), ("3", 1)):
         watch.assigned(0, number, flops)
-    watch.started(0, ("2",))  # 1 was cancelled before
+    watch.started(0, ("2",))  # assignment 1 was cancelled before
     watch.message_received(0, 100.5, 119.5)
     assert watch.hung(100.5, FACTS) == {}  # 6 seconds are predicted
     watch.message_received(0, 101.0, 120.5)
