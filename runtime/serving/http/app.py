@@ -167,7 +167,7 @@ def _check_size(size: int, description: str) -> None:
     if size > MOST_BODY_BYTES:
         raise HttpError(
             413,
-            f"the body has {description}; the limit is {MOST_BODY_BYTES} bytes, send several requests",
+            f"the body has {description}, but the limit is {MOST_BODY_BYTES} bytes; send several requests",
             code="body_too_large",
         )
 

@@ -16,8 +16,8 @@ from moepass.models.errors import InputError
 from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.serving.requests.request import Tokens
 
-# A chunk has at most PART_TEXTS texts, and ends with the text that reaches PART_CHARACTERS.
-PART_TEXTS, PART_CHARACTERS = 1024, 1 << 20
+# A chunk has at most CHUNK_TEXTS texts, and ends with the text that reaches CHUNK_CHARACTERS.
+CHUNK_TEXTS, CHUNK_CHARACTERS = 1024, 1 << 20
 
 
 class NamedText(Protocol):
@@ -85,7 +85,7 @@ def named_error(error: InputError, name: str) -> InputError:
 def _read_chunk(source: Iterator[_Text]) -> list[_Text]:
     chunk: list[_Text] = []
     characters = 0
-    while len(chunk) < PART_TEXTS and characters < PART_CHARACTERS and (text := next(source, None)) is not None:
+    while len(chunk) < CHUNK_TEXTS and characters < CHUNK_CHARACTERS and (text := next(source, None)) is not None:
         chunk.append(text)
         characters += len(text.text)
     return chunk

@@ -85,6 +85,7 @@ class QuestionTree:
         names: Sequence[str] = (),
     ) -> None:
         self.tree = RequestTree(writer.most_tokens)
+        # A string is the reason why the model cannot answer the question.
         self._questions: list[_OrderedQuestion | str] = []
         names = names or [f"question {number}" for number in range(len(questions))]
         if writer.prompt.labels and not writer.has_chat_template:
@@ -137,13 +138,14 @@ class QuestionTree:
             chosen = [labels_by_name[option.name] for option in question.options if option.name in labels_by_name]
             if question.kind != "choice" or len(chosen) < len(question.options):
                 unknown = [option.name for option in question.options if option.name not in labels_by_name]
+                problem = (
+                    f"{unknown[0]!r} is not one of them"
+                    if question.kind == "choice"
+                    else f"it cannot answer a question of type {question.kind}"
+                )
                 self._questions.append(
-                    f"this model only answers with its own {len(labels)} labels ({', '.join(labels[:3])}, …); "
-                    + (
-                        f"{unknown[0]!r} is not one of them, ask for a choice among its labels"
-                        if question.kind == "choice"
-                        else f"a question of type {question.kind} cannot be answered, ask for a choice among its labels"
-                    )
+                    f"this model only answers with its own {len(labels)} labels ({', '.join(labels[:3])}, …), and "
+                    f"{problem}; ask for a choice among its labels"
                 )
                 continue
             encoded = encode_labels(writer.encoder, rendered, chosen)

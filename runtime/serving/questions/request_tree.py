@@ -79,7 +79,7 @@ class RequestTree:
             raise InputError(f"{name} has no tokens; send at least one", name=name, value=0, expected="1 or more")
         if len(sequence) > self._most:
             raise InputError(
-                f"{name} has {len(sequence)} tokens; this model takes at most {self._most}, send a shorter text",
+                f"{name} has {len(sequence)} tokens, but this model takes at most {self._most}; send a shorter text",
                 name=name,
                 value=len(sequence),
                 expected=self._most,

@@ -264,7 +264,7 @@ class Frontend:
         router = self._router
         if self._state != "ready" or router is None or not self._facts:
             state = self.status().state
-            raise NotServingError(f"the server takes no requests now, its state is {state!r}; try again", value=state)
+            raise NotServingError(f"the state of the server is {state!r}, not 'ready'; try again later", value=state)
         return router
 
     def _fail(self, number: str, error: Exception) -> None:
@@ -297,7 +297,7 @@ class Frontend:
         for withdrawal in decided.expired:
             self.counters.given_up += 1
             self._withdraw(withdrawal)
-            reason = "no rank started the request before its timeout; the server is overloaded"
+            reason = "no rank started the request before its timeout; try again when the server has less load"
             self._fail(withdrawal.request_id, AnswerTimeoutError(reason, name="timeout"))
         by_rank: dict[int, list[Request]] = {}
         for assignment in decided.assignments:
@@ -429,6 +429,6 @@ class Frontend:
                 for withdrawal in loss.failed:
                     self._withdraw(withdrawal)
                     self.counters.failed += 1
-                    text = "two ranks were lost while they computed this request; it is not run a third time"
+                    text = "two ranks were lost while they computed this request; send it again"
                     self._fail(withdrawal.request_id, NotServingError(text, value="rank lost", rank=rank))
         self._route_soon()

@@ -73,7 +73,7 @@ class RankWatch:
         self._ranks.pop(rank, None)
 
     def assigned(self, rank: int, number: str, flops: int) -> None:
-        """Note that `rank` will compute assignment `number`, which takes `flops`."""
+        """Record that `rank` will compute assignment `number`, which takes `flops`."""
         if rank in self._ranks:
             self._ranks[rank].assigned_flops[number] = flops
 

@@ -1,4 +1,4 @@
-"""A frontend whose ranks are the processes of `sum_rank`, with requests for them."""
+"""A frontend whose ranks are `sum_rank` processes, and requests for them."""
 
 from __future__ import annotations
 
@@ -28,11 +28,14 @@ NO_LIMITS = FrontendLimits()
 
 
 class TokensFormula:
+    """A cost of one FLOP per token."""
+
     def flops(self, prefix_tokens: int, new_tokens: int) -> int:
         return new_tokens
 
 
 def make_router(ranks: int, formula: FlopsFormula, facts: list[EngineFacts]) -> RankRouter:
+    """Return a prefix router whose ranks take two full steps each."""
     saturation = 2 * facts[0].saturation_flops
     return PrefixRouter(ranks, formula, saturation_flops=saturation, flops_per_second=facts[0].flops_per_second)
 
@@ -46,9 +49,11 @@ async def serving(
     ends_together: bool = False,
     hangs: HangLimits = HANGS,
 ) -> AsyncIterator[Frontend]:
+    """Start a frontend with its ranks; `options(rank, attempt)` are command-line options of `sum_rank`."""
+
     def command(rank: int, attempt: int, endpoint: str) -> RankCommand:
-        given = (endpoint, str(rank), str(attempt), *options(rank, attempt))
-        return RankCommand((sys.executable, sum_rank.__file__, *given), b"options")
+        arguments = (endpoint, str(rank), str(attempt), *options(rank, attempt))
+        return RankCommand((sys.executable, sum_rank.__file__, *arguments), b"options")
 
     frontend = Frontend(
         ranks,
@@ -69,10 +74,12 @@ async def serving(
 
 
 def run(work: Awaitable[None]) -> None:
+    """Run a coroutine for at most a minute."""
     asyncio.run(asyncio.wait_for(work, 60))  # type: ignore[arg-type]
 
 
 def request(number: int, questions: int = 0) -> Request:
+    """Return a request with a prompt and `questions` questions behind it; its tokens depend on `number`."""
     prompt = np.arange(1, 20 + number % 7, dtype=np.int32)
     read = (TokenRead(0, np.array([1], np.int32)),)
     parts = tuple(TokenPiece(0, np.array([number % 500 + part], np.int32), read) for part in range(questions))
@@ -80,12 +87,14 @@ def request(number: int, questions: int = 0) -> Request:
 
 
 def is_right(asked: Request, answer: Answer) -> bool:
+    """Return True if each read is answered with the sum of the tokens of its sequence."""
     expected: list[float] = []
     for piece in asked.pieces:
         expected.append((expected[piece.parent] if piece.parent >= 0 else 0) + float(piece.tokens.sum()))
-    found = [piece.reads[0].log_probabilities[0] for piece in answer.pieces]
-    return answer.id == asked.id and found == expected
+    sums = [piece.reads[0].log_probabilities[0] for piece in answer.pieces]
+    return answer.id == asked.id and sums == expected
 
 
 def slow(rank: int, attempt: int) -> tuple[str, ...]:
+    """Return the options of ranks whose steps take 0.05 seconds."""
     return ("--step-seconds", "0.05")

@@ -130,7 +130,7 @@ def test_steps_do_not_matter(checkpoint: Path, most_texts: int | None, step_toke
 def test_results_come_in_the_order_of_the_texts_window_by_window(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encoded_texts, "PART_TEXTS", 3)
+    monkeypatch.setattr(encoded_texts, "CHUNK_TEXTS", 3)
     texts = [TEXTS[number % len(TEXTS)] for number in range(40)]
     scorer = _scorer(checkpoint, ["yes", "no"], step_tokens=1)
     read = 0
