@@ -19,9 +19,9 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moepass.models.limits import MOST_BODY_BYTES
+from moepass.models.version import __version__
 from moepass.runtime.serving.http import server_routes, status_page
 from moepass.runtime.serving.http.tracing import TracingMiddleware, configured_tracer
-from moepass.runtime.serving.http.version import VERSION
 from moepass.runtime.serving.requests.backend import Backend
 from moepass.runtime.serving.routes import (
     chat,
@@ -64,7 +64,7 @@ def create_app(service: Service) -> FastAPI:
 
     Its requests are traced if the process or its environment variables enable tracing.
     """
-    app = FastAPI(title="moepass", version=VERSION, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(title="moepass", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     schemas, components = _schemas()
     for route in ROUTES:
         if route.method == "GET":  # load balancers probe with HEAD; uvicorn omits the body

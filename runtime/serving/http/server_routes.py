@@ -9,8 +9,8 @@ import msgspec
 from fastapi.responses import Response
 
 from moepass.models.errors import InputError
+from moepass.models.version import __version__
 from moepass.runtime.serving.http.metrics_text import MEDIA_TYPE, metrics_text
-from moepass.runtime.serving.http.version import VERSION
 from moepass.runtime.serving.requests.backend import ServingState
 from moepass.runtime.serving.routes import chat, completions, decision_routes, pooling, rerank, scores, systemone
 from moepass.runtime.serving.routes.errors import ErrorReply, error_response
@@ -78,7 +78,7 @@ async def ping(call: Call) -> EmptyReply | Response:
 
 async def version(call: Call) -> VersionReply:
     """Return the version of moepass."""
-    return VersionReply(VERSION)
+    return VersionReply(__version__)
 
 
 async def metrics(call: Call) -> Response:

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 from fastapi.responses import Response
 
-from moepass.runtime.serving.http.version import VERSION
+from moepass.models.version import __version__
 from moepass.runtime.serving.requests.backend import ServingState
 from moepass.runtime.serving.requests.view import RankView
 from moepass.runtime.serving.routes.service import Call, Route
@@ -49,7 +49,7 @@ async def state(call: Call) -> StateReply:
     return StateReply(
         status.state,
         call.model,
-        VERSION,
+        __version__,
         status.predicts_tokens,
         [writer.prompt.label_names.get(label, label) for label in labels],
         view.running,

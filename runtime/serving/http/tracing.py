@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moepass.runtime.serving.http.version import VERSION
+from moepass.models.version import __version__
 from moepass.runtime.serving.routes.service import AnsweredRequest, Call
 
 if TYPE_CHECKING:
@@ -56,14 +56,14 @@ def configured_tracer(environment: Mapping[str, str]) -> Tracer | None:
 
         provider = trace.get_tracer_provider()
         if isinstance(provider, TracerProvider):
-            return provider.get_tracer("moepass", VERSION)
+            return provider.get_tracer("moepass", __version__)
     enabling = [name for name in _ENABLING_VARIABLES if environment.get(name)]
     names = environment.get("OTEL_TRACES_EXPORTER") or "otlp"
     if not enabling or names == "none":
         return None
     try:
         exporters = [_exporter(name.strip(), environment) for name in names.split(",")]
-        return _provider(exporters, environment).get_tracer("moepass", VERSION)
+        return _provider(exporters, environment).get_tracer("moepass", __version__)
     except (ImportError, LookupError) as error:
         logger.warning(
             "%s turns tracing on, but requests are not traced: %s; pip install 'moepass[otel]' installs what is needed",

@@ -68,7 +68,7 @@ class BodyBudget:
         """Count this number of bytes. Raise QueueFullError if all open bodies would exceed MOST_BODIES_BYTES."""
         if self.taken + count > MOST_BODIES_BYTES:
             raise QueueFullError(
-                f"open requests have {self.taken} bytes of bodies; the limit is {MOST_BODIES_BYTES}, so try again later",
+                f"open requests have bodies of {self.taken} bytes; the limit is {MOST_BODIES_BYTES}; try again later",
                 retry_after_seconds=1.0,
                 value=self.taken,
                 expected=MOST_BODIES_BYTES,
