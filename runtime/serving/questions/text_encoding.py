@@ -160,7 +160,7 @@ class TextEncoder:
         return texts[0] + "".join(self._names[name] + text for name, text in zip(names, texts[1:], strict=True))
 
     def _word_start(self, rendered: str, before: int, add_special: bool) -> tuple[int, int] | None:
-        """Return the character and the token of a word start at or before character `before`, or None."""
+        """Return the character and the token of the last word start before character `before`, or None."""
         start = max(rendered.rfind("\n", 0, before), rendered.rfind(" ", 0, before))
         return None if start <= 0 else (start, len(self._encode_batch([rendered[:start]], add_special)[0]))
 

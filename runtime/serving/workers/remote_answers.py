@@ -16,7 +16,7 @@ from moepass.runtime.serving.requests.backend import (
 from moepass.runtime.serving.requests.request import Request
 from moepass.runtime.serving.workers.messages import array_of_extension, extension_of_array
 
-# Errors that keep their class on the way, subclasses first. Any other error stays in the process of the backend.
+# Errors that are sent to the caller with their class, subclasses first. Other errors propagate as those of the call.
 _ERRORS: dict[str, type[MoepassError]] = {
     kind.__name__: kind for kind in (SequenceTooLongError, InputError, AnswerTimeoutError, NotServingError)
 }
