@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -11,6 +12,7 @@ from fastapi.responses import Response
 from moepass.models.errors import InputError
 from moepass.runtime.serving.questions.request_tree import RequestTree
 from moepass.runtime.serving.questions.token_texts import TokenTexts
+from moepass.runtime.serving.requests.request import Tokens
 from moepass.runtime.serving.routes.completions import (
     CompletionUsage,
     StreamOptions,
@@ -137,7 +139,7 @@ async def chat(call: Call) -> Response:
     if not body.messages:
         raise InputError("messages is empty; send one or more", name="messages", expected="1 or more")
     call.need_predictions()
-    prompt = await call.prepare(_prompt, call, body)
+    prompt = await call.prepare(encode_messages, call, body.messages)
     tree = RequestTree(call.writer.most_tokens)
     number = tree.add(prompt, "messages")
     count = body.top_logprobs or 0
@@ -163,17 +165,17 @@ async def chat(call: Call) -> Response:
     return event_stream(chunks)
 
 
-def _prompt(call: Call, body: ChatBody) -> Any:
-    messages = [
+def encode_messages(call: Call, messages: Sequence[ChatMessage], **options: Any) -> Tokens:
+    """Return the tokens of a conversation, rendered by the chat template with these options."""
+    template_messages = [
         {
             # OpenAI's clients send "developer" instead of "system", which templates do not support.
             "role": "system" if message.role == "developer" else message.role,
             "content": content_text(message.content, f"messages[{number}].content"),
         }
-        for number, message in enumerate(body.messages)
+        for number, message in enumerate(messages)
     ]
-    (tokens,) = call.writer.encode([call.writer.chat(messages)])
-    return tokens
+    return call.writer.encode([call.writer.chat(template_messages, **options)])[0]
 
 
 ROUTES = (Route("POST", "/v1/chat/completions", chat, (ChatBody,), (ChatReply,), has_streams=True),)

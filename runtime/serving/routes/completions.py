@@ -20,7 +20,7 @@ from moepass.runtime.serving.questions.request_tree import NO_NUMBERS, RequestTr
 from moepass.runtime.serving.questions.token_texts import TokenTexts
 from moepass.runtime.serving.requests.request import Tokens
 from moepass.runtime.serving.routes.errors import DecodingError
-from moepass.runtime.serving.routes.prompt_inputs import Inputs, check_answer_size, parse_prompts
+from moepass.runtime.serving.routes.prompt_inputs import Inputs, check_answer_size, encode_prompts, parse_prompts
 from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt, json_response, new_id
 
 # JSON has no infinity. OpenAI writes this value for a token with a probability of almost 0.
@@ -143,10 +143,7 @@ async def complete(call: Call) -> Response:
 
 def _prompts(call: Call, body: CompletionBody) -> list[Tokens]:
     prompts = parse_prompts(call, body.prompt, "prompt")
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    if texts:
-        return call.writer.encode_plain(texts, add_special=body.add_special_tokens, name="prompt")
-    return [prompt for prompt in prompts if not isinstance(prompt, str)]
+    return encode_prompts(call, prompts, "prompt", add_special=body.add_special_tokens)
 
 
 def _choice(

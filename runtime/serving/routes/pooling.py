@@ -19,7 +19,13 @@ from moepass.runtime.serving.questions.relevance import class_probabilities
 from moepass.runtime.serving.questions.request_tree import RequestTree
 from moepass.runtime.serving.requests.answer import Floats
 from moepass.runtime.serving.requests.request import Tokens
-from moepass.runtime.serving.routes.prompt_inputs import Inputs, check_answer_size, check_count, parse_prompts
+from moepass.runtime.serving.routes.prompt_inputs import (
+    Inputs,
+    check_answer_size,
+    check_count,
+    encode_prompts,
+    parse_prompts,
+)
 from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt, TokenUsage, new_id
 
 
@@ -234,17 +240,12 @@ async def _vectors(
     call: Call, name: str, prompts: list[str] | list[Tokens], salt: str | None, priority: int
 ) -> list[Floats]:
     trees = []
-    for index, tokens in enumerate(await call.prepare(_encoded, call, name, prompts)):
+    for index, tokens in enumerate(await call.prepare(encode_prompts, call, prompts, name)):
         tree = RequestTree(call.writer.most_tokens)
         number = tree.add(tokens, f"{name}[{index}]")
         tree.vector(number, call.writer.prompt.vector)
         trees.append(tree)
     return [answer.vector(0) for answer in await call.answer_trees(trees, salt, priority)]
-
-
-def _encoded(call: Call, name: str, prompts: list[str] | list[Tokens]) -> list[Tokens]:
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    return call.writer.encode_plain(texts, name=name) if texts else prompts  # type: ignore[return-value]
 
 
 def _class_names(call: Call) -> tuple[str, ...]:

@@ -68,3 +68,13 @@ def parse_prompts(call: Call, inputs: Inputs, name: str) -> list[str] | list[Tok
         check_token_ids(call, ids, name)
         tokens.append(np.array(ids, np.int32))
     return tokens
+
+
+def encode_prompts(
+    call: Call, prompts: list[str] | list[Tokens], name: str, *, add_special: bool = True
+) -> list[Tokens]:
+    """Return the tokens of prompts that `parse_prompts` returned."""
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if texts:
+        return call.writer.encode_plain(texts, add_special=add_special, name=name)
+    return [prompt for prompt in prompts if not isinstance(prompt, str)]

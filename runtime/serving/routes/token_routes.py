@@ -10,8 +10,7 @@ from moepass.models.errors import InputError
 from moepass.models.limits import MOST_REQUEST_TOKENS, check_limit
 from moepass.runtime.serving.questions.token_texts import TokenTexts
 from moepass.runtime.serving.requests.request import Tokens
-from moepass.runtime.serving.routes.chat import ChatMessage
-from moepass.runtime.serving.routes.message_text import content_text
+from moepass.runtime.serving.routes.chat import ChatMessage, encode_messages
 from moepass.runtime.serving.routes.prompt_inputs import check_token_ids
 from moepass.runtime.serving.routes.service import Call, Route
 
@@ -74,14 +73,9 @@ async def tokenize(call: Call) -> TokenizeReply:
 
 
 def _tokens(call: Call, body: TokenizeBody) -> Tokens:
-    writer = call.writer
     if body.prompt is not None:
-        return writer.encode_plain([body.prompt], add_special=body.add_special_tokens, name="prompt")[0]
-    messages = [
-        {"role": message.role, "content": content_text(message.content, f"messages[{number}].content")}
-        for number, message in enumerate(body.messages or [])
-    ]
-    return writer.encode([writer.chat(messages, add_generation_prompt=body.add_generation_prompt)])[0]
+        return call.writer.encode_plain([body.prompt], add_special=body.add_special_tokens, name="prompt")[0]
+    return encode_messages(call, body.messages or [], add_generation_prompt=body.add_generation_prompt)
 
 
 async def detokenize(call: Call) -> DetokenizeReply:

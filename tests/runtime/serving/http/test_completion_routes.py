@@ -193,8 +193,9 @@ def test_texts_become_tokens_and_back(chat: Served) -> None:
     assert (reply["count"], reply["max_model_len"]) == (len(reply["tokens"]), 1024)
     assert "".join(reply["token_strs"]).replace("Ġ", " ") == TEXT
     assert chat.post("/detokenize", {"tokens": reply["tokens"]}) == {"prompt": TEXT}
-    of_messages = chat.post("/tokenize", {"messages": [{"role": "user", "content": "x"}]})
-    assert of_messages["tokens"] == chat.writer.tokenizer("<|user|>x<|end|><|assistant|>")["input_ids"]
+    for role, tag in (("user", "user"), ("developer", "system")):  # as /v1/chat/completions renders them
+        of_messages = chat.post("/tokenize", {"messages": [{"role": role, "content": "x"}]})
+        assert of_messages["tokens"] == chat.writer.tokenizer(f"<|{tag}|>x<|end|><|assistant|>")["input_ids"]
     control = set(chat.writer.encoder.control_tokens)
     assert not control.intersection(chat.post("/tokenize", {"prompt": "<|end|>"})["tokens"])
     assert chat.refused("/tokenize", {})["param"] == "prompt"
