@@ -166,15 +166,15 @@ class TracingMiddleware:
         if times is None:
             return
         context = trace.set_span_in_context(parent)
-        began = answered.ended - times.compute_seconds
-        queue = self._tracer.start_span("queue", context, start_time=_nanoseconds(began - times.queue_seconds))
-        queue.end(_nanoseconds(began))
+        start = answered.ended - times.compute_seconds
+        queue = self._tracer.start_span("queue", context, start_time=_nanoseconds(start - times.queue_seconds))
+        queue.end(_nanoseconds(start))
         attributes = {
             "gen_ai.usage.input_tokens": usage.tokens,
             "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
             "moepass.flops": usage.flops,
         }
-        step = self._tracer.start_span("step", context, attributes=attributes, start_time=_nanoseconds(began))
+        step = self._tracer.start_span("step", context, attributes=attributes, start_time=_nanoseconds(start))
         step.end(_nanoseconds(answered.ended))
 
 

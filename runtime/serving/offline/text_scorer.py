@@ -153,8 +153,8 @@ class TextScorer:
     ) -> tuple[list[_Text], list[EncodedPrompt | InputError]] | None:
         texts: list[_Text] = []
         prompts: list[EncodedPrompt | InputError] = []
-        tokens, enough = 0, WINDOW_STEPS * self.engine.facts.full_step_tokens
-        while tokens < enough and len(texts) < MOST_TEXTS and (chunk := next(source, None)) is not None:
+        tokens, window_tokens = 0, WINDOW_STEPS * self.engine.facts.full_step_tokens
+        while tokens < window_tokens and len(texts) < MOST_TEXTS and (chunk := next(source, None)) is not None:
             chunk_prompts = self._prompts(chunk, len(texts))
             texts += chunk.texts
             prompts += chunk_prompts
@@ -214,56 +214,56 @@ class TextScorer:
     # ---- Prompts become scores
 
     def _scored(self, texts: list[_Text], prompts: list[EncodedPrompt | InputError]) -> ScoredWindow[_Text]:
-        asked = [prompt for prompt in prompts if isinstance(prompt, EncodedPrompt)]
+        encoded = [prompt for prompt in prompts if isinstance(prompt, EncodedPrompt)]
         outcomes: list[int | MoepassError] = [prompt if isinstance(prompt, InputError) else -1 for prompt in prompts]
-        for row, prompt in enumerate(asked):
+        for row, prompt in enumerate(encoded):
             outcomes[prompt.index] = row
-        log_probabilities = np.zeros((len(asked), len(self.labels)))
+        log_probabilities = np.zeros((len(encoded), len(self.labels)))
         computed = 0
-        for step in self._steps(asked):
+        for step in self._steps(encoded):
             result = self.engine.step(
-                [asked[row].labels.request(str(row), asked[row].tokens) for row in step], compares=False
+                [encoded[row].labels.request(str(row), encoded[row].tokens) for row in step], compares=False
             )
             computed += result.tokens
             refused = dict(result.refused)
             for number, reason in refused.items():
-                index = asked[int(number)].index
+                index = encoded[int(number)].index
                 outcomes[index] = InputError(f"{texts[index].name}: {reason}", name=texts[index].name)
             answered = [row for row in step if str(row) not in refused]
-            for labels, positions in _by_labels(asked, answered):
+            for labels, positions in _by_labels(encoded, answered):
                 answers = [result.answers[position] for position in positions]
                 log_probabilities[[answered[position] for position in positions]] = labels.log_probabilities(answers)
         if np.isnan(log_probabilities).any():
             row = int(np.isnan(log_probabilities).any(1).argmax())
-            raise _nan_error(texts[asked[row].index].name, log_probabilities[row])
-        probabilities, mass = np.zeros_like(log_probabilities), np.zeros(len(asked))
-        for labels, rows in _by_labels(asked, range(len(asked))):
+            raise _nan_error(texts[encoded[row].index].name, log_probabilities[row])
+        probabilities, mass = np.zeros_like(log_probabilities), np.zeros(len(encoded))
+        for labels, rows in _by_labels(encoded, range(len(encoded))):
             table = score_label_rows(labels.labels, log_probabilities[rows])
             probabilities[rows], mass[rows] = table.probabilities, table.mass
             for row in np.array(rows)[~table.is_possible].tolist():
-                name = texts[asked[row].index].name
-                outcomes[asked[row].index] = ImpossibleLabelsError(f"{name}: {IMPOSSIBLE}", name=name)
-        tokens = sum(len(prompt.tokens) for prompt in asked)
+                name = texts[encoded[row].index].name
+                outcomes[encoded[row].index] = ImpossibleLabelsError(f"{name}: {IMPOSSIBLE}", name=name)
+        tokens = sum(len(prompt.tokens) for prompt in encoded)
         return ScoredWindow(texts, outcomes, probabilities, mass, tokens, computed)
 
-    def _steps(self, asked: Sequence[EncodedPrompt]) -> Iterator[list[int]]:
-        """Yield lists of rows of `asked` that fill a step; tokens that prompts share count once."""
+    def _steps(self, encoded: Sequence[EncodedPrompt]) -> Iterator[list[int]]:
+        """Yield lists of rows of `encoded` that fill a step; tokens that prompts share count once."""
         facts = self.engine.facts
         if facts.form == "trie":
             # Sorting by tokens places prompts with a common prefix next to each other; big-endian bytes sort like them.
-            keys = [prompt.tokens.astype(">i4").tobytes() for prompt in asked]
-            order = sorted(range(len(asked)), key=keys.__getitem__)
+            keys = [prompt.tokens.astype(">i4").tobytes() for prompt in encoded]
+            order = sorted(range(len(encoded)), key=keys.__getitem__)
         else:
-            order = sorted(range(len(asked)), key=lambda row: -len(asked[row].tokens))
+            order = sorted(range(len(encoded)), key=lambda row: -len(encoded[row].tokens))
         step: list[int] = []
         filled, previous = 0, NO_TOKENS
         for row in order:
-            tokens = asked[row].tokens
+            tokens = encoded[row].tokens
             added = len(tokens) - (_shared(previous, tokens) if step and facts.form == "trie" else 0)
-            added += asked[row].labels.count
+            added += encoded[row].labels.count
             if step and (filled + added > facts.most_tokens or len(step) >= self._most_texts):
                 yield step
-                step, filled, added = [], 0, len(tokens) + asked[row].labels.count
+                step, filled, added = [], 0, len(tokens) + encoded[row].labels.count
             step.append(row)
             filled += added
             previous = tokens
@@ -295,11 +295,11 @@ def _shared(left: Tokens, right: Tokens) -> int:
     return first if count and differ[first] else count
 
 
-def _by_labels(asked: Sequence[EncodedPrompt], rows: Sequence[int]) -> Iterator[tuple[LabelPieces, list[int]]]:
+def _by_labels(encoded: Sequence[EncodedPrompt], rows: Sequence[int]) -> Iterator[tuple[LabelPieces, list[int]]]:
     """Yield each `LabelPieces`, with the positions in `rows` of the prompts that use it."""
     groups: dict[int, tuple[LabelPieces, list[int]]] = {}
     for position, row in enumerate(rows):
-        labels = asked[row].labels
+        labels = encoded[row].labels
         groups.setdefault(id(labels), (labels, []))[1].append(position)
     yield from groups.values()
 

@@ -104,22 +104,22 @@ class PromptWriter:
         Raises:
             InputError: One of the prompts cannot be rendered or encoded.
         """
-        most = self._cut_tokens
-        if most is None:
+        limit = self._cut_tokens
+        if limit is None:
             rendered = [self.render(text, name) for text, name in zip(texts, names, strict=True)]
             return rendered, self.encode(rendered)
         # Long texts are cut by characters first, so that they are not encoded in full.
-        short = [text[: _CHARACTERS_PER_CUT_TOKEN * most] for text in texts]
+        short = [text[: _CHARACTERS_PER_CUT_TOKEN * limit] for text in texts]
         rendered = [self.render(text, name) for text, name in zip(short, names, strict=True)]
         encoded = self.encode(rendered)
         if not self._text_stands_apart:
             uncertain = list(range(len(texts)))
         else:
-            around = len(self.encode([self.prompt.render("")])[0])
+            template_tokens = len(self.encode([self.prompt.render("")])[0])
             uncertain = [
                 number
                 for number, tokens in enumerate(encoded)
-                if len(tokens) - around > most - _BORDER_TOKENS or len(short[number]) < len(texts[number])
+                if len(tokens) - template_tokens > limit - _BORDER_TOKENS or len(short[number]) < len(texts[number])
             ]
         for number in uncertain:
             cut = self.ask(texts[number], names[number])
@@ -195,8 +195,8 @@ class PromptWriter:
     @property
     def _text_stands_apart(self) -> bool:
         """True if the template has control tokens, or nothing, on both sides of the text."""
-        before, _, behind = self.prompt.template.partition("{text}")
-        return not self.encoder.context_of(before) and self.encoder.begins_with_control_token(behind)
+        before, _, after = self.prompt.template.partition("{text}")
+        return not self.encoder.context_of(before) and self.encoder.begins_with_control_token(after)
 
     @property
     def _most_characters(self) -> int:

@@ -60,8 +60,8 @@ class PairTree:
                 name="model",
             )
         else:
-            asked = [SYSTEMONE.ask(f"Query: {query}\nDocument: {document}", _RELEVANT) for query, document in pairs]
-            rendered = [writer.ask(text, name) for text, name in zip(asked, pair_names, strict=True)]
+            questions = [SYSTEMONE.ask(f"Query: {query}\nDocument: {document}", _RELEVANT) for query, document in pairs]
+            rendered = [writer.ask(text, name) for text, name in zip(questions, pair_names, strict=True)]
             blank = " " if writer.needs_blank_before_label(rendered[0]) else ""
             texts = tuple(blank + label for label in SYSTEMONE.labels(_RELEVANT))
         cache: dict[str, tuple[LabelTokens, ...]] = {}  # most prompts end with the same context

@@ -254,9 +254,9 @@ async def ask_tree(call: Call, tree: QuestionTree, salt: str | None, priority: i
 
 def _tree(call: Call, body: DecisionsBody) -> QuestionTree:
     names = [_question_name(number, question.name) for number, question in enumerate(body.questions)]
-    asked = [_question(question, f"questions[{number}]") for number, question in enumerate(body.questions)]
+    questions = [_question(question, f"questions[{number}]") for number, question in enumerate(body.questions)]
     text = input_text(body.input)
-    return QuestionTree(call.writer, text, asked, SYSTEMONE, order_invariant=body.order_invariant, names=names)
+    return QuestionTree(call.writer, text, questions, SYSTEMONE, order_invariant=body.order_invariant, names=names)
 
 
 def _question(question: DecisionPredicate | DecisionChoice | DecisionScore, name: str) -> Question:
@@ -345,8 +345,8 @@ async def _labelled(call: Call) -> LabelledReply:
 def _labelled_tree(call: Call, body: LabelledBody) -> QuestionTree:
     text = check_not_blank(json_text(body.input, compact=True), "input")
     names = [_question_name(number, question.id) for number, question in enumerate(body.questions)]
-    asked = [_labelled_question(question, name) for question, name in zip(body.questions, names, strict=True)]
-    return QuestionTree(call.writer, text, asked, SGLANG, order_invariant=body.order_invariant, names=names)
+    questions = [_labelled_question(question, name) for question, name in zip(body.questions, names, strict=True)]
+    return QuestionTree(call.writer, text, questions, SGLANG, order_invariant=body.order_invariant, names=names)
 
 
 def _labelled_question(question: LabelledChoice | LabelledScore | LabelledYesNo, name: str) -> Question:

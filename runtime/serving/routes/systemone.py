@@ -114,9 +114,9 @@ async def systemone(call: Call) -> SystemoneReply:
 def _tree(call: Call, body: SystemoneBody) -> QuestionTree:
     text = check_not_blank(json_text(body.state, compact=False), "state")
     names = [f"questions[{name!r}]" for name in body.questions]
-    asked = [_question(question, name) for question, name in zip(body.questions.values(), names, strict=True)]
+    questions = [_question(question, name) for question, name in zip(body.questions.values(), names, strict=True)]
     return QuestionTree(
-        call.writer, text, asked, SYSTEMONE, order_invariant=body.order_invariant, text_name="state", names=names
+        call.writer, text, questions, SYSTEMONE, order_invariant=body.order_invariant, text_name="state", names=names
     )
 
 

@@ -57,9 +57,9 @@ def encode_asked(request: Request, priority: int, timeout_seconds: float) -> byt
     return _encoder.encode(RemoteRequest(request, priority, timeout_seconds))
 
 
-async def answer_asked(backend: Backend, asked: bytes) -> bytes:
+async def answer_asked(backend: Backend, encoded_request: bytes) -> bytes:
     """Let `backend` answer an encoded request, and encode its answer or its error for `answer_of`."""
-    remote = _request_decoder.decode(asked)
+    remote = _request_decoder.decode(encoded_request)
     try:
         answer = await backend.answer(remote.request, priority=remote.priority, timeout_seconds=remote.timeout_seconds)
     except QueueFullError as error:

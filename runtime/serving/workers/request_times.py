@@ -39,8 +39,8 @@ class RequestTimes:
 
     def answered(self, waiting: WaitingRequest, answer: Answer, now: float) -> Answer:
         """Record a request that is answered at time `now`, and return its answer with the times added."""
-        began = now if waiting.began is None else waiting.began
-        times = AnswerTimes(began - waiting.arrived, now - began)
+        started = now if waiting.began is None else waiting.began
+        times = AnswerTimes(started - waiting.arrived, now - started)
         self._total.observe(now - waiting.arrived)
         self._queue.observe(times.queue_seconds)
         self._compute.observe(times.compute_seconds)

@@ -189,7 +189,7 @@ class Supervisor:
         pause = longest_start = 0.0
         was_ready = False
         while True:
-            began = time.monotonic()
+            start_time = time.monotonic()
             waits = {asyncio.ensure_future((await self._start_rank(rank)).wait()): rank for rank in ranks}
             seconds = max(LEAST_START_SECONDS, START_PATIENCE * longest_start)
             # The first start has no limit: its duration is unknown, and `start` waits for it.
@@ -209,7 +209,7 @@ class Supervisor:
             is_steady = is_ready and time.monotonic() - max(map(self._ready_since.__getitem__, ranks)) > STEADY_SECONDS
             was_ready = was_ready or is_ready
             if is_ready:
-                longest_start = max(longest_start, max(map(self._ready_since.__getitem__, ranks)) - began)
+                longest_start = max(longest_start, max(map(self._ready_since.__getitem__, ranks)) - start_time)
             if not was_ready:
                 self._fail_start(rank, status)
                 return
