@@ -1,4 +1,6 @@
-"""The HTTP server: the application with all routes, the routes about the server itself, the socket.
+"""The HTTP server: the application with all routes, routes about the server itself, and the socket.
+
+Start at `app.py`; the routes that ask the model are in `serving/routes`.
 
 May import serving/routes, serving/questions, serving/batching, serving/requests.
 """

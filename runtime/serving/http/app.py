@@ -1,4 +1,4 @@
-"""The application: every route of every family, guarded, timed, and described by an OpenAPI document."""
+"""The application: all routes, with authentication, timing headers, and an OpenAPI document."""
 
 from __future__ import annotations
 
@@ -18,52 +18,56 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moepass import __version__
 from moepass.models.limits import MOST_BODY_BYTES
-from moepass.runtime.serving.http import looking, server_routes
+from moepass.models.version import __version__
+from moepass.runtime.serving.http import server_routes, status_page
 from moepass.runtime.serving.http.tracing import TracingMiddleware, configured_tracer
 from moepass.runtime.serving.requests.backend import Backend
 from moepass.runtime.serving.routes import (
     chat,
     completions,
-    decisions,
+    decision_routes,
+    pooling,
     rerank,
     scores,
     systemone,
     token_routes,
-    vectors,
 )
 from moepass.runtime.serving.routes.errors import ErrorReply, HttpError, add_handlers, error_response, response_of
-from moepass.runtime.serving.routes.service import Call, Route, Service, new_id, reply
+from moepass.runtime.serving.routes.service import Call, Route, Service, json_response, new_id
 
 ROUTES: tuple[Route, ...] = tuple(
     route
     for family in (
-        decisions,
+        decision_routes,
         systemone,
         scores,
         completions,
         chat,
         token_routes,
-        vectors,
+        pooling,
         rerank,
         server_routes,
-        looking,
+        status_page,
     )
     for route in family.ROUTES
 )
-# What is answered without a key. The page is the same for everyone, and asks for the key that its own calls need.
+# These paths need no API key. The status page is public; it asks for the key that its own requests need.
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping"})
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-# Nobody is left to read it, but the log is.
-_CLIENT_GONE = 499
+# nginx's status for a client that closed the connection. Only logs and traces show it.
+_CLIENT_CLOSED_REQUEST = 499
 
 
 def create_app(service: Service) -> FastAPI:
-    """The application that answers with `service`; it is traced where the process or its environment asks for that."""
+    """Return the application that answers with `service`.
+
+    Its requests are traced if the process or its environment variables enable tracing.
+    """
     app = FastAPI(title="moepass", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    schemas, components = _schemas()
     for route in ROUTES:
-        if route.method == "GET":  # load balancers ask with HEAD; uvicorn leaves the body out
+        if route.method == "GET":  # load balancers probe with HEAD; uvicorn omits the body
             app.add_api_route(route.path, _endpoint(route, service), methods=["HEAD"], include_in_schema=False)
         app.add_api_route(
             route.path,
@@ -71,100 +75,113 @@ def create_app(service: Service) -> FastAPI:
             methods=[route.method],
             operation_id=f"{route.method.lower()}{route.path.replace('/', '_')}",
             response_class=Response,
-            openapi_extra=_description(route),
+            openapi_extra=_description(route, schemas),
         )
     add_handlers(app)
-    asking = frozenset(route.path for route in ROUTES if route.bodies and route.asks_model)
-    app.add_middleware(_Guard, api_key=service.settings.api_key, backend=service.backend, asking=asking)
+    model_paths = frozenset(route.path for route in ROUTES if route.bodies and route.asks_model)
+    app.add_middleware(
+        _RequestGuard, api_key=service.settings.api_key, backend=service.backend, model_paths=model_paths
+    )
     tracer = configured_tracer(os.environ)
     if tracer is not None:
         app.add_middleware(TracingMiddleware, tracer=tracer)
     describe = app.openapi
-    _, schemas = _schemas()
 
     def openapi() -> dict[str, Any]:
         document = describe()
-        document.setdefault("components", {})["schemas"] = schemas
+        document.setdefault("components", {})["schemas"] = components
         return document
 
-    app.openapi = openapi  # type: ignore[method-assign]  # the way that FastAPI documents
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI documents this assignment
     return app
 
 
 def _endpoint(route: Route, service: Service) -> Callable[[HttpRequest], Awaitable[Response]]:
     async def endpoint(request: HttpRequest) -> Response:
         request.scope["moepass"]["fields"] = route.fields
-        parts: list[bytes] = []
+        chunks: list[bytes] = []
         try:
             if route.bodies:
-                await _read(request, parts, service)
-            return await _answer(request, Call(service, b"".join(parts), request.scope["moepass"]["id"]), route)
+                await _read_body(request, chunks, service)
+            call = Call(service, b"".join(chunks), request.scope["moepass"]["id"])
+            return await _run_handler(request, call, route)
         finally:
-            service.bodies.taken -= sum(map(len, parts))
+            service.bodies.taken -= sum(map(len, chunks))
 
     return endpoint
 
 
-async def _answer(request: HttpRequest, call: Call, route: Route) -> Response:
+async def _run_handler(request: HttpRequest, call: Call, route: Route) -> Response:
     request.scope["moepass"]["call"] = call
     work = asyncio.ensure_future(route.handler(call))
-    gone = asyncio.ensure_future(_disconnected(request))
+    disconnect = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
-        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({work, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
-            return error_response(_CLIENT_GONE, "the client has closed the connection")
-        found = work.result()
-        return found if isinstance(found, Response) else reply(found)
+            return error_response(_CLIENT_CLOSED_REQUEST, "the client has closed the connection")
+        result = work.result()
+        return result if isinstance(result, Response) else json_response(result)
     finally:
-        # A cancelled call frees its place in the backend.
-        for task in (work, gone):
+        # Cancelling the handler also cancels its requests in the backend.
+        for task in (work, disconnect):
             task.cancel()
-        await asyncio.gather(work, gone, return_exceptions=True)
+        await asyncio.gather(work, disconnect, return_exceptions=True)
 
 
-async def _read(request: HttpRequest, parts: list[bytes], service: Service) -> None:
-    """Append the body to `parts`, each of which has been taken from the budget of the service."""
+async def _read_body(request: HttpRequest, chunks: list[bytes], service: Service) -> None:
+    """Append the body to `chunks`, and count the bytes against the body budget of `service`.
+
+    Raises:
+        HttpError: The body is compressed (415), too large (413) or too slow (408), or the client left (499).
+        QueueFullError: Bodies of all clients together would exceed the budget.
+    """
     encoding = request.headers.get("content-encoding", "identity")
     if encoding != "identity":
-        raise HttpError(415, f"the body has the content encoding {encoding[:40]!r}; send it as it is")
+        raise HttpError(415, f"the body has the content encoding {encoding[:40]!r}; send it uncompressed")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal():
         _check_size(int(declared), f"{int(declared)} bytes")
     seconds = service.settings.read_seconds
     try:
-        await asyncio.wait_for(_read_parts(request, parts, service), seconds)
+        await asyncio.wait_for(_read_chunks(request, chunks, service), seconds)
     except TimeoutError:
         raise HttpError(
-            408, f"the body has not come within {seconds:g} seconds; {sum(map(len, parts))} bytes of it have"
+            408,
+            f"only {sum(map(len, chunks))} bytes of the body arrived within {seconds:g} seconds; send it faster, or in "
+            "smaller requests",
         ) from None
     except ClientDisconnect as error:
-        raise HttpError(_CLIENT_GONE, "the client has closed the connection") from error
+        raise HttpError(_CLIENT_CLOSED_REQUEST, "the client has closed the connection") from error
 
 
-async def _read_parts(request: HttpRequest, parts: list[bytes], service: Service) -> None:
+async def _read_chunks(request: HttpRequest, chunks: list[bytes], service: Service) -> None:
     size = 0
-    async for part in request.stream():
-        size += len(part)
+    async for chunk in request.stream():
+        size += len(chunk)
         _check_size(size, f"{size} bytes or more")
-        service.bodies.take(len(part))
-        parts.append(part)
+        service.bodies.take(len(chunk))
+        chunks.append(chunk)
 
 
-def _check_size(size: int, words: str) -> None:
+def _check_size(size: int, description: str) -> None:
     if size > MOST_BODY_BYTES:
-        raise HttpError(413, f"the body has {words}; the limit is {MOST_BODY_BYTES}", code="body_too_large")
+        raise HttpError(
+            413,
+            f"the body has {description}, but the limit is {MOST_BODY_BYTES} bytes; send several requests",
+            code="body_too_large",
+        )
 
 
-async def _disconnected(request: HttpRequest) -> None:
+async def _wait_for_disconnect(request: HttpRequest) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-class _Guard:
-    """Names, times and lets in every request."""
+class _RequestGuard:
+    """Middleware that gives every request an id and timing headers, checks its API key, and reports errors."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None, backend: Backend, asking: frozenset[str]) -> None:
-        self.app, self._backend, self._asking = app, backend, asking
+    def __init__(self, app: ASGIApp, api_key: str | None, backend: Backend, model_paths: frozenset[str]) -> None:
+        self.app, self._backend, self._model_paths = app, backend, model_paths
         self._key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -172,23 +189,23 @@ class _Guard:
             await self.app(scope, receive, send)
             return
         started = time.monotonic()
-        given = dict(scope["headers"])
-        wanted = given.get(b"x-request-id", b"").decode("latin-1")
-        state: dict[str, Any] = {"id": wanted if _REQUEST_ID.fullmatch(wanted) else new_id("req")}
+        request_headers = dict(scope["headers"])
+        client_id = request_headers.get(b"x-request-id", b"").decode("latin-1")
+        state: dict[str, Any] = {"id": client_id if _REQUEST_ID.fullmatch(client_id) else new_id("req")}
         scope["moepass"] = state
 
         async def send_timed(message: Message) -> None:
             if message["type"] == "http.response.start":
-                state["answered"] = True
+                state["has_started"] = True
                 headers = MutableHeaders(scope=message)
                 total = (time.monotonic() - started) * 1000
                 call: Call | None = state.get("call")
                 headers["x-request-id"] = state["id"]
                 headers["openai-processing-ms"] = str(round(total))
-                headers["server-timing"] = f"total;dur={total:.1f}{'' if call is None else _parts_of(call)}"
+                headers["server-timing"] = f"total;dur={total:.1f}{'' if call is None else _timing_metrics(call)}"
             await send(message)
 
-        if scope["path"] not in OPEN_PATHS and not self._is_let_in(given.get(b"authorization", b"")):
+        if scope["path"] not in OPEN_PATHS and not self._has_valid_key(request_headers.get(b"authorization", b"")):
             refusal = error_response(
                 401,
                 "the API key is missing or wrong; send it as the header 'Authorization: Bearer KEY'",
@@ -198,47 +215,48 @@ class _Guard:
             await refusal(scope, receive, send_timed)
             return
         try:
-            if scope["path"] in self._asking and scope["method"] == "POST":
-                # Before anything of the request is read: a refusal costs little, however large what is refused.
+            if scope["path"] in self._model_paths and scope["method"] == "POST":
+                # A full queue refuses the request before its body is read, so that a refusal is cheap.
                 self._backend.check_room()
             await self.app(scope, receive, send_timed)
         except Exception as error:
-            if "answered" in state:  # too late for another answer
+            if "has_started" in state:  # it is too late to send another response
                 raise
             await response_of(error, state.get("fields", frozenset()))(scope, receive, send_timed)
         except asyncio.CancelledError:
-            # The server ends, and has waited for what is open as long as it was told to.
-            if "answered" in state:
+            # The server shuts down, and its time to drain is over.
+            if "has_started" in state:
                 raise
-            refusal = error_response(503, "the server has ended before this was answered", headers={"Retry-After": "1"})
+            refusal = error_response(
+                503, "the server has ended before it could answer; send the request again", headers={"Retry-After": "1"}
+            )
             await refusal(scope, receive, send_timed)
 
-    def _is_let_in(self, authorization: bytes) -> bool:
+    def _has_valid_key(self, authorization: bytes) -> bool:
         scheme, _, key = authorization.partition(b" ")
-        # Compared in constant time, so that nobody learns the key byte by byte.
+        # A comparison in constant time does not leak how many bytes of a guess are right.
         return self._key is None or (scheme.lower() == b"bearer" and hmac.compare_digest(key.lstrip(b" "), self._key))
 
 
-def _parts_of(call: Call) -> str:
-    """What a call waited for, in milliseconds: the backend, and of that the queue and the computation."""
-    parts = [f", backend;dur={1000 * call.backend_seconds:.1f}"]
-    found = [answered.times for answered in call.answered if answered.times is not None]
-    if found:
-        # Requests of one call run side by side.
-        queue = max(times.queue_seconds for times in found)
-        compute = max(times.compute_seconds for times in found)
-        parts.append(f", queue;dur={1000 * queue:.1f}, compute;dur={1000 * compute:.1f}")
-    return "".join(parts)
+def _timing_metrics(call: Call) -> str:
+    """Return the Server-Timing metrics of a call in milliseconds: backend, and its queue and compute time."""
+    text = f", backend;dur={1000 * call.backend_seconds:.1f}"
+    all_times = [answered.times for answered in call.answered if answered.times is not None]
+    if all_times:
+        # The requests of one call run in parallel.
+        queue = max(times.queue_seconds for times in all_times)
+        compute = max(times.compute_seconds for times in all_times)
+        text += f", queue;dur={1000 * queue:.1f}, compute;dur={1000 * compute:.1f}"
+    return text
 
 
 def _schemas() -> tuple[dict[Any, Any], dict[str, Any]]:
     kinds = list(dict.fromkeys([ErrorReply, *(kind for route in ROUTES for kind in (*route.bodies, *route.replies))]))
-    found, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
-    return dict(zip(kinds, found, strict=True)), components
+    schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    return dict(zip(kinds, schemas, strict=True)), components
 
 
-def _description(route: Route) -> dict[str, Any]:
-    schemas, _ = _schemas()
+def _description(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
 
     def content(kinds: tuple[Any, ...]) -> dict[str, Any]:
         schema = schemas[kinds[0]] if len(kinds) == 1 else {"anyOf": [schemas[kind] for kind in kinds]}

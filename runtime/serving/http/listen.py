@@ -1,4 +1,4 @@
-"""The application on a socket, and how it ends."""
+"""The application as a server that drains before it ends."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from types import FrameType
 import uvicorn
 
 from moepass.runtime.serving.http.app import create_app
-from moepass.runtime.serving.http.patience import DEFAULT_LIMITS, ConnectionLimits, patient_protocol
+from moepass.runtime.serving.http.patience import DEFAULT_LIMITS, ConnectionLimits, limited_protocol
 from moepass.runtime.serving.routes.service import Service
 
 
 class DrainingServer(uvicorn.Server):
-    """On SIGTERM or SIGINT it takes no more requests and answers those that it has; the second one ends it at once.
+    """A server that stops accepting requests on SIGTERM or SIGINT, answers the open ones, and then returns from `run`.
 
-    `run` returns after that, where uvicorn's own would end the process by the signal.
+    A second signal ends it at once. uvicorn's own server would end the process with the signal.
     """
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Start draining, or end at once if the server drains already."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
@@ -25,10 +26,16 @@ class DrainingServer(uvicorn.Server):
 def server_of(
     service: Service, *, drain_seconds: float = 30.0, limits: ConnectionLimits = DEFAULT_LIMITS
 ) -> DrainingServer:
-    """A server of `service`, to be run with a socket of `open_socket`; it drains for at most `drain_seconds`."""
+    """Return a server for `service`; run it with a socket of `open_socket`.
+
+    Args:
+        service: Answers the requests.
+        drain_seconds: How long the server waits for open requests before it ends; at least 1.
+        limits: The limits of each connection.
+    """
     config = uvicorn.Config(
         create_app(service),
-        http=patient_protocol(limits),
+        http=limited_protocol(limits),
         lifespan="off",
         log_level="warning",
         access_log=False,

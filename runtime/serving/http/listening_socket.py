@@ -1,4 +1,4 @@
-"""Where a server listens. Nothing heavy is imported here: an address that cannot be had is told at once."""
+"""The listening socket. This module imports nothing heavy, so that a bad address is refused before models load."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ _WAITING_CONNECTIONS = 2048
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """A socket that listens at `host` and `port`, of which 0 is any free one.
+    """Return a socket that listens at `host` and `port`; port 0 selects a free port.
 
-    Raises OptionError where that is not possible.
+    Raises:
+        OptionError: The port is out of range, or the address cannot be resolved or is in use.
     """
     if not 0 <= port < 1 << 16:
         raise OptionError.wrong("port", port, "0 to 65535")
     try:
-        # With its protocol, which is TCP: asyncio sends without delay on such sockets alone.
+        # asyncio sets TCP_NODELAY only if the socket's protocol is IPPROTO_TCP.
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, proto=socket.IPPROTO_TCP)[0]
         opened = socket.socket(family, kind, protocol)
         try:
@@ -29,7 +30,7 @@ def open_socket(host: str, port: int) -> socket.socket:
             raise
     except (OSError, UnicodeError) as error:
         raise OptionError(
-            f"nothing can listen at {host[:100]} port {port}: {getattr(error, 'strerror', None) or error}; give "
+            f"the server cannot listen on {host[:100]} port {port}: {getattr(error, 'strerror', None) or error}; use "
             "another --port, or --host 127.0.0.1",
             name="host",
             value=(host, port),

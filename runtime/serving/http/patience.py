@@ -1,7 +1,7 @@
-"""Clients that take a connection and do nothing with it: after a while they are cut off, and there are only so many.
+"""Limits on connections: how many there may be, and how long a client may idle or leave a response unread.
 
-uvicorn closes a connection that has nothing to say after an answer, and waits without end for one that says a byte now
-and then, or does not read its answer. Bodies are waited for by the application, which can answer.
+uvicorn closes connections that are idle after a response. It waits without limit for a client that sends a byte now and
+then, or that does not read its response. The application itself limits the time for a body, because it can answer 408.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from moepass.models.limits import MOST_CONNECTIONS
 from moepass.runtime.serving.requests.backend import NotServingError
 from moepass.runtime.serving.routes.errors import response_of
 
-# What a refused client sends is read for so long: a connection that is closed with something unread is reset, and then
-# the client may never see the refusal.
+# A refused connection stays open this long. Closing it with unread input would reset it, and the client might never see
+# the refusal.
 _REFUSAL_SECONDS = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class ConnectionLimits:
-    """What a client may take.
+    """Limits of connections.
 
-    most            connections that are open at once, of all clients
-    head_seconds    between a connection, or an answer on it, and the end of the next request's head, at least; twice as
-                    long at most
-    read_seconds    from an answer until it is read, at least; twice `head_seconds` longer at most
+    Attributes:
+        most: Connections that may be open at once, of all clients together.
+        head_seconds: Time from the connection, or from the last response on it, to the end of the next request's head.
+            A slower client is cut off after one to two times as long.
+        read_seconds: Time that a client may leave a response unread. A slower client is cut off at most twice
+            `head_seconds` later.
     """
 
     most: int = MOST_CONNECTIONS
@@ -40,43 +42,46 @@ class ConnectionLimits:
 DEFAULT_LIMITS = ConnectionLimits()
 
 
-class PatientProtocol(H11Protocol):
-    """One timer for a connection, which costs a request nothing."""
+class LimitedProtocol(H11Protocol):
+    """An HTTP protocol of uvicorn with `ConnectionLimits`, checked by one timer per connection."""
 
-    def __init__(self, *given: Any, limits: ConnectionLimits, **named: Any) -> None:
-        super().__init__(*given, **named)
+    def __init__(self, *args: Any, limits: ConnectionLimits, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._limits = limits
-        self._idle_behind: object = None
+        # The request cycle after which the connection was idle at the last check.
+        self._idle_after: object = None
         self._unread: tuple[object, float] | None = None
-        self._look: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Accept the connection and start its timer, or hand it to `RefusedConnection` if too many are open."""
         if len(self.connections) >= self._limits.most:
             refused = RefusedConnection(self._limits.most)
             transport.set_protocol(refused)
             refused.connection_made(transport)
             return
         super().connection_made(transport)
-        self._look = self.loop.call_later(self._limits.head_seconds, self._look_again)
+        self._timer = self.loop.call_later(self._limits.head_seconds, self._check_client)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._look is not None:
-            self._look.cancel()
+        """Cancel the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
         super().connection_lost(exc)
 
-    def _look_again(self) -> None:
-        if self._leaves_its_answer():
-            self.transport.abort()  # closing would wait until it is read
+    def _check_client(self) -> None:
+        if self._is_response_unread():
+            self.transport.abort()  # close() would wait until the client reads the response
             return
         is_idle = self.cycle is None or self.cycle.response_complete
-        if is_idle and self._idle_behind is self.cycle:
+        if is_idle and self._idle_after is self.cycle:
             self.transport.close()
-        # An answer that is under way is nothing to be idle behind.
-        self._idle_behind = self.cycle if is_idle else self
-        self._look = self.loop.call_later(self._limits.head_seconds, self._look_again)
+        # `self` matches no cycle: while a response is sent, the connection is not idle.
+        self._idle_after = self.cycle if is_idle else self
+        self._timer = self.loop.call_later(self._limits.head_seconds, self._check_client)
 
-    def _leaves_its_answer(self) -> bool:
-        """Whether a part of one answer has been left unread for too long."""
+    def _is_response_unread(self) -> bool:
+        """Return True if the client has left data of one response unread for `read_seconds`."""
         if not self.transport.get_write_buffer_size():
             self._unread = None
         elif self._unread is None or self._unread[0] is not self.cycle:
@@ -87,26 +92,28 @@ class PatientProtocol(H11Protocol):
 
 
 class RefusedConnection(asyncio.Protocol):
-    """One too many: it is told so, whatever it asks."""
+    """Protocol of a connection above the limit: it answers 503 to any request, and closes."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._end: asyncio.TimerHandle | None = None
+        self._abort_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        text = f"{self._most} connections are open, which is the limit; use fewer, or come back later"
+        """Send the refusal, and abort the connection a second later if the client has not closed it."""
+        text = f"{self._most} connections are open, which is the limit; close some, or try again later"
         response = response_of(NotServingError(text, value=self._most, expected=self._most))
         headers = [*response.raw_headers, (b"connection", b"close")]
         head = b"".join(b"%s: %s\r\n" % header for header in headers)
         transport.write(b"HTTP/1.1 503 Service Unavailable\r\n" + head + b"\r\n" + bytes(response.body))
         transport.write_eof()
-        self._end = asyncio.get_running_loop().call_later(_REFUSAL_SECONDS, transport.abort)
+        self._abort_timer = asyncio.get_running_loop().call_later(_REFUSAL_SECONDS, transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._end is not None:
-            self._end.cancel()
+        """Cancel the timer."""
+        if self._abort_timer is not None:
+            self._abort_timer.cancel()
 
 
-def patient_protocol(limits: ConnectionLimits) -> Any:
-    """What uvicorn makes the protocol of each connection with."""
-    return functools.partial(PatientProtocol, limits=limits)
+def limited_protocol(limits: ConnectionLimits) -> Any:
+    """Return the factory with which uvicorn makes the protocol of each connection."""
+    return functools.partial(LimitedProtocol, limits=limits)

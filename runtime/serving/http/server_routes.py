@@ -1,5 +1,4 @@
-"""What the server says of itself: its model, health, readiness, version and metrics; and /invocations, SageMaker's way
-to any of the other routes."""
+"""Routes about the server: models, health, readiness, version and metrics; and SageMaker's /invocations."""
 
 from __future__ import annotations
 
@@ -9,16 +8,18 @@ from typing import Any, Literal
 import msgspec
 from fastapi.responses import Response
 
-from moepass import __version__
 from moepass.models.errors import InputError
+from moepass.models.version import __version__
 from moepass.runtime.serving.http.metrics_text import MEDIA_TYPE, metrics_text
 from moepass.runtime.serving.requests.backend import ServingState
-from moepass.runtime.serving.routes import chat, completions, decisions, rerank, scores, systemone, vectors
+from moepass.runtime.serving.routes import chat, completions, decision_routes, pooling, rerank, scores, systemone
 from moepass.runtime.serving.routes.errors import ErrorReply, error_response
 from moepass.runtime.serving.routes.service import Call, EmptyReply, Route
 
 
 class ModelCard(msgspec.Struct):
+    """A served model name; `root` is the name that answers use."""
+
     id: str
     created: int
     max_model_len: int
@@ -28,12 +29,14 @@ class ModelCard(msgspec.Struct):
 
 
 class ModelList(msgspec.Struct):
+    """The reply of /v1/models."""
+
     data: list[ModelCard]
     object: Literal["list"] = "list"
 
 
 class ReadyReply(msgspec.Struct):
-    """`details` say how the model runs."""
+    """The reply of /ready; `details` describe how the model runs."""
 
     state: ServingState
     model: str
@@ -41,53 +44,59 @@ class ReadyReply(msgspec.Struct):
 
 
 class VersionReply(msgspec.Struct):
+    """The reply of /version."""
+
     version: str
 
 
 async def models(call: Call) -> ModelList:
+    """List the names under which the model is served."""
     status, names = call.service.backend.status(), call.service.settings.model_names
     return ModelList([ModelCard(name, call.service.created, status.max_sequence_tokens, names[0]) for name in names])
 
 
 async def health(call: Call) -> EmptyReply:
-    """The process lives; whether it answers is what /ready says."""
+    """Return 200 while the process runs; /ready tells whether it answers requests."""
     return EmptyReply()
 
 
 async def ready(call: Call) -> ReadyReply | Response:
+    """Return the server's state, with status 503 unless it is ready."""
     status = call.service.backend.status()
-    found = ReadyReply(status.state, call.model, dict(status.details))
+    reply = ReadyReply(status.state, call.model, dict(status.details))
     if status.state == "ready":
-        return found
-    return Response(msgspec.json.encode(found), 503, {"Retry-After": "1"}, media_type="application/json")
+        return reply
+    return Response(msgspec.json.encode(reply), 503, {"Retry-After": "1"}, media_type="application/json")
 
 
 async def ping(call: Call) -> EmptyReply | Response:
+    """Return 200 if the server is ready, otherwise 503, as SageMaker asks."""
     if call.service.backend.status().state == "ready":
         return EmptyReply()
-    return error_response(503, "the server is not ready; /ready says why", headers={"Retry-After": "1"})
+    return error_response(503, "the server is not ready; GET /ready returns its state", headers={"Retry-After": "1"})
 
 
 async def version(call: Call) -> VersionReply:
+    """Return the version of moepass."""
     return VersionReply(__version__)
 
 
 async def metrics(call: Call) -> Response:
-    """In the text format of Prometheus."""
+    """Return all metrics in Prometheus' text format."""
     backend = call.service.backend
     view = await backend.view()
     return Response(metrics_text(call.model, backend.status(), view), media_type=MEDIA_TYPE)
 
 
 async def invoke(call: Call) -> Any:
-    """The body decides which route is meant."""
-    return await _meant(call.json())(call)
+    """Call the route that the fields of the body indicate."""
+    return await _handler_of(call.json())(call)
 
 
-def _meant(body: dict[str, Any]) -> Callable[[Call], Awaitable[Any]]:
-    known: tuple[tuple[str, Callable[[Call], Awaitable[Any]]], ...] = (
+def _handler_of(body: dict[str, Any]) -> Callable[[Call], Awaitable[Any]]:
+    handlers: tuple[tuple[str, Callable[[Call], Awaitable[Any]]], ...] = (
         ("state", systemone.systemone),
-        ("questions", decisions.create_decision),
+        ("questions", decision_routes.create_decision),
         ("messages", chat.chat),
         ("prompt", completions.complete),
         ("label_token_ids", scores.score),
@@ -95,35 +104,25 @@ def _meant(body: dict[str, Any]) -> Callable[[Call], Awaitable[Any]]:
         ("text_1", scores.score),
         ("documents", rerank.rerank),
         ("texts", rerank.rerank),
-        ("input", vectors.embed),
-        ("inputs", vectors.embed_plain),
+        ("input", pooling.embed),
+        ("inputs", pooling.embed_plain),
     )
-    for field, handler in known:
+    for field, handler in handlers:
         if field in body:
             return handler
+    fields = tuple(field for field, _ in handlers)
     raise InputError(
-        f"no route is known by this body; it must have one of the fields {', '.join(field for field, _ in known)}",
-        name="body",
-        expected=tuple(field for field, _ in known),
+        f"the body matches no route; it must have one of the fields {', '.join(fields)}", name="body", expected=fields
     )
 
 
-_BODIES = tuple(
-    dict.fromkeys(
-        body
-        for module in (systemone, decisions, chat, completions, scores, rerank, vectors)
-        for route in module.ROUTES
-        for body in route.bodies
-    )
-)
-_REPLIES = tuple(
-    dict.fromkeys(
-        found
-        for module in (systemone, decisions, chat, completions, scores, rerank, vectors)
-        for route in module.ROUTES
-        for found in route.replies
-    )
-)
+_MODEL_ROUTES = [
+    route
+    for module in (systemone, decision_routes, chat, completions, scores, rerank, pooling)
+    for route in module.ROUTES
+]
+_BODIES = tuple(dict.fromkeys(body for route in _MODEL_ROUTES for body in route.bodies))
+_REPLIES = tuple(dict.fromkeys(kind for route in _MODEL_ROUTES for kind in route.replies))
 
 ROUTES = (
     Route("GET", "/v1/models", models, (), (ModelList,)),

@@ -1,4 +1,6 @@
-"""Many texts against one set of labels, read as a stream and scored through the engine of this process.
+"""Scoring of many texts against one set of labels, read as a stream, with an engine in this process.
+
+Start at `text_scorer.py`.
 
 May import serving/engine, serving/questions, serving/batching, serving/requests, offload, homes/registry, transfer.
 """

@@ -1,6 +1,6 @@
-"""Texts become rendered prompts and their tokens, part by part, also ahead of the one who asks for them.
+"""Texts rendered and encoded chunk by chunk, optionally in a thread that reads ahead.
 
-A tokenizer works outside of Python's lock, so that it can run beside imports and beside the model.
+Tokenizers release Python's lock, so that encoding can overlap with imports and with the model.
 """
 
 from __future__ import annotations
@@ -16,18 +16,22 @@ from moepass.models.errors import InputError
 from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.serving.requests.request import Tokens
 
-# Texts are encoded in parts of at most so many texts and, but for the last text, characters.
-PART_TEXTS, PART_CHARACTERS = 1024, 1 << 20
+# A chunk has at most CHUNK_TEXTS texts, and ends with the text that reaches CHUNK_CHARACTERS.
+CHUNK_TEXTS, CHUNK_CHARACTERS = 1024, 1 << 20
 
 
 class NamedText(Protocol):
-    """`name` is what errors call the text."""
+    """A text, and its name in errors."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name of the text in errors."""
+        ...
 
     @property
-    def text(self) -> str: ...
+    def text(self) -> str:
+        """The text."""
+        ...
 
 
 _Text = TypeVar("_Text", bound=NamedText)
@@ -36,36 +40,36 @@ _Item = TypeVar("_Item")
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class EncodedPart(Generic[_Text]):
-    """Texts, and of each the rendered prompt with its tokens, or the error that it has instead."""
+    """A chunk of texts; for each text its rendered prompt and tokens, or the error if it cannot be encoded."""
 
     texts: list[_Text]
     prompts: list[tuple[str, Tokens] | InputError]
 
 
 def encoded_parts(writer: PromptWriter, texts: Iterable[_Text]) -> Iterator[EncodedPart[_Text]]:
-    """The parts of `texts`. A part is read when it is asked for."""
+    """Yield the chunks of `texts`, encoded. A chunk is read only when the caller asks for it."""
     source = iter(texts)
-    while part := _part(source):
-        yield EncodedPart(part, _encoded(writer, part))
+    while chunk := _read_chunk(source):
+        yield EncodedPart(chunk, _encode_chunk(writer, chunk))
 
 
 @contextlib.contextmanager
 def read_ahead(source: Iterable[_Item], most: int) -> Iterator[Iterator[_Item]]:
-    """`source`, which a thread reads from now on, at most `most` items ahead. None of them may be None.
+    """Iterate over `source` in a thread that stays up to `most` items ahead. No item may be None.
 
-    What it raises is raised in its turn. The thread has ended when the block ends, after the item that it is at: so a
-    source that may wait for long is not for this.
+    An exception of `source` is raised at its position. When the block ends, the thread finishes its current item
+    first, so `source` must not block for long.
     """
     iterator = iter(source)
     pool = ThreadPoolExecutor(1, "moepass-read-ahead")
     try:
         waiting: deque[Future[_Item | None]] = deque(pool.submit(next, iterator, None) for _ in range(most))
-        yield _in_turn(pool, iterator, waiting)
+        yield _read_in_order(pool, iterator, waiting)
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _in_turn(
+def _read_in_order(
     pool: ThreadPoolExecutor, iterator: Iterator[_Item], waiting: deque[Future[_Item | None]]
 ) -> Iterator[_Item]:
     while (item := waiting.popleft().result()) is not None:
@@ -74,31 +78,31 @@ def _in_turn(
 
 
 def named_error(error: InputError, name: str) -> InputError:
-    """The error with the text's name before it, where it has none."""
+    """Return the error with the text's name as prefix, unless its message starts with the name already."""
     return error if str(error).startswith(name) else InputError(f"{name}: {error}", name=name, value=error.value)
 
 
-def _part(source: Iterator[_Text]) -> list[_Text]:
-    part: list[_Text] = []
+def _read_chunk(source: Iterator[_Text]) -> list[_Text]:
+    chunk: list[_Text] = []
     characters = 0
-    while len(part) < PART_TEXTS and characters < PART_CHARACTERS and (text := next(source, None)) is not None:
-        part.append(text)
+    while len(chunk) < CHUNK_TEXTS and characters < CHUNK_CHARACTERS and (text := next(source, None)) is not None:
+        chunk.append(text)
         characters += len(text.text)
-    return part
+    return chunk
 
 
-def _encoded(writer: PromptWriter, part: Sequence[NamedText]) -> list[tuple[str, Tokens] | InputError]:
+def _encode_chunk(writer: PromptWriter, chunk: Sequence[NamedText]) -> list[tuple[str, Tokens] | InputError]:
     try:
-        rendered, encoded = writer.encode_texts([_checked(text) for text in part], [one.name for one in part])
+        rendered, encoded = writer.encode_texts([_checked(text) for text in chunk], [text.name for text in chunk])
     except InputError as error:
-        if len(part) == 1:
-            return [named_error(error, part[0].name)]
-        middle = len(part) // 2
-        return [*_encoded(writer, part[:middle]), *_encoded(writer, part[middle:])]
+        if len(chunk) == 1:
+            return [named_error(error, chunk[0].name)]
+        middle = len(chunk) // 2
+        return [*_encode_chunk(writer, chunk[:middle]), *_encode_chunk(writer, chunk[middle:])]
     return list(zip(rendered, encoded, strict=True))
 
 
 def _checked(text: NamedText) -> str:
     if not text.text.strip():
-        raise InputError(f"{text.name}: the text is empty", name=text.name)
+        raise InputError(f"{text.name}: the text is empty; every text needs at least one word", name=text.name)
     return text.text

@@ -1,6 +1,6 @@
-"""From a checkpoint to a scorer of texts.
+"""Loading of a checkpoint as a scorer of texts.
 
-A compiled model runs faster and starts later. So a short input runs uncompiled, where its length is known beforehand.
+A compiled model runs faster but starts later. So the model stays uncompiled if the input is known to be short.
 """
 
 from __future__ import annotations
@@ -37,28 +37,33 @@ from moepass.runtime.transfer.link import parse_link
 
 logger = logging.getLogger("moepass")
 
-# Keys and values of what all prompts begin with are kept where that is so long. Shorter ones are computed again in each
-# step, which costs less than to look every prompt up.
-_KEPT_PREFIX_TOKENS = 8 * BLOCK_TOKENS
+# The common prefix of all prompts is cached if it has at least this number of tokens. Computing a shorter one in each
+# step costs less than a cache lookup for each prompt.
+_CACHED_PREFIX_TOKENS = 8 * BLOCK_TOKENS
 
-
-# FLOPs of an input from which on compiling pays. [Empirical] One thread: a second start takes 0.8 s longer than one
-# that compiles nothing, the first start 15 s, and a compiled step takes a fifth less time.
+# Compiling pays for inputs above this number of FLOPs. [Empirical] With one thread, compiling adds 15 s to the first
+# start and 0.8 s to later ones, and makes a step a fifth faster.
 COMPILED_FLOPS = 4e11
-# [Empirical] Of text in many languages.
+# [Empirical] Average over texts in many languages.
 _BYTES_PER_TOKEN = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScorerOptions:
-    """How texts are scored.
+    """The options of a scorer.
 
-    model           a checkpoint folder, or "demo"
-    labels          None: those of the template
-    template        chat, prompt, plain, the name of a file as prompt.json, or None: chat if there is one, else prompt
-    home            where experts rest
-    batch_size      texts of one step, at most; None: as many as fill it
-    step_tokens     a step is full from so many tokens on; None: as the plan says
+    Attributes:
+        model: A checkpoint folder, or "demo".
+        labels: The candidate answers; None for the labels of the template.
+        template: "chat", "prompt", "plain" or the name of a file like prompt.json; None for chat if the checkpoint has
+            a chat template, otherwise prompt.
+        home: Where experts are stored.
+        dtype: The dtype of the model; None for that of the checkpoint.
+        batch_size: The largest number of texts in a step; None for as many as fill it.
+        step_tokens: The number of tokens that fills a step; None for the plan's choice.
+        slots: The number of slots of the ring.
+        device: The device that computes.
+        link: The link over which experts are streamed, "real" or emulated.
     """
 
     model: str
@@ -76,40 +81,46 @@ class ScorerOptions:
 def load_scorer(
     options: ScorerOptions, compile_module: Compile | None, writer: PromptWriter | None = None
 ) -> TextScorer:
-    """Load the checkpoint and make a scorer of it; `compile_module` None runs the model uncompiled.
+    """Load the checkpoint and return a scorer.
 
-    `writer`: the one of `make_writer` for the same checkpoint and template, where it is made already.
+    Args:
+        options: What to load, and how to score.
+        compile_module: Compiles the model; None runs it uncompiled.
+        writer: The writer that `make_writer` made for the same checkpoint and template, if there is one already.
 
-    Raises CheckpointError, InputError (a device that is not there, no experts to stream) and OptionError.
+    Raises:
+        CheckpointError: The checkpoint cannot be read.
+        InputError: The device does not exist, or the model has no experts to stream.
+        OptionError: Options contradict each other.
     """
     folder = resolve_model(options.model)
     device = check_device(options.device)
     if device.type == "meta":
         raise InputError(
-            "device is 'meta', which computes nothing; it must be cpu, cuda or cuda:INDEX",
+            "device is 'meta', which cannot compute; use cpu, cuda or cuda:INDEX",
             name="device",
             value=options.device,
         )
     if parse_link(options.link).is_emulated and device.type != "cpu":
         raise OptionError(
-            f"link is {options.link!r}, which exists for device cpu only; the device is {options.device}",
+            f"link is {options.link!r}, but the device is {options.device}; an emulated link requires device cpu",
             name="link",
             value=options.link,
         )
     home = home_named(options.home)
     if home.is_spread:
         raise OptionError(
-            f"home is {home.name!r}, which spreads experts over several processes, and score is one; use host, disk or "
-            "device, or moepass serve --ranks",
+            f"home is {home.name!r}, which distributes experts over several processes, but score runs in one process; "
+            "use host, disk or device, or moepass serve --ranks",
             name="home",
             value=home.name,
         )
-    load_config(folder)  # its checks come before the tokenizer's loader reads it too
-    is_given = writer is not None
+    load_config(folder)  # check the config before the tokenizer's loader reads it
+    has_writer = writer is not None
     writer = writer or make_writer(folder, options.template)
-    keeps_prefix = len(_shared_prefix(writer)) >= _KEPT_PREFIX_TOKENS
-    engine = _load(folder, options, device, compile_module, keeps_prefix=keeps_prefix)
-    if not is_given:  # others may use it at this moment
+    caches_prefix = len(_shared_prefix(writer)) >= _CACHED_PREFIX_TOKENS
+    engine = _load(folder, options, device, compile_module, caches_prefix=caches_prefix)
+    if not has_writer:  # a thread may use the caller's writer now, so it is not changed
         writer.most_tokens = min(engine.facts.max_sequence_tokens, engine.facts.most_tokens)
     if writer.has_chat_template:
         writer.check()
@@ -118,9 +129,10 @@ def load_scorer(
 
 
 def compiling_pays(model: str, input_bytes: int | None) -> bool:
-    """Whether an input of so many bytes is done earlier where the model is compiled. None: of any length.
+    """Return True if an input of this many bytes is finished earlier with a compiled model; None means unknown size.
 
-    Raises CheckpointError.
+    Raises:
+        CheckpointError: The checkpoint cannot be read.
     """
     if input_bytes is None:
         return True
@@ -128,16 +140,16 @@ def compiling_pays(model: str, input_bytes: int | None) -> bool:
         architecture = from_config(load_config(resolve_model(model)))
     except CheckpointError:
         raise
-    except InputError:  # an architecture whose FLOPs are not known
+    except InputError:  # the FLOPs of this architecture are unknown
         return True
     return input_bytes / _BYTES_PER_TOKEN * FlopsTable(architecture).total(1) > COMPILED_FLOPS
 
 
 def seven_digits(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """`values` from 0 to 1, to seven digits, which are what a 32-bit logit carries."""
+    """Return `values`, from 0 to 1, rounded to seven significant digits, the precision of a 32-bit logit."""
     with np.errstate(divide="ignore"):
         decimals = 6 - np.floor(np.log10(values))
-    # Powers of ten up to 22 are exact, and so the quotient is the number of double precision that has these digits.
+    # Powers of ten up to 22 are exact in double precision, so the quotient is the closest double to these digits.
     is_exact = decimals <= 22
     scale = 10.0 ** np.where(is_exact, decimals, 0.0)
     rounded = np.round(values * scale) / scale
@@ -146,11 +158,11 @@ def seven_digits(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def _shared_prefix(writer: PromptWriter) -> npt.NDArray[np.int32]:
-    """The tokens that all prompts begin with."""
-    one, other = writer.encode([writer.render("1"), writer.render("a")])
-    count = min(len(one), len(other))
-    differ = np.flatnonzero(one[:count] != other[:count])
-    return one[: int(differ[0]) if len(differ) else count]
+    """Return the tokens that all prompts start with."""
+    left, right = writer.encode([writer.render("1"), writer.render("a")])
+    count = min(len(left), len(right))
+    differ = np.flatnonzero(left[:count] != right[:count])
+    return left[: int(differ[0]) if len(differ) else count]
 
 
 def _load(
@@ -159,23 +171,23 @@ def _load(
     device: torch.device,
     compile_module: Compile | None,
     *,
-    keeps_prefix: bool,
+    caches_prefix: bool,
 ) -> ModelEngine:
     home = None
     if options.home != "device":
         home = dataclasses.replace(options_of(options.home), link=options.link)
-    asked = EngineOptions(
+    engine_options = EngineOptions(
         home,
         device,
         options.dtype,
         slots=options.slots,
-        cache_bytes=None if keeps_prefix else 0,
+        cache_bytes=None if caches_prefix else 0,
         step_tokens=options.step_tokens,
         warms_up=False,
     )
     key = secrets.token_bytes(32)
     try:
-        return load_engine(folder, asked, compile_module, key)
+        return load_engine(folder, engine_options, compile_module, key)
     except CheckpointError:
         raise
     except InputError as error:
@@ -183,14 +195,14 @@ def _load(
             raise
         if not find_expert_modules(meta := meta_model(folder)):
             raise InputError(
-                f"{options.model} has no experts to stream: {type(meta).__name__} is dense; use --no-stream",
+                f"{options.model} has no experts to stream, because {type(meta).__name__} is dense; use --no-stream",
                 name="model",
                 value=options.model,
             ) from error
         if home.home != "host":
             raise
-        # Its experts cannot be read one by one, as quantised ones; transformers reads them all.
-        logger.info("experts are read as a whole and moved then: %s", error)
+        # Some experts, such as quantised ones, cannot be read one by one. Then transformers loads the full model.
+        logger.info("loading the full model before its experts are moved to the host: %s", error)
         model = load_model(folder, options.dtype)
         offload_experts(model, home, device, options.slots)
-        return make_engine(model.to(device), asked, compile_module, key)
+        return make_engine(model.to(device), engine_options, compile_module, key)

@@ -1,4 +1,4 @@
-"""A writer of prompts for a checkpoint. It loads no model, so that texts can be encoded before there is one."""
+"""Prompt writers for checkpoints. They need no model, so that texts can be encoded before the model is loaded."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ from moepass.runtime.serving.questions.prompts import PromptWriter
 
 
 def make_writer(folder: Path, template: str | None) -> PromptWriter:
-    """A writer of prompts, by the template that is asked for; it takes texts of any length."""
+    """Return a writer of prompts with the requested template; it takes texts of any length.
+
+    Raises:
+        InputError: The checkpoint has no such template, or the file does not exist.
+    """
     tokenizer = load_tokenizer(folder)
-    own = load_prompt(folder)
+    prompt = load_prompt(folder)
     if template == "chat" and not tokenizer.chat_template:
         raise InputError(
             "template is 'chat', but this checkpoint has no chat template; use prompt, plain or a file",
@@ -34,16 +38,16 @@ def make_writer(folder: Path, template: str | None) -> PromptWriter:
             value=template,
         )
     if template == "plain":
-        own = msgspec.structs.replace(own, template=Prompt().template, max_text_tokens=None, label_names={})
+        prompt = msgspec.structs.replace(prompt, template=Prompt().template, max_text_tokens=None, label_names={})
     elif template not in (None, "chat", "prompt"):
         file = Path(template)
         if not file.is_file():
             raise InputError(
-                f"template is {template!r}, and there is no such file; it must be chat, prompt, plain, or a file as "
-                f"{PROMPT_FILE}",
+                f"template is {template!r}, but no such file exists; use chat, prompt, plain, or a file in the format "
+                f"of {PROMPT_FILE}",
                 name="template",
                 value=template,
                 expected=("chat", "prompt", "plain", "a file"),
             )
-        own = read_prompt(file)
-    return PromptWriter(tokenizer, own, 1 << 30, takes_chat=template in (None, "chat"))
+        prompt = read_prompt(file)
+    return PromptWriter(tokenizer, prompt, 1 << 30, takes_chat=template in (None, "chat"))

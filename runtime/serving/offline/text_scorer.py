@@ -1,11 +1,11 @@
-"""Texts of a stream are scored against one set of labels, window by window, through the engine of this process.
+"""Scoring of a stream of texts against one set of labels, window by window, with the engine of this process.
 
 Pseudo-code
-    a window: texts become prompts until there are tokens for some full steps; the rest of the stream is not read yet
-    its prompts are sorted, so that those which begin alike stand in the same step, where the trie computes that once
-    steps are filled with tokens up to the engine's threshold
-    the window's scores leave it in the order of the texts
-A text that cannot be scored takes its error with it and stops nobody else.
+    a window: read and encode texts until their tokens fill some steps; the remaining stream is not read yet
+    sort its prompts, so that prompts with a common prefix share a step, in which the trie computes the prefix once
+    fill steps with tokens up to the engine's threshold
+    return the window's scores in the order of the texts
+A text that cannot be scored yields its error; the other texts are not affected.
 """
 
 from __future__ import annotations
@@ -31,25 +31,28 @@ from moepass.runtime.serving.questions.labels import (
 from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.serving.requests.request import NO_TOKENS, Tokens
 
-# Full steps of a window. [Empirical] Of 20,000 short lines, windows of half as many compute a sixth more; and the
-# longer a window, the later its answers come.
+# Full steps of a window. [Empirical] With 20,000 short lines, windows of 32 steps compute a sixth more tokens. A longer
+# window delays its answers.
 WINDOW_STEPS = 64
-# A window has no more texts than that.
+# The largest number of texts in a window.
 MOST_TEXTS = 1 << 15
-# Labels behind so many different last words are remembered.
-_REMEMBERED = 1024
-
+# Label pieces are cached for this number of different last words.
+_CACHED_CONTEXTS = 1024
 
 _Text = TypeVar("_Text", bound=NamedText)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class ScoredWindow(Generic[_Text]):
-    """Texts in their order, and of each its row in the tables, or the error that it has instead.
+    """The scores of a window of texts.
 
-    probabilities   [rows, labels], which compete among the labels and sum to 1
-    mass            [rows] what the model gives to all labels together, of everything that it could have said
-    tokens          of all prompts; `computed_tokens` of them and of the labels were computed
+    Attributes:
+        texts: The texts in their order.
+        outcomes: For each text its row in the tables, or its error.
+        probabilities: [rows, labels]; each row is a softmax over the labels and sums to 1.
+        mass: [rows], the probability that the model gives to all labels together.
+        tokens: The tokens of all prompts.
+        computed_tokens: The tokens that were computed, of prompts and labels; shared ones count once.
     """
 
     texts: list[_Text]
@@ -61,10 +64,10 @@ class ScoredWindow(Generic[_Text]):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _Prompt:
-    """`place` among the texts of the window."""
+class EncodedPrompt:
+    """A prompt of a window; `index` is that of its text."""
 
-    place: int
+    index: int
     tokens: Tokens
     labels: LabelPieces
 
@@ -73,13 +76,13 @@ class TextScorer:
     """Scores texts against `labels`.
 
     Args:
-        engine: computes them.
-        writer: makes prompts of texts.
-        labels: candidate answers, rendered text as prompts are; where the prompt names its own, also by their names.
-        most_texts: that run in one step together; None: as many as fill it.
+        engine: Computes the steps.
+        writer: Makes prompts of texts.
+        labels: Candidate answers as rendered text; labels of `prompt.json` may also be passed by their names.
+        most_texts: The largest number of texts in a step; None for as many as fill it.
 
-    Raises InputError for an engine that predicts no tokens, for labels that cannot be told apart where they follow the
-    template, and for ones that the model cannot take.
+    Raises:
+        InputError: The engine predicts no tokens, or the labels are too long or cannot be distinguished.
     """
 
     def __init__(
@@ -87,8 +90,8 @@ class TextScorer:
     ) -> None:
         if not engine.facts.predicts_tokens:
             raise InputError(
-                "the model has no head that predicts tokens, so that it cannot be asked for labels; "
-                f"its head gives {engine.facts.vector}",
+                f"the model's head gives {engine.facts.vector} and predicts no tokens, so it cannot score labels; use "
+                "a language model",
                 name="model",
                 value=engine.facts.vector,
             )
@@ -96,40 +99,44 @@ class TextScorer:
         self._most_texts = MOST_TEXTS if most_texts is None else most_texts
         self._most_tokens = min(engine.facts.max_sequence_tokens, engine.facts.most_tokens)
         self.label_numbers = {label: number for number, label in enumerate(self.labels)}
-        called = writer.called_labels
-        self._rendered_labels = tuple(called.get(label, label) for label in self.labels)
-        self._known: dict[str, LabelPieces] = {}
-        # Behind the template alone, so that wrong labels are refused before any text is read.
+        self._rendered_labels = tuple(writer.labels_by_name.get(label, label) for label in self.labels)
+        self._pieces_by_context: dict[str, LabelPieces] = {}
+        # Encoding the labels behind an example refuses wrong labels before any text is read.
         longest = self._labels_behind(writer.render("x")).longest
         if longest >= self._most_tokens:
             raise InputError(
-                f"the longest label has {longest + 1} tokens, but the model takes at most {self._most_tokens} with the "
-                "prompt; shorten the label",
+                f"the longest label has {longest + 1} tokens, but the model takes at most {self._most_tokens} tokens "
+                "for prompt and label; shorten the label",
                 name="label",
                 value=longest + 1,
                 expected=self._most_tokens,
             )
 
     def warnings(self, text: str) -> list[str]:
-        """A sentence for each label that is hardly what was meant, where it follows the prompt of `text`."""
-        own, called = self.writer.prompt, self.writer.called_labels
-        unknown = [label for label in self.labels if label not in called] if own.label_names and called else []
-        found = [
-            f"label {label!r} is none of the {len(own.labels)} that this model answers with "
-            f"({', '.join(own.labels[:3])}, …); its tokens are scored all the same"
+        """Return a warning for each label whose form behind the prompt of `text` is probably not the intended one."""
+        prompt, by_name = self.writer.prompt, self.writer.labels_by_name
+        unknown = [label for label in self.labels if label not in by_name] if prompt.label_names and by_name else []
+        warnings = [
+            f"label {label!r} is not one of the {len(prompt.labels)} labels that this model answers with "
+            f"({', '.join(prompt.labels[:3])}, …); it is scored anyway"
             for label in unknown
         ]
-        return found + label_warnings(self.writer.encoder, self.writer.render(text), self._rendered_labels)
+        return warnings + label_warnings(self.writer.encoder, self.writer.render(text), self._rendered_labels)
 
     def windows(self, texts: Iterable[_Text], *, stops: bool = True) -> Iterator[ScoredWindow[_Text]]:
-        """The scores of `texts`. Raises CheckpointError where the model's logits are no numbers.
+        """Yield the scores of `texts`, window by window.
 
-        `stops`: the error of the first text that cannot be scored is raised, and nothing of its window comes out.
+        Args:
+            texts: The texts.
+            stops: Raise the error of the first text that cannot be scored, before its window is yielded.
+
+        Raises:
+            CheckpointError: The model's logits are NaN.
         """
         return self.windows_of(encoded_parts(self.writer, texts), stops=stops)
 
     def windows_of(self, parts: Iterable[EncodedPart[_Text]], *, stops: bool = True) -> Iterator[ScoredWindow[_Text]]:
-        """As `windows`, of texts that are encoded already by the same writer."""
+        """Yield the scores of encoded texts, as `windows` does. The same writer must have encoded them."""
         source = iter(parts)
         while window := self._read_window(source):
             if stops:
@@ -143,122 +150,123 @@ class TextScorer:
 
     def _read_window(
         self, source: Iterator[EncodedPart[_Text]]
-    ) -> tuple[list[_Text], list[_Prompt | InputError]] | None:
+    ) -> tuple[list[_Text], list[EncodedPrompt | InputError]] | None:
         texts: list[_Text] = []
-        prompts: list[_Prompt | InputError] = []
-        tokens, enough = 0, WINDOW_STEPS * self.engine.facts.full_step_tokens
-        while tokens < enough and len(texts) < MOST_TEXTS and (part := next(source, None)) is not None:
-            found = self._prompts(part, len(texts))
-            texts += part.texts
-            prompts += found
-            tokens += sum(len(prompt.tokens) for prompt in found if isinstance(prompt, _Prompt))
+        prompts: list[EncodedPrompt | InputError] = []
+        tokens, window_tokens = 0, WINDOW_STEPS * self.engine.facts.full_step_tokens
+        while tokens < window_tokens and len(texts) < MOST_TEXTS and (chunk := next(source, None)) is not None:
+            chunk_prompts = self._prompts(chunk, len(texts))
+            texts += chunk.texts
+            prompts += chunk_prompts
+            tokens += sum(len(prompt.tokens) for prompt in chunk_prompts if isinstance(prompt, EncodedPrompt))
         return (texts, prompts) if texts else None
 
-    def _prompts(self, part: EncodedPart[_Text], first: int) -> list[_Prompt | InputError]:
-        found: list[_Prompt | InputError] = []
-        for place, (text, prompt) in enumerate(zip(part.texts, part.prompts, strict=True), first):
+    def _prompts(self, chunk: EncodedPart[_Text], first: int) -> list[EncodedPrompt | InputError]:
+        prompts: list[EncodedPrompt | InputError] = []
+        for index, (text, prompt) in enumerate(zip(chunk.texts, chunk.prompts, strict=True), first):
             if isinstance(prompt, InputError):
-                found.append(prompt)
+                prompts.append(prompt)
                 continue
             rendered, tokens = prompt
             try:
                 labels = self._labels_behind(rendered)
                 self._check_length(tokens, labels, text.name)
-                found.append(_Prompt(place, tokens, labels))
+                prompts.append(EncodedPrompt(index, tokens, labels))
             except InputError as error:
-                found.append(named_error(error, text.name))
-        return found
+                prompts.append(named_error(error, text.name))
+        return prompts
 
     def _labels_behind(self, rendered: str) -> LabelPieces:
         context = _last_word(self.writer.encoder.context_of(rendered))
-        known = self._known.get(context)
-        if known is None:
-            if len(self._known) == _REMEMBERED:
-                del self._known[next(iter(self._known))]
-            known = self._known[context] = LabelPieces(
-                encode_labels(self.writer.encoder, context, self._rendered_labels)
-            )
-        return known
+        pieces = self._pieces_by_context.get(context)
+        if pieces is None:
+            if len(self._pieces_by_context) == _CACHED_CONTEXTS:
+                del self._pieces_by_context[next(iter(self._pieces_by_context))]
+            pieces = LabelPieces(encode_labels(self.writer.encoder, context, self._rendered_labels))
+            self._pieces_by_context[context] = pieces
+        return pieces
 
     def _check_length(self, tokens: Tokens, labels: LabelPieces, name: str) -> None:
-        room = self._most_tokens - labels.longest
+        limit = self._most_tokens - labels.longest
         if not len(tokens):
-            raise InputError(f"{name}: the prompt has no tokens", name=name, value=0, expected="1 or more")
+            raise InputError(
+                f"{name}: the prompt has no tokens; check the template", name=name, value=0, expected="1 or more"
+            )
         vocabulary = self.engine.facts.vocabulary_size
         if tokens.max() >= vocabulary:
             raise InputError(
-                f"{name}: token {tokens.max()} is none of the model, which has {vocabulary}; tokenizer and model do "
-                "not belong together",
+                f"{name}: the tokenizer produced token {tokens.max()}, but the model has ids 0 to {vocabulary - 1}; "
+                "use the tokenizer of this model",
                 name=name,
                 value=int(tokens.max()),
                 expected=range(vocabulary),
             )
-        if len(tokens) > room:
+        if len(tokens) > limit:
             raise InputError(
-                f"{name}: the prompt has {len(tokens)} tokens, but the model takes at most {room}"
-                + (f" beside the labels' {labels.longest}" if labels.longest else "")
+                f"{name}: the prompt has {len(tokens)} tokens, but the model takes at most {limit}"
+                + (f" with {labels.longest} more for the labels" if labels.longest else "")
                 + "; shorten the text, or set max_text_tokens in prompt.json to have long texts cut",
                 name=name,
                 value=len(tokens),
-                expected=room,
+                expected=limit,
             )
 
     # ---- Prompts become scores
 
-    def _scored(self, texts: list[_Text], prompts: list[_Prompt | InputError]) -> ScoredWindow[_Text]:
-        asked = [prompt for prompt in prompts if isinstance(prompt, _Prompt)]
+    def _scored(self, texts: list[_Text], prompts: list[EncodedPrompt | InputError]) -> ScoredWindow[_Text]:
+        encoded = [prompt for prompt in prompts if isinstance(prompt, EncodedPrompt)]
         outcomes: list[int | MoepassError] = [prompt if isinstance(prompt, InputError) else -1 for prompt in prompts]
-        for row, prompt in enumerate(asked):
-            outcomes[prompt.place] = row
-        log_probabilities = np.zeros((len(asked), len(self.labels)))
+        for row, prompt in enumerate(encoded):
+            outcomes[prompt.index] = row
+        log_probabilities = np.zeros((len(encoded), len(self.labels)))
         computed = 0
-        for step in self._steps(asked):
+        for step in self._steps(encoded):
             result = self.engine.step(
-                [asked[row].labels.request(str(row), asked[row].tokens) for row in step], compares=False
+                [encoded[row].labels.request(str(row), encoded[row].tokens) for row in step], compares=False
             )
             computed += result.tokens
             refused = dict(result.refused)
             for number, reason in refused.items():
-                place = asked[int(number)].place
-                outcomes[place] = InputError(f"{texts[place].name}: {reason}", name=texts[place].name)
+                index = encoded[int(number)].index
+                outcomes[index] = InputError(f"{texts[index].name}: {reason}", name=texts[index].name)
             answered = [row for row in step if str(row) not in refused]
-            for labels, places in _by_labels(asked, answered):
-                answers = [result.answers[place] for place in places]
-                log_probabilities[[answered[place] for place in places]] = labels.log_probabilities(answers)
+            for labels, positions in _by_labels(encoded, answered):
+                answers = [result.answers[position] for position in positions]
+                log_probabilities[[answered[position] for position in positions]] = labels.log_probabilities(answers)
         if np.isnan(log_probabilities).any():
             row = int(np.isnan(log_probabilities).any(1).argmax())
-            raise _no_numbers(texts[asked[row].place].name, log_probabilities[row])
-        probabilities, mass = np.zeros_like(log_probabilities), np.zeros(len(asked))
-        for labels, rows in _by_labels(asked, range(len(asked))):
+            raise _nan_error(texts[encoded[row].index].name, log_probabilities[row])
+        probabilities, mass = np.zeros_like(log_probabilities), np.zeros(len(encoded))
+        for labels, rows in _by_labels(encoded, range(len(encoded))):
             table = score_label_rows(labels.labels, log_probabilities[rows])
             probabilities[rows], mass[rows] = table.probabilities, table.mass
             for row in np.array(rows)[~table.is_possible].tolist():
-                name = texts[asked[row].place].name
-                outcomes[asked[row].place] = ImpossibleLabelsError(f"{name}: {IMPOSSIBLE}", name=name)
-        tokens = sum(len(prompt.tokens) for prompt in asked)
+                name = texts[encoded[row].index].name
+                outcomes[encoded[row].index] = ImpossibleLabelsError(f"{name}: {IMPOSSIBLE}", name=name)
+        tokens = sum(len(prompt.tokens) for prompt in encoded)
         return ScoredWindow(texts, outcomes, probabilities, mass, tokens, computed)
 
-    def _steps(self, asked: Sequence[_Prompt]) -> Iterator[list[int]]:
-        """Rows of `asked`, so many that their tokens fill a step, those that prompts share counted once."""
+    def _steps(self, encoded: Sequence[EncodedPrompt]) -> Iterator[list[int]]:
+        """Yield lists of rows of `encoded` that fill a step; tokens that prompts share count once."""
         facts = self.engine.facts
         if facts.form == "trie":
-            # In the order of their tokens, what prompts share stands side by side: big-endian bytes sort as numbers do.
-            names = [prompt.tokens.astype(">i4").tobytes() for prompt in asked]
-            order = sorted(range(len(asked)), key=names.__getitem__)
+            # Sorting by tokens places prompts with a common prefix next to each other; big-endian bytes sort like them.
+            keys = [prompt.tokens.astype(">i4").tobytes() for prompt in encoded]
+            order = sorted(range(len(encoded)), key=keys.__getitem__)
         else:
-            order = sorted(range(len(asked)), key=lambda row: -len(asked[row].tokens))
+            order = sorted(range(len(encoded)), key=lambda row: -len(encoded[row].tokens))
         step: list[int] = []
-        filled, before = 0, NO_TOKENS
+        filled, previous = 0, NO_TOKENS
         for row in order:
-            tokens = asked[row].tokens
-            added = len(tokens) - (_shared(before, tokens) if step and facts.form == "trie" else 0)
-            added += asked[row].labels.count
+            tokens = encoded[row].tokens
+            added = len(tokens) - (_shared(previous, tokens) if step and facts.form == "trie" else 0)
+            added += encoded[row].labels.count
             if step and (filled + added > facts.most_tokens or len(step) >= self._most_texts):
                 yield step
-                step, filled, added = [], 0, len(tokens) + asked[row].labels.count
+                step, filled, added = [], 0, len(tokens) + encoded[row].labels.count
             step.append(row)
             filled += added
-            before = tokens
+            previous = tokens
             if filled >= facts.full_step_tokens:
                 yield step
                 step, filled = [], 0
@@ -266,41 +274,41 @@ class TextScorer:
             yield step
 
 
-def _raise_first(found: Sequence[object]) -> None:
-    for one in found:
-        if isinstance(one, MoepassError):
-            raise one
+def _raise_first(outcomes: Sequence[object]) -> None:
+    for outcome in outcomes:
+        if isinstance(outcome, MoepassError):
+            raise outcome
 
 
 def _last_word(context: str) -> str:
-    """The end of `context` from its last blank on that has a letter behind it: tokens do not reach over it."""
+    """Return the end of `context` from the last blank before a letter; no token extends over that blank."""
     words = context.rstrip()
-    start = next((place for place in reversed(range(len(words))) if words[place].isspace()), 0)
+    start = next((index for index in reversed(range(len(words))) if words[index].isspace()), 0)
     return context[start:]
 
 
 def _shared(left: Tokens, right: Tokens) -> int:
-    """How many tokens both begin with."""
+    """Return the number of tokens that both prompts start with."""
     count = min(len(left), len(right))
     differ = left[:count] != right[:count]
-    place = int(differ.argmax()) if count else 0
-    return place if count and differ[place] else count
+    first = int(differ.argmax()) if count else 0
+    return first if count and differ[first] else count
 
 
-def _by_labels(asked: Sequence[_Prompt], rows: Sequence[int]) -> Iterator[tuple[LabelPieces, list[int]]]:
-    """The places in `rows` of prompts that have the same labels behind them."""
-    found: dict[int, tuple[LabelPieces, list[int]]] = {}
-    for place, row in enumerate(rows):
-        labels = asked[row].labels
-        found.setdefault(id(labels), (labels, []))[1].append(place)
-    yield from found.values()
+def _by_labels(encoded: Sequence[EncodedPrompt], rows: Sequence[int]) -> Iterator[tuple[LabelPieces, list[int]]]:
+    """Yield each `LabelPieces`, with the positions in `rows` of the prompts that use it."""
+    groups: dict[int, tuple[LabelPieces, list[int]]] = {}
+    for position, row in enumerate(rows):
+        labels = encoded[row].labels
+        groups.setdefault(id(labels), (labels, []))[1].append(position)
+    yield from groups.values()
 
 
-def _no_numbers(name: str, values: npt.NDArray[np.float64]) -> CheckpointError:
+def _nan_error(name: str, values: npt.NDArray[np.float64]) -> CheckpointError:
     shown = ", ".join(f"{value:g}" for value in values[:3]) + (f" and {len(values) - 3} more" * (len(values) > 3))
     return CheckpointError(
-        f"{name}: the log-probabilities of the labels are {shown}, so the model's logits are no numbers there; its "
-        "weights are damaged, or too large for their type (load the model in float32 to tell which)",
+        f"{name}: the log-probabilities of the labels are {shown}, so the model's logits are NaN; its weights are "
+        "damaged or overflow their dtype (load the model in float32 to find out which)",
         name=name,
         value=tuple(values.tolist()),
     )

@@ -1,4 +1,4 @@
-"""What is computed of a question's probabilities, as the decision APIs define it."""
+"""Scores and confidences of a question's probabilities, as the decision APIs define them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Literal
 
 
 def expected_level(probabilities: Sequence[float]) -> float:
-    """The mean level, levels being numbered from 0."""
+    """Return the mean level; levels are numbered from 0."""
     return math.fsum(level * probability for level, probability in enumerate(probabilities))
 
 
 def confidence(kind: Literal["choice", "score"], probabilities: Sequence[float]) -> float:
-    """0 where all options are equally likely, 1 where one is certain; as transformers' decision pipeline has it.
+    """Return a confidence from 0 (all options equally likely) to 1 (one option is certain).
 
-    Of a choice: how far the best one is above chance. Of a score: how near the levels lie to the best one, measured
-    against levels that are equally likely.
+    It is defined as in transformers' decision pipeline. For a choice: how far the best option is above chance. For a
+    score: the mean distance of the levels to the best one, relative to that of equally likely levels.
     """
     count = len(probabilities)
     if count == 1:

@@ -1,7 +1,6 @@
-"""The probe of a checkpoint's `prompt.json`: a question whose answer the model must know, asked before it serves.
+"""The probe of a checkpoint's `prompt.json`: a question with a known answer, asked before the server is ready.
 
-A wrong template, a wrong head or damaged weights make scores that are bad without a word. The checkpoint's own example
-tells.
+A wrong template, a wrong head or damaged weights produce bad scores without an error. The probe detects them.
 """
 
 from __future__ import annotations
@@ -12,36 +11,41 @@ import numpy as np
 
 from moepass.models.checkpoint.checkpoint_folders import PROMPT_FILE, KnownAnswer
 from moepass.models.errors import CheckpointError, InputError
-from moepass.runtime.serving.questions.ask_questions import QuestionTree
 from moepass.runtime.serving.questions.prompts import PromptWriter
+from moepass.runtime.serving.questions.question_tree import QuestionTree
 from moepass.runtime.serving.questions.request_tree import RequestTree, TreeAnswer
 from moepass.runtime.serving.questions.wordings import SYSTEMONE, Option, Question
 from moepass.runtime.serving.requests.answer import Answer
 from moepass.runtime.serving.requests.request import Request
 
-# Of its own, so that nothing of it is shared with clients.
+# A salt that no client uses keeps the probe's blocks out of their cache.
 _SALT = b"probe"
 
 
 def check_known_answer(writer: PromptWriter, ask: Callable[[Request], Answer], class_names: Sequence[str] = ()) -> None:
-    """Ask the probe of `writer.prompt`, where there is one, with `ask`.
+    """Ask the probe of `writer.prompt`, if there is one, and check its answer.
 
-    `class_names` are those of a model that scores classes, and empty for one that predicts tokens.
+    Args:
+        writer: Makes the prompt of the probe.
+        ask: Computes the answer to a request.
+        class_names: The classes of a model with class scores; empty for a model that predicts tokens.
 
-    Raises CheckpointError where the expected answer is not the most probable one, or the probe cannot be asked.
+    Raises:
+        CheckpointError: The expected answer is not the most probable one, or the probe cannot be asked.
     """
     probe = writer.prompt.probe
     if probe is None:
         return
     try:
-        found = _class_scores(writer, probe, ask, class_names) if class_names else _probabilities(writer, probe, ask)
+        scores = _class_scores(writer, probe, ask, class_names) if class_names else _probabilities(writer, probe, ask)
     except InputError as error:
-        raise CheckpointError(f"the probe of {PROMPT_FILE} cannot be asked: {error}", name="probe") from error
-    best = max(found, key=found.__getitem__)
-    if found[probe.expected] < found[best]:
+        raise CheckpointError(f"the probe in {PROMPT_FILE} cannot be asked: {error}", name="probe") from error
+    best = max(scores, key=scores.__getitem__)
+    if scores[probe.expected] < scores[best]:
         raise CheckpointError(
-            f"the model fails the probe of its {PROMPT_FILE}: it answers {best!r} with {found[best]:.3g}, and the "
-            f"expected {probe.expected!r} has {found[probe.expected]:.3g}; its template is wrong, or its weights are",
+            f"the model fails the probe in its {PROMPT_FILE}: its best answer is {best!r} with {scores[best]:.3g}, and "
+            f"the expected answer {probe.expected!r} has {scores[probe.expected]:.3g}; check the template and the "
+            "weights",
             name="probe",
             value=best,
             expected=probe.expected,
@@ -64,7 +68,7 @@ def _class_scores(
     unknown = [answer for answer in probe.answers if answer not in class_names]
     if unknown:
         raise InputError(
-            f"{unknown[0]!r} is none of the model's classes: {', '.join(class_names)}",
+            f"the answer {unknown[0]!r} is not one of the model's classes: {', '.join(class_names)}",
             name="answers",
             value=unknown[0],
             expected=tuple(class_names),

@@ -1,7 +1,7 @@
-"""Candidate answers as tokens, and their scores: the exact log-probability of each, whatever its number of tokens.
+"""Candidate answers as tokens, and the exact log-probability of each, for labels of any number of tokens.
 
-A label of several tokens is scored by teacher forcing: it is a sequence behind the prompt, without its last token, and
-its prediction is read at each place. Labels compete by softmax over their log-probabilities.
+A label of several tokens is scored by teacher forcing: the label without its last token is appended to the prompt, and
+the prediction of each token is read. Labels compete by softmax over their log-probabilities.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from moepass.runtime.serving.requests.request import Tokens
 
 LabelTokens = tuple[int, ...]
 
-IMPOSSIBLE = (
-    "the model gives all labels the probability 0, so that they cannot be compared; give labels that it can say"
-)
+IMPOSSIBLE = "the model gives all labels the probability 0, so they cannot be compared; use labels that it can generate"
 
 
 class ImpossibleLabelsError(CheckpointError):
@@ -32,10 +30,13 @@ class ImpossibleLabelsError(CheckpointError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LabelScores:
-    """Scores of labels in their order.
+    """The scores of labels, in their order.
 
-    `probabilities` compete among the labels and sum to 1. `mass` is what the model gives to all labels together, of
-    everything that it could have said; a label that begins with another label is part of that one and counts once.
+    Attributes:
+        log_probabilities: The log-probability of each label.
+        probabilities: The softmax of the log-probabilities; they sum to 1.
+        mass: The probability of all labels together. A label that starts with another label is part of that one and is
+            not counted again.
     """
 
     log_probabilities: tuple[float, ...]
@@ -44,113 +45,127 @@ class LabelScores:
 
 
 def encode_labels(encoder: TextEncoder, prompt: str, labels: Sequence[str]) -> tuple[LabelTokens, ...]:
-    """The tokens that each of `labels` adds to the rendered `prompt`; its own, where it would change the prompt's.
+    """Return the tokens that each label adds to the rendered `prompt`.
 
-    Labels are rendered text like prompts: what a user wrote in them has been shielded. Raises InputError where there
-    are none or too many, one adds no tokens, and two add the same.
+    If a label changes the prompt's last token, its own encoding is used instead. Labels must be shielded like prompts.
+
+    Raises:
+        InputError: There are no labels or too many, a label has no tokens, or two labels have the same tokens.
     """
-    found: dict[LabelTokens, str] = {}
+    labels_by_tokens: dict[LabelTokens, str] = {}
     for label, (tokens, _) in zip(labels, _in_context(encoder, prompt, labels), strict=True):
         if not tokens:
             raise InputError(
-                f"label {_short(label)} tokenises to nothing; a label needs at least one token",
+                f"label {_short(label)} has no tokens; a label needs at least one token",
                 name="label",
                 value=label,
             )
-        if tokens in found:
+        if tokens in labels_by_tokens:
+            first = labels_by_tokens[tokens]
             raise InputError(
-                f"label {_short(label)} is given twice"
-                if found[tokens] == label
-                else f"labels {_short(found[tokens])} and {_short(label)} are the same tokens; the model cannot tell "
-                "them apart",
+                f"label {_short(label)} occurs twice; labels must be unique"
+                if first == label
+                else f"labels {_short(first)} and {_short(label)} have the same tokens, so the model cannot "
+                "distinguish them; change one of them",
                 name="label",
                 value=label,
             )
-        found[tokens] = label
-    return tuple(found)
+        labels_by_tokens[tokens] = label
+    return tuple(labels_by_tokens)
 
 
 def label_warnings(encoder: TextEncoder, prompt: str, labels: Sequence[str]) -> list[str]:
-    """A sentence for each of `labels` that the model has hardly seen as it is behind `prompt`, with its tokens.
+    """Return a warning for each label whose form behind `prompt` is probably not the intended one.
 
-    Most vocabularies hold words with the blank before them. So a label that takes fewer tokens with one is seldom what
-    was meant, nor one that joins the word before it.
+    Most vocabularies contain words with a leading blank. So a label is suspicious if it needs fewer tokens with a
+    leading blank, or if it merges with the last token of the prompt.
     """
-    found = []
+    warnings = []
     with_blanks = _in_context(encoder, prompt, [" " + label for label in labels])
-    for label, (own, is_apart), (blank, _) in zip(
+    for label, (tokens, keeps_prompt), (blank_tokens, _) in zip(
         labels, _in_context(encoder, prompt, labels), with_blanks, strict=True
     ):
-        if not is_apart:
-            what = "joins the text before it, where no token ends"
-        elif len(blank) < len(own):
-            what = f"is the tokens {encoder.names(own)} behind this prompt"
+        if not keeps_prompt:
+            problem = "changes the last token of the prompt"
+        elif len(blank_tokens) < len(tokens):
+            problem = f"has the tokens {encoder.names(tokens)} behind this prompt"
         else:
             continue
-        found.append(
-            f"label {_short(label)} {what}; with a blank before it, it is {encoder.names(blank)}. Which one was the "
-            "model trained with?"
+        warnings.append(
+            f"label {_short(label)} {problem}; with a leading blank it has {encoder.names(blank_tokens)}. Use the form "
+            "that the model was trained with."
         )
-    return found
+    return warnings
 
 
 def _in_context(encoder: TextEncoder, prompt: str, labels: Sequence[str]) -> list[tuple[LabelTokens, bool]]:
-    """Of each label its tokens behind `prompt`, and whether the prompt's own stay what they are."""
+    """Return the tokens of each label behind `prompt`, and whether the prompt's own tokens stay the same."""
     if not labels:
-        raise InputError("no labels are given; name at least one candidate answer", name="labels", expected="1 or more")
+        raise InputError("there are no labels; pass at least one candidate answer", name="labels", expected="1 or more")
     check_limit("the number of labels", len(labels), MOST_LABELS, "compare them in several requests")
     context = encoder.context_of(prompt)
-    before, *wholes = encoder.encode_all([context, *(context + label for label in labels)])
-    found = []
-    for label, whole in zip(labels, wholes, strict=True):
-        is_apart = whole[: len(before)].tolist() == before.tolist()
-        tokens = whole[len(before) :] if is_apart else encoder.encode(label)
-        found.append((tuple(tokens.tolist()), is_apart))
-    return found
+    before, *joined = encoder.encode_all([context, *(context + label for label in labels)])
+    encoded = []
+    for label, sequence in zip(labels, joined, strict=True):
+        keeps_prompt = sequence[: len(before)].tolist() == before.tolist()
+        tokens = sequence[len(before) :] if keeps_prompt else encoder.encode(label)
+        encoded.append((tuple(tokens.tolist()), keeps_prompt))
+    return encoded
 
 
 def ask_labels(tree: RequestTree, prompt: Tokens, labels: Sequence[LabelTokens], name: str) -> LabelReads:
-    """Ask for all of `labels` behind the `prompt`. Raises InputError, which names `name`, where one does not fit."""
-    here = tree.add(prompt, name)
+    """Add reads for all `labels` behind `prompt` to `tree`. Raise InputError if a sequence is too long."""
+    sequence = tree.add(prompt, name)
     last = len(prompt) - 1
-    tree.read(here, last, [label[0] for label in labels])
-    # Labels that begin alike are read behind the same tokens.
-    stems: dict[LabelTokens, int] = {(): here}
+    tree.read(sequence, last, [label[0] for label in labels])
+    # Labels with a common stem, all tokens but the last, are read from one sequence.
+    stems: dict[LabelTokens, int] = {(): sequence}
     for label in labels:
         stem = label[:-1]
         if stem not in stems:
             stems[stem] = tree.add(np.concatenate((prompt, np.array(stem, np.int32))), f"{name} with its longest label")
-        for place, token in enumerate(label[1:], 1):
-            tree.read(stems[stem], last + place, [token])
+        for offset, token in enumerate(label[1:], 1):
+            tree.read(stems[stem], last + offset, [token])
     return LabelReads(tuple(labels), last, tuple(stems[label[:-1]] for label in labels))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LabelReads:
-    """Where labels were asked for: each behind place `first` of a sequence of its own, which the shorter share."""
+    """The positions in a `RequestTree` from which labels are read.
+
+    Attributes:
+        labels: The tokens of each label.
+        first: The index of the prompt's last token; it predicts the first token of each label.
+        sequences: For each label, the sequence of the prompt and the label without its last token.
+    """
 
     labels: tuple[LabelTokens, ...]
     first: int
     sequences: tuple[int, ...]
 
     def scores(self, answer: TreeAnswer) -> LabelScores:
-        """Raises CheckpointError where the model gives no probabilities, ImpossibleLabelsError where all are 0."""
-        begun = answer.log_probabilities(self.sequences[0], self.first, [label[0] for label in self.labels])
+        """Return the scores of the labels.
+
+        Raises:
+            CheckpointError: The model's outputs are NaN.
+            ImpossibleLabelsError: All labels have probability 0.
+        """
+        firsts = answer.log_probabilities(self.sequences[0], self.first, [label[0] for label in self.labels])
         sums = [
             math.fsum(
                 [first]
                 + [
-                    answer.log_probabilities(sequence, self.first + place, [token])[0]
-                    for place, token in enumerate(label[1:], 1)
+                    answer.log_probabilities(sequence, self.first + offset, [token])[0]
+                    for offset, token in enumerate(label[1:], 1)
                 ]
             )
-            for first, label, sequence in zip(begun, self.labels, self.sequences, strict=True)
+            for first, label, sequence in zip(firsts, self.labels, self.sequences, strict=True)
         ]
         return score_labels(self.labels, sums)
 
 
 def score_labels(labels: Sequence[LabelTokens], log_probabilities: Sequence[float]) -> LabelScores:
-    """The scores of labels, given what each of them has got. Raises ImpossibleLabelsError."""
+    """Return the scores of labels from their log-probabilities. Raise ImpossibleLabelsError if all are -inf."""
     table = score_label_rows(labels, np.array([log_probabilities], np.float64))
     if not table.is_possible[0]:
         raise ImpossibleLabelsError(IMPOSSIBLE, name="labels")
@@ -159,11 +174,12 @@ def score_labels(labels: Sequence[LabelTokens], log_probabilities: Sequence[floa
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class LabelTable:
-    """Scores of the same labels for several prompts: as in `LabelScores`, a row for each.
+    """The scores of the same labels for several prompts.
 
-    probabilities   [rows, labels]; of no meaning where a row
-    is_possible     [rows] is False: there the model gives all labels the probability 0
-    mass            [rows]
+    Attributes:
+        probabilities: [rows, labels]; meaningless in rows that are not possible.
+        is_possible: [rows]; False if the model gives all labels of the row the probability 0.
+        mass: [rows], as in `LabelScores`.
     """
 
     probabilities: npt.NDArray[np.float64]
@@ -172,15 +188,15 @@ class LabelTable:
 
 
 def score_label_rows(labels: Sequence[LabelTokens], log_probabilities: npt.NDArray[np.float64]) -> LabelTable:
-    """The scores of `labels`, given what each of them has got [rows, labels] behind each prompt."""
+    """Return the scores of `labels` for several prompts, from their log-probabilities [rows, labels]."""
     highest = log_probabilities.max(axis=1, keepdims=True)
-    # One label may be impossible, but not all of them.
+    # Single labels may have probability 0, but not all labels of a row.
     is_possible = np.isfinite(highest[:, 0])
     weights = np.exp(log_probabilities - np.where(np.isfinite(highest), highest, 0.0))
     totals = weights.sum(axis=1, keepdims=True)
-    known = set(labels)
-    is_own = [not any(label[:length] in known for length in range(1, len(label))) for label in labels]
-    mass = np.exp(log_probabilities[:, is_own]).sum(axis=1)
+    distinct = set(labels)
+    extends_none = [not any(label[:length] in distinct for length in range(1, len(label))) for label in labels]
+    mass = np.exp(log_probabilities[:, extends_none]).sum(axis=1)
     probabilities = weights / np.where(totals > 0, totals, 1.0)
     return LabelTable(probabilities, is_possible, np.minimum(mass, 1.0))
 

@@ -1,4 +1,4 @@
-"""What users write becomes rendered prompts: by the checkpoint's chat template where it has one, else by its prompt."""
+"""Rendered prompts from the texts of users, by the checkpoint's chat template or else by its `prompt.json`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,21 @@ from moepass.runtime.serving.requests.request import Tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# A text of so many characters for each token that it is cut to is cut before it is encoded whole.
-_TRIED_CHARACTERS = 16
-# A text behind control tokens may take so many tokens less than alone: a tokenizer may put a blank before its first.
+# A text with more than this number of characters per token of its limit is cut by characters before it is encoded.
+_CHARACTERS_PER_CUT_TOKEN = 16
+# A text behind control tokens may take up to this number of tokens less than alone, because some tokenizers add a blank
+# before the first word.
 _BORDER_TOKENS = 4
 
 
 class PromptWriter:
-    """Renders and encodes prompts of one checkpoint; `most_tokens` is what its model takes.
+    """Renders and encodes the prompts of one checkpoint.
 
-    `takes_chat` False: the checkpoint's chat template is not used, as if it had none.
+    Args:
+        tokenizer: The tokenizer of the checkpoint.
+        prompt: The checkpoint's `prompt.json`.
+        most_tokens: The longest sequence that the model takes.
+        takes_chat: Use the chat template if there is one.
     """
 
     def __init__(
@@ -39,73 +44,84 @@ class PromptWriter:
 
     @property
     def has_chat_template(self) -> bool:
+        """True if prompts are rendered by a chat template."""
         return self.takes_chat and bool(self.tokenizer.chat_template)
 
     @property
-    def called_labels(self) -> dict[str, str]:
-        """Labels of the checkpoint's prompt by what they may be called: themselves, and their names."""
+    def labels_by_name(self) -> dict[str, str]:
+        """The labels of `prompt.json`, by themselves and by their names; empty if there is a chat template."""
         if self.has_chat_template:
             return {}
         names = {name: label for label, name in self.prompt.label_names.items()}
         return names | {label: label for label in self.prompt.labels}
 
     def check(self) -> None:
-        """Raises CheckpointError where prompts of this checkpoint cannot be made, or leave out what is asked.
+        """Raise CheckpointError if the template renders no prompt, or a prompt without the text.
 
-        For the start of a server: a wrong template must not show as scores that are bad without a word.
+        A server checks this before it is ready, because a wrong template produces bad scores without an error.
         """
         probe = "Is 7 a number?"
         try:
             rendered = self.ask(probe)
             self.encode([rendered])
         except InputError as error:
-            raise CheckpointError(f"this checkpoint makes no prompt: {error}", name="chat_template") from error
+            raise CheckpointError(
+                f"this checkpoint's template renders no prompt: {error}", name="chat_template"
+            ) from error
         if probe not in rendered:
             raise CheckpointError(
-                f"this checkpoint's template leaves out the text: of {probe!r} it makes {rendered[:200]!r}",
+                f"this checkpoint's template omits the text: it renders {probe!r} as {rendered[:200]!r}; correct its "
+                "chat_template or prompt.json",
                 name="chat_template",
                 value=rendered[:200],
                 expected=probe,
             )
 
     def check_length(self, text: str, name: str) -> None:
-        """Raises TooLargeError for a text that cannot fit, without making tokens of it."""
+        """Raise TooLargeError if the text has too many characters to fit, without encoding it."""
         advice = f"the model takes {self.most_tokens} tokens; send a shorter text"
         check_limit(f"the length of {name} in characters", len(text), self._most_characters, advice, name=name)
 
     def ask(self, text: str, name: str = "the text") -> str:
-        """The prompt that asks `text`, all of which the user wrote: its only message, or `{text}` of the prompt."""
+        """Return the prompt for `text`: its only message, or `{text}` of the template.
+
+        A text that is longer than `max_text_tokens` of `prompt.json` is cut.
+        """
         if self._cut_tokens is not None:
             text = self.encoder.cut(text, self._cut_tokens)
         return self.render(text, name)
 
     def render(self, text: str, name: str = "the text") -> str:
-        """As `ask`, of a text that is not cut."""
+        """Return the prompt for `text` without cutting the text."""
         self.check_length(text, name)
         if self.has_chat_template:
             return self.chat([{"role": "user", "content": text}])
         return self.prompt.render(self.encoder.shield(text))
 
     def encode_texts(self, texts: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[Tokens]]:
-        """Many prompts, as `ask` renders them, and their tokens. Raises InputError where one of them cannot be made."""
-        most = self._cut_tokens
-        if most is None:
+        """Return the prompts for many texts, as `ask` renders them, and their tokens.
+
+        Raises:
+            InputError: One of the prompts cannot be rendered or encoded.
+        """
+        limit = self._cut_tokens
+        if limit is None:
             rendered = [self.render(text, name) for text, name in zip(texts, names, strict=True)]
             return rendered, self.encode(rendered)
-        # Longer texts are cut before they are encoded whole.
-        short = [text[: _TRIED_CHARACTERS * most] for text in texts]
+        # Long texts are cut by characters first, so that they are not encoded in full.
+        short = [text[: _CHARACTERS_PER_CUT_TOKEN * limit] for text in texts]
         rendered = [self.render(text, name) for text, name in zip(short, names, strict=True)]
         encoded = self.encode(rendered)
         if not self._text_stands_apart:
-            doubtful = list(range(len(texts)))
+            uncertain = list(range(len(texts)))
         else:
-            around = len(self.encode([self.prompt.render("")])[0])
-            doubtful = [
+            template_tokens = len(self.encode([self.prompt.render("")])[0])
+            uncertain = [
                 number
                 for number, tokens in enumerate(encoded)
-                if len(tokens) - around > most - _BORDER_TOKENS or len(short[number]) < len(texts[number])
+                if len(tokens) - template_tokens > limit - _BORDER_TOKENS or len(short[number]) < len(texts[number])
             ]
-        for number in doubtful:
+        for number in uncertain:
             cut = self.ask(texts[number], names[number])
             if cut != rendered[number]:
                 rendered[number] = cut
@@ -113,10 +129,19 @@ class PromptWriter:
         return rendered, encoded
 
     def chat(self, messages: Sequence[Mapping[str, str]], **options: Any) -> str:
-        """The prompt of a conversation. Raises InputError where there is no chat template, or it refuses."""
+        """Return the prompt of a conversation.
+
+        Args:
+            messages: The messages, each with `role` and `content`.
+            **options: Variables of the template.
+
+        Raises:
+            InputError: There is no chat template, it raises an error, or it takes too long.
+        """
         if not self.has_chat_template:
             raise InputError(
-                "this checkpoint has no chat template, so that it takes no messages; send a text", name="messages"
+                "this checkpoint has no chat template, so it takes no messages; send a text to /v1/completions",
+                name="messages",
             )
         for number, message in enumerate(messages):
             self.check_length(message["content"], f"messages[{number}].content")
@@ -127,48 +152,51 @@ class PromptWriter:
                 rendered: str = self.tokenizer.apply_chat_template(shielded, tokenize=False, **options)
         except RenderTimeoutError:
             raise
-        except Exception as error:  # templates raise what they like, as "roles must alternate"
+        except Exception as error:  # templates raise any exception, such as "roles must alternate"
             reason = " ".join(str(error).split())[:200]
             raise InputError(f"the chat template refuses these messages: {reason}", name="messages") from error
         return rendered
 
     def plain(self, text: str, name: str = "the text") -> str:
-        """The text alone, without a template."""
+        """Return the shielded text without a template."""
         self.check_length(text, name)
         return self.encoder.shield(text)
 
     def encode(self, rendered: Sequence[str]) -> list[Tokens]:
-        """The tokens of rendered prompts. Chat templates bring all special tokens; else the tokenizer adds its own."""
+        """Return the tokens of rendered prompts.
+
+        A chat template contains all special tokens. For other prompts the tokenizer adds its own.
+        """
         return self.encoder.encode_all(rendered, add_special=not self.has_chat_template)
 
     def encode_plain(self, texts: Sequence[str], *, add_special: bool = True, name: str = "the text") -> list[Tokens]:
-        """The tokens of texts without a template."""
+        """Return the tokens of texts without a template."""
         return self.encoder.encode_all([self.plain(text, name) for text in texts], add_special=add_special)
 
     def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], names: tuple[str, str] = ("query", "document")
     ) -> list[Tokens]:
-        """The tokens of pairs of texts, by the checkpoint's `pair_template`, or as its tokenizer joins them."""
+        """Return the tokens of pairs of texts, joined by the checkpoint's `pair_template` or else by its tokenizer."""
         texts = [(self.plain(query, names[0]), self.plain(document, names[1])) for query, document in pairs]
         if self.prompt.pair_template is not None:
             return self.encode([self.prompt.render_pair(*pair) for pair in texts])
         return self.encoder.encode_pairs(texts)
 
-    def asks_before_blank(self, rendered: str) -> bool:
-        """True where an answer behind this prompt begins with a blank: the prompt ends within a line of text."""
+    def needs_blank_before_label(self, rendered: str) -> bool:
+        """Return True if the prompt ends within a line of text, so that the answer starts with a blank."""
         context = self.encoder.context_of(rendered)
         return bool(context) and not context[-1].isspace()
 
     @property
     def _cut_tokens(self) -> int | None:
-        """Texts are cut to so many tokens; a conversation is not."""
+        """The number of tokens that texts are cut to, or None. Conversations are not cut."""
         return None if self.has_chat_template else self.prompt.max_text_tokens
 
     @property
     def _text_stands_apart(self) -> bool:
-        """True where the template has control tokens, or nothing, on both sides of the text."""
-        before, _, behind = self.prompt.template.partition("{text}")
-        return not self.encoder.context_of(before) and self.encoder.begins_with_control_token(behind)
+        """True if the template has control tokens, or nothing, on both sides of the text."""
+        before, _, after = self.prompt.template.partition("{text}")
+        return not self.encoder.context_of(before) and self.encoder.begins_with_control_token(after)
 
     @property
     def _most_characters(self) -> int:

@@ -1,7 +1,7 @@
-"""How relevant documents are to queries, as one request in which documents share their query.
+"""The relevance of documents to queries, as one request in which documents share their query.
 
-By a language model: the share of yes, of yes and no, behind the checkpoint's own `pair_template`, or behind a question
-of ours. By a model that classifies: the score that its head gives the pair, encoded as its tokenizer encodes pairs.
+A language model gives the share of "yes" among "yes" and "no", behind the checkpoint's `pair_template` or behind a
+question of moepass. A classifier gives the score of its head for the pair, encoded as its tokenizer encodes pairs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,17 @@ _RELEVANT = Question("predicate", "Is the document relevant to the query?", (Opt
 
 
 class PairTree:
-    """Pairs of query and document, as a request; `scores` are those of its answer."""
+    """Pairs of query and document, as one request.
+
+    Args:
+        writer: Makes the prompts.
+        pairs: Pairs of query and document.
+        by_class_scores: Ask for the class scores of the model's head instead of predicted tokens.
+        names: The names of the queries and the documents in errors.
+
+    Raises:
+        InputError: A pair is too long, or the model cannot compare texts.
+    """
 
     def __init__(
         self,
@@ -30,10 +40,6 @@ class PairTree:
         by_class_scores: bool,
         names: tuple[str, str] = ("query", "documents"),
     ) -> None:
-        """Asks for the head's class scores, or for predictions of tokens. Raises InputError for an impossible pair.
-
-        `names` are what errors call the queries and the documents.
-        """
         self.tree = RequestTree(writer.most_tokens)
         self._reads: list[LabelReads] = []
         pair_names = [f"{names[1]}[{number}] with its query" for number in range(len(pairs))]
@@ -49,30 +55,30 @@ class PairTree:
             texts: tuple[str, ...] = prompt.pair_labels
         elif prompt.labels and not writer.has_chat_template:
             raise InputError(
-                "this model answers with its own labels alone, and its prompt.json names no pair_template, so that it "
-                "cannot compare two texts",
+                "this model only answers with its own labels and cannot compare two texts, because its prompt.json has "
+                "no pair_template; use a reranker or a chat model",
                 name="model",
             )
         else:
-            asked = [SYSTEMONE.ask(f"Query: {query}\nDocument: {document}", _RELEVANT) for query, document in pairs]
-            rendered = [writer.ask(text, name) for text, name in zip(asked, pair_names, strict=True)]
-            blank = " " if writer.asks_before_blank(rendered[0]) else ""
+            questions = [SYSTEMONE.ask(f"Query: {query}\nDocument: {document}", _RELEVANT) for query, document in pairs]
+            rendered = [writer.ask(text, name) for text, name in zip(questions, pair_names, strict=True)]
+            blank = " " if writer.needs_blank_before_label(rendered[0]) else ""
             texts = tuple(blank + label for label in SYSTEMONE.labels(_RELEVANT))
-        known: dict[str, tuple[LabelTokens, ...]] = {}  # most prompts end alike
+        cache: dict[str, tuple[LabelTokens, ...]] = {}  # most prompts end with the same context
         for prompt_text, tokens, name in zip(rendered, writer.encode(rendered), pair_names, strict=True):
             context = writer.encoder.context_of(prompt_text)
-            labels = known.get(context) or known.setdefault(context, encode_labels(writer.encoder, prompt_text, texts))
+            labels = cache.get(context) or cache.setdefault(context, encode_labels(writer.encoder, prompt_text, texts))
             self._reads.append(ask_labels(self.tree, tokens, labels, name))
 
     def scores(self, answer: TreeAnswer) -> list[float]:
-        """For each pair, from 0 to 1. Raises CheckpointError where the model gives no numbers."""
+        """Return the relevance of each pair, from 0 to 1. Raise CheckpointError if the model's outputs are NaN."""
         if self._reads:
             return [reads.scores(answer).probabilities[0] for reads in self._reads]
         return [_relevance(answer.vector(sequence)) for sequence in self._sequences]
 
 
 def class_probabilities(scores: Floats) -> list[float]:
-    """Of each class: their softmax; of a single one, as reward models have it, the sigmoid."""
+    """Return the softmax of class scores, or the sigmoid of a single score, as reward models define it."""
     values = [float(value) for value in scores]
     if len(values) == 1:
         return [_sigmoid(values[0])]
@@ -85,7 +91,7 @@ def class_probabilities(scores: Floats) -> list[float]:
 def _relevance(scores: Floats) -> float:
     if len(scores) > 2:
         raise InputError(
-            f"this model tells {len(scores)} classes apart; one that compares texts has 1 or 2",
+            f"this model has {len(scores)} classes, but a model that compares texts has 1 or 2; use a reranker",
             name="model",
             value=len(scores),
             expected="1 or 2",
@@ -94,5 +100,5 @@ def _relevance(scores: Floats) -> float:
 
 
 def _sigmoid(value: float) -> float:
-    # Without overflow on either side.
+    # Both forms avoid overflow of exp().
     return 1 / (1 + math.exp(-value)) if value >= 0 else math.exp(value) / (1 + math.exp(value))

@@ -1,4 +1,4 @@
-"""A time limit for templates, which come with checkpoints: one that loops ends with an error, and not the server."""
+"""A time limit for chat templates: they come with checkpoints, and one that loops must not block the server."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ RENDER_SECONDS = 5.0
 
 
 class RenderTimeoutError(InputError):
-    """A template has not ended within its `expected` seconds."""
+    """A template did not finish within its `expected` seconds."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(
-            f"the chat template has not ended after {seconds:g} s; it loops, or these messages make it",
+            f"the chat template did not finish within {seconds:g} s; check it for a loop, or send shorter messages",
             name="chat_template",
             expected=seconds,
         )
 
 
 class _Expired(BaseException):
-    """Raised within the code that takes too long; no handler of a template's own catches it."""
+    """Raised inside the code that takes too long; `except Exception` in a template does not catch it."""
 
 
 class RenderLimit:
-    """Ends blocks of pure Python, in any thread, that take longer than `seconds`. One thread watches over all."""
+    """Interrupts blocks of pure Python that take longer than `seconds`, in any thread. One thread watches all."""
 
     def __init__(self, seconds: float = RENDER_SECONDS) -> None:
         self.seconds = seconds
@@ -40,7 +40,7 @@ class RenderLimit:
 
     @contextmanager
     def limited(self) -> Iterator[None]:
-        """The block is left with RenderTimeoutError where it takes too long."""
+        """Run the block with the time limit, and raise RenderTimeoutError if it expires."""
         thread = threading.get_ident()
         try:
             try:
@@ -60,7 +60,7 @@ class RenderLimit:
         while True:
             time.sleep(self.seconds / 4)
             with self._lock:
-                if not self._deadlines:  # the next block starts another thread
+                if not self._deadlines:  # the next limited block starts a new thread
                     self._is_watched = False
                     return
                 for thread, deadline in list(self._deadlines.items()):

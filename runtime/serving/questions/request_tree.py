@@ -1,9 +1,9 @@
-"""Token sequences, and what is to be read of them, become one request in which every shared prefix is named once.
+"""Token sequences and the outputs to read from them, as one request that contains each shared prefix once.
 
 Pseudo-code
-    sequences go into a radix tree: a node for each run of tokens without a branch
-    nodes become pieces, parents first
-    a place of a sequence is then a place of a piece, so that the answer is looked up as it was asked
+    insert the sequences into a radix tree: a node for each run of tokens without a branch
+    the nodes become the pieces of the request, parents first
+    a position of a sequence is a position in a piece, which locates its output in the answer
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from moepass.runtime.serving.requests.answer import Answer, Floats, ReadAnswer
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead, Tokens, Vector
 
 NO_NUMBERS = (
-    "the model's outputs are no numbers; its weights are damaged, or too large for their type (serve the model in "
-    "float32 to tell which)"
+    "the model's outputs are NaN; its weights are damaged or overflow their dtype (serve the model in float32 to find "
+    "out which)"
 )
 
 
@@ -38,7 +38,7 @@ class _Node:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Read:
-    """What is read at one place: the column of each token that is asked for, and how many of the most likely."""
+    """The reads at one position: the column of each requested token, and the number of the most likely tokens."""
 
     columns: dict[int, int] = dataclasses.field(default_factory=dict)
     top: int = 0
@@ -47,7 +47,13 @@ class _Read:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScoredSequence:
-    """Of each token of a sequence: its log-probability (NaN of the first), and the most likely ones, best first."""
+    """The scores of a sequence's own tokens.
+
+    Attributes:
+        log_probabilities: [tokens]; NaN for the first token.
+        top_tokens: [tokens, top], the most likely tokens at each position, best first.
+        top_log_probabilities: [tokens, top], their log-probabilities.
+    """
 
     log_probabilities: Floats
     top_tokens: Tokens
@@ -55,7 +61,7 @@ class ScoredSequence:
 
 
 class RequestTree:
-    """Collects what to ask; `request` makes the request of it, and `TreeAnswer` looks up what it was answered."""
+    """Collects sequences and reads; `request` makes them a request, and `TreeAnswer` looks up its answer."""
 
     def __init__(self, most_sequence_tokens: int) -> None:
         self._root = _Node(np.empty(0, np.int32), None)
@@ -67,13 +73,13 @@ class RequestTree:
         self._paths: list[tuple[list[int], list[_Node]]] = []
 
     def add(self, tokens: Tokens | Sequence[int], name: str = "the prompt") -> int:
-        """The number of a sequence. Raises InputError, which calls it `name`, where it is empty or too long."""
+        """Add a sequence and return its number. Raise InputError, with `name`, if it is empty or too long."""
         sequence = np.asarray(tokens, np.int32)
         if not len(sequence):
-            raise InputError(f"{name} has no tokens; give at least one", name=name, value=0, expected="1 or more")
+            raise InputError(f"{name} has no tokens; send at least one", name=name, value=0, expected="1 or more")
         if len(sequence) > self._most:
             raise InputError(
-                f"{name} has {len(sequence)} tokens; this model takes at most {self._most}",
+                f"{name} has {len(sequence)} tokens, but this model takes at most {self._most}; send a shorter text",
                 name=name,
                 value=len(sequence),
                 expected=self._most,
@@ -82,15 +88,15 @@ class RequestTree:
         return len(self._sequences) - 1
 
     def read(self, sequence: int, place: int, tokens: Sequence[int] = (), top: int = 0) -> None:
-        """Ask for the prediction behind token `place` of a sequence: of these `tokens`, and of the `top` best."""
+        """Ask for the prediction behind token `place` of a sequence: of `tokens`, and of the `top` most likely ones."""
         self._reads.append((sequence, place, tokens, top))
 
     def score(self, sequence: int, top: int = 0) -> None:
-        """Ask for the log-probability of each of the sequence's own tokens."""
+        """Ask for the log-probability of each of the sequence's own tokens, and of the `top` most likely ones."""
         self._scored.append((sequence, top))
 
     def vector(self, sequence: int, vector: Vector) -> None:
-        """Ask for the vector of the whole sequence."""
+        """Ask for the embedding or the class scores of a sequence."""
         self._vectors.append((sequence, vector))
 
     def request(self, request_id: str, salt: bytes = b"") -> Request:
@@ -179,43 +185,43 @@ class RequestTree:
 
 
 class TreeAnswer:
-    """The answer to the request of a tree, by the tree's own sequences and places."""
+    """The answer to the request of a tree, addressed by the tree's sequences and positions."""
 
     def __init__(self, tree: RequestTree, answer: Answer) -> None:
         self.tree = tree
         self.answer = answer
 
     def log_probabilities(self, sequence: int, place: int, tokens: Sequence[int]) -> list[float]:
-        """Of each of `tokens` behind `place`. Raises CheckpointError where the model gives none."""
+        """Return the log-probability of each of `tokens` behind `place`. Raise CheckpointError if one is NaN."""
         read, columns = self._read(sequence, place)
         values = read.log_probabilities[[columns[int(token)] for token in tokens]]
-        found: list[float] = _checked(values).tolist()
-        return found
+        log_probabilities: list[float] = _checked(values).tolist()
+        return log_probabilities
 
     def top(self, sequence: int, place: int, count: int) -> list[tuple[int, float]]:
-        """The `count` most likely tokens behind `place` with their log-probabilities, best first."""
+        """Return the `count` most likely tokens behind `place` with their log-probabilities, best first."""
         read, _ = self._read(sequence, place)
         values = _checked(read.top_log_probabilities[:count]).tolist()
         return list(zip(read.top_tokens[:count].tolist(), values, strict=True))
 
     def scored(self, sequence: int) -> ScoredSequence:
-        """The sequence's own tokens. Raises CheckpointError where the model gives no probabilities."""
-        parts = [self.answer.pieces[node.number].scored for node in self.tree.nodes(sequence)]
-        found = [part for part in parts if part is not None]
-        top = min(part.top_tokens.shape[1] for part in found)
-        own = np.concatenate([part.log_probabilities for part in found])
-        _checked(own[1:])
+        """Return the scores of the sequence's own tokens. Raise CheckpointError if one is NaN."""
+        pieces = [self.answer.pieces[node.number].scored for node in self.tree.nodes(sequence)]
+        scored = [piece for piece in pieces if piece is not None]
+        top = min(piece.top_tokens.shape[1] for piece in scored)
+        log_probabilities = np.concatenate([piece.log_probabilities for piece in scored])
+        _checked(log_probabilities[1:])
         return ScoredSequence(
-            own,
-            np.concatenate([part.top_tokens[:, :top] for part in found]),
-            np.concatenate([part.top_log_probabilities[:, :top] for part in found]),
+            log_probabilities,
+            np.concatenate([piece.top_tokens[:, :top] for piece in scored]),
+            np.concatenate([piece.top_log_probabilities[:, :top] for piece in scored]),
         )
 
     def vector(self, sequence: int) -> Floats:
-        """The vector of the sequence. Raises CheckpointError where it holds no numbers."""
-        found = self.answer.pieces[self.tree.nodes(sequence)[-1].number].vector
-        assert found is not None, "the vector was asked for"
-        return _checked(found)
+        """Return the vector of the sequence. Raise CheckpointError if it contains NaN."""
+        vector = self.answer.pieces[self.tree.nodes(sequence)[-1].number].vector
+        assert vector is not None, "the request must ask for the vector"
+        return _checked(vector)
 
     def _read(self, sequence: int, place: int) -> tuple[ReadAnswer, dict[int, int]]:
         node, offset = self.tree.node_at(sequence, place)

@@ -1,10 +1,10 @@
-"""Text becomes tokens, so that what a user wrote never becomes a control token of the model.
+"""Encoding of text in which a user's text never becomes a control token of the model.
 
-Control tokens (special ones, and those that look like tags) are renamed in a copy of the tokenizer, to names that
-nobody can guess. A prompt is rendered with the user's text *shielded*: a mark is put inside whatever looks like a
-control token. Then the control tokens of the rendered prompt are those of the template; they are replaced by their
-new names, the marks are removed, and the text is encoded in one go. So the tokens are those of the whole text, and
-where the user's text holds no control tokens, they are the original tokenizer's own.
+In a copy of the tokenizer, control tokens (special ones, and tokens that look like tags) get new random names. A
+prompt is rendered with the user's text *shielded*: a mark is inserted into each substring that looks like a control
+token. So all control tokens of the rendered prompt are those of the template. They are replaced by their new names,
+the marks are removed, and the text is encoded at once. The tokens are those of the full text, and equal to those of
+the original tokenizer if the user's text contains no control tokens.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from moepass.runtime.serving.requests.request import Tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Characters of two planes of Unicode that are for private use: no text has them, and no normaliser changes them.
+# Two Unicode planes for private use. Texts do not use them, and normalisers do not change them.
 _PRIVATE, _NAMES = 0xF0000, 0x100000
 _TAG = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")
-# Prompts are encoded from near the end of what they share where that saves so many characters. [Empirical]
-_KEPT_CHARACTERS, _SAVED_CHARACTERS = 256, 4096
+# The shared start of several prompts is encoded once, except for its last _CONTEXT_CHARACTERS, if that saves at least
+# _SAVED_CHARACTERS. [Empirical]
+_CONTEXT_CHARACTERS, _SAVED_CHARACTERS = 256, 4096
 
 
 class TextEncoder:
-    """Encodes rendered prompts; see the module. Safe to use from several threads."""
+    """Encodes rendered prompts, as the module's docstring explains. It is thread-safe."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         original: Any = tokenizer.backend_tokenizer
@@ -59,20 +60,21 @@ class TextEncoder:
                 for token in control
             ]
         )
-        # Longest first: of control tokens that begin alike, the longer one is meant.
+        # Longest first: if one control token is a prefix of another, the longer one matches.
         longest_first = sorted(names, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        # Added tokens are numbered anew, where the vocabulary itself does not hold them.
+        # The copy gives new ids to added tokens that are not in the base vocabulary. `_ids` maps them back.
         self._ids = np.arange(1 + max(self._renamed.get_vocab().values()), dtype=np.int32)
         for token in added:
-            here = self._renamed.token_to_id(names.get(token["content"], token["content"]))
-            self._ids[here] = token["id"]
+            renamed_id = self._renamed.token_to_id(names.get(token["content"], token["content"]))
+            self._ids[renamed_id] = token["id"]
         self._control_ids = {token["id"]: str(token["content"]) for token in control}
         self._original = original
         model = description["model"]
-        # What no token fits is unknown, and that says nothing about what the text holds.
+        # Any text that the vocabulary does not cover becomes the unknown token, so it is no sign of forgery.
         unknown = {model.get("unk_id"), original.token_to_id(model.get("unk_token") or "")}
-        # Control tokens are those of the template by their new names; by their own, the model itself made them of text.
+        # The template's control tokens have the new names. An original name means that the tokenizer model merged it
+        # from the user's text.
         self._is_forged = np.isin(self._ids, [*(self._control_ids.keys() - unknown)])
         for name in names.values():
             self._is_forged[self._renamed.token_to_id(name)] = False
@@ -83,123 +85,125 @@ class TextEncoder:
         return dict(self._control_ids)
 
     def shield(self, text: str) -> str:
-        """`text` of a user, to be put into a template: what looks like control tokens in it stays text."""
-        while self._pattern.search(text):  # again, because one may overlap the next
-            text = self._pattern.sub(lambda found: found[0][0] + self._mark + found[0][1:], text)
+        """Return a user's text with marks inside all control tokens, so that a template may contain it."""
+        while self._pattern.search(text):  # repeat, because matches may overlap
+            text = self._pattern.sub(lambda match: match[0][0] + self._mark + match[0][1:], text)
         return text
 
     def encode(self, rendered: str, *, add_special: bool = False) -> Tokens:
-        """The tokens of a rendered prompt; with `add_special` those that the tokenizer puts around it, too.
+        """Return the tokens of a rendered prompt; `add_special` adds the tokenizer's special tokens around it.
 
-        Raises InputError for text that is no Unicode, and where a control token would come out of a user's text.
+        Raises:
+            InputError: The text is not valid Unicode, or the user's text would become a control token.
         """
         return self.encode_all([rendered], add_special=add_special)[0]
 
     def encode_all(self, rendered: Sequence[str], *, add_special: bool = False) -> list[Tokens]:
-        """As `encode`, for several prompts. What long ones share at their beginning is encoded once."""
+        """Return the tokens of several prompts, as `encode` does. Their shared start is encoded once if it is long."""
         shared = _shared_start(rendered) if len(rendered) > 2 else ""
-        if (len(shared) - _KEPT_CHARACTERS) * (len(rendered) - 3) < _SAVED_CHARACTERS:
+        if (len(shared) - _CONTEXT_CHARACTERS) * (len(rendered) - 3) < _SAVED_CHARACTERS:
             return self._encode_batch(rendered, add_special)
         first, last = self._encode_batch([rendered[0], rendered[-1]], add_special)
-        cut = self._cut_of(rendered[0], len(shared) - _KEPT_CHARACTERS, add_special)
+        cut = self._word_start(rendered[0], len(shared) - _CONTEXT_CHARACTERS, add_special)
         if cut is None:
             return self._encode_batch(rendered, add_special)
         character, token = cut
         ends = self._encode_batch([text[character:] for text in rendered], False)
-        wholes = [np.concatenate((first[:token], end)) for end in ends]
-        # Tokenizers split text into words from left to right, so that one may begin anew at a word. Where one does
-        # not, or puts tokens behind the text, it shows here.
-        if np.array_equal(wholes[0], first) and np.array_equal(wholes[-1], last):
-            return wholes
+        joined = [np.concatenate((first[:token], end)) for end in ends]
+        # Tokenizers split text into words from left to right, so encoding may restart at a word. The first and the last
+        # prompt show if a tokenizer does not, or if it adds tokens behind the text.
+        if np.array_equal(joined[0], first) and np.array_equal(joined[-1], last):
+            return joined
         return self._encode_batch(rendered, add_special)
 
     def encode_pairs(self, rendered: Sequence[tuple[str, str]]) -> list[Tokens]:
-        """The tokens of pairs of texts, joined as the tokenizer joins pairs."""
-        named = [(self._named(first), self._named(second)) for first, second in rendered]
+        """Return the tokens of pairs of texts, joined as the tokenizer joins pairs."""
+        named = [(self._with_new_names(first), self._with_new_names(second)) for first, second in rendered]
         return self._original_ids(self._batch(named, True))
 
     def names(self, tokens: Sequence[int]) -> list[str]:
-        """The entries of the vocabulary, as they stand there."""
+        """Return the vocabulary entries of the tokens."""
         return [str(self._original.id_to_token(token)) for token in tokens]
 
     def cut(self, text: str, most_tokens: int) -> str:
-        """`text` of a user without what comes behind its first `most_tokens` tokens."""
-        tried = 16 * most_tokens
+        """Return the start of a user's text that has at most `most_tokens` tokens."""
+        characters = 16 * most_tokens
         while True:
-            start = text[:tried]
-            offsets = self._batch([self._named(self.shield(start))], False)[0].offsets
-            # One token more might be another one in the whole text; twice as many are enough to tell.
+            start = text[:characters]
+            offsets = self._batch([self._with_new_names(self.shield(start))], False)[0].offsets
+            # The last tokens of `start` may differ from those of the full text. The first half does not.
             if len(offsets) > 2 * most_tokens or (len(offsets) > most_tokens and len(start) == len(text)):
                 return text[: offsets[most_tokens][0]]
             if len(start) == len(text):
                 return text
-            tried *= 4
+            characters *= 4
 
     def context_of(self, rendered: str) -> str:
-        """The end of a rendered prompt, as much as decides how a label behind it is tokenised.
+        """Return the end of a rendered prompt that determines how a label behind it is encoded.
 
-        What stands before a control token does not, and no word reaches over a line's beginning.
+        Text before a control token has no influence, and no word extends over the start of a line.
         """
         tail = self._pattern.split(rendered)[-1]
-        words = tail[-_KEPT_CHARACTERS:]
+        words = tail[-_CONTEXT_CHARACTERS:]
         return words if len(words) == len(tail) else words[words.find(" ") + 1 :]
 
     def begins_with_control_token(self, rendered: str) -> bool:
-        """True of an empty text, too."""
+        """Return True if the text starts with a control token or is empty."""
         return not rendered or self._pattern.match(rendered) is not None
 
-    def _named(self, rendered: str) -> str:
-        """`rendered` with the template's control tokens by their new names, and the user's text as it was."""
-        found = self._pattern.findall(rendered)
-        if not found:
+    def _with_new_names(self, rendered: str) -> str:
+        """Return `rendered` with new names for the template's control tokens, and without marks."""
+        names = self._pattern.findall(rendered)
+        if not names:
             return rendered.replace(self._mark, "")
-        plain = [part.replace(self._mark, "") for part in self._pattern.split(rendered)]
-        return plain[0] + "".join(self._names[name] + part for name, part in zip(found, plain[1:], strict=True))
+        texts = [text.replace(self._mark, "") for text in self._pattern.split(rendered)]
+        return texts[0] + "".join(self._names[name] + text for name, text in zip(names, texts[1:], strict=True))
 
-    def _cut_of(self, rendered: str, before: int, add_special: bool) -> tuple[int, int] | None:
-        """A place of `rendered` where a word begins, at most `before`: its character, and its token."""
+    def _word_start(self, rendered: str, before: int, add_special: bool) -> tuple[int, int] | None:
+        """Return the character and the token of the last word start before character `before`, or None."""
         start = max(rendered.rfind("\n", 0, before), rendered.rfind(" ", 0, before))
         return None if start <= 0 else (start, len(self._encode_batch([rendered[:start]], add_special)[0]))
 
     def _batch(self, named: Sequence[str] | Sequence[tuple[str, str]], add_special: bool) -> Any:
         try:
             return self._renamed.encode_batch(list(named), add_special_tokens=add_special)
-        except (TypeError, UnicodeError) as error:  # half a surrogate pair is a str for Python, but no text
-            raise InputError("the text is no valid Unicode: it holds half of a surrogate pair", name="text") from error
+        except (TypeError, UnicodeError) as error:  # Python strings may contain lone surrogates
+            raise InputError(
+                "the text is not valid Unicode: it contains half of a surrogate pair; remove it", name="text"
+            ) from error
 
     def _encode_batch(self, rendered: Sequence[str], add_special: bool) -> list[Tokens]:
-        return self._original_ids(self._batch([*map(self._named, rendered)], add_special))
+        return self._original_ids(self._batch([*map(self._with_new_names, rendered)], add_special))
 
     def _original_ids(self, encodings: Sequence[Any]) -> list[Tokens]:
-        """The tokens of each. Many texts are short, so arrays are made of all of them at once."""
-        own = [encoding.ids for encoding in encodings]
-        here = np.fromiter(itertools.chain.from_iterable(own), np.int32)
-        ids: Tokens = self._ids[here]
-        forged = self._is_forged[here]
+        """Return the original ids of each encoding, mapped as one array because many encodings are short."""
+        renamed_ids = [encoding.ids for encoding in encodings]
+        flat = np.fromiter(itertools.chain.from_iterable(renamed_ids), np.int32)
+        ids: Tokens = self._ids[flat]
+        forged = self._is_forged[flat]
         if forged.any():
-            # Those that the tokenizer puts around the text are meant.
+            # Special tokens that the tokenizer itself adds around the text are legitimate.
             masks = itertools.chain.from_iterable(encoding.special_tokens_mask for encoding in encodings)
             forged &= np.fromiter(masks, np.int32) == 0
             if forged.any():
                 content = self._control_ids[int(ids[forged][0])]
                 raise InputError(
-                    f"the text holds {content!r}, which this tokenizer reads as a control token wherever it stands; "
-                    "leave it out",
+                    f"the text contains {content!r}, which this tokenizer always encodes as a control token; remove it",
                     name="text",
                     value=content,
                 )
-        ends = [0, *itertools.accumulate(map(len, own))]
+        ends = [0, *itertools.accumulate(map(len, renamed_ids))]
         return [ids[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def _shared_start(texts: Sequence[str]) -> str:
-    # What the first and the last in alphabetical order share, all share.
+    # All texts start with the common prefix of the first and the last one in alphabetical order.
     first, last = min(texts), max(texts)
-    length = next((place for place, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), None)
-    return first if length is None else first[:length]
+    pairs = enumerate(zip(first, last, strict=False))
+    return first[: next((index for index, (left, right) in pairs if left != right), len(first))]
 
 
 def _is_control(token: dict[str, Any]) -> bool:
-    # Others are words, or runs of blanks, that a vocabulary was extended with.
+    # Other added tokens are words or runs of blanks.
     content = token["content"]
     return len(content) > 1 and bool(token["special"] or _TAG.fullmatch(content))

@@ -1,4 +1,4 @@
-"""Tokens become text again: what they say, and a name of each for lists of log-probabilities."""
+"""Tokens as text, and a unique name of each token for lists of log-probabilities."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class TokenTexts:
-    """Texts of tokens of one tokenizer; with `as_ids` the name of a token is its id, as `token_id:123`."""
+    """The texts of one tokenizer's tokens; with `as_ids`, tokens are named by their ids, such as `token_id:123`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, as_ids: bool = False) -> None:
         self._tokenizer = tokenizer
@@ -21,18 +21,19 @@ class TokenTexts:
 
     @property
     def end_tokens(self) -> frozenset[int]:
-        """The tokens that end what a model says."""
+        """The tokens that end a model's output."""
         end = self._tokenizer.eos_token_id
         return frozenset() if end is None else frozenset({int(end)})
 
     def text(self, tokens: Sequence[int]) -> str:
-        """What the tokens say together, control tokens included."""
-        known = [token for token in tokens if token < self._vocabulary_size]
-        text: str = self._tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        """Return the text of the tokens, control tokens included."""
+        # A model may have more output rows than its tokenizer has tokens.
+        named = [token for token in tokens if token < self._vocabulary_size]
+        text: str = self._tokenizer.decode(named, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
     def utf8(self, token: int) -> list[int] | None:
-        """The bytes of a token's text, None where it is a part of a character."""
+        """Return the UTF-8 bytes of a token's text, or None if it is a part of a character."""
         text = self.text([token])
         return None if "\ufffd" in text else list(text.encode())
 
@@ -40,8 +41,7 @@ class TokenTexts:
         if self._as_ids:
             return f"token_id:{token}"
         text = self.text([token])
-        # Parts of characters all decode alike, and tables of log-probabilities would lose all but one of them.
-        # Models have more rows than their tokenizer has tokens.
+        # All parts of characters decode to U+FFFD. As keys of a table of log-probabilities they would collide.
         if text and "\ufffd" not in text:
             return text
         piece = self._tokenizer.convert_ids_to_tokens(token) if token < self._vocabulary_size else None

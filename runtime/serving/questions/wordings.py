@@ -1,7 +1,7 @@
-"""The words in which questions are put to a model. Each wording is that of another server, whose scores it gives.
+"""Wordings of questions. Each is that of another server, so that its scores are reproduced.
 
-A question is a text, and options; each option has a label, which the model answers with. Labels of one question have
-equal widths where they are many, so that none begins with another.
+A question is a text with options. Each option has a label, with which the model answers. Labels that are numbers have
+equal widths, so that no label is a prefix of another.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ QuestionKind = Literal["predicate", "choice", "score"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Option:
-    """One possible answer. Levels of a score have no name but a description."""
+    """A possible answer. A level of a score is only described, its name is not shown to the model."""
 
     name: str
     description: str = ""
@@ -24,7 +24,7 @@ class Option:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Question:
-    """A question about an input. A predicate has the options true and false, or yes and no, in this order."""
+    """A question about an input. The options of a predicate are true and false, or yes and no, in this order."""
 
     kind: QuestionKind
     text: str
@@ -33,12 +33,18 @@ class Question:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wording:
-    """`labels` of a question's options, and the `lines` that ask it below an input."""
+    """A way to phrase questions.
+
+    Attributes:
+        labels: Returns the labels of a question's options.
+        lines: Returns the lines that ask a question with these labels.
+    """
 
     labels: Callable[[Question], tuple[str, ...]]
     lines: Callable[[Question, Sequence[str]], list[str]]
 
     def ask(self, text: str, question: Question) -> str:
+        """Return the text of the input, a blank line, and the question."""
         return "\n".join([text, "", *self.lines(question, self.labels(question))])
 
 
@@ -60,9 +66,12 @@ def _systemone_lines(question: Question, labels: Sequence[str]) -> list[str]:
             lines.append(f"{label}. {option.description}")
     if question.kind == "predicate":
         return [*lines, "Answer Yes or No only."]
-    what = "letter" if labels[0] == "A" else "number"
-    of = "option" if question.kind == "choice" else "level"
-    return [*lines, f"Answer with the {what} of the {of} that fits best ({labels[0]} to {labels[-1]}) only."]
+    label_noun = "letter" if labels[0] == "A" else "number"
+    option_noun = "option" if question.kind == "choice" else "level"
+    return [
+        *lines,
+        f"Answer with the {label_noun} of the {option_noun} that fits best ({labels[0]} to {labels[-1]}) only.",
+    ]
 
 
 def _letters_or_levels(question: Question) -> tuple[str, ...]:
@@ -95,8 +104,8 @@ def _numbers(first: int, count: int) -> tuple[str, ...]:
     return tuple(f"{number:0{width}}" for number in range(first, first + count))
 
 
-# That of transformers' decision pipeline and its /v1/systemone, for which it needs no more than 26 options.
+# The wording of transformers' decision pipeline and its /v1/systemone, which support at most 26 options.
 SYSTEMONE = Wording(_letters_or_numbers, _systemone_lines)
-# That of SGLang's /v1/decisions, version 1.
+# The wording of SGLang's /v1/decisions, version 1.
 SGLANG = Wording(_letters_or_levels, _sglang_lines)
 SGLANG_VERSION = 1

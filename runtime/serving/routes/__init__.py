@@ -1,4 +1,6 @@
-"""The families of routes, one file each: what their clients send, the tree that it asks, the reply and its errors.
+"""The routes that ask the model, one file for each API family: bodies, requests to the ranks, replies and errors.
+
+Start at `service.py`, which all families use, then read `decision_routes.py`.
 
 May import serving/questions, serving/batching, serving/requests.
 """

@@ -1,8 +1,9 @@
-"""POST /v1/chat/completions for one token behind a conversation, with its log-probability and the likeliest others."""
+"""POST /v1/chat/completions: the most likely next token of a conversation, with log-probabilities."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -11,26 +12,31 @@ from fastapi.responses import Response
 from moepass.models.errors import InputError
 from moepass.runtime.serving.questions.request_tree import RequestTree
 from moepass.runtime.serving.questions.token_texts import TokenTexts
+from moepass.runtime.serving.requests.request import Tokens
 from moepass.runtime.serving.routes.completions import (
     CompletionUsage,
     StreamOptions,
     TopCount,
-    at_least,
     check_decoding,
     check_sampling,
     event_stream,
+    json_log_probability,
     usage_of,
 )
-from moepass.runtime.serving.routes.inputs import Content, content_text
-from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt, new_id, reply
+from moepass.runtime.serving.routes.message_text import Content, content_text
+from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt, json_response, new_id
 
 
 class ChatMessage(msgspec.Struct):
+    """A message of a conversation."""
+
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
 
 
 class ChatBody(msgspec.Struct):
+    """OpenAI's body of /v1/chat/completions. Only one token can be requested."""
+
     messages: list[ChatMessage]
     model: str = ""
     max_tokens: int | None = None
@@ -51,27 +57,37 @@ class ChatBody(msgspec.Struct):
 
 
 class ListedToken(msgspec.Struct):
+    """A token with its log-probability; `bytes` is null for a part of a character."""
+
     token: str
     logprob: float
     bytes: list[int] | None
 
 
 class SaidToken(ListedToken):
+    """The answered token, with the most likely tokens."""
+
     top_logprobs: list[ListedToken]
 
 
 class ChatLogprobs(msgspec.Struct):
+    """The log-probabilities of the answer."""
+
     content: list[SaidToken]
     refusal: None = None
 
 
 class ChatReplyMessage(msgspec.Struct):
+    """The answer as a message."""
+
     content: str
     role: Literal["assistant"] = "assistant"
     refusal: None = None
 
 
 class ChatChoice(msgspec.Struct):
+    """The only choice of a reply."""
+
     message: ChatReplyMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length"]
@@ -79,6 +95,8 @@ class ChatChoice(msgspec.Struct):
 
 
 class ChatReply(msgspec.Struct):
+    """The reply of /v1/chat/completions."""
+
     id: str
     created: int
     model: str
@@ -88,6 +106,8 @@ class ChatReply(msgspec.Struct):
 
 
 class ChunkChoice(msgspec.Struct):
+    """The only choice of a streamed chunk."""
+
     delta: ChatReplyMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length"]
@@ -95,6 +115,8 @@ class ChunkChoice(msgspec.Struct):
 
 
 class ChatChunk(msgspec.Struct):
+    """A chunk of a streamed reply."""
+
     id: str
     created: int
     model: str
@@ -104,17 +126,20 @@ class ChatChunk(msgspec.Struct):
 
 
 async def chat(call: Call) -> Response:
+    """Answer a conversation with its most likely next token."""
     body = call.body(ChatBody)
-    asked = "max_completion_tokens" if body.max_tokens is None else "max_tokens"
-    check_decoding(body.max_completion_tokens if body.max_tokens is None else body.max_tokens, asked, least=1)
+    if body.max_tokens is None:
+        check_decoding(body.max_completion_tokens, "max_completion_tokens", least=1)
+    else:
+        check_decoding(body.max_tokens, "max_tokens", least=1)
     check_sampling(body.n, body.temperature, body.presence_penalty, body.frequency_penalty, body.logit_bias)
     for name, value in (("tools", body.tools), ("response_format", body.response_format)):
         if value and value != {"type": "text"}:
-            raise InputError(f"{name} is given; one token calls no tool and has no format, leave it out", name=name)
+            raise InputError(f"{name} is not supported, because the answer is a single token; remove it", name=name)
     if not body.messages:
-        raise InputError("messages is empty; give one or more", name="messages", expected="1 or more")
+        raise InputError("messages is empty; send one or more", name="messages", expected="1 or more")
     call.need_predictions()
-    prompt = await call.prepare(_prompt, call, body)
+    prompt = await call.prepare(encode_messages, call, body.messages)
     tree = RequestTree(call.writer.most_tokens)
     number = tree.add(prompt, "messages")
     count = body.top_logprobs or 0
@@ -122,33 +147,35 @@ async def chat(call: Call) -> Response:
     answer = await call.answer_tree(tree, body.cache_salt, body.priority)
     best = answer.top(number, len(prompt) - 1, max(1, count))
     texts = TokenTexts(call.writer.tokenizer)
-    listed = [ListedToken(texts.name(token), at_least(value), texts.utf8(token)) for token, value in best]
-    said = listed[0]
-    found = ChatLogprobs([SaidToken(said.token, said.logprob, said.bytes, listed[:count])]) if body.logprobs else None
+    listed = [ListedToken(texts.name(token), json_log_probability(value), texts.utf8(token)) for token, value in best]
+    answered = listed[0]
+    logprobs = None
+    if body.logprobs:
+        logprobs = ChatLogprobs([SaidToken(answered.token, answered.logprob, answered.bytes, listed[:count])])
     is_end = best[0][0] in texts.end_tokens
     finish: Literal["stop", "length"] = "stop" if is_end else "length"
     message = ChatReplyMessage("" if is_end else texts.text([best[0][0]]))
     usage = usage_of(call, [len(prompt)], 1)
     identity = (new_id("chatcmpl"), int(time.time()), call.model)
     if not body.stream:
-        return reply(ChatReply(*identity, [ChatChoice(message, found, finish)], usage))
-    chunks = [ChatChunk(*identity, [ChunkChoice(message, found, finish)])]
+        return json_response(ChatReply(*identity, [ChatChoice(message, logprobs, finish)], usage))
+    chunks = [ChatChunk(*identity, [ChunkChoice(message, logprobs, finish)])]
     if (body.stream_options or StreamOptions()).include_usage:
         chunks.append(ChatChunk(*identity, [], usage))
     return event_stream(chunks)
 
 
-def _prompt(call: Call, body: ChatBody) -> Any:
-    messages = [
+def encode_messages(call: Call, messages: Sequence[ChatMessage], **options: Any) -> Tokens:
+    """Return the tokens of a conversation, rendered by the chat template with these options."""
+    template_messages = [
         {
-            # Templates know no developer; OpenAI's own clients send it where others send system.
+            # OpenAI's clients send "developer" instead of "system", which templates do not support.
             "role": "system" if message.role == "developer" else message.role,
             "content": content_text(message.content, f"messages[{number}].content"),
         }
-        for number, message in enumerate(body.messages)
+        for number, message in enumerate(messages)
     ]
-    (tokens,) = call.writer.encode([call.writer.chat(messages)])
-    return tokens
+    return call.writer.encode([call.writer.chat(template_messages, **options)])[0]
 
 
 ROUTES = (Route("POST", "/v1/chat/completions", chat, (ChatBody,), (ChatReply,), has_streams=True),)

@@ -1,7 +1,6 @@
-"""POST /v1/completions for what one prefill gives: log-probabilities of the prompt, and one token behind it.
+"""POST /v1/completions: log-probabilities of the prompt, and the most likely next token (temperature 0).
 
-The token is the most likely one: temperature 0. `max_tokens` is 16 where it is not given, as in OpenAI's API, and so
-refused: decoding is not done here.
+The default of `max_tokens` is 16, as in OpenAI's API, and is refused, because this server does not decode.
 """
 
 from __future__ import annotations
@@ -21,19 +20,23 @@ from moepass.runtime.serving.questions.request_tree import NO_NUMBERS, RequestTr
 from moepass.runtime.serving.questions.token_texts import TokenTexts
 from moepass.runtime.serving.requests.request import Tokens
 from moepass.runtime.serving.routes.errors import DecodingError
-from moepass.runtime.serving.routes.scores import Inputs, check_answer, prompt_list
-from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt, new_id, reply
+from moepass.runtime.serving.routes.prompt_inputs import Inputs, check_answer_size, encode_prompts, parse_prompts
+from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt, json_response, new_id
 
-# JSON has no infinity; OpenAI writes this for a token that is next to impossible.
+# JSON has no infinity. OpenAI writes this value for a token with a probability of almost 0.
 LEAST_LOG_PROBABILITY = -9999.0
 TopCount = Annotated[int, Meta(ge=0, le=MOST_TOP_TOKENS)]
 
 
 class StreamOptions(msgspec.Struct):
+    """Options of a streamed reply."""
+
     include_usage: bool = False
 
 
 class CompletionBody(msgspec.Struct):
+    """OpenAI's body of /v1/completions. At most one token can be requested."""
+
     prompt: Inputs
     model: str = ""
     max_tokens: int | None = 16
@@ -56,6 +59,8 @@ class CompletionBody(msgspec.Struct):
 
 
 class CompletionLogprobs(msgspec.Struct):
+    """The listed tokens, their log-probabilities, and the most likely tokens at each position."""
+
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
@@ -63,6 +68,8 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct):
+    """The completion of one prompt."""
+
     index: int
     text: str
     logprobs: CompletionLogprobs | None
@@ -70,10 +77,14 @@ class CompletionChoice(msgspec.Struct):
 
 
 class CachedDetails(msgspec.Struct):
+    """Prompt tokens that came from the cache."""
+
     cached_tokens: int
 
 
 class CompletionUsage(msgspec.Struct):
+    """Tokens as OpenAI counts them."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -81,6 +92,8 @@ class CompletionUsage(msgspec.Struct):
 
 
 class CompletionReply(msgspec.Struct):
+    """The reply of /v1/completions, and a chunk of a streamed reply."""
+
     id: str
     created: int
     model: str
@@ -90,21 +103,22 @@ class CompletionReply(msgspec.Struct):
 
 
 async def complete(call: Call) -> Response:
+    """Score prompts and return the most likely next token of each."""
     body = call.body(CompletionBody)
     check_decoding(body.max_tokens, "max_tokens", least=0)
     check_sampling(body.n, body.temperature, body.presence_penalty, body.frequency_penalty, body.logit_bias)
     if body.best_of not in (None, 1):
-        raise InputError.wrong("best_of", body.best_of, "1: the most likely token is the only one that is given")
+        raise InputError.wrong("best_of", body.best_of, "1, because only the most likely token is returned")
     if body.suffix:
-        raise InputError("suffix is given; this server inserts no text, leave it out", name="suffix")
+        raise InputError("suffix is not supported, because this server does not insert text; remove it", name="suffix")
     call.need_predictions()
     prompts = await call.prepare(_prompts, call, body)
-    listed = sum(map(len, prompts)) if body.echo else len(prompts)
-    check_answer(0 if body.logprobs is None else listed * (1 + body.logprobs))
+    listed_tokens = sum(map(len, prompts)) if body.echo else len(prompts)
+    check_answer_size(0 if body.logprobs is None else listed_tokens * (1 + body.logprobs))
     trees = []
-    for place, prompt in enumerate(prompts):
+    for index, prompt in enumerate(prompts):
         tree = RequestTree(call.writer.most_tokens)
-        number = tree.add(prompt, f"prompt[{place}]" if len(prompts) > 1 else "prompt")
+        number = tree.add(prompt, f"prompt[{index}]" if len(prompts) > 1 else "prompt")
         if body.max_tokens == 1 or not body.echo or body.logprobs is None:
             tree.read(number, len(prompt) - 1, top=max(1, body.logprobs or 0))
         if body.echo and body.logprobs is not None:
@@ -117,22 +131,19 @@ async def complete(call: Call) -> Response:
         for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
     ]
     usage = usage_of(call, [len(prompt) for prompt in prompts], body.max_tokens or 0)
-    whole = CompletionReply(new_id("cmpl"), int(time.time()), call.model, choices, usage)
+    reply = CompletionReply(new_id("cmpl"), int(time.time()), call.model, choices, usage)
     if not body.stream:
-        return reply(whole)
+        return json_response(reply)
     options = body.stream_options or StreamOptions()
-    chunks = [msgspec.structs.replace(whole, choices=[choice], usage=None) for choice in choices]
+    chunks = [msgspec.structs.replace(reply, choices=[choice], usage=None) for choice in choices]
     if options.include_usage:
-        chunks.append(msgspec.structs.replace(whole, choices=[]))
+        chunks.append(msgspec.structs.replace(reply, choices=[]))
     return event_stream(chunks)
 
 
 def _prompts(call: Call, body: CompletionBody) -> list[Tokens]:
-    prompts = prompt_list(call, body.prompt, "prompt")
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    if texts:
-        return call.writer.encode_plain(texts, add_special=body.add_special_tokens, name="prompt")
-    return [prompt for prompt in prompts if not isinstance(prompt, str)]
+    prompts = parse_prompts(call, body.prompt, "prompt")
+    return encode_prompts(call, prompts, "prompt", add_special=body.add_special_tokens)
 
 
 def _choice(
@@ -141,66 +152,72 @@ def _choice(
     listed: list[tuple[int, float | None, list[tuple[int, float]] | None]] = []
     if body.echo and body.logprobs is not None:
         scored = answer.scored(0)
-        for place, token in enumerate(prompt.tolist()):
-            if place == 0:
+        for position, token in enumerate(prompt.tolist()):
+            if position == 0:
                 listed.append((token, None, None))
                 continue
-            pairs = zip(scored.top_tokens[place].tolist(), scored.top_log_probabilities[place].tolist(), strict=True)
-            listed.append((token, float(scored.log_probabilities[place]), list(pairs)))
+            top_tokens, top_values = scored.top_tokens[position], scored.top_log_probabilities[position]
+            pairs = zip(top_tokens.tolist(), top_values.tolist(), strict=True)
+            listed.append((token, float(scored.log_probabilities[position]), list(pairs)))
     text = texts.text(prompt.tolist()) if body.echo else ""
     finish: Literal["stop", "length"] = "length"
     if body.max_tokens == 1:
         best = answer.top(0, len(prompt) - 1, max(1, body.logprobs or 0))
         token, value = best[0]
-        said = texts.text([token])
+        token_text = texts.text([token])
         if token in texts.end_tokens:
-            said, finish = "", "stop"
+            token_text, finish = "", "stop"
         for stop in [body.stop] if isinstance(body.stop, str) else body.stop or []:
-            if stop and stop in said:
-                said, finish = said.partition(stop)[0], "stop"
-        text += said
+            if stop and stop in token_text:
+                token_text, finish = token_text.partition(stop)[0], "stop"
+        text += token_text
         listed.append((token, value, best[: body.logprobs]))
-    found = None if body.logprobs is None else _logprobs(listed, texts)
-    return CompletionChoice(index, text, found, finish)
+    logprobs = None if body.logprobs is None else _logprobs(listed, texts)
+    return CompletionChoice(index, text, logprobs, finish)
 
 
 def _logprobs(
     listed: Sequence[tuple[int, float | None, list[tuple[int, float]] | None]], texts: TokenTexts
 ) -> CompletionLogprobs:
-    found = CompletionLogprobs([], [], [], [])
+    logprobs = CompletionLogprobs([], [], [], [])
     offset = 0
     for token, value, best in listed:
         name = texts.name(token)
-        found.tokens.append(name)
-        found.text_offset.append(offset)
+        logprobs.tokens.append(name)
+        logprobs.text_offset.append(offset)
         offset += len(name)
-        found.token_logprobs.append(None if value is None else at_least(value))
+        logprobs.token_logprobs.append(None if value is None else json_log_probability(value))
         if best is None or value is None:
-            found.top_logprobs.append(None)
+            logprobs.top_logprobs.append(None)
             continue
-        # The token itself is among them, however unlikely. Others may read alike, and must not take its place.
-        listed_here = {name: at_least(value)}
-        for other, given in best:
-            if other != token:
-                called = texts.name(other)
-                listed_here[f"token_id:{other}" if called in listed_here else called] = at_least(given)
-        found.top_logprobs.append(listed_here)
-    return found
+        # The token itself is always listed. Another token with the same text must not replace it.
+        by_name = {name: json_log_probability(value)}
+        for top_token, top_value in best:
+            if top_token != token:
+                top_name = texts.name(top_token)
+                key = f"token_id:{top_token}" if top_name in by_name else top_name
+                by_name[key] = json_log_probability(top_value)
+        logprobs.top_logprobs.append(by_name)
+    return logprobs
 
 
-def at_least(log_probability: float) -> float:
-    """A log-probability that JSON can write. Raises CheckpointError for NaN, which is none."""
+def json_log_probability(log_probability: float) -> float:
+    """Return a log-probability that JSON can represent, at least LEAST_LOG_PROBABILITY.
+
+    Raises:
+        CheckpointError: The value is NaN.
+    """
     if math.isnan(log_probability):
         raise CheckpointError(NO_NUMBERS, name="output")
     return max(log_probability, LEAST_LOG_PROBABILITY)
 
 
 def check_decoding(count: int | None, name: str, *, least: int) -> None:
-    """Raises DecodingError for more than one token, InputError for fewer than `least`."""
+    """Raise DecodingError if more than one token is requested, and InputError for fewer than `least`."""
     if count is None or count > 1:
         raise DecodingError(
-            f"{name} is {'not given' if count is None else count}, but this server computes one prefill and decodes "
-            f"nothing: give {name} {'0 or 1' if least == 0 else '1'}",
+            f"{name} is {'missing' if count is None else count}, but this server computes one prefill and does not "
+            f"decode; set {name} to {'0 or 1' if least == 0 else '1'}",
             name=name,
             value=count,
             expected=range(least, 2),
@@ -216,26 +233,29 @@ def check_sampling(
     frequency_penalty: float | None,
     logit_bias: dict[str, float] | None,
 ) -> None:
-    """Raises InputError, naming it, for what would change which token is the most likely one."""
+    """Raise InputError for a parameter that would change which token is the most likely one."""
     if n not in (None, 1):
-        raise InputError.wrong("n", n, "1: the most likely token is the only one that is given")
+        raise InputError.wrong("n", n, "1, because only the most likely token is returned")
     if temperature:
-        raise InputError.wrong("temperature", temperature, "0: the one token is the most likely one")
+        raise InputError.wrong("temperature", temperature, "0, because the most likely token is returned")
     for name, value in (("presence_penalty", presence_penalty), ("frequency_penalty", frequency_penalty)):
         if value:
-            raise InputError.wrong(name, value, "0: log-probabilities are the model's own")
+            raise InputError.wrong(name, value, "0, because the model's log-probabilities are returned unchanged")
     if logit_bias:
-        raise InputError("logit_bias is given; log-probabilities are the model's own, leave it out", name="logit_bias")
+        raise InputError(
+            "logit_bias is not supported, because the model's log-probabilities are returned unchanged; remove it",
+            name="logit_bias",
+        )
 
 
 def usage_of(call: Call, prompt_tokens: Sequence[int], completion_tokens: int) -> CompletionUsage:
-    """As OpenAI counts: all tokens of all prompts."""
-    prompts, said = sum(prompt_tokens), completion_tokens * len(prompt_tokens)
-    return CompletionUsage(prompts, said, prompts + said, CachedDetails(call.cached_tokens))
+    """Return the usage as OpenAI counts it: all tokens of all prompts."""
+    prompts, token_text = sum(prompt_tokens), completion_tokens * len(prompt_tokens)
+    return CompletionUsage(prompts, token_text, prompts + token_text, CachedDetails(call.cached_tokens))
 
 
 def event_stream(chunks: Sequence[msgspec.Struct]) -> Response:
-    """`chunks` as server-sent events. All is known before the first one, so that errors have their own status."""
+    """Return `chunks` as server-sent events. All are computed before the first is sent, so errors have a status."""
     events = [b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in chunks]
     return Response(b"".join([*events, b"data: [DONE]\n\n"]), media_type="text/event-stream")
 

@@ -1,11 +1,11 @@
-"""Errors become responses in OpenAI's shape: one sentence that says what was wrong and what would be right.
+"""Errors as responses in OpenAI's format; the message names the problem and the supported values.
 
-`param` is a field of the body that the route takes, or a place within one (`questions[0].choices`), or null. What an
-error's name says beyond that, as `items[3] with the query` does, is for its sentence.
+`param` is a field of the route's body, or a path within one (`questions[0].choices`), or null. An error's name may
+continue after the path, such as `items[3] with the query`; only the path becomes `param`.
 
 Status codes: 400 for an input that cannot be answered, 401 for a wrong key, 404 for an unknown model or route, 408 for
-a body that does not come, 413 for one beyond the limit, 429 with Retry-After where the queue is full, 503 with
-Retry-After where nothing is answered now, and 504 for a request that was not answered in time.
+a body that arrives too slowly, 413 for one that is too large, 429 with Retry-After if the queue is full, 503 with
+Retry-After while the server takes no requests, and 504 for a request that was not answered in time.
 """
 
 from __future__ import annotations
@@ -31,12 +31,15 @@ from moepass.runtime.serving.requests.backend import (
 
 logger = logging.getLogger("moepass")
 
-# Seconds until a client may try again while nothing is answered.
+# Value of the Retry-After header while the server takes no requests.
 _RETRY_SECONDS = 1.0
-_PLACE = re.compile(r"(\w+)(?:\.\w+|\[\d+\])*")
+# The start of an error's name that locates a field, such as `questions[0].choices`.
+_FIELD = re.compile(r"(\w+)(?:\.\w+|\[\d+\])*")
 
 
 class ErrorBody(msgspec.Struct):
+    """An error in OpenAI's format."""
+
     message: str
     type: str
     param: str | None = None
@@ -44,11 +47,13 @@ class ErrorBody(msgspec.Struct):
 
 
 class ErrorReply(msgspec.Struct):
+    """The body of every error response."""
+
     error: ErrorBody
 
 
 class HttpError(MoepassError):
-    """An error with a status of its own; `name` is the parameter that it is about."""
+    """An error with an explicit HTTP status; `name` is the parameter at fault."""
 
     def __init__(self, status: int, message: str, *, code: str | None = None, name: str | None = None) -> None:
         super().__init__(message, name=name)
@@ -57,7 +62,7 @@ class HttpError(MoepassError):
 
 
 class DecodingError(InputError):
-    """More than one token is asked for, which would have to be decoded one by one."""
+    """More than one token is requested, which would require decoding."""
 
 
 def error_response(
@@ -68,6 +73,7 @@ def error_response(
     code: str | None = None,
     headers: dict[str, str] | None = None,
 ) -> Response:
+    """Return an error response; its `type` follows from the status."""
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     body = ErrorReply(ErrorBody(message, kind, param, code))
@@ -75,7 +81,7 @@ def error_response(
 
 
 def response_of(error: Exception, fields: Set[str] = frozenset()) -> Response:
-    """The response to a request that ended with `error`; `fields` are those that its body may have."""
+    """Return the response to a request that failed with `error`; `fields` are the fields of the route's bodies."""
     match error:
         case HttpError():
             return error_response(error.status, _text(error), param=_param(error.name, fields), code=error.code)
@@ -96,11 +102,11 @@ def response_of(error: Exception, fields: Set[str] = frozenset()) -> Response:
             logger.error("a request failed: %s", error)
             return error_response(500, _text(error))
     logger.error("a request failed", exc_info=error)
-    return error_response(500, "the server failed to answer this request; its log says why")
+    return error_response(500, "the server failed to answer this request; the server's log has the reason")
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Errors on purpose become responses in OpenAI's shape; others pass, so that they are logged."""
+    """Convert expected errors into responses in OpenAI's format. Other errors propagate and are logged."""
 
     async def handle(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and error.status_code in (404, 405):
@@ -112,31 +118,30 @@ def add_handlers(app: FastAPI) -> None:
 
 
 def _no_route(request: Request, error: HTTPException) -> HTTPException:
-    """The framework's own error, in words that say what would be right."""
+    """Return the framework's error 404 or 405 with a message that lists the supported methods or routes."""
     path = request.url.path[:200]
     if error.status_code == 404:
-        words = f"there is no route {path!r}; GET /openapi.json has all routes"
-    else:
-        allowed = ", ".join(sorted(_methods(request)))  # the framework's own are those of one route of several
-        words = f"{path} takes no {request.method}; it takes {allowed}"
-        return HTTPException(error.status_code, words, {"Allow": allowed})
-    return HTTPException(error.status_code, words, error.headers)
+        message = f"there is no route {path!r}; GET /openapi.json lists all routes"
+        return HTTPException(error.status_code, message, error.headers)
+    allowed = ", ".join(sorted(_methods(request)))  # the framework's error has the methods of one route only
+    message = f"{path} does not support {request.method}; it supports {allowed}"
+    return HTTPException(error.status_code, message, {"Allow": allowed})
 
 
 def _methods(request: Request) -> set[str]:
-    """What the request's path takes."""
+    """Return the methods that the request's path supports."""
     routes = (route for route in request.app.routes if isinstance(route, Route) and route.path == request.url.path)
     return {method for route in routes for method in route.methods or ()}
 
 
 def _param(name: str | None, fields: Set[str]) -> str | None:
-    """The place in the body that `name` begins with, None where it begins with none."""
-    found = _PLACE.match(name or "")
-    return found[0] if found is not None and found[1] in fields else None
+    """Return the path in the body at the start of `name`, or None."""
+    match = _FIELD.match(name or "")
+    return match[0] if match is not None and match[1] in fields else None
 
 
 def _text(error: Exception) -> str:
-    # A surrogate that came in must not break the response; nor must a name of a megabyte fill it.
+    # Surrogates of the input cannot be encoded, and a long name of the input would make a long message.
     text = str(error).encode("utf-8", "replace").decode()
     return text if len(text) <= 2000 else text[:2000] + "…"
 

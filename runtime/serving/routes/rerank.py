@@ -1,7 +1,7 @@
-"""Documents by their relevance to a query: /rerank, /v1/rerank and /v2/rerank, as Cohere's, Jina's and
-text-embeddings-inference's clients ask for them.
+"""Documents ranked by relevance to a query: /rerank, /v1/rerank and /v2/rerank, for three kinds of clients.
 
-The last of them sends `texts` and gets a list; the others send `documents` and get an object.
+Clients of text-embeddings-inference send `texts` and get a list. Clients of Cohere and Jina send `documents` and get an
+object.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt, 
 
 
 class RerankDocument(msgspec.Struct):
+    """A document."""
+
     text: str
 
 
 class RerankBody(msgspec.Struct):
+    """The body of Cohere and Jina."""
+
     query: str
     documents: list[str | RerankDocument]
     model: str = ""
@@ -31,29 +35,41 @@ class RerankBody(msgspec.Struct):
 
 
 class RerankResult(msgspec.Struct, omit_defaults=True):
+    """The relevance of one document; `index` is its position in the request."""
+
     index: int
     relevance_score: float
     document: RerankDocument | None = None
 
 
 class BilledUnits(msgspec.Struct):
+    """Units that Cohere bills; always 1 search."""
+
     search_units: int = 1
 
 
 class UsedTokens(msgspec.Struct):
+    """Tokens of the request."""
+
     input_tokens: int
 
 
 class RerankMeta(msgspec.Struct):
+    """Usage in Cohere's format."""
+
     tokens: UsedTokens
     billed_units: BilledUnits = msgspec.field(default_factory=BilledUnits)
 
 
 class RerankUsage(msgspec.Struct):
+    """Usage in Jina's format."""
+
     total_tokens: int
 
 
 class RerankReply(msgspec.Struct):
+    """The reply to a body with `documents`, most relevant first."""
+
     id: str
     model: str
     results: list[RerankResult]
@@ -72,25 +88,28 @@ class PlainRerankBody(msgspec.Struct):
 
 
 class RankedText(msgspec.Struct, omit_defaults=True):
+    """The relevance of one text; `index` is its position in the request."""
+
     index: int
     score: float
     text: str | None = None
 
 
 async def rerank(call: Call) -> RerankReply | list[RankedText]:
+    """Rank the documents or texts of the body by relevance."""
     if "texts" in call.json():
         return await _rerank_texts(call)
     body = call.body(RerankBody)
     if body.relevant_spans:
-        raise InputError("relevant_spans is given; this server finds no spans, leave it out", name="relevant_spans")
-    # 0 is what some clients send for all.
+        raise InputError("relevant_spans is not supported; remove it", name="relevant_spans")
+    # Some clients send 0 for all documents.
     if body.top_n is not None and body.top_n < 0:
         raise InputError.wrong("top_n", body.top_n, "1 or more, or left out")
     texts = [document if isinstance(document, str) else document.text for document in body.documents]
-    found = await _ranked(call, body.query, texts, "documents", body.cache_salt, body.priority)
+    ranked = await _rank(call, body.query, texts, "documents", body.cache_salt, body.priority)
     results = [
         RerankResult(index, score, RerankDocument(texts[index]) if body.return_documents else None)
-        for index, score in found[: body.top_n or None]
+        for index, score in ranked[: body.top_n or None]
     ]
     return RerankReply(
         new_id("rerank"), call.model, results, RerankMeta(UsedTokens(call.tokens)), RerankUsage(call.tokens)
@@ -100,16 +119,16 @@ async def rerank(call: Call) -> RerankReply | list[RankedText]:
 async def _rerank_texts(call: Call) -> list[RankedText]:
     body = call.body(PlainRerankBody)
     if body.raw_scores:
-        raise InputError("raw_scores is given; scores are from 0 to 1 here, leave it out", name="raw_scores")
-    found = await _ranked(call, body.query, body.texts, "texts", None, body.priority)
-    return [RankedText(index, score, body.texts[index] if body.return_text else None) for index, score in found]
+        raise InputError("raw_scores is not supported: scores are always from 0 to 1; remove it", name="raw_scores")
+    ranked = await _rank(call, body.query, body.texts, "texts", None, body.priority)
+    return [RankedText(index, score, body.texts[index] if body.return_text else None) for index, score in ranked]
 
 
-async def _ranked(
+async def _rank(
     call: Call, query: str, texts: list[str], name: str, salt: str | None, priority: int
 ) -> list[tuple[int, float]]:
     scores = await pair_scores(call, [(query, text) for text in texts], salt, priority, ("query", name))
-    return sorted(enumerate(scores), key=lambda one: -one[1])
+    return sorted(enumerate(scores), key=lambda pair: -pair[1])
 
 
 ROUTES = tuple(

@@ -1,37 +1,34 @@
-"""Scores of label tokens, and of texts against each other: /v1/score, /score and /generative_scoring.
+"""Scores of label tokens, and relevance of pairs of texts: /v1/score, /score and /generative_scoring.
 
-/v1/score and /score take SGLang's body (`query`, `items`, `label_token_ids`) or vLLM's (`queries`, `documents`), told
-apart by shape. The first gives the probability of each label token behind query and item, the second one relevance
-for each pair.
+/v1/score and /score take SGLang's body (`query`, `items`, `label_token_ids`) or vLLM's (`queries`, `documents`); the
+fields distinguish them. SGLang's body asks for the probability of each label token behind query and item, and vLLM's
+for one relevance per pair.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 
 from moepass.models.errors import InputError
-from moepass.models.limits import MOST_ANSWER_NUMBERS, MOST_ITEMS, MOST_LABELS, check_limit
+from moepass.models.limits import MOST_LABELS
 from moepass.runtime.serving.questions.labels import score_labels
 from moepass.runtime.serving.questions.relevance import PairTree
 from moepass.runtime.serving.questions.request_tree import RequestTree
 from moepass.runtime.serving.requests.request import Tokens
-from moepass.runtime.serving.routes.decisions import TokenUsage
-from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt, new_id
+from moepass.runtime.serving.routes.prompt_inputs import TextOrTokens, check_answer_size, check_count, check_token_ids
+from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt, TokenUsage, new_id
 
-TextOrTokens = str | list[int]
-# A text, or a list of texts, of token ids, or of lists of token ids.
-Inputs = str | list[str | int | list[int]]
 LabelIds = Annotated[list[int], Meta(min_length=1, max_length=MOST_LABELS)]
 
 
 class LabelScoreBody(msgspec.Struct):
-    """SGLang's body. `items` may be one text. With `apply_softmax` labels compete among each other."""
+    """SGLang's body. `items` may be a single text. With `apply_softmax`, scores are normalised over the labels."""
 
     query: TextOrTokens
     items: str | list[TextOrTokens]
@@ -44,7 +41,7 @@ class LabelScoreBody(msgspec.Struct):
 
 
 class LabelScoreReply(msgspec.Struct):
-    """The probabilities of the labels for each item; `label_masses` is what all labels have together."""
+    """The probabilities of the labels for each item; `label_masses` is the sum over all labels, before the softmax."""
 
     scores: list[list[float]]
     label_masses: list[float]
@@ -54,7 +51,7 @@ class LabelScoreReply(msgspec.Struct):
 
 
 class PairScoreBody(msgspec.Struct):
-    """vLLM's body; one query is compared with each document, several with one document each."""
+    """vLLM's body: one query for all documents, or one query for each document."""
 
     queries: str | list[str] | None = None
     documents: str | list[str] | None = None
@@ -66,12 +63,16 @@ class PairScoreBody(msgspec.Struct):
 
 
 class PairScore(msgspec.Struct):
+    """The score of one pair or item."""
+
     index: int
     score: float
     object: Literal["score"] = "score"
 
 
 class PairScoreReply(msgspec.Struct):
+    """The reply to vLLM's bodies."""
+
     id: str
     created: int
     model: str
@@ -88,14 +89,16 @@ class GenerativeBody(LabelScoreBody):
 
 
 async def score(call: Call) -> LabelScoreReply | PairScoreReply:
+    """Answer either body of /v1/score."""
     if "label_token_ids" not in call.json():
         return await _score_pairs(call)
     body = call.body(LabelScoreBody)
     scores, masses = await _label_scores(call, body, add_special=True)
-    return LabelScoreReply(scores, masses, call.model, TokenUsage(call.tokens, call.tokens))
+    return LabelScoreReply(scores, masses, call.model, call.usage)
 
 
 async def generative_score(call: Call) -> PairScoreReply:
+    """Return the share of the first label for each item."""
     body = call.body(GenerativeBody)
     scores, _ = await _label_scores(call, body, add_special=body.add_special_tokens)
     return _pair_reply(call, [labels[0] for labels in scores])
@@ -107,7 +110,7 @@ async def _score_pairs(call: Call) -> PairScoreReply:
     second = body.documents if body.documents is not None else body.text_2
     if first is None or second is None:
         raise InputError(
-            "the body has neither query, items and label_token_ids, nor queries and documents", name="queries"
+            "the body must have query, items and label_token_ids, or queries and documents", name="queries"
         )
     queries = [first] if isinstance(first, str) else first
     documents = [second] if isinstance(second, str) else second
@@ -115,7 +118,7 @@ async def _score_pairs(call: Call) -> PairScoreReply:
         queries *= len(documents)
     if len(queries) != len(documents) or not documents:
         raise InputError(
-            f"there are {len(queries)} queries and {len(documents)} documents; give one query, or as many as documents",
+            f"there are {len(queries)} queries and {len(documents)} documents; send one query, or one per document",
             name="queries",
             value=len(queries),
             expected=len(documents),
@@ -130,33 +133,34 @@ async def _score_pairs(call: Call) -> PairScoreReply:
 
 def _pair_reply(call: Call, scores: Sequence[float]) -> PairScoreReply:
     data = [PairScore(index, value) for index, value in enumerate(scores)]
-    usage = TokenUsage(call.tokens, call.tokens)
-    return PairScoreReply(new_id("score"), call.service.created, call.model, data, usage)
+    return PairScoreReply(new_id("score"), call.service.created, call.model, data, call.usage)
 
 
 async def _label_scores(
     call: Call, body: LabelScoreBody, *, add_special: bool
 ) -> tuple[list[list[float]], list[float]]:
     items = [body.items] if isinstance(body.items, str) else body.items
-    check_items(items)
+    check_count(items, "items")
     check_token_ids(call, body.label_token_ids, "label_token_ids")
     if len(set(body.label_token_ids)) < len(body.label_token_ids):
-        raise InputError("label_token_ids holds an id twice; each must be unique", name="label_token_ids")
+        raise InputError("label_token_ids contains an id twice; ids must be unique", name="label_token_ids")
     call.need_predictions()
-    check_answer(len(items) * len(body.label_token_ids))
+    check_answer_size(len(items) * len(body.label_token_ids))
     sequences = await call.prepare(_joined, call, body, items, add_special)
     tree = RequestTree(call.writer.most_tokens)
-    numbers = [tree.add(tokens, f"items[{place}] with the query") for place, tokens in enumerate(sequences)]
+    numbers = [tree.add(tokens, f"items[{index}] with the query") for index, tokens in enumerate(sequences)]
     for number in numbers:
         tree.read(number, tree.length(number) - 1, body.label_token_ids)
     answer = await call.answer_tree(tree, body.cache_salt, body.priority)
     labels = [(token,) for token in body.label_token_ids]
     scores, masses = [], []
     for number in numbers:
-        found = answer.log_probabilities(number, tree.length(number) - 1, body.label_token_ids)
-        values = score_labels(labels, found).probabilities if body.apply_softmax else map(math.exp, found)
-        scores.append(list(values))
-        masses.append(math.fsum(map(math.exp, found)))
+        log_probabilities = answer.log_probabilities(number, tree.length(number) - 1, body.label_token_ids)
+        probabilities = [math.exp(value) for value in log_probabilities]
+        masses.append(math.fsum(probabilities))
+        if body.apply_softmax:
+            probabilities = list(score_labels(labels, log_probabilities).probabilities)
+        scores.append(probabilities)
     return scores, masses
 
 
@@ -164,17 +168,22 @@ def _joined(call: Call, body: LabelScoreBody, items: Sequence[TextOrTokens], add
     query = body.query
     if isinstance(query, str):
         texts = []
-        for place, item in enumerate(items):
+        for index, item in enumerate(items):
             if not isinstance(item, str):
-                raise InputError(f"items[{place}] holds tokens, but the query is a text; give both alike", name="items")
+                raise InputError(
+                    f"items[{index}] has token ids, but the query is a text; send texts or token ids for both",
+                    name="items",
+                )
             texts.append(item + query if body.item_first else query + item)
         return call.writer.encode_plain(texts, add_special=add_special, name="query with an item")
     check_token_ids(call, query, "query")
     joined = []
-    for place, item in enumerate(items):
+    for index, item in enumerate(items):
         if isinstance(item, str):
-            raise InputError(f"items[{place}] is a text, but the query holds tokens; give both alike", name="items")
-        check_token_ids(call, item, f"items[{place}]")
+            raise InputError(
+                f"items[{index}] is a text, but the query has token ids; send texts or token ids for both", name="items"
+            )
+        check_token_ids(call, item, f"items[{index}]")
         joined.append(np.array(item + query if body.item_first else query + item, np.int32))
     return joined
 
@@ -182,62 +191,22 @@ def _joined(call: Call, body: LabelScoreBody, items: Sequence[TextOrTokens], add
 async def pair_scores(
     call: Call, pairs: Sequence[tuple[str, str]], salt: str | None, priority: int, names: tuple[str, str]
 ) -> list[float]:
-    """How relevant the second text of each pair is to the first, from 0 to 1. `names`: the fields that they are in."""
-    check_items(pairs, names[1])
+    """Return the relevance of each pair's document to its query, from 0 to 1.
+
+    Args:
+        call: The call.
+        pairs: Pairs of query and document.
+        salt: Separates the cached prefixes of different clients.
+        priority: The priority of the request.
+        names: The fields of the queries and of the documents, for errors.
+    """
+    check_count(pairs, names[1])
     status = call.service.backend.status()
     has_classes = status.vector == "class scores"
     if not has_classes:
         call.need_predictions()
     tree = await call.prepare(PairTree, call.writer, pairs, by_class_scores=has_classes, names=names)
     return tree.scores(await call.answer_tree(tree.tree, salt, priority))
-
-
-def check_items(items: Sequence[Any], name: str = "items") -> None:
-    """Raises InputError for no items or too many."""
-    if not 1 <= len(items) <= MOST_ITEMS:
-        raise InputError(
-            f"{name} has {len(items)} entries; a request takes 1 to {MOST_ITEMS}",
-            name=name,
-            value=len(items),
-            expected=range(1, MOST_ITEMS + 1),
-        )
-
-
-def check_answer(numbers: int) -> None:
-    """Raises TooLargeError for an answer of more numbers than one may have."""
-    check_limit("the number of numbers in this answer", numbers, MOST_ANSWER_NUMBERS, "ask in several requests")
-
-
-def check_token_ids(call: Call, tokens: Sequence[int], name: str) -> None:
-    """Raises InputError for a token id that the model does not have."""
-    most = call.service.backend.status().vocabulary_size
-    for token in tokens:
-        if not 0 <= token < most:
-            raise InputError(
-                f"{name} holds the token id {token}; this model has 0 to {most - 1}",
-                name=name,
-                value=token,
-                expected=range(most),
-            )
-
-
-def prompt_list(call: Call, given: Inputs, name: str) -> list[str] | list[Tokens]:
-    """One prompt or several, as texts or as token ids: a list of either. Raises InputError for a mixture."""
-    if isinstance(given, str):
-        return [given]
-    check_items(given, name)
-    whole = [given] if isinstance(given[0], int) else given
-    texts = [one for one in whole if isinstance(one, str)]
-    if len(texts) == len(whole):
-        return texts
-    tokens = []
-    for one in whole:
-        ids = [token for token in one if isinstance(token, int)] if isinstance(one, list) else []
-        if not isinstance(one, list) or len(ids) < len(one):
-            raise InputError(f"{name} mixes texts and token ids; give one kind", name=name)
-        check_token_ids(call, ids, name)
-        tokens.append(np.array(ids, np.int32))
-    return tokens
 
 
 ROUTES = (

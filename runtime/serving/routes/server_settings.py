@@ -1,4 +1,4 @@
-"""What a server is told of its clients. Nothing heavy is imported here: it is checked before ranks are started."""
+"""Settings of a server. This module imports nothing heavy, so that wrong settings are refused before ranks start."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from moepass.models.limits import MOST_WAIT_SECONDS
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """`model_names` are those that clients may ask for, the first of them the one that answers call themselves.
+    """Settings of a server. Raises OptionError for invalid values.
 
-    Without `api_key` everyone is answered. A request that waits and runs longer than `timeout_seconds` is given up, and
-    so is one whose body takes longer than `read_seconds` to come.
+    Attributes:
+        model_names: The names under which clients may request the model. Replies contain the first one.
+        api_key: The key that clients must send; None allows all clients.
+        timeout_seconds: The time to wait for and compute a request; after that it is cancelled.
+        read_seconds: The time to receive a body.
     """
 
     model_names: tuple[str, ...]
@@ -23,16 +26,18 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         if not self.model_names:
-            raise OptionError("no model name is given; give at least one", name="model_names", expected="1 or more")
+            raise OptionError("there is no model name; pass at least one", name="model_names", expected="1 or more")
         for name in self.model_names:
             if not name.strip():
                 raise OptionError.wrong("model_names", name, "names that clients can ask for, such as my-model")
         if self.api_key == "":
-            raise OptionError("the API key is empty; give one, or none to let everyone in", name="api_key")
+            raise OptionError(
+                "the API key is empty; set a key, or omit the option to allow all clients", name="api_key"
+            )
         if self.api_key is not None and (not self.api_key.isprintable() or self.api_key != self.api_key.strip()):
             raise OptionError(
-                "the API key begins or ends with a blank, or holds a line break or another control character, which no "
-                "HTTP header can carry; give one without",
+                "the API key starts or ends with a blank, or contains a control character such as a line break, which "
+                "HTTP headers cannot contain; use another key",
                 name="api_key",
             )
         for name in ("timeout_seconds", "read_seconds"):

@@ -1,4 +1,4 @@
-"""What all routes stand on: the backend and how it is asked, the prompts, the settings, and one call of a client."""
+"""The basis of all routes: the service with its backend, prompts and settings, and one call of a client."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from moepass.runtime.serving.routes.errors import HttpError
 from moepass.runtime.serving.routes.server_settings import ServerSettings
 
 _Kind = TypeVar("_Kind")
-_Given = ParamSpec("_Given")
+_Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
-# Of requests that wait, the one with the lower number runs first.
+# Among waiting requests, the one with the lowest number runs first.
 Priority = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
-# Requests with different salts share nothing in the cache.
+# Requests with different salts do not share cached prefixes.
 Salt = Annotated[str, Meta(max_length=1024)] | None
 
-# Fields of other servers that would change the prompt or the numbers, with the values that change nothing. Other
-# unknown fields are ignored; where these are, the numbers would be for something else than was asked.
+# Fields of other servers that would change the prompt or the results, with the values that have no effect. Requests
+# with other values are refused, because ignoring them would return wrong results. Other unknown fields are ignored.
 _CHANGING_FIELDS: dict[str, tuple[Any, ...]] = {
     "chat_template": (None,),
     "chat_template_kwargs": (None, {}, {"enable_thinking": False}),
@@ -54,21 +54,21 @@ _CHANGING_FIELDS: dict[str, tuple[Any, ...]] = {
 
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 
-# Bodies beyond this are made into tokens by another thread, so that others are answered meanwhile. [Empirical]
+# Larger bodies are encoded in another thread, so that the event loop can answer other requests. [Empirical]
 _SMALL_BODY_BYTES = 1 << 12
 
 
 @dataclasses.dataclass(slots=True)
 class BodyBudget:
-    """Bytes of the bodies that are being answered, so that no crowd of clients fills the memory."""
+    """Counts the bytes of all open bodies, so that many clients together cannot exhaust the memory."""
 
     taken: int = 0
 
     def take(self, count: int) -> None:
-        """Raises QueueFullError where bodies take up all that they may."""
+        """Count this number of bytes. Raise QueueFullError if all open bodies would exceed MOST_BODIES_BYTES."""
         if self.taken + count > MOST_BODIES_BYTES:
             raise QueueFullError(
-                f"requests of {self.taken} bytes are being answered; the limit is {MOST_BODIES_BYTES}",
+                f"open requests have bodies of {self.taken} bytes; the limit is {MOST_BODIES_BYTES}; try again later",
                 retry_after_seconds=1.0,
                 value=self.taken,
                 expected=MOST_BODIES_BYTES,
@@ -78,6 +78,8 @@ class BodyBudget:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Service:
+    """The objects that all calls share; `created` is the start of the server in seconds since 1970."""
+
     backend: Backend
     writer: PromptWriter
     settings: ServerSettings
@@ -87,7 +89,7 @@ class Service:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AnsweredRequest:
-    """What the answer to one request took; it `ended` at that time of the clock, in seconds."""
+    """The cost of one request to the backend; `ended` is the time of its answer in seconds since 1970."""
 
     usage: Usage
     times: AnswerTimes | None
@@ -96,7 +98,7 @@ class AnsweredRequest:
 
 @dataclasses.dataclass(slots=True)
 class Call:
-    """One request of a client: its body, and what has been spent on it so far."""
+    """One call of a client: its body, and the requests to the backend that it has made so far."""
 
     service: Service
     raw: bytes
@@ -106,65 +108,75 @@ class Call:
 
     @property
     def writer(self) -> PromptWriter:
+        """The prompt writer of the checkpoint."""
         return self.service.writer
 
     @property
     def model(self) -> str:
+        """The model name in replies."""
         return self.service.settings.model_names[0]
 
     def json(self) -> Any:
-        """The body as plain values. Raises InputError where it is no JSON object, or nested too deep."""
+        """Return the body as a dict. Raise InputError if it is not a JSON object or is nested too deeply."""
         value = _decode(self.raw, Any)
         if not isinstance(value, dict):
             kind = "null" if value is None else type(value).__name__
-            raise InputError(f"the body is a JSON {kind}; it must be an object", name="body")
+            raise InputError(f"the body is JSON of type {kind}; it must be an object", name="body")
         return value
 
     def body(self, kind: type[_Kind]) -> _Kind:
-        """The body as `kind`; unknown fields are ignored. Raises InputError, which names what does not fit."""
-        # Read for its depth, too, and for a sentence of its own where it is no object.
-        for name, given in self.json().items():
-            is_known = name in getattr(kind, "__struct_fields__", ())
-            if not is_known and name in _CHANGING_FIELDS and given not in _CHANGING_FIELDS[name]:
+        """Return the body as a `kind`. Unknown fields are ignored, unless they would change the results.
+
+        Raises:
+            InputError: The body does not match; its name is the path of the field.
+            HttpError: The requested model is not served (404).
+        """
+        # json() also checks the nesting depth and that the body is an object.
+        for name, field in self.json().items():
+            is_supported = name in getattr(kind, "__struct_fields__", ())
+            if not is_supported and name in _CHANGING_FIELDS and field not in _CHANGING_FIELDS[name]:
                 raise InputError(
-                    f"{name} is given, which is not supported and would change the prompt or the numbers; leave it out",
-                    name=name,
+                    f"{name} is not supported, and ignoring it would return wrong results; remove it", name=name
                 )
         value: _Kind = _decode(self.raw, kind)
         self.check_model(getattr(value, "model", None))
         return value
 
     def check_model(self, name: str | None) -> None:
-        """Raises HttpError 404 for a model that is not served."""
+        """Raise HttpError 404 if the model is not served. An empty name selects the served model."""
         names = self.service.settings.model_names
         if name and name not in names:
             shown = name if len(name) <= 100 else name[:100] + "…"
             raise HttpError(
                 404,
-                f"the model {shown!r} is not served here; ask for {' or '.join(map(repr, names))}",
+                f"this server has no model {shown!r}; use {' or '.join(map(repr, names))}",
                 code="model_not_found",
                 name="model",
             )
 
     def need_predictions(self) -> None:
-        """Raises InputError where the model predicts no tokens."""
+        """Raise InputError if the model does not predict tokens."""
         if not self.service.backend.status().predicts_tokens:
             raise InputError(
-                "this model has no language-model head, so that it gives no probabilities of tokens; ask /classify, "
-                "/pooling or /v1/embeddings",
+                "this model has no language-model head, so it cannot predict tokens; ask /classify, /pooling or "
+                "/v1/embeddings",
                 name="model",
             )
 
     async def prepare(
-        self, function: Callable[_Given, _Result], *given: _Given.args, **named: _Given.kwargs
+        self, function: Callable[_Parameters, _Result], *args: _Parameters.args, **kwargs: _Parameters.kwargs
     ) -> _Result:
-        """`function(...)`, in another thread where the body is large."""
+        """Return `function(...)`, computed in another thread if the body is large."""
         if len(self.raw) <= _SMALL_BODY_BYTES:
-            return function(*given, **named)
-        return await asyncio.to_thread(function, *given, **named)
+            return function(*args, **kwargs)
+        return await asyncio.to_thread(function, *args, **kwargs)
 
     async def answer(self, request: Request, priority: int = 0, *, is_admitted: bool = False) -> Answer:
-        """The backend's answer. `is_admitted`: to a part of a call that there is room for."""
+        """Return the backend's answer. `is_admitted`: `check_room` has admitted the call already.
+
+        Raises:
+            TooLargeError: The request has more than MOST_REQUEST_TOKENS tokens.
+        """
         tokens = sum(len(piece.tokens) for piece in request.pieces)
         check_limit("the number of tokens of this request", tokens, MOST_REQUEST_TOKENS, "send it in several parts")
         started = time.monotonic()
@@ -181,35 +193,51 @@ class Call:
         return answer
 
     async def answer_tree(self, tree: RequestTree, salt: str | None = None, priority: int = 0) -> TreeAnswer:
-        """As `answer`, for what a tree asks."""
-        request = await self.prepare(tree.request, self.id, salt_bytes(salt))
+        """Return the answer to the request of `tree`, as `answer` does."""
+        request = await self.prepare(tree.request, self.id, (salt or "").encode())
         return TreeAnswer(tree, await self.answer(request, priority))
 
     async def answer_trees(
         self, trees: Sequence[RequestTree], salt: str | None = None, priority: int = 0
     ) -> list[TreeAnswer]:
-        """Each tree as a request of its own. All are admitted or none; where one fails, the others are cancelled."""
-        requests = [tree.request(f"{self.id}-{number}", salt_bytes(salt)) for number, tree in enumerate(trees)]
+        """Return the answers to several trees, each as a separate request.
+
+        All requests are admitted, or none. If one fails, the others are cancelled.
+        """
+        requests = [tree.request(f"{self.id}-{number}", (salt or "").encode()) for number, tree in enumerate(trees)]
         self.service.backend.check_room()
-        answers = await together([self.answer(request, priority, is_admitted=True) for request in requests])
+        answers = await _gather_or_cancel([self.answer(request, priority, is_admitted=True) for request in requests])
         return [TreeAnswer(tree, answer) for tree, answer in zip(trees, answers, strict=True)]
 
     @property
     def tokens(self) -> int:
-        """Tokens of all requests of this call so far; what they share is counted once in each."""
+        """Tokens of all requests of this call so far; tokens shared within a request count once."""
         return sum(answered.usage.tokens for answered in self.answered)
 
     @property
+    def usage(self) -> TokenUsage:
+        """The tokens of all requests of this call so far, as most APIs report them."""
+        return TokenUsage(self.tokens, self.tokens)
+
+    @property
     def cached_tokens(self) -> int:
+        """Tokens of all requests of this call so far that came from the cache."""
         return sum(answered.usage.cached_tokens for answered in self.answered)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Route:
-    """A route: its path, what a body may be, what a reply may be, and what answers it.
+    """A route.
 
-    With `has_streams` a reply may come as server-sent events, too. `asks_model`: the backend is asked, so that nothing
-    is read of a request while that takes none.
+    Attributes:
+        method: The HTTP method.
+        path: The path.
+        handler: Answers a call.
+        bodies: The types of its body; empty if it has none.
+        replies: The types of its reply.
+        media_type: The media type of its reply.
+        has_streams: The reply may also be a stream of server-sent events.
+        asks_model: The route asks the backend, so its requests are refused unread while the queue is full.
     """
 
     method: str
@@ -223,23 +251,31 @@ class Route:
 
     @property
     def fields(self) -> Set[str]:
-        """What errors may name: the fields of its bodies, and those that no body may have."""
-        known = {name for body in self.bodies for name in body.__struct_fields__}
-        return known | _CHANGING_FIELDS.keys() if known else known
+        """The names of fields that errors may refer to."""
+        names = {name for body in self.bodies for name in body.__struct_fields__}
+        return names | _CHANGING_FIELDS.keys() if names else names
+
+
+class TokenUsage(msgspec.Struct):
+    """Tokens of a request; none are decoded, so `completion_tokens` is 0."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int = 0
 
 
 class EmptyReply(msgspec.Struct):
-    """Nothing but that it was answered."""
+    """An empty object."""
 
 
-def reply(value: Any, headers: dict[str, str] | None = None) -> Response:
-    """`value` as a JSON response."""
-    return Response(msgspec.json.encode(value), headers=headers, media_type="application/json")
+def json_response(value: Any) -> Response:
+    """Return `value` as a JSON response with status 200."""
+    return Response(msgspec.json.encode(value), media_type="application/json")
 
 
-async def together(awaited: Sequence[Awaitable[_Result]]) -> list[_Result]:
-    """The results of all, in order. Where one fails or this is cancelled, all others are cancelled first."""
-    tasks = [asyncio.ensure_future(one) for one in awaited]
+async def _gather_or_cancel(awaitables: Sequence[Awaitable[_Result]]) -> list[_Result]:
+    """Return all results in order. If one fails or this task is cancelled, cancel all others."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         return list(await asyncio.gather(*tasks))
     finally:
@@ -248,11 +284,8 @@ async def together(awaited: Sequence[Awaitable[_Result]]) -> list[_Result]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def salt_bytes(salt: str | None) -> bytes:
-    return (salt or "").encode()
-
-
 def new_id(prefix: str) -> str:
+    """Return a random id with this prefix."""
     return f"{prefix}-{secrets.token_hex(12)}"
 
 
@@ -261,7 +294,7 @@ def _decode(raw: bytes, kind: Any) -> Any:
         return decode_json(raw, kind)
     except InputError as error:
         text = str(error)
-        place = text.rpartition("`$.")[2].rstrip("`") if "`$." in text else ""
+        path = text.rpartition("`$.")[2].rstrip("`") if "`$." in text else ""
         missing = _MISSING.match(text)
-        name = ".".join(filter(None, (place, missing[1] if missing else ""))) or "body"
-        raise InputError(f"the body does not fit: {text}", name=name) from error
+        name = ".".join(filter(None, (path, missing[1] if missing else ""))) or "body"
+        raise InputError(f"the body does not match the schema of this route: {text}", name=name) from error

@@ -1,4 +1,4 @@
-"""POST /v1/systemone: typed questions about a state, in the shape of the System One API and of transformers' server."""
+"""POST /v1/systemone: typed questions about a state, in the format of the System One API and transformers' server."""
 
 from __future__ import annotations
 
@@ -7,37 +7,40 @@ from typing import Any
 import msgspec
 
 from moepass.models.errors import InputError
-from moepass.models.limits import MOST_CHOICES, MOST_QUESTIONS
-from moepass.runtime.serving.questions.ask_questions import QuestionAnswer, QuestionTree, check_options
+from moepass.models.limits import MOST_QUESTIONS
 from moepass.runtime.serving.questions.confidence import confidence, expected_level
+from moepass.runtime.serving.questions.question_tree import QuestionAnswer, QuestionTree, checked_question
 from moepass.runtime.serving.questions.wordings import SYSTEMONE, Option, Question
-from moepass.runtime.serving.routes.decisions import JsonText, ask_tree
-from moepass.runtime.serving.routes.inputs import json_text
+from moepass.runtime.serving.routes.decision_routes import JsonText, ask_tree
+from moepass.runtime.serving.routes.message_text import check_not_blank, json_text
+from moepass.runtime.serving.routes.prompt_inputs import check_count
 from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt
 
 
 class NoulQuestion(msgspec.Struct, tag_field="type", tag="noul"):
-    """True or false; `criteria` may describe `true` and `false`."""
+    """A question that is answered with true or false; `criteria` may describe `true` and `false`."""
 
     instructions: JsonText | None = None
     criteria: dict[str, JsonText | None] | None = None
 
 
 class ChoiceQuestion(msgspec.Struct, tag_field="type", tag="choice"):
-    """`criteria` maps options to descriptions."""
+    """A question that is answered with one of several options; `criteria` maps options to descriptions."""
 
     criteria: dict[str, JsonText | None]
     instructions: JsonText | None = None
 
 
 class ScoreQuestion(msgspec.Struct, tag_field="type", tag="score"):
-    """`criteria` are the levels, lowest first."""
+    """A question that is answered on a scale; `criteria` are the levels, lowest first."""
 
     criteria: list[JsonText]
     instructions: JsonText | None = None
 
 
 class SystemoneBody(msgspec.Struct):
+    """The body of /v1/systemone. `order_invariant`, an extension, averages over several orders of the options."""
+
     state: JsonText
     questions: dict[str, NoulQuestion | ChoiceQuestion | ScoreQuestion]
     model: str = ""
@@ -48,11 +51,15 @@ class SystemoneBody(msgspec.Struct):
 
 
 class NoulReply(msgspec.Struct, tag_field="type", tag="noul"):
+    """The answer to a noul question: the probability of "true"."""
+
     noul: float
     label_mass: float
 
 
 class ChosenReply(msgspec.Struct, tag_field="type", tag="choice"):
+    """The answer to a choice."""
+
     choice: str
     confidence: float
     probabilities: dict[str, float]
@@ -60,6 +67,8 @@ class ChosenReply(msgspec.Struct, tag_field="type", tag="choice"):
 
 
 class ScoredReply(msgspec.Struct, tag_field="type", tag="score"):
+    """The answer to a score; `score` is the mean level, and `legend` maps levels to their descriptions."""
+
     score: float
     legend: dict[str, JsonText]
     confidence: float
@@ -68,47 +77,46 @@ class ScoredReply(msgspec.Struct, tag_field="type", tag="score"):
 
 
 class SystemoneUsage(msgspec.Struct):
+    """Tokens of the request."""
+
     input_tokens: int
     cached_tokens: int
     output_tokens: int = 0
 
 
 class SystemoneReply(msgspec.Struct):
+    """The reply of /v1/systemone, with the answers by the names of the questions."""
+
     model: str
     answers: dict[str, NoulReply | ChosenReply | ScoredReply]
     usage: SystemoneUsage
 
 
 async def systemone(call: Call) -> SystemoneReply:
+    """Answer the questions of the body."""
     body = call.body(SystemoneBody)
     call.need_predictions()
     if body.assets:
-        raise InputError("assets holds images; this server takes text and JSON alone", name="assets")
-    if not 1 <= len(body.questions) <= MOST_QUESTIONS:
         raise InputError(
-            f"there are {len(body.questions)} questions; a request takes 1 to {MOST_QUESTIONS}",
-            name="questions",
-            value=len(body.questions),
-            expected=range(1, MOST_QUESTIONS + 1),
+            "assets is not supported, because this server only takes text and JSON; remove it", name="assets"
         )
+    check_count(body.questions, "questions", MOST_QUESTIONS)
     tree = await call.prepare(_tree, call, body)
     answers = await ask_tree(call, tree, body.cache_salt, body.priority)
-    found = {}
+    replies = {}
     for (name, question), answer in zip(body.questions.items(), answers, strict=True):
-        if answer.refusal is not None:  # this shape knows no refusal of one question
+        if answer.refusal is not None:  # this reply has no refusals of single questions
             raise InputError(f"questions[{name!r}] cannot be answered: {answer.refusal}", name="questions")
-        found[name] = _reply(question, answer)
-    return SystemoneReply(call.model, found, SystemoneUsage(call.tokens, call.cached_tokens))
+        replies[name] = _reply(question, answer)
+    return SystemoneReply(call.model, replies, SystemoneUsage(call.tokens, call.cached_tokens))
 
 
 def _tree(call: Call, body: SystemoneBody) -> QuestionTree:
-    text = json_text(body.state, compact=False)
-    if not text.strip():
-        raise InputError("state is blank; give a text", name="state")
+    text = check_not_blank(json_text(body.state, compact=False), "state")
     names = [f"questions[{name!r}]" for name in body.questions]
-    asked = [_question(question, name) for question, name in zip(body.questions.values(), names, strict=True)]
+    questions = [_question(question, name) for question, name in zip(body.questions.values(), names, strict=True)]
     return QuestionTree(
-        call.writer, text, asked, SYSTEMONE, order_invariant=body.order_invariant, text_name="state", names=names
+        call.writer, text, questions, SYSTEMONE, order_invariant=body.order_invariant, text_name="state", names=names
     )
 
 
@@ -119,34 +127,34 @@ def _question(question: NoulQuestion | ChoiceQuestion | ScoreQuestion, name: str
             criteria = question.criteria or {}
             unknown = [key for key in criteria if key not in ("true", "false")]
             if unknown:
-                raise InputError(f"{name}: criteria names {unknown[0]!r}; it may name true and false", name=name)
+                raise InputError(f"{name}: criteria has the key {unknown[0]!r}; use true and false only", name=name)
             options = [Option(key, json_text(criteria.get(key), compact=False)) for key in ("true", "false")]
             return Question("predicate", text, tuple(options))
         case ChoiceQuestion():
             options = [Option(key, json_text(value, compact=False)) for key, value in question.criteria.items()]
-            asked = Question("choice", text, tuple(options))
+            return checked_question("choice", text, options, name, "criteria")
         case ScoreQuestion():
-            levels = [json_text(level, compact=False) for level in question.criteria]
-            asked = Question("score", text, tuple(Option(str(place), level) for place, level in enumerate(levels)))
-    check_options(asked, name, MOST_CHOICES, "criteria")
-    return asked
+            levels = [
+                Option(str(number), json_text(level, compact=False)) for number, level in enumerate(question.criteria)
+            ]
+            return checked_question("score", text, levels, name, "criteria")
 
 
 def _reply(
     question: NoulQuestion | ChoiceQuestion | ScoreQuestion, answer: QuestionAnswer
 ) -> NoulReply | ChosenReply | ScoredReply:
-    found = answer.probabilities
+    values = answer.probabilities
     match question:
         case NoulQuestion():
-            return NoulReply(found[0], answer.mass)
+            return NoulReply(values[0], answer.mass)
         case ChoiceQuestion():
             names = list(question.criteria)
-            by_name = dict(zip(names, found, strict=True))
-            return ChosenReply(names[answer.best], confidence("choice", found), by_name, answer.mass)
+            by_name = dict(zip(names, values, strict=True))
+            return ChosenReply(names[answer.best], confidence("choice", values), by_name, answer.mass)
         case ScoreQuestion():
-            by_level = {str(level): probability for level, probability in enumerate(found)}
-            legend = {str(level): value for level, value in enumerate(question.criteria)}
-            return ScoredReply(expected_level(found), legend, confidence("score", found), by_level, answer.mass)
+            by_level = {str(level): probability for level, probability in enumerate(values)}
+            legend = {str(level): criterion for level, criterion in enumerate(question.criteria)}
+            return ScoredReply(expected_level(values), legend, confidence("score", values), by_level, answer.mass)
 
 
 ROUTES = (Route("POST", "/v1/systemone", systemone, (SystemoneBody,), (SystemoneReply,)),)

@@ -1,4 +1,4 @@
-"""Texts as tokens and back: /tokenize, /detokenize and /tokenizer_info, as vLLM's clients ask for them."""
+"""Conversion between texts and tokens: /tokenize, /detokenize and /tokenizer_info, in vLLM's format."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from moepass.models.errors import InputError
 from moepass.models.limits import MOST_REQUEST_TOKENS, check_limit
 from moepass.runtime.serving.questions.token_texts import TokenTexts
 from moepass.runtime.serving.requests.request import Tokens
-from moepass.runtime.serving.routes.chat import ChatMessage
-from moepass.runtime.serving.routes.inputs import content_text
-from moepass.runtime.serving.routes.scores import check_token_ids
+from moepass.runtime.serving.routes.chat import ChatMessage, encode_messages
+from moepass.runtime.serving.routes.prompt_inputs import check_token_ids
 from moepass.runtime.serving.routes.service import Call, Route
 
 
 class TokenizeBody(msgspec.Struct):
-    """A text, or messages. Control tokens in a text are text, as they are in prompts."""
+    """A text, or messages. Control tokens in a text are encoded as text, as they are in prompts."""
 
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
@@ -28,6 +27,8 @@ class TokenizeBody(msgspec.Struct):
 
 
 class TokenizeReply(msgspec.Struct):
+    """The tokens of the text."""
+
     count: int
     max_model_len: int
     tokens: list[int]
@@ -35,16 +36,20 @@ class TokenizeReply(msgspec.Struct):
 
 
 class DetokenizeBody(msgspec.Struct):
+    """Token ids."""
+
     tokens: list[int]
     model: str = ""
 
 
 class DetokenizeReply(msgspec.Struct):
+    """The text of the tokens."""
+
     prompt: str
 
 
 class TokenizerReply(msgspec.Struct):
-    """`control_tokens` are those that no text of a user becomes, by their ids."""
+    """The tokenizer. `control_tokens` maps the ids of tokens that a user's text never becomes to their names."""
 
     tokenizer_class: str
     model_max_length: int
@@ -58,34 +63,32 @@ class TokenizerReply(msgspec.Struct):
 
 
 async def tokenize(call: Call) -> TokenizeReply:
+    """Return the tokens of a text or of rendered messages."""
     body = call.body(TokenizeBody)
     if (body.prompt is None) == (body.messages is None):
-        raise InputError("give either prompt or messages", name="prompt")
+        raise InputError("the body must have either prompt or messages, and not both", name="prompt")
     tokens = (await call.prepare(_tokens, call, body)).tolist()
     names = call.writer.encoder.names(tokens) if body.return_token_strs else None
     return TokenizeReply(len(tokens), call.writer.most_tokens, tokens, names)
 
 
 def _tokens(call: Call, body: TokenizeBody) -> Tokens:
-    writer = call.writer
     if body.prompt is not None:
-        return writer.encode_plain([body.prompt], add_special=body.add_special_tokens, name="prompt")[0]
-    messages = [
-        {"role": message.role, "content": content_text(message.content, f"messages[{number}].content")}
-        for number, message in enumerate(body.messages or [])
-    ]
-    return writer.encode([writer.chat(messages, add_generation_prompt=body.add_generation_prompt)])[0]
+        return call.writer.encode_plain([body.prompt], add_special=body.add_special_tokens, name="prompt")[0]
+    return encode_messages(call, body.messages or [], add_generation_prompt=body.add_generation_prompt)
 
 
 async def detokenize(call: Call) -> DetokenizeReply:
+    """Return the text of tokens."""
     body = call.body(DetokenizeBody)
-    advice = "send them in several parts"
+    advice = "send them in several requests"
     check_limit("the number of tokens", len(body.tokens), MOST_REQUEST_TOKENS, advice, name="tokens")
     check_token_ids(call, body.tokens, "tokens")
     return DetokenizeReply(await call.prepare(TokenTexts(call.writer.tokenizer).text, body.tokens))
 
 
 async def tokenizer_info(call: Call) -> TokenizerReply:
+    """Return the properties of the tokenizer."""
     tokenizer: Any = call.writer.tokenizer
     return TokenizerReply(
         type(tokenizer).__name__,

@@ -1,14 +1,14 @@
-"""The frontend's half of serving: requests go to the ranks that the router picks, answers come back.
+"""The frontend: it sends requests to the ranks that the router picks, and collects their answers.
 
-Everything runs in one event loop. A request has a future, and one assignment or several (parts of a request with many
-questions). What ranks report of assignments that are over is dropped, so nothing is answered twice.
+Everything runs in one event loop. A request has a future, and one or more assignments (parts of a request with many
+questions). Messages about assignments that are over are dropped, so that no request is answered twice.
 
 Pseudo-code
-    answer(request):    refuse it where the queue is full; tell the router; wait for its answer, or until time is up
-    after every event:  let the router decide a round; send what it assigned
-    a rank's message:   ready, started, done, failed: tell the router; answer what is complete
-    a rank is lost:     the router has its requests run once more, or they fail
-    again and again:    a rank that hangs is ended, and so it is lost
+    answer(request):    refuse it if the queue is full; submit it to the router; wait for its answer or the timeout
+    after every event:  let the router decide a round; send the new assignments
+    rank message:       ready, started, done, failed: update the router; answer completed requests
+    lost rank:          the router runs its requests once more, or they fail
+    periodically:       kill ranks that hang, so that they count as lost
 """
 
 from __future__ import annotations
@@ -41,33 +41,34 @@ from moepass.runtime.serving.router.decisions import Assignment, Withdrawal
 from moepass.runtime.serving.router.routable import FlopsFormula, routable_request
 from moepass.runtime.serving.router.router import RankRouter
 from moepass.runtime.serving.workers.frontend_limits import FrontendLimits
-from moepass.runtime.serving.workers.looks import Looks
 from moepass.runtime.serving.workers.messages import (
     Alive,
     Cancel,
     Drain,
-    Look,
     RankReady,
     RequestFailed,
     Run,
-    Seen,
     Started,
+    StatusReport,
+    StatusRequest,
     StepDone,
     ToRank,
     decode_from_rank,
     encode,
 )
 from moepass.runtime.serving.workers.rank_names import parsed_rank_name, rank_name
+from moepass.runtime.serving.workers.rank_status import RankStatusPoller
 from moepass.runtime.serving.workers.rank_views import rank_views
-from moepass.runtime.serving.workers.rank_watch import LOOK_SECONDS, HangLimits, RankWatch
+from moepass.runtime.serving.workers.rank_watch import CHECK_SECONDS, HangLimits, RankWatch
 from moepass.runtime.serving.workers.request_times import RequestTimes
 from moepass.runtime.serving.workers.serving_counters import ServingCounters
 from moepass.runtime.serving.workers.supervisor import RankStarter, Supervisor
 from moepass.runtime.serving.workers.waiting_request import WaitingRequest
 
-# A rank computes a step while the requests of the next one wait for it there, so that it never waits for the frontend.
+# While a rank computes a step, it already holds the requests of the next one, so that it never waits for the frontend.
 STEPS_AT_A_RANK = 2
-# Of the last full step in what a rank is taken to reach. [Empirical] A step that was disturbed is forgotten in ten.
+# Weight of the last full step in the moving average of a rank's FLOPs per second. [Empirical] A disturbed step has
+# little influence after ten more steps.
 RATE_WEIGHT = 0.2
 
 HANGS = HangLimits()
@@ -79,16 +80,17 @@ class Frontend:
     """A `Backend` whose ranks are processes of their own.
 
     Args:
-        ranks: how many.
-        command: how rank r is started for the a-th time, given the endpoint that it must connect to as `rank_name`.
-        endpoint: an `ipc://` address that nobody uses yet.
-        formula: what tokens cost, or a future of it: ranks may start before it is known.
-        make_router: makes the router when the facts of all engines are known.
-        key: of the hashes of blocks; the ranks' engines have the same.
-        limits: how much may wait before requests are refused.
-        ends_together: ranks hold parts of one model and cannot go on without each other.
-        hangs: when a rank counts as hung.
-        restarts: ranks that end are started again; otherwise `lost` tells of them.
+        ranks: The number of ranks.
+        command: Called with a rank, the number of its start (from 0 on) and the endpoint; returns how to start it. The
+            process connects to the endpoint with the socket name `rank_name(rank, attempt)`.
+        endpoint: An unused `ipc://` address.
+        formula: FLOPs per token, or a future of it, because ranks may start before it is known.
+        make_router: Makes the router once the facts of all engines are known.
+        key: The key of block hashes; the engines of the ranks use the same key.
+        limits: How much work may wait before requests are refused.
+        ends_together: The ranks hold parts of one model, so that all end if one ends.
+        hangs: When a rank counts as hung.
+        restarts: Restart ranks that end. If False, `lost` raises instead.
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class Frontend:
         self._supervisor = Supervisor(
             ranks,
             lambda rank, attempt: command(rank, attempt, endpoint),
-            self._lost,
+            self._handle_lost_ranks,
             ends_together=ends_together,
             restarts=restarts,
         )
@@ -129,31 +131,31 @@ class Frontend:
         self._compilations: dict[int, int] = {}
         self._watch = RankWatch(hangs)
         self._tasks: list[asyncio.Task[None]] = []
-        self._looks = Looks(lambda rank: self._send(rank, Look()))
+        self._status_poller = RankStatusPoller(lambda rank: self._send(rank, StatusRequest()))
         self._times = RequestTimes()
         self.counters = ServingCounters()
 
-    # ---- Life
+    # ---- Start and end
 
     async def start(self) -> None:
-        """Start the ranks and wait until all are ready. Raises RankStartError."""
+        """Start the ranks and wait until all are ready. Raise RankStartError if one ends first."""
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.bind(self._endpoint)
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._end_hung_ranks())]
         await self._supervisor.start()
         facts = [self._facts[rank] for rank in sorted(self._facts)]
-        self._shares_prefixes = all(one.form == "trie" for one in facts)
+        self._shares_prefixes = all(engine_facts.form == "trie" for engine_facts in facts)
         formula = await self._formula if isinstance(self._formula, asyncio.Future) else self._formula
         self._router = self._make_router(self._ranks, formula, facts)
         self._state = "ready"
 
     async def lost(self) -> None:
-        """Waits for a rank that ends and is not started again, once `start` is over. Raises RankLostError."""
+        """Wait until a rank ends that is not restarted, and raise RankLostError. Call it after `start`."""
         await self._supervisor.lost()
 
     async def close(self, seconds: float) -> None:
-        """Take nothing more, wait up to `seconds` for what is open, and end the ranks."""
+        """Refuse new requests, wait up to `seconds` for the open ones, and end the ranks."""
         was_starting, self._state = self._state == "starting", "draining"
         end = time.monotonic() + seconds
         while self._waiting and time.monotonic() < end:
@@ -161,8 +163,8 @@ class Frontend:
         for rank in self._supervisor.processes:
             self._send(rank, Drain())
         for number in list(self._waiting):
-            self._fail(number, NotServingError("the server ends", value="draining"))
-        # A rank that still starts hears nothing.
+            self._fail(number, NotServingError("the server is shutting down; send the request again", value="draining"))
+        # A rank that is still starting reads no messages.
         await self._supervisor.close(0.0 if was_starting else max(1.0, end - time.monotonic()))
         for task in self._tasks:
             task.cancel()
@@ -171,8 +173,11 @@ class Frontend:
     # ---- Backend
 
     def check_room(self) -> None:
-        """As `Backend.check_room`. What comes is taken whole, however large, while less than the limits waits: so an
-        idle server refuses nothing that its ranks can compute, and more than the limits waits by one call at most."""
+        """Raise QueueFullError or NotServingError if a new call must be refused now.
+
+        A call is accepted as a whole, however large, while less work than the limits is waiting. So an idle server
+        never refuses a call that its ranks can compute, and the queue exceeds the limits by one call at most.
+        """
         router = self._serving_router()
         seconds = router.waiting_flops / sum(facts.flops_per_second for facts in self._facts.values())
         try:
@@ -184,7 +189,7 @@ class Frontend:
     async def answer(
         self, request: Request, *, priority: int = 0, timeout_seconds: float, is_admitted: bool = False
     ) -> Answer:
-        """As `Backend.answer`. Of two that wait, the one with the lower `priority` runs first."""
+        """Return the answer to `request`, as `Backend.answer` specifies."""
         router = self._serving_router()
         if not is_admitted:
             self.check_room()
@@ -210,12 +215,13 @@ class Frontend:
             return self._times.answered(waiting, answer, time.monotonic())
         finally:
             self._open_bytes -= size
-            if self._waiting.pop(number, None) is not None:  # timed out, or its client is gone
+            if self._waiting.pop(number, None) is not None:  # the request timed out or its client left
                 self.counters.given_up += 1
                 self._withdraw(router.cancel(number))
                 self._route_soon()
 
     def status(self) -> BackendStatus:
+        """Return what the ranks serve, and all counters, as `Backend.status` specifies."""
         state = self._state
         if state == "ready" and not self._facts:
             state = "no rank"
@@ -234,31 +240,31 @@ class Frontend:
         )
 
     async def view(self) -> BackendView:
-        """As `Backend.view`."""
-        seen = await self._looks.ask(list(self._facts))
+        """Return the state of the ranks and the histograms, as `Backend.view` specifies."""
+        engine_views = await self._status_poller.poll(list(self._facts))
         running = sum(waiting.began is not None for waiting in self._waiting.values())
         attempts, assigned = self._supervisor.attempts, self._assigned.values()
-        ranks = rank_views(self._ranks, self._router, self._facts, attempts, assigned, seen)
+        ranks = rank_views(self._ranks, self._router, self._facts, attempts, assigned, engine_views)
         return BackendView(ranks, len(self._waiting) - running, running, self._times.histograms)
 
     def engine_facts(self) -> tuple[EngineFacts, ...]:
-        """Of the ranks that are ready."""
+        """Return the facts of the ranks that are ready."""
         return tuple(self._facts.values())
 
     def held_blocks(self, most: int) -> list[bytes]:
-        """Hashes of up to `most` blocks that some rank holds, each after those before it."""
+        """Return the hashes of up to `most` cached blocks, ordered so that a prompt's earlier blocks come first."""
         committed = self._router.tables.committed if self._router is not None else {}
-        # A block is stored after, and evicted before, those that come before it; the table is in the order of storing.
+        # The table is in the order of storing, and a rank stores a block after the blocks that precede it.
         return [block for block in itertools.islice(committed, most) if isinstance(block, bytes)]
 
     # ---- Requests
 
     def _serving_router(self) -> RankRouter:
-        """Raises NotServingError where nothing is answered now."""
+        """Return the router. Raise NotServingError unless the server is ready and has a ready rank."""
         router = self._router
         if self._state != "ready" or router is None or not self._facts:
             state = self.status().state
-            raise NotServingError(f"no request is taken now: {state}", value=state)
+            raise NotServingError(f"the state of the server is {state!r}, not 'ready'; try again later", value=state)
         return router
 
     def _fail(self, number: str, error: Exception) -> None:
@@ -267,7 +273,7 @@ class Frontend:
             waiting.future.set_exception(error)
 
     def _withdraw(self, withdrawal: Withdrawal | None) -> None:
-        """Tell ranks what they need no longer compute."""
+        """Cancel the assignments of `withdrawal` at their ranks."""
         by_rank: dict[int, list[str]] = {}
         for assignment in withdrawal.assignments if withdrawal is not None else ():
             by_rank.setdefault(assignment.rank, []).append(str(assignment.number))
@@ -278,7 +284,7 @@ class Frontend:
     # ---- Routing
 
     def _route_soon(self) -> None:
-        """Once for all that happens before the loop comes to it, so that requests that come together meet in a step."""
+        """Schedule one round for all events of this loop iteration, so that simultaneous requests share a step."""
         if not self._is_routing:
             self._is_routing = True
             asyncio.get_running_loop().call_soon(self._route)
@@ -287,15 +293,16 @@ class Frontend:
         self._is_routing = False
         if self._router is None:
             return
-        found = self._router.route(time.monotonic())
-        for withdrawal in found.expired:
+        decided = self._router.route(time.monotonic())
+        for withdrawal in decided.expired:
             self.counters.given_up += 1
             self._withdraw(withdrawal)
-            self._fail(withdrawal.request_id, AnswerTimeoutError("no rank began it in time", name="timeout"))
+            reason = "no rank started the request before its timeout; try again when the server has less load"
+            self._fail(withdrawal.request_id, AnswerTimeoutError(reason, name="timeout"))
         by_rank: dict[int, list[Request]] = {}
-        for assignment in found.assignments:
+        for assignment in decided.assignments:
             self._assigned[str(assignment.number)] = assignment
-            self._watch.given(assignment.rank, str(assignment.number), assignment.flops)
+            self._watch.assigned(assignment.rank, str(assignment.number), assignment.flops)
             work = self._waiting[assignment.request_id].work_of(assignment)
             by_rank.setdefault(assignment.rank, []).append(work)
         for rank, requests in by_rank.items():
@@ -305,8 +312,8 @@ class Frontend:
 
     def _send(self, rank: int, message: ToRank) -> None:
         name = rank_name(rank, self._supervisor.attempts[rank])
-        # Never waits: the queue of a socket has no limit, because the router limits what a rank is given. What is for a
-        # rank that is gone is dropped; the supervisor sees that.
+        # This never blocks: the router bounds the work of a rank, so the socket's queue needs no limit. Messages to a
+        # rank that has ended are dropped; the supervisor notices its end.
         self._socket.send_multipart([name, encode(message)], zmq.NOBLOCK)
 
     async def _receive(self) -> None:
@@ -315,17 +322,19 @@ class Frontend:
             rank, attempt = parsed_rank_name(name)
             if self._supervisor.is_current(rank, attempt):
                 try:
-                    self._heard(rank, content)
+                    self._handle_message(rank, content)
                 except Exception:
-                    # Whatever is wrong with one message, the others are heard.
-                    logger.exception("a message of rank %d could not be used", rank)
+                    # One bad message must not stop the loop.
+                    logger.exception("a message of rank %d could not be processed", rank)
 
-    def _heard(self, rank: int, content: bytes) -> None:
+    def _handle_message(self, rank: int, content: bytes) -> None:
         message = decode_from_rank(content)
-        if isinstance(message, Seen):  # which says nothing of how long a step takes
-            self._looks.heard(rank, message.engine)
+        if isinstance(message, StatusReport):  # a report does not reset the time of the current step
+            self._status_poller.report(rank, message.engine)
             return
-        self._watch.heard(rank, time.monotonic(), message.busy_seconds if isinstance(message, Alive) else None)
+        self._watch.message_received(
+            rank, time.monotonic(), message.busy_seconds if isinstance(message, Alive) else None
+        )
         if isinstance(message, Alive):
             return
         if isinstance(message, RankReady):
@@ -340,7 +349,7 @@ class Frontend:
             self._watch.started(rank, message.ids)
             for number in message.ids:
                 self._router.started(int(number))
-                self._began(number)
+                self._mark_started(number)
         elif isinstance(message, StepDone):
             self._step_done(self._router, rank, message)
         elif isinstance(message, RequestFailed):
@@ -349,14 +358,14 @@ class Frontend:
 
     async def _end_hung_ranks(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(CHECK_SECONDS)
             for rank, reason in self._watch.hung(time.monotonic(), self._facts).items():
-                logger.error("rank %d hangs: %s; it is ended", rank, reason)
+                logger.error("rank %d hangs and is killed: %s", rank, reason)
                 self._watch.forget(rank)
                 self.counters.ranks_hung += 1
                 self._supervisor.kill(rank)
 
-    def _began(self, number: str) -> None:
+    def _mark_started(self, number: str) -> None:
         assignment = self._assigned.get(number)
         waiting = self._waiting.get(assignment.request_id) if assignment is not None else None
         if waiting is not None and waiting.began is None:
@@ -372,7 +381,7 @@ class Frontend:
             assignment = self._assigned.pop(answer.id, None)
             remaining = router.done(int(answer.id))
             if assignment is None or remaining is None:
-                continue  # withdrawn, or answered by another rank meanwhile
+                continue  # the assignment was withdrawn, or another rank has answered it
             waiting = self._waiting[assignment.request_id]
             waiting.add(assignment, answer)
             self.counters.request_tokens += answer.usage.tokens
@@ -385,7 +394,7 @@ class Frontend:
         self._compilations[rank] = message.compilations
         facts = self._facts[rank]
         if result.flops >= facts.saturation_flops / 2 and result.seconds > 0:
-            # What a machine reaches changes with what else runs on it.
+            # The rate changes with the other load of the machine.
             rate = (1 - RATE_WEIGHT) * facts.flops_per_second + RATE_WEIGHT * result.flops / result.seconds
             self._facts[rank] = dataclasses.replace(facts, flops_per_second=rate)
         self.counters.add_step(result)
@@ -403,12 +412,12 @@ class Frontend:
             self.counters.failed += 1
             self._fail(assignment.request_id, NotServingError(message.reason, value="failed"))
 
-    def _lost(self, ranks: Sequence[int]) -> None:
-        """These ranks are gone, all of them before anything is routed again."""
+    def _handle_lost_ranks(self, ranks: Sequence[int]) -> None:
+        """Remove all lost ranks from the router before anything is routed again."""
         for rank in ranks:
             self._watch.forget(rank)
             self._facts.pop(rank, None)
-            self._looks.lost(rank)
+            self._status_poller.lost(rank)
             self._compilations.pop(rank, None)
             self.counters.ranks_lost += 1
             self._assigned = {
@@ -420,6 +429,6 @@ class Frontend:
                 for withdrawal in loss.failed:
                     self._withdraw(withdrawal)
                     self.counters.failed += 1
-                    text = "the ranks that had the request were lost, twice"
+                    text = "two ranks were lost while they computed this request; send it again"
                     self._fail(withdrawal.request_id, NotServingError(text, value="rank lost", rank=rank))
         self._route_soon()

@@ -1,4 +1,4 @@
-"""How much may wait in a server before it takes nothing more."""
+"""Limits on the work that may wait in a server."""
 
 from __future__ import annotations
 
@@ -10,22 +10,25 @@ from moepass.runtime.serving.requests.backend import QueueFullError
 
 @dataclasses.dataclass(frozen=True)
 class FrontendLimits:
-    """How much may wait: seconds that the ranks need for what none of them has yet, and bytes of the tokens of all
-    requests that are open.
+    """Limits above which new requests are refused.
+
+    Attributes:
+        waiting_seconds: Seconds that the ranks need for the requests that are not assigned yet.
+        open_bytes: Bytes of the tokens of all open requests.
     """
 
     waiting_seconds: float = math.inf
     open_bytes: float = math.inf
 
     def check(self, waiting_seconds: float, open_bytes: float) -> None:
-        """Raises QueueFullError where so much waits already that nothing is taken."""
+        """Raise QueueFullError if the waiting work reaches a limit."""
         for name, value, limit in (
             ("seconds of work", waiting_seconds, self.waiting_seconds),
             ("bytes", open_bytes, self.open_bytes),
         ):
             if value >= limit:
                 raise QueueFullError(
-                    f"{value:.3g} {name} wait already; the limit is {limit:.3g}",
+                    f"the queue is full: {value:.3g} {name} are waiting, and the limit is {limit:.3g}; try again later",
                     retry_after_seconds=max(1.0, math.ceil(waiting_seconds)),
                     name=name,
                     value=value,

@@ -1,6 +1,6 @@
-"""Ranks whose processes a launcher has started, such as torchrun: watched, and ended, but not started again.
+"""Ranks that a launcher such as torchrun has started: they are watched and can be killed, but are not restarted.
 
-They and the server meet in a folder of the server, into which each rank writes its process number.
+Each rank writes its process number into a folder of the server.
 """
 
 from __future__ import annotations
@@ -15,46 +15,55 @@ import psutil
 from moepass.models.errors import InputError
 from moepass.runtime.system.processes import ProcessWatch, this_process
 
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 
 
 def announce(folder: Path, rank: int) -> None:
-    """Say that this process is `rank`."""
+    """Write the number of this process into `folder` as that of `rank`."""
     written = folder / f"rank-{rank}.new"
     written.write_text(str(os.getpid()), encoding="ascii")
-    written.rename(_place(folder, rank))  # so that nobody reads a half of it
+    written.rename(_rank_file(folder, rank))  # a reader never sees a partly written file
 
 
 class ServerWatch:
-    """Whether the server still runs, for ranks that it has not started."""
+    """A watch on the server's process, for ranks that the server has not started."""
 
     def __init__(self, server: int) -> None:
         self._watch = _watch_of(server)
 
     def is_gone(self) -> bool:
+        """Return True if the server's process has ended."""
         return bool(self._watch.gone())
 
 
 @dataclasses.dataclass(frozen=True)
 class LaunchedRank:
-    """A rank that announces itself in `folder`, sooner or later."""
+    """A rank that will write its process number into `folder`."""
 
     folder: Path
     rank: int
 
     async def start(self) -> WatchedProcess:
-        """Its process, once it is there."""
-        place = _place(self.folder, self.rank)
-        while not place.exists():
-            await asyncio.sleep(_LOOK_SECONDS)
-        text = place.read_text(encoding="ascii")
+        """Wait for the rank's process number, and return its process.
+
+        Raises:
+            InputError: The file does not contain a process number.
+        """
+        file = _rank_file(self.folder, self.rank)
+        while not file.exists():
+            await asyncio.sleep(_POLL_SECONDS)
+        text = file.read_text(encoding="ascii")
         if not text.isdecimal():
-            raise InputError(f"rank {self.rank} is said to be process {text!r}", name="pid", value=text)
+            raise InputError(
+                f"{file} must contain the process number of rank {self.rank}, but contains {text!r}",
+                name="pid",
+                value=text,
+            )
         return WatchedProcess(int(text))
 
 
 class WatchedProcess:
-    """A process that is no child of this one, as far as it can be handled like one."""
+    """A process that is not a child of this one, with the interface of `RankProcess`."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -66,29 +75,31 @@ class WatchedProcess:
 
     @property
     def pid(self) -> int:
+        """The number of the process."""
         return self._pid
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs. Its real status is told to its launcher alone; here it is 1."""
+        """None while the process runs, then 1. Only the launcher knows the real exit status."""
         return 1 if self._watch.gone() else None
 
     def kill(self) -> None:
-        """Raises ProcessLookupError where it has ended."""
+        """Kill the process. Raise ProcessLookupError if it has ended."""
         try:
             if self._process is None:
                 raise psutil.NoSuchProcess(self._pid)
-            self._process.kill()  # which knows whether another process has the number now
+            self._process.kill()  # psutil refuses if the number belongs to another process now
         except psutil.NoSuchProcess as error:
             raise ProcessLookupError(self._pid) from error
 
     async def wait(self) -> int:
+        """Wait until the process ends, and return 1."""
         while (status := self.returncode) is None:
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
         return status
 
 
-def _place(folder: Path, rank: int) -> Path:
+def _rank_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}"
 
 

@@ -1,6 +1,6 @@
-"""What frontend and ranks tell each other, as MessagePack: typed, and never a pickle.
+"""Messages between the frontend and the ranks, typed and encoded as MessagePack, never as pickle.
 
-Arrays travel as an extension type: one byte for the number of dimensions, the dimensions, the numbers.
+An array is an extension type: one byte for the number of dimensions, the dimensions, and the numbers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Run(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """To a rank: nobody waits for these requests any more. Those of the running step are computed nevertheless."""
+    """To a rank: drop these requests, unless the running step computes them already."""
 
     ids: tuple[str, ...]
 
@@ -41,26 +41,26 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankReady(msgspec.Struct, frozen=True, tag=True):
-    """From a rank: it takes requests."""
+    """From a rank: it is ready and takes requests."""
 
     facts: EngineFacts
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """From a rank: a step with these requests begins."""
+    """From a rank: a step with these requests starts."""
 
     ids: tuple[str, ...]
 
 
 class StepDone(msgspec.Struct, frozen=True, tag=True):
-    """From a rank: a step is over. `compilations` are those since the rank was ready, which should stay 0."""
+    """From a rank: a step is over. `compilations` counts graphs compiled since the rank was ready; it should stay 0."""
 
     result: StepResult
     compilations: int
 
 
 class RequestFailed(msgspec.Struct, frozen=True, tag=True):
-    """From a rank: it cannot answer this request. `is_refused`: because of what is asked, so that no rank can."""
+    """From a rank: it cannot answer this request. `is_refused`: the request itself is at fault, so that no rank can."""
 
     id: str
     reason: str
@@ -68,43 +68,43 @@ class RequestFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):
-    """From a rank, again and again: its process runs. `busy_seconds`: since when it computes what it computes."""
+    """From a rank, periodically: its process runs. `busy_seconds`: how long the current step has run, 0 if idle."""
 
     busy_seconds: float
 
 
-class Look(msgspec.Struct, frozen=True, tag=True):
-    """To a rank: say what you are doing. It answers at once, while a step runs, too."""
+class StatusRequest(msgspec.Struct, frozen=True, tag=True):
+    """To a rank: report your status. The rank answers at once, even during a step."""
 
 
-class Seen(msgspec.Struct, frozen=True, tag=True):
-    """From a rank: what it is doing."""
+class StatusReport(msgspec.Struct, frozen=True, tag=True):
+    """From a rank: the view of its engine."""
 
     engine: EngineView
 
 
-ToRank = Run | Cancel | Drain | Look
-FromRank = RankReady | Started | StepDone | RequestFailed | Alive | Seen
+ToRank = Run | Cancel | Drain | StatusRequest
+FromRank = RankReady | Started | StepDone | RequestFailed | Alive | StatusReport
 
 
 def extension_of_array(value: Any) -> msgspec.msgpack.Ext:
-    """An array, for an encoder of msgspec; it raises NotImplementedError for anything else."""
+    """Encode an array, as msgspec's `enc_hook`. Raise NotImplementedError for any other value."""
     for code, kind in _TYPES.items():
         if isinstance(value, np.ndarray) and value.dtype == kind and value.ndim <= _MOST_DIMENSIONS:
             header = struct.pack(f"<B{value.ndim}I", value.ndim, *value.shape)
             return msgspec.msgpack.Ext(code, header + np.ascontiguousarray(value, kind).tobytes())
-    raise NotImplementedError(f"{type(value).__name__} has no form as a message")
+    raise NotImplementedError(f"{type(value).__name__} cannot be encoded in a message")
 
 
 def array_of_extension(code: int, data: memoryview) -> Any:
-    """The array, for a decoder of msgspec. Raises ValueError for what is none."""
+    """Decode an array, as msgspec's `ext_hook`. Raise ValueError for a malformed one."""
     kind = _TYPES.get(code)
     if kind is None or not len(data) or data[0] > _MOST_DIMENSIONS or len(data) < 1 + 4 * data[0]:
-        raise ValueError(f"extension {code} is no array that a message can hold")
+        raise ValueError(f"extension {code} of {len(data)} bytes is not an array")
     shape = struct.unpack_from(f"<{data[0]}I", data, 1)
     numbers = data[1 + 4 * len(shape) :]
     if len(numbers) != math.prod(shape) * kind.itemsize:
-        raise ValueError(f"an array of shape {shape} has {len(numbers)} bytes of numbers")
+        raise ValueError(f"an array of shape {shape} and type {kind} cannot have {len(numbers)} bytes")
     return np.frombuffer(numbers, kind).reshape(shape)
 
 
@@ -114,45 +114,25 @@ _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank
 
 
 def encode(message: ToRank | FromRank) -> bytes:
+    """Encode a message in either direction."""
     return _encoder.encode(message)
 
 
 def decode_for_rank(data: bytes) -> ToRank:
-    """Raises InputError for what is no message to a rank."""
-    with _refusing(data):
+    """Decode a message to a rank. Raise InputError for malformed bytes."""
+    with _refuse_malformed(data):
         return _to_rank.decode(data)
 
 
 def decode_from_rank(data: bytes) -> FromRank:
-    """Raises InputError for what is no message from a rank."""
-    with _refusing(data):
+    """Decode a message from a rank. Raise InputError for malformed bytes."""
+    with _refuse_malformed(data):
         return _from_rank.decode(data)
 
 
 @contextlib.contextmanager
-def _refusing(data: bytes) -> Iterator[None]:
+def _refuse_malformed(data: bytes) -> Iterator[None]:
     try:
         yield
     except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
-        raise InputError(f"{len(data)} bytes are no message: {error}", name="message") from error
-
-
-__all__ = [
-    "Alive",
-    "Cancel",
-    "Drain",
-    "FromRank",
-    "Look",
-    "RankReady",
-    "RequestFailed",
-    "Run",
-    "Seen",
-    "Started",
-    "StepDone",
-    "ToRank",
-    "array_of_extension",
-    "decode_for_rank",
-    "decode_from_rank",
-    "encode",
-    "extension_of_array",
-]
+        raise InputError(f"{len(data)} bytes cannot be decoded as a message: {error}", name="message") from error

@@ -1,14 +1,14 @@
-"""The life of a rank: requests come in over a socket, steps run, answers go out.
+"""The main loop of a rank: requests arrive through a socket, steps run, and answers are sent.
 
-Two threads: one owns the socket and keeps the requests that wait; the other runs steps. So requests arrive, and are
-cancelled, while a step runs, and the frontend hears that this process lives, and for how long it computes.
+One thread owns the socket and stores the waiting requests; the other runs the steps. So requests arrive and are
+cancelled during a step, and the frontend learns that this process is alive and how long its step has run.
 
 Pseudo-code
-    say what the engine is
-    until the frontend says drain and nothing waits, or the frontend is gone:
-        take as many waiting requests as make a step
-        tell which; run the step; tell the answers
-        a step that fails: tell every request of it; a rank that only fails ends, and is started anew
+    send the facts of the engine
+    until the frontend drains this rank and no request waits, or the frontend is gone:
+        take as many waiting requests as fit a step
+        report that they start; run the step; send the answers
+        if the step fails: report that to each of its requests; after several failures in a row, end
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from moepass.runtime.serving.workers.messages import (
     Cancel,
     Drain,
     FromRank,
-    Look,
     RankReady,
     RequestFailed,
     Run,
-    Seen,
     Started,
+    StatusReport,
+    StatusRequest,
     StepDone,
     decode_for_rank,
     encode,
@@ -44,22 +44,33 @@ from moepass.runtime.serving.workers.rank_watch import ALIVE_SECONDS
 
 logger = logging.getLogger("moepass")
 
-# Steps that fail one after the other before the rank ends.
+# The rank ends after this number of failed steps in a row.
 MOST_FAILED_STEPS = 3
 
 
 class ParentWatch(Protocol):
-    """Tells whether the process that started this one is gone."""
+    """A watch on the process that started this one."""
 
-    def is_gone(self) -> bool: ...
+    def is_gone(self) -> bool:
+        """Return True if that process has ended."""
+        ...
 
 
 class FailingRankError(MoepassError, RuntimeError):
-    """Every step of this rank fails; the last reason is the cause."""
+    """Several steps of this rank failed in a row; the cause is the last failure."""
 
 
 class Mailbox:
-    """Requests that wait, and the thread that talks to the frontend."""
+    """The waiting requests of a rank, and the thread that talks to the frontend.
+
+    Args:
+        context: Makes the sockets.
+        endpoint: The frontend's address.
+        name: The name of this rank's socket, from `rank_name`.
+        check: Raises InputError for a request that must be refused.
+        watch: Reports the end of the process that started this one.
+        engine_view: Returns the engine's view; it must not wait for a step.
+    """
 
     def __init__(
         self,
@@ -68,36 +79,35 @@ class Mailbox:
         name: bytes,
         check: Callable[[Request], None],
         watch: ParentWatch,
-        look: Callable[[], EngineView] = EngineView,
+        engine_view: Callable[[], EngineView] = EngineView,
     ) -> None:
-        """Connects to `endpoint` as `name`. `check` raises InputError for a request that is refused at once; `look`
-        gives what those see who look, and must not wait for a step."""
         self._condition = threading.Condition()
         self._waiting: dict[str, Request] = {}
         self._ends = False
         self._busy_since: float | None = None
-        self._check, self._watch, self._look = check, watch, look
+        self._check, self._watch, self._engine_view = check, watch, engine_view
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, name)
         self._socket.setsockopt(zmq.LINGER, 2000)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.connect(endpoint)
-        # Sockets belong to one thread each; what the other one sends comes through this pair.
+        # A ZeroMQ socket belongs to one thread. The step thread sends its messages through this pair.
         inner = f"inproc://mailbox-{id(self)}"
         self._inbox, self._outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
         self._inbox.bind(inner)
         self._outbox.connect(inner)
-        self._thread = threading.Thread(target=self._talk, name="moepass-mailbox", daemon=True)
+        self._thread = threading.Thread(target=self._communicate, name="moepass-mailbox", daemon=True)
         self._thread.start()
 
     # ---- The thread that runs steps
 
     def send(self, message: FromRank) -> None:
+        """Send a message to the frontend, from the thread that runs steps."""
         self._outbox.send(encode(message))
 
     def waiting(self) -> list[Request]:
-        """The requests that wait, first come first; waits for one. Empty where none will come any more."""
+        """Return the waiting requests in order of arrival; block until there is one. Return [] if the rank ends."""
         with self._condition:
             self._busy_since = None
             self._condition.wait_for(lambda: self._waiting or self._ends)
@@ -105,26 +115,27 @@ class Mailbox:
             return list(self._waiting.values())
 
     def take(self, requests: list[Request]) -> list[Request]:
-        """Those of `requests` that nobody has cancelled since; they wait no longer."""
+        """Remove `requests` from the waiting ones, and return those that were not cancelled."""
         with self._condition:
             return [request for request in requests if self._waiting.pop(request.id, None) is not None]
 
     def close(self) -> None:
+        """Send the remaining messages, and end the thread and its sockets."""
         self._outbox.send(b"")
         self._thread.join()
         self._outbox.close()
 
-    # ---- The thread that talks
+    # ---- The thread that owns the socket
 
-    def _talk(self) -> None:
+    def _communicate(self) -> None:
         poller = zmq.Poller()
         for socket in (self._socket, self._inbox):
             poller.register(socket, zmq.POLLIN)
-        said = 0.0
+        last_alive = 0.0
         while True:
             ready = dict(poller.poll(int(ALIVE_SECONDS * 1000)))
-            if (now := time.monotonic()) - said >= ALIVE_SECONDS:
-                said = now
+            if (now := time.monotonic()) - last_alive >= ALIVE_SECONDS:
+                last_alive = now
                 since = self._busy_since
                 self._socket.send(encode(Alive(0.0 if since is None else now - since)))
             if self._socket in ready:
@@ -143,24 +154,24 @@ class Mailbox:
         try:
             message = decode_for_rank(data)
         except InputError:
-            logger.exception("the frontend sent something else than a message; this rank ends")
+            logger.exception("the frontend sent a malformed message; this rank ends")
             self._end(drop=True)
             return
         if isinstance(message, Drain):
             self._end(drop=False)
             return
-        if isinstance(message, Look):
-            self._socket.send(encode(Seen(self._look())))
+        if isinstance(message, StatusRequest):
+            self._socket.send(encode(StatusReport(self._engine_view())))
             return
-        taken = {}
+        accepted = {}
         for request in message.requests if isinstance(message, Run) else ():
             try:
                 self._check(request)
-                taken[request.id] = request
+                accepted[request.id] = request
             except InputError as error:
                 self._socket.send(encode(RequestFailed(request.id, str(error), is_refused=True)))
         with self._condition:
-            self._waiting.update(taken)
+            self._waiting.update(accepted)
             for number in message.ids if isinstance(message, Cancel) else ():
                 self._waiting.pop(number, None)
             self._condition.notify()
@@ -174,7 +185,11 @@ class Mailbox:
 
 
 def run_rank(engine: StepEngine, mailbox: Mailbox) -> None:
-    """Answer requests until the frontend says drain, or is gone. Raises FailingRankError where every step fails."""
+    """Answer requests until the frontend drains this rank or is gone.
+
+    Raises:
+        FailingRankError: Several steps failed in a row.
+    """
     before = engine.compilations()
     mailbox.send(RankReady(engine.facts))
     failed = 0
@@ -187,11 +202,12 @@ def run_rank(engine: StepEngine, mailbox: Mailbox) -> None:
             result = engine.step(requests)
         except Exception as error:
             logger.exception("a step of %d requests failed", len(requests))
+            reason = f"the step of this request failed with {type(error).__name__}; the server's log has the details"
             for request in requests:
-                mailbox.send(RequestFailed(request.id, f"a step failed: {type(error).__name__}", is_refused=False))
+                mailbox.send(RequestFailed(request.id, reason, is_refused=False))
             failed += 1
             if failed >= MOST_FAILED_STEPS:
-                raise FailingRankError(f"{failed} steps failed one after the other", value=failed) from error
+                raise FailingRankError(f"{failed} steps failed in a row", value=failed) from error
         else:
             failed = 0
             for number, reason in result.refused:

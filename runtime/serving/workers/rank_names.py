@@ -1,14 +1,14 @@
-"""What the sockets of ranks are called."""
+"""Names of the ranks' sockets."""
 
 from __future__ import annotations
 
 
 def rank_name(rank: int, attempt: int) -> bytes:
-    """The name of a rank's socket."""
+    """Return the name of a rank's socket; `attempt` is the number of restarts."""
     return f"{rank}.{attempt}".encode()
 
 
 def parsed_rank_name(name: bytes) -> tuple[int, int]:
-    """Rank and attempt; (-1, -1) for what is no such name."""
+    """Return the rank and the attempt of a socket name, or (-1, -1) if it is not the name of a rank."""
     rank, _, attempt = name.decode(errors="replace").partition(".")
     return (int(rank), int(attempt)) if rank.isdecimal() and attempt.isdecimal() else (-1, -1)

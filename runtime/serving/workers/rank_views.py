@@ -1,4 +1,4 @@
-"""Ranks as those see them who look: what the router knows of them, and what they say themselves."""
+"""Views of the ranks for the status page and the metrics, from the router and the ranks' own reports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moepass.runtime.serving.requests.view import EngineView, RankState, RankVie
 from moepass.runtime.serving.router.decisions import Assignment
 from moepass.runtime.serving.router.router import RankRouter
 
-_NOTHING_SEEN = EngineView()
+_NO_VIEW = EngineView()
 
 
 def rank_views(
@@ -20,27 +20,36 @@ def rank_views(
     facts: Mapping[int, EngineFacts],
     attempts: Mapping[int, int],
     assigned: Iterable[Assignment],
-    seen: Mapping[int, EngineView],
+    engine_views: Mapping[int, EngineView],
 ) -> tuple[RankView, ...]:
-    """One for each of `ranks`. Those without `facts` are not ready, or not any more."""
+    """Return the view of each of `ranks` ranks.
+
+    Args:
+        ranks: The number of ranks.
+        router: Knows the loads; None before all ranks are ready.
+        facts: Engine facts of the ranks that are ready. Other ranks are starting or lost.
+        attempts: How often each rank was restarted.
+        assigned: All open assignments.
+        engine_views: The last report of each rank.
+    """
     open_requests = collections.Counter(assignment.rank for assignment in assigned)
-    found = []
+    views = []
     for rank in range(ranks):
-        known = facts.get(rank)
-        state: RankState = "ready" if known is not None else "lost" if attempts.get(rank) else "starting"
+        engine = facts.get(rank)
+        state: RankState = "ready" if engine is not None else "lost" if attempts.get(rank) else "starting"
         most = router.saturation_flops if router is not None else math.inf
-        found.append(
+        views.append(
             RankView(
                 rank,
                 state,
                 router.loads[rank] if router is not None else 0,
-                known.saturation_flops if known is not None else 0,
+                engine.saturation_flops if engine is not None else 0,
                 most if math.isfinite(most) else None,
                 open_requests[rank],
-                known.flops_per_second if known is not None else 0.0,
-                known.form if known is not None else None,
-                known.notes.get("steps", known.form) if known is not None else "",
-                seen.get(rank, _NOTHING_SEEN),
+                engine.flops_per_second if engine is not None else 0.0,
+                engine.form if engine is not None else None,
+                engine.notes.get("steps", engine.form) if engine is not None else "",
+                engine_views.get(rank, _NO_VIEW),
             )
         )
-    return tuple(found)
+    return tuple(views)

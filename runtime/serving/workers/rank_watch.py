@@ -1,14 +1,14 @@
-"""Whether ranks still work: one that stands still says nothing, and one that is caught in a step says for how long.
+"""Detection of ranks that hang, from the time since their last message and the duration of their step.
 
-A rank's socket has a thread of its own, which says `Alive` every half second whatever the rank computes. So there are
-two signs of a rank that hangs, and both are measured against what may take long:
+The thread that owns a rank's socket sends `Alive` every half second, also during a step. Two signs show that a rank
+hangs:
 
-    silence     no message at all for `silent_seconds`: the process is stopped, or nothing in it runs
-    one step    it computes for longer than `patience` times what its FLOPs predict at the rate that the rank reaches,
-                but never for less than `step_seconds`: it waits for something that does not come
+    silence     no message at all for `silent_seconds`: the process is stopped, or none of its threads runs
+    long step   the step has run longer than `patience` times the duration that its FLOPs predict, and longer than
+                `step_seconds`: it waits for something that does not happen
 
-Pure: whoever asks brings the time. Ranks that still start are not watched here: compiling has no predicted time. The
-supervisor knows how long it took before.
+The watch reads no clock; callers pass the time. It does not watch ranks that are starting, because compilation has no
+predicted duration. The supervisor compares their start with earlier ones.
 """
 
 from __future__ import annotations
@@ -19,18 +19,23 @@ from collections.abc import Mapping
 from moepass.models.errors import OptionError
 from moepass.runtime.serving.engine.step_engine import EngineFacts
 
-# How often a rank says that it lives, and how often somebody looks whether it did.
+# Interval of a rank's `Alive` messages, and interval of the checks for hung ranks.
 ALIVE_SECONDS = 0.5
-LOOK_SECONDS = 0.5
+CHECK_SECONDS = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
 class HangLimits:
-    """[Empirical] Silence of ten seconds is twenty messages that did not come. A step is as slow as that when the rest
-    of the machine is busy, memory is swapped, or it had to be split; a request of the default timeout of 60 seconds
-    still runs elsewhere after `step_seconds`.
+    """Limits after which a rank counts as hung. Raises OptionError for a limit that is not above 0.
 
-    Raises OptionError for limits that are not above 0.
+    [Empirical] Ten seconds of silence are twenty missing messages. A healthy step can be `patience` times slower than
+    predicted if the machine is busy, memory is swapped, or the step was split. After `step_seconds`, a request with the
+    default timeout of 60 seconds can still run on another rank.
+
+    Attributes:
+        silent_seconds: Longest time without a message.
+        step_seconds: A step of at most this duration is never a hang.
+        patience: Longest step, as a multiple of its predicted duration.
     """
 
     silent_seconds: float = 10.0
@@ -45,73 +50,82 @@ class HangLimits:
 
 @dataclasses.dataclass
 class _WatchedRank:
-    heard: float
-    given: dict[str, int] = dataclasses.field(default_factory=dict)
+    last_message: float
+    assigned_flops: dict[str, int] = dataclasses.field(default_factory=dict)
     step_flops: int = 0
     busy_seconds: float = 0.0
 
 
 class RankWatch:
-    """What ranks were given, and when they were heard last. Times are seconds of one clock."""
+    """Records each rank's assignments and last message. All times are seconds of one clock."""
 
     def __init__(self, limits: HangLimits) -> None:
         self._limits = limits
         self._ranks: dict[int, _WatchedRank] = {}
-        self._looked: float | None = None
+        self._last_check: float | None = None
 
     def begin(self, rank: int, now: float) -> None:
-        """It is ready; from now on it is watched."""
+        """Watch `rank` from now on; it is ready."""
         self._ranks[rank] = _WatchedRank(now)
 
     def forget(self, rank: int) -> None:
-        """It is gone."""
+        """Stop watching `rank`; it has ended."""
         self._ranks.pop(rank, None)
 
-    def given(self, rank: int, number: str, flops: int) -> None:
-        """It will compute the assignment `number`, which takes `flops`."""
+    def assigned(self, rank: int, number: str, flops: int) -> None:
+        """Record that `rank` will compute assignment `number`, which takes `flops`."""
         if rank in self._ranks:
-            self._ranks[rank].given[number] = flops
+            self._ranks[rank].assigned_flops[number] = flops
 
-    def heard(self, rank: int, now: float, busy_seconds: float | None = None) -> None:
-        """It said something: for how long it computes, or (None) that it came to something new."""
+    def message_received(self, rank: int, now: float, busy_seconds: float | None = None) -> None:
+        """Record a message of `rank`; `busy_seconds` is how long its step has run, None for any message but `Alive`."""
         watched = self._ranks.get(rank)
         if watched is not None:
-            watched.heard = now
+            watched.last_message = now
             watched.busy_seconds = busy_seconds or 0.0
 
     def started(self, rank: int, numbers: tuple[str, ...]) -> None:
-        """A step with these assignments begins. Ranks keep the order of what they are given, so that what they have
-        passed over was cancelled."""
+        """Record that a step with these assignments starts.
+
+        A rank computes assignments in order, so assignments before these that it skipped were cancelled.
+        """
         watched = self._ranks.get(rank)
         if watched is None:
             return
-        missing = set(numbers) & watched.given.keys()
-        watched.step_flops = sum(watched.given[number] for number in missing)
+        missing = set(numbers) & watched.assigned_flops.keys()
+        watched.step_flops = sum(watched.assigned_flops[number] for number in missing)
         while missing:
-            number = next(iter(watched.given))
-            del watched.given[number]
+            number = next(iter(watched.assigned_flops))
+            del watched.assigned_flops[number]
             missing.discard(number)
 
     def hung(self, now: float, facts: Mapping[int, EngineFacts]) -> dict[int, str]:
-        """The watched ranks that hang, with the reason; `facts` of all of them.
+        """Return the ranks that hang, with the reason of each.
 
-        To be asked every LOOK_SECONDS. What passes beyond that is the caller's own pause, in which it heard nobody.
+        Call it every CHECK_SECONDS. A longer interval means that the caller itself was suspended and read no messages,
+        so it does not count as silence.
+
+        Args:
+            now: The current time.
+            facts: Engine facts of all watched ranks.
         """
-        pause = 0.0 if self._looked is None else max(0.0, now - self._looked - LOOK_SECONDS)
-        self._looked = now
-        found = {}
+        pause = 0.0 if self._last_check is None else max(0.0, now - self._last_check - CHECK_SECONDS)
+        self._last_check = now
+        reasons = {}
         for rank, watched in self._ranks.items():
-            watched.heard += pause
-            silent = now - watched.heard
-            # A step of few tokens waits for transfers as long as a full one.
+            watched.last_message += pause
+            silent = now - watched.last_message
+            # A step of few tokens waits for expert transfers as long as a full step.
             flops = max(facts[rank].saturation_flops, watched.step_flops)
             predicted = flops / facts[rank].flops_per_second
             limit = max(self._limits.step_seconds, self._limits.patience * predicted)
             if silent > self._limits.silent_seconds:
-                found[rank] = f"it has said nothing for {silent:.1f} seconds"
-            elif watched.busy_seconds > limit:
-                found[rank] = (
-                    f"it has computed for {watched.busy_seconds:.1f} seconds, where {predicted:.2g} are predicted and "
-                    f"{limit:.1f} are the limit"
+                reasons[rank] = (
+                    f"no message for {silent:.1f} seconds; the limit is {self._limits.silent_seconds:.1f} seconds"
                 )
-        return found
+            elif watched.busy_seconds > limit:
+                reasons[rank] = (
+                    f"its step has run for {watched.busy_seconds:.1f} seconds; {predicted:.2g} seconds are predicted, "
+                    f"and the limit is {limit:.1f} seconds"
+                )
+        return reasons

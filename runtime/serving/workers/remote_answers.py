@@ -1,4 +1,4 @@
-"""A backend behind a call of bytes: what is asked, and the answer or the error, as MessagePack."""
+"""A backend in another process: requests, answers and errors as MessagePack bytes."""
 
 from __future__ import annotations
 
@@ -16,24 +16,28 @@ from moepass.runtime.serving.requests.backend import (
 from moepass.runtime.serving.requests.request import Request
 from moepass.runtime.serving.workers.messages import array_of_extension, extension_of_array
 
-# Errors that are told apart where they arrive, subclasses first. All others are errors of the backend itself.
+# Errors that are sent to the caller with their class, subclasses first. Other errors propagate as those of the call.
 _ERRORS: dict[str, type[MoepassError]] = {
     kind.__name__: kind for kind in (SequenceTooLongError, InputError, AnswerTimeoutError, NotServingError)
 }
 
 
-class AskedRequest(msgspec.Struct, frozen=True):
+class RemoteRequest(msgspec.Struct, frozen=True):
+    """The arguments of `Backend.answer`."""
+
     request: Request
     priority: int
     timeout_seconds: float
 
 
 class AnswerReply(msgspec.Struct, frozen=True, tag=True):
+    """An answer."""
+
     answer: Answer
 
 
 class NoAnswerReply(msgspec.Struct, frozen=True, tag=True):
-    """An error in place of an answer: its kind, text and name; `retry_after_seconds` where the queue is full."""
+    """An error instead of an answer: its class, text and name; `retry_after_seconds` only if the queue is full."""
 
     kind: str
     text: str
@@ -42,22 +46,22 @@ class NoAnswerReply(msgspec.Struct, frozen=True, tag=True):
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=extension_of_array)
-_asked = msgspec.msgpack.Decoder(AskedRequest, ext_hook=array_of_extension)
-_reply: msgspec.msgpack.Decoder[AnswerReply | NoAnswerReply] = msgspec.msgpack.Decoder(
+_request_decoder = msgspec.msgpack.Decoder(RemoteRequest, ext_hook=array_of_extension)
+_reply_decoder: msgspec.msgpack.Decoder[AnswerReply | NoAnswerReply] = msgspec.msgpack.Decoder(
     AnswerReply | NoAnswerReply, ext_hook=array_of_extension
 )
 
 
 def encode_asked(request: Request, priority: int, timeout_seconds: float) -> bytes:
-    """What `answer_asked` takes."""
-    return _encoder.encode(AskedRequest(request, priority, timeout_seconds))
+    """Encode a request for `answer_asked`."""
+    return _encoder.encode(RemoteRequest(request, priority, timeout_seconds))
 
 
-async def answer_asked(backend: Backend, asked: bytes) -> bytes:
-    """What `answer_of` takes: the answer of `backend`, or its error if it is one of those that a backend raises."""
-    given = _asked.decode(asked)
+async def answer_asked(backend: Backend, encoded_request: bytes) -> bytes:
+    """Let `backend` answer an encoded request, and encode its answer or its error for `answer_of`."""
+    remote = _request_decoder.decode(encoded_request)
     try:
-        answer = await backend.answer(given.request, priority=given.priority, timeout_seconds=given.timeout_seconds)
+        answer = await backend.answer(remote.request, priority=remote.priority, timeout_seconds=remote.timeout_seconds)
     except QueueFullError as error:
         refusal = NoAnswerReply(QueueFullError.__name__, str(error), error.name, error.retry_after_seconds)
         return _encoder.encode(refusal)
@@ -68,10 +72,10 @@ async def answer_asked(backend: Backend, asked: bytes) -> bytes:
 
 
 def answer_of(reply: bytes) -> Answer:
-    """The answer. Raises the error that came in its place."""
-    found = _reply.decode(reply)
-    if isinstance(found, AnswerReply):
-        return found.answer
-    if found.retry_after_seconds is not None:
-        raise QueueFullError(found.text, retry_after_seconds=found.retry_after_seconds, name=found.name)
-    raise _ERRORS.get(found.kind, NotServingError)(found.text, name=found.name)
+    """Decode an answer, or raise the error that was encoded instead."""
+    decoded = _reply_decoder.decode(reply)
+    if isinstance(decoded, AnswerReply):
+        return decoded.answer
+    if decoded.retry_after_seconds is not None:
+        raise QueueFullError(decoded.text, retry_after_seconds=decoded.retry_after_seconds, name=decoded.name)
+    raise _ERRORS.get(decoded.kind, NotServingError)(decoded.text, name=decoded.name)

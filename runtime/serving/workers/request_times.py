@@ -1,4 +1,4 @@
-"""How long requests take and how large they are, as histograms under vLLM's names, with its bounds."""
+"""Histograms of requests and steps, with the names and bounds of vLLM."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from moepass.runtime.serving.requests.answer import Answer, AnswerTimes
 from moepass.runtime.serving.requests.histogram import Histogram
 from moepass.runtime.serving.workers.waiting_request import WaitingRequest
 
-# vLLM's bounds begin at 0.3 seconds. Its own stay, so that both can be added; decisions take less.
+# vLLM's bounds, which start at 0.3 seconds, and smaller ones for fast decisions. All bounds of vLLM are included, so
+# that histograms of both servers can be added.
 _SECONDS = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
     *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
@@ -19,7 +20,7 @@ _REQUEST_TOKENS = tuple(mantissa * 10**power for power in range(7) for mantissa 
 
 
 class RequestTimes:
-    """Histograms of all requests that were answered, and of all steps."""
+    """Histograms of all answered requests and of all steps."""
 
     def __init__(self) -> None:
         self._total, self._queue, self._compute = Histogram(_SECONDS), Histogram(_SECONDS), Histogram(_SECONDS)
@@ -27,6 +28,7 @@ class RequestTimes:
 
     @property
     def histograms(self) -> Mapping[str, Histogram]:
+        """The histograms by name, in seconds or tokens."""
         return {
             "e2e_request_latency_seconds": self._total,
             "request_queue_time_seconds": self._queue,
@@ -36,9 +38,9 @@ class RequestTimes:
         }
 
     def answered(self, waiting: WaitingRequest, answer: Answer, now: float) -> Answer:
-        """`answer`, which is there at `now`, with its times."""
-        began = now if waiting.began is None else waiting.began
-        times = AnswerTimes(began - waiting.arrived, now - began)
+        """Record a request that is answered at time `now`, and return its answer with the times added."""
+        started = now if waiting.began is None else waiting.began
+        times = AnswerTimes(started - waiting.arrived, now - started)
         self._total.observe(now - waiting.arrived)
         self._queue.observe(times.queue_seconds)
         self._compute.observe(times.compute_seconds)
@@ -46,4 +48,5 @@ class RequestTimes:
         return dataclasses.replace(answer, times=times)
 
     def stepped(self, tokens: int) -> None:
+        """Record a step that computed this many tokens."""
         self._step_tokens.observe(tokens)

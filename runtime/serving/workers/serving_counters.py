@@ -1,4 +1,4 @@
-"""What a server counts."""
+"""Counters of a server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moepass.runtime.serving.engine.step_engine import StepResult
 
 @dataclasses.dataclass
 class ServingCounters:
-    """Sums since the start, over all ranks."""
+    """Sums since the start, over all ranks. `http/metrics_text.py` explains each of them."""
 
     requests: int = 0
     answered: int = 0
@@ -31,6 +31,7 @@ class ServingCounters:
     exposed_seconds: float = 0.0
 
     def add_step(self, result: StepResult) -> None:
+        """Add the result of one step."""
         self.steps += 1
         self.split_steps += result.retries
         self.tokens += result.tokens

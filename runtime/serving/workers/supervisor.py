@@ -1,9 +1,9 @@
-"""Rank processes: started, watched, and started again when they end.
+"""The rank processes: started, watched, and restarted when they end.
 
-A rank that ends before it was ever ready would end again, so the first start fails then. Later a rank is started again
-at once, and with growing pauses where it ends before it was ready, or soon after. Ranks that hold parts of one model
-end together, because none of them can go on without the others. Ranks of a launcher are not started again: their
-launcher starts all of them again.
+A rank that ends before it was ever ready would end again, so the start fails. A rank that ends later is restarted at
+once; if it ended before it was ready or soon after, the pause before the next restart grows. Ranks that hold parts of
+one model end together, because none of them can continue without the others. Ranks of a launcher are not restarted;
+their launcher must start all of them again.
 """
 
 from __future__ import annotations
@@ -21,52 +21,64 @@ from moepass.models.errors import MoepassError
 logger = logging.getLogger("moepass")
 
 FIRST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 0.5, 30.0
-# A rank that was ready for so long is started again without a pause: what ends it is not its start. [Empirical]
+# A rank that was ready for at least this long is restarted without a pause: its start is not the problem. [Empirical]
 STEADY_SECONDS = 10.0
-# A rank that is started again hangs where it takes that many times as long as it ever took to be ready. [Empirical]
+# A restarted rank is killed if it is not ready after this multiple of its longest start, but not before
+# LEAST_START_SECONDS. [Empirical]
 START_PATIENCE, LEAST_START_SECONDS = 3.0, 300.0
 
 
 class RankStartError(MoepassError, RuntimeError):
-    """A rank ended before it was ready; `rank` tells which, `value` its exit status. Its own message came before."""
+    """A rank ended before it was ready. `rank` is its number and `value` its exit status."""
 
 
 class RankLostError(MoepassError, RuntimeError):
-    """A rank ended, and nobody here starts it again; `rank` tells which."""
+    """A rank ended that this process does not restart. `rank` is its number."""
 
 
 class RankProcess(Protocol):
-    """What a supervisor needs of asyncio's processes."""
+    """The part of `asyncio.subprocess.Process` that a supervisor uses."""
 
     @property
-    def pid(self) -> int: ...
+    def pid(self) -> int:
+        """The number of the process."""
+        ...
 
     @property
-    def returncode(self) -> int | None: ...
+    def returncode(self) -> int | None:
+        """The exit status, None while the process runs."""
+        ...
 
-    def kill(self) -> None: ...
+    def kill(self) -> None:
+        """Kill the process. May raise ProcessLookupError if it has ended."""
+        ...
 
-    async def wait(self) -> int: ...
+    async def wait(self) -> int:
+        """Wait until the process ends, and return its exit status."""
+        ...
 
 
 class RankStarter(Protocol):
-    """How a rank comes to life."""
+    """Starts the process of a rank."""
 
-    async def start(self) -> RankProcess: ...
+    async def start(self) -> RankProcess:
+        """Start the process."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
 class RankCommand:
-    """How a rank is started: a program with its arguments, and what it reads from its standard input."""
+    """A command that starts a rank: a program with its arguments, and the bytes for its standard input."""
 
     arguments: Sequence[str]
     options: bytes
 
     async def start(self) -> RankProcess:
+        """Start the program and write its options to its standard input."""
         process = await asyncio.create_subprocess_exec(*self.arguments, stdin=asyncio.subprocess.PIPE)
         assert process.stdin is not None
         try:
-            with contextlib.suppress(ConnectionError):  # it has ended already, which its status tells
+            with contextlib.suppress(ConnectionError):  # the process has ended; its status reports that
                 process.stdin.write(self.options)
                 await process.stdin.drain()
                 process.stdin.close()
@@ -77,18 +89,19 @@ class RankCommand:
 
 
 def next_pause(seconds: float) -> float:
-    """Behind a rank that ended too soon, when the last pause was so long."""
+    """Return the pause in seconds before a rank that ended too soon is restarted; `seconds` is the last pause."""
     return min(max(FIRST_PAUSE_SECONDS, 2 * seconds), MOST_PAUSE_SECONDS)
 
 
 class Supervisor:
-    """Keeps the processes of `ranks` ranks running.
+    """Keeps the processes of all ranks running.
 
     Args:
-        command: the command of a rank, and of which attempt to run it, from 0 on; messages carry both.
-        on_lost: called with the ranks whose processes have ended, before they are started again.
-        ends_together: a rank that ends takes all others with it; they are started again together, as one attempt.
-        restarts: a rank that ends is started again. Otherwise `lost` tells of it.
+        ranks: The number of ranks.
+        command: Called with a rank and the number of its start, from 0 on; returns how to start it.
+        on_lost: Called with the ranks whose processes have ended, before they are restarted.
+        ends_together: If one rank ends, end all; they are restarted together.
+        restarts: Restart ranks that end. If False, `lost` raises instead.
     """
 
     def __init__(
@@ -112,7 +125,7 @@ class Supervisor:
 
     @property
     def attempts(self) -> dict[int, int]:
-        """Of each rank, how often it was started again."""
+        """The number of restarts of each rank."""
         return dict(self._attempts)
 
     @property
@@ -121,39 +134,40 @@ class Supervisor:
         return {rank: process.pid for rank, process in self._processes.items() if process.returncode is None}
 
     def is_current(self, rank: int, attempt: int) -> bool:
-        """Whether a message of that attempt is still of interest."""
+        """Return True if `attempt` is the last start of `rank`, so that its messages are valid."""
         return self._attempts.get(rank) == attempt
 
     def ready(self, rank: int) -> None:
+        """Record that `rank` is ready."""
         self._ready_since[rank] = time.monotonic()
         self._ready[rank].set()
 
     def kill(self, rank: int) -> None:
-        """End a rank that will not end by itself; then it is lost as any other that ends."""
+        """Kill a rank that hangs; it is then handled as a lost rank."""
         process = self._processes.get(rank)
         if process is not None and process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
 
     async def start(self) -> None:
-        """Start all ranks and wait until they are ready. Raises RankStartError."""
+        """Start all ranks and wait until they are ready. Raise RankStartError if one ends first."""
         self._failure = asyncio.get_running_loop().create_future()
         ranks = list(self._ready)
         groups = [ranks] if self._ends_together else [[rank] for rank in ranks]
-        self._tasks = [asyncio.create_task(self._keep(group)) for group in groups]
-        everyone = asyncio.create_task(self._everyone_ready())
-        await asyncio.wait((everyone, self._failure), return_when=asyncio.FIRST_COMPLETED)
+        self._tasks = [asyncio.create_task(self._keep_running(group)) for group in groups]
+        all_ready = asyncio.create_task(self._wait_until_ready())
+        await asyncio.wait((all_ready, self._failure), return_when=asyncio.FIRST_COMPLETED)
         if self._failure.done():
-            everyone.cancel()
+            all_ready.cancel()
             self._failure.result()
 
     async def lost(self) -> None:
-        """Waits for a rank that ends and is not started again, once `start` is over. Raises RankLostError."""
+        """Wait until a rank ends that is not restarted, and raise RankLostError. Call it after `start`."""
         assert self._failure is not None
         await asyncio.shield(self._failure)
 
     async def close(self, seconds: float) -> None:
-        """Wait for the ranks to end by themselves, which they have been told to, and after `seconds` end them."""
+        """Wait up to `seconds` for the ranks to end, which the frontend has asked for, then kill the remaining ones."""
         self._is_closing = True
         waits = [asyncio.create_task(process.wait()) for process in self._processes.values()]
         if waits:
@@ -164,22 +178,22 @@ class Supervisor:
         for process in self._processes.values():
             await _end(process)
 
-    async def _everyone_ready(self) -> None:
-        # One that was ready may be lost while another one is waited for.
+    async def _wait_until_ready(self) -> None:
+        # A rank that was ready may be lost while this waits for another rank.
         while not all(event.is_set() for event in self._ready.values()):
             for event in self._ready.values():
                 await event.wait()
 
-    async def _keep(self, ranks: Sequence[int]) -> None:
-        """Run these ranks again and again, until the supervisor closes. Where one ends, all of them do."""
+    async def _keep_running(self, ranks: Sequence[int]) -> None:
+        """Run these ranks until the supervisor closes; if one ends, end and restart all of them."""
         pause = longest_start = 0.0
         was_ready = False
         while True:
-            began = time.monotonic()
-            waits = {asyncio.ensure_future((await self._started(rank)).wait()): rank for rank in ranks}
+            start_time = time.monotonic()
+            waits = {asyncio.ensure_future((await self._start_rank(rank)).wait()): rank for rank in ranks}
             seconds = max(LEAST_START_SECONDS, START_PATIENCE * longest_start)
-            # How long the first start takes nobody knows, and somebody waits for it.
-            late = asyncio.get_running_loop().call_later(seconds, self._end_unready, ranks) if was_ready else None
+            # The first start has no limit: its duration is unknown, and `start` waits for it.
+            late = asyncio.get_running_loop().call_later(seconds, self._kill_unready, ranks) if was_ready else None
             try:
                 ended, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -191,45 +205,45 @@ class Supervisor:
             rank, status = waits[first], first.result()
             for process in (self._processes[rank] for rank in ranks):
                 await _end(process)
-            is_ready = all(self._ready[one].is_set() for one in ranks)
+            is_ready = all(self._ready[member].is_set() for member in ranks)
             is_steady = is_ready and time.monotonic() - max(map(self._ready_since.__getitem__, ranks)) > STEADY_SECONDS
             was_ready = was_ready or is_ready
             if is_ready:
-                longest_start = max(longest_start, max(map(self._ready_since.__getitem__, ranks)) - began)
+                longest_start = max(longest_start, max(map(self._ready_since.__getitem__, ranks)) - start_time)
             if not was_ready:
-                self._fail(rank, status)
+                self._fail_start(rank, status)
                 return
             if not self._restarts:
                 logger.error("rank %d has ended", rank)
                 self._on_lost(ranks)
                 assert self._failure is not None
                 if not self._failure.done():
-                    text = f"rank {rank} has ended; who launched the ranks must start all of them again"
+                    text = f"rank {rank} has ended; start all ranks again with the launcher that started them"
                     self._failure.set_exception(RankLostError(text, rank=rank))
                 return
-            logger.error("rank %d ended with status %d; it is started again", rank, status)
-            for one in ranks:
-                self._ready[one].clear()
-                self._attempts[one] += 1
+            logger.error("rank %d ended with status %d and is restarted", rank, status)
+            for member in ranks:
+                self._ready[member].clear()
+                self._attempts[member] += 1
             self._on_lost(ranks)
             pause = 0.0 if is_steady else next_pause(pause)
             await asyncio.sleep(pause)
 
-    def _end_unready(self, ranks: Sequence[int]) -> None:
+    def _kill_unready(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
             if not self._ready[rank].is_set():
-                logger.error("rank %d is not ready, long after it was started again; it is ended", rank)
+                logger.error("rank %d was restarted, is still not ready, and is killed", rank)
                 self.kill(rank)
 
-    async def _started(self, rank: int) -> RankProcess:
+    async def _start_rank(self, rank: int) -> RankProcess:
         process = await self._command(rank, self._attempts[rank]).start()
         self._processes[rank] = process
         return process
 
-    def _fail(self, rank: int, status: int) -> None:
+    def _fail_start(self, rank: int, status: int) -> None:
         assert self._failure is not None
         if not self._failure.done():
-            text = f"rank {rank} ended with status {status} before it was ready; its own message tells why"
+            text = f"rank {rank} ended with status {status} before it was ready; its own output above has the reason"
             self._failure.set_exception(RankStartError(text, rank=rank, value=status))
 
 

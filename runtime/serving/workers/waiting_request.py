@@ -1,4 +1,4 @@
-"""A request on its way: cut into what ranks are assigned, and put together again from their answers."""
+"""A request in progress: it is split into the work of its assignments, and their answers are merged."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ from moepass.runtime.serving.router.decisions import Assignment
 
 
 class WaitingRequest:
-    """A request that `arrived` at that time, and whose answer somebody waits for in `future`. A rank `began` it.
+    """A request whose answer is awaited.
 
-    `prompt_pieces` of its pieces, from the first, are the prompt of all assignments; the others are the parts that the
-    router may give to several ranks. What is read of the prompt is answered by the assignment that has part 0.
+    Args:
+        request: The request.
+        prompt_pieces: The number of leading pieces that form the prompt of all assignments. The remaining pieces are
+            the parts that the router may distribute over ranks. The assignment with part 0 also answers the prompt's
+            reads.
+        future: Receives the answer.
+        arrived: The time of arrival. `began` is the time when a rank started the request, None before.
     """
 
     def __init__(self, request: Request, prompt_pieces: int, future: asyncio.Future[Answer], arrived: float) -> None:
@@ -25,17 +30,18 @@ class WaitingRequest:
         self._answers: list[tuple[RequestPart, Answer]] = []
 
     def work_of(self, assignment: Assignment) -> Request:
-        """What the rank of `assignment` computes, under the assignment's number."""
+        """Return the request that the rank of `assignment` computes; its id is the assignment's number."""
         name = str(assignment.number)
         if assignment.parts is None:
             return dataclasses.replace(self.request, id=name)
         return self._part(assignment).of(self.request, name)
 
     def add(self, assignment: Assignment, answer: Answer) -> None:
+        """Store the answer of one assignment."""
         self._answers.append((self._part(assignment), answer))
 
     def answer(self) -> Answer:
-        """The whole answer, when all assignments are done."""
+        """Return the merged answer; call it when all assignments are done."""
         return merged_answer(self.request, self._answers)
 
     def _part(self, assignment: Assignment) -> RequestPart:

@@ -153,15 +153,15 @@ def test_bad_lines_name_their_number_and_nothing_is_written(case: str, checkpoin
 
 
 BAD_OPTIONS: dict[str, tuple[list[str], str, int]] = {
-    "no label": (["--labels", ""], "label '' tokenises to nothing", 1),
-    "blank label": (["--labels", "yes, "], "label ' ' tokenises to nothing", 1),
-    "same label": (["--labels", "yes,yes"], "label 'yes' is given twice", 1),
+    "no label": (["--labels", ""], "label '' has no tokens", 1),
+    "blank label": (["--labels", "yes, "], "label ' ' has no tokens", 1),
+    "same label": (["--labels", "yes,yes"], "label 'yes' occurs twice", 1),
     "labels no list": (["--labels", "[1]"], "are no JSON list of strings", 1),
-    "no labels": ([], "no labels are given", 1),
+    "no labels": ([], "there are no labels", 1),
     "no slots": (["--labels", "yes,no", "--slots", "0"], "slots is 0; a ring needs at least 1", 2),
     "device absent": (["--labels", "yes,no", "--device", "cuda:99"], "device is 'cuda:99', but this machine has", 1),
     "no device": (["--labels", "yes,no", "--device", "gpu"], "device is 'gpu'; it must be cpu, cuda or cuda:INDEX", 1),
-    "meta": (["--labels", "yes,no", "--device", "meta"], "device is 'meta', which computes nothing", 1),
+    "meta": (["--labels", "yes,no", "--device", "meta"], "device is 'meta', which cannot compute", 1),
     "link": (["--labels", "yes,no", "--link", "slow"], "link is 'slow'; it must be `real` or `emulate:BYTES_PER_S`", 2),
     "input absent": (["--input", "/nowhere.jsonl"], "input '/nowhere.jsonl' cannot be read: No such file", 1),
     "input a folder": (["--input", "/"], "input '/' cannot be read: Is a directory", 1),

@@ -117,7 +117,7 @@ def test_templates(checkpoint: Path, tmp_path: Path) -> None:
     [
         ("chat", "this checkpoint has no chat template; use prompt, plain or a file"),
         ("prompt", "this checkpoint has no prompt.json; use chat, plain or a file"),
-        ("nowhere.json", "there is no such file; it must be chat, prompt, plain, or a file as prompt.json"),
+        ("nowhere.json", "no such file exists; use chat, prompt, plain, or a file in the format of prompt.json"),
     ],
 )
 def test_templates_that_are_not_there(template: str, message: str, checkpoint: Path) -> None:
@@ -151,7 +151,10 @@ def test_labels_of_the_prompt_are_known_by_their_names_as_they_are_to_a_server()
     assert list(named.values()) == list(own.values())
     assert named["German"] > 0.99
     other = _run("score", "demo", "--eager", "--labels", "German,Klingon", text=text)
-    assert "warning: label 'Klingon' is none of the 69 that this model answers with (<af>, <ar>, <az>" in other.stderr
+    assert (
+        "warning: label 'Klingon' is not one of the 69 labels that this model answers with (<af>, <ar>, <az>"
+        in other.stderr
+    )
     assert "label 'German'" not in other.stderr
 
 
@@ -171,7 +174,7 @@ def test_homes(home: str, checkpoint: Path) -> None:
     result = _run("score", checkpoint, *QUICK, "--home", home, text=text)
     if HOMES[home].is_spread:
         assert result.exit_code == 2
-        assert f"home is {home!r}, which spreads experts over several processes, and score is one" in result.stderr
+        assert f"home is {home!r}, which distributes experts over several processes" in result.stderr
         return
     plain = _probabilities(_run("score", checkpoint, *QUICK, "--no-stream", text=text))
     for ours, theirs in zip(_probabilities(result), plain, strict=True):

@@ -193,7 +193,7 @@ def test_a_wrong_template_is_an_error_at_once(copied_demo: Path) -> None:
     done = CliRunner().invoke(app, ["serve", str(copied_demo), "--port", "0"])
     assert done.exit_code == 1
     (line,) = done.stderr.splitlines()
-    assert "leaves out the text" in line
+    assert "omits the text" in line
 
 
 @pytest.mark.slow

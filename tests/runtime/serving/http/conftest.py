@@ -1,4 +1,4 @@
-"""Servers on real sockets, one of each kind for a module."""
+"""Servers on real sockets, one of each kind per module."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ def base(checkpoint: Path) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[Served]:
-    """The embedded model, which answers with labels of its own."""
+    """The embedded demo model, which only answers with its own labels."""
     with served(resolve_model("demo")) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def classes(checkpoint: Path) -> Iterator[Served]:
-    """A model that tells three classes apart."""
+    """A classifier with three classes."""
     with served(checkpoint, model=classifier(len(CLASS_NAMES)), class_names=CLASS_NAMES) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def reward(checkpoint: Path) -> Iterator[Served]:
-    """A model with one output, as rerankers and reward models have it."""
+    """A model with one output, as in rerankers and reward models."""
     with served(checkpoint, model=classifier(1), class_names=("relevance",)) as running:
         yield running
 
 
 @pytest.fixture
 def client(chat: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{chat.url}/v1", api_key="any", max_retries=0) as found:
-        yield found
+    with openai.OpenAI(base_url=f"{chat.url}/v1", api_key="any", max_retries=0) as openai_client:
+        yield openai_client

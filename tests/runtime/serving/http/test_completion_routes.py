@@ -1,4 +1,4 @@
-"""/v1/completions, /v1/chat/completions and the routes of tokens: one prefill, compared with plain transformers."""
+"""/v1/completions, /v1/chat/completions and the token routes, compared with plain transformers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from moepass.models.errors import CheckpointError
-from moepass.runtime.serving.routes.completions import at_least
+from moepass.runtime.serving.routes.completions import json_log_probability
 from tests.helpers.serving.plain_scores import next_token_table
 from tests.helpers.serving.served import CHAT_TEMPLATE, Served
 
@@ -19,43 +19,43 @@ def test_a_prompt_is_scored_token_by_token(base: Served) -> None:
     tokens = base.writer.tokenizer(TEXT)["input_ids"]
     table = next_token_table(base.backend.model, tokens)
     with openai.OpenAI(base_url=f"{base.url}/v1", api_key="any") as client:
-        found = client.completions.create(
+        reply = client.completions.create(
             model="tiny", prompt=tokens, max_tokens=1, logprobs=1, echo=True, temperature=0, seed=1
         )
-    (choice,) = found.choices
+    (choice,) = reply.choices
     assert choice.logprobs is not None
     assert choice.logprobs.token_logprobs is not None
     assert choice.logprobs.top_logprobs is not None
     assert choice.logprobs.token_logprobs[0] is None
-    expected = [float(table[place, token]) for place, token in enumerate(tokens[1:])]
+    expected = [float(table[position, token]) for position, token in enumerate(tokens[1:])]
     assert choice.logprobs.token_logprobs[1:-1] == pytest.approx(expected, abs=1e-4)
     assert choice.logprobs.token_logprobs[-1] == pytest.approx(float(table[-1].max()), abs=1e-4)
-    # What evaluation harnesses call greedy: the token's number is the largest one.
-    for place, (own, best) in enumerate(
+    # Evaluation harnesses call a token greedy if its log-probability is the largest one.
+    for position, (value, best) in enumerate(
         zip(choice.logprobs.token_logprobs[1:], choice.logprobs.top_logprobs[1:], strict=True)
     ):
-        is_best = place == len(tokens) - 1 or int(table[place].argmax()) == tokens[place + 1]
-        assert (own == max(best.values())) is is_best
+        is_best = position == len(tokens) - 1 or int(table[position].argmax()) == tokens[position + 1]
+        assert (value == max(best.values())) is is_best
     assert choice.text == TEXT + base.writer.tokenizer.decode([int(table[-1].argmax())])
     assert "".join((choice.logprobs.tokens or [])[:-1]) == TEXT
-    assert found.usage is not None
-    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (len(tokens), 1)
+    assert reply.usage is not None
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (len(tokens), 1)
 
 
 def test_prompts_of_a_batch_are_answered_in_order(base: Served) -> None:
     prompts = [TEXT, "a dog", "x"]
-    found = base.post("/v1/completions", {"prompt": prompts, "max_tokens": 1, "logprobs": 0})
+    reply = base.post("/v1/completions", {"prompt": prompts, "max_tokens": 1, "logprobs": 0})
     for index, prompt in enumerate(prompts):
-        choice = found["choices"][index]
+        choice = reply["choices"][index]
         table = next_token_table(base.backend.model, base.writer.tokenizer(prompt)["input_ids"])
         assert choice["index"] == index
         assert choice["logprobs"]["token_logprobs"] == pytest.approx([float(table[-1].max())], abs=1e-4)
     of_tokens = [base.writer.tokenizer(prompt)["input_ids"] for prompt in prompts]
     again = base.post("/v1/completions", {"prompt": of_tokens, "max_tokens": 1, "logprobs": 0})
-    assert again["choices"] == found["choices"]
+    assert again["choices"] == reply["choices"]
 
 
-def test_nothing_is_said_where_no_token_is_asked_for(base: Served) -> None:
+def test_no_token_is_returned_if_none_is_requested(base: Served) -> None:
     (choice,) = base.post("/v1/completions", {"prompt": TEXT, "max_tokens": 0})["choices"]
     assert choice == {"index": 0, "text": "", "logprobs": None, "finish_reason": "length"}
     (choice,) = base.post("/v1/completions", {"prompt": TEXT, "max_tokens": 0, "echo": True, "logprobs": 2})["choices"]
@@ -74,14 +74,14 @@ def test_a_stop_string_ends_the_token(base: Served) -> None:
 
 def test_a_stream_is_the_answer_in_one_event(base: Served) -> None:
     with openai.OpenAI(base_url=f"{base.url}/v1", api_key="any") as client:
-        whole = client.completions.create(model="tiny", prompt=TEXT, max_tokens=1)
+        complete = client.completions.create(model="tiny", prompt=TEXT, max_tokens=1)
         chunks = list(
             client.completions.create(
                 model="tiny", prompt=TEXT, max_tokens=1, stream=True, stream_options={"include_usage": True}
             )
         )
-    assert [chunk.choices[0].text for chunk in chunks if chunk.choices] == [whole.choices[0].text]
-    assert chunks[-1].usage == whole.usage
+    assert [chunk.choices[0].text for chunk in chunks if chunk.choices] == [complete.choices[0].text]
+    assert chunks[-1].usage == complete.usage
 
 
 def test_tokens_may_be_named_by_their_ids(base: Served) -> None:
@@ -91,17 +91,17 @@ def test_tokens_may_be_named_by_their_ids(base: Served) -> None:
     assert len(choice["logprobs"]["top_logprobs"][1]) in (3, 4)
 
 
-def test_tokens_that_read_alike_all_are_listed(base: Served) -> None:
-    # The ids behind those of the tokenizer, and parts of characters, have no text of their own.
+def test_tokens_with_equal_texts_are_all_listed(base: Served) -> None:
+    # Ids beyond the tokenizer's vocabulary and parts of characters have no unique text.
     body = {"prompt": TEXT, "max_tokens": 1, "logprobs": 20}
     (choice,) = base.post("/v1/completions", body)["choices"]
     assert len(choice["logprobs"]["top_logprobs"][0]) == 20
 
 
-def test_what_is_no_number_is_no_log_probability() -> None:
-    assert [at_least(value) for value in (-1.5, float("-inf"), -1e9)] == [-1.5, -9999.0, -9999.0]
-    with pytest.raises(CheckpointError, match="no numbers"):
-        at_least(float("nan"))
+def test_log_probabilities_are_representable_in_json() -> None:
+    assert [json_log_probability(value) for value in (-1.5, float("-inf"), -1e9)] == [-1.5, -9999.0, -9999.0]
+    with pytest.raises(CheckpointError, match="outputs are NaN"):
+        json_log_probability(float("nan"))
 
 
 @pytest.mark.parametrize(
@@ -128,16 +128,14 @@ def test_what_is_no_number_is_no_log_probability() -> None:
         ({"prompt": [5] * 1025}, "prompt"),
     ],
 )
-def test_what_needs_decoding_or_changes_scores_is_refused_by_name(
-    base: Served, change: dict[str, Any], param: str
-) -> None:
+def test_unsupported_completion_fields_are_refused_by_name(base: Served, change: dict[str, Any], param: str) -> None:
     assert base.refused("/v1/completions", {"prompt": "a", "max_tokens": 1} | change)["param"] == param
 
 
-def test_more_than_one_token_is_refused_with_a_sentence(base: Served) -> None:
+def test_more_than_one_token_is_refused_with_a_message(base: Served) -> None:
     message = base.refused("/v1/completions", {"prompt": "a"})["message"]
     assert message == (
-        "max_tokens is 16, but this server computes one prefill and decodes nothing: give max_tokens 0 or 1"
+        "max_tokens is 16, but this server computes one prefill and does not decode; set max_tokens to 0 or 1"
     )
 
 
@@ -146,20 +144,20 @@ def test_a_conversation_gets_its_likeliest_token(chat: Served, client: openai.Op
         {"role": "developer", "content": "be"},
         {"role": "user", "content": [{"type": "text", "text": TEXT}]},
     ]
-    found = client.chat.completions.create(model="tiny", messages=messages, max_tokens=1, logprobs=True, top_logprobs=3)
+    reply = client.chat.completions.create(model="tiny", messages=messages, max_tokens=1, logprobs=True, top_logprobs=3)
     tokens = chat.writer.tokenizer(f"<|system|>be<|end|><|user|>{TEXT}<|end|><|assistant|>")["input_ids"]
     best = next_token_table(chat.backend.model, tokens)[-1].topk(3)
-    logprobs = found.choices[0].logprobs
+    logprobs = reply.choices[0].logprobs
     assert logprobs is not None
     assert logprobs.content is not None
     (said,) = logprobs.content
     assert said.logprob == pytest.approx(float(best.values[0]), abs=1e-4)
-    assert [one.logprob for one in said.top_logprobs] == pytest.approx(best.values.tolist(), abs=1e-4)
-    assert found.choices[0].message.content == chat.writer.tokenizer.decode([int(best.indices[0])])
-    assert found.usage is not None
-    assert found.usage.prompt_tokens == len(tokens)
+    assert [listed.logprob for listed in said.top_logprobs] == pytest.approx(best.values.tolist(), abs=1e-4)
+    assert reply.choices[0].message.content == chat.writer.tokenizer.decode([int(best.indices[0])])
+    assert reply.usage is not None
+    assert reply.usage.prompt_tokens == len(tokens)
     stream = client.chat.completions.create(model="tiny", messages=messages, max_completion_tokens=1, stream=True)
-    assert [chunk.choices[0].delta.content for chunk in stream] == [found.choices[0].message.content]
+    assert [chunk.choices[0].delta.content for chunk in stream] == [reply.choices[0].message.content]
 
 
 @pytest.mark.parametrize(
@@ -190,22 +188,23 @@ def test_a_model_without_a_chat_template_takes_no_messages(base: Served) -> None
 
 
 def test_texts_become_tokens_and_back(chat: Served) -> None:
-    found = chat.post("/tokenize", {"prompt": TEXT, "return_token_strs": True})
-    assert found["tokens"] == chat.writer.tokenizer(TEXT)["input_ids"]
-    assert (found["count"], found["max_model_len"]) == (len(found["tokens"]), 1024)
-    assert "".join(found["token_strs"]).replace("Ġ", " ") == TEXT
-    assert chat.post("/detokenize", {"tokens": found["tokens"]}) == {"prompt": TEXT}
-    of_messages = chat.post("/tokenize", {"messages": [{"role": "user", "content": "x"}]})
-    assert of_messages["tokens"] == chat.writer.tokenizer("<|user|>x<|end|><|assistant|>")["input_ids"]
+    reply = chat.post("/tokenize", {"prompt": TEXT, "return_token_strs": True})
+    assert reply["tokens"] == chat.writer.tokenizer(TEXT)["input_ids"]
+    assert (reply["count"], reply["max_model_len"]) == (len(reply["tokens"]), 1024)
+    assert "".join(reply["token_strs"]).replace("Ġ", " ") == TEXT
+    assert chat.post("/detokenize", {"tokens": reply["tokens"]}) == {"prompt": TEXT}
+    for role, tag in (("user", "user"), ("developer", "system")):  # as /v1/chat/completions renders them
+        of_messages = chat.post("/tokenize", {"messages": [{"role": role, "content": "x"}]})
+        assert of_messages["tokens"] == chat.writer.tokenizer(f"<|{tag}|>x<|end|><|assistant|>")["input_ids"]
     control = set(chat.writer.encoder.control_tokens)
     assert not control.intersection(chat.post("/tokenize", {"prompt": "<|end|>"})["tokens"])
     assert chat.refused("/tokenize", {})["param"] == "prompt"
     assert chat.refused("/detokenize", {"tokens": [512]})["param"] == "tokens"
-    # The model has more rows than the tokenizer has tokens.
+    # The model has more output rows than the tokenizer has tokens.
     assert chat.post("/detokenize", {"tokens": [511]}) == {"prompt": ""}
 
 
 def test_the_tokenizer_says_what_it_is(chat: Served) -> None:
-    found = chat.client.get("/tokenizer_info").json()
-    assert (found["eos_token"], found["chat_template"]) == ("<|end|>", CHAT_TEMPLATE)
-    assert found["control_tokens"]["0"] == "<|end|>"
+    reply = chat.client.get("/tokenizer_info").json()
+    assert (reply["eos_token"], reply["chat_template"]) == ("<|end|>", CHAT_TEMPLATE)
+    assert reply["control_tokens"]["0"] == "<|end|>"

@@ -1,4 +1,4 @@
-"""/v1/decisions and /v1/systemone answer as plain transformers score each prompt alone, to 1e-4."""
+"""/v1/decisions and /v1/systemone equal plain transformers on each prompt alone, within 1e-4."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SCORE = {
 
 
 def _expected(server: Served, question: str, labels: Sequence[str], text: str = INPUT) -> tuple[list[float], float]:
-    """Probabilities of `labels` behind the prompt, written out, and their mass."""
+    """Return the probabilities of `labels` behind the written-out prompt, and their mass."""
     tokenizer = server.writer.tokenizer
     prompt = tokenizer(f"<|user|>{text}\n\n{question}<|end|><|assistant|>", add_special_tokens=False)["input_ids"]
     tokens = [tokenizer(label, add_special_tokens=False)["input_ids"] for label in labels]
@@ -53,8 +53,8 @@ def test_openais_client_gets_the_probabilities_of_every_question(chat: Served, c
         "Answer with the letter of the option that fits best (A to C) only."
     )
     expected, _ = _expected(chat, asked, ["A", "B", "C"])
-    assert [one.probability for one in choice.probabilities] == pytest.approx(expected, abs=1e-4)
-    assert [one.value for one in choice.probabilities] == ["cat", "dog", True]
+    assert [entry.probability for entry in choice.probabilities] == pytest.approx(expected, abs=1e-4)
+    assert [entry.value for entry in choice.probabilities] == ["cat", "dog", True]
     assert choice.choice == ["cat", "dog", True][expected.index(max(expected))]
     assert choice.confidence == pytest.approx((max(expected) - 1 / 3) * 1.5, abs=1e-4)
 
@@ -63,7 +63,7 @@ def test_openais_client_gets_the_probabilities_of_every_question(chat: Served, c
         "Answer with the letter of the level that fits best (A to C) only."
     )
     expected, _ = _expected(chat, asked, ["A", "B", "C"])
-    assert [(one.value, one.label) for one in score.probabilities] == [(0, "none"), (1, "some"), (2, "much")]
+    assert [(entry.value, entry.label) for entry in score.probabilities] == [(0, "none"), (1, "some"), (2, "much")]
     assert score.score == pytest.approx(expected[1] + 2 * expected[2], abs=1e-4)
 
 
@@ -81,10 +81,10 @@ def test_more_choices_than_letters_are_numbers_of_several_tokens(chat: Served) -
     question = {"type": "choice", "instructions": "Which?", "choices": choices}
     (answer,) = chat.post("/v1/decisions", {"model": "tiny", "input": "x", "questions": [question]})["answers"]
     numbers = [f"{number:02}" for number in range(1, 31)]
-    lines = [f"{number}. v{place}" for place, number in enumerate(numbers)]
+    lines = [f"{number}. v{index}" for index, number in enumerate(numbers)]
     asked = "\n".join(["Which?", *lines, "Answer with the number of the option that fits best (01 to 30) only."])
     expected, mass = _expected(chat, asked, numbers, "x")
-    assert [one["probability"] for one in answer["probabilities"]] == pytest.approx(expected, abs=1e-4)
+    assert [entry["probability"] for entry in answer["probabilities"]] == pytest.approx(expected, abs=1e-4)
     assert answer["label_mass"] == pytest.approx(mass, abs=1e-4)
 
 
@@ -136,17 +136,17 @@ def test_the_order_of_choices_may_be_averaged_out(chat: Served) -> None:
     def ask(choices: list[dict[str, Any]], **more: Any) -> dict[str, float]:
         body = {"model": "tiny", "input": INPUT, "questions": [CHOICE | {"choices": choices}], **more}
         (answer,) = chat.post("/v1/decisions", body)["answers"]
-        return {str(one["value"]): one["probability"] for one in answer["probabilities"]}
+        return {str(entry["value"]): entry["probability"] for entry in answer["probabilities"]}
 
     choices: list[dict[str, Any]] = [{"value": "b"}, {"value": "c"}, {"value": "a"}]
     assert ask(choices) != pytest.approx(ask(choices[::-1]), abs=1e-4)
     averaged = ask(choices, order_invariant=True)
     assert averaged == pytest.approx(ask(choices[::-1], order_invariant=True), abs=1e-6)
     orders = [ask([{"value": value} for value in order]) for order in ("abc", "bca", "cab")]
-    assert averaged == pytest.approx({key: sum(one[key] for one in orders) / 3 for key in "abc"}, abs=1e-5)
+    assert averaged == pytest.approx({key: sum(order[key] for order in orders) / 3 for key in "abc"}, abs=1e-5)
 
 
-def test_sglangs_body_is_told_apart_and_answered_in_its_shape(chat: Served) -> None:
+def test_sglangs_body_gets_sglangs_reply(chat: Served) -> None:
     body = {
         "input": {"message": "hi"},
         "prompt_format_version": 1,
@@ -161,23 +161,23 @@ def test_sglangs_body_is_told_apart_and_answered_in_its_shape(chat: Served) -> N
             {"id": "y", "type": "yes_no", "question": "True?", "yes": "so"},
         ],
     }
-    found = chat.post("/v1/decisions", body)
+    reply = chat.post("/v1/decisions", body)
     text = '{"message":"hi"}'
     asked = "Question: Tone?\nA: calm\nB: mad - d\nAnswer with the letter of one option only."
     expected, mass = _expected(chat, asked, ["A", "B"], text)
-    assert list(found["answers"]["c"]["probabilities"].values()) == pytest.approx(expected, abs=1e-4)
-    assert found["answers"]["c"]["label_mass"] == pytest.approx(mass, abs=1e-4)
+    assert list(reply["answers"]["c"]["probabilities"].values()) == pytest.approx(expected, abs=1e-4)
+    assert reply["answers"]["c"]["label_mass"] == pytest.approx(mass, abs=1e-4)
     expected, _ = _expected(
         chat, 'Question: How?\n0: low\n1: {"l":1}\nAnswer with the number of one level only.', "01", text
     )
-    assert found["answers"]["s"]["score"] == pytest.approx(expected[1], abs=1e-4)
+    assert reply["answers"]["s"]["score"] == pytest.approx(expected[1], abs=1e-4)
     expected, _ = _expected(
         chat, "Is the following true? True?\nyes: so\nAnswer with yes or no only.", ["yes", "no"], text
     )
-    assert found["answers"]["y"]["probabilities"] == pytest.approx(
+    assert reply["answers"]["y"]["probabilities"] == pytest.approx(
         dict(zip(("yes", "no"), expected, strict=True)), abs=1e-4
     )
-    assert (found["prompt_format_version"], found["model"]) == (1, "tiny")
+    assert (reply["prompt_format_version"], reply["model"]) == (1, "tiny")
     assert chat.refused("/v1/decisions", body | {"prompt_format_version": 2})["param"] == "prompt_format_version"
     assert chat.refused("/v1/decisions", body | {"temperature": 2.0})["param"] == "temperature"
 
@@ -189,23 +189,23 @@ def test_systemone_answers_as_transformers_own_pipeline(chat: Served) -> None:
         "urgent": {"type": "score", "instructions": "How urgent?", "criteria": ["Later", "This week", "Now"]},
     }
     state = {"message": "Buy now", "tags": [1, None]}
-    found = chat.post("/v1/systemone", {"model": "tiny", "state": state, "questions": questions})
+    reply = chat.post("/v1/systemone", {"model": "tiny", "state": state, "questions": questions})
     tokenizer = chat.writer.tokenizer
     tokenizer.chat_template = CHAT_TEMPLATE
     pipeline = DecisionPipeline(model=chat.backend.model, tokenizer=tokenizer)
     expected = pipeline(json.loads(json.dumps({"state": state, "questions": questions})))
     for name, answer in expected.items():
-        mass = found["answers"][name].pop("label_mass")
+        mass = reply["answers"][name].pop("label_mass")
         assert 0 < mass <= 1
         probabilities = answer.pop("probabilities", {})
-        assert found["answers"][name].pop("probabilities", {}) == pytest.approx(probabilities, abs=1e-4)
+        assert reply["answers"][name].pop("probabilities", {}) == pytest.approx(probabilities, abs=1e-4)
         legend = answer.pop("legend", None)
-        assert found["answers"][name].pop("legend", None) == legend
-        assert found["answers"][name] == pytest.approx(answer, abs=1e-4)
+        assert reply["answers"][name].pop("legend", None) == legend
+        assert reply["answers"][name] == pytest.approx(answer, abs=1e-4)
 
 
 @pytest.mark.slow
-def test_a_model_with_labels_of_its_own_chooses_among_them_and_refuses_the_rest(demo: Served) -> None:
+def test_a_model_with_its_own_labels_refuses_other_choices(demo: Served) -> None:
     choices = [{"value": "English"}, {"value": "<de>"}, {"value": "French"}]
     questions = [
         {"type": "choice", "name": "language", "instructions": "Which language is it?", "choices": choices},
@@ -220,16 +220,16 @@ def test_a_model_with_labels_of_its_own_chooses_among_them_and_refuses_the_rest(
     expected = label_probabilities(
         demo.backend.model, prompt, [[tokenizer.convert_tokens_to_ids(f"<{name}>")] for name in ("en", "de", "fr")]
     )
-    assert [one.probability for one in language.probabilities] == pytest.approx(expected, abs=1e-4)
+    assert [entry.probability for entry in language.probabilities] == pytest.approx(expected, abs=1e-4)
     assert language.choice == "<de>"
     assert (predicate.type, predicate.name) == ("refusal", "cat")
     assert "Klingon" in unknown.reason
 
 
-def test_a_request_that_no_question_of_can_be_answered_asks_nothing(demo: Served) -> None:
+def test_a_request_without_answerable_questions_does_not_ask_the_model(demo: Served) -> None:
     asked = len(demo.backend.requests)
-    found = demo.post("/v1/decisions", {"model": "tiny", "input": "x", "questions": [PREDICATE]})
-    assert found["answers"][0]["type"] == "refusal"
+    reply = demo.post("/v1/decisions", {"model": "tiny", "input": "x", "questions": [PREDICATE]})
+    assert reply["answers"][0]["type"] == "refusal"
     assert len(demo.backend.requests) == asked
 
 
@@ -271,14 +271,14 @@ BODY = {"model": "tiny", "input": INPUT, "questions": [PREDICATE]}
         ({"input": [{"type": "function_call_output", "call_id": "9", "output": "x"}]}, "input[0].call_id"),
     ],
 )
-def test_what_cannot_be_asked_is_refused_by_name(chat: Served, change: dict[str, Any], param: str) -> None:
+def test_invalid_decisions_are_refused_with_their_field(chat: Served, change: dict[str, Any], param: str) -> None:
     assert chat.refused("/v1/decisions", BODY | change)["param"] == param
 
 
-def test_a_string_and_a_boolean_of_one_text_are_two_choices(chat: Served) -> None:
+def test_a_string_and_a_boolean_with_the_same_text_are_two_choices(chat: Served) -> None:
     choices = [{"value": "true"}, {"value": True}]
     (answer,) = chat.post("/v1/decisions", BODY | {"questions": [CHOICE | {"choices": choices}]})["answers"]
-    assert [one["value"] for one in answer["probabilities"]] == ["true", True]
+    assert [entry["value"] for entry in answer["probabilities"]] == ["true", True]
 
 
 def test_a_prompt_that_is_too_long_is_refused_with_the_numbers(chat: Served) -> None:

@@ -1,4 +1,4 @@
-"""What holds for every route: keys, limits, errors, clients that leave, and inputs that nobody should send."""
+"""Properties of all routes: keys, limits, errors, clients that leave, and absurd inputs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from moepass.runtime.serving.requests.backend import (
     QueueFullError,
     SequenceTooLongError,
 )
-from moepass.runtime.serving.routes import scores, service
+from moepass.runtime.serving.routes import prompt_inputs, service
 from moepass.runtime.serving.routes.server_settings import ServerSettings
 from tests.helpers.serving.served import CHAT_TEMPLATE, Served, served
 
@@ -88,7 +88,7 @@ def test_openais_client_knows_a_full_queue(
 @pytest.mark.parametrize(
     "error", [RuntimeError("secret of /srv/private"), CheckpointError("no /srv/private/x", path="/srv/private/x")]
 )
-def test_an_error_that_nobody_expected_leaks_nothing(
+def test_an_unexpected_error_leaks_no_details(
     chat: Served, backend_error: Callable[[Exception], None], error: Exception
 ) -> None:
     backend_error(error)
@@ -98,17 +98,17 @@ def test_an_error_that_nobody_expected_leaks_nothing(
 
 @pytest.fixture
 def broken(chat: Served, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """All log-probabilities of the backend become a number."""
+    """Return a function that sets all log-probabilities of the backend to one value."""
 
     def set_value(value: float) -> None:
-        whole = chat.backend.answer
+        answer_unchanged = chat.backend.answer
 
         async def answer(request: Any, **options: Any) -> Any:
-            found = await whole(request, **options)
-            for piece in found.pieces:
+            reply = await answer_unchanged(request, **options)
+            for piece in reply.pieces:
                 for read in piece.reads:
                     read.log_probabilities[:] = value
-            return found
+            return reply
 
         monkeypatch.setattr(chat.backend, "answer", answer)
 
@@ -122,9 +122,9 @@ def test_a_question_whose_labels_all_are_impossible_is_refused(chat: Served, bro
     chat.refused("/v1/systemone", {"state": "s", "questions": {"q": {"type": "noul"}}})
 
 
-def test_a_model_whose_outputs_are_no_numbers_is_an_error(chat: Served, broken: Callable[[float], None]) -> None:
+def test_a_model_with_nan_outputs_is_an_error(chat: Served, broken: Callable[[float], None]) -> None:
     broken(float("nan"))
-    assert "no numbers" in chat.refused("/v1/decisions", DECISION, 500)["message"]
+    assert "outputs are NaN" in chat.refused("/v1/decisions", DECISION, 500)["message"]
 
 
 def test_one_prompt_of_a_batch_that_fails_cancels_the_others(chat: Served) -> None:
@@ -148,7 +148,7 @@ def test_one_prompt_of_a_batch_that_fails_cancels_the_others(chat: Served) -> No
     assert chat.backend.cancelled == before + 2
 
 
-def test_a_client_that_leaves_frees_its_place(chat: Served) -> None:
+def test_a_client_that_leaves_cancels_its_request(chat: Served) -> None:
     before, asked = chat.backend.cancelled, len(chat.backend.requests)
     chat.backend.gate = asyncio.Event()
     try:
@@ -197,7 +197,7 @@ def test_the_key_guards_every_route_but_health(guarded: Served, route: Any) -> N
 
 
 @pytest.mark.parametrize("path", ["/openapi.json", "/nowhere"])
-def test_the_key_guards_what_is_no_route_of_ours(guarded: Served, path: str) -> None:
+def test_the_key_guards_unknown_paths_too(guarded: Served, path: str) -> None:
     assert httpx.get(guarded.url + path).status_code == 401
 
 
@@ -210,16 +210,16 @@ def test_the_right_key_opens(guarded: Served, scheme: str) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status", "words"),
     [
-        ("GET", "/nowhere", 404, "there is no route '/nowhere'; GET /openapi.json has all routes"),
-        ("POST", "/v1/decisions/", 404, "there is no route '/v1/decisions/'; GET /openapi.json has all routes"),
-        ("GET", "/v1/decisions", 405, "/v1/decisions takes no GET; it takes POST"),
-        ("DELETE", "/ping", 405, "/ping takes no DELETE; it takes GET, HEAD, POST"),
+        ("GET", "/nowhere", 404, "there is no route '/nowhere'; GET /openapi.json lists all routes"),
+        ("POST", "/v1/decisions/", 404, "there is no route '/v1/decisions/'; GET /openapi.json lists all routes"),
+        ("GET", "/v1/decisions", 405, "/v1/decisions does not support GET; it supports POST"),
+        ("DELETE", "/ping", 405, "/ping does not support DELETE; it supports GET, HEAD, POST"),
     ],
 )
-def test_what_is_no_route_is_told_what_would_be_right(
+def test_unknown_routes_and_methods_are_errors_that_name_the_supported_ones(
     chat: Served, method: str, path: str, status: int, words: str
 ) -> None:
-    """And nothing is sent on to wherever the client's Host header names."""
+    """The error is no redirect, which would send the client to the host in its Host header."""
     response = chat.client.request(method, path, headers={"Host": "elsewhere.example"})
     assert (response.status_code, response.json()["error"]["message"]) == (status, words)
     assert "location" not in response.headers
@@ -239,7 +239,7 @@ CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
         ("/v1/decisions", DECISION, "chat_template_kwargs", None),
     ],
 )
-def test_fields_that_would_change_the_numbers_are_refused_where_others_are_ignored(
+def test_unsupported_fields_that_change_results_are_refused_and_others_ignored(
     chat: Served, path: str, body: dict[str, Any], name: str, neutral: object
 ) -> None:
     refused = chat.client.post(path, json={**body, name: 7})
@@ -247,7 +247,7 @@ def test_fields_that_would_change_the_numbers_are_refused_where_others_are_ignor
     assert chat.client.post(path, json={**body, name: neutral, "of_another_server": 7}).status_code == 200
 
 
-def test_a_server_says_how_it_is(chat: Served) -> None:
+def test_a_server_reports_its_state(chat: Served) -> None:
     get = chat.client.get
     assert get("/health").json() == {}
     assert get("/ready").json() == {"state": "ready", "model": "tiny", "details": {"attention": "eager"}}
@@ -267,16 +267,16 @@ def test_a_server_says_how_it_is(chat: Served) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(route.path for route in ROUTES if route.method == "GET"))
-def test_a_probe_with_head_is_answered_as_get_without_a_body(chat: Served, path: str) -> None:
+def test_head_is_answered_like_get_without_a_body(chat: Served, path: str) -> None:
     for state, status in (("ready", 200), ("draining", 503 if path in ("/ready", "/ping") else 200)):
         chat.backend.state = state
         try:
-            probed, whole = chat.client.head(path), chat.client.get(path)
+            probed, got = chat.client.head(path), chat.client.get(path)
         finally:
             chat.backend.state = "ready"
-        assert (probed.status_code, probed.content, whole.status_code) == (status, b"", status)
-        assert probed.headers["content-type"] == whole.headers["content-type"]
-    # The connection goes on, and a route that computes is not probed.
+        assert (probed.status_code, probed.content, got.status_code) == (status, b"", status)
+        assert probed.headers["content-type"] == got.headers["content-type"]
+    # The connection stays usable, and routes that compute do not support HEAD.
     assert chat.client.head("/v1/decisions").status_code == 405
 
 
@@ -284,20 +284,20 @@ def test_openais_client_lists_the_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny", "alias"]
 
 
-def test_responses_say_how_long_they_took(chat: Served) -> None:
+def test_responses_have_ids_and_times(chat: Served) -> None:
     response = chat.client.post("/v1/decisions", json=DECISION, headers={"X-Request-Id": "mine-1"})
     assert response.headers["x-request-id"] == "mine-1"
     assert int(response.headers["openai-processing-ms"]) >= 0
     assert "backend;dur=" in response.headers["server-timing"]
-    other = chat.client.post("/v1/decisions", json=DECISION, headers={"X-Request-Id": "a b\x7f" * 99})
-    assert other.headers["x-request-id"].startswith("req-")
+    second_response = chat.client.post("/v1/decisions", json=DECISION, headers={"X-Request-Id": "a b\x7f" * 99})
+    assert second_response.headers["x-request-id"].startswith("req-")
 
 
-def test_responses_say_how_long_a_request_waited(chat: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = chat.backend.answer
+def test_responses_have_queue_and_compute_times(chat: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer_unchanged = chat.backend.answer
 
     async def answer(request: Any, **options: Any) -> Any:
-        return dataclasses.replace(await whole(request, **options), times=AnswerTimes(0.25, 1.5))
+        return dataclasses.replace(await answer_unchanged(request, **options), times=AnswerTimes(0.25, 1.5))
 
     monkeypatch.setattr(chat.backend, "answer", answer)
     timing = chat.client.post("/v1/completions", json={"prompt": ["a", "b"], "max_tokens": 1}).headers["server-timing"]
@@ -307,41 +307,41 @@ def test_responses_say_how_long_a_request_waited(chat: Served, monkeypatch: pyte
 @pytest.mark.slow
 def test_the_state_names_the_labels_that_a_model_knows(chat: Served, demo: Served, classes: Served) -> None:
     assert "German" in demo.client.get("/v1/state").json()["labels"]
-    for one, predicts in ((chat, True), (classes, False)):
-        state = one.client.get("/v1/state").json()
+    for server, predicts in ((chat, True), (classes, False)):
+        state = server.client.get("/v1/state").json()
         assert (state["labels"], state["predicts_tokens"], state["ranks"]) == ([], predicts, [])
 
 
 @pytest.mark.parametrize(("body", "path"), INVOCATIONS)
-def test_an_invocation_is_the_route_that_its_body_means(chat: Served, body: Any, path: str) -> None:
+def test_an_invocation_calls_the_route_of_its_body(chat: Served, body: Any, path: str) -> None:
     invoked, direct = chat.post("/invocations", body), chat.post(path, body)
     assert lasting(invoked) == lasting(direct)
 
 
 def lasting(answer: Any) -> Any:
-    """Without what differs from call to call."""
+    """Return the answer without the fields that differ from call to call."""
     if not isinstance(answer, dict):
         return answer
     return {name: value for name, value in answer.items() if name not in ("id", "created")}
 
 
-def check_alike(found: Any, expected: Any) -> None:
-    """The same but for rounding: a prefix may have come from the cache."""
+def check_alike(reply: Any, expected: Any) -> None:
+    """Check that two replies are equal up to rounding, because a prefix may have come from the cache."""
     if isinstance(expected, dict):
-        assert list(found) == list(expected)
+        assert list(reply) == list(expected)
         for name, value in expected.items():
-            check_alike(found[name], value)
+            check_alike(reply[name], value)
     elif isinstance(expected, list):
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            check_alike(one, other)
+        assert len(reply) == len(expected)
+        for actual_item, expected_item in zip(reply, expected, strict=True):
+            check_alike(actual_item, expected_item)
     elif isinstance(expected, float):
-        assert found == pytest.approx(expected, abs=1e-5, rel=1e-5)
+        assert reply == pytest.approx(expected, abs=1e-5, rel=1e-5)
     else:
-        assert found == expected
+        assert reply == expected
 
 
-def test_an_invocation_that_means_no_route_is_refused(chat: Served) -> None:
+def test_an_invocation_that_matches_no_route_is_refused(chat: Served) -> None:
     assert "questions" in chat.refused("/invocations", {"x": 1})["message"]
 
 
@@ -366,14 +366,14 @@ def test_a_model_that_is_not_served_is_not_found(chat: Served, client: openai.Op
         client.decisions.create(**DECISION | {"model": "gpt"})  # type: ignore[arg-type]
 
 
-def test_unknown_routes_and_methods_have_errors_of_the_same_shape(chat: Served) -> None:
+def test_unknown_routes_and_methods_have_error_replies(chat: Served) -> None:
     for method, path, status in (("GET", "/v1/nothing", 404), ("GET", "/v1/decisions", 405)):
         response = chat.client.request(method, path)
         assert response.status_code == status
         assert response.json()["error"]["type"]
 
 
-# Bodies that are no requests, or hardly: each is refused with a sentence, or answered.
+# Invalid or unusual bodies: each is either refused with a message or answered.
 ABSURD = {
     "nothing": b"",
     "no JSON": b"{",
@@ -393,7 +393,7 @@ ABSURD = {
 }
 
 
-LONG = "a" * 2000  # longer than the model takes; the other one is not even made into tokens
+LONG = "a" * 2000  # exceeds the model's tokens; ENDLESS exceeds the limit of characters
 ENDLESS = "a" * 10_000_000
 LABELLED = {"id": "is it so?", "type": "yes_no", "question": ""}
 
@@ -426,17 +426,17 @@ LABELLED = {"id": "is it so?", "type": "yes_no", "question": ""}
         ("/invocations", {"x": 1}, None),
         ("/invocations", {"prompt": LONG, "max_tokens": 1}, "prompt"),
         ("/classify", {"input": "a"}, "model"),
-        ("/predict", {"inputs": "a"}, None),  # its body names no model
+        ("/predict", {"inputs": "a"}, None),  # its body has no model field
     ],
 )  # fmt: skip
-def test_an_error_names_the_field_that_it_is_about(chat: Served, path: str, body: Any, param: str | None) -> None:
+def test_an_error_names_its_field(chat: Served, path: str, body: Any, param: str | None) -> None:
     status = 404 if body.get("model") == "gpt" else 400
     assert chat.refused(path, body, status)["param"] == param
 
 
 @pytest.mark.sampled(every=19)
 @pytest.mark.parametrize("path", POSTS)
-def test_absurd_bodies_are_refused_with_a_sentence(chat: Served, path: str) -> None:
+def test_absurd_bodies_are_refused_with_a_message(chat: Served, path: str) -> None:
     (fields,) = {frozenset(route.fields) for route in ROUTES if (route.method, route.path) == ("POST", path)}
     for name, body in ABSURD.items():
         response = chat.client.post(path, content=body)
@@ -462,14 +462,14 @@ def _choices(count: int, text: str = "v") -> dict[str, Any]:
     ],
     ids=["labels of 5 MB", "an input of 10 MB", "letters that grow", "400 questions of 255 choices"],
 )
-def test_what_is_far_too_large_is_refused_soon(chat: Served, body: Any) -> None:
+def test_far_too_large_bodies_are_refused(chat: Served, body: Any) -> None:
     assert chat.refused("/v1/decisions", body)["message"]
 
 
 def test_400_questions_are_answered(chat: Served) -> None:
-    found = chat.post("/v1/decisions", DECISION | {"questions": [_choices(2)] * 399 + DECISION["questions"]})  # type: ignore[operator]
-    assert len(found["answers"]) == 400
-    # Equal questions are one.
+    reply = chat.post("/v1/decisions", DECISION | {"questions": [_choices(2)] * 399 + DECISION["questions"]})  # type: ignore[operator]
+    assert len(reply["answers"]) == 400
+    # Equal questions share their pieces.
     assert len(chat.backend.requests[-1].pieces) < 10
 
 
@@ -478,11 +478,11 @@ def test_255_choices_are_answered(demo: Served) -> None:
     names = list(demo.writer.prompt.label_names.values())
     question = {"type": "choice", "instructions": "?", "choices": [{"value": name} for name in names]}
     (answer,) = demo.post("/v1/decisions", DECISION | {"questions": [question]})["answers"]
-    assert sum(one["probability"] for one in answer["probabilities"]) == pytest.approx(1)
+    assert sum(entry["probability"] for entry in answer["probabilities"]) == pytest.approx(1)
 
 
 def test_a_body_beyond_the_limit_is_refused(chat: Served) -> None:
-    # Sent in parts, without its length.
+    # Send chunks without a Content-Length.
     def parts() -> Iterator[bytes]:
         for _ in range(MOST_BODY_BYTES // (1 << 20) + 1):
             yield b" " * (1 << 20)
@@ -500,7 +500,7 @@ def test_bodies_of_all_clients_together_are_bounded(chat: Served, monkeypatch: p
     assert chat.client.post("/v1/decisions", content=body).status_code == 200
     refusal = chat.client.post("/v1/decisions", content=body + b" ")
     assert (refusal.status_code, refusal.headers["retry-after"]) == (429, "1")
-    # What was taken has been given back, by those that failed too.
+    # Failed requests also return their bytes to the budget.
     chat.refused("/v1/decisions", {})
     assert chat.service.bodies.taken == 0
     assert chat.client.post("/v1/decisions", content=body).status_code == 200
@@ -518,8 +518,10 @@ def test_too_many_items_and_tokens_are_refused(base: Served) -> None:
 
 
 @pytest.mark.slow
-def test_answers_of_too_many_numbers_are_refused_unasked(base: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scores, "MOST_ANSWER_NUMBERS", 5)
+def test_answers_with_too_many_numbers_are_refused_before_the_model_is_asked(
+    base: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_inputs, "MOST_ANSWER_NUMBERS", 5)
     asked = len(base.backend.requests)
     for path, body in (
         ("/v1/score", {"query": "a", "items": ["a", "b"], "label_token_ids": [5, 6, 7]}),
@@ -535,7 +537,7 @@ def test_the_document_describes_every_route(chat: Served) -> None:
     described = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
     assert described == {(route.method, route.path) for route in ROUTES}
     text = json.dumps(document)
-    for reference in {part.split('"')[0] for part in text.split('"#/components/schemas/')[1:]}:
+    for reference in {fragment.split('"')[0] for fragment in text.split('"#/components/schemas/')[1:]}:
         assert reference in document["components"]["schemas"]
 
 
@@ -552,7 +554,7 @@ def test_the_document_describes_every_route(chat: Served) -> None:
         {"timeout_seconds": float("nan")},
     ],
 )
-def test_settings_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_settings_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(OptionError):
         ServerSettings(**{"model_names": ("tiny",)} | wrong)
 

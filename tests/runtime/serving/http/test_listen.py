@@ -1,4 +1,4 @@
-"""A server listens where it is told to, answers what it has when it is asked to end, and then ends."""
+"""A server listens at its address, answers its open requests when it is ended, and then ends."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_port_that_is_taken_is_refused() -> None:
 @pytest.mark.parametrize(
     ("host", "port"), [("127.0.0.1", -1), ("127.0.0.1", 1 << 16), ("no such host", 0), ("a" * 999, 0)]
 )
-def test_what_is_no_address_is_refused(host: str, port: int) -> None:
+def test_invalid_addresses_are_refused(host: str, port: int) -> None:
     with pytest.raises(OptionError):
         open_socket(host, port)
 
@@ -51,7 +51,7 @@ def test_the_second_signal_ends_at_once(chat: Served) -> None:
     assert server.force_exit
 
 
-def test_clients_at_the_same_time_get_their_own_answers(chat: Served) -> None:
+def test_concurrent_clients_get_their_own_answers(chat: Served) -> None:
     def ask(number: int) -> dict[str, Any]:
         question = {"type": "predicate", "instructions": f"Is it {number}?"}
         body = {"model": "tiny", "input": f"text {number} " * 20 * (number % 8), "questions": [question] * (number + 1)}
@@ -59,15 +59,15 @@ def test_clients_at_the_same_time_get_their_own_answers(chat: Served) -> None:
         with httpx.Client(base_url=chat.url, timeout=60) as client:
             response = client.post("/v1/decisions", json=body)
         assert response.status_code == 200, response.text
-        found: dict[str, Any] = response.json()
-        return found
+        reply: dict[str, Any] = response.json()
+        return reply
 
     alone = [ask(number) for number in range(16)]
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         assert list(pool.map(ask, range(16))) == alone
 
 
-# A server whose backend says when it has been asked, and answers a second later.
+# A server whose backend prints when it is asked, and answers a second later.
 _PROGRAM = """
 import asyncio, sys
 from pathlib import Path
@@ -95,9 +95,9 @@ print("ended", flush=True)
 
 
 @pytest.mark.slow
-def test_sigterm_answers_what_is_there_and_exits_0(checkpoint: Path) -> None:
+def test_sigterm_answers_open_requests_and_exits_0(checkpoint: Path) -> None:
     command = [sys.executable, "-c", _PROGRAM, str(checkpoint)]
-    # Without the current folder, which may be that of the sources.
+    # Exclude the current folder from sys.path, because it may contain the sources.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
@@ -113,7 +113,7 @@ def test_sigterm_answers_what_is_there_and_exits_0(checkpoint: Path) -> None:
 
 
 class _Patient:
-    """Answers nothing; otherwise what another backend is."""
+    """A backend that never answers, and otherwise behaves like another backend."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
@@ -134,7 +134,7 @@ class _Patient:
 
 
 @pytest.mark.slow
-def test_what_is_open_when_the_time_to_drain_is_over_is_an_error_of_the_usual_shape(chat: Served) -> None:
+def test_requests_that_are_open_after_the_drain_time_get_an_error_reply(chat: Served) -> None:
     backend = _Patient(chat.backend)
     server = server_of(dataclasses.replace(chat.service, backend=backend), drain_seconds=1)
     with open_socket("127.0.0.1", 0) as opened, concurrent.futures.ThreadPoolExecutor(2) as pool:

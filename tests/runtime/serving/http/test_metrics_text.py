@@ -1,4 +1,4 @@
-"""/metrics is text that Prometheus reads, under vLLM's names where the meaning is the same."""
+"""/metrics is valid Prometheus text, with the names of vLLM for metrics of the same meaning."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from moepass.runtime.serving.requests.view import BackendView, EngineView, RankV
 from moepass.runtime.serving.workers.request_times import RequestTimes
 from moepass.runtime.serving.workers.serving_counters import ServingCounters
 
-# As https://prometheus.io/docs/instrumenting/exposition_formats says.
+# The text format of https://prometheus.io/docs/instrumenting/exposition_formats.
 _LABEL = r'[a-zA-Z_]\w*="(?:[^"\\\n]|\\["\\n])*"'
 _SAMPLE = re.compile(rf"([a-zA-Z_:][\w:]*)(?:\{{({_LABEL}(?:,{_LABEL})*)\}})? (-?[\d.e+-]+|\+Inf)")
 _HEAD = re.compile(r"# (HELP|TYPE) ([a-zA-Z_:][\w:]*) (.+)")
 
 
 def parsed(text: str) -> tuple[dict[str, float], dict[str, str]]:
-    """Samples by name and labels, and types by family; every family stands together, behind its type."""
+    """Return the samples by name and labels, and the types by family. The lines of a family must follow its type."""
     samples: dict[str, float] = {}
     kinds: dict[str, str] = {}
     family = ""
     assert text.endswith("\n")
     for line in text.splitlines():
         if line.startswith("#"):
-            found = _HEAD.fullmatch(line)
-            assert found, line
-            if found[1] == "TYPE":
-                assert found[2] not in kinds
-                family = found[2]
-                kinds[family] = found[3]
+            match = _HEAD.fullmatch(line)
+            assert match, line
+            if match[1] == "TYPE":
+                assert match[2] not in kinds
+                family = match[2]
+                kinds[family] = match[3]
             continue
         sample = _SAMPLE.fullmatch(line)
         assert sample, line
@@ -53,11 +53,11 @@ def text_of(counters: dict[str, float], view: BackendView, model: str = "tiny") 
 
 
 def test_every_counter_of_the_server_has_a_name() -> None:
-    counters = {name: float(place) for place, name in enumerate(vars(ServingCounters()), 1)}
+    counters = {name: float(value) for value, name in enumerate(vars(ServingCounters()), 1)}
     view = BackendView((rank(0),), 4, 2, RequestTimes().histograms)
     text = text_of(counters | {"compilations_after_ready": 0.0}, view)
     samples, kinds = parsed(text)
-    assert sorted(re.findall(r"^# HELP (\S+) \S", text, re.M)) == sorted(kinds), "a counter without a word"
+    assert sorted(re.findall(r"^# HELP (\S+) \S", text, re.M)) == sorted(kinds), "a metric has no help text"
     label = 'model_name="tiny"'
     for name, source in (
         (f"vllm:prompt_tokens_total{{{label}}}", "request_tokens"),
@@ -109,7 +109,7 @@ def test_histograms_count_up_to_their_bounds() -> None:
     assert samples[f'{name}_count{{model_name="tiny"}}'] == 3
 
 
-def test_what_is_called_oddly_is_written_so_that_it_reads_back() -> None:
+def test_names_are_escaped() -> None:
     samples, _ = parsed(text_of({"a_new_sum": 3.0}, BackendView(), model='a"b\\c\nd'))
     assert samples["moepass_a_new_sum_total"] == 3
     assert 'vllm:num_requests_running{model_name="a\\"b\\\\c\\nd"}' in samples

@@ -1,4 +1,4 @@
-"""The page at / in a real browser, against a real server."""
+"""The status page in a real browser, with a real server."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.serving.browser import BROWSER, Page, browser_page
+from tests.helpers.serving.example_view import VIEW
 from tests.helpers.serving.served import CHAT_TEMPLATE, Served, served
-from tests.runtime.serving.http.test_state_route import VIEW
 
 pytestmark = [
     pytest.mark.slow,
@@ -35,7 +35,7 @@ def locked(checkpoint: Path) -> Iterator[Served]:
 
 @pytest.fixture
 def page(tab: Page, chat: Served) -> Iterator[Page]:
-    """The page, after it has seen the server."""
+    """The page, after it has received the server's state."""
     chat.backend.seen = VIEW
     tab.messages.clear()
     tab.open(f"{chat.url}/")
@@ -49,8 +49,8 @@ def text(page: Page, selector: str) -> str:
 
 
 def texts(page: Page, selector: str) -> list[str]:
-    found: list[str] = page.value(f"[...document.querySelectorAll({selector!r})].map(one => one.innerText)")
-    return found
+    inner_texts: list[str] = page.value(f"[...document.querySelectorAll({selector!r})].map(one => one.innerText)")
+    return inner_texts
 
 
 def ask(page: Page) -> None:
@@ -81,7 +81,7 @@ def test_questions_of_all_kinds_are_answered_with_bars(page: Page, chat: Served)
     predicate, choice, score = chat.post("/v1/decisions", body)["answers"]
     expected = [
         *(predicate["probability"], 1 - predicate["probability"]),
-        *(one["probability"] for one in (*choice["probabilities"], *score["probabilities"])),
+        *(entry["probability"] for entry in (*choice["probabilities"], *score["probabilities"])),
     ]
     assert texts(page, ".bars dd.value") == [f"{100 * value:.1f} %" for value in expected]
     widths = page.value("[...document.querySelectorAll('.answer .fill')].map(one => parseFloat(one.style.width))")
@@ -90,7 +90,7 @@ def test_questions_of_all_kinds_are_answered_with_bars(page: Page, chat: Served)
     assert "216 tokens" in text(page, "#usage")
 
 
-def test_what_is_typed_stays_text(page: Page, chat: Served) -> None:
+def test_typed_html_stays_text(page: Page, chat: Served) -> None:
     page.value("document.getElementById('input').focus()")
     page.value("document.getElementById('input').select()")
     page.type(EVIL)
@@ -103,7 +103,7 @@ def test_what_is_typed_stays_text(page: Page, chat: Served) -> None:
     assert page.value("document.querySelectorAll('main img, main script').length") == 0
 
 
-def test_errors_of_the_server_are_told_in_words(page: Page, chat: Served) -> None:
+def test_the_page_shows_errors_of_the_server(page: Page, chat: Served) -> None:
     chat.backend.error = RuntimeError("a secret")
     try:
         ask(page)
@@ -113,17 +113,17 @@ def test_errors_of_the_server_are_told_in_words(page: Page, chat: Served) -> Non
         chat.backend.error = None
     ask(page)
     assert page.value("document.getElementById('problem').hidden")
-    page.messages.clear()  # the console tells of the status 500
+    page.messages.clear()  # the console logs the status 500
 
 
-def test_what_is_missing_is_asked_for_where_it_is(page: Page) -> None:
+def test_the_page_focuses_the_field_that_is_missing(page: Page) -> None:
     page.value("document.querySelectorAll('.question textarea')[1].value = 'one alone'")
     ask(page)
-    assert text(page, "#problem") == "Give two choices at least, one per line."
+    assert text(page, "#problem") == "Enter two choices or more, one per line."
     assert page.value("document.activeElement === document.querySelectorAll('.question textarea')[1]")
 
 
-def test_the_keyboard_is_enough(page: Page) -> None:
+def test_the_page_can_be_used_with_the_keyboard_only(page: Page) -> None:
     page.value("document.getElementById('add').focus()")
     page.press("Enter")
     assert page.value("document.querySelectorAll('.question').length") == 4
@@ -144,21 +144,21 @@ def test_the_keyboard_is_enough(page: Page) -> None:
 
 def test_ranks_and_the_trie_of_the_last_step_are_shown(page: Page, chat: Served) -> None:
     assert texts(page, ".rank .state") == ["ready", "lost"]
-    assert "30 FLOP in 3 requests; a full step is 50 FLOP, it takes no more from 120 FLOP on" in text(page, ".rank")
+    assert "30 FLOP in 3 requests; a full step is 50 FLOP, the limit is 120 FLOP" in text(page, ".rank")
     load, cache = page.value("[...document.querySelectorAll('.rank .fill')].map(one => parseFloat(one.style.width))")
     assert (load, cache) == (25, 75)
-    assert "9 tokens computed, 16 from the cache; each request alone would take 2.0" in text(page, "#step")
-    assert "1 more part not drawn" in text(page, "#step")
+    assert "9 tokens computed, 16 from the cache; without sharing and cache it would take 2.0" in text(page, "#step")
+    assert "1 more node not drawn" in text(page, "#step")
     shapes = "[...document.querySelectorAll('#trie rect')].map(one => [one.getAttribute('class'), one.textContent])"
     assert page.value(shapes) == [
         ["cached", "16 tokens, from the cache"],
-        ["computed", "9 tokens, computed; the output is read at 2 places"],
+        ["computed", "9 tokens, computed; the output is read at 2 positions"],
     ]
     left = page.value("[...document.querySelectorAll('#trie rect')].map(one => Number(one.getAttribute('x')))")
     assert left[0] < left[1]
 
 
-def test_what_changes_is_seen_live(page: Page, chat: Served) -> None:
+def test_the_page_shows_changes(page: Page, chat: Served) -> None:
     chat.backend.seen = type(VIEW)(VIEW.ranks[:1], waiting=40, running=2)
     page.wait_for("document.querySelectorAll('.rank').length === 1")
     assert "42" in text(page, "#cards")
@@ -178,11 +178,11 @@ def test_a_request_can_be_stopped(page: Page, chat: Served) -> None:
         page.value("new Promise(done => setTimeout(done, 10))")
 
 
-def test_the_key_opens_and_is_kept_nowhere(tab: Page, locked: Served) -> None:
+def test_the_page_sends_the_key_and_stores_it_nowhere(tab: Page, locked: Served) -> None:
     tab.open(f"{locked.url}/")
     tab.wait_for("!document.getElementById('unseen').hidden")
-    assert "asks for an API key" in text(tab, "#unseen")
-    for key, answer in (("wrong", "does not know this API key"), ("sésame", "")):
+    assert "requires an API key" in text(tab, "#unseen")
+    for key, answer in (("wrong", "does not accept this API key"), ("sésame", "")):
         tab.value("document.getElementById('key').focus(); document.getElementById('key').select()")
         tab.type(key)
         tab.press("Enter")
@@ -190,13 +190,13 @@ def test_the_key_opens_and_is_kept_nowhere(tab: Page, locked: Served) -> None:
     tab.wait_for("document.querySelectorAll('.rank').length === 2")
     ask(tab)
     assert len(texts(tab, ".answer")) == 3
-    kept = tab.value("JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie, location.href])")
-    assert "same" not in kept
+    stored = tab.value("JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie, location.href])")
+    assert "same" not in stored
     tab.open(f"{locked.url}/")
     tab.wait_for("!document.getElementById('unseen').hidden")
 
 
-def test_a_server_that_is_gone_is_told(tab: Page, checkpoint: Path) -> None:
+def test_the_page_reports_a_server_that_has_ended(tab: Page, checkpoint: Path) -> None:
     with served(checkpoint, chat_template=CHAT_TEMPLATE) as running:
         tab.open(f"{running.url}/")
         tab.wait_for("document.getElementById('state').innerText === 'ready'")
@@ -205,7 +205,7 @@ def test_a_server_that_is_gone_is_told(tab: Page, checkpoint: Path) -> None:
     assert "does not answer" in text(tab, "#problem")
 
 
-def test_a_model_that_knows_its_own_labels_says_them(tab: Page, demo: Served) -> None:
+def test_the_page_lists_the_labels_of_the_model(tab: Page, demo: Served) -> None:
     tab.open(f"{demo.url}/")
     tab.wait_for("!document.getElementById('labels').hidden")
     ask(tab)

@@ -1,4 +1,4 @@
-"""Clients that are slow, or gone, or too many: they hold nothing for long, and cost little."""
+"""Slow, absent and too many clients do not hold resources for long."""
 
 from __future__ import annotations
 
@@ -65,28 +65,28 @@ def connected(address: tuple[str, int]) -> Iterator[socket.socket]:
 
 
 def answered(opened: socket.socket) -> int:
-    """The status of the next answer, which is read whole."""
+    """Read the next response completely, and return its status."""
     data = b""
     while b"\r\n\r\n" not in data:
-        part = opened.recv(1 << 16)
-        assert part, f"closed behind {data!r}"
-        data += part
-    start, _, rest = data.partition(b"\r\n\r\n")
+        chunk = opened.recv(1 << 16)
+        assert chunk, f"closed behind {data!r}"
+        data += chunk
+    start, _, body = data.partition(b"\r\n\r\n")
     (length,) = (
         int(line.split(b":")[1]) for line in start.split(b"\r\n") if line.lower().startswith(b"content-length")
     )
-    while len(rest) < length:
-        rest += opened.recv(1 << 16)
+    while len(body) < length:
+        body += opened.recv(1 << 16)
     return int(start.split()[1])
 
 
-def is_closed_while_it_trickles(opened: socket.socket, part: bytes) -> bool:
-    """Whether the server closes a connection on which a byte comes now and then."""
+def is_closed_while_it_trickles(opened: socket.socket, chunk: bytes) -> bool:
+    """Return True if the server closes a connection on which the client sends a few bytes now and then."""
     end = time.monotonic() + 20
     opened.settimeout(0.02)
     while time.monotonic() < end:
         try:
-            opened.send(part)
+            opened.send(chunk)
             if not opened.recv(1 << 16):
                 return True
         except TimeoutError:
@@ -112,7 +112,7 @@ def test_a_client_that_says_nothing_is_cut_off(impatient: tuple[str, int]) -> No
         assert opened.recv(1) == b""
 
 
-# More than the sockets of both sides hold.
+# These responses exceed the socket buffers of both sides.
 MANY_ANSWERS = 150
 
 
@@ -130,7 +130,9 @@ def test_a_client_that_reads_no_answer_is_cut_off(impatient_server: tuple[Draini
     server, address = impatient_server
     wait_until(lambda: not server.server_state.connections)
     with ask_for_many(address):
-        wait_until(lambda: any(one.transport.get_write_buffer_size() for one in server.server_state.connections))
+        wait_until(
+            lambda: any(connection.transport.get_write_buffer_size() for connection in server.server_state.connections)
+        )
         wait_until(lambda: not server.server_state.connections)
         assert not server.server_state.tasks
 
@@ -139,19 +141,19 @@ def test_a_client_that_reads_no_answer_is_cut_off(impatient_server: tuple[Draini
 def test_a_client_that_reads_slowly_gets_its_answers(chat: Served, impatient: tuple[str, int]) -> None:
     size = MANY_ANSWERS * len(chat.client.get("/openapi.json").content)
     with ask_for_many(impatient) as opened:
-        whole = bytearray()
-        while part := opened.recv(1 << 16):
-            # Twice as long as one answer may be left, in all.
-            time.sleep(2 * READ_SECONDS * len(part) / size)
-            whole += part
-    assert whole.count(b"HTTP/1.1 200 ") == MANY_ANSWERS
+        responses = bytearray()
+        while chunk := opened.recv(1 << 16):
+            # Reading all responses takes twice as long as a single one may be left unread.
+            time.sleep(2 * READ_SECONDS * len(chunk) / size)
+            responses += chunk
+    assert responses.count(b"HTTP/1.1 200 ") == MANY_ANSWERS
 
 
-def test_one_connection_too_many_is_told_so(chat: Served) -> None:
+def test_a_connection_above_the_limit_is_refused(chat: Served) -> None:
     with contextlib.ExitStack() as opened, limited(chat, ConnectionLimits(most=2)) as (server, address):
-        first, *others = [opened.enter_context(connected(address)) for _ in range(40)]
-        for one in others[1:]:  # in the order in which they came
-            answer = b"".join(iter(lambda one=one: one.recv(1 << 16), b""))
+        first, *later = [opened.enter_context(connected(address)) for _ in range(40)]
+        for connection in later[1:]:  # in order of arrival
+            answer = b"".join(iter(lambda connection=connection: connection.recv(1 << 16), b""))
             start, _, body = answer.partition(b"\r\n\r\n")
             assert start.startswith(b"HTTP/1.1 503 ")
             assert b"\r\nretry-after: 1\r\n" in start
@@ -160,9 +162,9 @@ def test_one_connection_too_many_is_told_so(chat: Served) -> None:
         first.close()
         wait_until(lambda: len(server.server_state.connections) == 1)
         with connected(address) as next_one:
-            for one in (others[0], next_one):
-                one.sendall(head(len(BODY)) + BODY)
-                assert answered(one) == 200
+            for connection in (later[0], next_one):
+                connection.sendall(head(len(BODY)) + BODY)
+                assert answered(connection) == 200
 
 
 def test_a_body_that_never_ends_is_an_error_and_frees_what_it_took(chat: Served, impatient: tuple[str, int]) -> None:
@@ -175,7 +177,7 @@ def test_a_body_that_never_ends_is_an_error_and_frees_what_it_took(chat: Served,
 def test_a_body_that_is_declared_too_large_is_refused_unread(impatient: tuple[str, int]) -> None:
     with connected(impatient) as opened:
         opened.sendall(head(MOST_BODY_BYTES + 1) + BODY)
-        assert answered(opened) == 413  # and not 408 when its time is over
+        assert answered(opened) == 413  # not 408 after the time to read a body
 
 
 @pytest.mark.slow
@@ -195,7 +197,7 @@ def test_a_full_server_refuses_before_it_has_read_a_body(chat: Served, impatient
             opened.sendall(head(len(BODY)))
             assert answered(opened) == 429
             opened.sendall(BODY)
-            # The connection is as good as new, and what the model is not asked for is answered.
+            # The connection stays usable, and routes that do not ask the model are answered.
             text = json.dumps({"prompt": "a"}).encode()
             opened.sendall(head(len(text), "/tokenize") + text)
             assert answered(opened) == 200
@@ -206,7 +208,7 @@ def test_a_full_server_refuses_before_it_has_read_a_body(chat: Served, impatient
         chat.backend.is_full = False
 
 
-def test_a_call_of_many_requests_is_admitted_whole(chat: Served) -> None:
+def test_a_call_of_many_requests_is_admitted_as_one(chat: Served) -> None:
     chat.backend.admitted.clear()
     chat.post("/v1/completions", {"prompt": ["a", "b", "c"], "max_tokens": 1})
     chat.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1})

@@ -1,4 +1,4 @@
-"""Spans of calls, by the SDK's own exporter in memory; and a server without OpenTelemetry, which imports none."""
+"""Spans of calls, with the SDK's in-memory exporter; without OpenTelemetry nothing is imported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from moepass.runtime.serving.http import app, tracing
-from moepass.runtime.serving.http.tracing import MOST_REQUESTS, configured_tracer
+from moepass.runtime.serving.http.tracing import MOST_REQUEST_SPANS, configured_tracer
 from moepass.runtime.serving.requests.answer import AnswerTimes
 from tests.helpers.serving.served import CHAT_TEMPLATE, Served, served
 
@@ -40,10 +40,10 @@ def traced(checkpoint: Path, exporter: InMemorySpanExporter) -> Iterator[Served]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(app, "configured_tracer", lambda environment: provider.get_tracer("moepass"))
         with served(checkpoint, chat_template=CHAT_TEMPLATE) as running:
-            whole = running.backend.answer
+            answer_unchanged = running.backend.answer
 
             async def answer(request: Any, **options: Any) -> Any:
-                return dataclasses.replace(await whole(request, **options), times=AnswerTimes(0.25, 1.5))
+                return dataclasses.replace(await answer_unchanged(request, **options), times=AnswerTimes(0.25, 1.5))
 
             patch.setattr(running.backend, "answer", answer)
             yield running
@@ -56,17 +56,17 @@ def spans(traced: Served, exporter: InMemorySpanExporter) -> InMemorySpanExporte
 
 
 def span_of(exporter: InMemorySpanExporter, name: str) -> ReadableSpan:
-    """The only one of that name. It ends a moment after the client has its answer."""
+    """Wait for the only span of that name; it ends shortly after the client has its response."""
     for _ in range(1000):
-        found = [span for span in exporter.get_finished_spans() if span.name == name]
-        if found:
-            (span,) = found
+        finished = [span for span in exporter.get_finished_spans() if span.name == name]
+        if finished:
+            (span,) = finished
             return span
         time.sleep(0.005)
     raise AssertionError(f"there is no span {name}")
 
 
-def test_a_call_is_a_span_with_what_it_waited_for(traced: Served, spans: InMemorySpanExporter) -> None:
+def test_a_call_is_a_span_with_queue_and_step_times(traced: Served, spans: InMemorySpanExporter) -> None:
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "X-Request-Id": "mine"}
     tokens = traced.client.post("/v1/decisions", json=DECISION, headers=headers).json()["usage"]["input_tokens"]
     call, queue, step = (span_of(spans, name) for name in ("decisions tiny", "queue", "step"))
@@ -110,22 +110,22 @@ def test_operations_have_the_names_of_the_conventions(
 ) -> None:
     traced.post(path, body)
     call = span_of(spans, f"{operation} tiny")
-    assert call.parent is None  # no client has said what this belongs to
+    assert call.parent is None  # the client sent no traceparent
 
 
-def test_a_traceparent_that_is_none_is_ignored(traced: Served, spans: InMemorySpanExporter) -> None:
+def test_an_invalid_traceparent_is_ignored(traced: Served, spans: InMemorySpanExporter) -> None:
     traced.client.post("/v1/decisions", json=DECISION, headers={"traceparent": "00-zz-\xff".encode("latin-1")})
     assert span_of(spans, "decisions tiny").parent is None
 
 
-def test_many_requests_of_a_call_have_not_many_spans(traced: Served, spans: InMemorySpanExporter) -> None:
-    traced.post("/v1/completions", {"prompt": ["a"] * (MOST_REQUESTS + 4), "max_tokens": 1})
+def test_the_request_spans_of_a_call_are_limited(traced: Served, spans: InMemorySpanExporter) -> None:
+    traced.post("/v1/completions", {"prompt": ["a"] * (MOST_REQUEST_SPANS + 4), "max_tokens": 1})
     call = span_of(spans, "text_completion tiny")
-    assert (call.attributes or {})["moepass.requests"] == MOST_REQUESTS + 4
-    assert len(spans.get_finished_spans()) == 1 + 2 * MOST_REQUESTS
+    assert (call.attributes or {})["moepass.requests"] == MOST_REQUEST_SPANS + 4
+    assert len(spans.get_finished_spans()) == 1 + 2 * MOST_REQUEST_SPANS
 
 
-def test_failures_are_told_and_refusals_are_none(traced: Served, spans: InMemorySpanExporter) -> None:
+def test_failures_set_an_error_status_and_refusals_do_not(traced: Served, spans: InMemorySpanExporter) -> None:
     traced.refused("/v1/decisions", {})
     refused = span_of(spans, "decisions tiny")
     assert refused.status.status_code == StatusCode.UNSET
@@ -142,13 +142,13 @@ def test_failures_are_told_and_refusals_are_none(traced: Served, spans: InMemory
     assert "secret" not in failed.to_json()
 
 
-def test_what_asks_nothing_is_no_span(traced: Served, spans: InMemorySpanExporter) -> None:
+def test_get_requests_have_no_span(traced: Served, spans: InMemorySpanExporter) -> None:
     for path in ("/metrics", "/health", "/v1/state", "/"):
         assert httpx.get(traced.url + path).status_code == 200
     assert spans.get_finished_spans() == ()
 
 
-def test_the_environment_asks_or_does_not(caplog: pytest.LogCaptureFixture) -> None:
+def test_environment_variables_turn_tracing_on(caplog: pytest.LogCaptureFixture) -> None:
     for environment in ({}, {"OTEL_TRACES_EXPORTER": "none"}, {"OTEL_SERVICE_NAME": "x"}):
         assert configured_tracer(environment) is None
     assert configured_tracer({"OTEL_TRACES_EXPORTER": "console", "OTEL_SDK_DISABLED": "true"}) is None
@@ -159,15 +159,15 @@ def test_the_environment_asks_or_does_not(caplog: pytest.LogCaptureFixture) -> N
 
 
 @pytest.mark.parametrize("name", ["unheard-of", "otlp, unheard-of"])
-def test_an_exporter_that_is_not_there_is_one_line(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_exporter_logs_one_line(name: str, caplog: pytest.LogCaptureFixture) -> None:
     assert configured_tracer({"OTEL_TRACES_EXPORTER": name}) is None
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert "OTEL_TRACES_EXPORTER asks for traces" in record.getMessage()
+    assert "OTEL_TRACES_EXPORTER turns tracing on" in record.getMessage()
     assert "moepass[otel]" in record.getMessage()
 
 
-def test_without_the_sdk_there_is_one_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_sdk_logs_one_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def missing(name: str, *given: Any, **named: Any) -> Any:
         if name.startswith("opentelemetry.sdk"):
             raise ImportError(f"No module named {name!r}")
@@ -182,7 +182,7 @@ def test_without_the_sdk_there_is_one_line(monkeypatch: pytest.MonkeyPatch, capl
     assert len(caplog.records) == 1
 
 
-def test_nothing_is_imported_unless_it_is_asked_for() -> None:
+def test_nothing_is_imported_unless_tracing_is_on() -> None:
     program = (
         "import sys; from moepass.runtime.serving.http.tracing import configured_tracer; "
         "before = {name for name in sys.modules if name.startswith('opentelemetry')}; "

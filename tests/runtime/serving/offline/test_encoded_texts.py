@@ -1,4 +1,4 @@
-"""What a thread reads ahead comes in order, with its errors in their turn, within bounds, and leaves no thread."""
+"""`read_ahead` keeps the order of items and errors, stays within its bound, and leaves no thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _threads() -> list[str]:
 
 
 @given(st.integers(0, 12), st.integers(1, 5), st.none() | st.integers(0, 12), st.none() | st.integers(0, 12))
-def test_items_come_in_order_until_the_error_or_until_nobody_asks(
+def test_items_come_in_order_until_an_error_or_the_end_of_the_block(
     count: int, most: int, fails_at: int | None, leaves_at: int | None
 ) -> None:
     read: list[int] = []
@@ -30,14 +30,14 @@ def test_items_come_in_order_until_the_error_or_until_nobody_asks(
             read.append(number)
             yield number
 
-    found: list[int] = []
+    received: list[int] = []
     raised = []
     with read_ahead(source(), most) as items:
         try:
             for item in items:
-                found.append(item)
-                # The item that is asked for next is submitted when this one is taken.
-                assert len(read) <= len(found) + most
+                received.append(item)
+                # Taking an item submits the next read.
+                assert len(read) <= len(received) + most
                 if item == leaves_at:
                     break
         except InputError as error:
@@ -45,12 +45,12 @@ def test_items_come_in_order_until_the_error_or_until_nobody_asks(
     assert not _threads()
     end = min(count, count if fails_at is None else fails_at)
     is_left = leaves_at is not None and leaves_at < end
-    assert found == list(range(leaves_at + 1 if leaves_at is not None and is_left else end))
+    assert received == list(range(leaves_at + 1 if leaves_at is not None and is_left else end))
     fails = not is_left and fails_at is not None and fails_at < count
     assert raised == ([f"item {fails_at}"] if fails else [])
 
 
-def test_the_thread_ends_where_the_block_fails() -> None:
+def test_the_thread_ends_when_the_block_fails() -> None:
     def interrupted() -> None:
         with read_ahead(iter(range(100)), 2) as items:
             next(items)

@@ -1,4 +1,4 @@
-"""Scores are what a plain loop over single texts gives, whatever the steps, and come in the order of the texts."""
+"""Scores equal those of a plain loop over single texts, for any steps, in the order of the texts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TEXTS = [
     "the dog ran to a cat",
     "mat on",
 ]
-# One token each; of several tokens; one that begins with another; one that shares a beginning with another.
+# Labels of one and of several tokens, one that starts with another label, and two with a common first token.
 PROMPT = Prompt("{text}<sep>")
 LABELS = ["yes", "no", "maybe good", "good dog park", "yes dog", "good bad"]
 
@@ -72,26 +72,26 @@ def _named(texts: Sequence[str]) -> list[Text]:
 
 
 def _scores(scorer: TextScorer, texts: Sequence[str]) -> list[tuple[dict[str, float], float]]:
-    found = []
+    scores = []
     for window in scorer.windows(_named(texts)):
         for outcome in window.outcomes:
             assert isinstance(outcome, int)
             row = window.probabilities[outcome].tolist()
-            found.append((dict(zip(scorer.labels, row, strict=True)), float(window.mass[outcome])))
-    return found
+            scores.append((dict(zip(scorer.labels, row, strict=True)), float(window.mass[outcome])))
+    return scores
 
 
 def _reference(model: Any, tokenizer: Any, text: str, labels: Sequence[str]) -> tuple[dict[str, float], float]:
-    """One text, one label, one forward without padding at a time, on all logits."""
+    """Return the scores of one text, from one unpadded forward pass per label."""
     sums = {}
     prompt = tokenizer(f"{text}<sep>")["input_ids"]
     for label in labels:
         tokens = tokenizer(label, add_special_tokens=False)["input_ids"]
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([prompt + tokens])).logits[0].double().log_softmax(-1)
-        sums[label] = sum(float(logits[len(prompt) - 1 + place, token]) for place, token in enumerate(tokens))
+        sums[label] = sum(float(logits[len(prompt) - 1 + index, token]) for index, token in enumerate(tokens))
     total = sum(math.exp(value) for value in sums.values())
-    # "yes dog" begins with "yes" and so is part of it.
+    # "yes dog" starts with "yes" and is not counted again.
     mass = sum(math.exp(value) for label, value in sums.items() if label != "yes dog" or "yes" not in labels)
     return {label: math.exp(value) / total for label, value in sums.items()}, mass
 
@@ -109,8 +109,8 @@ def test_scores_are_those_of_a_plain_loop(family: str, labels: list[str], tmp_pa
     # granitemoe scales its logits after the output matrix, jamba runs as padded rows.
     folder = save_tiny_checkpoint(tmp_path / family, family)
     model, tokenizer = load_model(folder), load_tokenizer(folder)
-    found = _scores(_scorer(folder, labels, most_texts=4), TEXTS)
-    for text, (probabilities, mass) in zip(TEXTS, found, strict=True):
+    results = _scores(_scorer(folder, labels, most_texts=4), TEXTS)
+    for text, (probabilities, mass) in zip(TEXTS, results, strict=True):
         expected, expected_mass = _reference(model, tokenizer, text, labels)
         _assert_close((probabilities, mass), (expected, expected_mass))
         assert math.isclose(sum(probabilities.values()), 1.0)
@@ -122,15 +122,15 @@ def test_scores_are_those_of_a_plain_loop(family: str, labels: list[str], tmp_pa
 def test_steps_do_not_matter(checkpoint: Path, most_texts: int | None, step_tokens: int | None) -> None:
     alone = _scorer(checkpoint, LABELS)
     together = _scores(_scorer(checkpoint, LABELS, most_texts=most_texts, step_tokens=step_tokens), TEXTS)
-    for text, found in zip(TEXTS, together, strict=True):
-        _assert_close(found, _scores(alone, [text])[0])
+    for text, result in zip(TEXTS, together, strict=True):
+        _assert_close(result, _scores(alone, [text])[0])
 
 
 @pytest.mark.slow
 def test_results_come_in_the_order_of_the_texts_window_by_window(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encoded_texts, "PART_TEXTS", 3)
+    monkeypatch.setattr(encoded_texts, "CHUNK_TEXTS", 3)
     texts = [TEXTS[number % len(TEXTS)] for number in range(40)]
     scorer = _scorer(checkpoint, ["yes", "no"], step_tokens=1)
     read = 0
@@ -143,7 +143,7 @@ def test_results_come_in_the_order_of_the_texts_window_by_window(
 
     windows = scorer.windows(source())
     first = next(windows)
-    assert read == len(first.texts) < len(texts)  # the rest of the stream is not read yet
+    assert read == len(first.texts) < len(texts)  # the remaining stream is not read yet
     names = [text.name for window in itertools.chain([first], windows) for text in window.texts]
     assert names == [text.name for text in _named(texts)]
     results = _scores(scorer, texts)
@@ -151,13 +151,13 @@ def test_results_come_in_the_order_of_the_texts_window_by_window(
         _assert_close(result, results[texts.index(text)])
 
 
-def test_what_texts_share_is_computed_once_in_a_step(checkpoint: Path) -> None:
+def test_a_common_prefix_is_computed_once_in_a_step(checkpoint: Path) -> None:
     scorer = _scorer(checkpoint, LABELS, Prompt("this is a film {text}<sep>"))
     (window,) = scorer.windows(_named(TEXTS + TEXTS))
     (tokens,) = scorer.writer.encode(["this is a film"])
     encoded = scorer.writer.encode([f"this is a film {text}<sep>" for text in TEXTS])
     assert window.tokens == 2 * sum(map(len, encoded))
-    # Equal texts once, their common beginning once, and the labels behind each of them.
+    # Equal texts and their common prefix are computed once, the labels behind each distinct text.
     behind = sum(len(prompt) - len(tokens) for prompt in encoded)
     stems = {label[:-1] for label in scorer._labels_behind("x<sep>").labels if len(label) > 1}
     beginnings = {stem[:end] for stem in stems for end in range(1, len(stem) + 1)}
@@ -211,12 +211,12 @@ def test_a_model_that_loops_over_tokens_runs_uncompiled_and_says_so(tmp_path: Pa
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        ([], "no labels are given"),
-        (["yes", " "], "label ' ' tokenises to nothing"),
-        (["yes", ""], "label '' tokenises to nothing"),
-        (["yes", "no", "yes"], "label 'yes' is given twice"),
-        (["yes", " yes"], "labels 'yes' and ' yes' are the same tokens"),
-        (["\ud800"], "is no valid Unicode"),
+        ([], "there are no labels"),
+        (["yes", " "], "label ' ' has no tokens"),
+        (["yes", ""], "label '' has no tokens"),
+        (["yes", "no", "yes"], "label 'yes' occurs twice"),
+        (["yes", " yes"], "labels 'yes' and ' yes' have the same tokens"),
+        (["\ud800"], "is not valid Unicode"),
         (["no", "yes " * 90], "the longest label has 90 tokens, but the model takes at most 64"),
     ],
 )
@@ -235,7 +235,7 @@ def test_wrong_labels(checkpoint: Path, labels: list[str], message: str) -> None
             r"text 2: the prompt has \d+ tokens, but the model takes at most 64; shorten the text, or set max",
         ),
         ("cat " * 7000, "text 2.* the limit is 4096: the model takes 64 tokens; send a shorter text"),
-        ("a\udfff", "text 2: .* is no valid Unicode"),
+        ("a\udfff", "text 2: .* is not valid Unicode"),
     ],
 )
 def test_wrong_texts_are_refused_before_the_first_score_or_left_out(checkpoint: Path, text: str, message: str) -> None:
@@ -247,8 +247,8 @@ def test_wrong_texts_are_refused_before_the_first_score_or_left_out(checkpoint: 
     assert [isinstance(outcome, int) for outcome in window.outcomes] == [True, False, True]
     with pytest.raises(InputError, match=message):
         raise window.outcomes[1]  # type: ignore[misc]
-    rest = [(window.probabilities[row], window.mass[row]) for row in window.outcomes if isinstance(row, int)]
-    for (ours, mass), (theirs, own_mass) in zip(rest, _scores(scorer, ["fine", "a dog"]), strict=True):
+    scored = [(window.probabilities[row], window.mass[row]) for row in window.outcomes if isinstance(row, int)]
+    for (ours, mass), (theirs, own_mass) in zip(scored, _scores(scorer, ["fine", "a dog"]), strict=True):
         assert ours.tolist() == pytest.approx(list(theirs.values()), rel=1e-4)
         assert mass == pytest.approx(own_mass, rel=1e-4)
 
@@ -256,17 +256,17 @@ def test_wrong_texts_are_refused_before_the_first_score_or_left_out(checkpoint: 
 def test_a_text_must_leave_room_for_the_labels(checkpoint: Path) -> None:
     text = " ".join(["yes"] * 62)  # and <sep>: 63 of 64 tokens
     assert len(_scores(_scorer(checkpoint, ["yes", "no"]), [text])) == 1
-    with pytest.raises(InputError, match="at most 62 beside the labels' 2") as caught:
+    with pytest.raises(InputError, match="at most 62 with 2 more for the labels") as caught:
         next(_scorer(checkpoint, ["good dog park"]).windows(_named([text])))
     assert (caught.value.name, caught.value.value, caught.value.expected) == ("text 1", 63, 62)
 
 
 def test_max_text_tokens_cuts_the_text_and_not_the_template(checkpoint: Path) -> None:
     cutting = _scorer(checkpoint, ["yes", "no"], Prompt("no {text}<sep>", max_text_tokens=3))
-    whole = _scorer(checkpoint, ["yes", "no"], Prompt("no {text}<sep>"))
+    uncut = _scorer(checkpoint, ["yes", "no"], Prompt("no {text}<sep>"))
     for long, short in (("yes dog cat mat the", "yes dog cat"), ("yes dog cat " * 90, "yes dog cat")):
-        _assert_close(_scores(cutting, [long])[0], _scores(whole, [short])[0])
-    _assert_close(_scores(cutting, ["yes dog"])[0], _scores(whole, ["yes dog"])[0])
+        _assert_close(_scores(cutting, [long])[0], _scores(uncut, [short])[0])
+    _assert_close(_scores(cutting, ["yes dog"])[0], _scores(uncut, ["yes dog"])[0])
 
 
 def test_texts_of_the_demo_are_cut_as_single_ones_are() -> None:
@@ -275,8 +275,8 @@ def test_texts_of_the_demo_are_cut_as_single_ones_are() -> None:
     texts = ["word " * count + "é" * (count % 7) for count in range(1, 60)] + ["語" * 60, "<sep>" * 60, "x" * 5000]
     rendered, encoded = writer.encode_texts(texts, texts)
     assert rendered == [writer.ask(text) for text in texts]
-    for one, tokens in zip(rendered, encoded, strict=True):
-        assert tokens.tolist() == writer.encode([one])[0].tolist()
+    for prompt, tokens in zip(rendered, encoded, strict=True):
+        assert tokens.tolist() == writer.encode([prompt])[0].tolist()
 
 
 def test_without_a_prompt_file_the_text_is_the_prompt(checkpoint: Path) -> None:
@@ -294,7 +294,7 @@ def test_errors_of_the_model_are_not_hidden(checkpoint: Path, error: RuntimeErro
         raise error
 
     model.base_model.layers[0].register_forward_pre_hook(fail)
-    if isinstance(error, torch.OutOfMemoryError):  # each text alone, and none of them fits
+    if isinstance(error, torch.OutOfMemoryError):  # each text is tried alone, and none fits
         with pytest.raises(InputError, match="text 1: its 3 tokens need more memory than the device has left"):
             next(scorer.windows(_named(["a dog", "x"])))
     else:
@@ -302,20 +302,18 @@ def test_errors_of_the_model_are_not_hidden(checkpoint: Path, error: RuntimeErro
             next(scorer.windows(_named(["a dog", "x"])))
 
 
-def test_a_single_text_with_nan_is_the_one_that_is_named(checkpoint: Path) -> None:
+def test_an_error_names_the_text_with_nan(checkpoint: Path) -> None:
     model, tokenizer = load_model(checkpoint), load_tokenizer(checkpoint)
     scorer = _scorer(model, ["yes", "no"], tokenizer=tokenizer)
     with torch.no_grad():
         model.get_input_embeddings().weight[tokenizer(" dog")["input_ids"][-1]] = float("nan")
-    message = "text 2: the log-probabilities of the labels are nan, nan, so the model's logits are no numbers"
+    message = "text 2: the log-probabilities of the labels are nan, nan, so the model's logits are NaN"
     for stops in (True, False):
         with pytest.raises(CheckpointError, match=message):
             next(scorer.windows(_named(["the cat sat", "a dog", "dog"]), stops=stops))
 
 
-def test_labels_that_are_all_impossible_are_an_error_and_one_of_them_is_none(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_labels_that_are_all_impossible_are_an_error(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scorer = _scorer(checkpoint, ["yes", "no"])
     yes, no = scorer._labels_behind("x<sep>").labels
     impossible = {yes[0]}
@@ -325,9 +323,9 @@ def test_labels_that_are_all_impossible_are_an_error_and_one_of_them_is_none(
         result = step(requests, **options)
         for request, answer in zip(requests, result.answers, strict=True):
             asked = request.pieces[0].reads[0].tokens.tolist()
-            for place, token in enumerate(asked):
+            for index, token in enumerate(asked):
                 if token in impossible:
-                    answer.pieces[0].reads[0].log_probabilities[place] = -math.inf
+                    answer.pieces[0].reads[0].log_probabilities[index] = -math.inf
         return result
 
     monkeypatch.setattr(scorer.engine, "step", without)

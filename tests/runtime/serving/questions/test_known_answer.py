@@ -1,4 +1,4 @@
-"""The probe of a checkpoint: a model that fails it is not served, with the reason."""
+"""A model that fails the probe of its checkpoint is refused with the reason."""
 
 from __future__ import annotations
 
@@ -56,13 +56,15 @@ def passes(writer: PromptWriter, ask: Ask, class_names: tuple[str, ...] = ()) ->
     return True
 
 
-def test_the_demo_knows_its_own_answer_and_no_other(demo: tuple[PromptWriter, Ask]) -> None:
+def test_the_demo_passes_its_probe_and_fails_a_wrong_one(demo: tuple[PromptWriter, Ask]) -> None:
     writer, ask = demo
     probe = writer.prompt.probe
     assert probe is not None
     check_known_answer(writer, ask)
     wrong = msgspec.structs.replace(probe, expected="Dutch")
-    with pytest.raises(CheckpointError, match=r"answers 'German' with 0.99.* expected 'Dutch' has 0.000") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"best answer is 'German' with 0.99.* expected answer 'Dutch' has 0.000"
+    ) as caught:
         check_known_answer(with_prompt(writer, probe=wrong), ask)
     assert (caught.value.value, caught.value.expected) == ("German", "Dutch")
 
@@ -74,14 +76,14 @@ def test_a_prompt_without_a_probe_asks_nothing(demo: tuple[PromptWriter, Ask]) -
     check_known_answer(with_prompt(demo[0], probe=None), ask)
 
 
-def test_a_probe_that_the_model_cannot_be_asked_is_an_error(demo: tuple[PromptWriter, Ask]) -> None:
+def test_a_probe_with_an_unknown_label_is_an_error(demo: tuple[PromptWriter, Ask]) -> None:
     writer, ask = demo
     probe = KnownAnswer("ein Text", ("German", "Klingon"), "German")
-    with pytest.raises(CheckpointError, match=r"cannot be asked: .*'Klingon' is none of them"):
+    with pytest.raises(CheckpointError, match=r"cannot be asked: .*'Klingon' is not one of them"):
         check_known_answer(with_prompt(writer, probe=probe), ask)
 
 
-def test_a_chat_model_is_asked_in_its_own_words(checkpoint: Path) -> None:
+def test_a_chat_model_is_probed_through_its_chat_template(checkpoint: Path) -> None:
     tokenizer = load_tokenizer(checkpoint)
     tokenizer.chat_template = CHAT_TEMPLATE
     backend = ReferenceBackend(load_model(checkpoint))
@@ -89,7 +91,7 @@ def test_a_chat_model_is_asked_in_its_own_words(checkpoint: Path) -> None:
     for expected in ("red", "blue"):
         probe = KnownAnswer("The sky.", ("red", "blue"), expected, "Which colour?")
         results.append(passes(PromptWriter(tokenizer, Prompt(probe=probe), 512), ask_of(backend)))
-    # Its weights are random: it gives one of the two, for one and the same prompt.
+    # The model has random weights, so it gives one of the two answers. Both probes have the same prompt.
     assert sorted(results) == [False, True]
     first, second = (b"".join(piece.tokens.tobytes() for piece in asked.pieces) for asked in backend.requests)
     assert first == second
@@ -104,5 +106,5 @@ def test_a_model_that_scores_classes_must_know_its_class(checkpoint: Path) -> No
         results.append(passes(PromptWriter(load_tokenizer(checkpoint), Prompt(probe=probe), 512), ask, names))
     assert sorted(results) == [False, False, True]
     unknown = PromptWriter(load_tokenizer(checkpoint), Prompt(probe=KnownAnswer("x", ("good", "ugly"), "good")), 512)
-    with pytest.raises(CheckpointError, match="'ugly' is none of the model's classes: bad, good, neither"):
+    with pytest.raises(CheckpointError, match="'ugly' is not one of the model's classes: bad, good, neither"):
         check_known_answer(unknown, ask, names)

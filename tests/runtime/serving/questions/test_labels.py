@@ -1,4 +1,4 @@
-"""Labels of one or several tokens are scored as a plain loop over whole sequences scores them."""
+"""Labels of any number of tokens are scored as a plain loop over full sequences scores them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.helpers.graphs.tiny_checkpoint import save_tiny_checkpoint
 from tests.helpers.serving.plain_scores import label_log_probability
 from tests.helpers.serving.reference_backend import ReferenceBackend
 
-# One token each; of several tokens; one that begins with another; one that shares a beginning with another.
+# Labels of one and of several tokens, one that starts with another label, and two with a common first token.
 LABELS = ["yes", "no", "maybe good", "good dog park", "yes dog", "good bad"]
 
 
@@ -61,20 +61,20 @@ def test_labels_are_scored_exactly(checkpoint: Path, writer: PromptWriter) -> No
     ("labels", "reason"),
     [
         ([], "no labels"),
-        (["yes", "yes"], "given twice"),
+        (["yes", "yes"], "occurs twice"),
         (["yes", " yes"], "same tokens"),
-        (["yes", " "], "tokenises to nothing"),
+        (["yes", " "], "has no tokens"),
     ],
 )
-def test_labels_that_cannot_be_told_apart_are_refused(writer: PromptWriter, labels: list[str], reason: str) -> None:
+def test_labels_that_cannot_be_distinguished_are_refused(writer: PromptWriter, labels: list[str], reason: str) -> None:
     with pytest.raises(InputError, match=reason):
         encode_labels(writer.encoder, "x<sep>", labels)
 
 
-def test_a_label_that_would_change_the_prompt_before_it_is_encoded_alone(writer: PromptWriter) -> None:
+def test_a_label_that_would_change_the_prompt_is_encoded_alone(writer: PromptWriter) -> None:
     assert writer.encoder.names(encode_labels(writer.encoder, "the ye", ["s"])[0]) == ["s"]
     (warning,) = label_warnings(writer.encoder, "the ye", ["s"])
-    assert "joins the text before it" in warning
+    assert "changes the last token of the prompt" in warning
 
 
 def test_too_many_labels_are_refused(writer: PromptWriter) -> None:
@@ -98,13 +98,13 @@ def test_a_label_that_begins_with_another_counts_once() -> None:
     assert sum(scores.probabilities) == pytest.approx(1)
 
 
-def test_labels_that_all_are_impossible_are_an_error() -> None:
+def test_labels_that_are_all_impossible_are_an_error() -> None:
     assert score_labels([(1,), (2,)], [-math.inf, 0.0]).probabilities == (0.0, 1.0)
     with pytest.raises(ImpossibleLabelsError, match="probability 0"):
         score_labels([(1,), (2,)], [-math.inf, -math.inf])
 
 
-def test_prompts_keep_their_own_marks(checkpoint: Path) -> None:
+def test_inserted_texts_may_contain_the_placeholders(checkpoint: Path) -> None:
     prompt = Prompt(pair_template="q: {query} d: {document}")
     assert prompt.render_pair("{document}", "{query}") == "q: {document} d: {query}"
 
@@ -114,7 +114,7 @@ def test_a_conversation_needs_a_chat_template(writer: PromptWriter) -> None:
         writer.chat([{"role": "user", "content": "x"}])
 
 
-def test_a_template_that_refuses_says_why(checkpoint: Path) -> None:
+def test_the_error_of_a_template_is_the_reason(checkpoint: Path) -> None:
     tokenizer: Any = load_tokenizer(checkpoint)
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(InputError, match="roles must alternate"):
@@ -123,9 +123,9 @@ def test_a_template_that_refuses_says_why(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize(
     ("template", "reason"),
-    [("{{ undefined.role }}", "makes no prompt"), ("{{ messages[0].role }}: ", "leaves out the text")],
+    [("{{ undefined.role }}", "renders no prompt"), ("{{ messages[0].role }}: ", "omits the text")],
 )
-def test_a_wrong_template_is_known_before_anybody_asks(checkpoint: Path, template: str, reason: str) -> None:
+def test_check_finds_a_wrong_template(checkpoint: Path, template: str, reason: str) -> None:
     tokenizer: Any = load_tokenizer(checkpoint)
     PromptWriter(tokenizer, Prompt("{text}<sep>"), 64).check()
     tokenizer.chat_template = template
@@ -133,6 +133,6 @@ def test_a_wrong_template_is_known_before_anybody_asks(checkpoint: Path, templat
         PromptWriter(tokenizer, Prompt(), 64).check()
 
 
-def test_a_text_that_cannot_fit_is_refused_unread(writer: PromptWriter) -> None:
+def test_a_text_that_cannot_fit_is_refused_before_encoding(writer: PromptWriter) -> None:
     with pytest.raises(TooLargeError, match="in characters"):
         writer.ask("x" * 10_000_000)

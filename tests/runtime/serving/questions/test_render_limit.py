@@ -1,4 +1,4 @@
-"""A template that loops is an error, and what comes after it runs as before."""
+"""A template that loops is an error, and later templates render normally."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% end
 def writer(tmp_path: Path) -> PromptWriter:
     tokenizer: Any = load_tokenizer(save_tiny_checkpoint(tmp_path / "tiny"))
     tokenizer.chat_template = "{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}{{ messages[0].content }}"
-    found = PromptWriter(tokenizer, Prompt(), 64)
-    found.render_limit = RenderLimit(0.05)
-    return found
+    prompt_writer = PromptWriter(tokenizer, Prompt(), 64)
+    prompt_writer.render_limit = RenderLimit(0.05)
+    return prompt_writer
 
 
 def _expect_loop_then_answer(writer: PromptWriter) -> None:
     for _ in range(3):
-        with pytest.raises(RenderTimeoutError, match="it loops"):
+        with pytest.raises(RenderTimeoutError, match="check it for a loop"):
             writer.ask("loop")
         assert writer.ask("the cat") == "the cat"
 
@@ -37,16 +37,16 @@ def test_a_template_that_loops_is_an_error(writer: PromptWriter) -> None:
 
 
 def test_a_loop_in_another_thread_ends_there(writer: PromptWriter) -> None:
-    found: list[BaseException] = []
+    errors: list[BaseException] = []
 
     def run() -> None:
         try:
             _expect_loop_then_answer(writer)
         except BaseException as error:
-            found.append(error)
+            errors.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join(60)
     assert not thread.is_alive()
-    assert found == []
+    assert errors == []

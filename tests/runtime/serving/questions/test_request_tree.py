@@ -1,4 +1,4 @@
-"""Sequences become pieces that name every shared prefix once, and answers are found where they were asked for."""
+"""A request contains each shared prefix once, and its answer is looked up by sequence and position."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _prefixes(sequences: list[list[int]]) -> set[tuple[int, ...]]:
 
 
 @given(SEQUENCES)
-def test_every_distinct_prefix_is_named_once(sequences: list[list[int]]) -> None:
+def test_a_request_contains_every_distinct_prefix_once(sequences: list[list[int]]) -> None:
     tree = RequestTree(100)
     for sequence in sequences:
         tree.add(sequence)
@@ -38,20 +38,20 @@ def test_every_distinct_prefix_is_named_once(sequences: list[list[int]]) -> None
 
 
 @given(SEQUENCES, st.data())
-def test_reads_are_found_where_they_were_asked_for(sequences: list[list[int]], data: st.DataObject) -> None:
+def test_answers_are_looked_up_by_sequence_and_position(sequences: list[list[int]], data: st.DataObject) -> None:
     tree = RequestTree(100)
     asked = []
     for sequence in sequences:
         number = tree.add(sequence)
-        for place in data.draw(st.lists(st.integers(0, len(sequence) - 1), max_size=3)):
+        for position in data.draw(st.lists(st.integers(0, len(sequence) - 1), max_size=3)):
             tokens = data.draw(st.lists(st.integers(0, 50), min_size=1, max_size=3))
-            tree.read(number, place, tokens)
-            asked.append((number, place, tokens))
+            tree.read(number, position, tokens)
+            asked.append((number, position, tokens))
     request = tree.request("r")
     answer = TreeAnswer(tree, _fingerprints(request))
-    for number, place, tokens in asked:
-        expected = [_fingerprint(tuple(sequences[number][: place + 1]), token) for token in tokens]
-        assert answer.log_probabilities(number, place, tokens) == expected
+    for number, position, tokens in asked:
+        expected = [_fingerprint(tuple(sequences[number][: position + 1]), token) for token in tokens]
+        assert answer.log_probabilities(number, position, tokens) == expected
 
 
 def _path_tokens(request: Request, number: int) -> tuple[int, ...]:
@@ -63,7 +63,7 @@ def _fingerprint(prefix: tuple[int, ...], token: int) -> float:
 
 
 def _fingerprints(request: Request) -> Answer:
-    """An answer in which every number tells which prefix and token it is of."""
+    """Return an answer in which every number identifies its prefix and token."""
     pieces = []
     for number, piece in enumerate(request.pieces):
         path = _path_tokens(request, number)
@@ -96,13 +96,15 @@ def test_scored_sequences_and_vectors_are_those_of_the_sequence_alone() -> None:
         table = next_token_table(model, sequence)
         scored = answer.scored(number)
         assert np.isnan(scored.log_probabilities[0])
-        expected = [float(table[place, token]) for place, token in enumerate(sequence[1:])]
+        expected = [float(table[position, token]) for position, token in enumerate(sequence[1:])]
         assert scored.log_probabilities[1:].tolist() == pytest.approx(expected, abs=1e-5)
         assert scored.top_tokens[1:, 0].tolist() == table.argmax(-1)[:-1].tolist()
-        alone = RequestTree(100)
-        alone.vector(alone.add(sequence), "last")
-        other = TreeAnswer(alone, asyncio.run(backend.answer(alone.request("a"), timeout_seconds=9)))
-        assert answer.vector(number).tolist() == pytest.approx(other.vector(0).tolist(), abs=1e-5)
+        single_tree = RequestTree(100)
+        single_tree.vector(single_tree.add(sequence), "last")
+        single_answer = TreeAnswer(
+            single_tree, asyncio.run(backend.answer(single_tree.request("a"), timeout_seconds=9))
+        )
+        assert answer.vector(number).tolist() == pytest.approx(single_answer.vector(0).tolist(), abs=1e-5)
 
 
 def test_a_sequence_without_tokens_and_one_too_long_are_refused() -> None:
@@ -121,12 +123,12 @@ def test_two_kinds_of_vector_for_one_sequence_are_refused() -> None:
         tree.request("r")
 
 
-def test_outputs_that_are_no_numbers_are_an_error() -> None:
+def test_nan_outputs_are_an_error() -> None:
     tree = RequestTree(9)
     tree.read(tree.add([1]), 0, [4])
     tree.request("r")
     nothing = np.empty(0, np.int32)
     read = ReadAnswer(np.array([np.nan], np.float32), nothing, np.empty(0, np.float32))
     answer = TreeAnswer(tree, Answer("r", (PieceAnswer((read,)),), Usage(1, 0, 0)))
-    with pytest.raises(CheckpointError, match="no numbers"):
+    with pytest.raises(CheckpointError, match="outputs are NaN"):
         answer.log_probabilities(0, 0, [4])

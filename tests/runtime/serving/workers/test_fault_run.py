@@ -1,4 +1,4 @@
-"""The fault run of `benchmarks/serving/faults.py`, for half a minute."""
+"""The fault injection of `benchmarks/serving/faults.py`, for half a minute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frontend and ranks as real processes: every request gets one answer, whatever happens to the ranks."""
+"""Frontend and ranks as real processes: every request gets one answer, even if ranks end or hang."""
 
 from __future__ import annotations
 
@@ -7,95 +7,37 @@ import contextlib
 import dataclasses
 import os
 import signal
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from moepass.models.errors import InputError
-from moepass.runtime.serving.engine.step_engine import EngineFacts
 from moepass.runtime.serving.requests.answer import Answer
 from moepass.runtime.serving.requests.backend import AnswerTimeoutError, NotServingError, QueueFullError
-from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead
+from moepass.runtime.serving.requests.request import Request, TokenPiece
 from moepass.runtime.serving.requests.view import BackendView, EngineView
-from moepass.runtime.serving.router.prefix_router import PrefixRouter
-from moepass.runtime.serving.router.routable import FlopsFormula
-from moepass.runtime.serving.router.router import RankRouter
-from moepass.runtime.serving.workers.frontend import HANGS, Frontend
+from moepass.runtime.serving.workers.frontend import Frontend
 from moepass.runtime.serving.workers.frontend_limits import FrontendLimits
-from moepass.runtime.serving.workers.messages import RankReady, Seen, encode
+from moepass.runtime.serving.workers.messages import RankReady, StatusReport, encode
 from moepass.runtime.serving.workers.rank_watch import HangLimits
 from moepass.runtime.serving.workers.supervisor import RankCommand, RankStartError
 from tests.helpers.serving import sum_rank
-
-KEY = bytes(range(32))
-TIMEOUT = 30.0
-NO_LIMITS = FrontendLimits()
-
-
-class TokensFormula:
-    def flops(self, prefix_tokens: int, new_tokens: int) -> int:
-        return new_tokens
-
-
-def make_router(ranks: int, formula: FlopsFormula, facts: list[EngineFacts]) -> RankRouter:
-    saturation = 2 * facts[0].saturation_flops
-    return PrefixRouter(ranks, formula, saturation_flops=saturation, flops_per_second=facts[0].flops_per_second)
+from tests.helpers.serving.sum_frontend import (
+    KEY,
+    NO_LIMITS,
+    TIMEOUT,
+    TokensFormula,
+    is_right,
+    make_router,
+    request,
+    run,
+    serving,
+    slow,
+)
 
 
-@contextlib.asynccontextmanager
-async def serving(
-    folder: Path,
-    ranks: int = 2,
-    options: Callable[[int, int], tuple[str, ...]] = lambda rank, attempt: (),
-    limits: FrontendLimits = NO_LIMITS,
-    ends_together: bool = False,
-    hangs: HangLimits = HANGS,
-) -> AsyncIterator[Frontend]:
-    def command(rank: int, attempt: int, endpoint: str) -> RankCommand:
-        given = (endpoint, str(rank), str(attempt), *options(rank, attempt))
-        return RankCommand((sys.executable, sum_rank.__file__, *given), b"options")
-
-    frontend = Frontend(
-        ranks,
-        command,
-        endpoint=f"ipc://{folder}/ranks",
-        formula=TokensFormula(),
-        make_router=make_router,
-        key=KEY,
-        limits=limits,
-        ends_together=ends_together,
-        hangs=hangs,
-    )
-    try:
-        await frontend.start()
-        yield frontend
-    finally:
-        await frontend.close(10)
-
-
-def run(work: Awaitable[None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 60))  # type: ignore[arg-type]
-
-
-def request(number: int, questions: int = 0) -> Request:
-    prompt = np.arange(1, 20 + number % 7, dtype=np.int32)
-    read = (TokenRead(0, np.array([1], np.int32)),)
-    parts = tuple(TokenPiece(0, np.array([number % 500 + part], np.int32), read) for part in range(questions))
-    return Request("the client's name", (TokenPiece(-1, prompt, read), *parts))
-
-
-def is_right(asked: Request, answer: Answer) -> bool:
-    expected: list[float] = []
-    for piece in asked.pieces:
-        expected.append((expected[piece.parent] if piece.parent >= 0 else 0) + float(piece.tokens.sum()))
-    found = [piece.reads[0].log_probabilities[0] for piece in answer.pieces]
-    return answer.id == asked.id and found == expected
-
-
-def test_ranks_are_seen_while_others_still_start(tmp_path: Path) -> None:
+def test_a_ready_rank_is_shown_while_others_start(tmp_path: Path) -> None:
     async def work() -> None:
         def command(rank: int, attempt: int, endpoint: str) -> RankCommand:
             raise AssertionError("no rank is started")
@@ -104,26 +46,22 @@ def test_ranks_are_seen_while_others_still_start(tmp_path: Path) -> None:
         frontend = Frontend(
             2, command, endpoint=endpoint, formula=TokensFormula(), make_router=make_router, key=KEY, limits=NO_LIMITS
         )
-        frontend._heard(0, encode(RankReady(sum_rank.SumEngine.facts)))
-        looking = asyncio.create_task(frontend.view())
+        frontend._handle_message(0, encode(RankReady(sum_rank.SumEngine.facts)))
+        viewing = asyncio.create_task(frontend.view())
         await asyncio.sleep(0)
-        frontend._heard(0, encode(Seen(EngineView(cache_blocks=3))))
-        ranks = (await looking).ranks
+        frontend._handle_message(0, encode(StatusReport(EngineView(cache_blocks=3))))
+        ranks = (await viewing).ranks
         assert [(rank.state, rank.engine.cache_blocks) for rank in ranks] == [("ready", 3), ("starting", 0)]
         frontend._context.destroy(linger=0)
 
     run(work())
 
 
-def slow(rank: int, attempt: int) -> tuple[str, ...]:
-    return ("--step-seconds", "0.05")
-
-
 def test_every_request_gets_its_own_answer(tmp_path: Path) -> None:
     async def work() -> None:
         async with serving(tmp_path) as frontend:
             asked = [request(number, number % 40) for number in range(120)]
-            answers = await asyncio.gather(*(frontend.answer(one, timeout_seconds=TIMEOUT) for one in asked))
+            answers = await asyncio.gather(*(frontend.answer(item, timeout_seconds=TIMEOUT) for item in asked))
             assert all(map(is_right, asked, answers))
             assert frontend.status().metrics["answered"] == 120
             assert frontend._router is not None
@@ -135,7 +73,7 @@ def test_every_request_gets_its_own_answer(tmp_path: Path) -> None:
 
 
 def check_view(view: BackendView, answers: list[Answer]) -> None:
-    """Of two ranks that have answered all there was."""
+    """Check the view of two idle ranks that have given these answers."""
     assert [(rank.state, rank.load_flops, rank.open_requests) for rank in view.ranks] == [("ready", 0, 0)] * 2
     assert {rank.most_load_flops for rank in view.ranks} == {2 * sum_rank.STEP_TOKENS}
     assert (view.running, view.waiting) == (0, 0)
@@ -143,8 +81,8 @@ def check_view(view: BackendView, answers: list[Answer]) -> None:
     assert seconds.cumulative[-1] == len(answers)
     times = [answer.times for answer in answers if answer.times is not None]
     assert len(times) == len(answers)
-    assert min(min(one.queue_seconds, one.compute_seconds) for one in times) >= 0
-    assert seconds.sum == pytest.approx(sum(one.queue_seconds + one.compute_seconds for one in times))
+    assert min(min(spent.queue_seconds, spent.compute_seconds) for spent in times) >= 0
+    assert seconds.sum == pytest.approx(sum(spent.queue_seconds + spent.compute_seconds for spent in times))
     assert view.histograms["request_prompt_tokens"].sum == sum(answer.usage.tokens for answer in answers)
 
 
@@ -153,7 +91,7 @@ def test_killed_ranks_lose_no_request_and_come_back(tmp_path: Path) -> None:
     async def work() -> None:
         async with serving(tmp_path, options=slow) as frontend:
             asked = [request(number, 30) for number in range(40)]
-            tasks = [asyncio.create_task(frontend.answer(one, timeout_seconds=TIMEOUT)) for one in asked]
+            tasks = [asyncio.create_task(frontend.answer(item, timeout_seconds=TIMEOUT)) for item in asked]
             await asyncio.sleep(0.2)
             os.kill(frontend._supervisor.processes[1], signal.SIGKILL)
             answers = await asyncio.gather(*tasks)
@@ -177,7 +115,7 @@ def test_a_rank_that_hangs_is_ended_and_its_requests_run_elsewhere(way: str, tmp
         hangs = HangLimits(silent_seconds=2.0, step_seconds=2.0)
         async with serving(tmp_path, options=options, hangs=hangs) as frontend:
             asked = [request(number, 30) for number in range(30)]
-            tasks = [asyncio.create_task(frontend.answer(one, timeout_seconds=TIMEOUT)) for one in asked]
+            tasks = [asyncio.create_task(frontend.answer(item, timeout_seconds=TIMEOUT)) for item in asked]
             await asyncio.sleep(0.2)
             if way == "stopped":
                 os.kill(frontend._supervisor.processes[1], signal.SIGSTOP)
@@ -191,12 +129,12 @@ def test_a_rank_that_hangs_is_ended_and_its_requests_run_elsewhere(way: str, tmp
 
 
 @pytest.mark.slow
-def test_a_step_that_is_long_because_it_is_large_is_no_hang(tmp_path: Path) -> None:
+def test_a_large_step_is_not_a_hang(tmp_path: Path) -> None:
     async def work() -> None:
         options = ("--step-seconds", "3")
         hangs = HangLimits(silent_seconds=2.0, step_seconds=0.5)
         async with serving(tmp_path, ranks=1, options=lambda rank, attempt: options, hangs=hangs) as frontend:
-            # 40 tokens take 0.04 seconds at the rank's own rate, so that ten times as long is 0.4; these are 400.
+            # The step has 400 tokens; at the rank's rate, `patience` times their duration is longer than 3 seconds.
             asked = request(0, 380)
             assert is_right(asked, await frontend.answer(asked, timeout_seconds=TIMEOUT))
             assert frontend.counters.ranks_hung == 0
@@ -239,7 +177,7 @@ def test_ranks_that_end_together_stay_one_group_however_often_they_end(tmp_path:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_lost_while_others_start_has_its_place(tmp_path: Path) -> None:
+def test_a_rank_that_is_lost_while_others_start_is_restarted(tmp_path: Path) -> None:
     def options(rank: int, attempt: int) -> tuple[str, ...]:
         if rank == 1:
             return ("--start-seconds", "1.5")
@@ -251,7 +189,7 @@ def test_a_rank_that_is_lost_while_others_start_has_its_place(tmp_path: Path) ->
             assert frontend._router is not None
             assert frontend._router.loads == (0, 0)
             asked = [request(number, 3) for number in range(30)]
-            answers = await asyncio.gather(*(frontend.answer(one, timeout_seconds=TIMEOUT) for one in asked))
+            answers = await asyncio.gather(*(frontend.answer(item, timeout_seconds=TIMEOUT) for item in asked))
             assert all(map(is_right, asked, answers))
 
     run(work())
@@ -260,15 +198,15 @@ def test_a_rank_that_is_lost_while_others_start_has_its_place(tmp_path: Path) ->
 def test_a_message_that_cannot_be_used_does_not_stop_the_others(tmp_path: Path) -> None:
     async def work() -> None:
         async with serving(tmp_path, ranks=1) as frontend:
-            heard = frontend._heard
+            handle_message = frontend._handle_message
             broken = iter([True])
 
             def once_broken(rank: int, content: bytes) -> None:
                 if next(broken, False):
                     raise RuntimeError("a mistake")
-                heard(rank, content)
+                handle_message(rank, content)
 
-            frontend._heard = once_broken  # type: ignore[method-assign]
+            frontend._handle_message = once_broken  # type: ignore[method-assign]
             assert await frontend.answer(request(1), timeout_seconds=TIMEOUT)
 
     run(work())
@@ -284,7 +222,7 @@ async def _closed_while_starting(folder: Path) -> None:
     await asyncio.sleep(2)
     starting.cancel()
     with contextlib.suppress(asyncio.CancelledError):
-        await asyncio.wait_for(starting, 8)  # closing is given 10 seconds, and needs none
+        await asyncio.wait_for(starting, 8)  # close() may take 10 seconds, but must not wait here
 
 
 async def _never_ready(folder: Path) -> None:
@@ -292,7 +230,7 @@ async def _never_ready(folder: Path) -> None:
         pass
 
 
-def test_what_a_rank_refuses_is_an_error_of_the_request(tmp_path: Path) -> None:
+def test_a_refusal_of_a_rank_is_an_input_error(tmp_path: Path) -> None:
     async def work() -> None:
         async with serving(tmp_path, ranks=1) as frontend:
             bad = Request("bad", (TokenPiece(-1, np.array([9999], np.int32)),))
@@ -304,7 +242,7 @@ def test_what_a_rank_refuses_is_an_error_of_the_request(tmp_path: Path) -> None:
     run(work())
 
 
-def test_steps_that_fail_are_no_fault_of_the_request(tmp_path: Path) -> None:
+def test_a_failed_step_is_not_an_input_error(tmp_path: Path) -> None:
     async def work() -> None:
         async with serving(tmp_path, ranks=1, options=lambda rank, attempt: ("--error",)) as frontend:
             with pytest.raises(NotServingError, match="RuntimeError"):
@@ -314,7 +252,7 @@ def test_steps_that_fail_are_no_fault_of_the_request(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_request_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
+def test_a_request_that_takes_too_long_is_cancelled(tmp_path: Path) -> None:
     async def work() -> None:
         async with serving(tmp_path, ranks=1, options=slow) as frontend:
             tasks = [asyncio.create_task(frontend.answer(request(n, 30), timeout_seconds=TIMEOUT)) for n in range(20)]
@@ -337,16 +275,16 @@ def test_a_request_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
     ("limits", "name"),
     [(FrontendLimits(waiting_seconds=0.05), "seconds of work"), (FrontendLimits(open_bytes=2000), "bytes")],
 )
-def test_a_full_queue_refuses_and_says_when_to_come_again(limits: FrontendLimits, name: str, tmp_path: Path) -> None:
+def test_a_full_queue_refuses_with_a_retry_time(limits: FrontendLimits, name: str, tmp_path: Path) -> None:
     async def work() -> None:
         async with serving(tmp_path, ranks=1, options=slow, limits=limits) as frontend:
             asked = (asyncio.create_task(frontend.answer(request(n, 30), timeout_seconds=TIMEOUT)) for n in range(20))
-            found = await asyncio.gather(*asked, return_exceptions=True)
-            refused = [error for error in found if isinstance(error, QueueFullError)]
+            outcomes = await asyncio.gather(*asked, return_exceptions=True)
+            refused = [error for error in outcomes if isinstance(error, QueueFullError)]
             assert refused
             assert {error.name for error in refused} == {name}
             assert all(error.retry_after_seconds >= 1 for error in refused)
-            assert all(isinstance(answer, (Answer, QueueFullError)) for answer in found)
+            assert all(isinstance(answer, (Answer, QueueFullError)) for answer in outcomes)
             assert await frontend.answer(request(1), timeout_seconds=TIMEOUT)
 
     run(work())
@@ -354,32 +292,33 @@ def test_a_full_queue_refuses_and_says_when_to_come_again(limits: FrontendLimits
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limits", [FrontendLimits(waiting_seconds=0.05), FrontendLimits(open_bytes=2000)])
-def test_an_idle_server_takes_a_call_whole_however_large(limits: FrontendLimits, tmp_path: Path) -> None:
+def test_an_idle_server_accepts_a_call_of_any_size(limits: FrontendLimits, tmp_path: Path) -> None:
     async def work() -> None:
         async with serving(tmp_path, ranks=1, options=slow, limits=limits) as frontend:
-            one = request(0, 400)
-            assert is_right(one, await frontend.answer(one, timeout_seconds=TIMEOUT))
+            asked_request = request(0, 400)
+            assert is_right(asked_request, await frontend.answer(asked_request, timeout_seconds=TIMEOUT))
             frontend.check_room()
             many = [request(number, 30) for number in range(20)]
             asked = [
-                asyncio.create_task(frontend.answer(part, timeout_seconds=TIMEOUT, is_admitted=True)) for part in many
+                asyncio.create_task(frontend.answer(part_request, timeout_seconds=TIMEOUT, is_admitted=True))
+                for part_request in many
             ]
             await asyncio.sleep(0)
             with pytest.raises(QueueFullError):
                 frontend.check_room()
             with pytest.raises(QueueFullError):
-                await frontend.answer(one, timeout_seconds=TIMEOUT)
+                await frontend.answer(asked_request, timeout_seconds=TIMEOUT)
             assert all(map(is_right, many, await asyncio.gather(*asked)))
             assert frontend.counters.turned_away == 2
 
     run(work())
 
 
-def test_a_server_that_ends_answers_what_is_open_and_takes_nothing_more(tmp_path: Path) -> None:
+def test_a_closing_server_answers_open_requests_and_refuses_new_ones(tmp_path: Path) -> None:
     async def work() -> None:
         async with serving(tmp_path, options=slow) as frontend:
             asked = [request(number, 5) for number in range(30)]
-            tasks = [asyncio.create_task(frontend.answer(one, timeout_seconds=TIMEOUT)) for one in asked]
+            tasks = [asyncio.create_task(frontend.answer(item, timeout_seconds=TIMEOUT)) for item in asked]
             await asyncio.sleep(0.05)
             closing = asyncio.create_task(frontend.close(20))
             await asyncio.sleep(0)
@@ -403,22 +342,22 @@ def test_a_rank_that_cannot_start_is_an_error(tmp_path: Path) -> None:
     run(work())
 
 
-def test_names_of_sockets_that_are_no_ranks_are_ignored(tmp_path: Path) -> None:
+def test_messages_of_unknown_sockets_are_ignored(tmp_path: Path) -> None:
     async def work() -> None:
         async with serving(tmp_path, ranks=1) as frontend:
             import zmq.asyncio
 
-            other = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-            other.setsockopt(zmq.IDENTITY, b"\xff.7")
-            other.connect(frontend._endpoint)
-            await other.send(b"anything")
+            stranger = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+            stranger.setsockopt(zmq.IDENTITY, b"\xff.7")
+            stranger.connect(frontend._endpoint)
+            await stranger.send(b"anything")
             assert await frontend.answer(request(1), timeout_seconds=TIMEOUT)
-            other.close(linger=0)
+            stranger.close(linger=0)
 
     run(work())
 
 
-def test_status_tells_what_the_ranks_serve(tmp_path: Path) -> None:
+def test_status_describes_the_model_of_the_ranks(tmp_path: Path) -> None:
     async def work() -> None:
         async with serving(tmp_path, ranks=1) as frontend:
             status = frontend.status()

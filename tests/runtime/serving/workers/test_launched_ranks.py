@@ -1,4 +1,4 @@
-"""Ranks that somebody else has started: found, watched, and not started again."""
+"""Ranks that a launcher has started are watched, and are not restarted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moepass.runtime.serving.workers.frontend import Frontend
 from moepass.runtime.serving.workers.launched_ranks import LaunchedRank, ServerWatch, WatchedProcess, announce
 from moepass.runtime.serving.workers.supervisor import RankLostError
 from tests.helpers.serving import sum_rank
-from tests.runtime.serving.workers.test_frontend import (
+from tests.helpers.serving.sum_frontend import (
     KEY,
     NO_LIMITS,
     TIMEOUT,
@@ -62,9 +62,9 @@ def test_a_lost_rank_of_a_launcher_ends_the_server(tmp_path: Path) -> None:
             await asyncio.sleep(0.05)
             assert not losing.done()
             processes[1].kill()
-            with pytest.raises(RankLostError) as found:
+            with pytest.raises(RankLostError) as caught:
                 await losing
-            assert found.value.rank == 1
+            assert caught.value.rank == 1
             assert frontend.status().state == "no rank"
         finally:
             await frontend.close(0)
@@ -75,7 +75,7 @@ def test_a_lost_rank_of_a_launcher_ends_the_server(tmp_path: Path) -> None:
     run(work())
 
 
-def test_a_process_of_somebody_else_is_watched_and_ended(tmp_path: Path) -> None:
+def test_a_process_that_is_no_child_is_watched_and_killed(tmp_path: Path) -> None:
     async def work() -> None:
         process = subprocess.Popen(["sleep", "60"])
         watched, watch = WatchedProcess(process.pid), ServerWatch(process.pid)

@@ -1,4 +1,4 @@
-"""Messages come out as they went in, and nothing else comes out."""
+"""Messages are decoded unchanged, and other bytes are refused."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ANSWER = Answer(
 
 
 def plain(value: Any) -> Any:
-    """As nested tuples, because records with arrays do not compare."""
+    """Return nested tuples, because records that contain arrays cannot be compared."""
     if isinstance(value, np.ndarray):
         return (value.dtype.str, value.tolist())
     if dataclasses.is_dataclass(value):
@@ -58,7 +58,7 @@ def plain(value: Any) -> Any:
     return tuple(map(plain, value)) if isinstance(value, (tuple, list)) else value
 
 
-def test_requests_and_answers_come_out_as_they_went_in() -> None:
+def test_requests_and_answers_are_decoded_unchanged() -> None:
     run = Run((REQUEST, REQUEST))
     assert plain(decode_for_rank(encode(run))) == plain(run)
     done = StepDone(StepResult((ANSWER,), (b"x" * 16,), (), 6, 2**62, 2**63, 0.25, 0.0), 0)
@@ -66,22 +66,22 @@ def test_requests_and_answers_come_out_as_they_went_in() -> None:
 
 
 @given(data=st.binary(max_size=60))
-def test_bytes_that_are_no_message_are_an_error(data: bytes) -> None:
+def test_malformed_bytes_are_refused(data: bytes) -> None:
     for decode in (decode_for_rank, decode_from_rank):
         with pytest.raises(InputError):
             decode(data)
 
 
-@pytest.mark.parametrize("place", range(0, 200, 7))
-def test_a_damaged_message_is_an_error_or_a_message(place: int) -> None:
+@pytest.mark.parametrize("position", range(0, 200, 7))
+def test_a_damaged_message_is_refused_or_still_well_formed(position: int) -> None:
     content = bytearray(encode(Run((REQUEST,))))
-    content[place % len(content)] ^= 0xFF
+    content[position % len(content)] ^= 0xFF
     try:
-        found = decode_for_rank(bytes(content))
+        decoded = decode_for_rank(bytes(content))
     except InputError:
         return
-    assert isinstance(found, Run)
-    assert all(isinstance(piece.tokens, np.ndarray) for request in found.requests for piece in request.pieces)
+    assert isinstance(decoded, Run)
+    assert all(isinstance(piece.tokens, np.ndarray) for request in decoded.requests for piece in request.pieces)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +92,6 @@ def test_damaged_arrays_are_refused(data: bytes) -> None:
         messages.array_of_extension(1, memoryview(data))
 
 
-def test_what_has_no_form_is_refused() -> None:
+def test_values_that_cannot_be_encoded_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="object"):
         messages.extension_of_array(object())

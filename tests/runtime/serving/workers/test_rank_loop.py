@@ -1,4 +1,4 @@
-"""A rank over a real socket: what it answers, refuses and gives up, and when it ends."""
+"""A rank over a real socket: its answers and refusals, cancelled requests, and its end."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from moepass.runtime.serving.workers.messages import (
     Cancel,
     Drain,
     FromRank,
-    Look,
     RankReady,
     RequestFailed,
     Run,
-    Seen,
     Started,
+    StatusReport,
+    StatusRequest,
     StepDone,
     ToRank,
     decode_from_rank,
@@ -34,10 +34,11 @@ from moepass.runtime.serving.workers.messages import (
 from moepass.runtime.serving.workers.rank_loop import FailingRankError, Mailbox, run_rank
 
 FACTS = EngineFacts("trie", 10, 1e6, 100, 50, 32, True, None, (), {"attention": "trie"}, 4096)
+STEP_FAILED = "the step of this request failed with RuntimeError; the server's log has the details"
 
 
 class CountingEngine:
-    """Answers with the number of tokens. A step holds two requests; `gate` lets steps go on."""
+    """An engine that answers with the number of tokens. A step has two requests, and waits for `gate`."""
 
     facts = FACTS
 
@@ -72,15 +73,15 @@ class CountingEngine:
         return EngineView(cache_blocks=7)
 
 
-class Watch:
+class FakeParentWatch:
     gone = False
 
     def is_gone(self) -> bool:
         return self.gone
 
 
-class Frontend:
-    """The other end of the socket, and the rank in a thread."""
+class FakeFrontend:
+    """The frontend's end of the socket, with the rank in a thread."""
 
     def __init__(self, folder: Path) -> None:
         self.context = zmq.Context()
@@ -88,7 +89,7 @@ class Frontend:
         self.socket.setsockopt(zmq.RCVTIMEO, 20_000)
         endpoint = f"ipc://{folder}/ranks"
         self.socket.bind(endpoint)
-        self.engine, self.watch = CountingEngine(), Watch()
+        self.engine, self.watch = CountingEngine(), FakeParentWatch()
         self.raised: list[Exception] = []
         self.thread = threading.Thread(target=self._run, args=(endpoint,), daemon=True)
         self.thread.start()
@@ -106,7 +107,7 @@ class Frontend:
         self.socket.send_multipart([b"rank 0", encode(message)])
 
     def receive(self) -> FromRank:
-        """The next message but for signs of life."""
+        """Return the next message that is not `Alive`."""
         while isinstance(message := self.receive_any(), Alive):
             pass
         return message
@@ -122,8 +123,8 @@ class Frontend:
 
 
 @pytest.fixture
-def frontend(tmp_path: Path) -> Iterator[Frontend]:
-    made = Frontend(tmp_path)
+def frontend(tmp_path: Path) -> Iterator[FakeFrontend]:
+    made = FakeFrontend(tmp_path)
     yield made
     made.engine.gate.set()
     made.watch.gone = True
@@ -140,7 +141,7 @@ def ids(message: FromRank) -> list[str]:
     return [answer.id for answer in message.result.answers]
 
 
-def test_requests_are_answered_in_steps_in_the_order_in_which_they_came(frontend: Frontend) -> None:
+def test_requests_are_answered_in_order_of_arrival(frontend: FakeFrontend) -> None:
     ready = frontend.receive()
     assert isinstance(ready, RankReady)
     assert ready.facts == FACTS
@@ -158,7 +159,7 @@ def test_requests_are_answered_in_steps_in_the_order_in_which_they_came(frontend
 
 
 @pytest.mark.slow
-def test_a_rank_says_that_it_lives_and_for_how_long_it_computes(frontend: Frontend) -> None:
+def test_a_rank_reports_how_long_its_step_has_run(frontend: FakeFrontend) -> None:
     frontend.receive()
     while not isinstance(idle := frontend.receive_any(), Alive):
         pass
@@ -175,7 +176,7 @@ def test_a_rank_says_that_it_lives_and_for_how_long_it_computes(frontend: Fronte
     assert 0 < busy[0] < busy[1]
 
 
-def test_cancelled_requests_do_not_run(frontend: Frontend) -> None:
+def test_cancelled_requests_do_not_run(frontend: FakeFrontend) -> None:
     frontend.receive()
     frontend.engine.gate.clear()
     frontend.send(Run((request("a"),)))
@@ -183,7 +184,7 @@ def test_cancelled_requests_do_not_run(frontend: Frontend) -> None:
     frontend.send(Run((request("b"), request("c"))))
     frontend.send(Cancel(("b", "unknown")))
     frontend.send(Run((request("bad one"),)))
-    refused = frontend.receive()  # so the messages before it have been read too
+    refused = frontend.receive()  # so the previous messages have been read too
     assert isinstance(refused, RequestFailed)
     assert (refused.id, refused.is_refused) == ("bad one", True)
     frontend.engine.gate.set()
@@ -191,27 +192,31 @@ def test_cancelled_requests_do_not_run(frontend: Frontend) -> None:
     assert frontend.receive() == Started(("c",))
 
 
-def test_a_rank_says_what_it_does_while_a_step_runs(frontend: Frontend) -> None:
+def test_a_rank_reports_its_status_during_a_step(frontend: FakeFrontend) -> None:
     frontend.receive()
     frontend.engine.gate.clear()
     frontend.send(Run((request("a"),)))
     assert frontend.receive() == Started(("a",))
-    frontend.send(Look())
-    assert frontend.receive() == Seen(EngineView(cache_blocks=7))
+    frontend.send(StatusRequest())
+    assert frontend.receive() == StatusReport(EngineView(cache_blocks=7))
 
 
-def test_a_draining_rank_answers_what_waits(frontend: Frontend) -> None:
+def test_a_draining_rank_answers_its_waiting_requests(frontend: FakeFrontend) -> None:
     frontend.receive()
     frontend.engine.gate.clear()
     frontend.send(Run(tuple(request(number) for number in "abc")))
     frontend.send(Drain())
     frontend.engine.gate.set()
-    found = [frontend.receive() for _ in range(4)]
-    assert [number for message in found if isinstance(message, StepDone) for number in ids(message)] == ["a", "b", "c"]
+    received = [frontend.receive() for _ in range(4)]
+    assert [number for message in received if isinstance(message, StepDone) for number in ids(message)] == [
+        "a",
+        "b",
+        "c",
+    ]
     assert frontend.ended()
 
 
-def test_what_does_not_fit_into_memory_is_refused_and_the_rest_answered(frontend: Frontend) -> None:
+def test_requests_that_exceed_the_memory_are_refused_and_others_answered(frontend: FakeFrontend) -> None:
     frontend.receive()
     frontend.send(Run((request("large"), request("a"))))
     assert isinstance(frontend.receive(), Started)
@@ -219,18 +224,18 @@ def test_what_does_not_fit_into_memory_is_refused_and_the_rest_answered(frontend
     assert ids(frontend.receive()) == ["a"]
 
 
-def test_a_rank_whose_steps_all_fail_ends(frontend: Frontend) -> None:
+def test_a_rank_whose_steps_all_fail_ends(frontend: FakeFrontend) -> None:
     frontend.receive()
     frontend.engine.error = RuntimeError("secret /path")
     for number in "abc":
         frontend.send(Run((request(number),)))
         assert frontend.receive() == Started((number,))
-        assert frontend.receive() == RequestFailed(number, "a step failed: RuntimeError", False)
+        assert frontend.receive() == RequestFailed(number, STEP_FAILED, False)
     assert frontend.ended()
     assert isinstance(frontend.raised[0].__cause__, RuntimeError)
 
 
-def test_a_step_that_fails_once_does_not_end_the_rank(frontend: Frontend) -> None:
+def test_a_step_that_fails_once_does_not_end_the_rank(frontend: FakeFrontend) -> None:
     frontend.receive()
     for number in "abcd":
         frontend.engine.error = RuntimeError("now and then") if number in "ac" else None
@@ -240,7 +245,7 @@ def test_a_step_that_fails_once_does_not_end_the_rank(frontend: Frontend) -> Non
 
 
 @pytest.mark.parametrize("ending", ["the frontend is gone", "no message"])
-def test_a_rank_ends_with_its_frontend(frontend: Frontend, ending: str) -> None:
+def test_a_rank_ends_with_its_frontend(frontend: FakeFrontend, ending: str) -> None:
     frontend.receive()
     if ending == "no message":
         frontend.socket.send_multipart([b"rank 0", b"\xc1"])

@@ -1,4 +1,4 @@
-"""Answers and errors of a backend behind a call of bytes."""
+"""Requests, answers and errors of a backend in another process."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def ask(backend: OneAnswer) -> Answer:
     return answer_of(asyncio.run(answer_asked(backend, encode_asked(ASKED, -2, 1.5))))  # type: ignore[arg-type]
 
 
-def test_request_and_answer_arrive_as_they_were() -> None:
+def test_request_and_answer_arrive_unchanged() -> None:
     backend = OneAnswer()
     answer = ask(backend)
     assert backend.given is not None
-    request, *others = backend.given
-    assert others == [-2, 1.5]
+    request, *options = backend.given
+    assert options == [-2, 1.5]
     assert (request.id, request.salt, request.pieces[0].tokens.tolist()) == ("name", b"s", [0, 1, 2])
     assert request.pieces[0].reads[0].place == 2
     (read,) = answer.pieces[0].reads
@@ -54,18 +54,18 @@ def test_request_and_answer_arrive_as_they_were() -> None:
 
 @pytest.mark.parametrize("kind", [NotServingError, AnswerTimeoutError, SequenceTooLongError, InputError])
 def test_errors_keep_their_kind(kind: type[MoepassError]) -> None:
-    with pytest.raises(kind, match="the reason") as found:
+    with pytest.raises(kind, match="the reason") as caught:
         ask(OneAnswer(kind("the reason", name="input")))
-    assert type(found.value) is kind
-    assert found.value.name == "input"
+    assert type(caught.value) is kind
+    assert caught.value.name == "input"
 
 
-def test_a_full_queue_says_when_to_come_again() -> None:
-    with pytest.raises(QueueFullError) as found:
+def test_a_full_queue_keeps_its_retry_time() -> None:
+    with pytest.raises(QueueFullError) as caught:
         ask(OneAnswer(QueueFullError("full", retry_after_seconds=7.0)))
-    assert found.value.retry_after_seconds == 7.0
+    assert caught.value.retry_after_seconds == 7.0
 
 
-def test_other_errors_are_the_callers() -> None:
+def test_other_errors_propagate() -> None:
     with pytest.raises(ZeroDivisionError):
         ask(OneAnswer(ZeroDivisionError()))

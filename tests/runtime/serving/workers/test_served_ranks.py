@@ -1,4 +1,4 @@
-"""A client, the HTTP server and a rank, over real sockets: what a client leaves behind is nothing."""
+"""A client that leaves the HTTP server frees all its requests at the ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.serving.routes.server_settings import ServerSettings
 from moepass.runtime.serving.routes.service import Service
 from tests.helpers.serving.byte_checkpoint import save_byte_checkpoint
-from tests.runtime.serving.workers.test_frontend import run, serving, slow
+from tests.helpers.serving.sum_frontend import run, serving, slow
 
 
 @pytest.mark.slow
-def test_a_client_that_leaves_frees_the_places_of_all_its_requests_before_the_next_step(tmp_path: Path) -> None:
+def test_a_client_that_leaves_cancels_all_its_requests_before_the_next_step(tmp_path: Path) -> None:
     folder = save_byte_checkpoint(tmp_path / "tiny")
     writer = PromptWriter(load_tokenizer(folder), load_prompt(folder), 400)
     # Each prompt fills a step of 0.05 seconds.
@@ -46,7 +46,7 @@ def test_a_client_that_leaves_frees_the_places_of_all_its_requests_before_the_ne
                 assert frontend._router.requests == ()
                 assert frontend._router.loads == (0,)
                 assert frontend._open_bytes == 0
-                # The step that ran, and the one that the rank had begun when it heard of it.
+                # The running step, and one that the rank may start before it receives the cancellation.
                 assert frontend.counters.steps <= steps + 2
                 server.should_exit = True
                 await running

@@ -18,7 +18,7 @@ def test_pauses_grow_up_to_the_longest() -> None:
     assert pauses == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0]
 
 
-def test_a_rank_that_does_not_get_ready_again_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restarted_rank_that_is_never_ready_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         ended = asyncio.Event()
         lost: list[int] = []
@@ -44,7 +44,7 @@ def test_a_rank_that_does_not_get_ready_again_is_ended(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("steady_seconds", "expected"), [(0.0, [0.0, 0.0]), (60.0, [0.5, 1.0])])
-def test_a_rank_that_was_steady_starts_again_without_a_pause(
+def test_a_steady_rank_is_restarted_without_a_pause(
     steady_seconds: float, expected: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []

@@ -1,6 +1,6 @@
-"""What a model's head gives for whole texts: classes (/classify, /predict) and embeddings (/v1/embeddings, /embed).
+"""Outputs of a model's head for whole texts: classes (/classify, /predict) and embeddings (/v1/embeddings, /embed).
 
-A checkpoint whose `prompt.json` names labels classifies, too: its classes are these labels.
+A checkpoint with labels in its `prompt.json` classifies too; its classes are these labels.
 """
 
 from __future__ import annotations
@@ -19,9 +19,14 @@ from moepass.runtime.serving.questions.relevance import class_probabilities
 from moepass.runtime.serving.questions.request_tree import RequestTree
 from moepass.runtime.serving.requests.answer import Floats
 from moepass.runtime.serving.requests.request import Tokens
-from moepass.runtime.serving.routes.decisions import TokenUsage
-from moepass.runtime.serving.routes.scores import Inputs, check_answer, check_items, prompt_list
-from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt, new_id
+from moepass.runtime.serving.routes.prompt_inputs import (
+    Inputs,
+    check_answer_size,
+    check_count,
+    encode_prompts,
+    parse_prompts,
+)
+from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt, TokenUsage, new_id
 
 
 class VectorBody(msgspec.Struct):
@@ -37,12 +42,16 @@ class VectorBody(msgspec.Struct):
 
 
 class Embedding(msgspec.Struct):
+    """The embedding of one input."""
+
     index: int
     embedding: list[float] | str
     object: Literal["embedding"] = "embedding"
 
 
 class EmbeddingReply(msgspec.Struct):
+    """The reply of /v1/embeddings."""
+
     model: str
     data: list[Embedding]
     usage: TokenUsage
@@ -50,7 +59,7 @@ class EmbeddingReply(msgspec.Struct):
 
 
 class PlainBody(msgspec.Struct):
-    """The body of /embed, as text-embeddings-inference has it."""
+    """The body of /embed, as in text-embeddings-inference."""
 
     inputs: Inputs
     normalize: bool = True
@@ -59,6 +68,8 @@ class PlainBody(msgspec.Struct):
 
 
 class ClassifiedText(msgspec.Struct):
+    """The class of one input, with the probabilities of all classes."""
+
     index: int
     label: str
     probs: list[float]
@@ -66,6 +77,8 @@ class ClassifiedText(msgspec.Struct):
 
 
 class ClassifyReply(msgspec.Struct):
+    """The reply of /classify."""
+
     id: str
     created: int
     model: str
@@ -75,12 +88,16 @@ class ClassifyReply(msgspec.Struct):
 
 
 class PooledText(msgspec.Struct):
+    """The pooled output for one input."""
+
     index: int
     data: list[float] | str
     object: Literal["pooling"] = "pooling"
 
 
 class PoolingReply(msgspec.Struct):
+    """The reply of /pooling."""
+
     id: str
     created: int
     model: str
@@ -90,7 +107,7 @@ class PoolingReply(msgspec.Struct):
 
 
 class PredictBody(msgspec.Struct):
-    """The body of /predict, as text-embeddings-inference has it: a text, a pair of texts, or a list of such lists."""
+    """The body of /predict, as in text-embeddings-inference: a text, a pair of texts, or a list of texts or pairs."""
 
     inputs: str | list[str | list[str]]
     raw_scores: bool = False
@@ -98,92 +115,100 @@ class PredictBody(msgspec.Struct):
 
 
 class Prediction(msgspec.Struct):
+    """A class and its score."""
+
     label: str
     score: float
 
 
 async def embed(call: Call) -> EmbeddingReply:
+    """Return normalised embeddings in OpenAI's format."""
     body = call.body(VectorBody)
-    found = await _embeddings(call, "input", body.input, body.dimensions, body.cache_salt, body.priority)
-    data = [Embedding(index, _written(vector, body)) for index, vector in enumerate(map(_normalised, found))]
-    return EmbeddingReply(call.model, data, TokenUsage(call.tokens, call.tokens))
+    vectors = await _embeddings(call, "input", body.input, body.dimensions, body.cache_salt, body.priority)
+    data = [Embedding(index, _encode_vector(_normalise(vector), body)) for index, vector in enumerate(vectors)]
+    return EmbeddingReply(call.model, data, call.usage)
 
 
 async def embed_plain(call: Call) -> list[list[float]]:
+    """Return embeddings as plain lists, normalised unless the body says otherwise."""
     body = call.body(PlainBody)
-    found = await _embeddings(call, "inputs", body.inputs, body.dimensions, None, body.priority)
-    return [(_normalised(vector) if body.normalize else vector).tolist() for vector in found]
+    vectors = await _embeddings(call, "inputs", body.inputs, body.dimensions, None, body.priority)
+    return [(_normalise(vector) if body.normalize else vector).tolist() for vector in vectors]
 
 
 async def classify(call: Call) -> ClassifyReply:
+    """Return the most likely class of each input, with the probabilities of all classes."""
     body = call.body(VectorBody)
-    prompts = await call.prepare(prompt_list, call, body.input, "input")
+    prompts = await call.prepare(parse_prompts, call, body.input, "input")
     names = _class_names(call)
     data = []
     for index, scores in enumerate(await _class_scores(call, "input", prompts, body.cache_salt, body.priority)):
         data.append(ClassifiedText(index, names[_best(scores)], scores, len(scores)))
-    usage = TokenUsage(call.tokens, call.tokens)
-    return ClassifyReply(new_id("classify"), int(time.time()), call.model, data, usage)
+    return ClassifyReply(new_id("classify"), int(time.time()), call.model, data, call.usage)
 
 
 async def pool(call: Call) -> PoolingReply:
+    """Return class probabilities or normalised embeddings, whichever the model's head gives."""
     body = call.body(VectorBody)
     kind = call.service.backend.status().vector
-    known = {"class scores": ("classify", "score"), "embedding": ("embed", "encode")}.get(kind or "", ())
-    if body.task is not None and body.task not in known:
-        raise InputError.wrong("task", body.task, f"one of {', '.join(known) or 'none, for this model pools nothing'}")
+    tasks = {"class scores": ("classify", "score"), "embedding": ("embed", "encode")}.get(kind or "", ())
+    if body.task is not None and body.task not in tasks:
+        supported = f"one of {', '.join(tasks)}" if tasks else "left out, because this model supports no pooling task"
+        raise InputError.wrong("task", body.task, supported)
     if kind == "class scores":
-        prompts = await call.prepare(prompt_list, call, body.input, "input")
+        prompts = await call.prepare(parse_prompts, call, body.input, "input")
         scores = await _class_scores(call, "input", prompts, body.cache_salt, body.priority)
-        found = [np.array(values, np.float32) for values in scores]
+        pooled = [np.array(values, np.float32) for values in scores]
     else:
         vectors = await _embeddings(call, "input", body.input, body.dimensions, body.cache_salt, body.priority)
-        found = [_normalised(vector) for vector in vectors]
-    data = [PooledText(index, _written(vector, body)) for index, vector in enumerate(found)]
-    usage = TokenUsage(call.tokens, call.tokens)
-    return PoolingReply(new_id("pool"), int(time.time()), call.model, data, usage)
+        pooled = [_normalise(vector) for vector in vectors]
+    data = [PooledText(index, _encode_vector(vector, body)) for index, vector in enumerate(pooled)]
+    return PoolingReply(new_id("pool"), int(time.time()), call.model, data, call.usage)
 
 
 async def predict(call: Call) -> list[Prediction] | list[list[Prediction]]:
+    """Return all classes with their scores, best first."""
     body = call.body(PredictBody)
     texts: list[list[str]] = [[body.inputs]] if isinstance(body.inputs, str) else _texts(body.inputs)
-    check_items(texts, "inputs")
+    check_count(texts, "inputs")
     prompts = await call.prepare(_joined, call, texts)
-    found = await _class_scores(call, "inputs", prompts, None, body.priority, is_raw=body.raw_scores)
+    all_scores = await _class_scores(call, "inputs", prompts, None, body.priority, is_raw=body.raw_scores)
     names = _class_names(call)
-    sorted_ = [
+    predictions = [
         sorted(
             (Prediction(name, score) for name, score in zip(names, scores, strict=True)),
             key=lambda prediction: -prediction.score,
         )
-        for scores in found
+        for scores in all_scores
     ]
     is_batch = not isinstance(body.inputs, str) and not isinstance(body.inputs[0], str)
-    return sorted_ if is_batch else sorted_[0]
+    return predictions if is_batch else predictions[0]
 
 
 def _texts(inputs: Sequence[str | list[str]]) -> list[list[str]]:
-    check_items(inputs, "inputs")
-    alone = [text for text in inputs if isinstance(text, str)]
+    check_count(inputs, "inputs")
+    single_texts = [text for text in inputs if isinstance(text, str)]
     texts = [text for text in inputs if isinstance(text, list)]
-    if alone and texts:
-        raise InputError("inputs mixes texts and lists of texts; give one kind", name="inputs")
-    for text in texts or [alone]:
+    if single_texts and texts:
+        raise InputError("inputs mixes texts and lists of texts; send texts only, or lists only", name="inputs")
+    for text in texts or [single_texts]:
         if not 1 <= len(text) <= 2:
             raise InputError(
-                f"inputs has {len(text)} texts together; give one, or two that belong together, or a list of such",
+                f"inputs has a list of {len(text)} texts; send one text or a pair of texts, or a list of these",
                 name="inputs",
                 value=len(text),
                 expected="1 or 2",
             )
-    return texts or [alone]
+    return texts or [single_texts]
 
 
 def _joined(call: Call, texts: Sequence[Sequence[str]]) -> list[str] | list[Tokens]:
     if all(len(text) == 1 for text in texts):
         return [text[0] for text in texts]
     if call.service.backend.status().vector != "class scores":
-        raise InputError("this model classifies single texts; send no pairs", name="inputs")
+        raise InputError(
+            "this model classifies single texts, not pairs; send a list of lists of one text", name="inputs"
+        )
     return [
         call.writer.encode_pairs([(text[0], text[1])], ("inputs", "inputs"))[0]
         if len(text) == 2
@@ -198,34 +223,29 @@ async def _embeddings(
     status = call.service.backend.status()
     if status.vector != "embedding":
         raise InputError(
-            "this model gives no embeddings"
-            + (": its head tells classes apart, ask /classify" if status.vector else ""),
+            "this model returns no embeddings"
+            + (", because its head classifies; ask /classify" if status.vector else "; serve an embedding model"),
             name="model",
         )
-    prompts = await call.prepare(prompt_list, call, inputs, name)
-    found = await _vectors(call, name, prompts, salt, priority)
-    size = len(found[0])
-    check_answer(size * len(found))
+    prompts = await call.prepare(parse_prompts, call, inputs, name)
+    vectors = await _vectors(call, name, prompts, salt, priority)
+    size = len(vectors[0])
+    check_answer_size(size * len(vectors))
     if dimensions not in (None, size):
-        raise InputError.wrong("dimensions", dimensions, f"{size}, which this model has, or left out")
-    return found
+        raise InputError.wrong("dimensions", dimensions, f"{size}, the size of this model's embeddings, or left out")
+    return vectors
 
 
 async def _vectors(
     call: Call, name: str, prompts: list[str] | list[Tokens], salt: str | None, priority: int
 ) -> list[Floats]:
     trees = []
-    for place, tokens in enumerate(await call.prepare(_encoded, call, name, prompts)):
+    for index, tokens in enumerate(await call.prepare(encode_prompts, call, prompts, name)):
         tree = RequestTree(call.writer.most_tokens)
-        number = tree.add(tokens, f"{name}[{place}]")
+        number = tree.add(tokens, f"{name}[{index}]")
         tree.vector(number, call.writer.prompt.vector)
         trees.append(tree)
     return [answer.vector(0) for answer in await call.answer_trees(trees, salt, priority)]
-
-
-def _encoded(call: Call, name: str, prompts: list[str] | list[Tokens]) -> list[Tokens]:
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    return call.writer.encode_plain(texts, name=name) if texts else prompts  # type: ignore[return-value]
 
 
 def _class_names(call: Call) -> tuple[str, ...]:
@@ -248,15 +268,15 @@ async def _class_scores(
         return [values.tolist() if is_raw else class_probabilities(values) for values in scores]
     if not writer.prompt.labels:
         raise InputError(
-            "this model has no head that classifies, and its prompt.json names no labels; ask /v1/decisions, which "
-            "takes them in the request",
+            "this model has no classification head, and its prompt.json has no labels; ask /v1/decisions, which takes "
+            "labels in the request",
             name="model",
         )
-    check_answer(len(prompts) * len(writer.prompt.labels))
+    check_answer_size(len(prompts) * len(writer.prompt.labels))
     trees, reads = await call.prepare(_label_trees, call, name, prompts)
     answers = await call.answer_trees(trees, salt, priority)
-    found = [read.scores(answer) for read, answer in zip(reads, answers, strict=True)]
-    return [list(scores.log_probabilities if is_raw else scores.probabilities) for scores in found]
+    label_scores = [read.scores(answer) for read, answer in zip(reads, answers, strict=True)]
+    return [list(scores.log_probabilities if is_raw else scores.probabilities) for scores in label_scores]
 
 
 def _label_trees(
@@ -264,13 +284,15 @@ def _label_trees(
 ) -> tuple[list[RequestTree], list[LabelReads]]:
     writer = call.writer
     trees, reads = [], []
-    for place, prompt in enumerate(prompts):
+    for index, prompt in enumerate(prompts):
         if not isinstance(prompt, str):
-            raise InputError(f"{name} holds tokens; this model classifies texts, in its own prompt", name=name)
-        rendered = writer.ask(prompt, f"{name}[{place}]")
+            raise InputError(
+                f"{name} contains token ids, but this model inserts texts into its own prompt; send texts", name=name
+            )
+        rendered = writer.ask(prompt, f"{name}[{index}]")
         labels = encode_labels(writer.encoder, rendered, writer.prompt.labels)
         tree = RequestTree(writer.most_tokens)
-        reads.append(ask_labels(tree, writer.encode([rendered])[0], labels, f"{name}[{place}]"))
+        reads.append(ask_labels(tree, writer.encode([rendered])[0], labels, f"{name}[{index}]"))
         trees.append(tree)
     return trees, reads
 
@@ -279,12 +301,12 @@ def _best(scores: Sequence[float]) -> int:
     return max(range(len(scores)), key=scores.__getitem__)
 
 
-def _normalised(vector: Floats) -> Floats:
+def _normalise(vector: Floats) -> Floats:
     length = float(np.linalg.norm(vector.astype(np.float64)))
     return vector if length == 0 else (vector / length).astype(np.float32)
 
 
-def _written(vector: Floats, body: VectorBody) -> list[float] | str:
+def _encode_vector(vector: Floats, body: VectorBody) -> list[float] | str:
     if body.encoding_format == "base64":
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
     return [float(value) for value in vector]

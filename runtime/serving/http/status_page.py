@@ -1,4 +1,4 @@
-"""The page for people at `/`, and what it shows: the server's state as JSON at /v1/state."""
+"""The status page at `/`, and the server's state as JSON at /v1/state."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ from typing import Literal
 import msgspec
 from fastapi.responses import Response
 
-from moepass import __version__
+from moepass.models.version import __version__
 from moepass.runtime.serving.requests.backend import ServingState
 from moepass.runtime.serving.requests.view import RankView
 from moepass.runtime.serving.routes.service import Call, Route
 
 
 class StateReply(msgspec.Struct):
-    """How the server is now.
+    """The current state of the server.
 
-    `labels` are the answers that the model knows, where it knows no others. Sizes of steps say nothing of what is in
-    them. `sums` are since the start.
+    Attributes:
+        labels: The answers of a model that answers with its own labels only; otherwise empty.
+        running: Requests that ranks compute now.
+        waiting: Requests that wait for a rank.
+        ranks: The state of each rank. Steps are described by sizes; texts and tokens are not included.
+        sums: Counters since the start, by name.
     """
 
     state: ServingState
@@ -38,7 +42,7 @@ class StateReply(msgspec.Struct):
 
 
 async def state(call: Call) -> StateReply:
-    """Asks the ranks what they are doing, and waits for them at most a quarter of a second."""
+    """Return the server's state; wait for the ranks' own view at most a quarter of a second."""
     view = await call.service.backend.view()
     status, writer = call.service.backend.status(), call.writer
     labels = () if writer.has_chat_template else writer.prompt.labels
@@ -56,19 +60,19 @@ async def state(call: Call) -> StateReply:
 
 
 async def page(call: Call) -> Response:
-    """A page that asks questions and shows what the server does."""
+    """Return the HTML page that asks questions and shows the server's state."""
     content, headers = _page()
     return Response(content, headers=headers, media_type="text/html; charset=utf-8")
 
 
 @functools.cache
 def _page() -> tuple[bytes, dict[str, str]]:
-    """The page, and headers that let it run its own script and style alone, and talk to this server alone."""
+    """Return the page and its headers, which allow only its own script and style, and requests to this server."""
     text = (resources.files("moepass.runtime.serving.http") / "page.html").read_text(encoding="utf-8")
     policy = [
         "default-src 'none'",
-        f"script-src {_hash_of('script', text)}",
-        f"style-src {_hash_of('style', text)}",
+        f"script-src {_content_hash('script', text)}",
+        f"style-src {_content_hash('style', text)}",
         "connect-src 'self'",
         "img-src data:",
         "base-uri 'none'",
@@ -84,7 +88,7 @@ def _page() -> tuple[bytes, dict[str, str]]:
     return text.encode(), headers
 
 
-def _hash_of(element: str, text: str) -> str:
+def _content_hash(element: str, text: str) -> str:
     (content,) = re.findall(f"<{element}>(.*?)</{element}>", text, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 

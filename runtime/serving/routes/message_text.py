@@ -1,4 +1,4 @@
-"""Inputs as clients send them (text, messages, tool calls, JSON) become the text that a question is about."""
+"""Messages, tool calls and JSON of clients as the text that a question is about."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moepass.models.errors import InputError
 
 
 class InputPart(msgspec.Struct):
-    """A part of a message: text, JSON (`data`), or an image, which is refused."""
+    """A part of a message: text, or JSON (`data`). Images are refused."""
 
     type: str
     text: str | None = None
@@ -24,7 +24,7 @@ Content = str | list[InputPart]
 
 
 class InputItem(msgspec.Struct):
-    """An item of a conversation: a message, or the call of a tool, or what came out of one."""
+    """An item of a conversation: a message, a tool call, or the output of a tool call."""
 
     type: str = "message"
     role: str | None = None
@@ -41,29 +41,31 @@ _CALLS = {"function_call": "function_call_output", "custom_tool_call": "custom_t
 
 
 def content_text(content: Content, name: str) -> str:
-    """The text of a message's content, parts in lines of their own. Raises InputError, naming `name`."""
+    """Return the text of a message's content, with its parts on separate lines. Raise InputError for other parts."""
     if isinstance(content, str):
         return content
-    return "\n".join(_part_text(part, f"{name}[{number}]") for number, part in enumerate(content))
+    return "\n".join(_part_text(element, f"{name}[{number}]") for number, element in enumerate(content))
 
 
 def input_text(items: str | Sequence[InputItem], name: str = "input") -> str:
-    """The text of an input. A single user message is its content alone; more are a transcript, a role before each.
+    """Return the text of an input: the content of a single user message, or a transcript with roles.
 
-    Raises InputError for an empty input, unknown roles, types and images, and for a tool's output without its call.
+    Raises:
+        InputError: The input is blank, a role or type is unknown, a part is an image, or a tool output has no call.
     """
     if isinstance(items, str):
-        return _not_blank(items, name)
+        return check_not_blank(items, name)
     if not items:
-        raise InputError(f"{name} is empty; give a text, or one message or more", name=name, expected="1 or more")
+        raise InputError(f"{name} is empty; send a text, or one or more messages", name=name, expected="1 or more")
     if len(items) == 1 and items[0].type == "message" and items[0].role == "user":
-        return _not_blank(content_text(_given(items[0].content, "content", f"{name}[0]"), f"{name}[0].content"), name)
+        content = _required(items[0].content, "content", f"{name}[0]")
+        return check_not_blank(content_text(content, f"{name}[0].content"), name)
     calls: dict[tuple[str, str], bool] = {}
     return "\n".join(_item_text(item, f"{name}[{number}]", calls) for number, item in enumerate(items))
 
 
 def json_text(value: str | dict[str, Any] | list[Any] | None, *, compact: bool) -> str:
-    """A text as it is, None as none, and anything else as JSON: compact, or with blanks as Python writes it."""
+    """Return a text unchanged, "" for None, and any other value as JSON: compact, or with Python's spaces."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -81,34 +83,35 @@ def _item_text(item: InputItem, name: str, calls: dict[tuple[str, str], bool]) -
                 value=item.role,
                 expected=_ROLES,
             )
-        content = _given(item.content, "content", name)
+        content = _required(item.content, "content", name)
         return f"{item.role}: {content_text(content, f'{name}.content')}"
     if item.type in _CALLS:
-        calls[_CALLS[item.type], _given(item.call_id, "call_id", name)] = True
-        given = item.arguments if item.type == "function_call" else item.input
-        return f"{item.type} {_given(item.name, 'name', name)}: {_given(given, 'arguments or input', name)}"
+        calls[_CALLS[item.type], _required(item.call_id, "call_id", name)] = True
+        field = "arguments" if item.type == "function_call" else "input"
+        arguments = _required(getattr(item, field), field, name)
+        return f"{item.type} {_required(item.name, 'name', name)}: {arguments}"
     if item.type in _CALLS.values():
-        if (item.type, _given(item.call_id, "call_id", name)) not in calls:
+        if (item.type, _required(item.call_id, "call_id", name)) not in calls:
             raise InputError(
-                f"{name}.call_id is {item.call_id!r}, which no call before it has",
+                f"{name}.call_id is {item.call_id!r}, but no call before it has this id; send the call first",
                 name=f"{name}.call_id",
                 value=item.call_id,
                 expected=[call_id for _, call_id in calls],
             )
-        return f"{item.type}: {content_text(_given(item.output, 'output', name), f'{name}.output')}"
-    known = ("message", *_CALLS, *_CALLS.values())
+        return f"{item.type}: {content_text(_required(item.output, 'output', name), f'{name}.output')}"
+    types = ("message", *_CALLS, *_CALLS.values())
     raise InputError(
-        f"{name}.type is {item.type[:100]!r}; it must be one of {', '.join(known)}",
+        f"{name}.type is {item.type[:100]!r}; it must be one of {', '.join(types)}",
         name=f"{name}.type",
         value=item.type,
-        expected=known,
+        expected=types,
     )
 
 
 def _part_text(part: InputPart, name: str) -> str:
     if "image" in part.type or "audio" in part.type or "video" in part.type or "file" in part.type:
         raise InputError(
-            f"{name} is an {part.type[:100]!r}; this server takes text and JSON alone", name=name, value=part.type
+            f"{name} has type {part.type[:100]!r}, but this server only takes text and JSON", name=name, value=part.type
         )
     text = json_text(part.data, compact=True) if part.type == "input_json" else (part.text or part.refusal)
     if part.type not in ("text", "input_text", "output_text", "refusal", "input_json"):
@@ -120,13 +123,14 @@ def _part_text(part: InputPart, name: str) -> str:
     return text or ""
 
 
-def _given(value: Any, field: str, name: str) -> Any:
+def _required(value: Any, field: str, name: str) -> Any:
     if value is None:
-        raise InputError(f"{name} lacks {field}", name=f"{name}.{field}")
+        raise InputError(f"{name} has no {field}; it is required here", name=f"{name}.{field}")
     return value
 
 
-def _not_blank(text: str, name: str) -> str:
+def check_not_blank(text: str, name: str) -> str:
+    """Return `text`. Raise InputError if it is blank."""
     if not text.strip():
-        raise InputError(f"{name} is blank; give a text", name=name, value=text)
+        raise InputError(f"{name} is blank; send a text", name=name, value=text)
     return text

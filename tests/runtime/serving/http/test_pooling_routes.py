@@ -1,4 +1,4 @@
-"""Classes and embeddings are those of the model's own head."""
+"""Classes and embeddings equal the outputs of the model's head."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def _classes(server: Served, text: str) -> torch.Tensor:
 
 def test_openais_client_gets_embeddings(base: Served) -> None:
     with openai.OpenAI(base_url=f"{base.url}/v1", api_key="any") as client:
-        found = client.embeddings.create(model="tiny", input=TEXTS)  # in base64, which the client reads
-    for text, one in zip(TEXTS, found.data, strict=True):
+        reply = client.embeddings.create(model="tiny", input=TEXTS)  # the client requests base64 and decodes it
+    for text, entry in zip(TEXTS, reply.data, strict=True):
         expected = torch.nn.functional.normalize(_state(base, text)[-1], dim=0)
-        assert one.embedding == pytest.approx(expected.tolist(), abs=1e-4)
+        assert entry.embedding == pytest.approx(expected.tolist(), abs=1e-4)
     tokens = [base.writer.tokenizer(text)["input_ids"] for text in TEXTS]
     again = base.post("/v1/embeddings", {"input": tokens, "encoding_format": "float"})
-    assert again["data"][1]["embedding"] == pytest.approx(found.data[1].embedding, abs=1e-6)
+    assert again["data"][1]["embedding"] == pytest.approx(reply.data[1].embedding, abs=1e-6)
 
 
-def test_embeddings_may_be_left_as_they_are(base: Served) -> None:
-    (found,) = base.post("/embed", {"inputs": TEXTS[0], "normalize": False})
-    assert found == pytest.approx(_state(base, TEXTS[0])[-1].tolist(), abs=1e-4)
+def test_embeddings_may_be_returned_unnormalised(base: Served) -> None:
+    (reply,) = base.post("/embed", {"inputs": TEXTS[0], "normalize": False})
+    assert reply == pytest.approx(_state(base, TEXTS[0])[-1].tolist(), abs=1e-4)
     (normalised,) = base.post("/embed", {"inputs": [TEXTS[0]]})
     assert float(np.linalg.norm(normalised)) == pytest.approx(1, abs=1e-5)
 
@@ -50,57 +50,57 @@ def test_embeddings_may_be_left_as_they_are(base: Served) -> None:
 @pytest.mark.slow
 def test_a_checkpoint_may_ask_for_the_mean(checkpoint: Any) -> None:
     with served(checkpoint, prompt=Prompt(vector="mean")) as running:
-        (found,) = running.post("/embed", {"inputs": TEXTS[0], "normalize": False})
-        assert found == pytest.approx(_state(running, TEXTS[0]).mean(0).tolist(), abs=1e-4)
+        (vector,) = running.post("/embed", {"inputs": TEXTS[0], "normalize": False})
+        assert vector == pytest.approx(_state(running, TEXTS[0]).mean(0).tolist(), abs=1e-4)
 
 
-def test_pooling_gives_what_the_model_has(base: Served, classes: Served) -> None:
-    (found,) = base.post("/pooling", {"input": TEXTS[0], "encoding_format": "base64", "task": "embed"})["data"]
-    vector = np.frombuffer(base64.b64decode(found["data"]), "<f4")
+def test_pooling_returns_the_output_of_the_models_head(base: Served, classes: Served) -> None:
+    (entry,) = base.post("/pooling", {"input": TEXTS[0], "encoding_format": "base64", "task": "embed"})["data"]
+    vector = np.frombuffer(base64.b64decode(entry["data"]), "<f4")
     assert vector.tolist() == pytest.approx(base.post("/embed", {"inputs": TEXTS[0]})[0], abs=1e-6)
-    (found,) = classes.post("/pooling", {"input": TEXTS[0]})["data"]
-    assert found["data"] == pytest.approx(_classes(classes, TEXTS[0]).softmax(-1).tolist(), abs=1e-4)
+    (entry,) = classes.post("/pooling", {"input": TEXTS[0]})["data"]
+    assert entry["data"] == pytest.approx(_classes(classes, TEXTS[0]).softmax(-1).tolist(), abs=1e-4)
     assert base.refused("/pooling", {"input": "a", "task": "classify"})["param"] == "task"
 
 
 @pytest.mark.parametrize("path", ["/classify", "/v1/classify"])
 def test_texts_are_classified(classes: Served, path: str) -> None:
-    found = classes.post(path, {"input": TEXTS})["data"]
-    for text, one in zip(TEXTS, found, strict=True):
+    replies = classes.post(path, {"input": TEXTS})["data"]
+    for text, entry in zip(TEXTS, replies, strict=True):
         expected = _classes(classes, text).softmax(-1)
-        assert one["probs"] == pytest.approx(expected.tolist(), abs=1e-4)
-        assert one["label"] == ("bad", "good", "neither")[int(expected.argmax())]
-        assert one["num_classes"] == 3
+        assert entry["probs"] == pytest.approx(expected.tolist(), abs=1e-4)
+        assert entry["label"] == ("bad", "good", "neither")[int(expected.argmax())]
+        assert entry["num_classes"] == 3
 
 
 @pytest.mark.slow
 def test_labels_of_a_checkpoint_are_classes(demo: Served) -> None:
     text = "Das ist gut so."
-    (found,) = demo.post("/classify", {"input": text})["data"]
+    (entry,) = demo.post("/classify", {"input": text})["data"]
     tokenizer, labels = demo.writer.tokenizer, demo.writer.prompt.labels
     ids = [[tokenizer.convert_tokens_to_ids(label)] for label in labels]
     expected = label_probabilities(demo.backend.model, tokenizer(f"{text}<sep>")["input_ids"], ids)
-    assert found["probs"] == pytest.approx(expected, abs=1e-4)
+    assert entry["probs"] == pytest.approx(expected, abs=1e-4)
     likeliest = labels[expected.index(max(expected))]
-    assert found["label"] == likeliest
+    assert entry["label"] == likeliest
     (best, *_) = demo.post("/predict", {"inputs": text})
     assert (best["label"], best["score"]) == (likeliest, pytest.approx(max(expected), abs=1e-4))
 
 
 def test_predictions_come_best_first(classes: Served) -> None:
     single = classes.post("/predict", {"inputs": TEXTS[0]})
-    assert [one["score"] for one in single] == sorted((one["score"] for one in single), reverse=True)
+    assert [entry["score"] for entry in single] == sorted((entry["score"] for entry in single), reverse=True)
     batch = classes.post("/predict", {"inputs": [[TEXTS[0]], [TEXTS[1]]]})
     assert batch[0] == single
     raw = classes.post("/predict", {"inputs": TEXTS[0], "raw_scores": True})
-    assert [one["score"] for one in raw] == pytest.approx(
+    assert [entry["score"] for entry in raw] == pytest.approx(
         sorted(_classes(classes, TEXTS[0]).tolist(), reverse=True), abs=1e-4
     )
     pair = classes.post("/predict", {"inputs": TEXTS})
     ids = torch.tensor([classes.writer.tokenizer(*TEXTS)["input_ids"]])
     with torch.no_grad():
         expected = classes.backend.model(ids, attention_mask=torch.ones_like(ids)).logits[0].softmax(-1)
-    assert [one["score"] for one in pair] == pytest.approx(sorted(expected.tolist(), reverse=True), abs=1e-4)
+    assert [entry["score"] for entry in pair] == pytest.approx(sorted(expected.tolist(), reverse=True), abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_predictions_come_best_first(classes: Served) -> None:
         ("/predict", {"inputs": ["a", "b"]}, "inputs"),
     ],
 )
-def test_vectors_that_cannot_be_given_are_refused_by_name(base: Served, path: str, body: Any, param: str) -> None:
+def test_invalid_pooling_requests_are_refused_with_their_field(base: Served, path: str, body: Any, param: str) -> None:
     assert base.refused(path, body)["param"] == param
 
 

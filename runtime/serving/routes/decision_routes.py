@@ -1,6 +1,6 @@
-"""POST /v1/decisions, as openai's `client.decisions.create` sends it, and as SGLang's clients do.
+"""POST /v1/decisions, with the body of openai's `client.decisions.create` or that of SGLang's clients.
 
-The two are told apart by their questions: OpenAI's have `instructions`, SGLang's have an `id`.
+The questions distinguish the two bodies: OpenAI's have `instructions`, SGLang's have an `id`.
 """
 
 from __future__ import annotations
@@ -11,46 +11,63 @@ import msgspec
 from msgspec import Meta
 
 from moepass.models.errors import InputError
-from moepass.models.limits import MOST_CHOICES, MOST_QUESTIONS
-from moepass.runtime.serving.questions.ask_questions import QuestionAnswer, QuestionTree, check_options
+from moepass.models.limits import MOST_QUESTIONS
 from moepass.runtime.serving.questions.confidence import confidence, expected_level
+from moepass.runtime.serving.questions.question_tree import QuestionAnswer, QuestionTree, checked_question
 from moepass.runtime.serving.questions.request_tree import TreeAnswer
 from moepass.runtime.serving.questions.wordings import SGLANG, SGLANG_VERSION, SYSTEMONE, Option, Question
-from moepass.runtime.serving.routes.inputs import Content, InputItem, content_text, input_text, json_text
-from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt
+from moepass.runtime.serving.routes.message_text import (
+    Content,
+    InputItem,
+    check_not_blank,
+    content_text,
+    input_text,
+    json_text,
+)
+from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt, TokenUsage
 
 JsonText = str | dict[str, Any] | list[Any]
 
 
 class DecisionPredicate(msgspec.Struct, tag_field="type", tag="predicate"):
+    """A question that is answered with the probability of "true"."""
+
     instructions: Content
     name: str | None = None
 
 
 class DecisionOption(msgspec.Struct):
+    """An option of a choice."""
+
     value: str | bool
     description: str | None = None
 
 
 class DecisionChoice(msgspec.Struct, tag_field="type", tag="choice"):
+    """A question that is answered with one of several options."""
+
     instructions: Content
     choices: list[DecisionOption]
     name: str | None = None
 
 
 class DecisionLevel(msgspec.Struct):
+    """A level of a score."""
+
     label: str
     description: str | None = None
 
 
 class DecisionScore(msgspec.Struct, tag_field="type", tag="score"):
+    """A question that is answered on a scale of levels, lowest first."""
+
     instructions: Content
     levels: list[DecisionLevel]
     name: str | None = None
 
 
 class DecisionsBody(msgspec.Struct):
-    """`order_invariant` (ours) averages over orders of the choices."""
+    """OpenAI's body of /v1/decisions. `order_invariant`, an extension, averages over several orders of the options."""
 
     model: str
     input: str | list[InputItem]
@@ -63,17 +80,23 @@ class DecisionsBody(msgspec.Struct):
 
 
 class PredicateReply(msgspec.Struct, tag_field="type", tag="predicate"):
+    """The answer to a predicate."""
+
     name: str | None
     probability: float
     label_mass: float
 
 
 class ValueProbability(msgspec.Struct):
+    """The probability of an option."""
+
     value: str | bool
     probability: float
 
 
 class ChoiceReply(msgspec.Struct, tag_field="type", tag="choice"):
+    """The answer to a choice."""
+
     name: str | None
     choice: str | bool
     confidence: float
@@ -82,12 +105,16 @@ class ChoiceReply(msgspec.Struct, tag_field="type", tag="choice"):
 
 
 class LevelProbability(msgspec.Struct):
+    """The probability of a level; `value` is its number, from 0 on."""
+
     value: int
     label: str
     probability: float
 
 
 class ScoreReply(msgspec.Struct, tag_field="type", tag="score"):
+    """The answer to a score; `score` is the mean level."""
+
     name: str | None
     score: float
     confidence: float
@@ -96,23 +123,27 @@ class ScoreReply(msgspec.Struct, tag_field="type", tag="score"):
 
 
 class RefusalReply(msgspec.Struct, tag_field="type", tag="refusal"):
-    """`reason` says why this model cannot answer the question."""
+    """The reason why this model cannot answer the question."""
 
     name: str | None
     reason: str
 
 
 class InputDetails(msgspec.Struct):
+    """Input tokens that came from the cache. `cache_write_tokens` is always 0."""
+
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
 class OutputDetails(msgspec.Struct):
+    """Output tokens by kind; always 0."""
+
     reasoning_tokens: int = 0
 
 
 class DecisionsUsage(msgspec.Struct):
-    """What questions share is counted once. Nothing is put out: no token is decoded."""
+    """Tokens of the request. Tokens that questions share count once. No output tokens are decoded."""
 
     input_tokens: int
     input_tokens_details: InputDetails
@@ -122,29 +153,39 @@ class DecisionsUsage(msgspec.Struct):
 
 
 class DecisionsReply(msgspec.Struct):
+    """The reply to OpenAI's body, with an answer for each question."""
+
     model: str
     answers: list[PredicateReply | ChoiceReply | ScoreReply | RefusalReply]
     usage: DecisionsUsage
 
 
 class LabelledOption(msgspec.Struct):
+    """An option of a choice."""
+
     name: str
     description: JsonText | None = None
 
 
 class LabelledChoice(msgspec.Struct, tag_field="type", tag="choice"):
+    """A question that is answered with one of several options."""
+
     id: str
     question: JsonText
     options: list[LabelledOption]
 
 
 class LabelledScore(msgspec.Struct, tag_field="type", tag="score"):
+    """A question that is answered on a scale of levels, lowest first."""
+
     id: str
     question: JsonText
     levels: list[JsonText]
 
 
 class LabelledYesNo(msgspec.Struct, tag_field="type", tag="yes_no"):
+    """A question that is answered with yes or no."""
+
     id: str
     question: JsonText
     yes: JsonText | None = None
@@ -152,7 +193,7 @@ class LabelledYesNo(msgspec.Struct, tag_field="type", tag="yes_no"):
 
 
 class LabelledBody(msgspec.Struct):
-    """SGLang's body of this route."""
+    """SGLang's body of /v1/decisions."""
 
     input: JsonText
     questions: Annotated[
@@ -169,6 +210,8 @@ class LabelledBody(msgspec.Struct):
 
 
 class LabelledAnswer(msgspec.Struct, omit_defaults=True):
+    """The answer to one question."""
+
     type: Literal["choice", "score", "yes_no"]
     probabilities: dict[str, float]
     label_mass: float
@@ -176,13 +219,9 @@ class LabelledAnswer(msgspec.Struct, omit_defaults=True):
     score: float | None = None
 
 
-class TokenUsage(msgspec.Struct):
-    prompt_tokens: int
-    total_tokens: int
-    completion_tokens: int = 0
-
-
 class LabelledReply(msgspec.Struct):
+    """The reply to SGLang's body, with the answers by the ids of the questions."""
+
     model: str
     answers: dict[str, LabelledAnswer]
     usage: TokenUsage
@@ -190,6 +229,7 @@ class LabelledReply(msgspec.Struct):
 
 
 async def create_decision(call: Call) -> DecisionsReply | LabelledReply:
+    """Answer the questions of either body."""
     questions = call.json().get("questions")
     first = questions[0] if isinstance(questions, list) and questions else None
     if isinstance(first, dict) and "id" in first and "instructions" not in first:
@@ -206,47 +246,43 @@ async def create_decision(call: Call) -> DecisionsReply | LabelledReply:
 
 
 async def ask_tree(call: Call, tree: QuestionTree, salt: str | None, priority: int) -> list[QuestionAnswer]:
-    """The answers to the questions of a tree."""
+    """Return the answers to the questions of `tree`."""
     request = await call.prepare(tree.request, call.id, (salt or "").encode())
     answer = None if request is None else TreeAnswer(tree.tree, await call.answer(request, priority))
     return await call.prepare(tree.answers, answer)
 
 
 def _tree(call: Call, body: DecisionsBody) -> QuestionTree:
-    names = [_called(number, question.name) for number, question in enumerate(body.questions)]
-    asked = [_question(question, f"questions[{number}]") for number, question in enumerate(body.questions)]
+    names = [_question_name(number, question.name) for number, question in enumerate(body.questions)]
+    questions = [_question(question, f"questions[{number}]") for number, question in enumerate(body.questions)]
     text = input_text(body.input)
-    return QuestionTree(call.writer, text, asked, SYSTEMONE, order_invariant=body.order_invariant, names=names)
+    return QuestionTree(call.writer, text, questions, SYSTEMONE, order_invariant=body.order_invariant, names=names)
 
 
 def _question(question: DecisionPredicate | DecisionChoice | DecisionScore, name: str) -> Question:
-    text = content_text(question.instructions, f"{name}.instructions")
-    if not text.strip():
-        raise InputError(f"{name}.instructions is blank; ask something", name=f"{name}.instructions")
+    text = check_not_blank(content_text(question.instructions, f"{name}.instructions"), f"{name}.instructions")
     match question:
         case DecisionPredicate():
             return Question("predicate", text, (Option("true"), Option("false")))
         case DecisionChoice():
             values = [option.value for option in question.choices]
-            # A string and a boolean with the same text are distinct, and JSON writes them differently.
+            # The string "true" and the boolean true are different values in JSON.
             if len({(type(value), value) for value in values}) < len(values):
-                raise InputError(f"{name}.choices holds a value twice; each must be unique", name=f"{name}.choices")
+                raise InputError(
+                    f"{name}.choices contains a value twice; values must be unique", name=f"{name}.choices"
+                )
             options = [Option(_value_text(option.value), option.description or "") for option in question.choices]
-            asked = Question("choice", text, tuple(options))
-            check_options(asked, f"{name}.choices", MOST_CHOICES, "values")
-            return asked
+            return checked_question("choice", text, options, f"{name}.choices", "values")
         case DecisionScore():
             levels = [
                 Option(level.label, f"{level.label}: {level.description}" if level.description else level.label)
                 for level in question.levels
             ]
-            asked = Question("score", text, tuple(levels))
-            check_options(asked, f"{name}.levels", MOST_CHOICES, "levels")
-            return asked
+            return checked_question("score", text, levels, f"{name}.levels", "levels")
 
 
-def _called(number: int, name: str | None) -> str:
-    """What errors call a question: its place first, which they name."""
+def _question_name(number: int, name: str | None) -> str:
+    """Return the name of a question in errors, which starts with its path in the body."""
     return f"questions[{number}]" + (f" ({name!r})" if name else "")
 
 
@@ -259,57 +295,58 @@ def _reply(
 ) -> PredicateReply | ChoiceReply | ScoreReply | RefusalReply:
     if answer.refusal is not None:
         return RefusalReply(question.name, answer.refusal)
-    found = answer.probabilities
+    probabilities = answer.probabilities
     match question:
         case DecisionPredicate():
-            return PredicateReply(question.name, found[0], answer.mass)
+            return PredicateReply(question.name, probabilities[0], answer.mass)
         case DecisionChoice():
             values = [option.value for option in question.choices]
-            probabilities = [ValueProbability(*pair) for pair in zip(values, found, strict=True)]
+            choices = [ValueProbability(*pair) for pair in zip(values, probabilities, strict=True)]
             best = values[answer.best]
-            return ChoiceReply(question.name, best, confidence("choice", found), probabilities, answer.mass)
+            return ChoiceReply(question.name, best, confidence("choice", probabilities), choices, answer.mass)
         case DecisionScore():
             levels = [
                 LevelProbability(number, level.label, probability)
-                for number, (level, probability) in enumerate(zip(question.levels, found, strict=True))
+                for number, (level, probability) in enumerate(zip(question.levels, probabilities, strict=True))
             ]
-            score = expected_level(found)
-            return ScoreReply(question.name, score, confidence("score", found), levels, answer.mass)
+            score = expected_level(probabilities)
+            return ScoreReply(question.name, score, confidence("score", probabilities), levels, answer.mass)
 
 
 async def _labelled(call: Call) -> LabelledReply:
     body = call.body(LabelledBody)
     call.need_predictions()
-    for name, value, right in (
+    for name, value, supported in (
         ("images", body.images, []),
         ("temperature", body.temperature, 1.0),
         ("return_prompt_token_ids", body.return_prompt_token_ids, False),
     ):
-        if value != right:
-            raise InputError(f"{name} is given; this server supports {right!r} alone", name=name, expected=right)
+        if value != supported:
+            default = msgspec.json.encode(supported).decode()
+            raise InputError(
+                f"{name} is not supported; remove it, or send its default {default}", name=name, expected=supported
+            )
     if body.prompt_format_version not in (None, SGLANG_VERSION):
         raise InputError.wrong("prompt_format_version", body.prompt_format_version, str(SGLANG_VERSION))
     ids = [question.id for question in body.questions]
     if len(set(ids)) < len(ids):
-        raise InputError("two questions have the same id; each must be unique", name="questions")
+        raise InputError("two questions have the same id; ids must be unique", name="questions")
     tree = await call.prepare(_labelled_tree, call, body)
     answers = await ask_tree(call, tree, body.cache_salt, body.priority)
-    found = {}
+    replies = {}
     for number, (question, answer) in enumerate(zip(body.questions, answers, strict=True)):
-        if answer.refusal is not None:  # this shape knows no refusal of one question
-            name = _called(number, question.id)
+        if answer.refusal is not None:  # this reply has no refusals of single questions
+            name = _question_name(number, question.id)
             raise InputError(f"{name} cannot be answered: {answer.refusal}", name=name)
-        found[question.id] = _labelled_answer(question, answer)
-    return LabelledReply(call.model, found, TokenUsage(call.tokens, call.tokens))
+        replies[question.id] = _labelled_answer(question, answer)
+    return LabelledReply(call.model, replies, call.usage)
 
 
 def _labelled_tree(call: Call, body: LabelledBody) -> QuestionTree:
-    text = json_text(body.input, compact=True)
-    if not text.strip():
-        raise InputError("input is blank; give a text", name="input")
-    names = [_called(number, question.id) for number, question in enumerate(body.questions)]
-    asked = [_labelled_question(question, name) for question, name in zip(body.questions, names, strict=True)]
-    return QuestionTree(call.writer, text, asked, SGLANG, order_invariant=body.order_invariant, names=names)
+    text = check_not_blank(json_text(body.input, compact=True), "input")
+    names = [_question_name(number, question.id) for number, question in enumerate(body.questions)]
+    questions = [_labelled_question(question, name) for question, name in zip(body.questions, names, strict=True)]
+    return QuestionTree(call.writer, text, questions, SGLANG, order_invariant=body.order_invariant, names=names)
 
 
 def _labelled_question(question: LabelledChoice | LabelledScore | LabelledYesNo, name: str) -> Question:
@@ -318,34 +355,33 @@ def _labelled_question(question: LabelledChoice | LabelledScore | LabelledYesNo,
         case LabelledChoice():
             names = [option.name for option in question.options]
             if len(set(names)) < len(names):
-                raise InputError(f"{name} has two options of one name", name=name)
+                raise InputError(f"{name} has two options with the same name; names must be unique", name=name)
             options = [Option(option.name, json_text(option.description, compact=True)) for option in question.options]
-            asked = Question("choice", text, tuple(options))
-            check_options(asked, name, MOST_CHOICES, "options")
+            return checked_question("choice", text, options, name, "options")
         case LabelledScore():
-            levels = [json_text(level, compact=True) for level in question.levels]
-            asked = Question("score", text, tuple(Option(str(place), level) for place, level in enumerate(levels)))
-            check_options(asked, name, MOST_CHOICES, "levels")
+            levels = [
+                Option(str(number), json_text(level, compact=True)) for number, level in enumerate(question.levels)
+            ]
+            return checked_question("score", text, levels, name, "levels")
         case LabelledYesNo():
             described = [json_text(value, compact=True) for value in (question.yes, question.no)]
-            asked = Question("predicate", text, (Option("yes", described[0]), Option("no", described[1])))
-    return asked
+            return Question("predicate", text, (Option("yes", described[0]), Option("no", described[1])))
 
 
 def _labelled_answer(
     question: LabelledChoice | LabelledScore | LabelledYesNo, answer: QuestionAnswer
 ) -> LabelledAnswer:
-    found = answer.probabilities
+    probabilities = answer.probabilities
     match question:
         case LabelledChoice():
             names = [option.name for option in question.options]
-            by_name = dict(zip(names, found, strict=True))
+            by_name = dict(zip(names, probabilities, strict=True))
             return LabelledAnswer("choice", by_name, answer.mass, choice=names[answer.best])
         case LabelledScore():
-            by_level = {str(level): probability for level, probability in enumerate(found)}
-            return LabelledAnswer("score", by_level, answer.mass, score=expected_level(found))
+            by_level = {str(level): probability for level, probability in enumerate(probabilities)}
+            return LabelledAnswer("score", by_level, answer.mass, score=expected_level(probabilities))
         case LabelledYesNo():
-            return LabelledAnswer("yes_no", dict(zip(("yes", "no"), found, strict=True)), answer.mass)
+            return LabelledAnswer("yes_no", dict(zip(("yes", "no"), probabilities, strict=True)), answer.mass)
 
 
 ROUTES = (

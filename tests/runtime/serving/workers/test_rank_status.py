@@ -1,4 +1,4 @@
-"""Ranks are asked when somebody looks: once for all who look, and nobody waits long for one that is silent."""
+"""Concurrent polls share one request to each rank, and do not wait long for a silent rank."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from moepass.runtime.serving.engine.step_engine import EngineFacts
 from moepass.runtime.serving.requests.view import EngineView
 from moepass.runtime.serving.router.decisions import Assignment
-from moepass.runtime.serving.workers import looks
-from moepass.runtime.serving.workers.looks import Looks
+from moepass.runtime.serving.workers import rank_status
+from moepass.runtime.serving.workers.rank_status import RankStatusPoller
 from moepass.runtime.serving.workers.rank_views import rank_views
 
 FACTS = EngineFacts(
@@ -18,42 +18,42 @@ FACTS = EngineFacts(
 )
 
 
-def test_all_who_look_share_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_polls_share_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         sent: list[int] = []
-        asking = Looks(sent.append)
-        both = [asyncio.create_task(asking.ask([0, 1])) for _ in range(2)]
+        poller = RankStatusPoller(sent.append)
+        both = [asyncio.create_task(poller.poll([0, 1])) for _ in range(2)]
         await asyncio.sleep(0)
         assert sent == [0, 1]
         for rank in (0, 1):
-            asking.heard(rank, EngineView(cache_blocks=rank + 5))
+            poller.report(rank, EngineView(cache_blocks=rank + 5))
         for seen in await asyncio.gather(*both):
             assert [seen[rank].cache_blocks for rank in (0, 1)] == [5, 6]
-        # It is fresh, so nobody is asked again; later they are.
-        assert (await asking.ask([0, 1]))[0].cache_blocks == 5
+        # A fresh report is reused; later the ranks are asked again.
+        assert (await poller.poll([0, 1]))[0].cache_blocks == 5
         assert sent == [0, 1]
-        monkeypatch.setattr(looks, "FRESH_SECONDS", 0.0)
-        monkeypatch.setattr(looks, "ANSWER_SECONDS", 0.01)
-        await asking.ask([0])
+        monkeypatch.setattr(rank_status, "FRESH_SECONDS", 0.0)
+        monkeypatch.setattr(rank_status, "ANSWER_SECONDS", 0.01)
+        await poller.poll([0])
         assert sent == [0, 1, 0]
 
     asyncio.run(work())
 
 
-def test_a_silent_rank_shows_what_it_said_last_and_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(looks, "ANSWER_SECONDS", 0.01)
-    monkeypatch.setattr(looks, "FRESH_SECONDS", 0.0)
+def test_a_silent_rank_keeps_its_last_report_and_gets_no_second_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_status, "ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr(rank_status, "FRESH_SECONDS", 0.0)
 
     async def work() -> None:
         sent: list[int] = []
-        asking = Looks(sent.append)
-        asking.heard(0, EngineView(cache_blocks=5))  # it may say so unasked
+        poller = RankStatusPoller(sent.append)
+        poller.report(0, EngineView(cache_blocks=5))  # reports without a request are accepted
         for _ in range(3):
-            assert (await asking.ask([0]))[0].cache_blocks == 5
+            assert (await poller.poll([0]))[0].cache_blocks == 5
         assert sent == [0]
-        asking.lost(0)
-        assert 0 not in await asking.ask([])
-        await asking.ask([0])
+        poller.lost(0)
+        assert 0 not in await poller.poll([])
+        await poller.poll([0])
         assert sent == [0, 0]
 
     asyncio.run(work())

@@ -1,4 +1,4 @@
-"""/v1/state says how ranks are, and / is the page that shows it."""
+"""/v1/state returns the state of the ranks, and / is the page that shows it."""
 
 from __future__ import annotations
 
@@ -14,24 +14,15 @@ import pytest
 from fastapi.responses import Response
 
 from moepass.models.checkpoint.checkpoint_folders import Prompt
-from moepass.runtime.serving.http import looking
+from moepass.runtime.serving.http import status_page
 from moepass.runtime.serving.requests.backend import BackendStatus
-from moepass.runtime.serving.requests.view import BackendView, EngineView, RankView, StepNode, StepView
+from moepass.runtime.serving.requests.view import BackendView
 from moepass.runtime.serving.routes.server_settings import ServerSettings
 from moepass.runtime.serving.routes.service import Call, Service
-
-STEP = StepView(4, 0.5, 2, 9, 16, 800, 1600, 0.25, (StepNode(-1, 16, True, 0), StepNode(0, 9, False, 2)), 1)
-VIEW = BackendView(
-    (
-        RankView(0, "ready", 30, 50, 120.0, 3, 1e6, "trie", "tries: …", EngineView(STEP, 8, 6, 2, 64)),
-        RankView(1, "lost", 0, 0, None, 0, 0.0, None, "", EngineView()),
-    ),
-    waiting=2,
-    running=1,
-)
+from tests.helpers.serving.example_view import VIEW
 
 
-class Backend:
+class StatusBackend:
     def status(self) -> BackendStatus:
         return BackendStatus("ready", 8, 8, metrics={"answered": 5.0})
 
@@ -39,16 +30,16 @@ class Backend:
         return VIEW
 
 
-def test_the_state_holds_ranks_and_steps_in_sizes() -> None:
+def test_the_state_contains_ranks_and_step_sizes() -> None:
     writer: Any = SimpleNamespace(
         has_chat_template=False, prompt=Prompt(labels=("<a>", "<b>"), label_names={"<a>": "A"})
     )
-    service = Service(Backend(), writer, ServerSettings(("tiny",)))  # type: ignore[arg-type]
-    found = msgspec.json.decode(msgspec.json.encode(asyncio.run(looking.state(Call(service, b"", "id")))))
-    assert (found["state"], found["model"], found["running"], found["waiting"]) == ("ready", "tiny", 1, 2)
-    assert found["labels"] == ["A", "<b>"]
-    assert found["sums"] == {"answered": 5}
-    first, second = found["ranks"]
+    service = Service(StatusBackend(), writer, ServerSettings(("tiny",)))  # type: ignore[arg-type]
+    state = msgspec.json.decode(msgspec.json.encode(asyncio.run(status_page.state(Call(service, b"", "id")))))
+    assert (state["state"], state["model"], state["running"], state["waiting"]) == ("ready", "tiny", 1, 2)
+    assert state["labels"] == ["A", "<b>"]
+    assert state["sums"] == {"answered": 5}
+    first, second = state["ranks"]
     assert (first["load_flops"], first["most_load_flops"], first["form_text"]) == (30, 120.0, "tries: …")
     step = first["engine"]["step"]
     assert step["nodes"][1] == {"parent": 0, "tokens": 9, "is_cached": False, "reads": 2}
@@ -59,12 +50,12 @@ def test_the_state_holds_ranks_and_steps_in_sizes() -> None:
 @pytest.fixture(scope="module")
 def response() -> Response:
     call: Any = None
-    return asyncio.run(looking.page(call))
+    return asyncio.run(status_page.page(call))
 
 
 def test_the_page_runs_nothing_but_its_own_script(response: Response) -> None:
     assert response.headers["content-type"] == "text/html; charset=utf-8"
-    policy = dict(part.split(" ", 1) for part in response.headers["content-security-policy"].split("; "))
+    policy = dict(directive.split(" ", 1) for directive in response.headers["content-security-policy"].split("; "))
     assert policy["default-src"] == "'none'"
     for element in ("script", "style"):
         (content,) = re.findall(f"<{element}>(.*?)</{element}>", bytes(response.body).decode(), re.DOTALL)
@@ -73,9 +64,9 @@ def test_the_page_runs_nothing_but_its_own_script(response: Response) -> None:
     assert response.headers["x-content-type-options"] == "nosniff"
 
 
-def test_the_page_fetches_nothing_from_elsewhere_and_makes_no_html_of_texts(response: Response) -> None:
-    text = bytes(response.body).decode().replace("http://www.w3.org/2000/svg", "")  # a name, which nobody fetches
+def test_the_page_fetches_nothing_and_inserts_no_html(response: Response) -> None:
+    text = bytes(response.body).decode().replace("http://www.w3.org/2000/svg", "")  # the SVG namespace is not fetched
     assert not re.findall(r"https?:|//[a-z]|@import|url\(|<img|<iframe|import\(| src=", text)
     assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|eval\(", text)
     assert not re.findall(r"localStorage|sessionStorage|document\.cookie", text)
-    assert not re.findall(r"\son[a-z]+=|\sstyle=", text)  # the policy would not run them
+    assert not re.findall(r"\son[a-z]+=|\sstyle=", text)  # the content security policy blocks these

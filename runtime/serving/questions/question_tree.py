@@ -1,0 +1,196 @@
+"""Questions about one input as one request, and its answer as the probabilities of their options.
+
+Pseudo-code
+    each question is a prompt: the input, then the question; so all prompts share the input
+    if the order of the options must not matter, ask the question in several orders
+    encode all prompts together, and ask for the labels of their options
+    the probability of an option is the mean over the orders
+A checkpoint whose `prompt.json` has labels only answers with these: its prompt is the input alone, and a question must
+be a choice among its labels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from moepass.models.errors import InputError
+from moepass.models.limits import MOST_CHOICES, MOST_ORDERS
+from moepass.runtime.serving.questions.labels import (
+    ImpossibleLabelsError,
+    LabelReads,
+    LabelTokens,
+    ask_labels,
+    encode_labels,
+)
+from moepass.runtime.serving.questions.prompts import PromptWriter
+from moepass.runtime.serving.questions.request_tree import RequestTree, TreeAnswer
+from moepass.runtime.serving.questions.wordings import Option, Question, QuestionKind, Wording
+from moepass.runtime.serving.requests.request import Request
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class QuestionAnswer:
+    """The answer to one question.
+
+    Attributes:
+        probabilities: The probability of each option, in their order; they sum to 1.
+        mass: The probability that the model gives to all labels of the question together.
+        refusal: The reason if the model cannot answer the question; then `probabilities` is empty.
+    """
+
+    probabilities: tuple[float, ...] = ()
+    mass: float = 0.0
+    refusal: str | None = None
+
+    @property
+    def best(self) -> int:
+        """The index of the most likely option; the first one of equals."""
+        return max(range(len(self.probabilities)), key=self.probabilities.__getitem__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _OrderedQuestion:
+    """A question with one or more orders of its options: the orders, and the label reads of each order."""
+
+    orders: tuple[tuple[int, ...], ...]
+    reads: tuple[LabelReads, ...]
+
+
+class QuestionTree:
+    """Questions about one input, as one request.
+
+    Args:
+        writer: Makes the prompts.
+        text: The input.
+        questions: The questions.
+        wording: How questions are phrased.
+        order_invariant: Average over several orders of the options.
+        text_name: The name of the input in errors.
+        names: The names of the questions in errors.
+
+    Raises:
+        InputError: A prompt is too long, or the labels of a question cannot be distinguished.
+    """
+
+    def __init__(
+        self,
+        writer: PromptWriter,
+        text: str,
+        questions: Sequence[Question],
+        wording: Wording,
+        *,
+        order_invariant: bool = False,
+        text_name: str = "input",
+        names: Sequence[str] = (),
+    ) -> None:
+        self.tree = RequestTree(writer.most_tokens)
+        # A string is the reason why the model cannot answer the question.
+        self._questions: list[_OrderedQuestion | str] = []
+        names = names or [f"question {number}" for number in range(len(questions))]
+        if writer.prompt.labels and not writer.has_chat_template:
+            self._ask_own_labels(writer, text, questions, text_name)
+            return
+        planned = []
+        for number, question in enumerate(questions):
+            for order in _orders(question) if order_invariant else [tuple(range(len(question.options)))]:
+                ordered = dataclasses.replace(question, options=tuple(question.options[index] for index in order))
+                planned.append((number, order, ordered, writer.ask(wording.ask(text, ordered), names[number])))
+        encoded = writer.encode([rendered for *_, rendered in planned])
+        collected: list[list[tuple[tuple[int, ...], LabelReads]]] = [[] for _ in questions]
+        cache: dict[tuple[str, ...], tuple[LabelTokens, ...]] = {}  # most questions have the same labels
+        for (number, order, ordered, rendered), tokens in zip(planned, encoded, strict=True):
+            blank = " " if writer.needs_blank_before_label(rendered) else ""
+            texts = [blank + label for label in wording.labels(ordered)]
+            key = (writer.encoder.context_of(rendered), *texts)
+            labels = cache.get(key) or cache.setdefault(key, encode_labels(writer.encoder, rendered, texts))
+            collected[number].append((order, ask_labels(self.tree, tokens, labels, names[number])))
+        self._questions = [
+            _OrderedQuestion(tuple(order for order, _ in pairs), tuple(reads for _, reads in pairs))
+            for pairs in collected
+        ]
+
+    def request(self, request_id: str, salt: bytes = b"") -> Request | None:
+        """Return the request, or None if the model can answer none of the questions."""
+        if all(isinstance(question, str) for question in self._questions):
+            return None
+        return self.tree.request(request_id, salt)
+
+    def answers(self, answer: TreeAnswer | None) -> list[QuestionAnswer]:
+        """Return the answer to each question. `answer` is None if `request` returned None."""
+        answers = []
+        for question in self._questions:
+            if isinstance(question, str) or answer is None:
+                answers.append(QuestionAnswer(refusal=str(question)))
+                continue
+            try:
+                answers.append(_mean_over_orders(question, answer))
+            except ImpossibleLabelsError as error:  # the other questions may still have answers
+                answers.append(QuestionAnswer(refusal=str(error)))
+        return answers
+
+    def _ask_own_labels(self, writer: PromptWriter, text: str, questions: Sequence[Question], name: str) -> None:
+        labels = writer.prompt.labels
+        labels_by_name = writer.labels_by_name
+        rendered = writer.ask(text, name)
+        (tokens,) = writer.encode([rendered])
+        for question in questions:
+            chosen = [labels_by_name[option.name] for option in question.options if option.name in labels_by_name]
+            if question.kind != "choice" or len(chosen) < len(question.options):
+                unknown = [option.name for option in question.options if option.name not in labels_by_name]
+                problem = (
+                    f"{unknown[0]!r} is not one of them"
+                    if question.kind == "choice"
+                    else f"it cannot answer a question of type {question.kind}"
+                )
+                self._questions.append(
+                    f"this model only answers with its own {len(labels)} labels ({', '.join(labels[:3])}, …), and "
+                    f"{problem}; ask for a choice among its labels"
+                )
+                continue
+            encoded = encode_labels(writer.encoder, rendered, chosen)
+            reads = ask_labels(self.tree, tokens, encoded, name)
+            self._questions.append(_OrderedQuestion((tuple(range(len(chosen))),), (reads,)))
+
+
+def _orders(question: Question) -> list[tuple[int, ...]]:
+    """Return orders that depend only on the set of the options: rotations of the sorted options.
+
+    Levels of a score have an inherent order, so they are asked forwards and backwards.
+    """
+    count = len(question.options)
+    if question.kind == "predicate":
+        return [(0, 1)]
+    if question.kind == "score":
+        return [tuple(range(count)), tuple(reversed(range(count)))]
+    sorted_options = sorted(range(count), key=lambda index: dataclasses.astuple(question.options[index]))
+    starts = [count * number // min(count, MOST_ORDERS) for number in range(min(count, MOST_ORDERS))]
+    return [tuple(sorted_options[start:] + sorted_options[:start]) for start in starts]
+
+
+def _mean_over_orders(question: _OrderedQuestion, answer: TreeAnswer) -> QuestionAnswer:
+    sums, mass = [0.0] * len(question.orders[0]), 0.0
+    for order, reads in zip(question.orders, question.reads, strict=True):
+        scores = reads.scores(answer)
+        mass += scores.mass
+        for option, probability in zip(order, scores.probabilities, strict=True):
+            sums[option] += probability
+    count = len(question.orders)
+    return QuestionAnswer(tuple(value / count for value in sums), mass / count)
+
+
+def checked_question(kind: QuestionKind, text: str, options: Sequence[Option], name: str, option_noun: str) -> Question:
+    """Return a question with these options.
+
+    Raises:
+        InputError: The number of options is not between 2 and MOST_CHOICES. The message uses `name` for the question
+            and `option_noun` for its options.
+    """
+    if not 2 <= len(options) <= MOST_CHOICES:
+        raise InputError(
+            f"{name} has {len(options)} {option_noun}; a question takes 2 to {MOST_CHOICES}",
+            name=name,
+            value=len(options),
+            expected=range(2, MOST_CHOICES + 1),
+        )
+    return Question(kind, text, tuple(options))
