@@ -17,7 +17,7 @@ import hashlib
 import numpy as np
 
 from moepass.models.errors import InputError
-from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, Indices
+from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, NO_INDICES, Indices
 from moepass.runtime.serving.requests.request import Request, Tokens
 
 HASH_BYTES = 16
@@ -39,6 +39,9 @@ class RequestHashes:
     hashes: tuple[bytes, ...]
     starts: Indices
     previous: Indices
+
+
+NO_HASHES = RequestHashes((), NO_INDICES, NO_INDICES)
 
 
 def path_hashes(tokens: Tokens, key: bytes, salt: bytes = b"") -> list[bytes]:

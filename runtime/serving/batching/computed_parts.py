@@ -30,19 +30,20 @@ class ComputedParts:
     flops: list[int]
 
 
-def computed_parts(trie: PieceTrie, spans: Iterable[NeededSpan], table: FlopsTable, requests: int) -> ComputedParts:
-    parts: list[tuple[Part, ...]] = [()] * len(trie.starts)
+def computed_parts(step: PieceTrie, spans: Iterable[NeededSpan], table: FlopsTable) -> ComputedParts:
+    trie = step.trie
+    parts: list[tuple[Part, ...]] = [()] * len(trie)
     cut_pieces: dict[tuple[int, int], int] = {}
-    flops = [0] * requests
+    flops = [0] * len(step.pieces.first_pieces)
     # Many branches have the same lengths.
     costs: dict[Part, int] = {}
     # The least position that a span which came through the beginning of a node reached: all is computed from there on.
     reached: dict[int, int] = {}
     for piece, first, end in spans:
-        node = trie.piece_nodes[piece]
+        node = step.nodes[piece]
         while trie.depths[node] >= end:
             node = trie.parents[node]
-        request = trie.piece_requests[piece]
+        request = step.pieces.requests[piece]
         while True:
             depth = trie.depths[node]
             parts[node], added = _with(parts[node], (max(first, depth), end))

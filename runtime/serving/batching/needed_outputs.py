@@ -23,7 +23,6 @@ import dataclasses
 import numpy as np
 
 from moepass.runtime.serving.batching.cached_chains import CachedChains
-from moepass.runtime.serving.batching.piece_trie import PieceTrie
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, Indices
 
 # Tokens [first, end) of the sequence that ends with a piece are computed: (piece, first, end). `first` is a border
@@ -53,11 +52,12 @@ class NeededOutputs:
     score_slots: dict[int, Indices] = dataclasses.field(default_factory=dict)
 
 
-def needed_outputs(trie: PieceTrie, chains: CachedChains) -> NeededOutputs:
+def needed_outputs(chains: CachedChains) -> NeededOutputs:
     needed = NeededOutputs()
-    for number, piece in enumerate(trie.pieces):
-        request = trie.piece_requests[number]
-        start, depth, count = trie.piece_starts[number], trie.piece_depths[number], len(piece.tokens)
+    table = chains.pieces
+    for number, piece in enumerate(table.pieces):
+        request = table.requests[number]
+        start, depth, count = table.starts[number], table.depths[number], len(piece.tokens)
         # Runs [first, end) of tokens of the sequence whose outputs are needed.
         runs: list[tuple[int, int]] = []
         for read in piece.reads:
@@ -67,7 +67,7 @@ def needed_outputs(trie: PieceTrie, chains: CachedChains) -> NeededOutputs:
             for first, end in _unknown_scores(chains, needed, number):
                 runs.append((depth + first - 1, depth + end - 1))
                 if first == 0:
-                    needed.logits += (trie.piece_end(trie.piece_parents[number]) - 1, 1, request)
+                    needed.logits += (table.end(table.parents[number]) - 1, 1, request)
                     first = 1
                 if first < end:
                     needed.logits += (start + first - 1, end - first, request)
@@ -80,9 +80,9 @@ def needed_outputs(trie: PieceTrie, chains: CachedChains) -> NeededOutputs:
             runs.append((0, depth + count))
             on_path = number
             while on_path >= 0:
-                first = trie.piece_starts[on_path]
-                needed.vectors += (first, trie.piece_end(on_path) - first, request)
-                on_path = trie.piece_parents[on_path]
+                first = table.starts[on_path]
+                needed.vectors += (first, table.end(on_path) - first, request)
+                on_path = table.parents[on_path]
         if runs:
             needed.output_count += _distinct(runs)
             needed.spans += _spans(number, chains.held[number], runs)
@@ -113,9 +113,9 @@ def _spans(piece: int, held: int, runs: list[tuple[int, int]]) -> list[NeededSpa
 
 def _unknown_scores(chains: CachedChains, needed: NeededOutputs, number: int) -> list[tuple[int, int]]:
     """Runs [first, end) of tokens of a scored piece whose scores the step computes; notes where the others lie."""
-    piece = chains.trie.pieces[number]
+    piece = chains.pieces.pieces[number]
     count = len(piece.tokens)
-    begin = 1 if chains.trie.piece_depths[number] == 0 else 0
+    begin = 1 if chains.pieces.depths[number] == 0 else 0
     if not chains.held[number] or chains.held_tokens(number) <= begin or piece.scored_top > 1:
         return [(begin, count)] if begin < count else []
     held_slots, are_known = chains.slots(number)

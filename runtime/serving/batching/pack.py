@@ -6,7 +6,8 @@ Contract
             which blocks a cache may keep
 
 Pseudo-code
-    build_trie        pieces of all requests are merged where tokens are equal, requests of one salt only
+    request_pieces    the pieces of all requests in one table
+    piece_trie        pieces are merged where tokens are equal, requests of one salt only
     cached_chains     the cached blocks that the sequences begin with
     needed_outputs    what is read of each piece, and from where on its sequence has to be computed for that
     computed_parts    the needed tokens of the trie, each once, counted for the first request that needs it
@@ -32,7 +33,7 @@ from moepass.runtime.serving.batching.cached_blocks import MatchedBlocks, Offere
 from moepass.runtime.serving.batching.cached_chains import CachedChains, cached_chains
 from moepass.runtime.serving.batching.computed_parts import computed_parts
 from moepass.runtime.serving.batching.needed_outputs import needed_outputs
-from moepass.runtime.serving.batching.piece_trie import build_trie
+from moepass.runtime.serving.batching.piece_trie import piece_trie
 from moepass.runtime.serving.batching.placement import (
     RequestPlacement,
     ScorePlaces,
@@ -43,6 +44,7 @@ from moepass.runtime.serving.batching.placement import (
     token_counts,
     token_map,
 )
+from moepass.runtime.serving.batching.request_pieces import request_pieces
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, Indices, StepBatch, StoredBlock
 from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.batching.trie_stream import TrieStream, trie_stream
@@ -103,13 +105,14 @@ def pack(
             value=len(found),
             expected=len(requests),
         )
-    trie = build_trie(requests)
-    chains = cached_chains(trie, found)
-    needed = needed_outputs(trie, chains)
-    computed = computed_parts(trie, needed.spans, table, len(requests))
-    stream = trie_stream(trie, computed, chains)
+    pieces = request_pieces(requests)
+    trie = piece_trie(pieces, requests)
+    chains = cached_chains(pieces, found)
+    needed = needed_outputs(chains)
+    computed = computed_parts(trie, needed.spans, table)
+    stream = trie_stream(trie.trie, computed, chains)
     places, visits = token_map(trie, computed, stream.part_starts)
-    tokens, cached_tokens = token_counts(chains, computed, visits, len(requests))
+    tokens, cached_tokens = token_counts(trie, chains, computed, visits)
 
     logit_readers = _first_readers(stream.batch.count, *places.range_positions(needed.logits))
     vector_readers = _first_readers(stream.batch.count, *places.range_positions(needed.vectors))
@@ -124,7 +127,7 @@ def pack(
     ]
     placements = tuple(
         RequestPlacement(Usage(int(tokens[number]), int(cached_tokens[number]), flops[number]), first, chains, places)
-        for number, first in enumerate(trie.request_pieces)
+        for number, first in enumerate(pieces.first_pieces)
     )
     scores = score_places(chains, needed, places)
     used = [scores.score_slots[scores.score_slots >= 0] // BLOCK_TOKENS, *map(np.array, stream.batch.contexts)]
@@ -132,7 +135,7 @@ def pack(
         dataclasses.replace(stream.batch, places=np.flatnonzero(is_place)),
         placements,
         np.flatnonzero(is_logit_place),
-        read_positions(trie, places),
+        read_positions(pieces, places),
         scores,
         np.unique(np.concatenate(used)),
         _offered_blocks(chains, found, stream, places),
@@ -152,10 +155,10 @@ def _offered_blocks(
     chains: CachedChains, matched: Sequence[MatchedBlocks | None], stream: TrieStream, places: TokenMap
 ) -> OfferedBlocks:
     """The blocks whose tokens are all computed, those that the cache holds left out."""
-    trie = chains.trie
-    requests = np.array(trie.piece_requests, np.int64)
-    depths = np.array(trie.piece_depths, np.int64)
-    starts = np.array(trie.piece_starts, np.int64)
+    pieces = chains.pieces
+    requests = np.array(pieces.requests, np.int64)
+    depths = np.array(pieces.depths, np.int64)
+    starts = np.array(pieces.starts, np.int64)
     first_blocks = np.array(chains.starts, np.int64)
     block_pieces = np.repeat(np.arange(len(depths)), np.diff(first_blocks))
     # Blocks of a piece are numbered from the beginning of its sequence.
@@ -175,10 +178,10 @@ def _offered_blocks(
     names: list[bytes] = []
     before: list[bytes | None] = []
     for number in offered[first_offers[order]].tolist():
-        request = trie.piece_requests[block_pieces[number]]
+        request = pieces.requests[block_pieces[number]]
         one = matched[request]
         assert one is not None
-        own_number = number - chains.starts[trie.request_pieces[request]]
+        own_number = number - chains.starts[pieces.first_pieces[request]]
         previous = one.hashes.previous[own_number]
         names.append(one.hashes.hashes[own_number])
         before.append(one.hashes.hashes[previous] if previous >= 0 else None)

@@ -11,6 +11,7 @@ from moepass.runtime.serving.batching.cached_chains import CachedChains
 from moepass.runtime.serving.batching.computed_parts import ComputedParts
 from moepass.runtime.serving.batching.needed_outputs import NeededOutputs
 from moepass.runtime.serving.batching.piece_trie import PieceTrie
+from moepass.runtime.serving.batching.request_pieces import RequestPieces
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, NO_INDICES, Indices
 from moepass.runtime.serving.requests.answer import Usage
 from moepass.runtime.serving.requests.request import Tokens
@@ -54,23 +55,23 @@ class RequestPlacement:
     def positions(self, piece: int) -> Indices:
         """[tokens of the piece] where each stands in the stream, -1 where it does not."""
         number = self._first_piece + piece
-        trie = self._chains.trie
-        return self._map.positions(np.arange(trie.piece_starts[number], trie.piece_end(number)))
+        table = self._chains.pieces
+        return self._map.positions(np.arange(table.starts[number], table.end(number)))
 
     def vector_positions(self, piece: int) -> Indices:
         """Where the tokens stand that the vector of `piece` is made of: its last one, or all of its sequence, in order.
 
         None of a piece without a vector.
         """
-        trie = self._chains.trie
+        table = self._chains.pieces
         number = self._first_piece + piece
-        vector = trie.pieces[number].vector
+        vector = table.pieces[number].vector
         if vector is None:
             return NO_INDICES
         if vector == "last":
             return self.positions(piece)[-1:]
         path = [self.positions(piece)]
-        while (number := trie.piece_parents[number]) >= 0:
+        while (number := table.parents[number]) >= 0:
             path.append(self.positions(number - self._first_piece))
         return np.concatenate(path[::-1])
 
@@ -81,7 +82,7 @@ class RequestPlacement:
         is not: pieces that follow may have different blocks there.
         """
         number = self._first_piece + piece
-        found = np.full(len(self._chains.trie.pieces[number].tokens), -1, np.int64)
+        found = np.full(len(self._chains.pieces.pieces[number].tokens), -1, np.int64)
         slots, _ = self._chains.slots(number)
         found[: len(slots)] = slots
         return found
@@ -120,15 +121,15 @@ class ScorePlaces:
 
 
 def score_places(chains: CachedChains, needed: NeededOutputs, places: TokenMap) -> ScorePlaces:
-    trie = chains.trie
-    scored = [number for number, piece in enumerate(trie.pieces) if piece.is_scored]
-    counts = np.array([len(trie.pieces[number].tokens) for number in scored], np.int64)
+    table = chains.pieces
+    scored = [number for number, piece in enumerate(table.pieces) if piece.is_scored]
+    counts = np.array([len(table.pieces[number].tokens) for number in scored], np.int64)
     starts = np.concatenate(([0], np.cumsum(counts)))
-    flat = np.array([trie.piece_starts[number] for number in scored], np.int64) - starts[:-1]
+    flat = np.array([table.starts[number] for number in scored], np.int64) - starts[:-1]
     tokens = np.repeat(flat, counts) + np.arange(starts[-1])
     before = tokens - 1
-    parents = np.array([trie.piece_parents[number] for number in scored], np.int64)
-    ends = np.array([trie.piece_end(parent) if parent >= 0 else 0 for parent in parents.tolist()], np.int64)
+    parents = np.array([table.parents[number] for number in scored], np.int64)
+    ends = np.array([table.end(parent) if parent >= 0 else 0 for parent in parents.tolist()], np.int64)
     before[starts[:-1]] = ends - 1
     predicted_at = np.where(before >= 0, places.positions(before), -1)
     score_slots, cache_slots = np.full((2, len(tokens)), -1, np.int64)
@@ -139,11 +140,11 @@ def score_places(chains: CachedChains, needed: NeededOutputs, places: TokenMap) 
         if number in needed.score_slots:
             score_slots[at : at + len(needed.score_slots[number])] = needed.score_slots[number]
     predicted_at[score_slots >= 0] = -1
-    requests = [trie.piece_requests[number] for number in scored]
+    requests = [table.requests[number] for number in scored]
     return ScorePlaces(
-        pieces=tuple((one, number - trie.request_pieces[one]) for one, number in zip(requests, scored, strict=True)),
+        pieces=tuple((one, number - table.first_pieces[one]) for one, number in zip(requests, scored, strict=True)),
         starts=starts,
-        tokens=trie.tokens[tokens],
+        tokens=table.tokens[tokens],
         predicted_at=predicted_at,
         score_slots=score_slots,
         positions=places.positions(tokens),
@@ -151,26 +152,27 @@ def score_places(chains: CachedChains, needed: NeededOutputs, places: TokenMap) 
     )
 
 
-def read_positions(trie: PieceTrie, places: TokenMap) -> Indices:
+def read_positions(table: RequestPieces, places: TokenMap) -> Indices:
     """Where the tokens stand that are read, of all reads of all pieces of all requests, in order."""
     tokens = [
-        start + read.place for start, piece in zip(trie.piece_starts, trie.pieces, strict=True) for read in piece.reads
+        start + read.place for start, piece in zip(table.starts, table.pieces, strict=True) for read in piece.reads
     ]
     return places.positions(np.array(tokens, np.int64))
 
 
 def token_map(
-    trie: PieceTrie, computed: ComputedParts, part_starts: Sequence[tuple[int, ...]]
+    step: PieceTrie, computed: ComputedParts, part_starts: Sequence[tuple[int, ...]]
 ) -> tuple[TokenMap, Indices]:
     """The map, and [visits, 2] each request with each node that its pieces pass, once."""
+    table, trie = step.pieces, step.trie
     starts: list[int] = []
     positions: list[int] = []
     visits: list[int] = []
-    nodes = len(trie.starts)
-    for piece in range(len(trie.pieces)):
-        base = trie.piece_starts[piece] - trie.piece_depths[piece]
-        for node in reversed(_own_nodes(trie, piece)):
-            visits.append(trie.piece_requests[piece] * nodes + node)
+    nodes = len(trie)
+    for piece in range(len(table.pieces)):
+        base = table.starts[piece] - table.depths[piece]
+        for node in reversed(_own_nodes(step, piece)):
+            visits.append(table.requests[piece] * nodes + node)
             at = trie.depths[node]
             for (begin, end), position in zip(computed.parts[node], part_starts[node], strict=True):
                 if at < begin:
@@ -193,10 +195,11 @@ def distinct(values: Indices) -> Indices:
     return values[np.concatenate(([True], values[1:] != values[:-1]))] if len(values) else values
 
 
-def _own_nodes(trie: PieceTrie, piece: int) -> list[int]:
+def _own_nodes(step: PieceTrie, piece: int) -> list[int]:
     """The nodes that the tokens of `piece` stand in, last tokens first."""
-    depth = trie.piece_depths[piece]
-    node = trie.piece_nodes[piece]
+    trie = step.trie
+    depth = step.pieces.depths[piece]
+    node = step.nodes[piece]
     found = []
     while trie.ends[node] > depth:
         found.append(node)
@@ -205,18 +208,18 @@ def _own_nodes(trie: PieceTrie, piece: int) -> list[int]:
 
 
 def token_counts(
-    chains: CachedChains, computed: ComputedParts, visits: Indices, requests: int
+    step: PieceTrie, chains: CachedChains, computed: ComputedParts, visits: Indices
 ) -> tuple[Indices, Indices]:
     """[requests] distinct tokens of each request, and how many of them come from the cache and not from the step."""
-    trie = chains.trie
+    trie, requests = step.trie, len(step.pieces.first_pieces)
     lengths = np.array(trie.ends, np.int64) - np.array(trie.depths, np.int64)
     cached = np.zeros_like(lengths)
     if any(chains.held):
         # Up to which position the cache holds a node's tokens, for some piece that passes it.
-        held_ends = [0] * len(trie.starts)
-        for node, held in zip(trie.piece_nodes, chains.held, strict=True):
+        held_ends = [0] * len(trie)
+        for node, held in zip(step.nodes, chains.held, strict=True):
             held_ends[node] = max(held_ends[node], held * BLOCK_TOKENS)
-        for node in sorted(range(len(trie.starts)), key=trie.ends.__getitem__, reverse=True):
+        for node in sorted(range(len(trie)), key=trie.ends.__getitem__, reverse=True):
             end = min(held_ends[node], trie.ends[node])
             if trie.parents[node] >= 0:
                 held_ends[trie.parents[node]] = max(held_ends[trie.parents[node]], held_ends[node])

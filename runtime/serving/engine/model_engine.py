@@ -21,9 +21,8 @@ import numpy as np
 import torch
 
 from moepass.models.errors import InputError
-from moepass.runtime.serving.batching.block_hashes import RequestHashes, request_hashes
 from moepass.runtime.serving.batching.pack import PackedStep, pack
-from moepass.runtime.serving.batching.request_costs import sequence_lengths, unshared_flops
+from moepass.runtime.serving.batching.request_costs import RequestCost, request_cost, row_cost, unshared_flops
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, Indices, StepBatch
 from moepass.runtime.serving.batching.step_flops import FlopsTable, row_lengths
 from moepass.runtime.serving.cache.block_index import BlockIndex
@@ -91,7 +90,7 @@ class ModelEngine:
         self._facts, self._index = facts, index
         self._caches = index.block_count > 0
         self._most_tokens = facts.most_tokens
-        self._hashes: dict[str, RequestHashes] = {}
+        self._costs: dict[str, RequestCost] = {}
         self._watch = StepWatch(index, block_bytes)
 
     @property
@@ -116,9 +115,8 @@ class ModelEngine:
         """Raises InputError for tokens that the model does not have, too long sequences, and reads that the model's
         head does not give."""
         facts = self._facts
-        ends: list[int] = []
+        longest = max(depth + len(piece.tokens) for depth, piece in zip(request.depths(), request.pieces, strict=True))
         for piece in request.pieces:
-            ends.append((ends[piece.parent] if piece.parent >= 0 else 0) + len(piece.tokens))
             asked = [piece.tokens, *(read.tokens for read in piece.reads)]
             lowest, highest = (bound([bound(tokens, initial=0) for tokens in asked]) for bound in (np.min, np.max))
             if lowest < 0 or highest >= facts.vocabulary_size:
@@ -138,11 +136,11 @@ class ModelEngine:
                     f"the model gives no vector {piece.vector!r} of a sequence", name="vector", value=piece.vector
                 )
         limit = min(facts.max_sequence_tokens, facts.most_tokens)
-        if max(ends) > limit:
+        if longest > limit:
             raise InputError(
-                f"a sequence of request {request.id} has {max(ends)} tokens; at most {limit} can be computed",
+                f"a sequence of request {request.id} has {longest} tokens; at most {limit} can be computed",
                 name="tokens",
-                value=max(ends),
+                value=longest,
                 expected=limit,
             )
 
@@ -151,11 +149,11 @@ class ModelEngine:
         chosen: list[Request] = []
         seen: set[bytes] = set()
         tokens = flops = 0
-        # Requests that wait are seen by every choice until they are chosen: their hashes are computed once.
-        known, self._hashes = self._hashes, {}
+        # Every choice considers a waiting request until it is chosen, so its cost is computed once.
+        earlier_costs, self._costs = self._costs, {}
         for request in waiting:
-            if request.id in known:
-                self._hashes[request.id] = known[request.id]
+            if request.id in earlier_costs:
+                self._costs[request.id] = earlier_costs[request.id]
             new_tokens, new_flops = self._additional(request, seen)
             if chosen and tokens + new_tokens > self._most_tokens:
                 break
@@ -176,7 +174,7 @@ class ModelEngine:
             parts = self._in_parts(requests)
         finally:
             for request in requests:
-                self._hashes.pop(request.id, None)
+                self._costs.pop(request.id, None)
         result = StepResult(
             answers=tuple(answer for part in parts for answer in part.answers),
             stored=tuple(block for part in parts for block in part.stored),
@@ -204,30 +202,22 @@ class ModelEngine:
 
     def _additional(self, request: Request, seen: set[bytes]) -> tuple[int, int]:
         """Tokens and FLOPs that `request` adds to a step whose blocks are `seen`, to which its own are added."""
-        if self._facts.form == "rows":
-            rows = sequence_lengths(request)
-            return sum(rows), sum(map(self._table.total, rows))
-        hashes = self._hashes_of(request)
-        tokens = flops = 0
-        ends: list[int] = []
-        for piece in request.pieces:
-            before = ends[piece.parent] if piece.parent >= 0 else 0
-            ends.append(before + len(piece.tokens))
-            tokens += len(piece.tokens)
-            flops += self._table.flops(before, len(piece.tokens))
-        depths: list[int] = []
-        for name, previous in zip(hashes.hashes, hashes.previous.tolist(), strict=True):
-            depths.append(depths[previous] + BLOCK_TOKENS if previous >= 0 else 0)
+        cost = self._cost_of(request)
+        tokens, flops = cost.tokens, cost.flops
+        for name, block_flops in zip(cost.hashes.hashes, cost.block_flops, strict=True):
             if name in seen:
                 tokens -= BLOCK_TOKENS
-                flops -= self._table.flops(depths[-1], BLOCK_TOKENS)
+                flops -= block_flops
             seen.add(name)
         return max(tokens, 1), flops
 
-    def _hashes_of(self, request: Request) -> RequestHashes:
-        if request.id not in self._hashes:
-            self._hashes[request.id] = request_hashes(request, self._key)
-        return self._hashes[request.id]
+    def _cost_of(self, request: Request) -> RequestCost:
+        if request.id not in self._costs:
+            is_trie = self._facts.form == "trie"
+            self._costs[request.id] = (
+                request_cost(request, self._table, self._key) if is_trie else row_cost(request, self._table)
+            )
+        return self._costs[request.id]
 
     # ---- Steps
 
@@ -261,7 +251,7 @@ class ModelEngine:
             # A name of its own: what is remembered of a request by its name is of other pieces.
             half = part.of(request, f"{request.id}/{number}")
             done.append(self._in_parts([half]))
-            self._hashes.pop(half.id, None)
+            self._costs.pop(half.id, None)
         steps = [step for found in done for step in found]
         if any(step.refused for step in steps):
             reason = next(reason for step in steps for _, reason in step.refused)
@@ -273,7 +263,7 @@ class ModelEngine:
 
     def _once(self, requests: Sequence[Request]) -> StepResult:
         with self._index.lease() as lease:
-            matched = [lease.match(self._hashes_of(request)) for request in requests] if self._caches else None
+            matched = [lease.match(self._cost_of(request).hashes) for request in requests] if self._caches else None
             packed = pack(requests, self._table, matched)
             self._watch.packed(packed.batch)
             self._check_size(packed, requests)

@@ -86,6 +86,14 @@ class Request:
                         expected=range(len(piece.tokens)),
                     )
 
+    def depths(self) -> list[int]:
+        """Return for each piece how many tokens of its sequence come before it."""
+        depths: list[int] = []
+        for piece in self.pieces:
+            is_first = piece.parent < 0
+            depths.append(0 if is_first else depths[piece.parent] + len(self.pieces[piece.parent].tokens))
+        return depths
+
     def path(self, number: int) -> tuple[int, ...]:
         """The pieces from the beginning to piece `number`, which is the last."""
         found = [number]

@@ -156,7 +156,7 @@ def test_a_step_that_is_too_large_runs_in_parts(form: str, blocks: int) -> None:
     assert served.choose(asked) == asked[:1]
     result = served.step(asked)
     assert result.retries > 0
-    assert not served._hashes
+    assert not served._costs
     check_answers(PLAIN, asked, sorted(result.answers, key=lambda answer: answer.id), 1e-5)
 
 
@@ -202,11 +202,11 @@ def test_nothing_is_remembered_of_requests_that_do_not_wait_any_more() -> None:
     served = engine("trie", saturation_flops=1)
     for number in range(20):
         served.choose([request(str(number), 5)])
-    assert len(served._hashes) == 1
+    assert len(served._costs) == 1
     failing = Scarce(served._runner, 0)
     served._runner = failing
     served.step([request("failed", 5)])
-    assert "failed" not in served._hashes
+    assert "failed" not in served._costs
 
 
 def test_a_step_is_filled_to_the_threshold_and_shared_blocks_count_once() -> None:
