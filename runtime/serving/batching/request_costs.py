@@ -16,13 +16,13 @@ from moepass.runtime.serving.requests.request import Request
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class RequestCost:
-    """What a request adds to a step of which it shares no token.
+    """The tokens and FLOPs that a request adds to a step with which it shares no token.
 
     Attributes:
         tokens: tokens to compute.
         flops: FLOPs of these tokens.
-        hashes: the blocks of the request; none if the step shares no prefixes.
-        block_flops: [hashes] FLOPs of the tokens of each block. A step that contains the block already saves them.
+        hashes: the blocks of the request; none if steps share no prefixes.
+        block_flops: [hashes] FLOPs of the tokens of each block, which a step that contains the block already saves.
     """
 
     tokens: int
@@ -61,7 +61,7 @@ def unshared_flops(requests: Sequence[Request], table: FlopsTable) -> int:
     """
     pieces = request_pieces(requests)
     needed = needed_outputs(cached_chains(pieces, [None] * len(requests)))
-    # For each piece, the position behind the last token that its own outputs need.
+    # For each piece, the position right after the last token that its own outputs need.
     ends = [0] * len(pieces.pieces)
     for piece, _, end in needed.spans:
         ends[piece] = max(ends[piece], end)

@@ -33,7 +33,7 @@ class RequestPieces:
     depths: list[int]
 
     def end(self, piece: int) -> int:
-        """Return the index into `tokens` behind the last token of `piece`."""
+        """Return the index into `tokens` right after the last token of `piece`."""
         return self.starts[piece] + len(self.pieces[piece].tokens)
 
 

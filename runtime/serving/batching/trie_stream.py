@@ -1,7 +1,8 @@
 """The computed tokens of a trie as a stream in depth-first order.
 
 A part is a range of tokens of one node that the step computes. It follows the part above it if the two adjoin.
-Otherwise it is a root of the stream behind a chain of cached blocks, even if the step computes tokens further up as
+Otherwise it is a root of the stream and follows a chain of cached blocks, even if the step computes tokens further up
+as
 well: it sees those in the cache, so it must not be one of their descendants.
 """
 
@@ -54,10 +55,10 @@ class _StreamPart(NamedTuple):
 
 
 def trie_stream(trie: TokenTrie, computed: ComputedParts, chains: CachedChains) -> TrieStream:
-    """Return the stream of the `computed` parts of `trie`, behind their `chains` of cached blocks."""
+    """Return the stream of the `computed` parts of `trie`; roots follow their `chains` of cached blocks."""
     roots, contexts = _roots(trie, computed, chains)
     parts = _depth_first(trie, computed, roots)
-    lengths = np.array([part.end - part.begin for part in parts], np.int64)
+    lengths = np.array([stream_part.end - stream_part.begin for stream_part in parts], np.int64)
     stops = np.cumsum(lengths)
     starts = stops - lengths
     subtree_ends, branches = _subtrees(parts, stops.tolist())
@@ -70,17 +71,19 @@ def trie_stream(trie: TokenTrie, computed: ComputedParts, chains: CachedChains) 
     offsets = np.arange(count) - per_token(starts)
     previous = np.arange(-1, count - 1)
     # The index -1 of a root's parent selects the appended -1.
-    previous[starts] = np.append(stops - 1, -1)[np.array([part.parent for part in parts], np.int64)]
+    previous[starts] = np.append(stops - 1, -1)[np.array([stream_part.parent for stream_part in parts], np.int64)]
     batch = StepBatch(
-        tokens=trie.tokens[per_token([part.first_token for part in parts]) + offsets].astype(np.int64),
-        depth=per_token([part.begin for part in parts]) + offsets,
+        tokens=trie.tokens[per_token([stream_part.first_token for stream_part in parts]) + offsets].astype(np.int64),
+        depth=per_token([stream_part.begin for stream_part in parts]) + offsets,
         subtree_end=per_token(subtree_ends),
         nodes=_nodes(parts, starts.tolist(), stops.tolist(), subtree_ends.tolist()),
         contexts=contexts,
         places=NO_INDICES,
         stored=(),
     )
-    start_of = {(part.node, part.begin): start for part, start in zip(parts, starts.tolist(), strict=True)}
+    start_of = {
+        (stream_part.node, stream_part.begin): start for stream_part, start in zip(parts, starts.tolist(), strict=True)
+    }
     part_starts = [tuple(start_of[node, begin] for begin, _ in ranges) for node, ranges in enumerate(computed.parts)]
     return TrieStream(batch, part_starts, previous, per_token(branches))
 
@@ -119,13 +122,13 @@ def _depth_first(trie: TokenTrie, computed: ComputedParts, roots: list[_StreamPa
     parts: list[_StreamPart] = []
     stack = roots[::-1]
     while stack:
-        part = stack.pop()
-        if part.end == trie.ends[part.node]:
-            for child in reversed(children[part.node]):
+        stream_part = stack.pop()
+        if stream_part.end == trie.ends[stream_part.node]:
+            for child in reversed(children[stream_part.node]):
                 begin, end = next(iter(computed.parts[child]), (-1, -1))
-                if begin == part.end:
-                    stack.append(_StreamPart(trie.starts[child], child, begin, end, len(parts), part.context))
-        parts.append(part)
+                if begin == stream_part.end:
+                    stack.append(_StreamPart(trie.starts[child], child, begin, end, len(parts), stream_part.context))
+        parts.append(stream_part)
     return parts
 
 
@@ -147,17 +150,17 @@ def _nodes(
 ) -> tuple[TrieNode, ...]:
     """Return the nodes of the step. An only child continues the node of its parent."""
     child_counts = [0] * len(parts)
-    for part in parts:
-        if part.parent >= 0:
-            child_counts[part.parent] += 1
+    for stream_part in parts:
+        if stream_part.parent >= 0:
+            child_counts[stream_part.parent] += 1
     nodes: list[TrieNode] = []
     node_of: list[int] = []
-    for part, start, stop, subtree_end in zip(parts, starts, stops, subtree_ends, strict=True):
-        if part.parent >= 0 and child_counts[part.parent] == 1:
-            node_of.append(node_of[part.parent])
+    for stream_part, start, stop, subtree_end in zip(parts, starts, stops, subtree_ends, strict=True):
+        if stream_part.parent >= 0 and child_counts[stream_part.parent] == 1:
+            node_of.append(node_of[stream_part.parent])
             nodes[-1] = dataclasses.replace(nodes[-1], end=stop)
             continue
-        parent = node_of[part.parent] if part.parent >= 0 else -1
+        parent = node_of[stream_part.parent] if stream_part.parent >= 0 else -1
         node_of.append(len(nodes))
-        nodes.append(TrieNode(start, stop, parent, subtree_end, part.context))
+        nodes.append(TrieNode(start, stop, parent, subtree_end, stream_part.context))
     return tuple(nodes)
