@@ -53,21 +53,21 @@ def probe_trie(model: PreTrainedModel, survey: AttentionSurvey | None = None, se
             running = RunningStep(step, survey.layers, device=model.device)
             depth = running.depth[None]
             with running_step(running):
-                trie_states = inner(input_ids=tokens[None], position_ids=depth, use_cache=False, attention_mask=None)[
-                    0
-                ][0]
-    differences = []
-    for number, path in enumerate(paths):
-        expected = alone[number, : len(path)].float()
-        in_trie = trie_states[path].float()
-        differences.append((in_trie - expected).norm(dim=-1) / expected.norm(dim=-1))
-    every = torch.cat(differences)
-    is_half = trie_states.dtype in (torch.float16, torch.bfloat16)
-    largest = float(every.quantile(HALF_QUANTILE) if is_half else every.max())
+                together = inner(input_ids=tokens[None], position_ids=depth, use_cache=False, attention_mask=None)[0]
+    in_trie = torch.cat([together[0, path] for path in paths])
+    in_sequences = torch.cat([alone[number, : len(path)] for number, path in enumerate(paths)])
+    difference = difference_text(in_trie.float(), in_sequences.float(), together.dtype)
+    return f"tokens of a trie and of single sequences {difference}" if difference else None
+
+
+def difference_text(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> str:
+    """Return by how much the rows of `actual` differ from `expected`, "" if this is within the tolerance of `dtype`."""
+    differences = (actual - expected).norm(dim=-1) / expected.norm(dim=-1)
+    is_half = dtype in (torch.float16, torch.bfloat16)
+    largest = float(differences.quantile(HALF_QUANTILE) if is_half else differences.max())
     tolerance = HALF_TOLERANCE if is_half else FP32_TOLERANCE
-    if largest <= tolerance:  # False for NaN
-        return None
-    return f"tokens of a trie differ by {largest:.1e} from those of single sequences; {tolerance:.0e} is allowed"
+    # The comparison is False for NaN, so NaN counts as a difference.
+    return "" if largest <= tolerance else f"differ by {largest:.1e} of their norm, and {tolerance:.0e} is allowed"
 
 
 def _step(vocabulary: int, seed: int) -> tuple[StepBatch, list[list[int]]]:

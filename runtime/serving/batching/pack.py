@@ -63,7 +63,6 @@ class PackedStep:
             vectors.
         read_positions: the positions of all reads, in the order of requests, pieces and reads.
         scores: the sources of the scores of all scored pieces.
-        used_blocks: ascending cache blocks that the step reads, or whose stored scores answer a request.
         offered: blocks that a cache may store.
         flops: cost of the step, the sum over `placements`.
     """
@@ -73,7 +72,6 @@ class PackedStep:
     logit_places: Indices
     read_positions: Indices
     scores: ScorePlaces
-    used_blocks: Indices
     offered: OfferedBlocks
     flops: int
 
@@ -125,33 +123,28 @@ def pack(
     vector_readers = _first_readers(stream.batch.count, *token_positions.range_positions(needed.vectors))
     is_logit_place = logit_readers >= 0
     has_both = is_logit_place & (vector_readers >= 0)
-    readers = np.where(
-        has_both, *(readers_of(logit_readers, vector_readers) for readers_of in (np.minimum, np.maximum))
-    )
+    # No reader is -1, so the maximum is the reader of a position that is read in one way only.
+    first_readers, last_readers = np.minimum(logit_readers, vector_readers), np.maximum(logit_readers, vector_readers)
+    readers = np.where(has_both, first_readers, last_readers)
     is_place = readers >= 0
-    counts = (
-        np.bincount(readers_of[readers_of >= 0], minlength=len(requests)).tolist()
-        for readers_of in (readers, logit_readers)
-    )
+    read_counts = np.bincount(readers[is_place], minlength=len(requests)).tolist()
+    logit_counts = np.bincount(logit_readers[is_logit_place], minlength=len(requests)).tolist()
     flops = [
-        tokens + reads * table.read_flops + logits * table.logit_flops
-        for tokens, reads, logits in zip(computed.flops, *counts, strict=True)
+        token_flops + reads * table.read_flops + logits * table.logit_flops
+        for token_flops, reads, logits in zip(computed.flops, read_counts, logit_counts, strict=True)
     ]
     placements = tuple(
         RequestPlacement(
-            Usage(int(tokens[number]), int(cached_tokens[number]), flops[number]), first, chains, token_positions
+            Usage(int(tokens[number]), int(cached_tokens[number]), flops[number]), first, pieces, token_positions
         )
         for number, first in enumerate(pieces.first_pieces)
     )
-    scores = score_places(chains, needed, token_positions)
-    used = [scores.score_slots[scores.score_slots >= 0] // BLOCK_TOKENS, *map(np.array, stream.batch.contexts)]
     return PackedStep(
         dataclasses.replace(stream.batch, places=np.flatnonzero(is_place)),
         placements,
         np.flatnonzero(is_logit_place),
         read_positions(pieces, token_positions),
-        scores,
-        np.unique(np.concatenate(used)),
+        score_places(chains, needed, token_positions),
         _offered_blocks(chains, matches, stream, token_positions),
         sum(flops),
     )

@@ -1,4 +1,4 @@
-"""The positions of the tokens of each request in a step: in its stream, or in the cache."""
+"""The positions of the tokens of each request in the stream of a step, and the sources of their scores."""
 
 from __future__ import annotations
 
@@ -49,48 +49,34 @@ class TokenMap:
 class RequestPlacement:
     """The positions of the tokens of one request. Pieces are numbered as in the request.
 
-    A token is in the stream, in the cache, or absent: tokens that no needed output depends on are not computed.
+    Tokens that come from the cache, and tokens that no needed output depends on, are not in the stream.
     """
 
     usage: Usage
     _first_piece: int
-    _chains: CachedChains
+    _pieces: RequestPieces
     _map: TokenMap
 
     def positions(self, piece: int) -> Indices:
         """Return the position in the stream of each token of `piece`, -1 for absent tokens."""
         number = self._first_piece + piece
-        table = self._chains.pieces
-        return self._map.positions(np.arange(table.starts[number], table.end(number)))
+        return self._map.positions(np.arange(self._pieces.starts[number], self._pieces.end(number)))
 
     def vector_positions(self, piece: int) -> Indices:
         """Return the positions of the tokens that the vector of `piece` is made of.
 
         These are its last token, or its whole sequence in order. A piece without a vector has none.
         """
-        table = self._chains.pieces
         number = self._first_piece + piece
-        vector = table.pieces[number].vector
+        vector = self._pieces.pieces[number].vector
         if vector is None:
             return NO_INDICES
         if vector == "last":
             return self.positions(piece)[-1:]
         path = [self.positions(piece)]
-        while (number := table.parents[number]) >= 0:
+        while (number := self._pieces.parents[number]) >= 0:
             path.append(self.positions(number - self._first_piece))
         return np.concatenate(path[::-1])
-
-    def cache_slots(self, piece: int) -> Indices:
-        """Return the cache slot of each token of `piece`, -1 for none.
-
-        Tokens that the step computes again also have a slot. Tokens whose block ends in another piece have none,
-        because several pieces may continue them with different blocks.
-        """
-        number = self._first_piece + piece
-        result = np.full(len(self._chains.pieces.pieces[number].tokens), -1, np.int64)
-        slots, _ = self._chains.slots(number)
-        result[: len(slots)] = slots
-        return result
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -105,7 +91,8 @@ class ScorePlaces:
             cached score, and for the first token of a sequence, which has no score.
         score_slots: [t] cache slot with the score, -1 if it is not cached.
         positions: [t] position of the token itself in the stream, -1 if it is not computed.
-        cache_slots: [t] cache slot of the token, with or without a stored score; -1 for none.
+        cache_slots: [t] cache slot of the token, with or without a stored score; -1 for none. Tokens that the step
+            computes again also have a slot.
     """
 
     pieces: tuple[tuple[int, int], ...]

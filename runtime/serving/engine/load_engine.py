@@ -85,7 +85,7 @@ class EngineOptions:
         device: device of the computation.
         dtype: type of the model; None is that of the checkpoint.
         slots: slots of the ring; None as planned.
-        memory_budget: limit of the device memory; None for no limit.
+        memory_budget: device memory for weights, slots and activations, such as "6GB"; None for no budget.
         hardware: name of a hardware profile for the plan.
         cache_bytes: size of the prefix cache; 0 switches it off, None takes a share of the free memory.
         step_tokens: tokens of a full step; None as planned.

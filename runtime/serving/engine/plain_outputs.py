@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from moepass.models.errors import InputError
-from moepass.runtime.serving.attention.probe import FP32_TOLERANCE, HALF_QUANTILE, HALF_TOLERANCE
+from moepass.runtime.serving.attention.probe import difference_text
 from moepass.runtime.serving.batching.step_batch import Indices, StepBatch, TrieNode
 from moepass.runtime.serving.engine.model_engine import StatesRunner
 from moepass.runtime.serving.engine.model_head import ModelHead
@@ -112,15 +112,7 @@ def _compare(head: ModelHead, computed: torch.Tensor, expected: torch.Tensor, to
 
 
 def _difference(head: ModelHead, computed: torch.Tensor, expected: torch.Tensor) -> str:
-    """Return a description of the difference, "" if it is within tolerance."""
-    if not expected.isfinite().all():
-        return ""
-    differences = (computed - expected).norm(dim=-1) / expected.norm(dim=-1)
-    is_half = head.dtype in (torch.float16, torch.bfloat16)
-    largest = float(differences.quantile(HALF_QUANTILE) if is_half else differences.max())
-    tolerance = HALF_TOLERANCE if is_half else FP32_TOLERANCE
-    # The comparison is False for NaN, so NaN counts as a difference.
-    return "" if largest <= tolerance else f"differ by {largest:.1e} of their norm, and {tolerance:.0e} is allowed"
+    return difference_text(computed, expected, head.dtype) if expected.isfinite().all() else ""
 
 
 def _step(tokens: Sequence[int] | Indices, places: Indices = _READ) -> StepBatch:

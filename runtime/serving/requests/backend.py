@@ -29,7 +29,7 @@ class NotServingError(MoepassError):
 
 
 class SequenceTooLongError(InputError):
-    """A request exceeds a limit of the model: `value` tokens or FLOPs, with `expected` as the limit."""
+    """A request is too large to be computed at all: `value` tokens or FLOPs, with `expected` as the limit."""
 
 
 class AnswerTimeoutError(MoepassError, TimeoutError):
@@ -88,7 +88,7 @@ class Backend(Protocol):
         """Return the complete answer to `request`.
 
         Args:
-            request: the request; its id is only used in messages.
+            request: the request.
             priority: of two waiting requests, the one with the lower number runs first.
             timeout_seconds: time limit until the answer.
             is_admitted: `check_room` has already passed for the call that this request belongs to. A queue that the

@@ -108,10 +108,3 @@ class Request:
             is_first = piece.parent < 0
             depths.append(0 if is_first else depths[piece.parent] + len(self.pieces[piece.parent].tokens))
         return depths
-
-    def path(self, number: int) -> tuple[int, ...]:
-        """Return the indices of the pieces from the beginning of the sequence to piece `number`."""
-        path = [number]
-        while (number := self.pieces[number].parent) >= 0:
-            path.append(number)
-        return tuple(reversed(path))

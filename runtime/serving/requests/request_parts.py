@@ -108,5 +108,5 @@ def chosen_parts(request: Request, prompt: int, parts: Collection[int], *, answe
     `answers_prompt` says whether this part also answers the pieces of the prompt.
     """
     chain = tuple(range(prompt))
-    pieces = tuple(prompt + part for part in sorted(parts))
+    pieces = tuple(prompt + index for index in sorted(parts))
     return RequestPart(chain + pieces, frozenset((chain if answers_prompt else ()) + pieces))

@@ -86,7 +86,7 @@ class RankView:
     Attributes:
         load_flops: FLOPs of all assigned work without an answer.
         saturation_flops: FLOPs of a full step, which hides the transfers of experts.
-        most_load_flops: the rank takes no more work above this load; None for no limit.
+        most_load_flops: the rank takes no more work at this load or above; None for no limit.
         open_requests: requests, or parts of requests, that are assigned and unanswered.
         flops_per_second: FLOPs per second of a full step.
         form: whether a step is a trie or padded rows; None if unknown.

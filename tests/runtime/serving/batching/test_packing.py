@@ -99,30 +99,40 @@ def test_nodes_are_the_trie_without_single_child_chains(case: Case) -> None:
 
 @many
 @given(cases())
-def test_pieces_are_found_in_the_stream_and_in_the_cache(case: Case) -> None:
+def test_pieces_are_found_in_the_stream(case: Case) -> None:
     salts: dict[int, bytes] = {}
     for request, placement in zip(case.requests, case.packed.placements, strict=True):
         for piece in range(len(request.pieces)):
             path, depth = full_path(request, piece), piece_depth(request, piece)
-            positions, slots = placement.positions(piece), placement.cache_slots(piece)
-            held = case.cache.held(request.salt, path) * BLOCK_TOKENS
-            for index, (position, slot) in enumerate(zip(positions.tolist(), slots.tolist(), strict=True)):
+            for index, position in enumerate(placement.positions(piece).tolist()):
                 prefix = (request.salt, path[: depth + index + 1])
                 assert (position >= 0) == (prefix in case.naive.computed)
                 if position >= 0:
                     assert case.sequences[position] == prefix[1]
                     assert salts.setdefault(position, request.salt) == request.salt
-                assert (slot >= 0) == (depth + index < held)
-                if slot >= 0:
-                    block, offset = divmod(slot, BLOCK_TOKENS)
-                    assert offset == (depth + index) % BLOCK_TOKENS
-                    assert case.cache.blocks[request.salt, path[: depth + index + BLOCK_TOKENS - offset]] == block
     assert len(salts) == case.packed.batch.count
     block_salts = {block: salt for (salt, _), block in case.cache.blocks.items()}
     for node in case.packed.batch.nodes:
         if node.context >= 0:
             blocks = case.packed.batch.contexts[node.context]
             assert {block_salts[block] for block in blocks} == {salts[node.start]}
+
+
+@many
+@given(cases())
+def test_tokens_of_scored_pieces_are_found_in_the_cache(case: Case) -> None:
+    scores = case.packed.scores
+    for at, (number, piece) in enumerate(scores.pieces):
+        request = case.requests[number]
+        path, depth = full_path(request, piece), piece_depth(request, piece)
+        held = case.cache.held(request.salt, path) * BLOCK_TOKENS
+        slots = scores.cache_slots[int(scores.starts[at]) : int(scores.starts[at + 1])]
+        for position, slot in enumerate(slots.tolist(), depth):
+            assert (slot >= 0) == (position < held)
+            if slot >= 0:
+                block, offset = divmod(slot, BLOCK_TOKENS)
+                assert offset == position % BLOCK_TOKENS
+                assert case.cache.blocks[request.salt, path[: position + BLOCK_TOKENS - offset]] == block
 
 
 @many
@@ -172,7 +182,6 @@ def test_each_score_comes_from_the_step_or_the_cache(case: Case) -> None:
         tokens = slice(int(scores.starts[at]), int(scores.starts[at + 1]))
         assert scores.tokens[tokens].tolist() == request.pieces[piece].tokens.tolist()
         assert scores.positions[tokens].tolist() == placement.positions(piece).tolist()
-        assert scores.cache_slots[tokens].tolist() == placement.cache_slots(piece).tolist()
         sources = zip(scores.predicted_at[tokens].tolist(), scores.score_slots[tokens].tolist(), strict=True)
         for offset, (predicted_at, slot) in enumerate(sources):
             position = depth + offset
@@ -180,7 +189,7 @@ def test_each_score_comes_from_the_step_or_the_cache(case: Case) -> None:
                 assert (predicted_at, slot) == (-1, -1)
             elif position in from_cache:
                 assert predicted_at == -1
-                assert slot == placement.cache_slots(piece)[offset] >= 0
+                assert slot == scores.cache_slots[tokens][offset] >= 0
             else:
                 assert slot == -1
                 assert case.sequences[predicted_at] == path[:position]
@@ -296,15 +305,6 @@ def test_computed_blocks_are_offered_with_who_shares_them(case: Case) -> None:
         assert offered.branches[number] == len(leaves)
         ends = range(len(path) - BLOCK_TOKENS + 1, len(path) + 1)
         assert [case.sequences[position] for position in offered.positions[number]] == [path[:end] for end in ends]
-
-
-@many
-@given(cases())
-def test_used_blocks_are_those_read(case: Case) -> None:
-    slots = case.packed.scores.score_slots
-    scores = (slots[slots >= 0] // BLOCK_TOKENS).tolist()
-    chains = [block for chain in case.packed.batch.contexts for block in chain]
-    assert case.packed.used_blocks.tolist() == sorted({*scores, *chains})
 
 
 @many

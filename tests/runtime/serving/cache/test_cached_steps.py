@@ -52,7 +52,7 @@ def run_step(index: BlockIndex, memory: Memory, requests: list[Request], fails: 
         batch = packed.storing(blocks)
         sequences = stream_sequences(packed, memory)
         for stored in batch.stored:
-            assert stored.block not in packed.used_blocks
+            assert all(stored.block not in chain for chain in batch.contexts)
             memory[stored.block] = sequences[stored.positions[-1]]
         if fails:
             return

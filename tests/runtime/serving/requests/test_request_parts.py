@@ -17,6 +17,7 @@ from moepass.runtime.serving.requests.request_parts import (
     merged_answer,
     prompt_length,
 )
+from tests.helpers.serving.piece_paths import piece_path
 
 
 @st.composite
@@ -31,7 +32,7 @@ def requests(draw: st.DrawFn) -> Request:
 
 
 def path_tokens(request: Request, number: int) -> list[int]:
-    return [int(token) for piece in request.path(number) for token in request.pieces[piece].tokens]
+    return [int(token) for piece in piece_path(request, number) for token in request.pieces[piece].tokens]
 
 
 def answered(request: Request) -> Answer:
@@ -67,7 +68,7 @@ def test_the_prompt_is_the_chain_that_all_others_hang_on(request: Request) -> No
     prompt = prompt_length(request)
     assert [piece.parent for piece in request.pieces[:prompt]] == list(range(-1, prompt - 1))
     for number in range(prompt, len(request.pieces)):
-        assert request.path(number)[:prompt] == tuple(range(prompt))
+        assert piece_path(request, number)[:prompt] == tuple(range(prompt))
     children = [piece.parent for piece in request.pieces].count(prompt - 1)
     assert children != 1
 
