@@ -27,7 +27,7 @@ NO_NUMBERS = (
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Piece:
+class _PieceDraft:
     """A piece of the request in the making; `reads` by their index among its tokens."""
 
     number: int
@@ -65,7 +65,7 @@ class RequestTree:
         self._scored: list[tuple[int, int]] = []
         self._vectors: list[tuple[int, Vector]] = []
         # Of each sequence, where its pieces begin, and the pieces.
-        self._paths: list[tuple[list[int], list[_Piece]]] = []
+        self._paths: list[tuple[list[int], list[_PieceDraft]]] = []
 
     def add(self, tokens: Tokens | Sequence[int], name: str = "the prompt") -> int:
         """The number of a sequence. Raises InputError, which calls it `name`, where it is empty or too long."""
@@ -102,7 +102,7 @@ class RequestTree:
         ends = [trie.insert(root, start, stop) for start, stop in itertools.pairwise(stops)]
         # Roots have no tokens and become no piece.
         nodes = trie.depth_first()[1:]
-        pieces = {node: _Piece(number) for number, node in enumerate(nodes)}
+        pieces = {node: _PieceDraft(number) for number, node in enumerate(nodes)}
         self._paths = [_path(trie, pieces, end) for end in ends]
         for number, place, tokens, top in self._reads:
             node, offset = self.node_at(number, place)
@@ -125,10 +125,10 @@ class RequestTree:
     def length(self, sequence: int) -> int:
         return len(self._sequences[sequence])
 
-    def nodes(self, sequence: int) -> list[_Piece]:
+    def nodes(self, sequence: int) -> list[_PieceDraft]:
         return self._paths[sequence][1]
 
-    def node_at(self, sequence: int, place: int) -> tuple[_Piece, int]:
+    def node_at(self, sequence: int, place: int) -> tuple[_PieceDraft, int]:
         starts, pieces = self._paths[sequence]
         found = bisect.bisect_right(starts, place) - 1
         return pieces[found], place - starts[found]
@@ -179,7 +179,7 @@ class TreeAnswer:
         return self.answer.pieces[node.number].reads[read.index], read.columns
 
 
-def _path(trie: TokenTrie, pieces: Mapping[int, _Piece], node: int) -> tuple[list[int], list[_Piece]]:
+def _path(trie: TokenTrie, pieces: Mapping[int, _PieceDraft], node: int) -> tuple[list[int], list[_PieceDraft]]:
     """Return where the pieces of the sequence that ends with `node` begin, and the pieces."""
     nodes: list[int] = []
     while node in pieces:
@@ -189,7 +189,7 @@ def _path(trie: TokenTrie, pieces: Mapping[int, _Piece], node: int) -> tuple[lis
     return [trie.depths[node] for node in nodes], [pieces[node] for node in nodes]
 
 
-def _token_piece(trie: TokenTrie, pieces: Mapping[int, _Piece], node: int) -> TokenPiece:
+def _token_piece(trie: TokenTrie, pieces: Mapping[int, _PieceDraft], node: int) -> TokenPiece:
     piece = pieces[node]
     parent = pieces.get(trie.parents[node])
     reads: list[TokenRead] = []
