@@ -1,1 +1,7 @@
-"""Requests become answers; each part of that is a room of its own. Imports no other room."""
+"""Serving: requests in tokens become steps of a model, and the steps become answers.
+
+Start with `requests` for the records, then `engine` for one rank, `router` for the choice of a rank, and `workers` for
+the processes around both. `routes` and `http` are the API, `offline` scores files without a server.
+
+Imports no other room.
+"""

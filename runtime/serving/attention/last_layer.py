@@ -1,15 +1,15 @@
-"""The last layer computes, behind its attention, the tokens alone whose states are read.
+"""The last layer computes, after its attention, only the tokens whose states are read.
 
-Other tokens see keys and values of a token, and nothing else of it; and no layer follows the last one. So a token that
-nobody reads needs neither output projection nor experts there. That saves up to one layer's worth of them in each step.
+Other tokens use a token's keys and values and nothing else of it, and no layer follows the last one. So an unread token
+needs neither the output projection nor experts there. This saves up to one layer's worth of them in each step.
 
 Pseudo-code
-    learn, from two streams of different lengths, which arguments of the last layer are of tokens
+    learn, from two streams of different lengths, which arguments of the last layer have one entry per token
     before the last layer runs:
-        run it for all tokens and stop it as soon as its attention has a result; keep that
-        give it the read tokens alone: their part of the arguments that are of tokens
-        let its attention answer with their part of the kept result
-In a captured graph, nothing reads what the second run computes before its attention, so that falls away.
+        run it for all tokens, store the result of its attention, and stop the run there
+        return the arguments of a second run: the entries of the read tokens only
+        in the second run, attention returns the entries of the read tokens from the stored result
+A captured graph does not contain the work before the attention of the second run, because nothing uses it.
 """
 
 from __future__ import annotations
@@ -24,64 +24,74 @@ from torch.utils.hooks import RemovableHandle
 from moepass.models.errors import InputError
 
 _NAME = "moepass_last_layer"
-# Where an argument stands: its index or name, and the same of what it is part of.
+# Path of a tensor in the arguments of a call: indices and names, outermost first.
 _Path = tuple[int | str, ...]
 _STATES: frozenset[_Path] = frozenset({(0, 0), (1, "hidden_states")})
 
 
 class AttentionIsDoneError(Exception):
-    """Ends the first run of the last layer. Not an error: no other way leads out of a model's own code."""
+    """Ends the first run of the last layer. It is an exception because nothing else leaves a model's own code early."""
 
 
 class LastLayer:
-    """Which tokens are read, known to the last layer of a model while that runs: one step at a time.
+    """The read tokens of the running step, known to the last layer of a model. It serves one step at a time.
 
-    places      [m] of the stream, None where all tokens are computed: then the model runs as it came
-    attended    [1, n, heads, value_dim] what attention of the last layer gives for all tokens, once it is known
+    Attributes:
+        places: [m] positions in the stream; None if all tokens are computed, so that the model runs unchanged.
+        attended: [1, n, heads, value_dim] result of the last layer's attention for all tokens, None before it is known.
     """
 
     def __init__(self) -> None:
         self.places: torch.Tensor | None = None
         self.attended: torch.Tensor | None = None
         self._paths: frozenset[_Path] = frozenset()
-        # Sizes of the arguments of the last run, while it is learned what they are.
+        # Sizes of the arguments of the last run; None unless `learn` runs.
         self._sizes: dict[_Path, torch.Size] | None = None
 
     def attach(self, backbone: nn.Module, attention: nn.Module) -> RemovableHandle:
-        """Make it known to the layer of `backbone` that calls `attention`; removing what is returned ends that.
+        """Connect to the layer of `backbone` that calls `attention`. Removing the returned handle disconnects it.
 
-        Raises InputError where `backbone` has no list of layers of which that is the last one.
+        Raises:
+            InputError: `backbone` has no list of layers that ends with this layer.
         """
         layer = _layer_with(backbone, attention)
         setattr(attention, _NAME, self)
         return layer.register_forward_pre_hook(self._narrow, with_kwargs=True)
 
     def learn(self, run: Callable[[int], object], counts: tuple[int, int]) -> None:
-        """Find the arguments that are of tokens; `run` computes all tokens of a stream of so many.
+        """Find the arguments of the last layer with one entry per token.
 
-        A size alone does not tell them: a stream may be as long as a model is wide. Raises InputError where the states
-        are not among them.
+        A single size does not identify them, because a stream may be as long as a model is wide.
+
+        Args:
+            run: runs the model on a stream with this number of tokens.
+            counts: two different numbers of tokens.
+
+        Raises:
+            InputError: the hidden states are not among these arguments.
         """
-        found: list[frozenset[_Path]] = []
+        paths_by_count: list[frozenset[_Path]] = []
         try:
             for count in counts:
                 self._sizes = {}
                 run(count)
-                found.append(frozenset(path for path, size in self._sizes.items() if size[:2] == (1, count)))
+                paths_by_count.append(frozenset(path for path, size in self._sizes.items() if size[:2] == (1, count)))
         finally:
             self._sizes = None
-        self._paths = found[0] & found[1]
+        self._paths = paths_by_count[0] & paths_by_count[1]
         if not self._paths & _STATES:
-            raise InputError("the last layer is not called with the states of all tokens", name="model")
+            raise InputError("the hidden states of all tokens are not an argument of the last layer", name="model")
 
     def read(self, places: torch.Tensor) -> None:
+        """Set the read tokens of the next run."""
         self.places, self.attended = places, None
 
     def forget(self) -> None:
+        """Let the next run compute all tokens."""
         self.places = self.attended = None
 
     def _narrow(self, layer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """The arguments of the second run."""
+        """Run the layer up to its attention, and return the arguments of the second run."""
         if self._sizes is not None:
             self._sizes.update({path: tensor.shape for path, tensor in _tensors((arguments, named), ())})
         if self.places is None:
@@ -96,7 +106,7 @@ class LastLayer:
 
 
 def attended_before(attention: nn.Module) -> torch.Tensor | None:
-    """In the second run of the last layer the result of its `attention` [1, m, heads, value_dim], else None."""
+    """Return the result of `attention` [1, m, heads, value_dim] in the second run of the last layer; None otherwise."""
     last: LastLayer | None = getattr(attention, _NAME, None)
     if last is None or last.attended is None or last.places is None:
         return None
@@ -104,7 +114,7 @@ def attended_before(attention: nn.Module) -> torch.Tensor | None:
 
 
 def keep_attended(attention: nn.Module, attended: torch.Tensor) -> None:
-    """Raises AttentionIsDoneError in the first run of the last layer, for which `attended` is kept."""
+    """Store `attended` and raise AttentionIsDoneError if this is the first run of the last layer."""
     last: LastLayer | None = getattr(attention, _NAME, None)
     if last is not None and last.places is not None:
         last.attended = attended
@@ -113,29 +123,33 @@ def keep_attended(attention: nn.Module, attended: torch.Tensor) -> None:
 
 def _layer_with(backbone: nn.Module, attention: nn.Module) -> nn.Module:
     for _, layers in backbone.named_modules():
-        if isinstance(layers, nn.ModuleList) and len(layers) and any(one is attention for one in layers[-1].modules()):
+        if (
+            isinstance(layers, nn.ModuleList)
+            and len(layers)
+            and any(module is attention for module in layers[-1].modules())
+        ):
             return layers[-1]
     name = type(attention).__name__
-    raise InputError(f"no list of layers ends with the one that has {name}", name="model", value=name)
+    raise InputError(f"the layer with {name} is not the last one of a ModuleList", name="model", value=name)
 
 
 def _tensors(value: Any, path: _Path) -> Iterator[tuple[_Path, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, dict):
-        for name, one in value.items():
-            yield from _tensors(one, (*path, name))
+        for name, item in value.items():
+            yield from _tensors(item, (*path, name))
     elif type(value) in (tuple, list):
-        for number, one in enumerate(value):
-            yield from _tensors(one, (*path, number))
+        for index, item in enumerate(value):
+            yield from _tensors(item, (*path, index))
 
 
 def _at_places(value: Any, path: _Path, paths: frozenset[_Path], places: torch.Tensor) -> Any:
-    """`value` with the tensors at `paths` for the tokens at `places` alone."""
+    """Return `value` with the tensors at `paths` reduced to the entries at `places`."""
     if isinstance(value, torch.Tensor):
         return value.index_select(1, places) if path in paths else value
     if isinstance(value, dict):
-        return {name: _at_places(one, (*path, name), paths, places) for name, one in value.items()}
+        return {name: _at_places(item, (*path, name), paths, places) for name, item in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(_at_places(one, (*path, number), paths, places) for number, one in enumerate(value))
+        return type(value)(_at_places(item, (*path, index), paths, places) for index, item in enumerate(value))
     return value

@@ -1,9 +1,10 @@
-"""Attention of queries over a part of their keys, with the log-sum-exp that merges parts (arXiv 2402.05099).
+"""Attention of queries over some of their keys, with the log-sum-exp that merges partial results (arXiv 2402.05099).
 
-Queries are [b, heads, n, key_dim], keys [b, kv_heads, m, key_dim], values [b, kv_heads, m, value_dim]; heads of queries
-are a multiple of those of keys (GQA). Views with any strides will do. A result is `(output, log_sum_exp)`: the
-attention over these keys alone, [b, heads, n, value_dim] in the dtype of the values or fp32, and the logarithm of the
-sum that it was divided by, [b, heads, n] in fp32; -inf where a query sees none of the keys, and its output is 0.
+Queries are [b, heads, n, key_dim], keys [b, kv_heads, m, key_dim], values [b, kv_heads, m, value_dim]. The number of
+query heads is a multiple of the number of key heads (GQA). Any strides are allowed. A result is `(output,
+log_sum_exp)`. The output [b, heads, n, value_dim] is the attention over these keys alone, in the dtype of the values or
+fp32. The log-sum-exp [b, heads, n] in fp32 is the logarithm of its denominator. A query that sees no key has output 0
+and log-sum-exp -inf.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import torch.nn.functional as F
 
 from moepass.runtime.torch_private import flash_attention_on_cpu, memory_efficient_attention
 
-# Scores that explicit attention keeps at once. [Empirical] On a CPU 16 MiB take a third longer, 64 MiB three times as
-# long; elsewhere every block is a few launches more.
+# [Empirical] Bytes of scores that explicit attention computes at a time. On a CPU, 16 MiB take a third longer, and
+# 64 MiB three times as long. On other devices, each block costs a few kernel launches.
 SCORE_BYTES = 4 << 20
 SCORE_BYTES_ELSEWHERE = 256 << 20
 
@@ -32,15 +33,21 @@ def partial_attention(
     is_causal: bool = False,
     mask: torch.Tensor | None = None,
 ) -> Partial:
-    """`is_causal`: as many keys as queries, and each query sees the keys up to its own. Else `mask`, an
-    `additive_mask` [b or 1, n, m], or every query sees every key.
+    """Return attention over some keys.
 
-    `softcap` above 0: scores s become softcap · tanh(s / softcap).
+    Args:
+        query: the queries.
+        key: the keys.
+        value: the values.
+        scaling: factor of the scores.
+        softcap: above 0, scores s become softcap · tanh(s / softcap).
+        is_causal: there are as many keys as queries, and each query sees the keys up to its own.
+        mask: an `additive_mask` [b or 1, n, m]. Without it and `is_causal`, every query sees every key.
     """
-    # Kernels read the numbers of a head as neighbours, and do not look whether they are.
-    query, key, value = (one if one.stride(-1) == 1 else one.contiguous() for one in (query, key, value))
+    # The kernels assume that the numbers of a head are contiguous, without a check.
+    query, key, value = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value))
     if query.device.type == "cpu":
-        # Parts that are rounded to bf16 make another sum than the whole: scores would depend on what a step shares.
+        # If parts were rounded to bf16, scores would depend on how a step is split.
         query, key, value = query.float(), key.float(), value.float()
     if query.device.type == "cpu" and not softcap:
         return _on_cpu(query, key, value, scaling, is_causal, mask)
@@ -50,7 +57,7 @@ def partial_attention(
 
 
 def additive_mask(visible: torch.Tensor) -> torch.Tensor:
-    """0 where `visible`, -inf elsewhere, in fp32."""
+    """Return 0 where `visible` is True and -inf elsewhere, in fp32."""
     return torch.zeros(visible.shape, dtype=torch.float32, device=visible.device).masked_fill_(~visible, -math.inf)
 
 
@@ -63,23 +70,23 @@ def _on_cpu(
     mask: torch.Tensor | None,
 ) -> Partial:
     key_dim, value_dim = key.shape[-1], value.shape[-1]
-    # The kernel wants one size for both. Zeros change no product.
+    # The kernel requires one size for keys and values. Zeros change no product.
     if value_dim < key_dim:
         value = F.pad(value, (0, key_dim - value_dim))
     elif key_dim < value_dim:
-        query, key = (F.pad(one, (0, value_dim - key_dim)) for one in (query, key))
-    added = None if mask is None else mask[:, None]
-    output, log_sum_exp = flash_attention_on_cpu(query, key, value, scaling, is_causal, added)
+        query, key = (F.pad(tensor, (0, value_dim - key_dim)) for tensor in (query, key))
+    kernel_mask = None if mask is None else mask[:, None]
+    output, log_sum_exp = flash_attention_on_cpu(query, key, value, scaling, is_causal, kernel_mask)
     if mask is not None:
-        # The kernel says 0 where a query sees no key.
+        # The kernel returns 0 if a query sees no key.
         log_sum_exp = log_sum_exp + mask.amax(-1)[:, None]
     return output[..., :value_dim], log_sum_exp
 
 
 def _on_cuda(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, is_causal: bool) -> Partial:
     groups = query.shape[1] // key.shape[1]
-    if groups > 1:  # the kernel knows no GQA
-        key, value = (one.repeat_interleave(groups, dim=1) for one in (key, value))
+    if groups > 1:  # the kernel does not support GQA
+        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     output, log_sum_exp = memory_efficient_attention(query, key, value, scaling, is_causal)
     return output, log_sum_exp[..., : query.shape[2]]
 
@@ -93,7 +100,7 @@ def _explicit(
     is_causal: bool,
     mask: torch.Tensor | None,
 ) -> Partial:
-    """Scores, softmax and weighted values one after the other, block of queries by block; scores in fp32."""
+    """Compute scores, softmax and weighted values one after the other, for one block of queries at a time, in fp32."""
     batch, heads, queries, _ = query.shape
     kv_heads, keys, value_dim = value.shape[1:]
     output = query.new_empty(batch, queries, heads, value_dim).transpose(1, 2)
@@ -116,7 +123,7 @@ def _explicit(
         elif mask is not None:
             scores.add_(mask[:, None, None, start:stop])
         sums = scores.logsumexp(-1)
-        # Queries without a key: weights of 0 instead of NaN.
+        # The clamp gives queries without a key the weight 0 instead of NaN.
         weights = scores.sub_(sums.clamp_min(torch.finfo(torch.float32).min).unsqueeze(-1)).exp_()
         result = weights.to(value.dtype).flatten(2, 3) @ value[:, :, :seen]
         output[:, :, start:stop] = result.unflatten(2, (heads // kv_heads, -1)).flatten(1, 2)
@@ -125,9 +132,9 @@ def _explicit(
 
 
 def merge_into(output: torch.Tensor, log_sum_exp: torch.Tensor, other: Partial) -> None:
-    """Attention over the keys of both parts, written into `output` (fp32) and `log_sum_exp`, whose place it takes.
+    """Merge attention over further keys into `output` (fp32) and `log_sum_exp`, in place.
 
-    At least one of both must have seen a key: a query's own part always has.
+    Each query must see a key in at least one of the two; its own part always contains one.
     """
     other_output, other_sum = other
     share = torch.sigmoid(other_sum - log_sum_exp).unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""Whether a model gives a token of a trie what it gives the same token of a sequence alone, tried on the model."""
+"""A check that a model computes the same for a token of a trie as for the same token of a single sequence."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from moepass.runtime.serving.attention.survey import AttentionSurvey, attention_
 from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME
 from moepass.runtime.serving.batching.step_batch import StepBatch, TrieNode
 
-# Of the length of a token's vector. A neighbour's token that leaks in changes it by a tenth and more; fp32 by 1e-6.
+# Allowed difference relative to the norm of a token's state. Rounding in fp32 changes a state by 1e-6, another branch's
+# token that leaks into attention by 0.1 and more.
 FP32_TOLERANCE = 1e-4
-# In two bytes a router may send a token elsewhere. So a quarter of the tokens may differ by more. [Empirical]
+# [Empirical] The same in half precision. Rounding may send a token to other experts, so a quarter of the tokens may
+# differ by more.
 HALF_TOLERANCE = 0.1
 HALF_QUANTILE = 0.75
 
 _LENGTH = 24
-# One prompt with a branch of two leaves and a branch of one, and another prompt: the start and end of each node in the
-# stream, its parent, and where its subtree ends.
+# A prompt with a branch of two leaves and two branches of one leaf, and another prompt.
 _NODES = (
     TrieNode(0, 8, -1, 52),
     TrieNode(8, 16, 0, 32),
@@ -32,11 +33,10 @@ _NODES = (
 
 
 def probe_trie(model: PreTrainedModel, survey: AttentionSurvey | None = None, seed: int = 0) -> str | None:
-    """Why a step of this model must not be a trie although its survey did not object; None where it gives the same.
+    """Return why steps of `model` cannot be tries although its survey found no reason; None if they can.
 
-    Two eager forward passes of up to 120 tokens through all layers but the head: where experts stream from a home, they
-    cost two transfers of all banks. The model is left as it was. Raises nothing of its own: a survey's refusal is the
-    answer where there is one.
+    Runs two eager forward passes of up to 120 tokens through all layers but the head. With streamed experts, this takes
+    two transfers of all banks. The model is left unchanged. If the survey has a refusal, it is returned.
     """
     survey = survey or survey_attention(model)
     if survey.refusal is not None:
@@ -53,23 +53,25 @@ def probe_trie(model: PreTrainedModel, survey: AttentionSurvey | None = None, se
             running = RunningStep(step, survey.layers, device=model.device)
             depth = running.depth[None]
             with running_step(running):
-                together = inner(input_ids=tokens[None], position_ids=depth, use_cache=False, attention_mask=None)[0][0]
-    differences = []
-    for number, path in enumerate(paths):
-        expected = alone[number, : len(path)].float()
-        found = together[path].float()
-        differences.append((found - expected).norm(dim=-1) / expected.norm(dim=-1))
-    every = torch.cat(differences)
-    is_half = together.dtype in (torch.float16, torch.bfloat16)
-    largest = float(every.quantile(HALF_QUANTILE) if is_half else every.max())
+                together = inner(input_ids=tokens[None], position_ids=depth, use_cache=False, attention_mask=None)[0]
+    in_trie = torch.cat([together[0, path] for path in paths])
+    in_sequences = torch.cat([alone[number, : len(path)] for number, path in enumerate(paths)])
+    difference = difference_text(in_trie.float(), in_sequences.float(), together.dtype)
+    return f"tokens of a trie and of single sequences {difference}" if difference else None
+
+
+def difference_text(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> str:
+    """Return by how much the rows of `actual` differ from `expected`, "" if this is within the tolerance of `dtype`."""
+    differences = (actual - expected).norm(dim=-1) / expected.norm(dim=-1)
+    is_half = dtype in (torch.float16, torch.bfloat16)
+    largest = float(differences.quantile(HALF_QUANTILE) if is_half else differences.max())
     tolerance = HALF_TOLERANCE if is_half else FP32_TOLERANCE
-    if largest <= tolerance:  # not for NaN
-        return None
-    return f"tokens of a trie differ by {largest:.1e} from those of sequences alone; {tolerance:.0e} is allowed"
+    # The comparison is False for NaN, so NaN counts as a difference.
+    return "" if largest <= tolerance else f"differ by {largest:.1e} of their norm, and {tolerance:.0e} is allowed"
 
 
 def _step(vocabulary: int, seed: int) -> tuple[StepBatch, list[list[int]]]:
-    """A step, and for each leaf the places of its tokens from the beginning."""
+    """Return a step, and for each leaf the positions of the tokens of its sequence."""
     count = _NODES[-1].end
     depth, subtree_end = np.zeros(count, np.int64), np.zeros(count, np.int64)
     paths: list[list[int]] = []
@@ -77,7 +79,7 @@ def _step(vocabulary: int, seed: int) -> tuple[StepBatch, list[list[int]]]:
         before = paths[node.parent] if node.parent >= 0 else []
         paths.append(before + list(range(node.start, node.end)))
         depth[node.start : node.end] = np.arange(len(before), len(paths[-1]))
-        # Along a node the descendants are the same.
+        # All tokens of a node have the same descendants after the node.
         subtree_end[node.start : node.end] = node.subtree_end
     tokens = np.random.default_rng(seed).integers(0, vocabulary, count)
     step = StepBatch(tokens, depth, subtree_end, _NODES, (), np.empty(0, np.int64), ())

@@ -1,7 +1,7 @@
-"""The step that runs: what the attention operator needs of it beside the tensors of the graph.
+"""The running step: the data of a step that the attention operator needs in addition to the tensors of the graph.
 
-A captured graph would freeze a trie that was given to it as an argument. So the graph holds the number of the layer
-alone, and the operator finds here which trie it is about.
+A trie that was an argument of a captured graph would become part of it. So the graph contains only the index of the
+layer, and the operator looks up the trie here.
 """
 
 from __future__ import annotations
@@ -22,30 +22,35 @@ from moepass.runtime.serving.attention.varlen_parts import VarlenCall, varlen_ca
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, StepBatch
 from moepass.runtime.serving.cache.block_memory import BlockMemory
 
-# Own parts up to this length run in batches, because starting their kernels takes as long as they run. [Empirical] From
-# 48 tokens on batches are slower than a call for each part.
+# [Empirical] Own parts up to this length run in batches, because launching their kernels takes as long as running them.
+# From 48 tokens on, batches are slower than a call for each part.
 BATCHED_TOKENS = 32
-# To how many tokens parts of a batch are filled up. [Empirical] Coarser steps are not faster and compute more.
+# [Empirical] Lengths to which the parts of a batch are padded. Coarser steps are not faster and compute more.
 _FILLED = range(4, BATCHED_TOKENS + 1, 4)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class OwnBatch:
-    """Own parts that one call computes: a slice of the stream, or rows [b, n] of it, filled up with any rows.
+    """Own parts that are computed by one call.
 
-    Of the b · n results, in this order, `kept` belong to the tokens `places`. `mask` [b or 1, n, n], or None: causal.
-    With `keys` a slice meets these, which begin before it, and the mask is made for each layer anew: those of all such
-    parts would be too large to keep.
+    Attributes:
+        rows: a slice of the stream, or indices [b, n] into it, padded with arbitrary rows.
+        mask: additive mask [b or 1, n, n]; None for causal attention.
+        result_indices: indices of the results that belong to tokens, among the b · n results; None for all.
+        positions: positions in the stream of these results.
+        keys: a slice that begins before `rows`; None if keys and queries are the same tokens. With it, the mask is
+            computed for each layer, because the masks of all such parts would take too much memory.
     """
 
     rows: slice | torch.Tensor
     mask: torch.Tensor | None
-    kept: torch.Tensor | None = None
-    places: torch.Tensor | None = None
+    result_indices: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
     keys: slice | None = None
 
     @property
     def pairs(self) -> int:
+        """Number of computed pairs of a query and a key."""
         if self.keys is not None:
             assert isinstance(self.rows, slice)
             return int((self.rows.stop - self.rows.start) * (self.keys.stop - self.keys.start))
@@ -55,7 +60,7 @@ class OwnBatch:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class PreparedParts:
-    """Parts for all layers in which tokens see the same of their past, with masks and indices made once."""
+    """The parts of all layers in which tokens see the same past, with their masks and indices."""
 
     own: tuple[OwnBatch, ...]
     earlier: tuple[EarlierPart, ...]
@@ -63,14 +68,16 @@ class PreparedParts:
 
     @property
     def pairs(self) -> int:
-        """Pairs of a query and a key that are computed, also those that a mask hides or that fill up a batch."""
-        own = sum(one.pairs for one in self.own)
-        return own + sum((part.end - part.start) * (part.key_end - part.key_start) for part in self.earlier)
+        """Number of computed pairs of a query and a key, including masked and padded ones."""
+        own_pairs = sum(batch.pairs for batch in self.own)
+        return own_pairs + sum(
+            (earlier.end - earlier.start) * (earlier.key_end - earlier.key_start) for earlier in self.earlier
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class PreparedCall:
-    """A `VarlenCall` on a device."""
+    """A `VarlenCall` with its indices on a device."""
 
     queries: torch.Tensor | None
     keys: torch.Tensor | None
@@ -82,12 +89,24 @@ class PreparedCall:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PreparedCalls:
+    """Calls of the varlen kernel, and the number of pairs that they compute."""
+
     calls: tuple[PreparedCall, ...]
     pairs: int
 
 
 class RunningStep:
-    """A step on a device. Raises InputError where its records do not fit together or to the memory of blocks."""
+    """A step on a device.
+
+    Args:
+        step: the step.
+        layers: attention layers of the model, by their index.
+        memory: memory of the cache blocks; None without a cache.
+        device: device of the model.
+
+    Raises:
+        InputError: the records of the step contradict each other, or do not fit the memory of blocks.
+    """
 
     def __init__(
         self,
@@ -98,23 +117,23 @@ class RunningStep:
     ) -> None:
         if memory is None and (step.contexts or step.stored):
             raise InputError(
-                f"the step has {len(step.contexts)} contexts and {len(step.stored)} blocks to store, and there is no "
-                "memory of blocks",
+                f"the step has {len(step.contexts)} contexts and {len(step.stored)} blocks to store, but the model has "
+                "no memory of blocks",
                 name="memory",
             )
         read = {block for chain in step.contexts for block in chain}
-        written = [one.block for one in step.stored]
+        written = [block.block for block in step.stored]
         if len(read | {*written}) < len(read) + len(written):
             raise InputError(
-                f"blocks {sorted(written)} are to be stored and {sorted(read)} to be read: a step stores a block once, "
-                "and none that it reads",
+                f"the step stores the blocks {sorted(written)} and reads {sorted(read)}; it may store a block only "
+                "once, and no block that it reads",
                 name="stored",
                 value=sorted(written),
             )
         count = 0 if memory is None else memory.count
         if outside := [block for block in (*read, *written) if not 0 <= block < count]:
             raise InputError(
-                f"the step names the blocks {sorted(outside)}; the memory has {count}",
+                f"the step uses the blocks {sorted(outside)}; the memory has {count} blocks",
                 name="block",
                 value=sorted(outside),
                 expected=range(count),
@@ -124,11 +143,11 @@ class RunningStep:
         self.subtree_end = self._on_device(step.subtree_end)
         self.contexts = [self._on_device(np.asarray(chain, np.int64)) for chain in step.contexts]
         self.context_tokens = [len(chain) * BLOCK_TOKENS for chain in step.contexts]
-        self.stored_blocks = self._on_device(np.asarray([one.block for one in step.stored], np.int64))
+        self.stored_blocks = self._on_device(np.asarray([block.block for block in step.stored], np.int64))
         self.stored_positions = self._on_device(
-            np.asarray([one.positions for one in step.stored], np.int64).reshape(-1, BLOCK_TOKENS)
+            np.asarray([block.positions for block in step.stored], np.int64).reshape(-1, BLOCK_TOKENS)
         )
-        # FLOPs of scores and of weighted values that have run so far, over all layers.
+        # FLOPs of scores and of weighted values so far, over all layers.
         self.attention_flops = 0
         self._prepared: dict[tuple[VisiblePast, int], PreparedParts] = {}
         self._calls: dict[VisiblePast, PreparedCalls | None] = {}
@@ -136,44 +155,51 @@ class RunningStep:
             before = self.context_tokens[node.context] if node.context >= 0 else 0
             if node.parent < 0 and step.depth[node.start] != before:
                 raise InputError(
-                    f"node {number} begins at depth {step.depth[node.start]} behind {before} cached tokens",
+                    f"node {number} begins at depth {step.depth[node.start]} after {before} cached tokens",
                     name=f"node {number}",
                     value=int(step.depth[node.start]),
                     expected=before,
                 )
 
     def layer(self, number: int) -> AttentionLayer:
-        found = self.layers.get(number)
-        if found is None:
+        """Return the attention layer with the index `number`.
+
+        Raises:
+            MoepassError: the model has no such layer.
+        """
+        layer = self.layers.get(number)
+        if layer is None:
             raise MoepassError(
-                f"layer {number} calls for attention over a trie; the model's layers are {sorted(self.layers)}",
+                f"layer {number} called attention over a trie; the step was made for the layers {sorted(self.layers)}",
                 name=f"layer {number}",
                 value=number,
                 expected=sorted(self.layers),
             )
-        return found
+        return layer
 
     def prepared(self, past: VisiblePast, pair_flops: int) -> PreparedParts:
-        """The parts for layers in which tokens see `past`, made when the first of them asks."""
+        """Return the parts for layers in which tokens see `past`. They are computed on the first call."""
         key = (past, pair_flops)
         if key not in self._prepared:
             parts = trie_parts(self.step.nodes, self.step.depth, self.context_tokens, past, pair_flops)
             first_seen = self._on_device(past.first_seen(self.step.depth))
             batches: dict[tuple[int, bool], list[OwnPart]] = {}
-            for number, part in enumerate(parts.own):
-                tokens = part.end - part.start
-                # Long parts stand alone.
-                filled = -number if part.before else next((size for size in _FILLED if size >= tokens), -number)
-                batches.setdefault((filled, part.is_causal), []).append(part)
-            own = tuple(
-                self._one(batch[0], first_seen) if len(batch) == 1 else self._batch(batch, filled, first_seen)
-                for (filled, _), batch in batches.items()
+            for number, own_part in enumerate(parts.own):
+                tokens = own_part.end - own_part.start
+                # Long parts are not batched: the negative number is a key that no other part has.
+                size = -number if own_part.before else next((length for length in _FILLED if length >= tokens), -number)
+                batches.setdefault((size, own_part.is_causal), []).append(own_part)
+            own_batches = tuple(
+                self._single(same_size[0], first_seen)
+                if len(same_size) == 1
+                else self._batch(same_size, size, first_seen)
+                for (size, _), same_size in batches.items()
             )
-            self._prepared[key] = PreparedParts(own, parts.earlier, first_seen)
+            self._prepared[key] = PreparedParts(own_batches, parts.earlier, first_seen)
         return self._prepared[key]
 
     def calls(self, past: VisiblePast) -> PreparedCalls | None:
-        """The same for a kernel that takes many parts at once; None where a part needs a mask."""
+        """Return the calls of the varlen kernel for layers in which tokens see `past`; None if a part needs a mask."""
         if past not in self._calls:
             parts = trie_parts(self.step.nodes, self.step.depth, self.context_tokens, past, parts_are_free=True)
             calls = varlen_calls(parts, self.context_tokens, self.step.count)
@@ -191,7 +217,7 @@ class RunningStep:
         query_ends, key_ends = (torch.from_numpy(ends).to(self.device) for ends in (call.query_ends, call.key_ends))
         return PreparedCall(queries, keys, query_ends, key_ends, call.most_queries, call.most_keys)
 
-    def _one(self, part: OwnPart, first_seen: torch.Tensor) -> OwnBatch:
+    def _single(self, part: OwnPart, first_seen: torch.Tensor) -> OwnBatch:
         if part.before:
             return OwnBatch(slice(part.start, part.end), None, keys=slice(part.start - part.before, part.end))
         places = torch.arange(part.start, part.end, device=self.device)[None]
@@ -199,25 +225,27 @@ class RunningStep:
         return OwnBatch(slice(part.start, part.end), mask)
 
     def _batch(self, parts: list[OwnPart], filled: int, first_seen: torch.Tensor) -> OwnBatch:
-        starts, ends = (np.asarray([getattr(part, name) for part in parts]) for name in ("start", "end"))
-        places = starts[:, None] + np.arange(filled)
-        is_own = places < ends[:, None]
-        kept = np.flatnonzero(is_own)
-        rows, own = self._on_device(np.where(is_own, places, 0)), torch.from_numpy(is_own).to(self.device)
+        starts, ends = (np.asarray([getattr(own_part, name) for own_part in parts]) for name in ("start", "end"))
+        positions = starts[:, None] + np.arange(filled)
+        is_own = positions < ends[:, None]
+        result_indices = np.flatnonzero(is_own)
+        rows, is_token = self._on_device(np.where(is_own, positions, 0)), torch.from_numpy(is_own).to(self.device)
         mask = None
         if not parts[0].is_causal:
-            mask = additive_mask(self._visible(rows, first_seen) & own[:, None] & own[:, :, None])
-        return OwnBatch(rows, mask, self._on_device(kept), self._on_device(places.ravel()[kept]))
+            mask = additive_mask(self._visible(rows, first_seen) & is_token[:, None] & is_token[:, :, None])
+        return OwnBatch(rows, mask, self._on_device(result_indices), self._on_device(positions.ravel()[result_indices]))
 
     def mask_between(self, rows: slice, keys: slice, first_seen: torch.Tensor) -> torch.Tensor:
-        """Which of `keys` each of `rows` sees, as an additive mask [1, rows, keys]."""
-        queries, others = (torch.arange(one.start, one.stop, device=self.device)[None] for one in (rows, keys))
-        return additive_mask(self._visible(queries, first_seen, others))
+        """Return the additive mask [1, rows, keys] of the `keys` that each of `rows` sees."""
+        query_positions, key_positions = (
+            torch.arange(positions.start, positions.stop, device=self.device)[None] for positions in (rows, keys)
+        )
+        return additive_mask(self._visible(query_positions, first_seen, key_positions))
 
     def _visible(
         self, places: torch.Tensor, first_seen: torch.Tensor, keys: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Which tokens at `places` [b, n] see which of the same row, or of `keys` [b, m], [b, n, m]."""
+        """Return which tokens at `places` [b, n] see which of `keys` [b, m], as [b, n, m]; by default each other."""
         keys = places if keys is None else keys
         query, key = places[:, :, None], keys[:, None]
         is_before = (key <= query) & (query < self.subtree_end[keys][:, None])
@@ -232,7 +260,7 @@ _running: contextvars.ContextVar[RunningStep] = contextvars.ContextVar("moepass_
 
 @contextlib.contextmanager
 def running_step(step: RunningStep) -> Iterator[None]:
-    """Attention of a model that this thread calls in this block is that of `step`. Other threads have their own."""
+    """Let models that this thread calls in the block attend over `step`. Other threads have their own steps."""
     token = _running.set(step)
     try:
         yield
@@ -241,11 +269,15 @@ def running_step(step: RunningStep) -> Iterator[None]:
 
 
 def the_running_step() -> RunningStep:
-    """Raises MoepassError outside of `running_step`."""
-    found = _running.get(None)
-    if found is None:
+    """Return the step of this thread.
+
+    Raises:
+        MoepassError: no step is running.
+    """
+    step = _running.get(None)
+    if step is None:
         raise MoepassError(
-            "the model's attention is `moepass_trie`, and no step runs: call it inside `running_step(...)`",
+            "the model's attention is `moepass_trie`, but no step is running: call it inside `running_step(...)`",
             name="running_step",
         )
-    return found
+    return step

@@ -1,8 +1,8 @@
-"""What a model's attention layers are, learned from one short forward pass; or why a trie cannot be run on it.
+"""A survey of a model's attention layers from one short forward pass, or the reason why a trie cannot run on the model.
 
-The pass runs with an attention function that writes down what each layer is called with, and a mask function that
-evaluates the rule behind each mask far beyond the few tokens that run: a window of 4,096 tokens shows in the rule's row
-of token 1,000,000.
+The pass runs with an attention function that records the arguments of each layer. A mask function evaluates the rule
+behind each mask far beyond the few tokens of the pass: a window of 4,096 tokens is visible in the rule's row of token
+1,000,000.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moepass.runtime.serving.attention.attention_layers import AttentionLayer, T
 from moepass.runtime.serving.attention.trie_parts import VisiblePast
 from moepass.runtime.serving.cache.block_memory import KeyValueShape
 
-# Windows and chunks are found up to this many tokens.
+# Windows and chunks are recognised up to this number of tokens.
 FARTHEST = 1 << 20
 
 _SURVEY_NAME = "moepass_survey"
@@ -36,10 +36,14 @@ _TOKENS = 4
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionSurvey:
-    """`layers` by the number that a layer has in the model; `refusal`: why a step cannot be a trie, or None.
+    """The attention layers of a model.
 
-    `last` is the module that calls for attention last. Below `position_limit` the model's rotation of positions depends
-    on no other token of the step. None: everywhere.
+    Attributes:
+        layers: by their index in the model.
+        refusal: the reason why a step cannot be a trie, or None.
+        position_limit: the model's rotary positions of a token do not depend on the other tokens of the step as long as
+            all positions are below this limit. None for no limit.
+        last: the module that calls attention last.
     """
 
     layers: Mapping[int, AttentionLayer]
@@ -49,14 +53,15 @@ class AttentionSurvey:
 
     @property
     def shapes(self) -> tuple[KeyValueShape, ...]:
-        """What the memory of blocks is built for."""
+        """Shapes of the keys and values of all layers, as `BlockMemory` needs them."""
         return tuple(layer.shape for layer in self.layers.values())
 
 
 def survey_attention(model: PreTrainedModel) -> AttentionSurvey:
-    """One eager forward pass of a few tokens without experts and head. The model is left as it was.
+    """Return the attention layers of `model`, from one eager forward pass of a few tokens without experts and head.
 
-    It reads no expert, so it costs nothing where these rest in a home, and works for a model on the device `meta`.
+    The model is left unchanged. The pass reads no expert weights, so it works with any home of the experts, and for a
+    model on the device `meta`.
     """
     refusal = _refusal_without_a_pass(model)
     records = _Records()
@@ -78,19 +83,19 @@ def survey_attention(model: PreTrainedModel) -> AttentionSurvey:
 
 
 def trie_refusal(model: PreTrainedModel) -> str | None:
-    """Why steps of this model cannot be tries, or None."""
+    """Return why steps of `model` cannot be tries, or None."""
     return survey_attention(model).refusal
 
 
 @contextlib.contextmanager
 def attention_set_to(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Attention of `model` is the one registered as `name` in this block."""
-    before = model.config._attn_implementation
+    """Use the attention function registered as `name` for `model` in the block."""
+    previous = model.config._attn_implementation
     model.set_attn_implementation(name)
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        model.set_attn_implementation(previous)
 
 
 @contextlib.contextmanager
@@ -98,16 +103,16 @@ def _without_experts(model: PreTrainedModel) -> Iterator[None]:
     if not model._can_set_experts_implementation():
         yield
         return
-    before = model.config._experts_implementation
+    previous = model.config._experts_implementation
     model.set_experts_implementation(_SURVEY_NAME)
     try:
         yield
     finally:
-        model.set_experts_implementation(before)
+        model.set_experts_implementation(previous)
 
 
 class _OneSequence(TorchFunctionMode):
-    """Transformers asks whether positions are those of one sequence. On the device `meta` nobody knows: they are."""
+    """Answers on the device `meta`, where values are unknown, that positions belong to one sequence."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__bool__ and args[0].device.type == "meta":
@@ -116,7 +121,7 @@ class _OneSequence(TorchFunctionMode):
 
 
 class _Records:
-    """What one pass wrote down. Only the thread that records sees it: other models run on."""
+    """Records of one pass. Only the recording thread sees them, so that other models can run at the same time."""
 
     def __init__(self) -> None:
         self.layers: dict[int, AttentionLayer] = {}
@@ -132,10 +137,10 @@ class _Records:
             _recording.reset(token)
 
     def past_of(self, mask: torch.Tensor | None) -> VisiblePast:
-        if mask is None:  # no mask was made: plain causal attention
+        if mask is None:  # without a mask, attention is causal
             return VisiblePast()
-        for known, past in self.masks:
-            if known is mask:
+        for recorded_mask, past in self.masks:
+            if recorded_mask is mask:
                 if isinstance(past, InputError):
                     raise past
                 return past
@@ -157,12 +162,13 @@ def _survey_forward(
     attention_arguments(module, arguments)
     number = getattr(module, "layer_idx", None)
     if not isinstance(number, int):
-        raise InputError(f"{type(module).__name__} does not know the number of its layer", name="layer_idx")
+        raise InputError(f"{type(module).__name__} has no layer_idx, the index of its layer", name="layer_idx")
     if number in records.layers:
-        raise InputError(f"layer {number} calls for attention more than once", name=f"layer {number}")
+        raise InputError(f"layer {number} calls attention more than once", name=f"layer {number}")
     if query.shape[2] != key.shape[2] or query.shape[0] != 1:
         raise InputError(
-            f"layer {number} has {query.shape[2]} queries and {key.shape[2]} keys; a token of a trie has one of each",
+            f"layer {number} has {query.shape[2]} queries and {key.shape[2]} keys; trie attention needs one of each "
+            "per token",
             name=f"layer {number}",
         )
     shape = KeyValueShape(key.shape[1], key.shape[3], value.shape[3], key.dtype)
@@ -173,18 +179,18 @@ def _survey_forward(
 
 
 def _survey_mask(
-    *, batch_size: int, q_length: int, kv_length: int, mask_function: Callable[..., Any], device: Any, **others: Any
+    *, batch_size: int, q_length: int, kv_length: int, mask_function: Callable[..., Any], device: Any, **options: Any
 ) -> torch.Tensor:
-    # Of its own each time: layers tell masks apart by their identity.
+    # Each call returns a new tensor, because layers are matched with masks by identity.
     mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool)
-    chunk = getattr(others.get("config"), "attention_chunk_size", None)
+    chunk = getattr(options.get("config"), "attention_chunk_size", None)
     past: VisiblePast | InputError
     try:
         past = past_of_rule(mask_function)
     except InputError as error:
-        past = error  # models make masks that none of their layers uses
+        past = error  # raised later if a layer uses the mask
     except RuntimeError:
-        # The rule of chunks, and no other, holds a tensor: the padding, which nobody knows on the device `meta`.
+        # Only the rule of chunks contains a tensor, the padding, whose values are unknown on the device `meta`.
         if torch.device(device).type != "meta" or not chunk:
             raise
         past = VisiblePast(chunk=chunk)
@@ -202,9 +208,10 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(_SURVEY_NAME, _survey_mask)
 
 
 def past_of_rule(rule: Callable[..., Any]) -> VisiblePast:
-    """What a mask function of transformers, `rule(batch, head, query, key) -> bool`, lets a token see.
+    """Return the past that a mask function of transformers, `rule(batch, head, query, key) -> bool`, lets a token see.
 
-    Raises InputError where that is neither the whole past nor a window nor chunks of it.
+    Raises:
+        InputError: this is neither the complete past nor a window nor chunks of it.
     """
     first = _first_seen(rule, FARTHEST)
     before = _first_seen(rule, first - 1) if first else 0
@@ -227,13 +234,19 @@ def past_of_rule(rule: Callable[..., Any]) -> VisiblePast:
 
 
 def _first_seen(rule: Callable[..., Any], query: int) -> int:
-    """The first key that `query` sees. Raises InputError unless it sees all from there to itself, and none behind."""
+    """Return the first key that `query` sees.
+
+    Raises:
+        InputError: it does not see all keys from there to itself, or it sees later ones.
+    """
     zero = torch.zeros((), dtype=torch.int64)
     keys = torch.arange(query + 2)
     try:
         row = torch.as_tensor(rule(zero, zero, torch.tensor(query), keys)).expand(query + 2)
     except IndexError as error:
-        raise InputError("attention has a mask that depends on the inputs", name="mask") from error
+        raise InputError(
+            "attention has a mask that depends on the inputs; only fixed masks work", name="mask"
+        ) from error
     seen = int(row.sum())
     first = query + 1 - seen
     if first < 0 or not bool(row[first : query + 1].all()):
@@ -266,8 +279,10 @@ def _position_limit(config: Any) -> int | None:
     """Rotations of these kinds change for all tokens of a pass where one position lies beyond the trained length."""
     limits = []
     parameters = getattr(config, "rope_parameters", None) or {}
-    for one in (parameters, *(part for part in parameters.values() if isinstance(part, dict))):
-        if one.get("rope_type") in ("dynamic", "longrope"):
-            own = getattr(config, "original_max_position_embeddings", None)
-            limits.append(one.get("original_max_position_embeddings") or own or config.max_position_embeddings)
+    for rope in (parameters, *(nested for nested in parameters.values() if isinstance(nested, dict))):
+        if rope.get("rope_type") in ("dynamic", "longrope"):
+            original_limit = getattr(config, "original_max_position_embeddings", None)
+            limits.append(
+                rope.get("original_max_position_embeddings") or original_limit or config.max_position_embeddings
+            )
     return min(limits, default=None)

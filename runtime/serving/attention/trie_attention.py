@@ -1,7 +1,7 @@
-"""`moepass_trie`: the attention function of transformers, and the operator behind it.
+"""`moepass_trie`: an attention function of transformers, and its operator.
 
-The operator `moepass::trie_attention` reads and writes the cache inside, so a captured graph is not cut where a step
-has cached prefixes and holds nothing of a step but its tensors. Which trie they belong to says `running_step`.
+The operator `moepass::trie_attention` reads and writes the cache itself, so cached prefixes do not cut a captured
+graph, and the graph contains nothing of a step but its tensors. The trie comes from `running_step`.
 """
 
 from __future__ import annotations
@@ -38,40 +38,50 @@ def trie_attention(
     scaling: float,
     softcap: float,
 ) -> torch.Tensor:
-    """query [1, heads, n, key_dim], key [1, kv_heads, n, key_dim], value [1, kv_heads, n, value_dim], sinks [heads].
+    """Return attention [1, n, heads, value_dim] over the trie of the running step, and store its new cache blocks.
 
-    Gives [1, n, heads, value_dim]. Blocks that the step stores are written. Raises MoepassError outside of a step, and
-    InputError where the tensors have not the tokens of the running one.
+    Args:
+        query: [1, heads, n, key_dim]
+        key: [1, kv_heads, n, key_dim]
+        value: [1, kv_heads, n, value_dim]
+        sinks: [heads] logits of the attention sinks, or None.
+        layer: index of the layer.
+        scaling: factor of the scores.
+        softcap: limit of the scores, 0 for none.
+
+    Raises:
+        MoepassError: no step is running.
+        InputError: the tensors do not have the tokens of the running step.
     """
     step = the_running_step()
-    known = step.layer(layer)
+    attention_layer = step.layer(layer)
     if query.shape[:1] + query.shape[2:3] != (1, step.step.count):
         raise InputError(
-            f"layer {layer} attends from {query.shape[0]} sequences of {query.shape[2]} tokens; the step is one stream "
-            f"of {step.step.count}",
+            f"layer {layer} has queries of {query.shape[0]} sequences of {query.shape[2]} tokens; the running step is "
+            f"one stream of {step.step.count}",
             name=f"layer {layer}",
             value=tuple(query.shape),
             expected=step.step.count,
         )
     if step.memory is not None and step.step.stored:
-        rows = (one[0].transpose(0, 1) for one in (key, value))
-        step.memory.write(known.cache_index, step.stored_blocks, step.stored_positions, *rows)
-    if known.temperature is not None:
-        query = query * known.temperature.correction(step.depth)[:, None].to(query.dtype)
-    calls = step.calls(known.past) if takes_varlen(query, value, softcap) else None
+        rows = (tensor[0].transpose(0, 1) for tensor in (key, value))
+        step.memory.write(attention_layer.cache_index, step.stored_blocks, step.stored_positions, *rows)
+    if attention_layer.temperature is not None:
+        query = query * attention_layer.temperature.correction(step.depth)[:, None].to(query.dtype)
+    calls = step.calls(attention_layer.past) if takes_varlen(query, value, softcap) else None
     if calls is None:
-        output, log_sum_exp = _over_parts(step, known, query, key, value, scaling, softcap)
+        output, log_sum_exp = _over_parts(step, attention_layer, query, key, value, scaling, softcap)
     else:
-        output, log_sum_exp = _over_calls(step, known, calls, query, key, value, scaling)
+        output, log_sum_exp = _over_calls(step, attention_layer, calls, query, key, value, scaling)
     if sinks is not None:
-        # A sink is one more key, of which the value is 0.
+        # A sink is one more key with the value 0.
         output.mul_(torch.sigmoid(log_sum_exp - sinks.float()[:, None]).unsqueeze(-1))
     return output.transpose(1, 2).to(query.dtype).contiguous()
 
 
 def _over_calls(
     step: RunningStep,
-    known: AttentionLayer,
+    attention_layer: AttentionLayer,
     calls: PreparedCalls,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -82,13 +92,13 @@ def _over_calls(
     cached = None
     if step.contexts:
         assert step.memory is not None
-        cached = step.memory.read(known.cache_index, torch.cat(step.contexts))
+        cached = step.memory.read(attention_layer.cache_index, torch.cat(step.contexts))
     return varlen_over_calls(calls.calls, query, key, value, cached, scaling)
 
 
 def _over_parts(
     step: RunningStep,
-    known: AttentionLayer,
+    attention_layer: AttentionLayer,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -98,48 +108,50 @@ def _over_parts(
     _, heads, tokens, key_dim = query.shape
     value_dim = value.shape[-1]
     pair_flops = formulas.score_flops(1, heads, key_dim, value_dim)
-    prepared = step.prepared(known.past, pair_flops)
+    prepared = step.prepared(attention_layer.past, pair_flops)
     step.attention_flops += prepared.pairs * pair_flops
     output = query.new_empty(1, tokens, heads, value_dim, dtype=torch.float32).transpose(1, 2)
     log_sum_exp = query.new_empty(1, tokens, heads, dtype=torch.float32).transpose(1, 2)
-    for own in prepared.own:
-        rows = own.rows
+    for own_batch in prepared.own:
+        rows = own_batch.rows
         if isinstance(rows, slice):
             queries, keys, values = query[:, :, rows], key[:, :, rows], value[:, :, rows]
         else:
-            queries, keys, values = (one[0].transpose(0, 1)[rows].transpose(1, 2) for one in (query, key, value))
-        mask = own.mask
-        if own.keys is not None:
+            queries, keys, values = (tensor[0].transpose(0, 1)[rows].transpose(1, 2) for tensor in (query, key, value))
+        mask = own_batch.mask
+        if own_batch.keys is not None:
             assert isinstance(rows, slice)
-            keys, values = key[:, :, own.keys], value[:, :, own.keys]
-            mask = step.mask_between(rows, own.keys, prepared.first_seen)
-        found, sums = partial_attention(queries, keys, values, scaling, softcap, mask is None, mask)
-        if own.kept is None or own.places is None:
-            output[:, :, rows], log_sum_exp[:, :, rows] = found, sums
+            keys, values = key[:, :, own_batch.keys], value[:, :, own_batch.keys]
+            mask = step.mask_between(rows, own_batch.keys, prepared.first_seen)
+        partial, sums = partial_attention(queries, keys, values, scaling, softcap, mask is None, mask)
+        if own_batch.result_indices is None or own_batch.positions is None:
+            output[:, :, rows], log_sum_exp[:, :, rows] = partial, sums
         else:
-            output[0].transpose(0, 1)[own.places] = found.transpose(1, 2).flatten(0, 1)[own.kept].float()
-            log_sum_exp[0].T[own.places] = sums.transpose(1, 2).flatten(0, 1)[own.kept]
-    cached = _CachedContexts(step, known.cache_index)
-    for part in prepared.earlier:
-        keys, values, depth = (key, value, step.depth) if part.context < 0 else cached.read(part.context)
-        rows, columns = slice(part.start, part.end), slice(part.key_start, part.key_end)
+            token_results = partial.transpose(1, 2).flatten(0, 1)[own_batch.result_indices]
+            output[0].transpose(0, 1)[own_batch.positions] = token_results.float()
+            log_sum_exp[0].T[own_batch.positions] = sums.transpose(1, 2).flatten(0, 1)[own_batch.result_indices]
+    cached = _CachedContexts(step, attention_layer.cache_index)
+    for earlier in prepared.earlier:
+        keys, values, depth = (key, value, step.depth) if earlier.context < 0 else cached.read(earlier.context)
+        rows, columns = slice(earlier.start, earlier.end), slice(earlier.key_start, earlier.key_end)
         mask = None
-        if not part.sees_all:
+        if not earlier.sees_all:
             mask = additive_mask(depth[columns] >= prepared.first_seen[rows, None])[None]
         keys, values = keys[:, :, columns], values[:, :, columns]
-        other = partial_attention(query[:, :, rows], keys, values, scaling, softcap, False, mask)
-        merge_into(output[:, :, rows], log_sum_exp[:, :, rows], other)
+        partial = partial_attention(query[:, :, rows], keys, values, scaling, softcap, False, mask)
+        merge_into(output[:, :, rows], log_sum_exp[:, :, rows], partial)
     return output, log_sum_exp
 
 
 class _CachedContexts:
-    """Keys, values and depths of chains of cached blocks. One chain at a time is in memory twice."""
+    """Keys, values and depths of chains of cached blocks. Only one chain at a time is copied."""
 
     def __init__(self, step: RunningStep, cache_index: int) -> None:
         self.step, self.cache_index = step, cache_index
         self.context = -1
 
     def read(self, context: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return keys and values [1, kv_heads, tokens, dim] and depths [tokens] of a chain."""
         if context != self.context:
             assert self.step.memory is not None
             keys, values = self.step.memory.read(self.cache_index, self.step.contexts[context])
@@ -174,26 +186,30 @@ def trie_attention_forward(
     attention_mask: torch.Tensor | None = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls in each attention layer. Raises InputError for what it cannot compute over a trie."""
-    known = attended_before(module)
-    if known is not None:
-        return known, None
-    found = attention_arguments(module, arguments)
+    """Compute attention over the trie of the running step. transformers calls this in each attention layer.
+
+    Raises:
+        InputError: an argument is not supported by attention over a trie.
+    """
+    attended = attended_before(module)
+    if attended is not None:
+        return attended, None
+    supported = attention_arguments(module, arguments)
     if attention_mask is not None:
-        raise InputError("attention over a trie takes no mask; call the model with attention_mask=None", name="mask")
+        raise InputError("attention over a trie has no mask; call the model with attention_mask=None", name="mask")
     output = torch.ops.moepass.trie_attention(
-        query, key, value, found.sinks, module.layer_idx, found.scaling(query), found.softcap
+        query, key, value, supported.sinks, module.layer_idx, supported.scaling(query), supported.softcap
     )
     keep_attended(module, output)
     return output, None
 
 
 def no_mask(**_: Any) -> None:
-    """The mask function beside it: the trie is the mask."""
+    """Return no mask: the trie determines what a token sees."""
 
 
 def register() -> None:
-    """Make `moepass_trie` known to transformers. Once more does no harm."""
+    """Register `moepass_trie` with transformers. Repeated calls have no effect."""
     ALL_ATTENTION_FUNCTIONS.register(TRIE_ATTENTION_NAME, trie_attention_forward)
     ALL_MASK_ATTENTION_FUNCTIONS.register(TRIE_ATTENTION_NAME, no_mask)
 

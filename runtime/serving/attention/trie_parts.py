@@ -1,17 +1,17 @@
-"""A step's trie as parts of attention: which queries meet which keys in one call of a kernel.
+"""The split of a step's trie into parts of attention, each one call of a kernel.
 
 Contract
-    in    the nodes of a step, the depths of its tokens, and what of its past a token sees in a layer
-    out   own parts, which cover every token once: ranges of tokens among themselves
+    in    the nodes of a step, the depths of its tokens, and the past that a token sees in a layer
+    out   own parts: ranges of tokens among themselves, which cover every token once
           earlier parts: ranges of tokens over a node before them, or over a chain of cached blocks
-          every pair of a query and a key that it sees is in exactly one part; `partial_attention` merges them
+          every visible pair of a query and a key is in exactly one part; `partial_attention` merges them
 
 Pseudo-code
-    for a layer with a window or chunks: cut long nodes, so that tokens meet no piece that they see nothing of
-    for each subtree, from the leaves up: the cheaper of
-        one own part with a mask: all pairs of its tokens are computed; where the mask would be too large, several, one
-            for each range of its tokens, over all tokens of the subtree up to its end
-        its first node as a causal own part, all its other tokens over that node as an earlier part, then its subtrees
+    for a layer with a window or chunks: cut long nodes, so that tokens skip pieces that they do not see
+    for each subtree, from the leaves up, take the cheaper of
+        one own part with a mask, which computes all pairs of its tokens; if the mask is too large, several parts, each
+            for a range of the tokens over the subtree up to the end of the range
+        its first node as a causal own part, its other tokens over that node as an earlier part, then its subtrees
 """
 
 from __future__ import annotations
@@ -23,30 +23,35 @@ import numpy as np
 
 from moepass.runtime.serving.batching.step_batch import Indices, TrieNode
 
-# FLOPs that take as long as one more part does: its kernel's start and the merging of its result.
-# [Empirical] one thread with AVX-512, 8 heads of 64 numbers, fp32; half and twice as much differ by less than 5 %.
+# [Empirical] FLOPs that take as long as the overhead of one more part: its kernel launch, and merging its result. One
+# thread with AVX-512, 8 heads of 64 numbers, fp32; half and twice as much change the time by less than 5 %.
 CALL_FLOPS = 2_000_000
 
-# Tokens of a piece of a node, in layers whose window or chunk is smaller. [Empirical]
+# [Empirical] Least tokens of a piece of a node, in layers whose window or chunk is smaller.
 LEAST_PIECE = 64
 
-# What merging takes for each query of an earlier part, in pairs of a query and a key. [Empirical] on a CPU, one thread,
-# 8 heads of 64 numbers, fp32: 512 parts of one key took 0.5 s for 760,000 queries, and a pair of a long part 32 ns.
+# [Empirical] Cost of merging each query of an earlier part, in pairs of a query and a key. One CPU thread, 8 heads of
+# 64 numbers, fp32: 512 parts of one key took 0.5 s for 760,000 queries, and a pair of a long part 32 ns.
 MERGE_PAIRS = 20
 
-# Numbers of the mask of one part, 16 MiB: larger subtrees and longer ranges of queries are split.
+# Limit of the numbers in the mask of one part (16 MiB). Larger subtrees and longer ranges of queries are split.
 MASK_NUMBERS = 1 << 22
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VisiblePast:
-    """What a token sees of its own sequence: its last `window` tokens with itself, or those of its chunk. 0: all."""
+    """The earlier tokens of its sequence that a token sees.
+
+    Attributes:
+        window: it sees the last `window` tokens, itself included; 0 for no limit.
+        chunk: it sees the earlier tokens of its chunk of `chunk` tokens; 0 for no limit.
+    """
 
     window: int = 0
     chunk: int = 0
 
     def first_seen(self, depth: Indices) -> Indices:
-        """The depth of the first token that tokens at `depth` see."""
+        """Return the depth of the first token that tokens at `depth` see."""
         first = np.zeros_like(depth)
         if self.window:
             first = np.maximum(first, depth - self.window + 1)
@@ -56,16 +61,18 @@ class VisiblePast:
 
     @property
     def piece_tokens(self) -> int:
-        """Where nodes are cut: at multiples of this depth. 0: nowhere."""
+        """Nodes are cut at multiples of this depth; 0 for no cut."""
         limit = min((limit for limit in (self.window, self.chunk) if limit), default=0)
         return limit * max(1, LEAST_PIECE // limit) if limit else 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OwnPart:
-    """Tokens [start, end) among themselves. `is_causal`: one sequence; else as trie and layer let each see.
+    """Tokens [start, end) among themselves.
 
-    The keys begin `before` tokens earlier.
+    Attributes:
+        is_causal: the tokens are one sequence. Otherwise trie and layer determine what each token sees.
+        before: number of further keys right before `start`.
     """
 
     start: int
@@ -76,9 +83,11 @@ class OwnPart:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EarlierPart:
-    """Tokens [start, end) over keys [key_start, key_end): of the stream, or of the chain `context` where that is >= 0.
+    """Tokens [start, end) over keys [key_start, key_end).
 
-    `sees_all`: each sees every one of them; else by depth, and some may see none.
+    Attributes:
+        context: index of the chain of cached blocks with the keys; -1 for keys of the stream.
+        sees_all: each token sees every key. Otherwise the depths determine which keys it sees, possibly none.
     """
 
     start: int
@@ -91,6 +100,8 @@ class EarlierPart:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrieParts:
+    """The own and earlier parts of a step."""
+
     own: tuple[OwnPart, ...]
     earlier: tuple[EarlierPart, ...]
 
@@ -104,10 +115,15 @@ def trie_parts(
     *,
     parts_are_free: bool = False,
 ) -> TrieParts:
-    """The parts of a step for layers in which tokens see `past`.
+    """Return the parts of a step for layers in which tokens see `past`.
 
-    `context_tokens`: the length of each chain of cached blocks; `pair_flops`: FLOPs of one query with one key, in all
-    heads. `parts_are_free`: one more part costs nothing but its pairs, because one call takes many.
+    Args:
+        nodes: the nodes of the step.
+        depth: [n] depths of its tokens.
+        context_tokens: length of each chain of cached blocks.
+        past: the past that a token sees.
+        pair_flops: FLOPs of one query with one key, in all heads.
+        parts_are_free: another part costs nothing but its pairs, because one call computes many parts.
     """
     splitter = _Splitter(depth, past, *(0, 0) if parts_are_free else (CALL_FLOPS // pair_flops, MERGE_PAIRS))
     pieces = list(splitter.pieces(nodes))
@@ -123,7 +139,7 @@ def trie_parts(
         else:
             splitter.add_sequence(piece)
             splitter.add_earlier(piece.end, piece.subtree_end, piece.start, piece.end, int(depth[piece.start]))
-    # Neighbouring roots behind the same chain meet it together.
+    # Adjacent roots with the same context share one part over it.
     runs: list[list[int]] = []
     for root in (node for node in nodes if node.parent < 0 and node.context >= 0):
         if runs and runs[-1][::2] == [root.context, root.start]:
@@ -154,8 +170,8 @@ class _Splitter:
                 yield node
 
     def cheapest(self, pieces: Sequence[TrieNode]) -> list[bool]:
-        """Of each subtree, whether one part is not dearer than several."""
-        # Pieces end before what follows them begins, so a parent is the last one that is still open.
+        """Return for each subtree whether a single part costs at most as much as several."""
+        # Pieces are in depth-first order, so the parent is the last piece whose subtree is still open.
         parents: list[int] = []
         is_open: list[int] = []
         for number, piece in enumerate(pieces):
@@ -167,22 +183,22 @@ class _Splitter:
         below = [0] * len(pieces)
         for number in reversed(range(len(pieces))):
             piece = pieces[number]
-            tokens, others = piece.end - piece.start, piece.subtree_end - piece.end
+            tokens, descendants = piece.end - piece.start, piece.subtree_end - piece.end
             cost = self.call_pairs + _causal_pairs(tokens)
-            is_whole[number] = not others
-            if others:
-                split = cost + self.call_pairs + (tokens + self.merge_pairs) * others + below[number]
-                parts, pairs = _masked_parts(tokens + others)
-                whole = parts * self.call_pairs + pairs
-                # Of a layer that sees little, `split` counts pairs that are left out.
-                is_whole[number] = whole <= split and (parts == 1 or self.past == VisiblePast())
-                cost = whole if is_whole[number] else split
+            is_whole[number] = not descendants
+            if descendants:
+                split_cost = cost + self.call_pairs + (tokens + self.merge_pairs) * descendants + below[number]
+                parts, pairs = _masked_parts(tokens + descendants)
+                unsplit_cost = parts * self.call_pairs + pairs
+                # With a limited past, `split_cost` counts pairs that are never computed.
+                is_whole[number] = unsplit_cost <= split_cost and (parts == 1 or self.past == VisiblePast())
+                cost = unsplit_cost if is_whole[number] else split_cost
             if parents[number] >= 0:
                 below[parents[number]] += cost
         return is_whole
 
     def add_sequence(self, piece: TrieNode) -> None:
-        """The tokens of one piece among themselves; its descendants meet it elsewhere."""
+        """Add the tokens of one piece among themselves. Its descendants attend to it in earlier parts."""
         sees_all = self.first_seen[piece.end - 1] <= self.depth[piece.start]
         self.own.append(OwnPart(piece.start, piece.end, bool(sees_all)))
 
@@ -198,7 +214,7 @@ class _Splitter:
     def add_earlier(
         self, start: int, end: int, key_start: int, key_end: int, key_depth: int, context: int = -1
     ) -> None:
-        """Tokens [start, end) over keys at depths from `key_depth` on; those that see none are left out."""
+        """Add tokens [start, end) over keys at depths from `key_depth` on, without the tokens that see none of them."""
         keys = key_end - key_start
         if self.past == VisiblePast():
             self.earlier.append(EarlierPart(start, end, key_start, key_end, context, True))
@@ -206,7 +222,7 @@ class _Splitter:
         seeing = np.flatnonzero(self.first_seen[start:end] < key_depth + keys) + start
         if not len(seeing):
             return
-        # A gap costs less than one more part if it is small.
+        # A small gap costs less than one more part.
         cuts = np.flatnonzero(np.diff(seeing) * keys > self.call_pairs) + 1
         for run in np.split(seeing, cuts):
             first, stop = int(run[0]), int(run[-1]) + 1
@@ -224,12 +240,12 @@ def _causal_pairs(tokens: int) -> int:
 
 
 def _masked_rows(tokens: int) -> int:
-    """Tokens of each part of a subtree that has so many and gets a mask."""
+    """Return the tokens of each part of a masked subtree of `tokens` tokens."""
     return min(tokens, max(1, MASK_NUMBERS // tokens))
 
 
 def _masked_parts(tokens: int) -> tuple[int, int]:
-    """Of such a subtree, how many parts it becomes, and how many pairs they compute."""
+    """Return the number of parts of a masked subtree, and the number of pairs that they compute."""
     rows = _masked_rows(tokens)
-    count, rest = divmod(tokens, rows)
-    return count + (rest > 0), rows * rows * count * (count + 1) // 2 + rest * tokens
+    count, remaining = divmod(tokens, rows)
+    return count + (remaining > 0), rows * rows * count * (count + 1) // 2 + remaining * tokens

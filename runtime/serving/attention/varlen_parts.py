@@ -1,8 +1,8 @@
-"""A step's trie as calls of a kernel for sequences of many lengths: one for the tokens of all nodes among themselves,
-then one for each level of the trie.
+"""A step's trie as calls of a kernel for sequences of different lengths.
 
-For devices on which starting a kernel is what parts cost. No two parts of a call have a query in common, so that their
-results are merged at once.
+One call covers the tokens of all nodes among themselves, then one call covers each level of the trie. This suits
+devices on which the launch of a kernel dominates the cost of a part. No two parts of a call share a query, so the
+results of a call are merged at once.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ Ends = npt.NDArray[np.int32]
 class VarlenCall:
     """Sequences of queries over as many sequences of keys; the first ends at `query_ends[1]` and `key_ends[1]`.
 
-    queries   rows of the stream; None: all of it
-    keys      rows of the stream and, behind it, of all chains of cached blocks; None: the queries, causal
+    Attributes:
+        queries: rows of the stream; None for the complete stream.
+        keys: rows of the stream, followed by the chains of cached blocks; None for causal attention over the queries.
+        query_ends: [sequences + 1] cumulative lengths, from 0.
+        key_ends: [sequences + 1] cumulative lengths, from 0.
     """
 
     queries: Rows | None
@@ -34,47 +37,49 @@ class VarlenCall:
 
     @property
     def most_queries(self) -> int:
+        """Length of the longest sequence of queries."""
         return int(np.diff(self.query_ends).max())
 
     @property
     def most_keys(self) -> int:
+        """Length of the longest sequence of keys."""
         return int(np.diff(self.key_ends).max())
 
     @property
     def pairs(self) -> int:
-        """Pairs of a query and a key that see each other."""
+        """Number of pairs of a query and a key that it sees."""
         queries, keys = np.diff(self.query_ends).astype(np.int64), np.diff(self.key_ends).astype(np.int64)
         return int((queries * (queries + 1) // 2 if self.keys is None else queries * keys).sum())
 
 
 def varlen_calls(parts: TrieParts, context_tokens: Sequence[int], tokens: int) -> tuple[VarlenCall, ...] | None:
-    """The calls for `parts` of a stream of `tokens`; None where a part needs a mask.
+    """Return the calls for `parts` of a stream of `tokens` tokens; None if a part needs a mask.
 
-    `context_tokens`: the length of each chain of cached blocks.
+    `context_tokens` are the lengths of the chains of cached blocks.
     """
-    if not all(part.is_causal for part in parts.own) or not all(part.sees_all for part in parts.earlier):
+    if not all(own_part.is_causal for own_part in parts.own) or not all(part.sees_all for part in parts.earlier):
         return None
-    ends = np.array([0, *(part.end for part in sorted(parts.own, key=lambda part: part.start))], np.int32)
+    ends = np.array([0, *sorted(own_part.end for own_part in parts.own)], np.int32)
     calls = [VarlenCall(None, None, ends, ends)]
     first_rows = tokens + np.concatenate(([0], np.cumsum(context_tokens, dtype=np.int64)))
-    rounds: list[list[EarlierPart]] = []
-    merged = np.zeros(tokens, np.int64)  # of each token: rounds that it has a part in
-    for part in parts.earlier:
-        number = int(merged[part.start : part.end].max())
-        merged[part.start : part.end] = number + 1
-        if number == len(rounds):
-            rounds.append([])
-        rounds[number].append(part)
-    for together in rounds:
+    levels: list[list[EarlierPart]] = []
+    merged = np.zeros(tokens, np.int64)  # for each token, the number of levels with one of its parts
+    for earlier in parts.earlier:
+        level = int(merged[earlier.start : earlier.end].max())
+        merged[earlier.start : earlier.end] = level + 1
+        if level == len(levels):
+            levels.append([])
+        levels[level].append(earlier)
+    for level_parts in levels:
         key_rows = [
-            np.arange(part.key_start, part.key_end) + (first_rows[part.context] if part.context >= 0 else 0)
-            for part in together
+            np.arange(earlier.key_start, earlier.key_end) + (first_rows[earlier.context] if earlier.context >= 0 else 0)
+            for earlier in level_parts
         ]
         calls.append(
             VarlenCall(
-                np.concatenate([np.arange(part.start, part.end) for part in together]),
+                np.concatenate([np.arange(earlier.start, earlier.end) for earlier in level_parts]),
                 np.concatenate(key_rows),
-                _ends([part.end - part.start for part in together]),
+                _ends([earlier.end - earlier.start for earlier in level_parts]),
                 _ends([len(rows) for rows in key_rows]),
             )
         )

@@ -1,4 +1,4 @@
-"""What a cache holds of a request, and what a step offers it: records between the packer and the cache."""
+"""Records between the packer and the cache: cached blocks of a request, and blocks that a step offers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from moepass.runtime.serving.batching.step_batch import Indices
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class MatchedBlocks:
-    """What a cache holds of a request.
+    """The cached blocks of a request.
 
-    blocks          [hashes] the cache block of each hash, -1 for none
-    scores_known    [hashes, BLOCK_TOKENS] whether log-probability, rank and most likely token lie beside each token
+    Attributes:
+        hashes: the blocks of the request.
+        blocks: [hashes] the cache block of each hash, -1 for none.
+        scores_known: [hashes, BLOCK_TOKENS] whether the cache stores log-probability, rank and most likely token of
+            each token.
     """
 
     hashes: RequestHashes
@@ -26,13 +29,14 @@ class MatchedBlocks:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class OfferedBlocks:
-    """Blocks that a step computes and the cache did not hold when it was packed, each before those behind it.
+    """Blocks that a step computes and the cache does not hold, in an order with each block before its successors.
 
-    hashes      their names
-    previous    the names of the blocks before them, None for the first of a sequence
-    requests    [blocks] requests of the step that have each block
-    branches    [blocks] branches of the step's trie that hang on each block
-    positions   [blocks, BLOCK_TOKENS] where their tokens stand in the stream
+    Attributes:
+        hashes: their hashes.
+        previous: hashes of the blocks before them, None for the first block of a sequence.
+        requests: [blocks] number of requests of the step with each block.
+        branches: [blocks] number of branches of the step's trie below each block.
+        positions: [blocks, BLOCK_TOKENS] indices of their tokens in the stream.
     """
 
     hashes: tuple[bytes, ...]

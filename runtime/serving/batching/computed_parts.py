@@ -1,7 +1,7 @@
-"""Which tokens of a trie a step computes, each once, and for which request.
+"""The tokens of a trie that a step computes, each once, and the request that each counts for.
 
-A span of needed tokens runs up the trie from where it ends. What spans before it have covered already is theirs, so
-every token counts for the first request that needs it.
+Each span of needed tokens is walked up the trie from its end. Tokens that an earlier span covers are skipped, so every
+token counts for the first request that needs it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from moepass.runtime.serving.batching.needed_outputs import NeededSpan
 from moepass.runtime.serving.batching.piece_trie import PieceTrie
 from moepass.runtime.serving.batching.step_flops import FlopsTable
 
-# Positions [first, end) in their sequences of tokens of one node.
+# Positions [begin, end) in their sequences of tokens of one node.
 Part = tuple[int, int]
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class ComputedParts:
-    """
-    parts       [nodes] what is computed of each node, ascending, neither overlapping nor adjoining
-    cut_pieces  for a node and a position in it where a span begins: a piece whose cached blocks lie before it
-    flops       [requests] of the tokens that were first needed for each request
+    """The computed tokens of a trie.
+
+    Attributes:
+        parts: [nodes] ascending ranges of computed positions of each node, neither overlapping nor adjacent.
+        cut_pieces: for a node and a position in it at which a span begins, a piece whose cached blocks end there.
+        flops: [requests] FLOPs of the tokens that count for each request.
     """
 
     parts: list[tuple[Part, ...]]
@@ -30,19 +32,21 @@ class ComputedParts:
     flops: list[int]
 
 
-def computed_parts(trie: PieceTrie, spans: Iterable[NeededSpan], table: FlopsTable, requests: int) -> ComputedParts:
-    parts: list[tuple[Part, ...]] = [()] * len(trie.starts)
+def computed_parts(step: PieceTrie, spans: Iterable[NeededSpan], table: FlopsTable) -> ComputedParts:
+    """Return the union of `spans` in the trie of a step."""
+    trie = step.trie
+    parts: list[tuple[Part, ...]] = [()] * len(trie)
     cut_pieces: dict[tuple[int, int], int] = {}
-    flops = [0] * requests
-    # Many branches have the same lengths.
+    flops = [0] * len(step.pieces.first_pieces)
+    # Many branches have the same length, so their FLOPs are looked up once.
     costs: dict[Part, int] = {}
-    # The least position that a span which came through the beginning of a node reached: all is computed from there on.
+    # By node, the smallest position that an earlier span reached above the node. Everything from there on is computed.
     reached: dict[int, int] = {}
     for piece, first, end in spans:
-        node = trie.piece_nodes[piece]
+        node = step.nodes[piece]
         while trie.depths[node] >= end:
             node = trie.parents[node]
-        request = trie.piece_requests[piece]
+        request = step.pieces.requests[piece]
         while True:
             depth = trie.depths[node]
             parts[node], added = _with(parts[node], (max(first, depth), end))
@@ -63,19 +67,19 @@ def computed_parts(trie: PieceTrie, spans: Iterable[NeededSpan], table: FlopsTab
 
 
 def _with(parts: tuple[Part, ...], part: Part) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
-    """`parts` with another one, and what of it was in none of them."""
+    """Return the union of `parts` and `part`, and the ranges of `part` that were in none of `parts`."""
     if not parts:
         return (part,), (part,)
     begin, end = part
-    added, others, at = [], [], begin
-    for other in parts:
-        if other[1] < part[0] or other[0] > part[1]:
-            others.append(other)
+    added, separate, covered = [], [], begin
+    for existing in parts:
+        if existing[1] < part[0] or existing[0] > part[1]:
+            separate.append(existing)
             continue
-        if at < other[0]:
-            added.append((at, other[0]))
-        at = max(at, other[1])
-        begin, end = min(begin, other[0]), max(end, other[1])
-    if at < part[1]:
-        added.append((at, part[1]))
-    return tuple(sorted([*others, (begin, end)])), tuple(added)
+        if covered < existing[0]:
+            added.append((covered, existing[0]))
+        covered = max(covered, existing[1])
+        begin, end = min(begin, existing[0]), max(end, existing[1])
+    if covered < part[1]:
+        added.append((covered, part[1]))
+    return tuple(sorted([*separate, (begin, end)])), tuple(added)

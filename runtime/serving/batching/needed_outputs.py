@@ -1,19 +1,19 @@
-"""Which outputs of the model a request reads, and from where on each of its sequences has to be computed for that.
+"""The outputs of the model that a request reads, and the tokens that must be computed for them.
 
-The output at a token is needed for
-    a read                  at the token itself
-    the score of a token    at the token before it, which may be the last one of the piece before
-    the vector "last"       at the last token of the piece
-    the vector "mean"       at every token of the sequence
+An output is needed at
+    a read              the token itself
+    a scored token      the token before it, which may be the last token of the parent piece
+    the vector "last"   the last token of the piece
+    the vector "mean"   every token of the sequence
 
-A score that lies beside a cached block needs nothing, unless more than one most likely token is asked for. The first
-token of a sequence has no score.
+A score stored with a cached block needs no output, unless more than one most likely token is requested. The first token
+of a sequence has no score.
 
-A token with a needed output is computed itself, and so is what precedes it back to the end of the cached blocks: those
-that the cache holds in one piece from the beginning of the sequence, up to the last border between two blocks at or
-before the token. So even a request whose blocks are all in the cache computes the last block up to the token that is
-read, and a sequence whose mean is asked for takes nothing from the cache. What no needed output depends on, such as
-the last token of a scored label, is not computed at all.
+A token with a needed output is computed, together with the tokens before it back to the end of the cached blocks. Only
+blocks that the cache holds without a gap from the beginning of the sequence count, and they end at a block boundary at
+or before the token. So a request whose blocks are all cached still computes its last block up to the token that is
+read, and a sequence with a mean vector uses nothing from the cache. Tokens that no needed output depends on, such as
+the last token of a scored label, are not computed.
 """
 
 from __future__ import annotations
@@ -23,26 +23,28 @@ import dataclasses
 import numpy as np
 
 from moepass.runtime.serving.batching.cached_chains import CachedChains
-from moepass.runtime.serving.batching.piece_trie import PieceTrie
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, Indices
 
-# Tokens [first, end) of the sequence that ends with a piece are computed: (piece, first, end). `first` is a border
-# between blocks.
+# (piece, first, end): tokens [first, end) of the sequence that ends with the piece are computed. `first` is a block
+# boundary.
 NeededSpan = tuple[int, int, int]
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class NeededOutputs:
-    """Ranges of outputs are three numbers each, in one flat list: the first token, an index among the tokens of all
-    pieces; how many follow each other; and the request that reads them. Requests are in order.
+    """The outputs that all requests read.
 
-    spans           what is computed
-    logits          outputs that logits are read of
-    vectors         outputs that are read as vectors
-    output_count    tokens with a needed output, each once in the sequence of each piece
-    logit_count     the same of those that logits are read of
-    score_slots     of pieces with cached scores: for each token the slot (block * BLOCK_TOKENS + place) beside which
-                    its score lies, -1 where the step computes it
+    Ranges of outputs are flat lists with three numbers for each range: index of its first token among the tokens of all
+    pieces, number of tokens, and the request that reads them. Requests are in order.
+
+    Attributes:
+        spans: ranges of tokens to compute.
+        logits: ranges of outputs whose logits are read.
+        vectors: ranges of outputs that are read as vectors.
+        output_count: number of tokens with a needed output, counted once for each piece that reads them.
+        logit_count: the same for outputs whose logits are read.
+        score_slots: by piece with cached scores, the cache slot with the score of each token; -1 for scores that the
+            step computes.
     """
 
     spans: list[NeededSpan] = dataclasses.field(default_factory=list)
@@ -53,12 +55,14 @@ class NeededOutputs:
     score_slots: dict[int, Indices] = dataclasses.field(default_factory=dict)
 
 
-def needed_outputs(trie: PieceTrie, chains: CachedChains) -> NeededOutputs:
+def needed_outputs(chains: CachedChains) -> NeededOutputs:
+    """Return the needed outputs of the pieces in `chains`."""
     needed = NeededOutputs()
-    for number, piece in enumerate(trie.pieces):
-        request = trie.piece_requests[number]
-        start, depth, count = trie.piece_starts[number], trie.piece_depths[number], len(piece.tokens)
-        # Runs [first, end) of tokens of the sequence whose outputs are needed.
+    table = chains.pieces
+    for number, piece in enumerate(table.pieces):
+        request = table.requests[number]
+        start, depth, count = table.starts[number], table.depths[number], len(piece.tokens)
+        # Ranges [first, end) of positions in the sequence whose outputs are needed.
         runs: list[tuple[int, int]] = []
         for read in piece.reads:
             runs.append((depth + read.place, depth + read.place + 1))
@@ -67,7 +71,7 @@ def needed_outputs(trie: PieceTrie, chains: CachedChains) -> NeededOutputs:
             for first, end in _unknown_scores(chains, needed, number):
                 runs.append((depth + first - 1, depth + end - 1))
                 if first == 0:
-                    needed.logits += (trie.piece_end(trie.piece_parents[number]) - 1, 1, request)
+                    needed.logits += (table.end(table.parents[number]) - 1, 1, request)
                     first = 1
                 if first < end:
                     needed.logits += (start + first - 1, end - first, request)
@@ -80,9 +84,9 @@ def needed_outputs(trie: PieceTrie, chains: CachedChains) -> NeededOutputs:
             runs.append((0, depth + count))
             on_path = number
             while on_path >= 0:
-                first = trie.piece_starts[on_path]
-                needed.vectors += (first, trie.piece_end(on_path) - first, request)
-                on_path = trie.piece_parents[on_path]
+                first = table.starts[on_path]
+                needed.vectors += (first, table.end(on_path) - first, request)
+                on_path = table.parents[on_path]
         if runs:
             needed.output_count += _distinct(runs)
             needed.spans += _spans(number, chains.held[number], runs)
@@ -90,7 +94,7 @@ def needed_outputs(trie: PieceTrie, chains: CachedChains) -> NeededOutputs:
 
 
 def _distinct(runs: list[tuple[int, int]]) -> int:
-    """How many tokens are in `runs`, each counted once."""
+    """Return the number of distinct tokens in `runs`."""
     if len(runs) == 1:
         return runs[0][1] - runs[0][0]
     count = reached = 0
@@ -103,7 +107,7 @@ def _distinct(runs: list[tuple[int, int]]) -> int:
 def _spans(piece: int, held: int, runs: list[tuple[int, int]]) -> list[NeededSpan]:
     if not held:
         return [(piece, 0, max([end for _, end in runs]))]
-    # Of spans that begin at the same border the longest has the others in it.
+    # The longest span that begins at a block boundary contains all others that begin there.
     ends: dict[int, int] = {}
     for first, end in runs:
         border = BLOCK_TOKENS * min(held, first // BLOCK_TOKENS)
@@ -112,10 +116,13 @@ def _spans(piece: int, held: int, runs: list[tuple[int, int]]) -> list[NeededSpa
 
 
 def _unknown_scores(chains: CachedChains, needed: NeededOutputs, number: int) -> list[tuple[int, int]]:
-    """Runs [first, end) of tokens of a scored piece whose scores the step computes; notes where the others lie."""
-    piece = chains.trie.pieces[number]
+    """Return runs [first, end) of tokens of a scored piece whose scores the step computes.
+
+    Records the slots of the cached scores in `needed`.
+    """
+    piece = chains.pieces.pieces[number]
     count = len(piece.tokens)
-    begin = 1 if chains.trie.piece_depths[number] == 0 else 0
+    begin = 1 if chains.pieces.depths[number] == 0 else 0
     if not chains.held[number] or chains.held_tokens(number) <= begin or piece.scored_top > 1:
         return [(begin, count)] if begin < count else []
     held_slots, are_known = chains.slots(number)

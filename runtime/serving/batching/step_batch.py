@@ -1,7 +1,8 @@
-"""A step as data: the trie of all its tokens in depth-first order, and the cached blocks that its branches hang on.
+"""A step as data: the trie of all its tokens in depth-first order, and the cached blocks before its roots.
 
-Token q sees token k exactly if `k <= q < subtree_end[k]`, and beside that the cached tokens of its branch. Its
-position in its own sequence is `depth[q]`.
+Token q sees token k exactly if `k <= q < subtree_end[k]`, and in addition the cached tokens of its branch. Its position
+in its own sequence is `depth[q]`. A cache slot addresses one token in the cache: block * BLOCK_TOKENS + index of the
+token in its block.
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ import numpy.typing as npt
 Indices = npt.NDArray[np.int64]
 NO_INDICES: Indices = np.empty(0, np.int64)
 
-# Tokens of a block of the cache. The method's source has as many (arXiv 2605.02960).
+# Tokens of a cache block, as in the source of the method (arXiv 2605.02960).
 BLOCK_TOKENS = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrieNode:
-    """Tokens [start, end) of the stream, which follow each other without a branch.
+    """Tokens [start, end) of the stream, a run without a branch.
 
-    `parent` is the index of the node before it, -1 for a root. Descendants end at `subtree_end`. A root hangs on
-    `context`, an index of `StepBatch.contexts`, or -1 where its sequence begins with it; its descendants have the
-    same one.
+    Attributes:
+        parent: index of the node before it, -1 for a root.
+        subtree_end: index in the stream right after the last descendant.
+        context: index into `StepBatch.contexts` of the cached blocks before the root, -1 if the sequence begins with
+            the root. Descendants have the context of their root.
     """
 
     start: int
@@ -36,7 +39,7 @@ class TrieNode:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class StoredBlock:
-    """The keys and values of the tokens at `positions` [BLOCK_TOKENS] of the stream go to cache block `block`."""
+    """The cache block `block` that stores keys and values of the tokens at `positions` [BLOCK_TOKENS] of the stream."""
 
     block: int
     positions: Indices
@@ -44,15 +47,16 @@ class StoredBlock:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class StepBatch:
-    """One forward pass.
+    """The input of one forward pass.
 
-    tokens        [n] token ids, in depth-first order of the trie
-    depth         [n] their positions in their sequences, cached tokens before them counted
-    subtree_end   [n] for each the index behind its last descendant
-    nodes         the trie without its single-child chains, in depth-first order
-    contexts      for each chain of cached blocks that roots hang on: the blocks, first tokens first
-    places        [m] positions of the stream whose output is read, ascending
-    stored        blocks to fill from this step
+    Attributes:
+        tokens: [n] token ids, in depth-first order of the trie.
+        depth: [n] position of each token in its sequence, with the cached tokens before it.
+        subtree_end: [n] index right after the last descendant of each token.
+        nodes: the trie without its single-child chains, in depth-first order.
+        contexts: chains of cached blocks before the roots, first tokens first.
+        places: [m] ascending positions in the stream whose output is read.
+        stored: blocks to store in the cache.
     """
 
     tokens: Indices
@@ -65,5 +69,5 @@ class StepBatch:
 
     @property
     def count(self) -> int:
-        """Tokens that are computed."""
+        """Number of tokens to compute."""
         return len(self.tokens)

@@ -1,12 +1,11 @@
-"""True FLOPs in exact integers: of tokens behind a prefix, and of a step.
+"""True FLOPs in exact integers.
 
-What a token costs depends on its depth alone: it meets the same weights as every other token, and it sees all tokens
-before it (or those in its window), whether they are in the step, shared, or cached. So a sequence of n tokens costs
-`total(n)`, tokens behind a prefix cost a difference of two totals, and a step costs the sum over the nodes of its trie,
-and what reading the states of some of its tokens takes: that is the least that any computation of these sequences
-takes, each distinct token once.
+The cost of a token depends only on its depth: it passes the same weights as every other token, and attends to all
+tokens before it (or those in its window), whether they are in the step, shared, or cached. So a sequence of n tokens
+costs `total(n)`, and tokens after a prefix cost the difference of two totals. A step costs the sum over the nodes of
+its trie, plus the reads of states. No computation of these sequences takes fewer FLOPs: each distinct token runs once.
 
-Every number comes from `moepass.models.formulas`. `FlopsTable` asks them once per architecture.
+Every number comes from `moepass.models.formulas`. `FlopsTable` evaluates them once per architecture.
 """
 
 from __future__ import annotations
@@ -26,14 +25,15 @@ from moepass.runtime.serving.batching.step_batch import StepBatch
 
 
 class FlopsTable:
-    """FLOPs of one architecture, without the head, for a router that asks 100,000 times per second.
+    """FLOPs of one architecture without the head, fast enough for the router's 100,000 lookups per second.
 
     Between two windows of sliding attention, the FLOPs of a sequence are a quadratic function of its length, so three
-    values give all others, exactly. Chunked attention begins anew with each chunk and is kept beside.
+    values determine it exactly. Chunked attention restarts with each chunk and is stored separately.
 
-    read_flops      FLOPs of the states at one place: of the last layer behind its attention, which other tokens do
-                    without. 0 where `narrows` is False: they all pass through the whole layer
-    logit_flops     FLOPs of the logits at one place, beside these
+    Attributes:
+        read_flops: FLOPs of the states at one position: those of the last layer after its attention, which the step
+            skips for unread tokens. 0 if `narrows` is False, because then all tokens pass through the complete layer.
+        logit_flops: FLOPs of the logits at one position, without `read_flops`.
     """
 
     __slots__ = ("_chunks", "_quadratic", "_ranges", "_starts", "logit_flops", "read_flops")
@@ -47,16 +47,16 @@ class FlopsTable:
 
         def unchunked_flops(tokens: int) -> int:
             weights = sum(count * flops_per_token(layer, hidden) for layer, count in chunked.items())
-            found = tokens * (weights - read_flops)
+            flops = tokens * (weights - read_flops)
             for layer, count in counts.items():
                 if layer not in chunked:
-                    found += count * layer_flops(layer, hidden, 1, tokens)
-            return found
+                    flops += count * layer_flops(layer, hidden, 1, tokens)
+            return flops
 
         def chunk_flops(size: int) -> Callable[[int], int]:
-            same = {layer: count for layer, count in chunked.items() if layer.attention.window == size}
+            equal_layers = {layer: count for layer, count in chunked.items() if layer.attention.window == size}
             return lambda tokens: sum(
-                count * attention_flops(layer.attention, 1, tokens) for layer, count in same.items()
+                count * attention_flops(layer.attention, 1, tokens) for layer, count in equal_layers.items()
             )
 
         self.read_flops: int = read_flops
@@ -69,7 +69,7 @@ class FlopsTable:
 
     @classmethod
     def of_parameters(cls, parameters: int, logit_parameters: int) -> FlopsTable:
-        """Of a model whose architecture is not known: 2 FLOPs for each parameter that a token meets."""
+        """Return the table of a model with an unknown architecture: 2 FLOPs per parameter and token."""
         table = cls.__new__(cls)
         table.read_flops, table.logit_flops = 0, 2 * logit_parameters
         table._starts, table._chunks = [0], []
@@ -78,36 +78,36 @@ class FlopsTable:
         return table
 
     def total(self, tokens: int) -> int:
-        """FLOPs of a sequence of `tokens` tokens of which none is read."""
-        number = bisect.bisect_right(self._starts, tokens) - 1
-        found = _after(self._ranges[number], tokens - self._starts[number])
+        """Return the FLOPs of a sequence of `tokens` tokens without reads."""
+        index = bisect.bisect_right(self._starts, tokens) - 1
+        flops = _after(self._ranges[index], tokens - self._starts[index])
         for size, differences in self._chunks:
-            whole, rest = divmod(tokens, size)
-            found += whole * _after(differences, size) + _after(differences, rest)
-        return found
+            chunks, remaining = divmod(tokens, size)
+            flops += chunks * _after(differences, size) + _after(differences, remaining)
+        return flops
 
     def flops(self, prefix_tokens: int, new_tokens: int) -> int:
-        """FLOPs of `new_tokens` tokens behind `prefix_tokens` that are there already."""
+        """Return the FLOPs of `new_tokens` tokens after a prefix of `prefix_tokens` computed or cached tokens."""
         end = prefix_tokens + new_tokens
         if self._quadratic is None:
             return self.total(end) - self.total(prefix_tokens)
-        # The difference of two values of one quadratic function, for models of one range: the router's fast path.
+        # Fast path of the router: with a single range, the result is the difference of two values of one quadratic.
         _, slope, growth = self._quadratic
         return new_tokens * slope + (end * (end - 1) - prefix_tokens * (prefix_tokens - 1)) // 2 * growth
 
 
 def row_lengths(batch: StepBatch) -> list[int]:
-    """Tokens of each sequence of a step without a cache, where every one is a row of its own."""
+    """Return the length of each sequence of a step without a cache, in which each sequence is one row."""
     return [int(batch.depth[node.end - 1]) + 1 for node in batch.nodes if node.subtree_end == node.end]
 
 
 def _differences(total: Callable[[int], int], start: int) -> tuple[int, int, int]:
-    """Newton's forward differences of a quadratic function: its value at `start`, and the first and second of them."""
+    """Return the value of a quadratic function at `start`, and its first and second forward difference."""
     first, second, third = (total(start + step) for step in range(3))
     return first, second - first, third - 2 * second + first
 
 
 def _after(differences: tuple[int, int, int], steps: int) -> int:
-    """The value of a quadratic function `steps` steps after that of its `differences`."""
+    """Return the value of a quadratic function `steps` steps after the point of its `differences`."""
     value, slope, growth = differences
     return value + steps * slope + steps * (steps - 1) // 2 * growth

@@ -1,36 +1,34 @@
-"""The computed parts of a trie as a stream in depth-first order.
+"""The computed tokens of a trie as a stream in depth-first order.
 
-A part follows the part above it where nothing between the two comes from the cache; otherwise it is a root and hangs on
-the cached blocks before it, even if tokens further up are computed too: those it sees in the cache, so it must not
-stand among their descendants.
+A part is a range of tokens of one node that the step computes. It follows the part above it if the two adjoin.
+Otherwise it is a root of the stream and follows a chain of cached blocks, even if the step computes tokens further up
+as
+well: it sees those in the cache, so it must not be one of their descendants.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from moepass.runtime.serving.batching.cached_chains import CachedChains
 from moepass.runtime.serving.batching.computed_parts import ComputedParts
-from moepass.runtime.serving.batching.piece_trie import PieceTrie
-from moepass.runtime.serving.batching.step_batch import (
-    BLOCK_TOKENS,
-    NO_INDICES,
-    Indices,
-    StepBatch,
-    TrieNode,
-)
+from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, NO_INDICES, Indices, StepBatch, TrieNode
+from moepass.runtime.serving.requests.token_trie import TokenTrie
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class TrieStream:
-    """A batch without places and blocks to store.
+    """The stream of a step.
 
-    part_starts    per node of the trie: where its computed parts begin in the stream
-    previous       [n] where the token before each stands, -1 for the first one of a root
-    branches       [n] branches of the step's trie that hang on each token; 1 where none branches off behind it
+    Attributes:
+        batch: the step, without places and without blocks to store.
+        part_starts: [nodes of the trie] index in the stream at which each computed part of the node begins.
+        previous: [n] index in the stream of the token before each token, -1 for the first token of a root.
+        branches: [n] how many branches of the step contain each token.
     """
 
     batch: StepBatch
@@ -39,145 +37,130 @@ class TrieStream:
     branches: Indices
 
 
-@dataclasses.dataclass(eq=False, slots=True)
-class _Forest:
-    """Lists have an entry per part, in the order in which parts came first among the tokens of all pieces.
+class _StreamPart(NamedTuple):
+    """Positions [begin, end) of `node`.
 
-    A part is positions [begin, end) of a node; `labels` says where its tokens came first. `parents` is the part above
-    it, -1 for a root. Children of a part are `first_children` and then `next_siblings` until -1.
+    Attributes:
+        first_token: index among the trie's tokens of the first token of the part.
+        parent: index in the stream's list of parts, -1 for a root.
+        context: index of the chain of cached blocks before the root, -1 for none.
     """
 
-    labels: list[int]
-    nodes: list[int]
-    begins: list[int]
-    lengths: list[int]
-    parents: list[int]
-    first_children: list[int]
-    next_siblings: list[int]
-    root_contexts: dict[int, int]
-    chains: list[tuple[int, ...]]
+    first_token: int
+    node: int
+    begin: int
+    end: int
+    parent: int
+    context: int
 
 
-def trie_stream(trie: PieceTrie, computed: ComputedParts, chains: CachedChains) -> TrieStream:
-    forest = _forest(trie, computed, chains)
-    order, starts = _depth_first(forest)
-    ends, branches = _subtrees(forest, order, starts)
-    lengths = np.array(forest.lengths, np.int64)[order]
+def trie_stream(trie: TokenTrie, computed: ComputedParts, chains: CachedChains) -> TrieStream:
+    """Return the stream of the `computed` parts of `trie`; roots follow their `chains` of cached blocks."""
+    roots, contexts = _roots(trie, computed, chains)
+    parts = _depth_first(trie, computed, roots)
+    lengths = np.array([stream_part.end - stream_part.begin for stream_part in parts], np.int64)
+    stops = np.cumsum(lengths)
+    starts = stops - lengths
+    subtree_ends, branches = _subtrees(parts, stops.tolist())
 
-    def per_token(values: Sequence[int]) -> Indices:
-        """Of one value per part, one value per token of the stream."""
-        return np.repeat(np.array(values, np.int64)[order], lengths)
+    def per_token(values: Sequence[int] | Indices) -> Indices:
+        """Return the value of its part for each token of the stream."""
+        return np.repeat(np.asarray(values, np.int64), lengths)
 
     count = int(lengths.sum())
     offsets = np.arange(count) - per_token(starts)
     previous = np.arange(-1, count - 1)
-    lasts = [starts[one] + forest.lengths[one] - 1 if one >= 0 else -1 for one in forest.parents]
-    previous[starts] = lasts
+    # The index -1 of a root's parent selects the appended -1.
+    previous[starts] = np.append(stops - 1, -1)[np.array([stream_part.parent for stream_part in parts], np.int64)]
     batch = StepBatch(
-        tokens=trie.tokens[per_token(forest.labels) + offsets].astype(np.int64),
-        depth=per_token(forest.begins) + offsets,
-        subtree_end=per_token(ends),
-        nodes=_nodes(forest, order, starts, ends),
-        contexts=tuple(forest.chains),
+        tokens=trie.tokens[per_token([stream_part.first_token for stream_part in parts]) + offsets].astype(np.int64),
+        depth=per_token([stream_part.begin for stream_part in parts]) + offsets,
+        subtree_end=per_token(subtree_ends),
+        nodes=_nodes(parts, starts.tolist(), stops.tolist(), subtree_ends.tolist()),
+        contexts=contexts,
         places=NO_INDICES,
         stored=(),
     )
-    part_starts: list[tuple[int, ...]] = [()] * len(trie.starts)
-    # Parts of one node came in the order of their positions.
-    for node, start in zip(forest.nodes, starts, strict=True):
-        part_starts[node] = (*part_starts[node], start)
+    start_of = {
+        (stream_part.node, stream_part.begin): start for stream_part, start in zip(parts, starts.tolist(), strict=True)
+    }
+    part_starts = [tuple(start_of[node, begin] for begin, _ in ranges) for node, ranges in enumerate(computed.parts)]
     return TrieStream(batch, part_starts, previous, per_token(branches))
 
 
-def _forest(trie: PieceTrie, computed: ComputedParts, chains: CachedChains) -> _Forest:
-    parts = sorted(
-        (trie.starts[node] + begin - trie.depths[node], node, begin, end)
-        for node, of_node in enumerate(computed.parts)
-        for begin, end in of_node
-    )
-    forest = _Forest(
-        labels=[label for label, _, _, _ in parts],
-        nodes=[node for _, node, _, _ in parts],
-        begins=[begin for _, _, begin, _ in parts],
-        lengths=[end - begin for _, _, begin, end in parts],
-        parents=[-1] * len(parts),
-        first_children=[-1] * len(parts),
-        next_siblings=[-1] * len(parts),
-        root_contexts={},
-        chains=[],
-    )
-    last_parts = {node: number for number, (_, node, _, end) in enumerate(parts) if end == trie.ends[node]}
-    contexts: dict[tuple[int, int], int] = {}
-    for number, (_, node, begin, _) in enumerate(parts):
-        parent = last_parts.get(trie.parents[node], -1) if begin == trie.depths[node] else -1
-        if parent >= 0:
-            forest.parents[number] = parent
-        elif begin == 0:
-            forest.root_contexts[number] = -1
-        else:
+def _roots(
+    trie: TokenTrie, computed: ComputedParts, chains: CachedChains
+) -> tuple[list[_StreamPart], tuple[tuple[int, ...], ...]]:
+    """Return the parts that follow no other part, and the chains of cached blocks before them."""
+    detached = []
+    for node, ranges in enumerate(computed.parts):
+        parent_ranges = computed.parts[trie.parents[node]] if trie.parents[node] >= 0 else ()
+        for begin, end in ranges:
+            follows_parent = begin == trie.depths[node] and bool(parent_ranges) and parent_ranges[-1][1] == begin
+            if not follows_parent:
+                detached.append((trie.starts[node] + begin - trie.depths[node], node, begin, end))
+    roots: list[_StreamPart] = []
+    context_of: dict[tuple[int, int], int] = {}
+    contexts: list[tuple[int, ...]] = []
+    for first_token, node, begin, end in sorted(detached):
+        context = -1
+        if begin:
             piece, count = computed.cut_pieces[node, begin], begin // BLOCK_TOKENS
+            # The last block of a chain identifies all blocks before it.
             name = (count, chains.last(piece, count))
-            if name not in contexts:
-                contexts[name] = len(forest.chains)
-                forest.chains.append(chains.first_blocks(piece, count))
-            forest.root_contexts[number] = contexts[name]
+            if name not in context_of:
+                context_of[name] = len(contexts)
+                contexts.append(chains.first_blocks(piece, count))
+            context = context_of[name]
+        roots.append(_StreamPart(first_token, node, begin, end, -1, context))
+    # Roots with the same context are adjacent, so that it is read once.
+    return sorted(roots, key=lambda root: root.context), tuple(contexts)
+
+
+def _depth_first(trie: TokenTrie, computed: ComputedParts, roots: list[_StreamPart]) -> list[_StreamPart]:
+    children = trie.children()
+    parts: list[_StreamPart] = []
+    stack = roots[::-1]
+    while stack:
+        stream_part = stack.pop()
+        if stream_part.end == trie.ends[stream_part.node]:
+            for child in reversed(children[stream_part.node]):
+                begin, end = next(iter(computed.parts[child]), (-1, -1))
+                if begin == stream_part.end:
+                    stack.append(_StreamPart(trie.starts[child], child, begin, end, len(parts), stream_part.context))
+        parts.append(stream_part)
+    return parts
+
+
+def _subtrees(parts: list[_StreamPart], stops: list[int]) -> tuple[Indices, Indices]:
+    """Return for each part where its last descendant ends in the stream, and how many leaves are below it."""
+    ends = list(stops)
+    branches = [0] * len(parts)
     for number in reversed(range(len(parts))):
-        parent = forest.parents[number]
-        if parent >= 0:
-            forest.next_siblings[number] = forest.first_children[parent]
-            forest.first_children[parent] = number
-    return forest
-
-
-def _depth_first(forest: _Forest) -> tuple[list[int], list[int]]:
-    """The parts in depth-first order, and where each begins in the stream."""
-    order: list[int] = []
-    starts = [0] * len(forest.labels)
-    at = 0
-    # Roots that share a context stand next to each other, so that it is read once.
-    for root in sorted(forest.root_contexts, key=lambda root: (forest.root_contexts[root], root)):
-        stack = [root]
-        while stack:
-            number = stack.pop()
-            order.append(number)
-            starts[number] = at
-            at += forest.lengths[number]
-            if forest.parents[number] >= 0 and forest.next_siblings[number] >= 0:
-                stack.append(forest.next_siblings[number])
-            if forest.first_children[number] >= 0:
-                stack.append(forest.first_children[number])
-    return order, starts
-
-
-def _subtrees(forest: _Forest, order: Sequence[int], starts: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Of each part: where its last descendant ends in the stream, and how many parts without children are below it."""
-    ends = [start + length for start, length in zip(starts, forest.lengths, strict=True)]
-    branches = [0] * len(order)
-    for number in reversed(order):
-        parent = forest.parents[number]
+        parent = parts[number].parent
         branches[number] = branches[number] or 1
         if parent >= 0:
             ends[parent] = max(ends[parent], ends[number])
             branches[parent] += branches[number]
-    return ends, branches
+    return np.array(ends, np.int64), np.array(branches, np.int64)
 
 
 def _nodes(
-    forest: _Forest, order: Sequence[int], starts: Sequence[int], subtree_ends: Sequence[int]
+    parts: list[_StreamPart], starts: list[int], stops: list[int], subtree_ends: list[int]
 ) -> tuple[TrieNode, ...]:
-    """Parts become nodes, and an only child continues its parent's node."""
+    """Return the nodes of the step. An only child continues the node of its parent."""
+    child_counts = [0] * len(parts)
+    for stream_part in parts:
+        if stream_part.parent >= 0:
+            child_counts[stream_part.parent] += 1
     nodes: list[TrieNode] = []
-    node_of = [-1] * len(order)
-    for number in order:
-        parent = forest.parents[number]
-        end = starts[number] + forest.lengths[number]
-        is_only = parent >= 0 and forest.next_siblings[forest.first_children[parent]] < 0
-        if is_only:
-            node_of[number] = node_of[parent]
-            nodes[-1] = dataclasses.replace(nodes[-1], end=end)
+    node_of: list[int] = []
+    for stream_part, start, stop, subtree_end in zip(parts, starts, stops, subtree_ends, strict=True):
+        if stream_part.parent >= 0 and child_counts[stream_part.parent] == 1:
+            node_of.append(node_of[stream_part.parent])
+            nodes[-1] = dataclasses.replace(nodes[-1], end=stop)
             continue
-        node_of[number] = len(nodes)
-        above = node_of[parent] if parent >= 0 else -1
-        context = nodes[above].context if parent >= 0 else forest.root_contexts[number]
-        nodes.append(TrieNode(starts[number], end, above, subtree_ends[number], context))
+        parent = node_of[stream_part.parent] if stream_part.parent >= 0 else -1
+        node_of.append(len(nodes))
+        nodes.append(TrieNode(start, stop, parent, subtree_end, stream_part.context))
     return tuple(nodes)

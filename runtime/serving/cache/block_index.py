@@ -1,4 +1,4 @@
-"""Which block of the cache holds what, which blocks are worth keeping, and which one goes when there is no room.
+"""The index of the cache: which block holds which tokens, which blocks to keep, and which to evict.
 
     with index.lease() as lease:
         packed = pack(requests, table, [lease.match(hashes) for hashes in hashes_of_requests])
@@ -6,13 +6,13 @@
         ...                                      # run the step, write scores
         lease.commit()
 
-What a lease has matched or reserved stays until it ends. Reserved blocks are nobody else's and are found by nobody
-before `commit`; a lease that ends without it, such as by an exception, leaves none of them behind.
+Matched and reserved blocks are pinned until the lease ends. Reserved blocks are exclusive, and no other step can match
+them before `commit`. A lease that ends without `commit`, for example because of an exception, frees them.
 
-A block pays, and is kept, if several requests or several branches of its step share it, or if it was offered or
-kept before, as far as the index remembers. What came once and nobody shares is never kept. A block is only kept
-behind the one before it, and only evicted after all those behind it: of the blocks that nobody stands behind and no
-lease holds, the one that was matched or stored longest ago goes first.
+A block is kept if several requests or several branches of its step share it, or if it was offered or kept before, as
+far as the index remembers. A block that was offered once and is not shared is never kept. A block is only kept after
+the block before it, and only evicted after all later ones: among the blocks without a kept successor and without a
+lease, the least recently matched or stored one is evicted first.
 """
 
 from __future__ import annotations
@@ -30,23 +30,28 @@ from moepass.runtime.serving.batching.cached_blocks import MatchedBlocks, Offere
 from moepass.runtime.serving.batching.step_batch import Indices
 from moepass.runtime.serving.cache.block_scores import BlockScores
 
-# [Empirical] Hashes of blocks that came once. Each takes some 100 bytes.
+# [Empirical] Number of remembered hashes of blocks that were offered once. Each takes about 100 bytes.
 RECENT_HASHES = 1 << 16
 
 
 class BlockEvent(NamedTuple):
+    """A change of the index: a block was stored or evicted."""
+
     kind: Literal["stored", "evicted"]
     hash: bytes
 
 
 class BlockIndex:
-    """The index of `block_count` blocks; with 0 the cache is off: nothing is found, remembered or kept.
+    """The index of `block_count` blocks. 0 blocks switch the cache off: it matches, remembers and keeps nothing.
 
-    Steps may overlap, but calls may not: one thread at a time.
+    Steps may overlap, but calls must come from one thread at a time.
 
-    scores      what lies beside the blocks' tokens
+    Attributes:
+        block_count: number of blocks.
+        scores: the scores of the blocks' tokens.
 
-    Raises InputError for a negative number.
+    Raises:
+        InputError: a number is negative.
     """
 
     def __init__(self, block_count: int, recent_hashes: int = RECENT_HASHES) -> None:
@@ -61,13 +66,13 @@ class BlockIndex:
         self._most_recent = recent_hashes
         self._events: dict[bytes, Literal["stored", "evicted"]] = {}
         self._free = list(reversed(range(block_count)))
-        # Per block.
+        # One entry per block.
         self._hashes = [b""] * block_count
         self._previous = [-1] * block_count
         self._children = [0] * block_count
         self._pins = [0] * block_count
         self._last_uses = [0] * block_count
-        # Blocks that may be evicted, by when they were used; those that may not any more are still among them.
+        # Evictable blocks by last use. Entries may be outdated: they are checked when they are popped.
         self._queue: list[tuple[int, int]] = []
         self._is_queued = [False] * block_count
         self._now = 0
@@ -78,23 +83,24 @@ class BlockIndex:
 
     @property
     def used(self) -> int:
-        """Blocks that a lease holds."""
+        """Number of blocks that a lease pins."""
         return len(self._pins) - self._pins.count(0)
 
     def lease(self) -> StepLease:
+        """Return a lease for one step."""
         self._now += 1
         return StepLease(self)
 
     def evict(self, count: int) -> int:
-        """Give up to `count` blocks back that no lease holds. Returns how many it were."""
+        """Evict up to `count` blocks that no lease pins, and return how many were evicted."""
         evicted = 0
-        while evicted < count and (block := self._evicted()) is not None:
+        while evicted < count and (block := self._evict_one()) is not None:
             self._free.append(block)
             evicted += 1
         return evicted
 
     def drain_events(self) -> list[BlockEvent]:
-        """What became of blocks since the last call, in order; of each hash the last event only."""
+        """Return the changes since the last call, in order; only the last event of each hash."""
         events = [BlockEvent(kind, name) for name, kind in self._events.items()]
         self._events.clear()
         return events
@@ -110,12 +116,12 @@ class BlockIndex:
         self._events.pop(name, None)
         self._events[name] = kind
 
-    def _evicted(self) -> int | None:
-        """A block that was taken out of the index; None where all are held."""
+    def _evict_one(self) -> int | None:
+        """Remove a block from the index and return it; None if all blocks are in use."""
         while self._queue:
             used, block = heapq.heappop(self._queue)
             self._is_queued[block] = False
-            if not self._may_go(block):
+            if not self._is_evictable(block):
                 continue
             if used != self._last_uses[block]:
                 self._queue_if_idle(block)
@@ -128,17 +134,17 @@ class BlockIndex:
             return block
         return None
 
-    def _may_go(self, block: int) -> bool:
+    def _is_evictable(self, block: int) -> bool:
         is_stored = self._blocks.get(self._hashes[block]) == block
         return is_stored and not self._pins[block] and not self._children[block]
 
     def _queue_if_idle(self, block: int) -> None:
-        if self._may_go(block) and not self._is_queued[block]:
+        if self._is_evictable(block) and not self._is_queued[block]:
             self._is_queued[block] = True
             heapq.heappush(self._queue, (self._last_uses[block], block))
 
     def _drop(self, block: int) -> None:
-        """Forget what `block` holds, so that the one before it may go next."""
+        """Clear `block`, so that the block before it may be evicted."""
         previous = self._previous[block]
         self._hashes[block], self._previous[block] = b"", -1
         if previous >= 0:
@@ -146,12 +152,12 @@ class BlockIndex:
             self._queue_if_idle(previous)
 
     def _match(self, hashes: RequestHashes) -> list[int]:
-        # No block is kept without those before it, so of each sequence this finds a beginning.
-        found = [self._blocks.get(name, -1) for name in hashes.hashes]
-        for block in set(found):
+        # No block is kept without those before it, so the cached blocks of each sequence are a prefix of it.
+        blocks = [self._blocks.get(name, -1) for name in hashes.hashes]
+        for block in set(blocks):
             if block >= 0:
                 self._last_uses[block] = self._now
-        return found
+        return blocks
 
     def _pin(self, block: int) -> None:
         self._pins[block] += 1
@@ -161,18 +167,18 @@ class BlockIndex:
         self._queue_if_idle(block)
 
     def _reserve(self, offered: OfferedBlocks) -> tuple[dict[bytes, int], list[bytes]]:
-        """The new blocks by hash, pinned, each behind the one before it; and the hashes that got none."""
+        """Return the new blocks by hash, pinned, and the hashes that got no block."""
         reserved: dict[bytes, int] = {}
-        left: list[bytes] = []
+        rejected: list[bytes] = []
         shared = ((offered.requests > 1) | (offered.branches > 1)).tolist()
         for name, before, is_shared in zip(offered.hashes, offered.previous, shared, strict=True):
             if name in self._blocks or name in self._pending:
                 continue
             previous = -1 if before is None else reserved.get(before, self._blocks.get(before, -1))
-            has_place = before is None or previous >= 0
-            block = self._taken() if has_place and (is_shared or name in self._recent) else None
+            has_previous = before is None or previous >= 0
+            block = self._free_block() if has_previous and (is_shared or name in self._recent) else None
             if block is None:
-                left.append(name)
+                rejected.append(name)
                 continue
             self.scores.forget(block)
             self._hashes[block], self._previous[block] = name, previous
@@ -181,23 +187,23 @@ class BlockIndex:
             self._pin(block)
             self._pending.add(name)
             reserved[name] = block
-        return reserved, left
+        return reserved, rejected
 
-    def _taken(self) -> int | None:
-        return self._free.pop() if self._free else self._evicted()
+    def _free_block(self) -> int | None:
+        return self._free.pop() if self._free else self._evict_one()
 
-    def _commit(self, reserved: dict[bytes, int], left: list[bytes]) -> None:
+    def _commit(self, reserved: dict[bytes, int], rejected: list[bytes]) -> None:
         for name, block in reserved.items():
             self._pending.remove(name)
             self._blocks[name] = block
             self._last_uses[block] = self._now
             self._recent.pop(name, None)
             self._note("stored", name)
-        # The beginnings of sequences last: they are forgotten last.
-        for name in reversed(left):
+        # The beginnings of sequences are remembered last, so they are forgotten last.
+        for name in reversed(rejected):
             self._remember(name)
 
-    def _give_back(self, reserved: dict[bytes, int]) -> None:
+    def _discard(self, reserved: dict[bytes, int]) -> None:
         for name, block in reserved.items():
             self._pending.remove(name)
             self._pins[block] -= 1
@@ -206,46 +212,50 @@ class BlockIndex:
 
 
 class StepLease:
-    """What one step uses of the cache. Raises MoepassError where it is used after its end."""
+    """The blocks that one step uses.
+
+    Raises:
+        MoepassError: the lease is used after its end.
+    """
 
     def __init__(self, index: BlockIndex) -> None:
         self._index = index
         self._pinned: set[int] = set()
         self._reserved: dict[bytes, int] = {}
-        self._left: list[bytes] = []
+        self._rejected: list[bytes] = []
         self._is_over = False
 
     def match(self, hashes: RequestHashes) -> MatchedBlocks:
-        """What the cache holds of a request: of each sequence the blocks up to the first that it does not hold."""
+        """Return and pin the cached blocks of a request: for each sequence the blocks before the first missing one."""
         self._check()
-        found = self._index._match(hashes)
-        for block in set(found) - self._pinned - {-1}:
+        cached_blocks = self._index._match(hashes)
+        for block in set(cached_blocks) - self._pinned - {-1}:
             self._index._pin(block)
             self._pinned.add(block)
-        blocks = np.array(found, np.int64)
+        blocks = np.array(cached_blocks, np.int64)
         return MatchedBlocks(hashes, blocks, self._index.scores.known(blocks))
 
     def reserve(self, offered: OfferedBlocks) -> Indices:
-        """[offered] the blocks to store those in that pay, -1 for the others and where there is no room."""
+        """Return for each offered block the cache block to store it in; -1 if it is not kept or the cache is full."""
         self._check()
-        reserved, left = self._index._reserve(offered)
+        reserved, rejected = self._index._reserve(offered)
         self._reserved |= reserved
-        self._left += left
+        self._rejected += rejected
         return np.array([reserved.get(name, -1) for name in offered.hashes], np.int64)
 
     def commit(self) -> None:
-        """The step has run: its blocks are found from now on."""
+        """End the lease after the step has run. Later leases match its reserved blocks."""
         self._check()
         self._is_over = True
-        self._index._commit(self._reserved, self._left)
+        self._index._commit(self._reserved, self._rejected)
         for block in (*self._pinned, *self._reserved.values()):
             self._index._unpin(block)
 
     def release(self) -> None:
-        """The step has not run, or failed: its blocks hold nothing."""
+        """End the lease of a step that did not run or failed, and free its reserved blocks."""
         self._check()
         self._is_over = True
-        self._index._give_back(self._reserved)
+        self._index._discard(self._reserved)
         for block in self._pinned:
             self._index._unpin(block)
 
@@ -263,4 +273,8 @@ class StepLease:
 
     def _check(self) -> None:
         if self._is_over:
-            raise MoepassError("this lease of the cache is over", name="lease", expected="a new lease for each step")
+            raise MoepassError(
+                "this lease of the cache has ended; take a new lease for each step",
+                name="lease",
+                expected="a new lease for each step",
+            )

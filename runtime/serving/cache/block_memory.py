@@ -15,9 +15,16 @@ from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KeyValueShape:
-    """What an attention layer keeps of a token: `kv_heads` keys of `key_dim` numbers, as many values of `value_dim`.
+    """The shape of the keys and values of one token in an attention layer.
 
-    Both dims differ with latent attention (MLA), whose keys and values are expanded before attention sees them.
+    Both dimensions differ with latent attention (MLA), whose keys and values are expanded before the attention
+    function.
+
+    Attributes:
+        kv_heads: number of key heads, and of value heads.
+        key_dim: numbers in a key.
+        value_dim: numbers in a value.
+        dtype: type of the numbers.
     """
 
     kv_heads: int
@@ -27,55 +34,67 @@ class KeyValueShape:
 
     @property
     def token_bytes(self) -> int:
+        """Bytes of one token."""
         return self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
 
 class BlockMemory:
-    """Blocks of `BLOCK_TOKENS` tokens; block b of layer l is `keys[l][b]`, [BLOCK_TOKENS, kv_heads, key_dim].
+    """The memory of all cache blocks of `BLOCK_TOKENS` tokens.
 
-    Values likewise. Which block holds what is not known here. Layers may differ in shape; a block has a place in each.
+    Block b of layer l is `keys[l][b]`, [BLOCK_TOKENS, kv_heads, key_dim], and `values[l][b]` accordingly. Layers may
+    have different shapes. `BlockIndex` decides which tokens a block holds.
+
+    Args:
+        layers: shapes of all attention layers.
+        limit_bytes: as many blocks are allocated as fit into this limit.
+        device: device of the memory.
+
+    Raises:
+        InputError: not a single block fits.
     """
 
     def __init__(self, layers: Sequence[KeyValueShape], limit_bytes: int, device: torch.device | str = "cpu") -> None:
-        """Allocate as many blocks as fit into `limit_bytes`. Raises InputError if not one does."""
         self.layers = tuple(layers)
         self.block_bytes = block_bytes(layers)
         self.count = limit_bytes // self.block_bytes if self.block_bytes else 0
         if self.count < 1:
             raise InputError(
-                f"{limit_bytes} bytes hold no block of the cache; one of {BLOCK_TOKENS} tokens in "
-                f"{len(self.layers)} layers takes {self.block_bytes}",
+                f"a cache of {limit_bytes} bytes is too small for a single block; a block of {BLOCK_TOKENS} tokens in "
+                f"{len(self.layers)} layers takes {self.block_bytes} bytes",
                 name="limit_bytes",
                 value=limit_bytes,
                 expected=self.block_bytes,
             )
-        # Zeros, not what the memory held before: a masked weight of 0 times NaN would be NaN.
+        # Uninitialised memory may hold NaN, and a masked weight of 0 times NaN is NaN.
         self.keys, self.values = (
             [
-                _zeros((self.count, BLOCK_TOKENS, one.kv_heads, dim), one.dtype, torch.device(device))
-                for one, dim in ((one, one.key_dim if is_key else one.value_dim) for one in self.layers)
+                _zeros((self.count, BLOCK_TOKENS, shape.kv_heads, dim), shape.dtype, torch.device(device))
+                for shape, dim in ((shape, shape.key_dim if is_key else shape.value_dim) for shape in self.layers)
             ]
             for is_key in (True, False)
         )
 
     def read(self, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a chain of `blocks` [m], an index tensor: two copies [m · BLOCK_TOKENS, kv_heads, dim]."""
+        """Return copies of the keys and values of `blocks` [m], each [m · BLOCK_TOKENS, kv_heads, dim]."""
         return self.keys[layer][blocks].flatten(0, 1), self.values[layer][blocks].flatten(0, 1)
 
     def write(
         self, layer: int, blocks: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
-        """Fill `blocks` [m] from rows `positions` [m, BLOCK_TOKENS] of a step's `keys` and `values` [n, kv_heads, dim].
+        """Fill `blocks` [m] with rows of a step's `keys` and `values` [n, kv_heads, dim].
 
-        Raises InputError where these are of another shape than the layer's.
+        `positions` [m, BLOCK_TOKENS] are the rows of each block.
+
+        Raises:
+            InputError: keys or values do not have the shape of the layer.
         """
         shape = self.layers[layer]
-        given = KeyValueShape(keys.shape[1], keys.shape[2], values.shape[2], keys.dtype)
-        if given != shape:
+        actual = KeyValueShape(keys.shape[1], keys.shape[2], values.shape[2], keys.dtype)
+        if actual != shape:
             raise InputError(
-                f"layer {layer} gives {given}; the cache was built for {shape}",
+                f"layer {layer} produces keys and values of {actual}; the cache was built for {shape}",
                 name=f"layer {layer}",
-                value=given,
+                value=actual,
                 expected=shape,
             )
         self.keys[layer][blocks] = keys[positions]
@@ -83,12 +102,12 @@ class BlockMemory:
 
 
 def block_bytes(layers: Sequence[KeyValueShape]) -> int:
-    """Bytes of one block in all `layers`."""
+    """Return the bytes of one block in all `layers`."""
     return BLOCK_TOKENS * sum(layer.token_bytes for layer in layers)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """On a CPU the pages are taken when they are first written to, so that an empty cache takes no memory."""
+    """Return zeros. On a CPU, pages are only allocated on the first write, so an empty cache takes no memory."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

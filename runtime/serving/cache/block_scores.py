@@ -1,4 +1,4 @@
-"""Scores beside cached blocks, so that prompt log-probabilities of a cached prefix need no computation."""
+"""Scores of the tokens of cached blocks, so that prompt log-probabilities of a cached prefix need no computation."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from moepass.runtime.serving.requests.answer import ScoredTokens
 
 
 class BlockScores:
-    """Of each token of each block: log-probability, rank, the most likely token in its place and that one's.
+    """The log-probability and rank of each token of each block, and the most likely token with its log-probability.
 
-    Slot block * BLOCK_TOKENS + place is a token. It is known once all four have been written.
+    Scores are addressed by cache slot. A slot is known once all four values have been written.
     """
 
     def __init__(self, block_count: int) -> None:
@@ -25,38 +25,37 @@ class BlockScores:
         self._top_log_probabilities = np.zeros(slots, np.float32)
 
     def known(self, blocks: Indices) -> npt.NDArray[np.bool_]:
-        """[blocks, BLOCK_TOKENS] which tokens are known; none of block -1."""
+        """Return which tokens [blocks, BLOCK_TOKENS] are known; none for block -1."""
         if not len(self._known):
             return np.zeros((len(blocks), BLOCK_TOKENS), bool)
-        found: npt.NDArray[np.bool_] = self._known.reshape(-1, BLOCK_TOKENS)[blocks] & (blocks >= 0)[:, None]
-        return found
+        known: npt.NDArray[np.bool_] = self._known.reshape(-1, BLOCK_TOKENS)[blocks] & (blocks >= 0)[:, None]
+        return known
 
     def write(self, slots: Indices, scored: ScoredTokens) -> None:
-        """Write `scored`, with one most likely token or more, beside `slots`; -1: nowhere.
+        """Write `scored` to `slots`; -1 skips a token. At least one most likely token per position is required.
 
-        What is known stays: an answer from the cache is the same for as long as the block is there.
+        Known scores stay, so that answers from the cache do not change as long as the block exists.
         """
         chosen = np.flatnonzero(slots >= 0)
         chosen = chosen[~self._known[slots[chosen]]]
-        kept = slots[chosen]
-        self._log_probabilities[kept] = scored.log_probabilities[chosen]
-        self._ranks[kept] = scored.ranks[chosen]
-        self._top_tokens[kept] = scored.top_tokens[chosen, 0]
-        self._top_log_probabilities[kept] = scored.top_log_probabilities[chosen, 0]
-        self._known[kept] = True
+        written_slots = slots[chosen]
+        self._log_probabilities[written_slots] = scored.log_probabilities[chosen]
+        self._ranks[written_slots] = scored.ranks[chosen]
+        self._top_tokens[written_slots] = scored.top_tokens[chosen, 0]
+        self._top_log_probabilities[written_slots] = scored.top_log_probabilities[chosen, 0]
+        self._known[written_slots] = True
 
     def read(self, slots: Indices, scored_top: int) -> ScoredTokens:
-        """The scores beside `slots`, with `scored_top` most likely tokens, 0 or 1.
+        """Return the scores of `slots`, with 0 or 1 most likely tokens.
 
-        Raises InputError for more of them, and for a slot that is not known.
+        Raises:
+            InputError: `scored_top` is larger, or a slot is not known.
         """
         if scored_top not in (0, 1):
-            raise InputError.wrong("scored_top", scored_top, "0 or 1 where scores come from the cache")
+            raise InputError.wrong("scored_top", scored_top, "0 or 1 for scores from the cache")
         unknown = slots[~self._known[slots]]
         if len(unknown):
-            raise InputError(
-                f"the score beside slot {unknown[0]} of the cache is not known", name="slots", value=int(unknown[0])
-            )
+            raise InputError(f"slot {unknown[0]} of the cache stores no score", name="slots", value=int(unknown[0]))
         return ScoredTokens(
             self._log_probabilities[slots],
             self._ranks[slots],
@@ -65,5 +64,5 @@ class BlockScores:
         )
 
     def forget(self, block: int) -> None:
-        """The block gets other tokens."""
+        """Mark the scores of `block` as unknown, because it gets other tokens."""
         self._known[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS] = False

@@ -1,4 +1,4 @@
-"""The modules to compile: a model's backbone, which gives the states of chosen tokens and of no others."""
+"""The modules that are compiled: a model's backbone, which returns the states of the read tokens only."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from moepass.runtime.serving.attention.last_layer import LastLayer
 
 
 class TrieBackbone(nn.Module):
-    """The states at `places` [m] of one stream of tokens [1, n]; attention finds the trie in the running step.
+    """A backbone over one stream of tokens. Attention takes the trie from the running step.
 
-    With `last_layer`, which is attached to `backbone`, the last layer computes these tokens alone.
+    Args:
+        backbone: the model's backbone.
+        last_layer: attached to `backbone`; with it, the last layer computes the read tokens only.
     """
 
     def __init__(self, backbone: nn.Module, last_layer: LastLayer | None = None) -> None:
@@ -19,6 +21,7 @@ class TrieBackbone(nn.Module):
         self.backbone, self.last_layer = backbone, last_layer
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Return the states [m, hidden] at `places` [m] of the stream [1, n]."""
         if self.last_layer is None:
             return self._states(input_ids, position_ids)[0, places]
         self.last_layer.read(places)
@@ -33,12 +36,13 @@ class TrieBackbone(nn.Module):
 
 
 class RowsBackbone(nn.Module):
-    """The states at `places` [m] of padded rows [rows, tokens]; a place counts tokens over all rows."""
+    """A backbone over padded rows."""
 
     def __init__(self, backbone: nn.Module) -> None:
         super().__init__()
         self.backbone = backbone
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Return the states [m, hidden] at `places` [m], indices into the flattened rows [rows * tokens]."""
         states: torch.Tensor = self.backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)[0]
         return states.flatten(0, 1)[places]

@@ -1,12 +1,12 @@
-"""From a checkpoint to an engine that is warm: loaded, surveyed, compiled, and measured.
+"""Loading of an engine: from a checkpoint to a surveyed, compiled and measured model.
 
 Pseudo-code
-    load the model, its experts at their home
-    survey its attention, and try a small trie on it: a trie where both agree, else padded rows
-    compare a few outputs with the model's own; refuse it where they differ
-        of a trie, the last layer computes the read tokens alone, unless it is that which makes them differ
-    limits: the plan's threshold, and the tokens that fit into memory
-    warm up: steps of different sizes compile what there is to compile, and the largest tells FLOPs per second
+    load the model, with its experts at their home
+    survey its attention, and run a small trie on it: use tries if both agree, padded rows otherwise
+    compare a few outputs with the model's own, and refuse the model if they differ
+        with a trie, the last layer computes the read tokens only, unless that makes the outputs differ
+    set limits: the plan's saturation threshold, and the tokens that fit into memory
+    warm up: run steps of different sizes, so that everything is compiled, and measure FLOPs per second of the largest
 """
 
 from __future__ import annotations
@@ -56,35 +56,41 @@ from moepass.runtime.torch_private import constraint_violation_error, frames_com
 
 logger = logging.getLogger("moepass")
 
-# [Empirical] Parts of the memory that is free after loading: for blocks of the cache by default, and for the
-# activations of a step. The rest is for logits, masks and what torch keeps.
+# [Empirical] Shares of the memory that is free after loading: for the cache by default, and for the activations of a
+# step. The remaining memory is for logits, masks and torch's allocator.
 CACHE_SHARE = 0.1
 ACTIVATION_SHARE = 0.4
-# More blocks than that hold hardly more prefixes. [Empirical]
+# [Empirical] Default limit of the cache: more blocks hardly hold more prefixes.
 MOST_CACHE_BYTES = 4 << 30
-# Tokens of a padded row group, where a model takes no trie.
+# Tokens of a group of padded rows.
 ROWS_TOKENS = MICRO_BATCH_TOKENS
-# Tokens of a sequence of the full step that is measured.
+# Tokens per sequence of the full step that is measured.
 WARM_UP_TOKENS = 256
 
-# Lengths of two streams that have nothing in common with other sizes of a model. Vocabularies are larger.
+# Lengths of two streams that differ from other sizes in a model. Vocabularies are larger.
 LEARNED_COUNTS = (19, 23)
 
-LOOPS_OVER_TOKENS = "it loops over tokens, or chunks of them, so that each graph would be for some lengths alone"
+LOOPS_OVER_TOKENS = "it loops over tokens, or chunks of tokens, so each graph would only serve some lengths"
 
-# Compiles a module, whose arguments are tensors.
+# Compiles a module with three tensor arguments.
 Compile = Callable[[nn.Module], Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineOptions:
-    """How a model is served.
+    """The options of an engine.
 
-    home            where experts rest; None: on the device, as transformers loads them
-    cache_bytes     for prefix blocks: 0 switches the cache off, None is a part of the memory that is free
-    step_tokens     a step is full from so many tokens on; None: as the plan says
-    sharers         processes that share the memory of this device, this one included
-    warms_up        before the first request, so that none waits for a compiler
+    Attributes:
+        home: home of the experts; None loads them on the device, as transformers does.
+        device: device of the computation.
+        dtype: type of the model; None is that of the checkpoint.
+        slots: slots of the ring; None as planned.
+        memory_budget: device memory for weights, slots and activations, such as "6GB"; None for no budget.
+        hardware: name of a hardware profile for the plan.
+        cache_bytes: size of the prefix cache; 0 switches it off, None takes a share of the free memory.
+        step_tokens: tokens of a full step; None as planned.
+        sharers: number of processes that share the memory of the device, this one included.
+        warms_up: run steps before the first request, so that no request waits for a compilation.
     """
 
     home: HomeOptions | None
@@ -100,16 +106,19 @@ class EngineOptions:
 
 
 class _FullStep(NamedTuple):
-    """From how many tokens on a step is full, and who says so."""
+    """The tokens of a full step, and the source of this number."""
 
     tokens: int
     source: str
 
 
 def load_engine(folder: Path, options: EngineOptions, compile_module: Compile | None, key: bytes) -> ModelEngine:
-    """An engine of the checkpoint in `folder`; `compile_module` None runs the model uncompiled.
+    """Return an engine of the checkpoint in `folder`.
 
-    Raises CheckpointError, also for a model whose outputs are not finite, and what `load_pretrained` raises.
+    `compile_module` compiles the backbone; with None the model runs uncompiled. `key` is the key of the block hashes.
+
+    Raises:
+        CheckpointError: the outputs of the model are not finite. Also everything that `load_pretrained` raises.
     """
     return make_engine(_loaded(folder, options), options, compile_module, key)
 
@@ -117,34 +126,35 @@ def load_engine(folder: Path, options: EngineOptions, compile_module: Compile | 
 def make_engine(
     model: PreTrainedModel, options: EngineOptions, compile_module: Compile | None, key: bytes
 ) -> ModelEngine:
-    """An engine of `model`, which belongs to it from then on, warmed up where that is asked for.
+    """Return an engine of `model`, which it owns from now on.
 
-    Raises InputError for a model that is not its backbone and its head one after the other, token by token.
+    Raises:
+        InputError: the model cannot be separated into a backbone and a head that are applied token by token.
     """
     store = _placed_store(model)
     if store is not None:
-        store.tells_of_uncompiled_calls = False  # the survey and the probe are no compiled calls, and short
+        store.tells_of_uncompiled_calls = False  # the survey and the probe run uncompiled on purpose
     head = ModelHead(model)
     survey = survey_attention(model)
     refusal = survey.refusal or probe_trie(model, survey)
-    free = _free_bytes(options.device) // options.sharers
+    free_bytes = _free_bytes(options.device) // options.sharers
     shapes = survey.shapes if refusal is None else ()
-    blocks = _block_count(shapes, options, free)
+    block_count = _block_count(shapes, options, free_bytes)
     runner: TrieStates | PaddedRows
     backbone: nn.Module
     narrowing: _Narrowing | None
-    # The probe of a trie has shown that no token of one depends on those behind or beside it.
+    # If tries are used, the probe has shown that no token depends on later tokens or other branches.
     plain = plain_outputs(model, head, with_prefix=refusal is not None)
     if refusal is None:
         model.set_attn_implementation(TRIE_ATTENTION_NAME)
         if compile_module is None:
             use_summed_experts(model)
-        memory = BlockMemory(shapes, blocks * block_bytes(shapes), options.device) if blocks else None
+        memory = BlockMemory(shapes, block_count * block_bytes(shapes), options.device) if block_count else None
         runner = TrieStates(TrieBackbone(head.backbone), survey.layers, memory, options.device)
         narrowing = _narrowed(head, survey, plain, runner)
         backbone, obstacle = narrowing.backbone, narrowing.obstacle
     else:
-        logger.info("every sequence is computed by itself, as padded rows: %s", refusal)
+        logger.info("steps are padded rows, without shared prefixes: %s", refusal)
         backbone = RowsBackbone(head.backbone)
         runner = PaddedRows(backbone, options.device, ROWS_TOKENS)
         check_outputs(plain, head, runner)
@@ -153,7 +163,7 @@ def make_engine(
     if compile_module is not None:
         try:
             is_compiled = _compile(compile_module, backbone, plain, head, runner)
-        except Exception as error:  # of code that Dynamo sees in two ways, where the last layer runs twice
+        except Exception as error:  # Dynamo may fail on the last layer, which runs twice
             if narrowing is None or narrowing.handle is None:
                 raise
             narrowing = narrowing.undone(error)
@@ -161,15 +171,15 @@ def make_engine(
             is_compiled = _compile(compile_module, backbone, plain, head, runner)
     sizes = model_sizes(model, narrows=not obstacle)
     full_step = _full_step(store, options)
-    facts = _facts(model, head, sizes, full_step, survey, refusal, free)
-    narrowed = "the read tokens alone" if not obstacle else f"all tokens, because {obstacle}"
-    facts = dataclasses.replace(facts, notes={**facts.notes, "last layer": f"behind its attention {narrowed}"})
+    facts = _facts(model, head, sizes, full_step, survey, refusal, free_bytes)
+    last_layer = f"computes all tokens, because {obstacle}" if obstacle else "computes only the read tokens"
+    facts = dataclasses.replace(facts, notes={**facts.notes, "last layer": last_layer})
     if compile_module is not None and not is_compiled:
         facts = dataclasses.replace(facts, notes={**facts.notes, "compiled": f"no: {LOOPS_OVER_TOKENS}"})
     counters = EngineCounters(_exposed_seconds(store), lambda: frames_compiled()[0])
-    size = block_bytes(shapes) if blocks else 0
+    size = block_bytes(shapes) if block_count else 0
     engine = ModelEngine(
-        head, runner, sizes.table, facts, index=BlockIndex(blocks), key=key, counters=counters, block_bytes=size
+        head, runner, sizes.table, facts, index=BlockIndex(block_count), key=key, counters=counters, block_bytes=size
     )
     if store is not None:
         store.tells_of_uncompiled_calls = is_compiled
@@ -179,9 +189,12 @@ def make_engine(
 
 
 class _Narrowing(NamedTuple):
-    """A backbone whose last layer computes the read tokens alone, where `handle` is not None.
+    """A backbone, and whether its last layer computes the read tokens only.
 
-    Else it computes all tokens, because of `obstacle`.
+    Attributes:
+        backbone: the module to compile.
+        obstacle: the reason why the last layer computes all tokens; empty if it computes the read ones only.
+        handle: removes the hook that narrows the last layer; None if it computes all tokens.
     """
 
     backbone: TrieBackbone
@@ -189,27 +202,32 @@ class _Narrowing(NamedTuple):
     handle: RemovableHandle | None = None
 
     def undone(self, error: Exception) -> _Narrowing:
+        """Return a backbone whose last layer computes all tokens because of `error`."""
         if self.handle is not None:
             self.handle.remove()
         obstacle = f"{type(error).__name__}: {error}".partition("\n")[0]
-        logger.warning("the last layer computes all tokens, not the read ones alone: %s", obstacle)
+        logger.warning("the last layer computes all tokens instead of the read ones: %s", obstacle)
         logger.debug("the last layer computes all tokens", exc_info=error)
         return _Narrowing(TrieBackbone(self.backbone.backbone), obstacle)
 
 
 def _narrowed(head: ModelHead, survey: AttentionSurvey, plain: PlainOutputs, runner: TrieStates) -> _Narrowing:
-    """What it gives runs in `runner`. Raises InputError where all tokens give something else than the model, too."""
+    """Return a backbone for `runner`, narrowed if that does not change the outputs.
+
+    Raises:
+        InputError: the outputs differ from the model's own even if the last layer computes all tokens.
+    """
     assert survey.last is not None
     last_layer = LastLayer()
-    whole = TrieStates(TrieBackbone(head.backbone), runner.layers, runner.memory, runner.device)
+    unnarrowed = TrieStates(TrieBackbone(head.backbone), runner.layers, runner.memory, runner.device)
     narrowing = _Narrowing(TrieBackbone(head.backbone, last_layer))
     try:
         narrowing = narrowing._replace(handle=last_layer.attach(head.backbone, survey.last))
-        last_layer.learn(lambda count: whole.states(sequence_step(count)), LEARNED_COUNTS)
+        last_layer.learn(lambda count: unnarrowed.states(sequence_step(count)), LEARNED_COUNTS)
         runner.forward = narrowing.backbone
         check_outputs(plain, head, runner)
-        check_single_reads(plain, head, runner, whole)
-    except Exception as error:  # the model's own code meets numbers of tokens that it does not expect
+        check_single_reads(plain, head, runner, unnarrowed)
+    except Exception as error:  # the model's own code may not expect different numbers of tokens
         narrowing = narrowing.undone(error)
         runner.forward = narrowing.backbone
         check_outputs(plain, head, runner)
@@ -223,13 +241,13 @@ def _compile(
     head: ModelHead,
     runner: TrieStates | PaddedRows,
 ) -> bool:
-    """Let `runner` run `backbone` compiled; False where no graph of it is for all numbers of tokens."""
+    """Let `runner` run `backbone` compiled. Return False if no graph covers all numbers of tokens."""
     runner.forward = compile_module(backbone)
     try:
         with quiet_log("torch._guards"):
             check_outputs(plain, head, runner)
     except constraint_violation_error():
-        # As in some recurrent layers: lengths would be compiled when they first come.
+        # Some recurrent layers would be compiled again for each new length.
         logger.warning("the model runs uncompiled: %s", LOOPS_OVER_TOKENS)
         runner.forward = backbone
         return False
@@ -237,32 +255,32 @@ def _compile(
 
 
 def warm_up(engine: ModelEngine, full_step_tokens: int) -> None:
-    """Run steps of all kinds, so that nothing is left to compile, and measure how fast a full one is.
+    """Run steps of all kinds, so that nothing is left to compile, and measure the speed of a full step.
 
-    Steps of one token, of two, of a trie with prefixes that come from the cache the second time, and full ones.
+    The steps have one token, two tokens, a trie whose prefixes come from the cache in the second run, and a full step.
     """
     facts = engine.facts
     longest = min(facts.max_sequence_tokens, facts.most_tokens)
     tokens = np.random.default_rng(0).integers(0, facts.vocabulary_size, size=longest, dtype=np.int32)
 
-    def read(place: int) -> tuple[TokenRead, ...]:
-        return (TokenRead(place, tokens[:1], 1),) if facts.predicts_tokens else ()
+    def read(index: int) -> tuple[TokenRead, ...]:
+        return (TokenRead(index, tokens[:1], 1),) if facts.predicts_tokens else ()
 
     def request(number: int, length: int, branches: int = 0) -> Request:
         vector: Vector | None = None if facts.predicts_tokens else "last"
         pieces = [TokenPiece(-1, np.roll(tokens, number)[:length], read(length - 1), vector=vector)]
-        pieces += [TokenPiece(0, tokens[place : place + 1], read(0), vector=vector) for place in range(branches)]
+        pieces += [TokenPiece(0, tokens[index : index + 1], read(0), vector=vector) for index in range(branches)]
         return Request(f"warm-up {number}", tuple(pieces), salt=b"warm-up")
 
     trie = request(1, max(1, min(longest - 1, 40)), min(3, longest - 1))
 
-    def run(asked: list[Request]) -> StepResult:
-        result = engine.step(asked)
+    def run(requests: list[Request]) -> StepResult:
+        result = engine.step(requests)
         _check_numbers(result)
         return result
 
-    for asked in ([request(0, 1)], [request(0, min(longest, 2))], [trie], [trie]):
-        run(asked)
+    for requests in ([request(0, 1)], [request(0, min(longest, 2))], [trie], [trie]):
+        run(requests)
     length = min(longest, WARM_UP_TOKENS)
     full = [request(number, length) for number in range(max(1, min(full_step_tokens, facts.most_tokens) // length))]
     fastest = min((run(full) for _ in range(2)), key=lambda result: result.seconds)
@@ -270,14 +288,14 @@ def warm_up(engine: ModelEngine, full_step_tokens: int) -> None:
 
 
 def _check_numbers(result: StepResult) -> None:
-    """Raises CheckpointError where an answer holds something else than numbers."""
+    """Raise CheckpointError if an answer contains values that are not finite."""
     pieces = [piece for answer in result.answers for piece in answer.pieces]
     values = [read.top_log_probabilities for piece in pieces for read in piece.reads]
     values += [piece.vector for piece in pieces if piece.vector is not None]
     if not all(np.isfinite(numbers).all() for numbers in values):
         raise CheckpointError(
-            "the model's outputs are not finite; its weights are damaged, or too large for their type (serve the model "
-            "in float32 to tell which)",
+            "the model's outputs are not finite: its weights are damaged, or too large for their dtype; serve the "
+            "model in float32 to find out which",
             name="output",
         )
 
@@ -337,7 +355,7 @@ def _facts(
 def _full_step(store: BankStore | None, options: EngineOptions) -> _FullStep:
     if options.step_tokens:
         return _FullStep(options.step_tokens, "as asked for")
-    # By the plan of an offloaded model, where a profile of the machine was known.
+    # The plan of an offloaded model has a threshold if a profile of the machine is known.
     threshold = None if store is None or store.placed is None else store.placed.decisions.threshold_tokens
     if threshold:
         return _FullStep(threshold, "the plan's saturation threshold")
@@ -348,7 +366,7 @@ def _full_step(store: BankStore | None, options: EngineOptions) -> _FullStep:
 def _placed_store(model: PreTrainedModel) -> BankStore | None:
     try:
         return offload_report(model).store
-    except InputError:  # its experts were not offloaded
+    except InputError:  # the experts of the model are not offloaded
         return None
 
 
@@ -366,8 +384,8 @@ def _block_count(shapes: Sequence[KeyValueShape], options: EngineOptions, free_b
         limit = min(MOST_CACHE_BYTES, int(CACHE_SHARE * free_bytes))
     elif limit > free_bytes:
         raise InputError(
-            f"a cache of {limit / 1e9:.3g} GB is more than the {free_bytes / 1e9:.3g} GB of memory that are free for "
-            "this rank; give less, or leave it out for a tenth of them",
+            f"the prefix cache was set to {limit / 1e9:.3g} GB, but only {free_bytes / 1e9:.3g} GB of memory are free "
+            "for this rank; set less, or leave the option out to use a tenth of the free memory",
             name="kv_cache",
             value=limit,
             expected=free_bytes,
@@ -375,7 +393,8 @@ def _block_count(shapes: Sequence[KeyValueShape], options: EngineOptions, free_b
     count = limit // block_bytes(shapes)
     if limit and not count:
         raise InputError(
-            f"{limit} bytes hold no block of the cache, which takes {block_bytes(shapes)}; give more, or switch it off",
+            f"the prefix cache was set to {limit} bytes, but one block takes {block_bytes(shapes)}; set more, or 0 to "
+            "switch the cache off",
             name="kv_cache",
             value=limit,
             expected=block_bytes(shapes),

@@ -1,12 +1,12 @@
-"""The engine of one rank: requests become a step, the step runs, answers are read from its states.
+"""The engine of one rank: requests are packed into a step, the step runs, and its states become answers.
 
 Pseudo-code
     step(requests):
-        what does the cache hold of each?
-        pack them: every distinct token that is needed, once; blocks that are worth keeping get a place in the cache
-        run the step: states at the places that are read
-        scores of tokens, a few rows at a time; vectors; answers
-        where memory does not suffice: the same in two halves, and smaller steps from then on
+        match the cached blocks of each request
+        pack the requests: every distinct needed token once; reserve cache blocks for prefixes that are worth keeping
+        run the step: states at the positions that are read
+        compute scores of tokens, a few rows at a time, then vectors and answers
+        out of memory: run two halves instead, and limit later steps
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ import numpy as np
 import torch
 
 from moepass.models.errors import InputError
-from moepass.runtime.serving.batching.block_hashes import RequestHashes, request_hashes
 from moepass.runtime.serving.batching.pack import PackedStep, pack
-from moepass.runtime.serving.batching.request_costs import sequence_lengths, unshared_flops
+from moepass.runtime.serving.batching.request_costs import RequestCost, request_cost, row_cost, unshared_flops
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, Indices, StepBatch
 from moepass.runtime.serving.batching.step_flops import FlopsTable, row_lengths
 from moepass.runtime.serving.cache.block_index import BlockIndex
@@ -42,18 +41,25 @@ logger = logging.getLogger("moepass")
 
 
 class StepTooLargeError(InputError):
-    """A step has `value` tokens and memory for `expected`; it can be split."""
+    """A step has `value` tokens, and memory suffices for `expected`. The step can be split."""
 
 
 class StatesRunner(Protocol):
+    """Runs steps of a model."""
+
     def states(self, batch: StepBatch) -> torch.Tensor:
-        """The states at `batch.places`, [m, hidden]."""
+        """Return the states [m, hidden] at `batch.places`."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineCounters:
-    """How to read what other parts count: seconds in which computation waited for experts, and compiled graphs."""
+    """Functions that read counters of other components.
+
+    Attributes:
+        exposed_seconds: time that computation has waited for experts.
+        compilations: number of compiled graphs.
+    """
 
     exposed_seconds: Callable[[], float] = lambda: 0.0
     compilations: Callable[[], int] = lambda: 0
@@ -63,16 +69,17 @@ _NO_COUNTERS = EngineCounters()
 
 
 class ModelEngine:
-    """A `StepEngine` over a model in this process.
+    """A `StepEngine` that runs a model in this process.
 
     Args:
-        head: of the model.
-        runner: gives states of a step.
+        head: the head of the model.
+        runner: runs the backbone.
         table: FLOPs of the model's architecture.
-        facts: what the engine serves, and its limits.
-        index: of the runner's blocks; one of 0 blocks where it has none.
-        block_bytes: of one of them.
-        key: of the hashes of blocks.
+        facts: properties and limits of the engine.
+        index: index of the runner's cache blocks; with 0 blocks if it has no cache.
+        key: key of the block hashes.
+        counters: counters of other components.
+        block_bytes: size of a cache block.
     """
 
     def __init__(
@@ -91,71 +98,79 @@ class ModelEngine:
         self._facts, self._index = facts, index
         self._caches = index.block_count > 0
         self._most_tokens = facts.most_tokens
-        self._hashes: dict[str, RequestHashes] = {}
+        self._costs: dict[str, RequestCost] = {}
         self._watch = StepWatch(index, block_bytes)
 
     @property
     def facts(self) -> EngineFacts:
+        """The properties and limits of the engine."""
         return self._facts
 
     def be_ready(self, flops_per_second: float) -> None:
-        """The engine is warm: it forgets what the cache holds of that, and how fast it is stands in its facts."""
+        """Clear the cache after the warm-up, and store its measured speed in the facts."""
         self._index.evict(self._index.block_count)
         self._index.drain_events()
         self._facts = dataclasses.replace(self._facts, flops_per_second=flops_per_second)
         self._watch.forget()
 
     def compilations(self) -> int:
+        """Return the number of graphs that this process has compiled."""
         return self._counters.compilations()
 
     def look(self) -> EngineView:
-        """The last step and the cache, for people. Any thread may call this."""
+        """Return the last step and the occupancy of the cache. May be called from any thread."""
         return self._watch.look()
 
     def check(self, request: Request) -> None:
-        """Raises InputError for tokens that the model does not have, too long sequences, and reads that the model's
-        head does not give."""
+        """Check that the model can answer `request`.
+
+        Raises:
+            InputError: a token id is out of range, a sequence is too long, or the model's head cannot give a requested
+                output.
+        """
         facts = self._facts
-        ends: list[int] = []
+        longest = max(depth + len(piece.tokens) for depth, piece in zip(request.depths(), request.pieces, strict=True))
         for piece in request.pieces:
-            ends.append((ends[piece.parent] if piece.parent >= 0 else 0) + len(piece.tokens))
             asked = [piece.tokens, *(read.tokens for read in piece.reads)]
             lowest, highest = (bound([bound(tokens, initial=0) for tokens in asked]) for bound in (np.min, np.max))
             if lowest < 0 or highest >= facts.vocabulary_size:
                 wrong = int(lowest if lowest < 0 else highest)
                 raise InputError(
-                    f"token {wrong} is none of the model, which has tokens 0 to {facts.vocabulary_size - 1}; where it "
-                    "is one of the text's, tokenizer and model do not belong together",
+                    f"token {wrong} is not in the model's vocabulary of tokens 0 to {facts.vocabulary_size - 1}; if "
+                    "the tokenizer made it, tokenizer and model do not belong together",
                     name="tokens",
                     value=wrong,
                     expected=range(facts.vocabulary_size),
                 )
             if (piece.reads or piece.is_scored) and not facts.predicts_tokens:
-                raise InputError("the model has no head that predicts tokens", name="reads")
+                raise InputError("the model has no head that predicts tokens; only vectors can be read", name="reads")
             has_mean = facts.vector == "embedding"
             if piece.vector is not None and (facts.vector is None or (piece.vector == "mean" and not has_mean)):
                 raise InputError(
-                    f"the model gives no vector {piece.vector!r} of a sequence", name="vector", value=piece.vector
+                    f"the model has no {piece.vector!r} vector of a sequence", name="vector", value=piece.vector
                 )
         limit = min(facts.max_sequence_tokens, facts.most_tokens)
-        if max(ends) > limit:
+        if longest > limit:
             raise InputError(
-                f"a sequence of request {request.id} has {max(ends)} tokens; at most {limit} can be computed",
+                f"a sequence of request {request.id} has {longest} tokens; this engine computes at most {limit}",
                 name="tokens",
-                value=max(ends),
+                value=longest,
                 expected=limit,
             )
 
     def choose(self, waiting: Iterable[Request]) -> list[Request]:
-        """As many of `waiting` as bring a step to the saturation threshold, and not beyond what fits into memory."""
+        """Return the leading requests of `waiting`, at least one, that fill a step up to saturation.
+
+        They fit into memory, unless the first one alone does not.
+        """
         chosen: list[Request] = []
         seen: set[bytes] = set()
         tokens = flops = 0
-        # Requests that wait are seen by every choice until they are chosen: their hashes are computed once.
-        known, self._hashes = self._hashes, {}
+        # Every choice considers a waiting request until it is chosen, so its cost is computed once.
+        earlier_costs, self._costs = self._costs, {}
         for request in waiting:
-            if request.id in known:
-                self._hashes[request.id] = known[request.id]
+            if request.id in earlier_costs:
+                self._costs[request.id] = earlier_costs[request.id]
             new_tokens, new_flops = self._additional(request, seen)
             if chosen and tokens + new_tokens > self._most_tokens:
                 break
@@ -167,119 +182,118 @@ class ModelEngine:
         return chosen
 
     def step(self, requests: Sequence[Request], *, compares: bool = True) -> StepResult:
-        """Compute `requests`. Where memory does not suffice, in several steps.
+        """Compute `requests`, in several steps if memory does not suffice for one.
 
-        Without `compares` nobody counts what they would have cost unshared, which takes as long as to pack them.
+        Without `compares`, `unshared_flops` of the result is 0; counting it takes about as long as packing.
         """
-        began, exposed = time.perf_counter(), self._counters.exposed_seconds()
+        start, exposed = time.perf_counter(), self._counters.exposed_seconds()
         try:
-            parts = self._in_parts(requests)
+            results = self._run_or_split(requests)
         finally:
             for request in requests:
-                self._hashes.pop(request.id, None)
+                self._costs.pop(request.id, None)
         result = StepResult(
-            answers=tuple(answer for part in parts for answer in part.answers),
-            stored=tuple(block for part in parts for block in part.stored),
-            evicted=tuple(block for part in parts for block in part.evicted),
-            tokens=sum(part.tokens for part in parts),
-            flops=sum(part.flops for part in parts),
+            answers=tuple(answer for partial in results for answer in partial.answers),
+            stored=tuple(block for partial in results for block in partial.stored),
+            evicted=tuple(block for partial in results for block in partial.evicted),
+            tokens=sum(partial.tokens for partial in results),
+            flops=sum(partial.flops for partial in results),
             unshared_flops=unshared_flops(requests, self._table) if compares else 0,
-            seconds=time.perf_counter() - began,
+            seconds=time.perf_counter() - start,
             exposed_seconds=self._counters.exposed_seconds() - exposed,
-            refused=tuple(refusal for part in parts for refusal in part.refused),
-            retries=len(parts) - 1,
+            refused=tuple(refusal for partial in results for refusal in partial.refused),
+            retries=len(results) - 1,
         )
         self._watch.ended(result, len(requests))
         return result
 
     def answer_now(self, request: Request) -> Answer:
-        """The answer to one request, in a step of its own. Raises InputError where it has none."""
+        """Return the answer to one request, computed in a separate step.
+
+        Raises:
+            InputError: the model cannot answer the request.
+        """
         self.check(request)
         result = self.step([request])
         for _, reason in result.refused:
             raise InputError(f"request {request.id} cannot be computed: {reason}", name="request")
         return result.answers[0]
 
-    # ---- What a request adds to a step
+    # ---- Costs of a request
 
     def _additional(self, request: Request, seen: set[bytes]) -> tuple[int, int]:
-        """Tokens and FLOPs that `request` adds to a step whose blocks are `seen`, to which its own are added."""
-        if self._facts.form == "rows":
-            rows = sequence_lengths(request)
-            return sum(rows), sum(map(self._table.total, rows))
-        hashes = self._hashes_of(request)
-        tokens = flops = 0
-        ends: list[int] = []
-        for piece in request.pieces:
-            before = ends[piece.parent] if piece.parent >= 0 else 0
-            ends.append(before + len(piece.tokens))
-            tokens += len(piece.tokens)
-            flops += self._table.flops(before, len(piece.tokens))
-        depths: list[int] = []
-        for name, previous in zip(hashes.hashes, hashes.previous.tolist(), strict=True):
-            depths.append(depths[previous] + BLOCK_TOKENS if previous >= 0 else 0)
+        """Return the tokens and FLOPs that `request` adds to a step that contains the blocks `seen`.
+
+        The blocks of the request are added to `seen`.
+        """
+        cost = self._cost_of(request)
+        tokens, flops = cost.tokens, cost.flops
+        for name, block_flops in zip(cost.hashes.hashes, cost.block_flops, strict=True):
             if name in seen:
                 tokens -= BLOCK_TOKENS
-                flops -= self._table.flops(depths[-1], BLOCK_TOKENS)
+                flops -= block_flops
             seen.add(name)
         return max(tokens, 1), flops
 
-    def _hashes_of(self, request: Request) -> RequestHashes:
-        if request.id not in self._hashes:
-            self._hashes[request.id] = request_hashes(request, self._key)
-        return self._hashes[request.id]
+    def _cost_of(self, request: Request) -> RequestCost:
+        if request.id not in self._costs:
+            is_trie = self._facts.form == "trie"
+            self._costs[request.id] = (
+                request_cost(request, self._table, self._key) if is_trie else row_cost(request, self._table)
+            )
+        return self._costs[request.id]
 
     # ---- Steps
 
-    def _in_parts(self, requests: Sequence[Request]) -> list[StepResult]:
+    def _run_or_split(self, requests: Sequence[Request]) -> list[StepResult]:
         try:
-            return [self._once(requests)]
+            return [self._run_step(requests)]
         except Exception as error:
             if not (is_out_of_memory(error) or isinstance(error, StepTooLargeError)):
                 raise
-            why = error
-        # Outside of the except block: the error's frames hold the tensors of the step that failed.
-        if not isinstance(why, StepTooLargeError):
+            reason = error
+        # The retry runs outside of the except block, because the error's frames hold the tensors of the failed step.
+        if not isinstance(reason, StepTooLargeError):
             largest = max(sum(len(piece.tokens) for piece in request.pieces) for request in requests)
             self._most_tokens = min(self._most_tokens, max(largest, self._most_tokens // 2))
-            logger.warning("memory does not suffice for a step; steps have %d tokens at most now", self._most_tokens)
-        del why
+            logger.warning("out of memory in a step: steps are limited to %d tokens from now on", self._most_tokens)
+        del reason
         if len(requests) > 1:
             middle = len(requests) // 2
-            return [*self._in_parts(requests[:middle]), *self._in_parts(requests[middle:])]
-        return self._one_in_parts(requests[0])
+            return [*self._run_or_split(requests[:middle]), *self._run_or_split(requests[middle:])]
+        return self._halved_request(requests[0])
 
-    def _one_in_parts(self, request: Request) -> list[StepResult]:
-        """One request that does not fit: its questions in two steps, or a refusal where it has but one."""
-        cut = halves(request)
-        if cut is None:
+    def _halved_request(self, request: Request) -> list[StepResult]:
+        """Compute an oversized request as two halves of its questions, or refuse it if it has only one question."""
+        both_halves = halves(request)
+        if both_halves is None:
             tokens = sum(len(piece.tokens) for piece in request.pieces)
             reason = f"its {tokens} tokens need more memory than the device has left"
             return [StepResult((), (), (), 0, 0, 0, 0.0, 0.0, ((request.id, reason),))]
         done: list[list[StepResult]] = []
-        for number, part in enumerate(cut):
-            # A name of its own: what is remembered of a request by its name is of other pieces.
-            half = part.of(request, f"{request.id}/{number}")
-            done.append(self._in_parts([half]))
-            self._hashes.pop(half.id, None)
-        steps = [step for found in done for step in found]
+        for number, half in enumerate(both_halves):
+            # The half gets a new id, because costs are remembered by id.
+            request_half = half.of(request, f"{request.id}/{number}")
+            done.append(self._run_or_split([request_half]))
+            self._costs.pop(request_half.id, None)
+        steps = [step for results in done for step in results]
         if any(step.refused for step in steps):
             reason = next(reason for step in steps for _, reason in step.refused)
             refused = ((request.id, reason),)
             return [dataclasses.replace(step, answers=(), refused=refused * (step is steps[0])) for step in steps]
-        answers = [answer for found in done for step in found for answer in step.answers]
-        whole = merged_answer(request, list(zip(cut, answers, strict=True)))
-        return [dataclasses.replace(step, answers=(whole,) if step is steps[0] else ()) for step in steps]
+        answers = [answer for results in done for step in results for answer in step.answers]
+        answer = merged_answer(request, list(zip(both_halves, answers, strict=True)))
+        return [dataclasses.replace(step, answers=(answer,) if step is steps[0] else ()) for step in steps]
 
-    def _once(self, requests: Sequence[Request]) -> StepResult:
+    def _run_step(self, requests: Sequence[Request]) -> StepResult:
         with self._index.lease() as lease:
-            matched = [lease.match(self._hashes_of(request)) for request in requests] if self._caches else None
+            matched = [lease.match(self._cost_of(request).hashes) for request in requests] if self._caches else None
             packed = pack(requests, self._table, matched)
             self._watch.packed(packed.batch)
             self._check_size(packed, requests)
             blocks = lease.reserve(packed.offered)
             batch = packed.storing(blocks)
-            # Nothing is computed where nothing is read, or the cache holds it all.
+            # If the cache holds all outputs, nothing runs.
             states = self._runner.states(batch) if len(batch.places) else torch.empty(0)
             reads = StepReads(packed, requests, keeps_scores=self._caches)
             scores = score_tokens(states, self._head, self._facts.vocabulary_size, reads.wanted)
@@ -297,7 +311,7 @@ class ModelEngine:
         )
 
     def _computed(self, packed: PackedStep) -> tuple[int, int]:
-        """Tokens and FLOPs of a step. Of padded rows those of every row whole, padding not counted."""
+        """Return the computed tokens and FLOPs of a step. Padded rows count completely, without their padding."""
         if self._facts.form == "trie":
             return packed.batch.count, packed.flops
         rows = row_lengths(packed.batch)
@@ -312,7 +326,7 @@ class ModelEngine:
         count, _ = self._computed(packed)
         if count > self._most_tokens and (len(requests) > 1 or halves(requests[0]) is not None):
             raise StepTooLargeError(
-                f"a step has {count} tokens; {self._most_tokens} fit into memory",
+                f"a step has {count} tokens, and at most {self._most_tokens} fit into memory",
                 value=count,
                 expected=self._most_tokens,
             )

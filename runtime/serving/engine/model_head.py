@@ -1,8 +1,8 @@
-"""A model in two parts: the backbone, which gives states, and the head, which makes logits of chosen states alone.
+"""A model in two parts: the backbone, which computes states, and the head, which computes logits of chosen states.
 
-With a large vocabulary the logits of all tokens would be the largest tensor by far. Families scale, cap and project
-logits in ways that no attribute announces, so the head is the model itself with another backbone: one that returns the
-given states.
+With a large vocabulary, the logits of all tokens would be by far the largest tensor. Models scale, cap and project
+logits in ways that no attribute reveals. So the head is the model itself with another backbone, which returns the
+chosen states.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ HeadKind = Literal["tokens", "classes", "states"]
 
 
 class ModelHead:
-    """What a model does with the states of its backbone.
+    """The head of a model, applied to states of its backbone.
 
-    kind    "tokens": logits of the next token; "classes": scores of classes, or a reward; "states": nothing, the
-            states are the answer
-    width   numbers that it gives for each state: entries of the vocabulary, classes, or the width of the states
+    Attributes:
+        kind: "tokens" for next-token logits, "classes" for class scores or a reward, "states" if the states are the
+            output.
+        width: numbers per state that the head returns: entries of the vocabulary, classes, or the width of the states.
+        backbone: the backbone of the model.
 
-    Raises InputError for a model whose head needs more of its backbone than states.
+    Raises:
+        InputError: the head needs more from its backbone than states.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -39,36 +42,38 @@ class ModelHead:
 
     @property
     def dtype(self) -> torch.dtype:
-        found: torch.dtype = self._model.dtype
-        return found
+        """Type of the model's numbers."""
+        dtype: torch.dtype = self._model.dtype
+        return dtype
 
     @property
     def model_name(self) -> str:
+        """Class name of the model."""
         return type(self._model).__name__
 
     @torch.no_grad()
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """[rows, width] for the states [rows, hidden], in the type of the model."""
+        """Return the outputs [rows, width] for the states [rows, hidden], in the dtype of the model."""
         if self.kind == "states":
             return states
         if self.kind == "classes" and self._model.config.get_text_config().pad_token_id is None:
-            # transformers refuses several sequences then, because it cannot tell where they end.
+            # Without a padding token, transformers refuses several sequences, because it cannot find their ends.
             return torch.cat([self._logits(row) for row in states.split(1)]) if len(states) else self._logits(states)
         return self._logits(states)
 
     def _logits(self, states: torch.Tensor) -> torch.Tensor:
-        # The model with another backbone; the model itself stays as it is, for threads that run it.
+        # A shallow copy gets another backbone. The model itself is not changed, because other threads may run it.
         probe = copy.copy(self._model)
-        given = _StandInBackbone(self.backbone, states[:, None])
-        probe.__dict__["_modules"] = {**self._model._modules, self._name: given}
+        stand_in = _StandInBackbone(self.backbone, states[:, None])
+        probe.__dict__["_modules"] = {**self._model._modules, self._name: stand_in}
         inputs = torch.ones((len(states), 1), dtype=torch.int64, device=states.device)
         try:
             logits: torch.Tensor = probe(input_ids=inputs, use_cache=False).logits
         except (TypeError, AttributeError, IndexError) as error:
             kind = type(self._model).__name__
             raise InputError(
-                f"the head of {kind} needs more of its backbone than states ({type(error).__name__}: {error}); "
-                "such models cannot be served",
+                f"{kind} cannot be served, because its head needs more from its backbone than hidden states "
+                f"({type(error).__name__}: {error})",
                 name="model",
                 value=kind,
             ) from error
@@ -83,24 +88,24 @@ def _kind(model: PreTrainedModel) -> HeadKind:
         return "classes"
     if model.base_model is model:
         return "states"
-    known = ("ForCausalLM", "ForSequenceClassification", "Model")
+    supported = ("ForCausalLM", "ForSequenceClassification", "Model")
     raise InputError(
-        f"{name} has a head that is not served; classes that end in {one_of(known)} are",
+        f"the head of {name} is not supported; serve a class whose name ends in {one_of(supported)}",
         name="model",
         value=name,
-        expected=known,
+        expected=supported,
     )
 
 
 def _backbone_name(model: PreTrainedModel) -> str:
-    """The name of the part that gives states. A few classes announce one that they do not have (Llama 4)."""
-    names: list[str] = [name for name, part in model.named_children() if isinstance(part, PreTrainedModel)]
+    """Return the attribute name of the backbone. A few classes announce one that they do not have (Llama 4)."""
+    names: list[str] = [name for name, module in model.named_children() if isinstance(module, PreTrainedModel)]
     if model.base_model_prefix in names:
         return str(model.base_model_prefix)
     if len(names) == 1:
         return names[0]
     raise InputError(
-        f"{type(model).__name__} has no backbone of its own; such models cannot be served",
+        f"{type(model).__name__} cannot be served, because it has no separate backbone module",
         name="model",
         value=type(model).__name__,
     )
@@ -111,7 +116,7 @@ def _state_width(model: PreTrainedModel) -> int:
 
 
 class _BackboneOutput(BaseModelOutputWithPast):  # type: ignore[misc]  # transformers has no types
-    """The output of a backbone: its last states, and nothing else that a model may look for."""
+    """The output of a backbone: its last states. All other attributes are None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -120,11 +125,11 @@ class _BackboneOutput(BaseModelOutputWithPast):  # type: ignore[misc]  # transfo
 
 
 class _StandInBackbone(nn.Module):
-    """Stands in for a backbone: returns `states` for any input, and otherwise has the backbone's attributes."""
+    """A replacement backbone that returns `states` for any input, and has the attributes of the original."""
 
     def __init__(self, backbone: nn.Module, states: torch.Tensor) -> None:
         super().__init__()
-        self.__dict__["backbone"] = backbone  # not as a child
+        self.__dict__["backbone"] = backbone  # nn.Module would register it as a child
         self.states = states
 
     def forward(self, *args: object, **kwargs: object) -> _BackboneOutput:

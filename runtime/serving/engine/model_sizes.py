@@ -1,4 +1,4 @@
-"""What a token of a model takes: FLOPs, and bytes of activations; by its architecture, or else by its parameters."""
+"""The cost of one token of a model: FLOPs and bytes of activations, from its architecture or its parameter count."""
 
 from __future__ import annotations
 
@@ -13,13 +13,18 @@ from moepass.models.sizes.families import from_config
 from moepass.passes.planner.strategies import peak_activation_bytes
 from moepass.runtime.serving.batching.step_flops import FlopsTable
 
-# Activations of a layer that are alive at once, in widths of its widest product. [Empirical] Generous.
+# [Empirical] Generous bound of the activations of a layer that are alive at once, in widths of its widest product.
 _WIDTHS = 8
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ModelSizes:
-    """`note` says where the numbers come from, where that is not the architecture."""
+    """The costs of a model. `note` explains their source if it is not the architecture.
+
+    Attributes:
+        table: FLOPs of sequences.
+        token_bytes: bytes of activations per token of a step.
+    """
 
     table: FlopsTable
     token_bytes: float
@@ -27,8 +32,10 @@ class ModelSizes:
 
 
 def model_sizes(model: PreTrainedModel, *, narrows: bool) -> ModelSizes:
-    """`narrows`: see `FlopsTable`. Of a model whose architecture is not known, 2 FLOPs per parameter and token:
-    attention is not counted, and all tokens pass through all layers.
+    """Return the costs of `model`; `narrows` as in `FlopsTable`.
+
+    A model with an unknown architecture costs 2 FLOPs per parameter and token. Attention is not counted then, and all
+    tokens pass through all layers.
     """
     try:
         architecture = from_config(model.config)
@@ -38,13 +45,13 @@ def model_sizes(model: PreTrainedModel, *, narrows: bool) -> ModelSizes:
     return ModelSizes(FlopsTable(architecture, narrows=narrows), token_bytes)
 
 
-def _by_parameters(model: PreTrainedModel, why: str) -> ModelSizes:
+def _by_parameters(model: PreTrainedModel, reason: str) -> ModelSizes:
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     head = model.get_output_embeddings()
     logit_numbers = 0 if head is None else head.weight.numel()
     outside = tables | ({id(head.weight)} if head is not None else set())
     numbers = sum(value.numel() for value in model.parameters() if id(value) not in outside)
     linears = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
-    width = max([int(model.config.get_text_config().hidden_size), *(one.out_features for one in linears)])
+    width = max([int(model.config.get_text_config().hidden_size), *(linear.out_features for linear in linears)])
     table = FlopsTable.of_parameters(numbers, logit_numbers)
-    return ModelSizes(table, float(_WIDTHS * width * 4), f"2 FLOPs per parameter and token, because {why}")
+    return ModelSizes(table, float(_WIDTHS * width * 4), f"2 FLOPs per parameter and token, because {reason}")

@@ -1,7 +1,7 @@
-"""States of a step for models that cannot take a trie: every branch becomes a row of its own, padded on the right.
+"""Steps for models that cannot run a trie: each branch becomes a separate row, padded on the right.
 
-Recurrent layers and state spaces read their tokens in order, so each sequence is computed whole, shared prefixes again
-in every row. Nothing is cached.
+Recurrent layers and state spaces read tokens in order, so each row computes its complete sequence, shared prefixes
+included. Nothing is cached.
 """
 
 from __future__ import annotations
@@ -13,41 +13,51 @@ import torch
 
 from moepass.runtime.serving.batching.step_batch import Indices, StepBatch
 
-# Tokens of a row up to which a graph must hold. Indices of larger tensors may need 64 bits, and so another graph.
+# Longest row that a compiled graph must support. Longer rows may need 64-bit indices, and so another graph.
 MOST_COMPILED_WIDTH = 1 << 17
 
-# (input_ids [rows, tokens], attention_mask [rows, tokens], flat places [n] in rows * tokens) -> states [n, hidden]
+# (input_ids [rows, tokens], attention_mask [rows, tokens], indices [n] into rows * tokens) -> states [n, hidden]
 RowsForward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class PaddedRows:
-    """Rows run in groups of at most `most_tokens` tokens, padding included, or one row alone."""
+    """Runs steps as groups of padded rows.
+
+    Args:
+        forward: a `RowsBackbone`, compiled or not.
+        device: device of the model.
+        most_tokens: limit of the tokens of a group, padding included. A single row may be longer.
+    """
 
     def __init__(self, forward: RowsForward, device: torch.device, most_tokens: int) -> None:
         self.forward, self.device, self.most_tokens = forward, device, most_tokens
 
     @torch.no_grad()
     def states(self, batch: StepBatch) -> torch.Tensor:
-        """The states at `batch.places`, [m, hidden]. Raises ValueError for a step that uses or fills a cache."""
+        """Return the states [m, hidden] at `batch.places`.
+
+        Raises:
+            ValueError: the step reads or stores cached blocks.
+        """
         if batch.contexts or batch.stored:
-            raise ValueError("padded rows use no cache; the step hangs on cached blocks or stores some")
+            raise ValueError("padded rows have no cache, but the step reads or stores cached blocks")
         rows = list(_rows(batch))
         row_of = np.full(batch.count, -1, np.int64)
         for number, positions in enumerate(rows):
             fresh = positions[row_of[positions] < 0]
             row_of[fresh] = number
         owners = row_of[batch.places]
-        parts: list[torch.Tensor] = []
+        group_states: list[torch.Tensor] = []
         order: list[Indices] = []
         for group in self._groups(rows):
             read = np.flatnonzero(np.isin(owners, group))
             if len(read):
                 order.append(read)
-                parts.append(self._run(batch, rows, group, owners[read], batch.depth[batch.places[read]]))
-        found = torch.cat(parts)
-        restored = torch.empty_like(found)
-        restored[torch.from_numpy(np.concatenate(order)).to(found.device)] = found
-        return restored
+                group_states.append(self._run(batch, rows, group, owners[read], batch.depth[batch.places[read]]))
+        states = torch.cat(group_states)
+        ordered = torch.empty_like(states)
+        ordered[torch.from_numpy(np.concatenate(order)).to(states.device)] = states
+        return ordered
 
     def _groups(self, rows: list[Indices]) -> Iterator[list[int]]:
         group: list[int] = []
@@ -64,33 +74,33 @@ class PaddedRows:
     def _run(
         self, batch: StepBatch, rows: list[Indices], group: list[int], owners: Indices, depths: Indices
     ) -> torch.Tensor:
-        # torch.compile takes sizes 0 and 1 for constants and compiles again, so there are at least two of each.
+        # torch.compile treats sizes 0 and 1 as constants and would recompile, so every size is at least 2.
         width, height = max(2, len(rows[group[0]])), max(2, len(group))
         tokens = np.zeros((height, width), np.int64)
         mask = np.zeros((height, width), np.int64)
-        mask[:, 0] = 1  # a row without a token would have no probabilities
-        for place, number in enumerate(group):
-            tokens[place, : len(rows[number])] = batch.tokens[rows[number]]
-            mask[place, : len(rows[number])] = 1
+        mask[:, 0] = 1  # a fully masked row would give NaN
+        for row, number in enumerate(group):
+            tokens[row, : len(rows[number])] = batch.tokens[rows[number]]
+            mask[row, : len(rows[number])] = 1
         local = np.empty(len(rows), np.int64)
         local[group] = np.arange(len(group))
-        places = local[owners] * width + depths
-        flat = np.resize(places, max(2, len(places)))
-        inputs = [torch.from_numpy(array).to(self.device) for array in (tokens, mask, flat)]
-        # One graph for all widths, or none: loops over chunks of tokens would be compiled for each number of chunks.
+        flat_indices = local[owners] * width + depths
+        padded_indices = np.resize(flat_indices, max(2, len(flat_indices)))
+        inputs = [torch.from_numpy(array).to(self.device) for array in (tokens, mask, padded_indices)]
+        # The explicit range refuses a model whose loops over chunks of tokens need a graph for each number of chunks.
         limits = {"min": 2, "max": MOST_COMPILED_WIDTH} if width <= MOST_COMPILED_WIDTH else {}
         for tensor in inputs[:2]:
             torch._dynamo.mark_dynamic(tensor, 1, **limits)
         torch._dynamo.mark_dynamic(inputs[2], 0)
-        return self.forward(*inputs)[: len(places)]
+        return self.forward(*inputs)[: len(flat_indices)]
 
 
 def _rows(batch: StepBatch) -> Iterator[Indices]:
-    """The positions of every sequence of the trie, from its first token to the end of a leaf."""
+    """Yield the positions of every sequence of the trie, from its first token to the end of a leaf."""
     chains: list[Indices] = []
     for node in batch.nodes:
-        own = np.arange(node.start, node.end)
-        chain = own if node.parent < 0 else np.concatenate([chains[node.parent], own])
+        positions = np.arange(node.start, node.end)
+        chain = positions if node.parent < 0 else np.concatenate([chains[node.parent], positions])
         chains.append(chain)
         if node.subtree_end == node.end:
             yield chain

@@ -1,8 +1,8 @@
-"""Whether the engine's parts together give what the model itself gives, tried on a few tokens.
+"""A check that the engine's parts compute the same as the model itself, on a few tokens.
 
-The engine calls a model's backbone and its head, and computes a prefix once for all that begin with it. That is the
-model only where its `forward` gives the backbone nothing but token ids, its head looks at each state alone, and no
-state depends on what follows it or stands beside it. Code of other people may do otherwise without an error.
+The engine calls a model's backbone and head separately, and computes a shared prefix once. That is only correct if the
+model's `forward` passes nothing but token ids to the backbone, the head treats each state separately, and no state
+depends on later tokens or other sequences. A model's own code may violate this without an error.
 """
 
 from __future__ import annotations
@@ -15,23 +15,27 @@ import torch
 from transformers import PreTrainedModel
 
 from moepass.models.errors import InputError
-from moepass.runtime.serving.attention.probe import FP32_TOLERANCE, HALF_QUANTILE, HALF_TOLERANCE
+from moepass.runtime.serving.attention.probe import difference_text
 from moepass.runtime.serving.batching.step_batch import Indices, StepBatch, TrieNode
 from moepass.runtime.serving.engine.model_engine import StatesRunner
 from moepass.runtime.serving.engine.model_head import ModelHead
 
 _PREFIX, _LENGTH, _BRANCH = 12, 24, 8
-# Not all tokens are read, so that those that are not may be left out. The last of the prefix and of the whole are.
+# Only every second token is read, so that the last layer may skip the others. The last tokens of the prefix and of the
+# sequence are read.
 _READ = np.arange(1, _LENGTH + _BRANCH, 2)
-# One by one; the first and the last of the stream are.
+# Positions that are also read one at a time, the first and the last of the stream included.
 _SINGLE = np.array([0, _PREFIX - 1, _LENGTH - 1, _LENGTH + _BRANCH - 1])
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class PlainOutputs:
-    """What the model gives for a sequence of `tokens`: `outputs` [n, width] at its last n places, in fp32.
+    """The outputs of the model itself for one sequence.
 
-    `prefix` is the same of its first tokens alone, None where they were not run.
+    Attributes:
+        tokens: token ids of the sequence and of its branch.
+        outputs: [n, width] outputs at the last n positions of the sequence, in fp32.
+        prefix: the same for its first tokens alone, None if they were not run.
     """
 
     tokens: Indices
@@ -41,15 +45,15 @@ class PlainOutputs:
 
 @torch.no_grad()
 def plain_outputs(model: PreTrainedModel, head: ModelHead, *, with_prefix: bool) -> PlainOutputs:
-    """One eager forward pass of 24 tokens; `with_prefix`: another one of the first 12."""
+    """Run the model eagerly on 24 tokens and return its outputs. `with_prefix` also runs the first 12 tokens alone."""
     config = model.config.get_text_config()
     tokens = np.random.default_rng(0).integers(0, int(config.vocab_size), _LENGTH + _BRANCH)
-    # Heads of classes look for the last token that is no padding.
+    # Classification heads search for the last token that is not padding.
     tokens[tokens == config.pad_token_id] = 0 if config.pad_token_id else 1
 
     def run(count: int) -> torch.Tensor:
-        found = model(input_ids=torch.from_numpy(tokens[None, :count]).to(model.device), use_cache=False)
-        outputs: torch.Tensor = found[0] if head.kind == "states" else found.logits
+        result = model(input_ids=torch.from_numpy(tokens[None, :count]).to(model.device), use_cache=False)
+        outputs: torch.Tensor = result[0] if head.kind == "states" else result.logits
         return (outputs if head.kind == "classes" else outputs[0]).float()
 
     return PlainOutputs(tokens, run(_LENGTH), run(_PREFIX) if with_prefix else None)
@@ -57,27 +61,27 @@ def plain_outputs(model: PreTrainedModel, head: ModelHead, *, with_prefix: bool)
 
 @torch.no_grad()
 def check_outputs(plain: PlainOutputs, head: ModelHead, runner: StatesRunner) -> None:
-    """Raises InputError where `head` makes something else than `plain` of the states that `runner` gives.
+    """Raise InputError if `head` and `runner` compute other outputs than `plain`.
 
-    Outputs that are no numbers are left to the warm-up, which has an error of its own for them.
+    Outputs that are not finite are ignored here, because the warm-up reports them.
     """
-    found = head(runner.states(_step(plain.tokens))[_READ < _LENGTH]).float()
-    _compare(head, *_at_read_tokens(found, plain.outputs, _LENGTH), "tokens")
+    outputs = head(runner.states(_step(plain.tokens))[_READ < _LENGTH]).float()
+    _compare(head, *_at_read_tokens(outputs, plain.outputs, _LENGTH), "tokens")
     if plain.prefix is not None:
-        _compare(head, *_at_read_tokens(found, plain.prefix, _PREFIX), "tokens that others follow")
+        _compare(head, *_at_read_tokens(outputs, plain.prefix, _PREFIX), "tokens of a shared prefix")
 
 
 @torch.no_grad()
-def check_single_reads(plain: PlainOutputs, head: ModelHead, runner: StatesRunner, whole: StatesRunner) -> None:
-    """Raises InputError where a token that is read alone gets other outputs from `runner` than from `whole`."""
-    expected = head(whole.states(_step(plain.tokens, _SINGLE))).float()
-    found = torch.cat([runner.states(_step(plain.tokens, place)) for place in np.split(_SINGLE, len(_SINGLE))])
-    if difference := _difference(head, head(found).float(), expected):
+def check_single_reads(plain: PlainOutputs, head: ModelHead, runner: StatesRunner, unnarrowed: StatesRunner) -> None:
+    """Raise InputError if `runner` computes other outputs than `unnarrowed` for a token that is read alone."""
+    expected = head(unnarrowed.states(_step(plain.tokens, _SINGLE))).float()
+    states = torch.cat([runner.states(_step(plain.tokens, position)) for position in np.split(_SINGLE, len(_SINGLE))])
+    if difference := _difference(head, head(states).float(), expected):
         raise InputError(f"outputs of tokens that are read alone {difference}", name="model", value=head.model_name)
 
 
 def sequence_step(count: int) -> StepBatch:
-    """One sequence of the first `count` token ids, the last of which is read."""
+    """Return a step of one sequence with the token ids 0 to `count` - 1, which reads the last one."""
     return StepBatch(
         tokens=np.arange(count),
         depth=np.arange(count),
@@ -89,38 +93,30 @@ def sequence_step(count: int) -> StepBatch:
     )
 
 
-def _at_read_tokens(found: torch.Tensor, outputs: torch.Tensor, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of `found` at the tokens that are read, and of `outputs` at the last ones before `end`: what both have."""
+def _at_read_tokens(computed: torch.Tensor, outputs: torch.Tensor, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows of `computed` and of `outputs` for the read tokens before `end` that are in both."""
     first = end - len(outputs)
     is_read = (first <= _READ) & (end > _READ)
-    return found[is_read[: len(found)]], outputs[_READ[is_read] - first]
+    return computed[is_read[: len(computed)]], outputs[_READ[is_read] - first]
 
 
-def _compare(head: ModelHead, found: torch.Tensor, expected: torch.Tensor, which: str) -> None:
-    if difference := _difference(head, found, expected):
+def _compare(head: ModelHead, computed: torch.Tensor, expected: torch.Tensor, tokens: str) -> None:
+    if difference := _difference(head, computed, expected):
         raise InputError(
-            f"{head.model_name} gives other outputs than its backbone and its head one after the other: {which} "
-            f"{difference}. Its backbone gets more than token ids, its head more than the state of each token, or a "
-            "token depends on those behind or beside it; such models cannot be served",
+            f"{head.model_name} cannot be served, because its outputs are not those of its backbone followed by its "
+            f"head: {tokens} {difference}. Either the backbone takes more than token ids, or the head more than the "
+            "state of each token, or a token depends on later tokens or other sequences",
             name="model",
             value=head.model_name,
         )
 
 
-def _difference(head: ModelHead, found: torch.Tensor, expected: torch.Tensor) -> str:
-    """By how much `found` differs, "" where it is as good as equal."""
-    if not expected.isfinite().all():
-        return ""
-    differences = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
-    is_half = head.dtype in (torch.float16, torch.bfloat16)
-    largest = float(differences.quantile(HALF_QUANTILE) if is_half else differences.max())
-    tolerance = HALF_TOLERANCE if is_half else FP32_TOLERANCE
-    # Not ">", for NaN.
-    return "" if largest <= tolerance else f"differ by {largest:.1e} of their size, and {tolerance:.0e} is allowed"
+def _difference(head: ModelHead, computed: torch.Tensor, expected: torch.Tensor) -> str:
+    return difference_text(computed, expected, head.dtype) if expected.isfinite().all() else ""
 
 
 def _step(tokens: Sequence[int] | Indices, places: Indices = _READ) -> StepBatch:
-    """A sequence of 24 tokens, and a shorter branch that hangs on its first 12; those at `places` are read."""
+    """Return a step of a sequence of 24 tokens and a shorter branch after its first 12, which reads `places`."""
     ends = np.concatenate((np.full(_PREFIX, _LENGTH + _BRANCH), np.full(_LENGTH - _PREFIX, _LENGTH)))
     return StepBatch(
         tokens=np.asarray(tokens, np.int64),

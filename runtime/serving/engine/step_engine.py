@@ -1,4 +1,4 @@
-"""What a rank's loop asks of an engine, and what a step gives back."""
+"""The protocol between a rank's loop and its engine, and the result of a step."""
 
 from __future__ import annotations
 
@@ -13,22 +13,26 @@ StepForm = Literal["trie", "rows"]
 
 
 def step_form_text(refusal: str | None) -> str:
-    """How steps are computed, for people; `refusal` is why they are no tries, or None."""
+    """Describe how steps are computed; `refusal` is the reason why they are not tries, or None."""
     return "tries: every shared prefix is computed once" if refusal is None else f"padded rows, because {refusal}"
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineFacts:
-    """What an engine serves, and how much at once.
+    """The properties and limits of an engine.
 
-    form                  "trie": shared prefixes are computed once; "rows": every sequence is a padded row
-    saturation_flops      a step with so many hides all transfers of experts; it is full then
-    full_step_tokens      tokens that make as many, each as the first of its sequence
-    flops_per_second      that a full step reaches
-    most_tokens           that fit into memory in one step
-    max_sequence_tokens   of one sequence, as the model takes them
-    vector                what `TokenPiece.vector` is answered with, None where it is not
-    notes                 how the model runs, for people: a name and a sentence each
+    Attributes:
+        form: "trie" computes shared prefixes once; "rows" computes every sequence as a padded row.
+        saturation_flops: FLOPs of a full step, which hides all transfers of experts.
+        flops_per_second: speed of a full step.
+        most_tokens: tokens of a step that fit into memory.
+        max_sequence_tokens: limit of the tokens of one sequence, from the model.
+        vocabulary_size: token ids are below this number.
+        predicts_tokens: the head gives next-token probabilities.
+        vector: kind of the vectors that `TokenPiece.vector` returns, None if the model has none.
+        class_names: names of the class scores, in order.
+        notes: descriptions of how the model runs, by name, for people.
+        full_step_tokens: tokens of a full step if each is the first of its sequence.
     """
 
     form: StepForm
@@ -46,14 +50,19 @@ class EngineFacts:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepResult:
-    """What a step gave.
+    """The result of a step.
 
-    answers            in the order of the requests, but for those that are
-    refused            with a reason: alone they take more memory than there is
-    stored, evicted    hashes of blocks that the cache holds from now on, or holds no more
-    tokens, flops      that were computed; `unshared_flops`: each request alone, without a cache
-    seconds            that it took; of them computation waited for experts in `exposed_seconds`
-    retries            how often it was split because memory did not suffice
+    Attributes:
+        answers: in the order of the requests, without the refused ones.
+        stored: hashes of blocks that the cache has stored.
+        evicted: hashes of blocks that the cache has evicted.
+        tokens: computed tokens.
+        flops: computed FLOPs.
+        unshared_flops: FLOPs if each request ran alone and without a cache.
+        seconds: duration.
+        exposed_seconds: time that computation waited for experts.
+        refused: ids of requests that need more memory than the device has, with a reason.
+        retries: how often the step was split for lack of memory.
     """
 
     answers: tuple[Answer, ...]
@@ -69,23 +78,25 @@ class StepResult:
 
 
 class StepEngine(Protocol):
-    """Answers requests in steps. One thread calls it, but for `check`."""
+    """Answers requests in steps. One thread calls it, except for `check`."""
 
     @property
-    def facts(self) -> EngineFacts: ...
+    def facts(self) -> EngineFacts:
+        """The properties and limits of the engine."""
+        ...
 
     def check(self, request: Request) -> None:
-        """Raises InputError for a request that it can never answer. Any thread may call this."""
+        """Raise InputError if the engine can never answer `request`. May be called from any thread."""
         ...
 
     def choose(self, waiting: Iterable[Request]) -> list[Request]:
-        """The first of `waiting`, as many as one step takes, and one at least."""
+        """Return the leading requests of `waiting` that form one step, at least one."""
         ...
 
     def step(self, requests: Sequence[Request]) -> StepResult:
-        """Compute `requests`. Where memory does not suffice, in several steps."""
+        """Compute `requests`, in several steps if memory does not suffice for one."""
         ...
 
     def compilations(self) -> int:
-        """Graphs that were compiled in this process so far."""
+        """Return the number of graphs that this process has compiled."""
         ...

@@ -1,9 +1,9 @@
-"""The trie of a step in sizes, for those who look.
+"""The trie of a step in numbers of tokens, for the status page.
 
 Pseudo-code
-    blocks of the cache that the step hangs on become nodes: a run of blocks without a branch is one
-    the step's own nodes hang on these, or begin a sequence
-    from the roots down, level by level, as many as may be shown
+    cached blocks before the step become nodes: a run of blocks without a branch is one node
+    the step's own nodes follow them, or begin a sequence
+    nodes are listed level by level from the roots, up to a limit
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ MOST_NODES = 256
 
 
 class StepWatch:
-    """Keeps what the last step was until somebody looks, which a step itself does not wait for.
+    """Keeps the last step until somebody asks for its view, so that a step does not spend time on it.
 
-    One thread runs steps, another one may look.
+    One thread runs steps, and another one may call `look`.
     """
 
     def __init__(self, index: BlockIndex, block_bytes: int) -> None:
@@ -36,20 +36,22 @@ class StepWatch:
         self._number = 0
 
     def packed(self, batch: StepBatch) -> None:
-        """This is what runs now; of a step that is split, its last part is what is seen."""
+        """Record the running step. If a step is split, the last part is shown."""
         self._packed = batch
 
     def ended(self, result: StepResult, requests: int) -> None:
+        """Record the result of the step."""
         self._number += 1
         if self._packed is not None:
             self._last = _EndedStep(self._number, time.monotonic(), self._packed, result, requests)
 
     def forget(self) -> None:
-        """Steps are counted anew."""
+        """Forget all steps and restart their numbering."""
         self._packed = self._last = None
         self._number = 0
 
     def look(self) -> EngineView:
+        """Return the view of the last step and the cache."""
         index = self._index
         return EngineView(
             None if self._last is None else self._last.view(),
@@ -86,7 +88,7 @@ class _EndedStep:
 
 
 def step_nodes(batch: StepBatch, most: int = MOST_NODES) -> tuple[tuple[StepNode, ...], int]:
-    """The first `most` nodes of the step's trie, level by level, and how many there are beside them."""
+    """Return the first `most` nodes of the step's trie, level by level, and the number of omitted nodes."""
     nodes, ends = _cached_nodes(batch.contexts)
     first = len(nodes)
     starts = [node.start for node in batch.nodes]
@@ -99,13 +101,13 @@ def step_nodes(batch: StepBatch, most: int = MOST_NODES) -> tuple[tuple[StepNode
 
 
 def cached_tokens(batch: StepBatch) -> int:
-    """Distinct tokens of the cache that the step reads."""
+    """Return the number of distinct cached tokens that the step reads."""
     return BLOCK_TOKENS * len({block for context in batch.contexts for block in context})
 
 
 def _cached_nodes(contexts: Sequence[Sequence[int]]) -> tuple[list[StepNode], list[int]]:
-    """Nodes of the chains of blocks, and for each chain the node that it ends with."""
-    # A block stands behind the same one in every chain. Both in the order in which they are met: parents first.
+    """Return the nodes of the chains of blocks, and the last node of each chain."""
+    # A block has the same predecessor in every chain. Blocks are collected in order, so parents come first.
     before: dict[int, int] = {}
     children: collections.Counter[int] = collections.Counter()
     for context in contexts:
@@ -131,15 +133,15 @@ def _cached_nodes(contexts: Sequence[Sequence[int]]) -> tuple[list[StepNode], li
 
 def _by_level(nodes: Sequence[StepNode], most: int) -> tuple[tuple[StepNode, ...], int]:
     children: dict[int, list[int]] = {}
-    for number, node in enumerate(nodes):
-        children.setdefault(node.parent, []).append(number)
-    place = {-1: -1}
+    for index, node in enumerate(nodes):
+        children.setdefault(node.parent, []).append(index)
+    shown_index = {-1: -1}
     shown: list[StepNode] = []
     waiting = collections.deque(children.get(-1, ()))
     while waiting and len(shown) < most:
-        number = waiting.popleft()
-        node = nodes[number]
-        place[number] = len(shown)
-        shown.append(StepNode(place[node.parent], node.tokens, node.is_cached, node.reads))
-        waiting.extend(children.get(number, ()))
+        index = waiting.popleft()
+        node = nodes[index]
+        shown_index[index] = len(shown)
+        shown.append(StepNode(shown_index[node.parent], node.tokens, node.is_cached, node.reads))
+        waiting.extend(children.get(index, ()))
     return tuple(shown), len(nodes) - len(shown)

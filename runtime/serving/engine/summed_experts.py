@@ -1,8 +1,8 @@
-"""`moepass_summed`: experts in fp32 on a CPU, for models that run uncompiled.
+"""`moepass_summed`: an experts function of transformers for fp32 on a CPU, for models that run uncompiled.
 
-As `grouped_mm` of transformers, with two differences: an expert's rows pass through all of its layers while they are in
-the processor's caches; and to weigh the results, to bring them back into the order of the tokens and to add them up is
-one operator, which reads them once.
+It differs from `grouped_mm` of transformers in two points. The rows of an expert pass through all its layers while they
+are in the processor's caches. And a single operator, which reads each result once, weights the results, restores the
+order of the tokens and sums.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ SUMMED_EXPERTS_NAME = "moepass_summed"
 def summed_experts_forward(
     module: Any, states: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """states [n, hidden], expert_ids and weights [n, k] -> [n, hidden]. What it cannot do, `grouped_mm` does."""
+    """Compute the experts of states [n, hidden] for expert_ids and weights [n, k]; the result is [n, hidden].
+
+    Unsupported modules and dtypes are passed on to `grouped_mm`.
+    """
     is_plain = not (module.has_bias or module.has_post_expert_norm or module._is_expert_parallel)
     is_fp32_on_cpu = states.device.type == "cpu" and states.dtype == weights.dtype == torch.float32
     is_ours = is_plain and module.has_gate and is_fp32_on_cpu and len(states) and not torch.is_grad_enabled()
@@ -34,16 +37,16 @@ def summed_experts_forward(
     results = states.new_empty(len(order), states.shape[1])
     rows = zip((order // choices).split(counts), results.split(counts), strict=True)
     banks = (bank if module.is_transposed else bank.mT for bank in (module.gate_up_proj, module.down_proj))
-    for (own, result), up, down in zip(rows, *(bank.unbind() for bank in banks), strict=True):
-        if len(own):
-            torch.mm(module._apply_gate(states.index_select(0, own) @ up), down, out=result)
-    places = torch.empty_like(order)
-    places[order] = torch.arange(len(order))
-    return F.embedding_bag(places.view(tokens, choices), results, mode="sum", per_sample_weights=weights)
+    for (tokens_of_expert, result), up, down in zip(rows, *(bank.unbind() for bank in banks), strict=True):
+        if len(tokens_of_expert):
+            torch.mm(module._apply_gate(states.index_select(0, tokens_of_expert) @ up), down, out=result)
+    row_of_choice = torch.empty_like(order)
+    row_of_choice[order] = torch.arange(len(order))
+    return F.embedding_bag(row_of_choice.view(tokens, choices), results, mode="sum", per_sample_weights=weights)
 
 
 def use_summed_experts(model: PreTrainedModel) -> None:
-    """Have `model` compute its experts so, where it would take `grouped_mm`."""
+    """Let `model` compute its experts with `moepass_summed` if it would use `grouped_mm`."""
     if model._can_set_experts_implementation() and model.config._experts_implementation == "grouped_mm":
         model.set_experts_implementation(SUMMED_EXPERTS_NAME)
 

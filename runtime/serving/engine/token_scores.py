@@ -1,10 +1,10 @@
 """Log-probabilities, ranks and most likely tokens from logits, a few rows at a time.
 
 Pseudo-code
-    for some rows of states, so many that their logits take a bounded number of bytes:
-        logits in fp32; their log-sum-exp
-        the log-probability of every token that is asked for in these rows; its rank where that is asked for
-        the most likely tokens of the rows that ask for some
+    for groups of rows whose logits take a bounded number of bytes:
+        compute logits in fp32 and their log-sum-exp
+        read the log-probability of every requested token of these rows, and its rank if requested
+        read the most likely tokens of the rows that request some
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from moepass.runtime.serving.batching.step_batch import Indices
 from moepass.runtime.serving.requests.answer import Floats
 from moepass.runtime.serving.requests.request import Tokens
 
-# Bytes of the logits that exist at once, in fp32. [Empirical] Larger pieces are not faster on a CPU.
+# [Empirical] Limit of the bytes of logits in fp32 at a time. Larger groups of rows are not faster on a CPU.
 LOGITS_BYTES = 64 << 20
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WantedScores:
-    """What is read of the rows of a step.
+    """The scores to compute for the rows of a step.
 
-    rows, tokens   [p] the row, and the token whose log-probability is read in it; ordered by row
-    is_ranked      [p] whether its rank is read too
-    top            [rows of the step] how many of the most likely tokens are read in each
+    Attributes:
+        rows: [p] ascending row of each pair.
+        tokens: [p] token whose log-probability is computed.
+        is_ranked: [p] whether its rank is computed, too.
+        top: [rows of the step] number of most likely tokens to return for each row.
     """
 
     rows: Indices
@@ -41,7 +43,14 @@ class WantedScores:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenScores:
-    """In the order of `WantedScores`: [p], [p] (0 where no rank is read), and twice [rows of the step, most top]."""
+    """Computed scores, in the order of `WantedScores`.
+
+    Attributes:
+        log_probabilities: [p]
+        ranks: [p] 0 if no rank was requested.
+        top_tokens: [rows of the step, largest top]
+        top_log_probabilities: [rows of the step, largest top]
+    """
 
     log_probabilities: Floats
     ranks: Tokens
@@ -53,9 +62,9 @@ class TokenScores:
 def score_tokens(
     states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor], vocabulary: int, wanted: WantedScores
 ) -> TokenScores:
-    """The scores that are `wanted` of the rows `states` [rows, hidden]; `head` makes logits [rows, vocabulary]."""
+    """Return the `wanted` scores of the rows `states` [rows, hidden]; `head` computes logits [rows, vocabulary]."""
     count, most_top = len(states), int(wanted.top.max(initial=0))
-    found = TokenScores(
+    scores = TokenScores(
         np.empty(len(wanted.rows), np.float32),
         np.zeros(len(wanted.rows), np.int32),
         np.full((count, most_top), -1, np.int32),
@@ -71,18 +80,20 @@ def score_tokens(
             pairs = slice(first, last)
             rows = torch.from_numpy(wanted.rows[pairs] - start).to(states.device)
             tokens = torch.from_numpy(wanted.tokens[pairs]).to(states.device)
-            own = logits[rows, tokens]
-            found.log_probabilities[pairs] = (own - log_totals[rows]).cpu().numpy()
+            token_logits = logits[rows, tokens]
+            scores.log_probabilities[pairs] = (token_logits - log_totals[rows]).cpu().numpy()
             ranked = np.flatnonzero(wanted.is_ranked[pairs])
-            for some in range(0, len(ranked), rows_at_once):
-                chosen = torch.from_numpy(ranked[some : some + rows_at_once]).to(states.device)
-                better = (logits[rows[chosen]] > own[chosen, None]).sum(-1) + 1
-                found.ranks[first + ranked[some : some + rows_at_once]] = better.cpu().numpy()
-        asking = np.flatnonzero(wanted.top[start:end])
-        if len(asking):
+            for offset in range(0, len(ranked), rows_at_once):
+                chosen = torch.from_numpy(ranked[offset : offset + rows_at_once]).to(states.device)
+                better = (logits[rows[chosen]] > token_logits[chosen, None]).sum(-1) + 1
+                scores.ranks[first + ranked[offset : offset + rows_at_once]] = better.cpu().numpy()
+        top_rows = np.flatnonzero(wanted.top[start:end])
+        if len(top_rows):
             most = int(wanted.top[start:end].max())
-            chosen = torch.from_numpy(asking).to(states.device)
+            chosen = torch.from_numpy(top_rows).to(states.device)
             best = logits[chosen].topk(most, dim=-1)
-            found.top_tokens[start + asking, :most] = best.indices.cpu().numpy()
-            found.top_log_probabilities[start + asking, :most] = (best.values - log_totals[chosen, None]).cpu().numpy()
-    return found
+            scores.top_tokens[start + top_rows, :most] = best.indices.cpu().numpy()
+            scores.top_log_probabilities[start + top_rows, :most] = (
+                (best.values - log_totals[chosen, None]).cpu().numpy()
+            )
+    return scores

@@ -1,4 +1,4 @@
-"""States of a step through trie attention: one stream of tokens, every distinct prefix once."""
+"""Steps with trie attention: one stream of tokens, with every distinct prefix once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ TrieForward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class TrieStates:
-    """Runs steps through `forward`, a `TrieBackbone`, compiled or not. `memory` None: nothing is cached."""
+    """Runs steps of a model with trie attention.
+
+    Args:
+        forward: a `TrieBackbone`, compiled or not.
+        layers: attention layers of the model, by their index.
+        memory: memory of the cache blocks; None without a cache.
+        device: device of the model.
+    """
 
     def __init__(
         self,
@@ -31,8 +38,8 @@ class TrieStates:
 
     @torch.no_grad()
     def states(self, batch: StepBatch) -> torch.Tensor:
-        """The states at `batch.places`, [m, hidden]. Raises as `RunningStep`."""
-        # torch.compile takes sizes 0 and 1 for constants and compiles again, so there are at least two of each.
+        """Return the states [m, hidden] at `batch.places`. Raises the errors of `RunningStep`."""
+        # torch.compile treats sizes 0 and 1 as constants and would recompile, so every size is at least 2.
         padded = _with_two_tokens(batch)
         places = np.resize(batch.places, max(2, len(batch.places)))
         ids, positions, read = (
@@ -47,7 +54,7 @@ class TrieStates:
 
 
 def _with_two_tokens(batch: StepBatch) -> StepBatch:
-    """`batch`, with a sequence of one token more where it has only one."""
+    """Return `batch`, with another sequence of one token if it has only one token."""
     if batch.count != 1:
         return batch
     return dataclasses.replace(

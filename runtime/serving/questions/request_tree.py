@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from moepass.models.errors import CheckpointError, InputError
 from moepass.runtime.serving.requests.answer import Answer, Floats, ReadAnswer
-from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead, Tokens, Vector
+from moepass.runtime.serving.requests.request import NO_TOKENS, Request, TokenPiece, TokenRead, Tokens, Vector
+from moepass.runtime.serving.requests.token_trie import TokenTrie
 
 NO_NUMBERS = (
     "the model's outputs are NaN; its weights are damaged or overflow their dtype (serve the model in float32 to find "
@@ -25,15 +27,14 @@ NO_NUMBERS = (
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Node:
-    tokens: Tokens
-    parent: _Node | None
-    children: dict[int, _Node] = dataclasses.field(default_factory=dict)
+class _PieceDraft:
+    """A piece of the request in the making; `reads` by their index among its tokens."""
+
+    number: int
     reads: dict[int, _Read] = dataclasses.field(default_factory=dict)
     is_scored: bool = False
     scored_top: int = 0
     vector: Vector | None = None
-    number: int = -1
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -64,13 +65,13 @@ class RequestTree:
     """Collects sequences and reads; `request` makes them a request, and `TreeAnswer` looks up its answer."""
 
     def __init__(self, most_sequence_tokens: int) -> None:
-        self._root = _Node(np.empty(0, np.int32), None)
         self._most = most_sequence_tokens
         self._sequences: list[Tokens] = []
         self._reads: list[tuple[int, int, Sequence[int], int]] = []
         self._scored: list[tuple[int, int]] = []
         self._vectors: list[tuple[int, Vector]] = []
-        self._paths: list[tuple[list[int], list[_Node]]] = []
+        # Of each sequence, where its pieces begin, and the pieces.
+        self._paths: list[tuple[list[int], list[_PieceDraft]]] = []
 
     def add(self, tokens: Tokens | Sequence[int], name: str = "the prompt") -> int:
         """Add a sequence and return its number. Raise InputError, with `name`, if it is empty or too long."""
@@ -101,9 +102,14 @@ class RequestTree:
 
     def request(self, request_id: str, salt: bytes = b"") -> Request:
         """All of it as a request; call it once."""
-        for sequence in self._sequences:
-            self._insert(sequence)
-        self._paths = [self._path(sequence) for sequence in self._sequences]
+        trie = TokenTrie(np.concatenate([NO_TOKENS, *self._sequences]))
+        root = trie.add_root()
+        stops = list(itertools.accumulate(map(len, self._sequences), initial=0))
+        ends = [trie.insert(root, start, stop) for start, stop in itertools.pairwise(stops)]
+        # Roots have no tokens and become no piece.
+        nodes = trie.depth_first()[1:]
+        pieces = {node: _PieceDraft(number) for number, node in enumerate(nodes)}
+        self._paths = [_path(trie, pieces, end) for end in ends]
         for number, place, tokens, top in self._reads:
             node, offset = self.node_at(number, place)
             read = node.reads.setdefault(offset, _Read())
@@ -120,68 +126,18 @@ class RequestTree:
                     f"one sequence cannot give the vectors {end.vector!r} and {vector!r} at once", name="vector"
                 )
             end.vector = vector
-        return Request(request_id, tuple(self._pieces()), salt)
+        return Request(request_id, tuple(_token_piece(trie, pieces, node) for node in nodes), salt)
 
     def length(self, sequence: int) -> int:
         return len(self._sequences[sequence])
 
-    def nodes(self, sequence: int) -> list[_Node]:
+    def nodes(self, sequence: int) -> list[_PieceDraft]:
         return self._paths[sequence][1]
 
-    def node_at(self, sequence: int, place: int) -> tuple[_Node, int]:
-        starts, nodes = self._paths[sequence]
+    def node_at(self, sequence: int, place: int) -> tuple[_PieceDraft, int]:
+        starts, pieces = self._paths[sequence]
         found = bisect.bisect_right(starts, place) - 1
-        return nodes[found], place - starts[found]
-
-    def _insert(self, tokens: Tokens) -> None:
-        node, start = self._root, 0
-        while start < len(tokens):
-            child = node.children.get(int(tokens[start]))
-            if child is None:
-                node.children[int(tokens[start])] = _Node(tokens[start:], node)
-                return
-            length = min(len(child.tokens), len(tokens) - start)
-            differ = np.flatnonzero(child.tokens[:length] != tokens[start : start + length])
-            same = int(differ[0]) if len(differ) else length
-            if same < len(child.tokens):
-                upper = _Node(child.tokens[:same], node)
-                node.children[int(tokens[start])] = upper
-                child.tokens, child.parent = child.tokens[same:], upper
-                upper.children[int(child.tokens[0])] = child
-                child = upper
-            node, start = child, start + same
-
-    def _path(self, tokens: Tokens) -> tuple[list[int], list[_Node]]:
-        node, start, starts, nodes = self._root, 0, [], []
-        while start < len(tokens):
-            node = node.children[int(tokens[start])]
-            starts.append(start)
-            nodes.append(node)
-            start += len(node.tokens)
-        return starts, nodes
-
-    def _pieces(self) -> list[TokenPiece]:
-        pieces: list[TokenPiece] = []
-        waiting = list(reversed(self._root.children.values()))
-        while waiting:
-            node = waiting.pop()
-            waiting += reversed(node.children.values())
-            node.number = len(pieces)
-            reads: list[TokenRead] = []
-            for place, read in sorted(node.reads.items()):
-                read.index = len(reads)
-                reads.append(TokenRead(place, np.array(list(read.columns), np.int32), read.top))
-            pieces.append(
-                TokenPiece(
-                    -1 if node.parent is None else node.parent.number,
-                    node.tokens,
-                    tuple(reads),
-                    node.is_scored,
-                    node.scored_top,
-                    node.vector,
-                )
-            )
-        return pieces
+        return pieces[found], place - starts[found]
 
 
 class TreeAnswer:
@@ -227,6 +183,33 @@ class TreeAnswer:
         node, offset = self.tree.node_at(sequence, place)
         read = node.reads[offset]
         return self.answer.pieces[node.number].reads[read.index], read.columns
+
+
+def _path(trie: TokenTrie, pieces: Mapping[int, _PieceDraft], node: int) -> tuple[list[int], list[_PieceDraft]]:
+    """Return where the pieces of the sequence that ends with `node` begin, and the pieces."""
+    nodes: list[int] = []
+    while node in pieces:
+        nodes.append(node)
+        node = trie.parents[node]
+    nodes.reverse()
+    return [trie.depths[node] for node in nodes], [pieces[node] for node in nodes]
+
+
+def _token_piece(trie: TokenTrie, pieces: Mapping[int, _PieceDraft], node: int) -> TokenPiece:
+    piece = pieces[node]
+    parent = pieces.get(trie.parents[node])
+    reads: list[TokenRead] = []
+    for place, read in sorted(piece.reads.items()):
+        read.index = len(reads)
+        reads.append(TokenRead(place, np.array(list(read.columns), np.int32), read.top))
+    return TokenPiece(
+        -1 if parent is None else parent.number,
+        trie.node_tokens(node),
+        tuple(reads),
+        piece.is_scored,
+        piece.scored_top,
+        piece.vector,
+    )
 
 
 def _checked(values: Floats) -> Floats:

@@ -1,1 +1,6 @@
-"""What is asked of a model and what it answers, in tokens and numbers: plain records. Imports no other room."""
+"""Requests and answers in tokens and numbers: plain records that every other serving package reads.
+
+Start with `request.py` and `answer.py`. `backend.py` is the protocol between the HTTP routes and the ranks.
+
+Imports no other room.
+"""

@@ -1,4 +1,4 @@
-"""What a step answers to a request, piece by piece in the request's own order."""
+"""Answers to requests, piece by piece in the order of the request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ Floats = npt.NDArray[np.float32]
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class ReadAnswer:
-    """Log-probabilities of the tokens that were asked for, and the most likely tokens with theirs, best first."""
+    """The answer to a `TokenRead`.
+
+    Attributes:
+        log_probabilities: one for each requested token.
+        top_tokens: the most likely tokens, best first.
+        top_log_probabilities: their log-probabilities.
+    """
 
     log_probabilities: Floats
     top_tokens: Tokens
@@ -23,9 +29,13 @@ class ReadAnswer:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class ScoredTokens:
-    """Of each token of a piece: its log-probability, its rank (1: the most likely), and the most likely tokens.
+    """Scores of the tokens of a piece. The first token of a sequence has no score: NaN, rank 0 and token -1.
 
-    Shapes: [tokens], [tokens], and [tokens, scored_top] twice. The first token of a request has NaN, 0 and -1.
+    Attributes:
+        log_probabilities: [tokens]
+        ranks: [tokens] 1 is the most likely token.
+        top_tokens: [tokens, scored_top] the most likely tokens at each position, best first.
+        top_log_probabilities: [tokens, scored_top]
     """
 
     log_probabilities: Floats
@@ -36,6 +46,8 @@ class ScoredTokens:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class PieceAnswer:
+    """The answers to the reads of a piece, in order, and its scores and vector if it asked for them."""
+
     reads: tuple[ReadAnswer, ...] = ()
     scored: ScoredTokens | None = None
     vector: Floats | None = None
@@ -43,9 +55,12 @@ class PieceAnswer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of the request, a shared prefix counted once; how many of them came from the cache; FLOPs of the others.
+    """The tokens and FLOPs of a request. FLOPs that several requests of a step share count for the first of them.
 
-    FLOPs that several requests of a step share are counted for the first of them.
+    Attributes:
+        tokens: distinct tokens; a prefix shared by several sequences counts once.
+        cached_tokens: tokens that came from the cache.
+        flops: FLOPs of the computed tokens.
     """
 
     tokens: int
@@ -55,7 +70,12 @@ class Usage:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AnswerTimes:
-    """Seconds that a request waited until a rank began it, and those from then until its answer."""
+    """Durations of a request in seconds.
+
+    Attributes:
+        queue_seconds: from arrival until a rank starts the request.
+        compute_seconds: from that start until the answer.
+    """
 
     queue_seconds: float
     compute_seconds: float
@@ -63,7 +83,7 @@ class AnswerTimes:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Answer:
-    """`times` are None where nobody measured them."""
+    """The answer to a request. `times` is None if durations were not measured."""
 
     id: str
     pieces: tuple[PieceAnswer, ...]

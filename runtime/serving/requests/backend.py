@@ -1,4 +1,4 @@
-"""What answers requests, as those who ask see it: a protocol, its state, and the errors that it raises."""
+"""The protocol between the HTTP routes and a backend that computes answers, with its status and errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VectorKind = Literal["class scores", "embedding"]
 
 
 class QueueFullError(MoepassError):
-    """The queue takes no more; try again after `retry_after_seconds`."""
+    """The queue is full. A client may retry after `retry_after_seconds`."""
 
     def __init__(self, message: str, *, retry_after_seconds: float, **fields: object) -> None:
         super().__init__(message, **fields)  # type: ignore[arg-type]
@@ -25,22 +25,26 @@ class QueueFullError(MoepassError):
 
 
 class NotServingError(MoepassError):
-    """Nothing is answered now: the server starts or drains, or no rank is left. `value` is the state."""
+    """The server is starting or draining, or has no rank left. `value` is the state."""
 
 
 class SequenceTooLongError(InputError):
-    """A request can never be computed: `value` tokens or FLOPs where `expected` is the limit."""
+    """A request is too large to be computed at all: `value` tokens or FLOPs, with `expected` as the limit."""
 
 
 class AnswerTimeoutError(MoepassError, TimeoutError):
-    """A request was not answered within its `expected` seconds; it has been given up and takes no more work."""
+    """A request was not answered within its `expected` seconds. It is cancelled."""
 
 
 async def answer_within(seconds: float, answer: Awaitable[Answer]) -> Answer:
-    """What `answer` gives. Raises AnswerTimeoutError after `seconds`, and cancels it then."""
+    """Return the result of `answer`.
+
+    Raises:
+        AnswerTimeoutError: after `seconds`; `answer` is cancelled.
+    """
     try:
         return await asyncio.wait_for(answer, seconds)
-    except AnswerTimeoutError:  # of the answer itself, which says more
+    except AnswerTimeoutError:  # raised by the answer itself, with a more exact message
         raise
     except TimeoutError:
         raise AnswerTimeoutError(f"no answer within {seconds:g} seconds", name="timeout", expected=seconds) from None
@@ -48,16 +52,17 @@ async def answer_within(seconds: float, answer: Awaitable[Answer]) -> Answer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BackendStatus:
-    """What a backend can do and how it is.
+    """The abilities and the current state of a backend.
 
-    state                 requests are answered when it is "ready", and refused with NotServingError otherwise
-    max_sequence_tokens   tokens of one sequence, from its first to the last that is computed
-    vocabulary_size       token ids are below it
-    predicts_tokens       the head gives next-token probabilities, so that `TokenRead` and `is_scored` are answered
-    vector                what `TokenPiece.vector` is answered with, None where it is not
-    class_names           the classes of class scores, in their order
-    details               for people: how the model runs, how full its ranks are
-    metrics               for machines: sums since the start, by name
+    Attributes:
+        state: "ready" if requests are answered; otherwise they raise NotServingError.
+        max_sequence_tokens: limit of the tokens of one sequence.
+        vocabulary_size: token ids are below this number.
+        predicts_tokens: the head gives next-token probabilities, which `TokenRead` and `is_scored` need.
+        vector: kind of the vectors that `TokenPiece.vector` returns, None if the model has none.
+        class_names: names of the class scores, in order.
+        details: descriptions for people, such as how the model runs.
+        metrics: sums since the start, by name.
     """
 
     state: ServingState
@@ -71,28 +76,36 @@ class BackendStatus:
 
 
 class Backend(Protocol):
-    """Answers requests. One event loop calls it; every call may be cancelled, which frees the request's place."""
+    """A component that answers requests. One event loop calls it, and a cancelled call frees its slot in the queue."""
 
     def check_room(self) -> None:
-        """Whether a call would be taken now; does not wait. Raises QueueFullError and NotServingError."""
+        """Raise QueueFullError or NotServingError if a new call would be refused now. Does not wait."""
         ...
 
     async def answer(
         self, request: Request, *, priority: int = 0, timeout_seconds: float, is_admitted: bool = False
     ) -> Answer:
-        """The answer to `request`, as a whole. Of two that wait, the one with the lower `priority` runs first.
+        """Return the complete answer to `request`.
 
-        `is_admitted`: `check_room` was asked for the call that this request is a part of, and a queue that the call
-        itself has filled is no reason to refuse the rest of it.
+        Args:
+            request: the request.
+            priority: of two waiting requests, the one with the lower number runs first.
+            timeout_seconds: time limit until the answer.
+            is_admitted: `check_room` has already passed for the call that this request belongs to. A queue that the
+                call itself has filled must not refuse its remaining requests.
 
-        Raises QueueFullError, NotServingError, SequenceTooLongError, and AnswerTimeoutError after `timeout_seconds`.
+        Raises:
+            QueueFullError: too much work is waiting.
+            NotServingError: no rank answers requests.
+            SequenceTooLongError: a sequence is longer than the model takes.
+            AnswerTimeoutError: after `timeout_seconds`.
         """
         ...
 
     def status(self) -> BackendStatus:
-        """How it is now; does not wait."""
+        """Return the current status. Does not wait."""
         ...
 
     async def view(self) -> BackendView:
-        """What those see who look at it. It asks the ranks, and waits for them only shortly."""
+        """Return the state of the ranks for the status page. Waits briefly for the ranks."""
         ...

@@ -1,4 +1,4 @@
-"""Counts of values by their size, as Prometheus has them."""
+"""A histogram with cumulative buckets, as in Prometheus."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 class Histogram:
-    """How many of the observed values are at most each of `bounds`, which ascend; how many there are, and their sum."""
+    """Counts of observed values up to each of the ascending `bounds`, and their sum."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
@@ -15,14 +15,15 @@ class Histogram:
         self._counts = [0] * (len(self.bounds) + 1)
 
     def observe(self, value: float) -> None:
+        """Add `value`."""
         self._counts[bisect.bisect_left(self.bounds, value)] += 1
         self.sum += value
 
     @property
     def cumulative(self) -> tuple[int, ...]:
-        """For each bound the values up to it; the last number is that of all values."""
-        total, found = 0, []
+        """The number of values up to each bound; the last entry counts all values."""
+        total, totals = 0, []
         for count in self._counts:
             total += count
-            found.append(total)
-        return tuple(found)
+            totals.append(total)
+        return tuple(totals)

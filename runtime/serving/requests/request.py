@@ -1,7 +1,7 @@
-"""A request: a tree of token pieces, and what to read behind which of their tokens.
+"""Requests: trees of token pieces, and what to read of the model's output at their tokens.
 
-A prompt with 100 questions behind it is one piece with 100 children; a label of several tokens is a child of its
-question. So what questions share is named once, however many there are.
+A prompt with 100 questions is one piece with 100 children, and a label of several tokens is a child of its question.
+So a request stores a shared prefix once.
 """
 
 from __future__ import annotations
@@ -22,10 +22,14 @@ Vector = Literal["last", "mean"]
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class TokenRead:
-    """What to read of the model's prediction behind the token at `place` of a piece.
+    """A read of the model's prediction after one token of a piece.
 
-    Log-probabilities of `tokens` as the next token, and the `top` most likely ones. Natural logarithms, over the whole
-    vocabulary.
+    Log-probabilities are natural logarithms over the whole vocabulary.
+
+    Attributes:
+        place: index of the token within its piece.
+        tokens: next tokens whose log-probabilities are returned.
+        top: number of most likely next tokens that are returned.
     """
 
     place: int
@@ -35,12 +39,17 @@ class TokenRead:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class TokenPiece:
-    """One or more `tokens` behind those of the piece `parent`, an index of an earlier piece; -1: at the beginning.
+    """A run of one or more tokens of a request.
 
-    is_scored    the log-probability and the rank of each of its tokens is asked for, and the `scored_top` most likely
-                 tokens in the place of each. The first token of a request has none: nothing precedes it
-    vector       the vector that the model's head gives (scores of classes, or an embedding) for the sequence that
-                 ends with this piece: that of its last token, or the mean over its tokens
+    Attributes:
+        parent: index of the piece before it, an earlier one; -1 if a sequence begins here.
+        tokens: token ids.
+        reads: predictions to read.
+        is_scored: return the log-probability and rank of each token of the piece. The first token of a sequence has
+            none.
+        scored_top: number of most likely tokens to return at each scored position.
+        vector: vector of the sequence that ends with this piece (class scores or an embedding): that of its last token,
+            or the mean over all its tokens.
     """
 
     parent: int
@@ -53,10 +62,16 @@ class TokenPiece:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Request:
-    """What one client asks, to be answered as a whole. Requests with another `salt` share nothing in a cache.
+    """A request of one client, answered as a whole.
 
-    Raises InputError for no piece, a piece without tokens, a parent that is no earlier piece, and a read outside its
-    piece.
+    Attributes:
+        id: identifies the request among those of its sender.
+        pieces: the tree of tokens, parents first.
+        salt: requests with different salts share neither cached nor computed tokens.
+
+    Raises:
+        InputError: there is no piece, a piece has no tokens, a parent is not an earlier piece, or a read lies outside
+            its piece.
     """
 
     id: str
@@ -72,7 +87,7 @@ class Request:
                 raise InputError(f"{where} has no tokens", name="tokens", expected="1 or more")
             if not -1 <= piece.parent < number:
                 raise InputError(
-                    f"{where} has parent {piece.parent}; it must be an earlier piece, or -1",
+                    f"{where} has parent {piece.parent}; a parent must be an earlier piece, or -1",
                     name="parent",
                     value=piece.parent,
                     expected=range(-1, number),
@@ -80,15 +95,16 @@ class Request:
             for read in piece.reads:
                 if not 0 <= read.place < len(piece.tokens):
                     raise InputError(
-                        f"{where} is read at {read.place}; it has {len(piece.tokens)} tokens",
+                        f"{where} has a read at index {read.place}; the piece has {len(piece.tokens)} tokens",
                         name="place",
                         value=read.place,
                         expected=range(len(piece.tokens)),
                     )
 
-    def path(self, number: int) -> tuple[int, ...]:
-        """The pieces from the beginning to piece `number`, which is the last."""
-        found = [number]
-        while (number := self.pieces[number].parent) >= 0:
-            found.append(number)
-        return tuple(reversed(found))
+    def depths(self) -> list[int]:
+        """Return for each piece how many tokens of its sequence come before it."""
+        depths: list[int] = []
+        for piece in self.pieces:
+            is_first = piece.parent < 0
+            depths.append(0 if is_first else depths[piece.parent] + len(self.pieces[piece.parent].tokens))
+        return depths

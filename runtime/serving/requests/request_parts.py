@@ -1,4 +1,4 @@
-"""A request computed in parts, by several ranks or in several steps, and its answer put together again."""
+"""Splitting a request into parts for several ranks or steps, and merging their answers."""
 
 from __future__ import annotations
 
@@ -11,28 +11,33 @@ from moepass.runtime.serving.requests.request import Request, TokenPiece
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestPart:
-    """Some pieces of a request, by number, ascending; with every piece its parents. `answered` of them are answered."""
+    """A subset of the pieces of a request.
+
+    Attributes:
+        pieces: ascending indices of the pieces; the parents of a piece are included.
+        answered: the pieces whose answers this part provides.
+    """
 
     pieces: tuple[int, ...]
     answered: frozenset[int]
 
     def of(self, request: Request, name: str) -> Request:
-        """The part as a request called `name`."""
-        place = {number: index for index, number in enumerate(self.pieces)}
-        place[-1] = -1
-        made = []
+        """Return this part of `request` as a request with the id `name`."""
+        indices = {number: index for index, number in enumerate(self.pieces)}
+        indices[-1] = -1
+        pieces = []
         for number in self.pieces:
-            piece = dataclasses.replace(request.pieces[number], parent=place[request.pieces[number].parent])
-            made.append(piece if number in self.answered else TokenPiece(piece.parent, piece.tokens))
-        return Request(name, tuple(made), request.salt)
+            piece = dataclasses.replace(request.pieces[number], parent=indices[request.pieces[number].parent])
+            pieces.append(piece if number in self.answered else TokenPiece(piece.parent, piece.tokens))
+        return Request(name, tuple(pieces), request.salt)
 
 
 def prompt_length(request: Request) -> int:
-    """How many pieces, from the first, are a chain that all others hang on: 0 where the first pieces are siblings."""
-    children = [0] * (len(request.pieces) + 1)  # the last one: of no piece
+    """Return how many leading pieces form a chain that all other pieces follow; 0 if the first pieces are siblings."""
+    children = [0] * (len(request.pieces) + 1)  # index -1 counts the roots
     for piece in request.pieces:
         children[piece.parent] += 1
-    # Numbers ascend along a chain, and all else hangs on it, so a chain is a run of pieces from the first.
+    # Indices ascend along a chain, and all other pieces follow it, so the chain is a run of leading pieces.
     length = 0
     while children[length - 1] == 1:
         length += 1
@@ -40,7 +45,7 @@ def prompt_length(request: Request) -> int:
 
 
 def halves(request: Request) -> tuple[RequestPart, RequestPart] | None:
-    """Two parts of about as many tokens, each with the prompt; None where nothing branches."""
+    """Return two parts with about equally many tokens, each with the prompt; None if nothing branches."""
     prompt = prompt_length(request)
     roots: list[int] = []
     tokens: dict[int, int] = {}
@@ -70,33 +75,38 @@ def halves(request: Request) -> tuple[RequestPart, RequestPart] | None:
 
 
 def merged_answer(request: Request, parts: Sequence[tuple[RequestPart, Answer]]) -> Answer:
-    """The answer to `request` from the answers to its parts. Tokens that several of them computed are counted once.
+    """Return the answer to `request` from the answers to its parts. Tokens that several parts computed count once.
 
-    Raises ValueError where a piece has no answer.
+    Raises:
+        ValueError: a piece has no answer.
     """
-    found: dict[int, PieceAnswer] = {}
-    for part, answer in parts:
-        pieces = zip(part.pieces, answer.pieces, strict=True)
-        found.update((number, piece) for number, piece in pieces if number in part.answered)
-    missing = [number for number in range(len(request.pieces)) if number not in found]
+    answers: dict[int, PieceAnswer] = {}
+    for request_part, answer in parts:
+        pieces = zip(request_part.pieces, answer.pieces, strict=True)
+        answers.update((number, piece) for number, piece in pieces if number in request_part.answered)
+    missing = [number for number in range(len(request.pieces)) if number not in answers]
     if missing:
-        raise ValueError(f"pieces {missing} of request {request.id} have no answer")
+        raise ValueError(f"request {request.id}: pieces {missing} have no answer")
     usages = [answer.usage for _, answer in parts]
     usage = Usage(
         sum(len(piece.tokens) for piece in request.pieces),
         min(usage.cached_tokens for usage in usages),
         sum(usage.flops for usage in usages),
     )
-    return Answer(request.id, tuple(found[number] for number in range(len(request.pieces))), usage)
+    return Answer(request.id, tuple(answers[number] for number in range(len(request.pieces))), usage)
 
 
 def everything(request: Request) -> RequestPart:
+    """Return the part with all pieces of `request`."""
     numbers = range(len(request.pieces))
     return RequestPart(tuple(numbers), frozenset(numbers))
 
 
 def chosen_parts(request: Request, prompt: int, parts: Collection[int], *, answers_prompt: bool) -> RequestPart:
-    """The first `prompt` pieces and those that follow them at places `parts`."""
+    """Return the first `prompt` pieces and the pieces `prompt + part` for each of `parts`.
+
+    `answers_prompt` says whether this part also answers the pieces of the prompt.
+    """
     chain = tuple(range(prompt))
-    others = tuple(prompt + part for part in sorted(parts))
-    return RequestPart(chain + others, frozenset((chain if answers_prompt else ()) + others))
+    pieces = tuple(prompt + index for index in sorted(parts))
+    return RequestPart(chain + pieces, frozenset((chain if answers_prompt else ()) + pieces))

@@ -1,6 +1,6 @@
-"""What those see who look at a server: its ranks, the last step of each in sizes, and how long requests took.
+"""Records for the status page: the ranks, the last step of each, and histograms of durations.
 
-No token and no text is in it, because they belong to clients.
+They hold no token and no text, because those belong to clients.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ RankState = Literal["starting", "ready", "lost"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepNode:
-    """`tokens` tokens of a step's trie that follow each other without a branch.
+    """A run of tokens without a branch in the trie of a step.
 
-    They come behind those of the node `parent`, an index of an earlier one, or -1. `is_cached`: they were read from the
-    cache and not computed. At `reads` of them the output is read.
+    Attributes:
+        parent: index of the node before it, -1 for a root.
+        tokens: number of tokens.
+        is_cached: the tokens were read from the cache, not computed.
+        reads: number of tokens whose output is read.
     """
 
     parent: int
@@ -30,15 +33,19 @@ class StepNode:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepView:
-    """A step as it ran.
+    """A finished step.
 
-    number                of the step, since the rank is ready
-    age_seconds           since it was over
-    requests              that were in it
-    tokens, flops         that were computed; `unshared_flops`: each request alone, without a cache
-    cached_tokens         that were read from the cache, each once
-    nodes                 of its trie, level by level, so that parents come first; some hundred of them at most
-    left_out              nodes that are not among them, all below or beside these
+    Attributes:
+        number: counts the steps since the rank became ready.
+        age_seconds: time since the step ended.
+        requests: number of requests in the step.
+        tokens: computed tokens.
+        cached_tokens: tokens read from the cache, each counted once.
+        flops: computed FLOPs.
+        unshared_flops: FLOPs if each request ran alone and without a cache.
+        seconds: duration of the step.
+        nodes: the trie, level by level, so that parents come first; limited to a few hundred nodes.
+        left_out: number of nodes beyond that limit.
     """
 
     number: int
@@ -55,7 +62,15 @@ class StepView:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineView:
-    """An engine's last step, and the blocks of its cache: all, those that hold something, those that a step uses."""
+    """The last step of an engine and the occupancy of its cache.
+
+    Attributes:
+        step: None before the first step.
+        cache_blocks: blocks of the cache.
+        cached_blocks: blocks with content.
+        used_blocks: blocks that the running step uses.
+        block_bytes: size of a block.
+    """
 
     step: StepView | None = None
     cache_blocks: int = 0
@@ -68,11 +83,14 @@ class EngineView:
 class RankView:
     """A rank as the router and the rank itself see it.
 
-    load_flops          of all that it has and has not answered
-    most_load_flops     it takes no more from so many on; None: it takes all there is
-    saturation_flops    a step with so many is full: it hides the transfers of experts
-    open_requests       that it has, or parts of them
-    form                how it computes steps, a trie or padded rows; `form_text` says it in a sentence
+    Attributes:
+        load_flops: FLOPs of all assigned work without an answer.
+        saturation_flops: FLOPs of a full step, which hides the transfers of experts.
+        most_load_flops: the rank takes no more work at this load or above; None for no limit.
+        open_requests: requests, or parts of requests, that are assigned and unanswered.
+        flops_per_second: FLOPs per second of a full step.
+        form: whether a step is a trie or padded rows; None if unknown.
+        form_text: the same as a sentence.
     """
 
     rank: int
@@ -89,7 +107,7 @@ class RankView:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BackendView:
-    """`running` requests are computed, `waiting` ones wait. `histograms` by name, in seconds or tokens."""
+    """All ranks, the numbers of waiting and running requests, and histograms by name in seconds or tokens."""
 
     ranks: tuple[RankView, ...] = ()
     waiting: int = 0

@@ -1,4 +1,6 @@
-"""Which rank computes which request: a state machine without input, output or clock.
+"""The router: it chooses the rank that computes each request. A state machine without input, output or clock.
+
+Start with `README.md` for the rules and `router.py` for the events.
 
 May import serving/batching, serving/requests.
 """

@@ -1,10 +1,10 @@
-"""Which rank holds which prefix blocks (committed), and which it has been promised (pending).
+"""Tables of the prefix blocks that each rank holds (committed), or will hold once its assigned requests run (pending).
 
-Sets of ranks are bit masks. Committed blocks are a table from hash to mask. A rank that holds a block holds all before
-it (a cache can use no other), so how far a rank holds a prompt is found by bisection. Pending blocks are counted, and
-there a block is a step on the way of a whole prompt: runs of blocks that the same prompts go through are one node, so
-that a prompt of a thousand blocks that nobody shares costs what one of ten costs. A hash covers all before it, so it
-names the node that begins with it, and two runs agree up to the first difference and nowhere behind it.
+Sets of ranks are bit masks. Committed blocks are a table from hash to mask. A rank that holds a block also holds all
+blocks before it, because a cache can use no others. So bisection finds how much of a prompt a rank holds. Pending
+blocks form a radix tree: a run of blocks that the same prompts share is one node, so a prompt of a thousand unshared
+blocks costs as little as a prompt of ten. A hash covers everything before it, so the first hash of a node identifies
+it, and two prompts that differ in one block differ in all later ones.
 """
 
 from __future__ import annotations
@@ -13,16 +13,20 @@ from collections.abc import Sequence
 
 from moepass.runtime.serving.router.routable import BlockHash
 
-# Bits of a count: more requests than a rank can have at a time.
+# Bits of a count, enough for the requests that a rank can have at a time.
 _COUNT_BITS = 32
 _COUNT_MASK = (1 << _COUNT_BITS) - 1
 
 
 class PendingRun:
-    """Blocks [start, end) of a prompt, for as long as a request that goes through all of them is assigned.
+    """Blocks [start, end) of a prompt that at least one assigned request brings in full.
 
-    `counts` says how many such requests each rank has, in `_COUNT_BITS` bits for each: one number is much smaller than
-    a table, and there is one for nearly every request. `ranks` has the bits of the ranks with at least one.
+    Attributes:
+        blocks: the blocks of the complete prompt.
+        parent: the run before it, None if the prompt begins with it.
+        counts: number of such requests of each rank, in `_COUNT_BITS` bits per rank. One integer takes far less memory
+            than a dictionary, and nearly every request has a run.
+        ranks: bit mask of the ranks with a count above 0.
     """
 
     __slots__ = ("blocks", "counts", "end", "parent", "ranks", "start")
@@ -39,14 +43,18 @@ class PendingRun:
 
 
 class BlockTables:
+    """Committed and pending blocks of all ranks."""
+
     def __init__(self) -> None:
         self._committed: dict[BlockHash, int] = {}
         self._runs: dict[BlockHash, PendingRun] = {}  # by their first block
 
     def store(self, rank: int, block: BlockHash) -> None:
+        """Record that `rank` holds `block`."""
         self._committed[block] = self._committed.get(block, 0) | 1 << rank
 
     def evict(self, rank: int, block: BlockHash) -> None:
+        """Record that `rank` no longer holds `block`."""
         ranks = self._committed.get(block, 0) & ~(1 << rank)
         if ranks:
             self._committed[block] = ranks
@@ -54,43 +62,48 @@ class BlockTables:
             self._committed.pop(block, None)
 
     def forget(self, rank: int) -> None:
-        """Nothing is committed on `rank` any more."""
-        kept = ~(1 << rank)
-        self._committed = {block: left for block, ranks in self._committed.items() if (left := ranks & kept)}
+        """Remove all committed blocks of `rank`."""
+        mask = ~(1 << rank)
+        self._committed = {block: remaining for block, ranks in self._committed.items() if (remaining := ranks & mask)}
 
     @property
     def committed(self) -> dict[BlockHash, int]:
-        """A copy: the mask of ranks of every block."""
+        """A copy of the mask of ranks of every committed block."""
         return dict(self._committed)
 
     @property
     def pending(self) -> dict[BlockHash, dict[int, int]]:
-        """A copy: of every block, how many assigned requests of each rank bring it."""
+        """A copy of the number of assigned requests of each rank that bring each pending block."""
         return {block: _counts(run) for run in self._runs.values() for block in run.blocks[run.start : run.end]}
 
-    def deepest(self, blocks: Sequence[BlockHash], ranks: int) -> tuple[int, int]:
-        """Those of `ranks` with the most leading blocks, committed or pending, and how many; all `ranks` for 0."""
+    def longest_match(self, blocks: Sequence[BlockHash], ranks: int) -> tuple[int, int]:
+        """Return the ranks with the most leading `blocks`, committed or pending, and the number of these blocks.
+
+        Only ranks in the mask `ranks` count. All of them are returned for a match of 0 blocks.
+        """
         if not blocks:
             return ranks, 0
-        found, depth = ranks, 0
+        holders, depth = ranks, 0
         run = self._runs.get(blocks[0])
-        while run is not None and (promised := run.ranks & ranks):
-            found = promised
-            depth = _agreed(run, blocks)
+        while run is not None and (pending_ranks := run.ranks & ranks):
+            holders = pending_ranks
+            depth = _shared_end(run, blocks)
             if depth < run.end or depth == len(blocks):
                 break
             run = self._runs.get(blocks[depth])
-        # Whoever holds a block holds all before it. So committed blocks count only where they lead further, or as far.
+        # A rank that holds a block holds all before it, so only committed blocks at this depth or deeper matter.
         committed = self._committed.get
         if depth < len(blocks) and (held := committed(blocks[depth], 0) & ranks):
-            return self._deepest_committed(blocks, ranks, depth + 1, held)
-        return (found | committed(blocks[depth - 1], 0) & ranks if depth else found), depth
+            return self._longest_committed_match(blocks, ranks, depth + 1, held)
+        return (holders | committed(blocks[depth - 1], 0) & ranks if depth else holders), depth
 
-    def _deepest_committed(self, blocks: Sequence[BlockHash], ranks: int, depth: int, held: int) -> tuple[int, int]:
-        """The same among committed blocks, if `held` of the ranks hold the first `depth` of them."""
+    def _longest_committed_match(
+        self, blocks: Sequence[BlockHash], ranks: int, depth: int, held: int
+    ) -> tuple[int, int]:
+        """Return the longest match among committed blocks, if the ranks `held` hold the first `depth` blocks."""
         committed = self._committed.get
         step = 1
-        missing = len(blocks) + 1  # so many nobody holds
+        missing = len(blocks) + 1  # the smallest number of blocks known to be held by no rank
         while depth + 1 < missing:
             middle = min(depth + step, (depth + missing) // 2)
             more = committed(blocks[middle - 1], 0) & ranks
@@ -102,30 +115,30 @@ class BlockTables:
         return held, depth
 
     def promise(self, blocks: Sequence[BlockHash], rank: int) -> PendingRun | None:
-        """`rank` will have `blocks`, until the run that this returns is given to `release`. None for no blocks."""
+        """Record `blocks` as pending on `rank` until `release` is called with the returned run. None for no blocks."""
         runs = self._runs
         bit = 1 << rank
-        one = 1 << rank * _COUNT_BITS
+        increment = 1 << rank * _COUNT_BITS
         count = len(blocks)
         depth = 0
         last: PendingRun | None = None
         while depth < count:
             run = runs.get(blocks[depth])
             if run is None:
-                last = PendingRun(blocks, depth, count, last, one, bit)
+                last = PendingRun(blocks, depth, count, last, increment, bit)
                 runs[blocks[depth]] = last
                 break
-            end = _agreed(run, blocks)
+            end = _shared_end(run, blocks)
             if end < run.end:
                 run = self._split(run, end)
-            run.counts += one
+            run.counts += increment
             run.ranks |= bit
             depth = end
             last = run
         return last
 
     def release(self, last: PendingRun | None, rank: int) -> None:
-        """Takes back what one call of `promise` for `rank` did."""
+        """Undo one call of `promise` for `rank`, which returned `last`."""
         run = last
         shift = rank * _COUNT_BITS
         while run is not None:
@@ -136,12 +149,15 @@ class BlockTables:
                 run.ranks &= ~(1 << rank)
             run = run.parent
 
-    def _split(self, run: PendingRun, place: int) -> PendingRun:
-        """Cuts a run; the new one is its beginning, because those who will release the old one mean its end."""
-        head = PendingRun(run.blocks, run.start, place, run.parent, run.counts, run.ranks)
+    def _split(self, run: PendingRun, middle: int) -> PendingRun:
+        """Split a run in two and return the beginning, which is the new run.
+
+        The old run becomes the end, because that is what callers of `release` refer to.
+        """
+        head = PendingRun(run.blocks, run.start, middle, run.parent, run.counts, run.ranks)
         self._runs[run.blocks[run.start]] = head
-        self._runs[run.blocks[place]] = run
-        run.start = place
+        self._runs[run.blocks[middle]] = run
+        run.start = middle
         run.parent = head
         return head
 
@@ -151,19 +167,19 @@ def _counts(run: PendingRun) -> dict[int, int]:
     return {rank: count for rank in ranks if (count := run.counts >> rank * _COUNT_BITS & _COUNT_MASK)}
 
 
-def _agreed(run: PendingRun, blocks: Sequence[BlockHash]) -> int:
-    """Up to where `blocks` are those of the run, whose first one they share."""
-    known = run.blocks
+def _shared_end(run: PendingRun, blocks: Sequence[BlockHash]) -> int:
+    """Return the index up to which `blocks` equal those of `run`. The first block of the run is equal."""
+    run_blocks = run.blocks
     end = run.end
     if end > len(blocks):
         end = len(blocks)
-    if known is blocks or known[end - 1] == blocks[end - 1]:
+    if run_blocks is blocks or run_blocks[end - 1] == blocks[end - 1]:
         return end
-    same, other = run.start, end - 1
-    while other - same > 1:
-        middle = (same + other) // 2
-        if known[middle] == blocks[middle]:
+    same, different = run.start, end - 1
+    while different - same > 1:
+        middle = (same + different) // 2
+        if run_blocks[middle] == blocks[middle]:
             same = middle
         else:
-            other = middle
-    return other
+            different = middle
+    return different

@@ -1,4 +1,4 @@
-"""What a router answers to events: plain records."""
+"""Decisions of a router: plain records."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from typing import NamedTuple
 
 
 class Assignment(NamedTuple):
-    """A request, or some of its questions, goes to a rank.
+    """A request, or some of its questions, assigned to a rank.
 
-    number         of this assignment. Later events name it, so that what a rank reports late is never mistaken
-    parts          indices of the parts that it is about, ascending; None: all of the request. Every one computes the
-                   prompt or takes it from a cache; what is read of the prompt itself is answered by the assignment
-                   that holds part 0
-    shared_tokens  leading tokens of the prompt that the rank holds, or has been promised by others
-    flops          what it adds to the load of the rank
-    attempt        1, or 2 after a lost rank
+    Attributes:
+        number: unique number of the assignment. Later events refer to it, so that a late report is never mistaken for
+            one about another assignment.
+        parts: ascending indices of the assigned parts; None for the complete request. Every assignment computes the
+            prompt or takes it from the cache. The assignment with part 0 answers the reads of the prompt itself.
+        shared_tokens: leading tokens of the prompt that the rank holds, or will hold because of other assignments.
+        flops: FLOPs added to the load of the rank.
+        attempt: 1, or 2 after the loss of a rank.
     """
 
     number: int
@@ -27,21 +28,26 @@ class Assignment(NamedTuple):
 
 
 class Withdrawal(NamedTuple):
-    """A request that ended before its answer, and the assignments of it that ranks need no longer compute."""
+    """A request that ended without an answer, and its assignments that ranks no longer need to compute."""
 
     request_id: str
     assignments: tuple[Assignment, ...]
 
 
 class Round(NamedTuple):
-    """What one call of `route` decided. Expired requests were over before the round began."""
+    """The decisions of one call of `route`. Expired requests had passed their deadline before the round began."""
 
     assignments: list[Assignment]
     expired: list[Withdrawal]
 
 
 class RankLoss(NamedTuple):
-    """`rerun`: ids of the requests that wait again, wholly or in part. `failed`: those that have lost a second rank."""
+    """The consequences of the loss of a rank.
+
+    Attributes:
+        rerun: ids of requests that wait again, completely or in part.
+        failed: requests that lost a second rank.
+    """
 
     rerun: tuple[str, ...]
     failed: tuple[Withdrawal, ...]

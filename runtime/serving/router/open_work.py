@@ -1,4 +1,4 @@
-"""What a router remembers of a request until it is answered. Not frozen: this is the state of the machine."""
+"""The router's record of a request until it is answered. It is mutable: it is the state of the state machine."""
 
 from __future__ import annotations
 
@@ -6,34 +6,39 @@ from moepass.runtime.serving.router.block_tables import PendingRun
 from moepass.runtime.serving.router.decisions import Assignment
 from moepass.runtime.serving.router.routable import RoutableRequest, RoutedQuestion
 
-# Where something stands in the order of what waits: by its key, then by submission. Work of one request has the same of
-# both; its first part tells which work it is.
-Place = tuple[float, int, int]
+# Order in the queue: effective time of arrival, number of the submission, and index of the first part. The last one
+# distinguishes work of the same request.
+QueueKey = tuple[float, int, int]
 
 
 class Work:
-    """All of a request, or its prompt and some `questions`. It waits, or a rank has it: then it has an `assignment`.
+    """A request, or its prompt and some of its questions. It waits in the queue, or a rank has it as `assignment`.
 
-    `flops` are without any sharing. Once in its life it may be parked, to wait for a saturated rank. Work of a request
-    that was split has `siblings`: all work of that request that is not done, itself among it, in one list for all.
+    Attributes:
+        queue_key: its order in the queue.
+        flops: FLOPs without any sharing.
+        siblings: all unfinished work of a request that was split, this work included; the siblings share the list. None
+            if the request was not split.
+        promised: the pending blocks of the assignment.
+        may_wait: it has not been parked yet. Work is parked for a saturated rank at most once.
     """
 
     __slots__ = (
         *("assignment", "attempt", "flops", "is_closed", "is_parked", "is_started", "may_wait"),
-        *("place", "promised", "prompt_flops", "questions", "request", "siblings"),
+        *("queue_key", "promised", "prompt_flops", "questions", "request", "siblings"),
     )
 
     def __init__(
         self,
         request: RoutableRequest,
-        place: Place,
+        queue_key: QueueKey,
         prompt_flops: int,
         questions: tuple[RoutedQuestion, ...],
         flops: int,
         attempt: int = 1,
     ) -> None:
         self.request = request
-        self.place = place
+        self.queue_key = queue_key
         self.prompt_flops = prompt_flops
         self.questions = questions
         self.flops = flops
@@ -46,14 +51,14 @@ class Work:
         self.is_parked = False
         self.is_closed = False
 
-    def part(self, questions: tuple[RoutedQuestion, ...]) -> Work:
-        """Some of its questions, as work of its own."""
+    def with_questions(self, questions: tuple[RoutedQuestion, ...]) -> Work:
+        """Return some of its questions as separate work."""
         flops = self.prompt_flops + sum(question.flops for question in questions)
-        place = (*self.place[:2], questions[0].parts[0])
-        return Work(self.request, place, self.prompt_flops, questions, flops, self.attempt)
+        queue_key = (*self.queue_key[:2], questions[0].parts[0])
+        return Work(self.request, queue_key, self.prompt_flops, questions, flops, self.attempt)
 
     def unfinished(self) -> list[Work]:
-        """All work of the request that is not done."""
+        """Return all unfinished work of the request."""
         if self.siblings is not None:
             return list(self.siblings)
         return [] if self.is_closed else [self]

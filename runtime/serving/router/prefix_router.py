@@ -1,4 +1,4 @@
-"""The policy of this server: true FLOPs, saturation, and prefixes that are there or on their way."""
+"""The routing policy of the server: true FLOPs, saturation, and committed or pending prefixes."""
 
 from __future__ import annotations
 
@@ -10,22 +10,27 @@ from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
 from moepass.runtime.serving.router.decisions import Round
 from moepass.runtime.serving.router.open_work import Work
 from moepass.runtime.serving.router.routable import FlopsFormula, RoutedQuestion
-from moepass.runtime.serving.router.router import Placement, RankRouter, bits
+from moepass.runtime.serving.router.router import RankChoice, RankRouter, set_bits
 
-# Work that one round passes over because it waits for a saturated rank; bounds the time of a round.
+# Limit of the work that one round parks for saturated ranks; it bounds the duration of a round.
 MOST_PASSED_OVER = 1024
 
 
 class PrefixRouter(RankRouter):
-    """Of the ranks that are not saturated, the one that saves most; ties, and no match, to the least loaded.
+    """A policy that picks the unsaturated rank with the longest held prefix, and the least loaded one if several tie.
 
-    A longer match always saves more FLOPs, so the most blocks decide. Two rules see beyond the one request and the one
-    rank: `_wait` (wait for a saturated rank, or spill) and `_split` (questions of one request on several ranks).
+    A longer match always saves more FLOPs, so the number of blocks decides. Two rules consider more than one request
+    and one rank: `_wait` (wait for a saturated rank, or compute the prefix on another rank) and `_split` (distribute
+    the questions of one request).
 
     Args:
-        saturation_flops: from the plan; a rank with this load or more takes no more.
-        flops_per_second: that a rank reaches, from the plan.
-        splits: questions of one request may go to several ranks.
+        ranks: number of ranks.
+        formula: FLOPs of tokens.
+        saturation_flops: from the plan; a rank with this load or more gets no more work.
+        flops_per_second: rate of a rank, from the plan.
+        priority_seconds: as in `RankRouter`.
+        keeps_blocks: as in `RankRouter`.
+        splits: the questions of one request may go to several ranks.
     """
 
     def __init__(
@@ -53,60 +58,62 @@ class PrefixRouter(RankRouter):
         self._passed_over = 0
 
     def route(self, now: float) -> Round:
+        """Run one round, as `RankRouter.route`."""
         self._passed_over = 0
         return super().route(now)
 
-    def _place(self, work: Work, now: float) -> tuple[Placement, ...]:
+    def _choose_ranks(self, work: Work, now: float) -> tuple[RankChoice, ...]:
         request = work.request
         open_ranks = self._open
         blocks = 0
         holders = self._available
         if request.blocks:
-            holders, blocks = self._tables.deepest(request.blocks, holders)
+            holders, blocks = self._tables.longest_match(request.blocks, holders)
         if not holders & open_ranks:
             if work.may_wait and self._passed_over < MOST_PASSED_OVER and self._wait(work, holders, blocks, now):
                 return ()
-            holders, blocks = self._tables.deepest(request.blocks, open_ranks)
+            holders, blocks = self._tables.longest_match(request.blocks, open_ranks)
         rank = self._least_loaded(holders & open_ranks)
         if self._splits and len(work.questions) > 1 and self._loads[rank] + work.flops > self._saturation_flops:
             return self._split(work, rank, blocks)
         return ((rank, blocks, work.questions),)
 
     def _wait(self, work: Work, holders: int, blocks: int, now: float) -> bool:
-        """Lets work wait for one of `holders`, which are saturated and have `blocks` of it, more than any open rank.
+        """Park work for one of the saturated `holders` of its prefix, and return whether it was parked.
 
-        For as long as that one needs for what it has, by the plan, other work goes first. Then, or where there is no
-        other work, the prefix spills: an open rank computes it again, and has it from then on. But never where
-        that takes longer than the wait. A request that would be late does not wait.
+        The holders have `blocks` of the prompt, more than any open rank. Other work goes first for as long as the
+        holder needs for its load, according to the plan. After that, or if there is no other work, an open rank
+        computes the prefix again and holds it from then on, unless computing it takes longer than the wait. A request
+        that would miss its deadline does not wait.
         """
         request = work.request
         holder = self._least_loaded(holders)
         load = self._loads[holder]
-        there = blocks * BLOCK_TOKENS
-        left = self._flops(there, request.prompt_tokens - there)
+        held_tokens = blocks * BLOCK_TOKENS
+        remaining_flops = self._flops(held_tokens, request.prompt_tokens - held_tokens)
         seconds = load / self._flops_per_second
         if request.deadline != math.inf:
-            left += sum(question.flops for question in work.questions)
-            if now + seconds + left / self._flops_per_second > request.deadline:
+            remaining_flops += sum(question.flops for question in work.questions)
+            if now + seconds + remaining_flops / self._flops_per_second > request.deadline:
                 return False
-        patience: float | None = seconds
-        if work.prompt_flops > load:  # else no prefix of it can
-            here = self._tables.deepest(request.blocks, self._open)[1] * BLOCK_TOKENS
-            if self._flops(here, there - here) > load:
-                patience = None
-        self._queue.park(work, holder, patience)
+        patience_seconds: float | None = seconds
+        if work.prompt_flops > load:  # otherwise no prefix of it costs more than the load
+            open_tokens = self._tables.longest_match(request.blocks, self._open)[1] * BLOCK_TOKENS
+            if self._flops(open_tokens, held_tokens - open_tokens) > load:
+                patience_seconds = None
+        self._queue.park(work, holder, patience_seconds)
         self._passed_over += 1
         return True
 
-    def _split(self, work: Work, first: int, blocks: int) -> tuple[Placement, ...]:
-        """Questions go to more ranks while that ends earlier by more than computing the prompt there costs.
+    def _split(self, work: Work, first: int, blocks: int) -> tuple[RankChoice, ...]:
+        """Distribute questions over more ranks while the request ends earlier by more than the prompt costs there.
 
-        Nothing ends earlier than a saturated step: what a load has below the threshold does not count.
+        A step below saturation takes no less time, so load below the threshold is ignored.
         """
-        whole = ((first, blocks, work.questions),)
+        unsplit = ((first, blocks, work.questions),)
         request = work.request
         total = sum(question.flops for question in work.questions)
-        matched = {rank: self._tables.deepest(request.blocks, 1 << rank)[1] for rank in bits(self._open)}
+        matched = {rank: self._tables.longest_match(request.blocks, 1 << rank)[1] for rank in set_bits(self._open)}
         prompts = {
             rank: self._flops(count * BLOCK_TOKENS, request.prompt_tokens - count * BLOCK_TOKENS)
             for rank, count in matched.items()
@@ -115,24 +122,24 @@ class PrefixRouter(RankRouter):
         ranks = [first]
         end = before = self._end(loads[first] + total)
         for rank in sorted(loads.keys() - {first}, key=lambda rank: (loads[rank], rank)):
-            earlier = self._end(_level([loads[one] for one in (*ranks, rank)], total))
+            earlier = self._end(_even_load([loads[candidate] for candidate in (*ranks, rank)], total))
             if prompts[rank] < end - earlier:
                 ranks.append(rank)
                 end = earlier
         shares = _shares(work.questions, [loads[rank] for rank in ranks], end)
-        used = list(itertools.takewhile(lambda placed: placed[1], zip(ranks, shares, strict=True)))
-        # Questions are not cut, so the ranks may end later than they would if they were.
-        end = self._end(max(loads[rank] + sum(one.flops for one in share) for rank, share in used))
+        used = list(itertools.takewhile(lambda used_rank: used_rank[1], zip(ranks, shares, strict=True)))
+        # Questions are indivisible, so the ranks may end later than the even load says.
+        end = self._end(max(loads[rank] + sum(question.flops for question in share) for rank, share in used))
         if sum(prompts[rank] for rank, _ in used[1:]) >= before - end:
-            return whole
+            return unsplit
         return tuple((rank, matched[rank], share) for rank, share in used)
 
     def _end(self, load: int) -> int:
         return max(load, int(self._saturation_flops))
 
 
-def _level(loads: list[int], total: int) -> int:
-    """The load of the fullest rank if `total` could be cut freely to make the loads as even as can be, rounded up."""
+def _even_load(loads: list[int], total: int) -> int:
+    """Return the load of the fullest rank if `total` were divided to make the loads as even as possible, rounded up."""
     below = 0
     for count, load in enumerate(ordered := sorted(loads), start=1):
         below += load
@@ -143,17 +150,18 @@ def _level(loads: list[int], total: int) -> int:
 
 
 def _shares(questions: tuple[RoutedQuestion, ...], loads: list[int], level: int) -> list[tuple[RoutedQuestion, ...]]:
-    """Questions in order, to each rank up to `level`, at least one; the last rank gets the others.
+    """Return consecutive shares of `questions`, one for each rank.
 
-    A question goes where at least half of it has room, and the next rank gets what was too much or too little.
+    Each rank is filled up to `level` with at least one question, and the last rank gets the remaining ones. A question
+    goes to the rank on which at least half of it fits, and the difference is carried over to the next rank.
     """
     shares: list[tuple[RoutedQuestion, ...]] = []
-    place = surplus = 0
+    index = surplus = 0
     for load in loads[:-1]:
-        start = place
+        start = index
         surplus += level - load
-        while place < len(questions) and (place == start or 2 * surplus > questions[place].flops):
-            surplus -= questions[place].flops
-            place += 1
-        shares.append(questions[start:place])
-    return [*shares, questions[place:]]
+        while index < len(questions) and (index == start or 2 * surplus > questions[index].flops):
+            surplus -= questions[index].flops
+            index += 1
+        shares.append(questions[start:index])
+    return [*shares, questions[index:]]

@@ -1,4 +1,4 @@
-"""What a router is told of a request: sizes and hashes of blocks, no tokens."""
+"""Requests as the router sees them: sizes and hashes of blocks, no tokens."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ BlockHash = int | bytes
 
 
 class FlopsFormula(Protocol):
-    def flops(self, prefix_tokens: int, new_tokens: int) -> int:
-        """Exact FLOPs of `new_tokens` tokens behind `prefix_tokens` that are there already.
+    """The cost of tokens as a function of their positions."""
 
-        Never falls in either argument, and adds up: `flops(0, p) + flops(p, n) == flops(0, p + n)`.
+    def flops(self, prefix_tokens: int, new_tokens: int) -> int:
+        """Return the exact FLOPs of `new_tokens` tokens after `prefix_tokens` computed or cached tokens.
+
+        The result is monotonic in both arguments, and additive: `flops(0, p) + flops(p, n) == flops(0, p + n)`.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RoutablePart:
-    """`tokens` tokens behind those of the part `parent`, an index of an earlier part; -1: behind the prompt."""
+    """A run of tokens after the part `parent`, an index of an earlier part; -1 for parts that follow the prompt."""
 
     parent: int
     tokens: int
@@ -37,21 +39,23 @@ class RoutablePart:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RoutableRequest:
-    """One request: a prompt, and the tree of its parts behind it. Times are seconds of one clock, any clock.
+    """A prompt and the tree of parts that follow it. Times are in seconds of one monotonic clock.
 
-    blocks         hashes of the prompt's blocks of BLOCK_TOKENS tokens, first tokens first. Only those that may come
-                   from a cache: where nothing follows the prompt, its last token is computed in any case
-    prompt_tokens  tokens of the prompt; 0 where the parts have none in common
-    parts          what follows the prompt: questions and their labels. A part that hangs on the prompt is a question;
-                   different ranks may get different questions, but never parts of one
-    shares_prefixes  False: ranks compute every way through the tree by itself, from its first token to its last. Then
-                   there are no blocks and no prompt where there are parts: those that hang on it begin with it
-    priority       a level is worth as much as a router's `priority_seconds` of waiting; higher comes first
-    deadline       when it must have been started; it expires if any of it has not
-    arrived        when it was submitted
+    Attributes:
+        blocks: hashes of the prompt's blocks of BLOCK_TOKENS tokens, in order. Only blocks that can come from a cache:
+            if nothing follows the prompt, its last token is always computed.
+        prompt_tokens: tokens of the prompt; 0 if the parts have no common prefix.
+        parts: questions and their labels. A part that follows the prompt directly is a question. Different ranks may
+            get different questions, but the parts of one question stay together.
+        priority: a level is worth `priority_seconds` of waiting; higher levels come first.
+        deadline: the request expires if a part of it has not started by then.
+        arrived: time of arrival.
+        shares_prefixes: False if ranks compute each sequence of the tree separately from its first token. Then there
+            are no blocks, and if there are parts, no prompt: the tokens of the prompt are included in the first parts.
 
-    Raises InputError for a request without tokens, more blocks than its prompt has, a part without tokens or whose
-    parent is no earlier part, and times that are no numbers.
+    Raises:
+        InputError: the request has no tokens or more blocks than its prompt, a part has no tokens, a parent is not an
+            earlier part, or a time is not a number.
     """
 
     id: str
@@ -81,14 +85,14 @@ class RoutableRequest:
                 value=len(self.blocks),
                 expected=most,
             )
-        for number, part in enumerate(self.parts):
-            if part.tokens < 1:
-                raise InputError(f"part {number} of request {self.id} has no tokens", name="tokens", value=part.tokens)
-            if not -1 <= part.parent < number:
+        for number, node in enumerate(self.parts):
+            if node.tokens < 1:
+                raise InputError(f"part {number} of request {self.id} has no tokens", name="tokens", value=node.tokens)
+            if not -1 <= node.parent < number:
                 raise InputError(
-                    f"part {number} of request {self.id} has parent {part.parent}; it must be an earlier part, or -1",
+                    f"part {number} of request {self.id} has parent {node.parent}; it must be an earlier part, or -1",
                     name="parent",
-                    value=part.parent,
+                    value=node.parent,
                     expected=range(-1, number),
                 )
         if not math.isfinite(self.arrived):
@@ -99,28 +103,28 @@ class RoutableRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RoutedQuestion:
-    """A part that hangs on the prompt with all that hangs on it: their indices, ascending, and their FLOPs."""
+    """A part that follows the prompt, with all its descendants: their ascending indices and total FLOPs."""
 
     parts: tuple[int, ...]
     flops: int
 
 
 def questions_of(request: RoutableRequest, formula: FlopsFormula) -> tuple[RoutedQuestion, ...]:
-    """The questions of a request, in order. What they cost does not depend on where the prompt comes from."""
+    """Return the questions of a request, in order. Their cost does not depend on whether the prompt is cached."""
     ends: list[int] = []
     roots: list[int] = []
     members: dict[int, list[int]] = {}
     flops: dict[int, int] = {}
-    for number, part in enumerate(request.parts):
-        before = request.prompt_tokens if part.parent < 0 else ends[part.parent]
-        root = number if part.parent < 0 else roots[part.parent]
-        ends.append(before + part.tokens)
+    for number, node in enumerate(request.parts):
+        before = request.prompt_tokens if node.parent < 0 else ends[node.parent]
+        root = number if node.parent < 0 else roots[node.parent]
+        ends.append(before + node.tokens)
         roots.append(root)
         members.setdefault(root, []).append(number)
         if request.shares_prefixes:
-            flops[root] = flops.get(root, 0) + formula.flops(before, part.tokens)
+            flops[root] = flops.get(root, 0) + formula.flops(before, node.tokens)
     if not request.shares_prefixes:
-        inner = {part.parent for part in request.parts}
+        inner = {node.parent for node in request.parts}
         for number in set(range(len(ends))) - inner:
             flops[roots[number]] = flops.get(roots[number], 0) + formula.flops(0, ends[number])
     return tuple(RoutedQuestion(tuple(numbers), flops[root]) for root, numbers in members.items())
@@ -135,10 +139,18 @@ def routable_request(
     arrived: float = 0.0,
     shares_prefixes: bool = True,
 ) -> tuple[RoutableRequest, int]:
-    """What a router is told of `request`, and how many of its pieces, from the first, are the prompt.
+    """Return `request` as the router sees it, and how many of its leading pieces are the prompt.
 
-    The other pieces are its parts: part k is piece (prompt pieces + k). The prompt is the chain of pieces that all
-    others hang on. `hashes` gives those of the complete blocks of tokens, for a salt. `shares_prefixes`: as ranks do.
+    The prompt is the chain of pieces that all other pieces follow. The other pieces are the parts: part k is piece
+    (prompt pieces + k).
+
+    Args:
+        request: the request.
+        hashes: returns the hashes of the complete blocks of tokens, for a salt.
+        priority: as in `RoutableRequest`.
+        deadline: as in `RoutableRequest`.
+        arrived: as in `RoutableRequest`.
+        shares_prefixes: as in `RoutableRequest`; a property of the ranks.
     """
     pieces = request.pieces
     prompt = prompt_length(request)

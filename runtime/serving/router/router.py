@@ -1,7 +1,7 @@
-"""The life of requests and ranks, as far as every policy shares it: events in, decisions out.
+"""The state of requests and ranks that all routing policies share: events in, decisions out.
 
-Loads are exact integers: what an assignment adds is a number that it carries, and the same number is taken away when
-it is done, withdrawn or lost. Nothing is ever computed a second time to be subtracted.
+Loads are exact integers. An assignment carries the number that it adds, and exactly this number is subtracted when it
+is done, withdrawn or lost. It is never recomputed.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from moepass.runtime.serving.router.waiting_queue import WaitingQueue
 
 ATTEMPTS = 2
 
-# A rank, its leading blocks that need no computation, and the questions that it gets.
-Placement = tuple[int, int, tuple[RoutedQuestion, ...]]
+# A rank, the number of leading blocks that it holds, and the questions that it gets.
+RankChoice = tuple[int, int, tuple[RoutedQuestion, ...]]
 
 
 class RankRouter(abc.ABC):
-    """What a policy adds is `_place`, which may park work in the queue.
+    """A router without a policy. Subclasses implement `_choose_ranks`, which may also park work in the queue.
 
     Args:
-        ranks: how many; all are there at the beginning.
-        formula: what tokens cost.
-        saturation_flops: a rank with this load or more takes no more. Infinity: ranks take all there is at once.
-        priority_seconds: how long a request waits until it is as urgent as a new one of the next priority.
-        keeps_blocks: ranks have a cache, so that blocks of work that is under way will be there for later work too.
-            Without a cache only work of the same step shares anything.
+        ranks: number of ranks; all are available at first.
+        formula: FLOPs of tokens.
+        saturation_flops: a rank with this load or more gets no more work. Infinity assigns all work at once.
+        priority_seconds: waiting time after which a request is as urgent as a new one of the next priority.
+        keeps_blocks: ranks have a cache, so later work can use the blocks of running work. Without a cache, only work
+            of the same step shares blocks.
 
     Raises:
-        InputError: no rank, a threshold that is not positive, or negative `priority_seconds`. Events raise it for a
-            rank that is not there, and for a request whose id another one has that is not done.
+        InputError: `ranks`, `saturation_flops` or `priority_seconds` are out of range. Events raise it for an unknown
+            rank, and for a request with the id of an unfinished one.
     """
 
     def __init__(
@@ -75,86 +75,92 @@ class RankRouter(abc.ABC):
         self._submitted = 0
         self._assigned = 0
         self._loads = [0] * ranks
-        # Bits of the ranks that are there, and of those among them that are not saturated.
+        # Bit masks of all ranks, of those that are not lost, and of those that are neither lost nor saturated.
         self._all = self._available = self._open = (1 << ranks) - 1
 
-    # What is known
+    # State
 
     @property
     def loads(self) -> tuple[int, ...]:
-        """Of each rank, true FLOPs of what was assigned to it and is not done."""
+        """For each rank, the true FLOPs of its unfinished assignments."""
         return tuple(self._loads)
 
     @property
     def saturation_flops(self) -> float:
-        """A rank with this load or more takes no more."""
+        """A rank with this load or more gets no more work."""
         return self._saturation_flops
 
     @property
     def waiting_flops(self) -> int:
-        """Of all that no rank has yet, without any sharing: the most that it can cost."""
+        """FLOPs of all unassigned work without any sharing, an upper bound of its cost."""
         return self._queue.flops
 
     @property
     def waiting(self) -> int:
-        """How many requests, or parts of requests that were lost, no rank has yet."""
+        """Number of unassigned requests and parts of requests."""
         return self._queue.count
 
     @property
     def tables(self) -> BlockTables:
+        """The committed and pending blocks of all ranks."""
         return self._tables
 
     @property
     def requests(self) -> tuple[str, ...]:
-        """Ids of the requests that have no answer yet, in the order of their submission."""
+        """Ids of the unanswered requests, in the order of submission."""
         return tuple(self._requests)
 
     @property
     def assignments(self) -> tuple[Assignment, ...]:
-        """Those that are not done, in the order in which they were made."""
+        """The unfinished assignments, in the order of their creation."""
         return tuple(work.assignment for work in self._running.values() if work.assignment)
 
     # Events of requests
 
     def submit(self, request: RoutableRequest) -> None:
+        """Add a request to the queue.
+
+        Raises:
+            InputError: an unfinished request has the same id.
+        """
         if request.id in self._requests:
-            raise InputError(f"request {request.id} is there already", name="id", value=request.id)
+            raise InputError(f"request {request.id} is still unfinished; use another id", name="id", value=request.id)
         self._submitted = order = self._submitted + 1
-        place = (request.arrived - request.priority * self._priority_seconds, order, 0)
+        queue_key = (request.arrived - request.priority * self._priority_seconds, order, 0)
         prompt_flops = flops = self._flops(0, request.prompt_tokens)
         questions: tuple[RoutedQuestion, ...] = ()
         if request.parts:
             questions = questions_of(request, self._formula)
-            flops += _sum(questions)
-        work = Work(request, place, prompt_flops, questions, flops)
+            flops += _total_flops(questions)
+        work = Work(request, queue_key, prompt_flops, questions, flops)
         self._requests[request.id] = work
         self._queue.push(work)
         if request.deadline != math.inf:
             self._watch_deadline(work)
 
     def cancel(self, request_id: str) -> Withdrawal | None:
-        """None if no such request is open; it may have been done meanwhile."""
+        """End a request. Return None if it is unknown; it may have been answered already."""
         work = self._requests.get(request_id)
         return None if work is None else self._close(work)
 
     def route(self, now: float) -> Round:
-        """One round, at the time `now`: what is over expires, then ranks get work until they take no more."""
+        """Run one round at the time `now`: expire requests, then assign work until all ranks are saturated."""
         expired = self._expire(now)
         assignments: list[Assignment] = []
         pop = self._queue.pop
         while self._open and (work := pop(self._open)) is not None:
-            placements = self._place(work, now)
-            if len(placements) == 1:
-                rank, blocks, _ = placements[0]
+            choices = self._choose_ranks(work, now)
+            if len(choices) == 1:
+                rank, blocks, _ = choices[0]
                 assignments.append(self._assign(work, rank, blocks))
-            elif placements:
-                pieces = self._cut(work, placements)
-                for piece, (rank, blocks, _) in zip(pieces, placements, strict=True):
-                    assignments.append(self._assign(piece, rank, blocks))
+            elif choices:
+                shares = self._split_work(work, choices)
+                for share, (rank, blocks, _) in zip(shares, choices, strict=True):
+                    assignments.append(self._assign(share, rank, blocks))
         return Round(assignments, expired)
 
     def started(self, number: int) -> bool:
-        """The rank computes it now. False: it was withdrawn or lost, which the rank had not heard of."""
+        """Record that the rank computes the assignment. Return False if it was withdrawn or lost before."""
         work = self._running.get(number)
         if work is None:
             return False
@@ -166,9 +172,10 @@ class RankRouter(abc.ABC):
         return True
 
     def done(self, number: int) -> int | None:
-        """How many pieces of its request are not done; at 0 it is complete.
+        """Record that an assignment is answered, and return how many of its siblings are unfinished.
 
-        None: it was done, withdrawn or lost before, and what the rank answers must be dropped.
+        0 means that the request is complete. None means that the assignment was done, withdrawn or lost before; then
+        the answer of the rank must be dropped.
         """
         work = self._running.get(number)
         if work is None:
@@ -185,17 +192,23 @@ class RankRouter(abc.ABC):
     # Events of ranks
 
     def block_stored(self, rank: int, block: BlockHash) -> None:
-        """`rank` can take a block, and all before it, from its cache. It says so before it says that work is done."""
+        """Record that the cache of `rank` holds a block and all blocks before it.
+
+        A rank reports this before it reports the assignment as done.
+        """
         if self._is_available(rank):
             self._tables.store(rank, block)
 
     def block_evicted(self, rank: int, block: BlockHash) -> None:
-        """`rank` holds a block no more. Blocks behind it, which are of no use without it, are evicted before it."""
+        """Record that the cache of `rank` no longer holds a block.
+
+        Later blocks of the same prompt, useless without it, are evicted before it.
+        """
         if self._is_available(rank):
             self._tables.evict(rank, block)
 
     def rank_lost(self, rank: int) -> RankLoss:
-        """What it had runs once more, or has failed if that was its second rank."""
+        """Requeue the work of `rank`. Requests that have lost a second rank fail."""
         if not self._is_available(rank):
             return RankLoss((), ())
         self._available &= ~(1 << rank)
@@ -220,26 +233,26 @@ class RankRouter(abc.ABC):
         return RankLoss(tuple(rerun), failed)
 
     def rank_back(self, rank: int) -> None:
-        """It takes work again; its cache is empty."""
+        """Record that `rank` takes work again, with an empty cache."""
         if not self._is_available(rank):
             self._available |= 1 << rank
-            self._open |= 1 << rank  # what it had was taken away when it was lost
+            self._open |= 1 << rank  # its load was removed when it was lost
 
-    # Inside
+    # Policy and bookkeeping
 
     @abc.abstractmethod
-    def _place(self, work: Work, now: float) -> tuple[Placement, ...]:
-        """Which ranks get `work`: all of it, every question once. Nothing: it is parked in the queue."""
+    def _choose_ranks(self, work: Work, now: float) -> tuple[RankChoice, ...]:
+        """Return the ranks that get `work`, with each question once. Nothing if the work was parked in the queue."""
 
-    def _cut(self, work: Work, placements: tuple[Placement, ...]) -> list[Work]:
-        pieces = [work.part(questions) for _, _, questions in placements]
+    def _split_work(self, work: Work, choices: tuple[RankChoice, ...]) -> list[Work]:
+        shares = [work.with_questions(questions) for _, _, questions in choices]
         siblings = work.siblings or [work]
         siblings.remove(work)
-        siblings += pieces
-        # Its deadline and its id still lead to the whole, and from there to the pieces.
-        for one in (work, *pieces):
-            one.siblings = siblings
-        return pieces
+        siblings += shares
+        # The deadline and the id still refer to the unsplit work, which leads to the shares.
+        for sibling in (work, *shares):
+            sibling.siblings = siblings
+        return shares
 
     def _assign(self, work: Work, rank: int, blocks: int) -> Assignment:
         request = work.request
@@ -247,7 +260,7 @@ class RankRouter(abc.ABC):
         flops = self._flops(shared, request.prompt_tokens - shared)
         parts = None
         if work.questions:
-            flops += _sum(work.questions)
+            flops += _total_flops(work.questions)
             if work.siblings is not None:
                 parts = tuple(sorted(part for question in work.questions for part in question.parts))
         self._assigned = number = self._assigned + 1
@@ -260,7 +273,7 @@ class RankRouter(abc.ABC):
         return assignment
 
     def _release(self, work: Work) -> Assignment:
-        """Takes work from its rank, with its load and the blocks that it promised."""
+        """Take work from its rank, and subtract its load and pending blocks."""
         assignment = work.assignment
         assert assignment
         work.assignment = None
@@ -275,23 +288,23 @@ class RankRouter(abc.ABC):
         return assignment
 
     def _close(self, work: Work, lost: Collection[Work] = ()) -> Withdrawal:
-        """Ends a request that has no answer, whatever state its work is in; that of `lost` is in none."""
+        """End a request without an answer. Work in `lost` is neither queued nor assigned."""
         withdrawn = []
-        for one in work.unfinished():
-            if one.assignment is not None:
-                withdrawn.append(self._release(one))
-                one.is_closed = True
-            elif one in lost:
-                one.is_closed = True
+        for unfinished in work.unfinished():
+            if unfinished.assignment is not None:
+                withdrawn.append(self._release(unfinished))
+                unfinished.is_closed = True
+            elif unfinished in lost:
+                unfinished.is_closed = True
             else:
-                self._queue.drop(one)
+                self._queue.drop(unfinished)
         if work.siblings is not None:
             work.siblings.clear()
         del self._requests[work.request.id]
         return Withdrawal(work.request.id, tuple(withdrawn))
 
     def _watch_deadline(self, work: Work) -> None:
-        heapq.heappush(self._deadlines, (work.request.deadline, work.place[1], work.request.id))
+        heapq.heappush(self._deadlines, (work.request.deadline, work.queue_key[1], work.request.id))
 
     def _expire(self, now: float) -> list[Withdrawal]:
         expired = []
@@ -299,9 +312,9 @@ class RankRouter(abc.ABC):
         while deadlines and deadlines[0][0] <= now:
             _, order, request_id = heapq.heappop(deadlines)
             work = self._requests.get(request_id)
-            if work is None or work.place[1] != order:
-                continue  # it is done; the id may be that of another request by now
-            if any(not one.is_started for one in work.unfinished()):
+            if work is None or work.queue_key[1] != order:
+                continue  # the request is done, and another one may have its id by now
+            if any(not unfinished.is_started for unfinished in work.unfinished()):
                 expired.append(self._close(work))
         return expired
 
@@ -317,19 +330,19 @@ class RankRouter(abc.ABC):
         return bool(self._available >> rank & 1)
 
     def _least_loaded(self, ranks: int) -> int:
-        """The one of `ranks` with the smallest load; the first of equals."""
+        """Return the rank of the mask `ranks` with the smallest load, the first of several."""
         if not ranks & (ranks - 1):
             return ranks.bit_length() - 1
         loads = self._loads
         if ranks == self._open and self._available == self._all:
-            return loads.index(min(loads))  # an open rank: the others are saturated, so they have more
-        return min(bits(ranks), key=loads.__getitem__)
+            return loads.index(min(loads))  # saturated ranks have a higher load than open ones
+        return min(set_bits(ranks), key=loads.__getitem__)
 
 
-def bits(mask: int) -> list[int]:
-    """The places of the bits of `mask`, ascending."""
-    return [place for place in range(mask.bit_length()) if mask >> place & 1]
+def set_bits(mask: int) -> list[int]:
+    """Return the indices of the set bits of `mask`, ascending."""
+    return [index for index in range(mask.bit_length()) if mask >> index & 1]
 
 
-def _sum(questions: tuple[RoutedQuestion, ...]) -> int:
+def _total_flops(questions: tuple[RoutedQuestion, ...]) -> int:
     return sum(question.flops for question in questions)

@@ -1,6 +1,6 @@
-"""Policies to compare with. They see no prefixes and no saturation: ranks get everything at once.
+"""Simple routing policies for comparison. They ignore prefixes and saturation, and assign all work at once.
 
-Loads and tables are kept as everywhere, so what they save is what happens to meet on a rank.
+Loads and tables are kept as in every router, so shared prefixes are counted when they happen to meet on a rank.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 from moepass.runtime.serving.router.decisions import Assignment
 from moepass.runtime.serving.router.open_work import Work
 from moepass.runtime.serving.router.routable import FlopsFormula
-from moepass.runtime.serving.router.router import Placement, RankRouter, bits
+from moepass.runtime.serving.router.router import RankChoice, RankRouter, set_bits
 
 
 class RoundRobinRouter(RankRouter):
-    """The ranks in turns."""
+    """A policy that takes the available ranks in turn."""
 
     def __init__(
         self, ranks: int, formula: FlopsFormula, *, priority_seconds: float = 1.0, keeps_blocks: bool = True
@@ -20,15 +20,15 @@ class RoundRobinRouter(RankRouter):
         super().__init__(ranks, formula, priority_seconds=priority_seconds, keeps_blocks=keeps_blocks)
         self._last = ranks - 1
 
-    def _place(self, work: Work, now: float) -> tuple[Placement, ...]:
+    def _choose_ranks(self, work: Work, now: float) -> tuple[RankChoice, ...]:
         available = self._available
         later = available >> (self._last + 1) << (self._last + 1)
         self._last = rank = _lowest_bit(later or available)
-        return ((rank, self._tables.deepest(work.request.blocks, 1 << rank)[1], work.questions),)
+        return ((rank, self._tables.longest_match(work.request.blocks, 1 << rank)[1], work.questions),)
 
 
 class LeastTokensRouter(RankRouter):
-    """The rank with the fewest tokens to do; the first of equals."""
+    """A policy that picks the rank with the fewest unfinished tokens, the first of several."""
 
     def __init__(
         self, ranks: int, formula: FlopsFormula, *, priority_seconds: float = 1.0, keeps_blocks: bool = True
@@ -36,14 +36,14 @@ class LeastTokensRouter(RankRouter):
         super().__init__(ranks, formula, priority_seconds=priority_seconds, keeps_blocks=keeps_blocks)
         self._tokens = [0] * ranks
 
-    def _place(self, work: Work, now: float) -> tuple[Placement, ...]:
+    def _choose_ranks(self, work: Work, now: float) -> tuple[RankChoice, ...]:
         tokens = self._tokens
         rank = (
             tokens.index(min(tokens))
             if self._available == self._all
-            else min(bits(self._available), key=tokens.__getitem__)
+            else min(set_bits(self._available), key=tokens.__getitem__)
         )
-        return ((rank, self._tables.deepest(work.request.blocks, 1 << rank)[1], work.questions),)
+        return ((rank, self._tables.longest_match(work.request.blocks, 1 << rank)[1], work.questions),)
 
     def _assign(self, work: Work, rank: int, blocks: int) -> Assignment:
         self._tokens[rank] += _tokens(work)
@@ -58,7 +58,7 @@ class LeastTokensRouter(RankRouter):
 def _tokens(work: Work) -> int:
     request = work.request
     parts = request.parts
-    return request.prompt_tokens + sum(parts[part].tokens for question in work.questions for part in question.parts)
+    return request.prompt_tokens + sum(parts[index].tokens for question in work.questions for index in question.parts)
 
 
 def _lowest_bit(mask: int) -> int:

@@ -1,8 +1,8 @@
-"""Work that no rank has yet, in the order in which ranks will take it.
+"""The queue of unassigned work.
 
-A level of priority is worth a fixed time of waiting. So the order is that of `arrived - priority · priority_seconds`,
-it never changes while time passes, and whoever waits for long enough is first, whatever comes later. Work that waits
-for a saturated rank stays in this order for that rank; for others it stands back by its patience, no further.
+A level of priority is worth a fixed waiting time, so work is ordered by `arrived - priority · priority_seconds`. The
+order never changes over time, and work that waits long enough comes first. Work that is parked for a saturated rank
+keeps this order for that rank. For other ranks it is delayed by its patience.
 """
 
 from __future__ import annotations
@@ -11,47 +11,54 @@ import collections
 import heapq
 import itertools
 
-from moepass.runtime.serving.router.open_work import Place, Work
+from moepass.runtime.serving.router.open_work import QueueKey, Work
 
-# Entries are numbered: one of work that was taken elsewhere stays, and a part of that work may come to the same place.
-_Heap = list[tuple[Place, int, Work]]
+# Entries are numbered, because an entry of work that was taken from another heap stays here, and a share of that work
+# may be pushed with the same key.
+_Heap = list[tuple[QueueKey, int, Work]]
 
 
 class WaitingQueue:
-    """`flops`: of all that waits, without any sharing; `count`: how many pieces of work."""
+    """Unassigned work in order.
+
+    Attributes:
+        flops: FLOPs of all work in the queue, without any sharing.
+        count: number of pieces of work.
+    """
 
     def __init__(self, ranks: int) -> None:
         self.flops = 0
         self.count = 0
-        # Nearly all work comes after what is there. It stands in a line, which costs nothing to sort.
+        # Nearly all work is pushed in order. It goes to a deque, which needs no sorting.
         self._line: collections.deque[Work] = collections.deque()
         self._heap: _Heap = []
         self._parked: list[_Heap] = [[] for _ in range(ranks)]
         self._parked_ranks = 0
-        # The same work once more, by its place for ranks that it does not wait for.
+        # Parked work once more, by its key for the ranks that it is not parked for.
         self._patient: _Heap = []
         self._numbers = itertools.count()
 
     def push(self, work: Work) -> None:
+        """Add work to the queue."""
         self._count(work)
-        if not self._line or self._line[-1].place < work.place:
+        if not self._line or self._line[-1].queue_key < work.queue_key:
             self._line.append(work)
         else:
-            self._add(self._heap, work.place, work)
+            self._add(self._heap, work.queue_key, work)
 
     def park(self, work: Work, rank: int, patience_seconds: float | None) -> None:
-        """Work waits for `rank`, and others get it only in the place of what comes so much later; None: never."""
+        """Add work for `rank`. Other ranks get it as if it had arrived `patience_seconds` later; never for None."""
         self._count(work)
         work.is_parked = True
         work.may_wait = False
-        key, order, part = work.place
-        self._add(self._parked[rank], work.place, work)
+        key, order, first_part = work.queue_key
+        self._add(self._parked[rank], work.queue_key, work)
         self._parked_ranks |= 1 << rank
         if patience_seconds is not None:
-            self._add(self._patient, (key + patience_seconds, order, part), work)
+            self._add(self._patient, (key + patience_seconds, order, first_part), work)
 
     def pop(self, open_ranks: int) -> Work | None:
-        """The first piece of work that any of `open_ranks` may have."""
+        """Remove and return the first work that a rank of the mask `open_ranks` may get; None if no such work waits."""
         while True:
             if self._heap or self._patient or self._parked_ranks & open_ranks:
                 work = self._pop_first(open_ranks)
@@ -66,22 +73,22 @@ class WaitingQueue:
                 return work
 
     def unpark(self, rank: int) -> None:
-        """What waits for `rank` waits for any."""
-        for place, _, work in self._parked[rank]:
+        """Let the work that is parked for `rank` go to any rank."""
+        for queue_key, _, work in self._parked[rank]:
             if work.is_parked:
                 work.is_parked = False
-                self._add(self._heap, place, work)
+                self._add(self._heap, queue_key, work)
         self._parked[rank] = []
         self._parked_ranks &= ~(1 << rank)
 
     def drop(self, work: Work) -> None:
-        """Work that waits is over; it leaves its place when that comes first."""
+        """Close waiting work. Its entry is removed when it comes first."""
         work.is_closed = True
         self.flops -= work.flops
         self.count -= 1
 
-    def _add(self, heap: _Heap, place: Place, work: Work) -> None:
-        heapq.heappush(heap, (place, next(self._numbers), work))
+    def _add(self, heap: _Heap, queue_key: QueueKey, work: Work) -> None:
+        heapq.heappush(heap, (queue_key, next(self._numbers), work))
 
     def _count(self, work: Work) -> None:
         self.flops += work.flops
@@ -102,13 +109,13 @@ class WaitingQueue:
             elif not best or parked[0][0] < best[0][0]:
                 best = parked
         line = self._line
-        if line and (not best or line[0].place < best[0][0]):
+        if line and (not best or line[0].queue_key < best[0][0]):
             return line.popleft()
         return heapq.heappop(best)[-1] if best else None
 
 
 def _without_taken(heap: _Heap) -> _Heap:
-    """The heap; at its top what was closed, or taken from elsewhere, is dropped."""
+    """Remove closed and taken work from the top of `heap`, and return the heap."""
     while heap:
         first = heap[0][-1]
         if first.is_parked and not first.is_closed:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from moepass.runtime.serving.requests.answer import Answer
 from moepass.runtime.serving.requests.request import Request
+from tests.helpers.serving.piece_paths import piece_path
 
 
 @torch.no_grad()
@@ -19,7 +20,7 @@ def check_answers(model: PreTrainedModel, requests: Sequence[Request], answers: 
         assert answer.id == request.id
         assert len(answer.pieces) == len(request.pieces)
         for number, (piece, actual) in enumerate(zip(request.pieces, answer.pieces, strict=True)):
-            path = request.path(number)
+            path = piece_path(request, number)
             sequence = np.concatenate([request.pieces[ancestor].tokens for ancestor in path])
             before = len(sequence) - len(piece.tokens)
             ids = torch.from_numpy(sequence.astype(np.int64))[None]

@@ -17,6 +17,7 @@ from moepass.runtime.serving.batching.cached_blocks import MatchedBlocks
 from moepass.runtime.serving.batching.pack import PackedStep
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead
+from tests.helpers.serving.piece_paths import piece_path
 
 KEY = bytes(range(32))
 
@@ -24,7 +25,7 @@ Prefix = tuple[bytes, tuple[int, ...]]
 
 
 def full_path(request: Request, piece: int) -> tuple[int, ...]:
-    return tuple(int(token) for number in request.path(piece) for token in request.pieces[number].tokens)
+    return tuple(int(token) for number in piece_path(request, piece) for token in request.pieces[number].tokens)
 
 
 def piece_depth(request: Request, piece: int) -> int:

@@ -13,6 +13,7 @@ from moepass.runtime.serving.requests.answer import Answer, PieceAnswer, ReadAns
 from moepass.runtime.serving.requests.backend import BackendStatus, QueueFullError
 from moepass.runtime.serving.requests.request import Request, TokenPiece
 from moepass.runtime.serving.requests.view import BackendView
+from tests.helpers.serving.piece_paths import piece_path
 
 
 class ReferenceBackend:
@@ -83,7 +84,7 @@ class ReferenceBackend:
         parents = {piece.parent for piece in request.pieces}
         answers: dict[int, PieceAnswer] = {}
         for leaf in (number for number in range(len(request.pieces)) if number not in parents):
-            self._answer_path(request, request.path(leaf), answers)
+            self._answer_path(request, piece_path(request, leaf), answers)
         tokens = sum(len(piece.tokens) for piece in request.pieces)
         return Answer(request.id, tuple(answers[number] for number in range(len(request.pieces))), Usage(tokens, 0, 0))
 

@@ -1,4 +1,4 @@
-"""Attention over a trie in captured graphs: one graph for all steps, which holds nothing of any."""
+"""Attention over a trie in captured graphs: one graph serves all steps and contains nothing of any step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.helpers.serving.naive_trie import naive_step
 pytestmark = pytest.mark.usefixtures("no_grad")
 
 PREFIX = tuple(range(3, 3 + BLOCK_TOKENS))
-# Of different shapes; the last two store a block and read it again.
+# Steps of different shapes; the last two store a block and read it.
 STEPS: list[tuple[list[tuple[int, ...]], dict[str, Any]]] = [
     ([PREFIX[:5], (*PREFIX[:4], 9, 9, 8), (50, 51)], {}),
     ([(*PREFIX, 7), (*PREFIX, 8, 9)], {}),
@@ -37,7 +37,7 @@ STEPS: list[tuple[list[tuple[int, ...]], dict[str, Any]]] = [
 
 
 class Logits(nn.Module):
-    """As the engine calls a model."""
+    """A model that is called as the engine calls it."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Logits(nn.Module):
 
 
 class Runs:
-    """A model as it answers every one of STEPS, called by `call`."""
+    """The answers of a model to each of STEPS, called by `call`."""
 
     def __init__(self, model: Any) -> None:
         self.layers = survey_attention(model).layers
@@ -60,15 +60,15 @@ class Runs:
 
     def all(self, call: Any) -> list[torch.Tensor]:
         memory = BlockMemory(self.shapes, 2 * block_bytes(self.shapes))
-        found = []
+        results = []
         for sequences, blocks in STEPS:
             step, places = naive_step(sequences, **blocks)
             tokens, depth = torch.from_numpy(step.tokens)[None], torch.from_numpy(step.depth)[None]
-            for given in (tokens, depth):
-                torch._dynamo.mark_dynamic(given, 1)
+            for argument in (tokens, depth):
+                torch._dynamo.mark_dynamic(argument, 1)
             with running_step(RunningStep(step, self.layers, memory)):
-                found.append(call(tokens, depth)[0, places])
-        return found
+                results.append(call(tokens, depth)[0, places])
+        return results
 
 
 @pytest.mark.slow
@@ -84,9 +84,9 @@ def test_one_graph_serves_all_steps_and_gives_what_the_model_gives(family: str, 
     if streaming:
         moepass.offload_experts(model)
     with moepass.record_compilations() as compilations:
-        found = runs.all(torch.compile(module, backend="asyncep", fullgraph=True, options={"lower": "eager"}))
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
+        actual = runs.all(torch.compile(module, backend="asyncep", fullgraph=True, options={"lower": "eager"}))
+    for states, expected_states in zip(actual, expected, strict=True):
+        assert torch.equal(states, expected_states)
     (compilation,) = compilations
     plan = compilation.plan
     assert plan.uncosted == ()
@@ -101,8 +101,8 @@ def test_inductor_compiles_around_it() -> None:
     module = Logits(model)
     expected = runs.all(module)
     moepass.offload_experts(model)
-    for one, other in zip(runs.all(torch.compile(module, backend="asyncep")), expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    for states, expected_states in zip(runs.all(torch.compile(module, backend="asyncep")), expected, strict=True):
+        torch.testing.assert_close(states, expected_states, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -114,10 +114,10 @@ def test_a_graph_with_it_is_stored_and_serves_other_steps(store: CaptureStore) -
     expected = runs.all(module)
     runs.all(StoredModule(module, EAGER, "trie", store))
     assert len(store.entries()) == 1
-    found: list[torch.Tensor] = []
-    assert graphs_compiled_by(lambda: found.extend(runs.all(StoredModule(module, EAGER, "trie", store)))) == 0
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
+    actual: list[torch.Tensor] = []
+    assert graphs_compiled_by(lambda: actual.extend(runs.all(StoredModule(module, EAGER, "trie", store)))) == 0
+    for states, expected_states in zip(actual, expected, strict=True):
+        assert torch.equal(states, expected_states)
 
 
 @pytest.mark.slow
@@ -147,7 +147,7 @@ def test_parts_of_attention_trace_for_gpus(softcap: float, is_masked: bool) -> N
 @pytest.mark.parametrize("past", [VisiblePast(), VisiblePast(window=5), VisiblePast(chunk=12)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu_the_host_waits_for_nothing(past: VisiblePast, dtype: torch.dtype) -> None:
-    """Fake tensors have no values: whatever asked for one would raise. bf16 takes calls for many lengths."""
+    """Fake tensors raise when a value is read, so any wait of the host would raise. bf16 uses the varlen kernel."""
     sequences, blocks = [(*PREFIX, 7, *range(60)), (*PREFIX, 8, 9), (*PREFIX, 8, 10), (40, 41)], {PREFIX: 1}
     shape = KeyValueShape(2, 16, 16, dtype)
     layers = {0: AttentionLayer(0, 4, shape, past, Temperature(0.1, 8.0))}

@@ -1,4 +1,4 @@
-"""Attention over a trie in unmodified models: each sequence of a step as plain transformers gives it alone."""
+"""Attention over a trie in unmodified models: each sequence gets the same as alone in plain transformers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": 256,
     "pad_token_id": 0,
 }
-# Not of experts, each for what its attention has: caps on scores and windows; norms of queries and a local rotation.
+# Dense models with special attention: capped scores and windows; query norms and a local rotation.
 DENSE: dict[str, Callable[[], Any]] = {
     "gemma2": lambda: transformers.Gemma2Config(**SMALL, sliding_window=6, attn_logit_softcapping=3.0),
     "gemma3": lambda: transformers.Gemma3TextConfig(**SMALL, sliding_window=6, sliding_window_pattern=2),
@@ -69,22 +69,22 @@ def _model(name: str) -> PreTrainedModel:
 
 
 def _sequences(seed: int = 0, length: int = 24) -> Sequences:
-    """Prompts that share prefixes, each with labels behind it, and one that shares nothing."""
+    """Return prompts that share prefixes, each with labels after it, and one prompt that shares nothing."""
     source = random.Random(seed)
 
     def tokens(least: int, most: int) -> tuple[int, ...]:
         return tuple(source.randrange(3, 64) for _ in range(source.randint(least, most)))
 
     shared = tokens(length, length)
-    found = [tokens(9, 9)]
+    sequences = [tokens(9, 9)]
     for _ in range(3):
         prompt = shared[: source.randint(length // 2, length)] + tokens(1, 12)
-        found += [prompt, *(prompt + tokens(1, 3) for _ in range(3))]
-    return list(dict.fromkeys(found))
+        sequences += [prompt, *(prompt + tokens(1, 3) for _ in range(3))]
+    return list(dict.fromkeys(sequences))
 
 
 def _alone(model: PreTrainedModel, sequences: Sequences) -> torch.Tensor:
-    return torch.stack([model(input_ids=torch.tensor([one]), use_cache=False)[0][0, -1] for one in sequences])
+    return torch.stack([model(input_ids=torch.tensor([sequence]), use_cache=False)[0][0, -1] for sequence in sequences])
 
 
 def _run(model: Any, survey: AttentionSurvey, step: StepBatch, memory: BlockMemory | None = None) -> torch.Tensor:
@@ -105,7 +105,7 @@ def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-# Sinks, latent keys, windows, chunks, caps and factors by position are among them.
+# They include sinks, latent keys, windows, chunks, caps and position-dependent scales.
 NEVER_REFUSED = {
     *({*TINY_FAMILIES} - {"jamba", "qwen3_next"}),
     *("gemma2", "gemma3", "gemma4", "llama", "dots1", "ernie4_5_moe", "hunyuan_v1_moe", "minimax_m2", "mimo_v2_flash"),
@@ -159,7 +159,7 @@ def test_the_probe_says_what_the_survey_says_of_real_families(name: str) -> None
 
 
 def test_the_probe_finds_what_no_rule_does() -> None:
-    """A layer that looks at the token before it in the stream, which is no attention, convolution or recurrence."""
+    """A layer that reads the previous token of the stream, without attention, convolution or recurrence."""
     model = _dense("llama")
     assert probe_trie(model) is None
 
@@ -177,9 +177,9 @@ def test_windows_and_chunks_of_real_sizes_are_learned_from_a_few_tokens() -> Non
     model = tiny_model("mixtral", sliding_window=4096)
     assert {layer.past for layer in survey_attention(model).layers.values()} == {VisiblePast(window=4096)}
     model = tiny_model("llama4", attention_chunk_size=8192, max_position_embeddings=1 << 20)
-    found = survey_attention(model)
-    assert [layer.past.chunk for layer in found.layers.values()] == [8192, 8192, 8192, 0]
-    assert found.position_limit is None
+    survey = survey_attention(model)
+    assert [layer.past.chunk for layer in survey.layers.values()] == [8192, 8192, 8192, 0]
+    assert survey.position_limit is None
 
 
 @pytest.mark.sampled(every=12)
@@ -215,35 +215,39 @@ def test_a_request_gets_the_same_alone_in_company_and_with_a_cache(name: str) ->
     sequences = _sequences(length=40)
     expected = _alone(model, sequences)
     model.set_attn_implementation(TRIE_ATTENTION_NAME)
-    # Each alone, all together, together with others, and over cached blocks of every length.
-    steps, places = zip(*(naive_step([one]) for one in sequences), strict=True)
-    alone = torch.stack([_run(model, survey, step)[place[0]] for step, place in zip(steps, places, strict=True)])
-    step, place = naive_step(sequences)
-    together = _run(model, survey, step)[place]
-    step, place = naive_step([*_sequences(seed=5, length=60), *sequences])
-    company = _run(model, survey, step)[place[-len(sequences) :]]
-    blocks = {one[:end]: -1 for one in sequences for end in range(BLOCK_TOKENS, len(one) + 1, BLOCK_TOKENS)}
+    # Each sequence alone, all in one step, in a step with other sequences, and after cached blocks of every length.
+    steps, step_positions = zip(*(naive_step([sequence]) for sequence in sequences), strict=True)
+    alone = torch.stack(
+        [_run(model, survey, step)[positions[0]] for step, positions in zip(steps, step_positions, strict=True)]
+    )
+    step, positions = naive_step(sequences)
+    together = _run(model, survey, step)[positions]
+    step, positions = naive_step([*_sequences(seed=5, length=60), *sequences])
+    company = _run(model, survey, step)[positions[-len(sequences) :]]
+    blocks = {
+        sequence[:end]: -1 for sequence in sequences for end in range(BLOCK_TOKENS, len(sequence) + 1, BLOCK_TOKENS)
+    }
     blocks = {prefix: number for number, prefix in enumerate(blocks)}
     memory = BlockMemory(survey.shapes, block_bytes(survey.shapes) * len(blocks))
-    step, place = naive_step(sequences, stored=blocks)
-    storing = _run(model, survey, step, memory)[place]
-    step, place = naive_step(sequences, cached=blocks)
+    step, positions = naive_step(sequences, stored=blocks)
+    storing = _run(model, survey, step, memory)[positions]
+    step, positions = naive_step(sequences, cached=blocks)
     assert step.contexts
-    from_cache = _run(model, survey, step, memory)[place]
-    # Half of the blocks: chains of several lengths, and new blocks behind cached ones.
+    from_cache = _run(model, survey, step, memory)[positions]
+    # Half of the blocks are cached: chains of several lengths, and new blocks after cached ones.
     first = {prefix: block for prefix, block in blocks.items() if len(prefix) == BLOCK_TOKENS}
-    others = {prefix: block for prefix, block in blocks.items() if prefix not in first}
+    remaining_blocks = {prefix: block for prefix, block in blocks.items() if prefix not in first}
     for tensor in (*memory.keys, *memory.values):
-        tensor[list(others.values())] = torch.nan
+        tensor[list(remaining_blocks.values())] = torch.nan
     used = max(sequences, key=len)
-    step, place = naive_step(
-        [used], cached=first, stored={key: others[key] for key in others if used[: len(key)] == key}
+    step, positions = naive_step(
+        [used], cached=first, stored={key: remaining_blocks[key] for key in remaining_blocks if used[: len(key)] == key}
     )
-    extended = _run(model, survey, step, memory)[place[0]]
-    step, place = naive_step([used], cached=blocks)
+    extended = _run(model, survey, step, memory)[positions[0]]
+    step, positions = naive_step([used], cached=blocks)
     assert len(step.contexts[0]) > 1
-    extended_read = _run(model, survey, step, memory)[place[0]]
-    for found in (alone, together, company, storing, from_cache):
-        assert _difference(found, expected) < 1e-5
+    extended_read = _run(model, survey, step, memory)[positions[0]]
+    for states in (alone, together, company, storing, from_cache):
+        assert _difference(states, expected) < 1e-5
     for last in (extended, extended_read):
         assert _difference(last, expected[sequences.index(used)]) < 1e-5

@@ -29,7 +29,7 @@ from tests.helpers.serving.naive_trie import naive_step
 @dataclasses.dataclass(frozen=True)
 class Case:
     sequences: tuple[tuple[int, ...], ...]
-    cached_tokens: tuple[int, ...]  # of each sequence, how many of its first tokens are cached
+    cached_tokens: tuple[int, ...]  # number of cached leading tokens of each sequence
     kv_heads: int
     groups: int
     key_dim: int
@@ -42,7 +42,7 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    # Few different tokens, so that prefixes meet; some sequences continue others.
+    # A small vocabulary makes sequences share prefixes; some sequences continue others.
     tokens = st.lists(st.integers(0, 1), min_size=1, max_size=40).map(tuple)
     sequences = draw(st.lists(tokens, min_size=1, max_size=6))
     for number in draw(st.lists(st.integers(0, len(sequences) - 1), max_size=4)):
@@ -63,7 +63,7 @@ def cases(draw: st.DrawFn) -> Case:
         ),
         draw(st.sampled_from([0.0, 0.0, 2.0])),
         draw(st.booleans()),
-        # Every way of grouping: a part for each node, as predicted for real sizes, few parts, one.
+        # All groupings: a part for each node, the predicted parts for real sizes, few parts, a single part.
         draw(st.sampled_from([0, 2_000, 100_000, 1 << 40])),
     )
 
@@ -106,9 +106,9 @@ def _check(case: Case) -> None:
         step, query, key, value, blocks, 0.3, case.past.window, case.past.chunk, case.softcap, sinks
     )
     with running_step(running):
-        found = torch.ops.moepass.trie_attention(query, key, value, sinks, 7, 0.3, case.softcap)
-    assert found.is_contiguous()
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-6)
+        actual = torch.ops.moepass.trie_attention(query, key, value, sinks, 7, 0.3, case.softcap)
+    assert actual.is_contiguous()
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=2e-6)
 
 
 @settings(max_examples=60, deadline=None)
@@ -137,7 +137,7 @@ def _varlen_attn(
     enable_gqa: bool,
     num_splits: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `torch.nn.attention.varlen` documents, sequence by sequence; asserts what its kernel expects."""
+    """Emulate `torch.nn.attention.varlen` as documented, sequence by sequence, and assert what its kernel requires."""
     assert query.shape[-1] == key.shape[-1] == value.shape[-1]
     assert query.shape[-1] % 8 == 0
     assert query_ends.dtype == key_ends.dtype == torch.int32
@@ -146,15 +146,15 @@ def _varlen_attn(
     assert return_aux.lse
     assert enable_gqa
     groups = query.shape[1] // key.shape[1]
-    found, sums = [], []
+    outputs, sums = [], []
     for first, end, key_first, key_end in zip(query_ends, query_ends[1:], key_ends, key_ends[1:], strict=False):
         q, k, v = query[first:end], key[key_first:key_end], value[key_first:key_end]
         scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(groups, 1)) * scale
         if window_size == (-1, 0):
             scores.masked_fill_(torch.ones(scores.shape[1:]).triu(1).bool(), -math.inf)
-        found.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(groups, 1)))
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(groups, 1)))
         sums.append(scores.logsumexp(-1))
-    return torch.cat(found), torch.cat(sums, -1)
+    return torch.cat(outputs), torch.cat(sums, -1)
 
 
 @settings(max_examples=40, deadline=None)
@@ -180,21 +180,21 @@ def test_one_call_takes_all_nodes_and_one_each_level() -> None:
 def test_half_precision_is_rounded_once_whatever_the_parts(dtype: torch.dtype, softcap: float) -> None:
     case = dataclasses.replace(CASE, softcap=softcap)
     step, running, blocks = _setting(case)
-    query, key, value, sinks = (None if one is None else one.to(dtype) for one in _tensors(case, step.count))
+    query, key, value, sinks = (None if tensor is None else tensor.to(dtype) for tensor in _tensors(case, step.count))
     assert query is not None
     assert key is not None
     assert value is not None
     half = [KeyValueShape(2, 8, 8, dtype)]
     memory = BlockMemory(half, 4 * block_bytes(half))
-    for place, (keys, values) in blocks.items():
-        memory.keys[0][place], memory.values[0][place] = keys.to(dtype), values.to(dtype)
-    rounded = {place: (memory.keys[0][place], memory.values[0][place]) for place in blocks}
+    for block, (keys, values) in blocks.items():
+        memory.keys[0][block], memory.values[0][block] = keys.to(dtype), values.to(dtype)
+    rounded = {block: (memory.keys[0][block], memory.values[0][block]) for block in blocks}
     expected = dense_attention(step, query, key, value, rounded, 0.3, softcap=softcap, sinks=sinks)
     with running_step(RunningStep(step, running.layers, memory)):
-        found = torch.ops.moepass.trie_attention(query, key, value, sinks, 7, 0.3, softcap)
-    assert found.dtype == dtype
+        actual = torch.ops.moepass.trie_attention(query, key, value, sinks, 7, 0.3, softcap)
+    assert actual.dtype == dtype
     half_a_step = torch.finfo(dtype).eps / 2
-    torch.testing.assert_close(found.double(), expected, rtol=1.01 * half_a_step, atol=2e-6)
+    torch.testing.assert_close(actual.double(), expected, rtol=1.01 * half_a_step, atol=2e-6)
 
 
 PROMPT = tuple(number % 2 for number in range(40))
@@ -217,9 +217,9 @@ def test_stored_blocks_hold_the_keys_and_values_of_their_tokens() -> None:
     query, key, value = torch.randn(1, 2, 40, 8), torch.randn(1, 2, 40, 8), torch.randn(1, 2, 40, 4)
     with running_step(RunningStep(step, layers, memory)):
         torch.ops.moepass.trie_attention(query, key, value, None, 5, 0.3, 0.0)
-    found = memory.read(1, torch.tensor([2, 0]))
-    assert torch.equal(found[0], key[0, :, :32].transpose(0, 1))
-    assert torch.equal(found[1], value[0, :, :32].transpose(0, 1))
+    stored = memory.read(1, torch.tensor([2, 0]))
+    assert torch.equal(stored[0], key[0, :, :32].transpose(0, 1))
+    assert torch.equal(stored[1], value[0, :, :32].transpose(0, 1))
     assert not memory.keys[0].any()
     assert not memory.keys[1][1].any()
 
@@ -229,9 +229,9 @@ def test_it_needs_a_step_that_fits() -> None:
     query, key, value, sinks = _tensors(CASE, step.count)
 
     def call(layer: int = 7, tokens: int = step.count) -> torch.Tensor:
-        rows = (one[:, :, :tokens] for one in (query, key, value))
-        found: torch.Tensor = torch.ops.moepass.trie_attention(*rows, sinks, layer, 0.3, 0.0)
-        return found
+        rows = (tensor[:, :, :tokens] for tensor in (query, key, value))
+        output: torch.Tensor = torch.ops.moepass.trie_attention(*rows, sinks, layer, 0.3, 0.0)
+        return output
 
     with refused(MoepassError, name="running_step"):
         call()
@@ -240,18 +240,18 @@ def test_it_needs_a_step_that_fits() -> None:
             call(layer=8)
         with refused(InputError, name="layer 7", expected=step.count):
             call(tokens=step.count - 1)
-        found: list[BaseException] = []
+        errors: list[BaseException] = []
 
         def in_another_thread() -> None:
             try:
                 call()
             except MoepassError as error:
-                found.append(error)
+                errors.append(error)
 
         thread = threading.Thread(target=in_another_thread)
         thread.start()
         thread.join()
-        assert len(found) == 1
+        assert len(errors) == 1
         call()
     with refused(MoepassError, name="running_step"):
         call()
@@ -284,15 +284,15 @@ def test_blocks_are_written_once_and_not_where_they_are_read() -> None:
 
 
 def test_heads_whose_numbers_are_no_neighbours() -> None:
-    """Some rotations leave them in another order in memory, of which the kernel on a CPU says nothing."""
+    """Some rotations return heads that are not contiguous, which the CPU kernel does not check."""
     step, running, blocks = _setting(CASE)
     query, key, value, sinks = _tensors(CASE, step.count)
-    scattered = [one.transpose(-1, -2).contiguous().transpose(-1, -2) for one in (query, key, value)]
+    scattered = [tensor.transpose(-1, -2).contiguous().transpose(-1, -2) for tensor in (query, key, value)]
     assert scattered[0].stride(-1) != 1
     with running_step(running):
-        found = torch.ops.moepass.trie_attention(*scattered, sinks, 7, 0.3, 0.0)
+        actual = torch.ops.moepass.trie_attention(*scattered, sinks, 7, 0.3, 0.0)
     expected = dense_attention(step, query, key, value, blocks, 0.3, sinks=sinks)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -316,11 +316,14 @@ def test_arguments_that_would_change_the_result_are_refused(arguments: dict[str,
 
 
 def test_a_step_counts_the_flops_that_ran() -> None:
-    """100 questions of 30 tokens with 3 labels of 2 behind 1,000 tokens: hardly more than each pair once."""
+    """100 questions of 30 tokens with 3 labels of 2 tokens after 1,000 tokens: hardly more than each pair once."""
     nodes = [TrieNode(0, 1000, -1, 4600)]
     for start in range(1000, 4600, 36):
         nodes.append(TrieNode(start, start + 30, 0, start + 36))
-        nodes += [TrieNode(place, place + 2, len(nodes) - 1, place + 2) for place in range(start + 30, start + 36, 2)]
+        nodes += [
+            TrieNode(label_start, label_start + 2, len(nodes) - 1, label_start + 2)
+            for label_start in range(start + 30, start + 36, 2)
+        ]
     question = [*range(1000, 1030), *[1030, 1031] * 3]
     depth = np.asarray([*range(1000), *question * 100])
     ends = np.concatenate([np.full(node.end - node.start, node.subtree_end) for node in nodes])

@@ -1,4 +1,4 @@
-"""Hashes of blocks: equal exactly where prefixes, salts and keys are; each computed once per request."""
+"""Block hashes are equal exactly if prefixes, salts and keys are equal, and each is computed once per request."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ TOKENS = np.arange(50, dtype=np.int32)
 def test_a_request_has_the_hashes_of_its_sequences(requests: list[Request]) -> None:
     by_hash: dict[bytes, tuple[bytes, tuple[int, ...]]] = {}
     for request in requests:
-        found = request_hashes(request, KEY)
-        assert len(found.starts) == len(request.pieces) + 1
+        actual = request_hashes(request, KEY)
+        assert len(actual.starts) == len(request.pieces) + 1
         for piece in range(len(request.pieces)):
             path = full_path(request, piece)
             expected = path_hashes(np.array(path, np.int32), KEY, request.salt)
             assert len(expected) == len(path) // BLOCK_TOKENS
-            own = slice(int(found.starts[piece]), int(found.starts[piece + 1]))
+            blocks = slice(int(actual.starts[piece]), int(actual.starts[piece + 1]))
             before = piece_depth(request, piece) // BLOCK_TOKENS
-            assert list(found.hashes[own]) == expected[before:]
-            for number, previous in zip(range(own.start, own.stop), found.previous[own], strict=True):
-                block = before + number - own.start
-                assert (found.hashes[previous] if previous >= 0 else None) == (expected[block - 1] if block else None)
+            assert list(actual.hashes[blocks]) == expected[before:]
+            for number, previous in zip(range(blocks.start, blocks.stop), actual.previous[blocks], strict=True):
+                block = before + number - blocks.start
+                assert (actual.hashes[previous] if previous >= 0 else None) == (expected[block - 1] if block else None)
                 prefix = (request.salt, path[: (block + 1) * BLOCK_TOKENS])
-                assert by_hash.setdefault(found.hashes[number], prefix) == prefix
+                assert by_hash.setdefault(actual.hashes[number], prefix) == prefix
     assert len(set(by_hash.values())) == len(by_hash)
 
 
@@ -47,14 +47,14 @@ def test_the_chain_is_keyed_blake2b() -> None:
 
 
 def test_other_keys_salts_and_beginnings_give_other_hashes() -> None:
-    found = [
+    hashes = [
         path_hashes(TOKENS, KEY),
         path_hashes(TOKENS, KEY, b"a"),
         path_hashes(TOKENS, KEY[::-1]),
         path_hashes(TOKENS[::-1], KEY),
         path_hashes(np.concatenate([[1], TOKENS[1:]]), KEY),
     ]
-    assert len({name for names in found for name in names}) == 5 * 3
+    assert len({name for names in hashes for name in names}) == 5 * 3
 
 
 def test_incomplete_blocks_have_none() -> None:

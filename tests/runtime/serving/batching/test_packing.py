@@ -70,7 +70,7 @@ many = settings(max_examples=50)
 @many
 @given(cases())
 def test_each_needed_token_is_computed_once_behind_its_own_sequence(case: Case) -> None:
-    # `stream_sequences` has checked depths, and that a token sees each position before it once.
+    # `stream_sequences` checks depths, and that a token sees each earlier position once.
     assert collections.Counter(case.sequences) == collections.Counter(path for _, path in case.naive.computed)
 
 
@@ -86,7 +86,7 @@ def test_nodes_are_the_trie_without_single_child_chains(case: Case) -> None:
         assert (batch.subtree_end[node.start : node.end] == node.subtree_end).all()
         visible = [k for k in visible_tokens(case.packed, node.start) if k < node.start]
         assert node.parent == (-1 if not visible else next(i for i, n in enumerate(nodes) if n.end == visible[-1] + 1))
-        children = [one for one in nodes if one.parent == number]
+        children = [child for child in nodes if child.parent == number]
         assert len(children) != 1
         assert node.subtree_end == (children[-1].subtree_end if children else node.end)
         if node.parent >= 0:
@@ -99,24 +99,17 @@ def test_nodes_are_the_trie_without_single_child_chains(case: Case) -> None:
 
 @many
 @given(cases())
-def test_pieces_are_found_in_the_stream_and_in_the_cache(case: Case) -> None:
+def test_pieces_are_found_in_the_stream(case: Case) -> None:
     salts: dict[int, bytes] = {}
     for request, placement in zip(case.requests, case.packed.placements, strict=True):
         for piece in range(len(request.pieces)):
             path, depth = full_path(request, piece), piece_depth(request, piece)
-            positions, slots = placement.positions(piece), placement.cache_slots(piece)
-            held = case.cache.held(request.salt, path) * BLOCK_TOKENS
-            for place, (position, slot) in enumerate(zip(positions.tolist(), slots.tolist(), strict=True)):
-                prefix = (request.salt, path[: depth + place + 1])
+            for index, position in enumerate(placement.positions(piece).tolist()):
+                prefix = (request.salt, path[: depth + index + 1])
                 assert (position >= 0) == (prefix in case.naive.computed)
                 if position >= 0:
                     assert case.sequences[position] == prefix[1]
                     assert salts.setdefault(position, request.salt) == request.salt
-                assert (slot >= 0) == (depth + place < held)
-                if slot >= 0:
-                    block, offset = divmod(slot, BLOCK_TOKENS)
-                    assert offset == (depth + place) % BLOCK_TOKENS
-                    assert case.cache.blocks[request.salt, path[: depth + place + BLOCK_TOKENS - offset]] == block
     assert len(salts) == case.packed.batch.count
     block_salts = {block: salt for (salt, _), block in case.cache.blocks.items()}
     for node in case.packed.batch.nodes:
@@ -127,13 +120,30 @@ def test_pieces_are_found_in_the_stream_and_in_the_cache(case: Case) -> None:
 
 @many
 @given(cases())
+def test_tokens_of_scored_pieces_are_found_in_the_cache(case: Case) -> None:
+    scores = case.packed.scores
+    for at, (number, piece) in enumerate(scores.pieces):
+        request = case.requests[number]
+        path, depth = full_path(request, piece), piece_depth(request, piece)
+        held = case.cache.held(request.salt, path) * BLOCK_TOKENS
+        slots = scores.cache_slots[int(scores.starts[at]) : int(scores.starts[at + 1])]
+        for position, slot in enumerate(slots.tolist(), depth):
+            assert (slot >= 0) == (position < held)
+            if slot >= 0:
+                block, offset = divmod(slot, BLOCK_TOKENS)
+                assert offset == position % BLOCK_TOKENS
+                assert case.cache.blocks[request.salt, path[: position + BLOCK_TOKENS - offset]] == block
+
+
+@many
+@given(cases())
 def test_each_output_is_read_where_it_stands(case: Case) -> None:
     packed = case.packed
     assert packed.batch.places.tolist() == sorted(packed.batch.places.tolist())
     assert packed.logit_places.tolist() == sorted(packed.logit_places.tolist())
-    read = collections.Counter(case.sequences[place] for place in packed.batch.places)
+    read = collections.Counter(case.sequences[position] for position in packed.batch.places)
     assert read == collections.Counter(path for _, path in case.naive.places)
-    read = collections.Counter(case.sequences[place] for place in packed.logit_places)
+    read = collections.Counter(case.sequences[position] for position in packed.logit_places)
     assert read == collections.Counter(path for _, path in case.naive.logits)
     places, logit_places = set(packed.batch.places.tolist()), set(packed.logit_places.tolist())
     expected = [
@@ -148,8 +158,8 @@ def test_each_output_is_read_where_it_stands(case: Case) -> None:
         for number in range(len(request.pieces)):
             _, vectors = needed_positions(request, number, case.cache)
             path = full_path(request, number)
-            found = [case.sequences[position] for position in placement.vector_positions(number)]
-            assert found == [path[: position + 1] for position in sorted(vectors)]
+            vector_sequences = [case.sequences[position] for position in placement.vector_positions(number)]
+            assert vector_sequences == [path[: position + 1] for position in sorted(vectors)]
             assert places.issuperset(placement.vector_positions(number).tolist())
 
 
@@ -169,18 +179,17 @@ def test_each_score_comes_from_the_step_or_the_cache(case: Case) -> None:
         request, placement = case.requests[number], case.packed.placements[number]
         path, depth = full_path(request, piece), piece_depth(request, piece)
         from_cache = cached_scores(request, piece, case.cache)
-        own = slice(int(scores.starts[at]), int(scores.starts[at + 1]))
-        assert scores.tokens[own].tolist() == request.pieces[piece].tokens.tolist()
-        assert scores.positions[own].tolist() == placement.positions(piece).tolist()
-        assert scores.cache_slots[own].tolist() == placement.cache_slots(piece).tolist()
-        found = zip(scores.predicted_at[own].tolist(), scores.score_slots[own].tolist(), strict=True)
-        for place, (predicted_at, slot) in enumerate(found):
-            position = depth + place
+        tokens = slice(int(scores.starts[at]), int(scores.starts[at + 1]))
+        assert scores.tokens[tokens].tolist() == request.pieces[piece].tokens.tolist()
+        assert scores.positions[tokens].tolist() == placement.positions(piece).tolist()
+        sources = zip(scores.predicted_at[tokens].tolist(), scores.score_slots[tokens].tolist(), strict=True)
+        for offset, (predicted_at, slot) in enumerate(sources):
+            position = depth + offset
             if position == 0:
                 assert (predicted_at, slot) == (-1, -1)
             elif position in from_cache:
                 assert predicted_at == -1
-                assert slot == placement.cache_slots(piece)[place] >= 0
+                assert slot == scores.cache_slots[tokens][offset] >= 0
             else:
                 assert slot == -1
                 assert case.sequences[predicted_at] == path[:position]
@@ -191,13 +200,13 @@ def test_each_score_comes_from_the_step_or_the_cache(case: Case) -> None:
 @many
 @given(cases())
 def test_new_scores_are_written_beside_their_own_tokens(case: Case) -> None:
-    # The cache takes every second block; its numbers are those that the first cache does not use.
+    # The cache stores every second offered block in a block that it does not use yet.
     offered = np.arange(len(case.packed.offered.hashes))
     blocks = np.where(offered % 2, offered + 64, -1)
     stored = case.packed.storing(blocks).stored
-    contents = {one.block: case.sequences[one.positions[-1]] for one in stored}
+    contents = {block.block: case.sequences[block.positions[-1]] for block in stored}
     assert len(contents) == len(stored)
-    stored_positions = {position for one in stored for position in one.positions.tolist()}
+    stored_positions = {position for block in stored for position in block.positions.tolist()}
     contents |= {block: path for (_, path), block in case.cache.blocks.items()}
     scores = case.packed.scores
     slots = scores.written_slots(case.packed.stored_slots(blocks))
@@ -207,8 +216,8 @@ def test_new_scores_are_written_beside_their_own_tokens(case: Case) -> None:
         path, depth = full_path(case.requests[number], piece), piece_depth(case.requests[number], piece)
         for position in range(depth, len(path)):
             if slots[at] >= 0:
-                block, place = divmod(int(slots[at]), BLOCK_TOKENS)
-                assert contents[block][: len(contents[block]) - 15 + place] == path[: position + 1]
+                block, offset = divmod(int(slots[at]), BLOCK_TOKENS)
+                assert contents[block][: len(contents[block]) - 15 + offset] == path[: position + 1]
             elif scores.predicted_at[at] >= 0:
                 assert scores.cache_slots[at] < 0
                 assert int(scores.positions[at]) not in stored_positions
@@ -221,8 +230,7 @@ def test_new_scores_are_written_beside_their_own_tokens(case: Case) -> None:
 def test_flops_are_those_of_all_visible_pairs(case: Case) -> None:
     """Pairs are counted one by one, and each layer's FLOPs per pair come from attention of one token to itself.
 
-    Tokens that nobody reads end with the attention of the last layer: a matrix of 8 by 8 and three of 8 by 16 are left
-    out.
+    Unread tokens end with the attention of the last layer: a matrix of 8 by 8 and three of 8 by 16 are left out.
     """
     flops = [0] * len(case.requests)
     behind_attention = 2 * (8 * 8 + 3 * 8 * 16)
@@ -257,14 +265,14 @@ def test_usage_counts_distinct_tokens(case: Case) -> None:
         cached = set()
         for piece in range(len(request.pieces)):
             path = full_path(request, piece)
-            # Another request may hold further blocks of the same sequence, which this one does not end.
+            # Cached blocks of another request with the same sequence count as well.
             cached |= {(request.salt, path[:end]) for end in range(1, len(path) + 1)}
         held = set()
-        for other in case.requests:
-            for piece in range(len(other.pieces)):
-                path = full_path(other, piece)
-                count = case.cache.held(other.salt, path) * BLOCK_TOKENS
-                held |= {(other.salt, path[:end]) for end in range(1, count + 1)}
+        for other_request in case.requests:
+            for piece in range(len(other_request.pieces)):
+                path = full_path(other_request, piece)
+                count = case.cache.held(other_request.salt, path) * BLOCK_TOKENS
+                held |= {(other_request.salt, path[:end]) for end in range(1, count + 1)}
         assert placement.usage.tokens == len(prefixes)
         assert placement.usage.cached_tokens == len((cached & held) - case.naive.computed)
 
@@ -293,19 +301,10 @@ def test_computed_blocks_are_offered_with_who_shares_them(case: Case) -> None:
         assert (path[:-BLOCK_TOKENS] or None) == (None if before is None else names[before][1])
         assert before not in offered.hashes[number:]
         assert offered.requests[number] == len(expected[salt, path])
-        leaves = [one for one in case.naive.computed - inner if one[0] == salt and one[1][: len(path)] == path]
+        leaves = [leaf for leaf in case.naive.computed - inner if leaf[0] == salt and leaf[1][: len(path)] == path]
         assert offered.branches[number] == len(leaves)
         ends = range(len(path) - BLOCK_TOKENS + 1, len(path) + 1)
         assert [case.sequences[position] for position in offered.positions[number]] == [path[:end] for end in ends]
-
-
-@many
-@given(cases())
-def test_used_blocks_are_those_read(case: Case) -> None:
-    slots = case.packed.scores.score_slots
-    scores = (slots[slots >= 0] // BLOCK_TOKENS).tolist()
-    chains = [block for chain in case.packed.batch.contexts for block in chain]
-    assert case.packed.used_blocks.tolist() == sorted({*scores, *chains})
 
 
 @many

@@ -1,4 +1,4 @@
-"""FLOPs of the router's table are those of `models.formulas`, to the last digit."""
+"""FLOPs of the router's table equal those of `models.formulas` to the last digit."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def architectures(draw: st.DrawFn) -> Architecture:
 
 @given(architectures(), st.integers(0, 130), st.integers(0, 130))
 def test_flops_are_those_of_the_formulas(architecture: Architecture, prefix: int, new: int) -> None:
-    whole = model_flops(architecture, 1, new, prefix, positions=0)
-    assert FlopsTable(architecture, narrows=False).flops(prefix, new) == whole
+    expected = model_flops(architecture, 1, new, prefix, positions=0)
+    assert FlopsTable(architecture, narrows=False).flops(prefix, new) == expected
     table = FlopsTable(architecture)
-    # Where all tokens are read, nothing is left out.
-    assert table.flops(prefix, new) + new * table.read_flops == whole
+    # If all tokens are read, no work of the last layer is skipped.
+    assert table.flops(prefix, new) + new * table.read_flops == expected
     assert 0 < table.read_flops <= flops_per_token(architecture.layers[-1], architecture.hidden)
     assert table.logit_flops == head_flops(architecture, 1)
 
@@ -42,9 +42,9 @@ def test_flops_of_presets_are_exact_for_long_sequences(name: str) -> None:
     architecture = preset(name)
     table = FlopsTable(architecture)
     for prefix, new in ((0, 1), (0, 131_072), (1 << 20, 1 << 20), (8191, 2), (1_000_003, 777_777)):
-        found = table.flops(prefix, new)
-        assert type(found) is int
-        assert found + new * table.read_flops == model_flops(architecture, 1, new, prefix, positions=0)
+        flops = table.flops(prefix, new)
+        assert type(flops) is int
+        assert flops + new * table.read_flops == model_flops(architecture, 1, new, prefix, positions=0)
 
 
 @given(architectures(), st.lists(st.integers(0, 60), min_size=1, max_size=5))

@@ -1,4 +1,4 @@
-"""The index of the cache: single rules, and invariants under random sequences of what steps do."""
+"""The index of the cache: single rules, and invariants under random sequences of steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TABLE = FlopsTable(Architecture("test", "test", 8, 50, "fp32", (Layer(Attention(
 
 
 def chain(*names: bytes) -> RequestHashes:
-    """A request of one piece."""
+    """Return a request of one piece."""
     return RequestHashes(names, np.array([0, len(names)]), np.arange(-1, len(names) - 1))
 
 
@@ -119,7 +119,7 @@ def test_two_steps_that_overlap_do_not_keep_the_same_twice() -> None:
     second.commit()
     first.commit()
     assert found(index, b"a", b"c")[1] == -1
-    # What only had no place has come once, and comes again now.
+    # Blocks that were rejected for lack of space have been offered once, and are offered again now.
     assert store(index, b"a", b"c", requests=1)[1] >= 0
 
 
@@ -158,8 +158,8 @@ def test_evicted_blocks_are_kept_when_they_come_again() -> None:
 def test_scores_do_not_outlive_their_block() -> None:
     index = BlockIndex(1)
     (block,) = store(index, b"a")
-    one = np.ones(1, np.float32)
-    scores = ScoredTokens(one, one.astype(np.int32), one.astype(np.int32)[:, None], one[:, None])
+    values = np.ones(1, np.float32)
+    scores = ScoredTokens(values, values.astype(np.int32), values.astype(np.int32)[:, None], values[:, None])
     index.scores.write(np.array([block * BLOCK_TOKENS]), scores)
     with index.lease() as lease:
         assert lease.match(chain(b"a")).scores_known.sum() == 1
@@ -210,13 +210,13 @@ def test_questions_over_one_prompt_come_from_the_cache_in_the_next_step() -> Non
         return packed.batch.count, packed.placements[0].usage.cached_tokens
 
     assert step(0) == (42, 0)
-    # Scores of the prompt are known but for the first token, which has none, and the 8 behind the last block.
+    # The scores of the prompt are known, except for the first token, which has no score, and 8 after the last block.
     assert step(10) == (16 + 10, 16)
     with index.lease() as lease:
         matched = lease.match(request_hashes(Request("a", (prompt,)), KEY))
     assert matched.scores_known.sum() == 31
-    known = index.scores.read(matched.blocks[[0, 1]] * BLOCK_TOKENS + 15, 0)
-    assert known.log_probabilities.tolist() == [14, 30]
+    last_scores = index.scores.read(matched.blocks[[0, 1]] * BLOCK_TOKENS + 15, 0)
+    assert last_scores.log_probabilities.tolist() == [14, 30]
 
 
 @dataclasses.dataclass
@@ -227,7 +227,7 @@ class Open:
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Steps that overlap, fail and share, on a cache that is too small; against what has happened so far."""
+    """Steps that overlap, fail and share blocks, on a cache that is too small, compared with their history."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ class IndexMachine(RuleBasedStateMachine):
             else:
                 self.replayed.discard(event.hash)
         for name in set(self.stored) - self.replayed:
-            assert all(name not in one.pinned.values() for one in self.open)
+            assert all(name not in lease.pinned.values() for lease in self.open)
             del self.stored[name]
 
     @precondition(lambda self: len(self.open) < 3)
@@ -269,13 +269,15 @@ class IndexMachine(RuleBasedStateMachine):
         offered = dataclasses.replace(offer(new, requests), previous=tuple(self.previous[name] for name in new))
         reserved = step.lease.reserve(offered).tolist()
         self.sync_evictions()
-        busy = {block for one in self.open for block in (*one.pinned, *one.reserved.values())} | {*self.stored.values()}
+        busy = {block for lease in self.open for block in (*lease.pinned, *lease.reserved.values())} | {
+            *self.stored.values()
+        }
         for name, block in zip(new, reserved, strict=True):
             if block >= 0:
                 assert block not in busy
                 before = self.previous[name]
                 assert before is None or before in self.stored or before in step.reserved
-                assert all(name not in one.reserved for one in self.open)
+                assert all(name not in lease.reserved for lease in self.open)
                 busy.add(block)
                 step.reserved[name] = block
 
@@ -296,10 +298,10 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 3))
     def evict(self, count: int) -> None:
-        held = {name for one in self.open for name in one.pinned.values()}
+        held = {name for lease in self.open for name in lease.pinned.values()}
         for _ in range(count):
             before_others = {self.previous[name] for name in self.stored}
-            before_others |= {self.previous[name] for one in self.open for name in one.reserved}
+            before_others |= {self.previous[name] for lease in self.open for name in lease.reserved}
             leaves = set(self.stored) - before_others - held
             before = set(self.stored)
             assert self.index.evict(1) == bool(leaves)
@@ -310,7 +312,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def each_block_is_in_one_place(self) -> None:
-        used = [*self.stored.values(), *(block for one in self.open for block in one.reserved.values())]
+        used = [*self.stored.values(), *(block for lease in self.open for block in lease.reserved.values())]
         assert sorted([*used, *self.index._free]) == list(range(self.count))
         assert len(self.index) == len(self.stored)
         assert self.replayed == set(self.stored)
@@ -321,8 +323,8 @@ class IndexMachine(RuleBasedStateMachine):
             assert self.previous[name] is None or self.previous[name] in self.stored
 
     def teardown(self) -> None:
-        for one in self.open:
-            one.lease.release()
+        for lease in self.open:
+            lease.lease.release()
         self.index.evict(self.count)
         assert len(self.index) == 0
         assert sorted(self.index._free) == list(range(self.count))

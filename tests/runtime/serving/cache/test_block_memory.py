@@ -1,4 +1,4 @@
-"""The memory of cached blocks: its size, what is written, what is read again."""
+"""The memory of cached blocks: its size, writes and reads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
 from moepass.runtime.serving.cache.block_memory import BlockMemory, KeyValueShape, block_bytes
 from tests.helpers.graphs.error_fields import refused
 
-# As latent attention has it, and a layer of another shape.
+# A layer of latent attention, and a layer of another shape.
 LAYERS = (KeyValueShape(4, 24, 16, torch.float32), KeyValueShape(2, 8, 8, torch.bfloat16))
 BLOCK_BYTES = 16 * (4 * (24 + 16) * 4 + 2 * (8 + 8) * 2)
 
@@ -19,13 +19,13 @@ def test_it_holds_as_many_blocks_as_fit() -> None:
     assert block_bytes(LAYERS) == BLOCK_BYTES
     memory = BlockMemory(LAYERS, 3 * BLOCK_BYTES + BLOCK_BYTES // 2)
     assert (memory.count, memory.block_bytes) == (3, BLOCK_BYTES)
-    assert [tuple(one.shape) for one in (*memory.keys, *memory.values)] == [
+    assert [tuple(tensor.shape) for tensor in (*memory.keys, *memory.values)] == [
         (3, 16, 4, 24),
         (3, 16, 2, 8),
         (3, 16, 4, 16),
         (3, 16, 2, 8),
     ]
-    assert sum(one.nbytes for one in (*memory.keys, *memory.values)) == 3 * BLOCK_BYTES
+    assert sum(tensor.nbytes for tensor in (*memory.keys, *memory.values)) == 3 * BLOCK_BYTES
 
 
 @pytest.mark.parametrize("limit", [0, BLOCK_BYTES - 1, -1])
@@ -44,14 +44,14 @@ def test_blocks_are_read_as_they_were_written() -> None:
     keys, values = torch.randn(50, 4, 24), torch.randn(50, 4, 16)
     positions = torch.stack([torch.arange(30, 30 + BLOCK_TOKENS), torch.arange(3, 3 + BLOCK_TOKENS)])
     memory.write(0, torch.tensor([3, 1]), positions, keys, values)
-    found = memory.read(0, torch.tensor([1, 3]))
+    stored = memory.read(0, torch.tensor([1, 3]))
     order = positions.flip(0).flatten()
-    assert torch.equal(found[0], keys[order])
-    assert torch.equal(found[1], values[order])
-    # Nothing else was touched, and what was read is a copy.
+    assert torch.equal(stored[0], keys[order])
+    assert torch.equal(stored[1], values[order])
+    # Other blocks are unchanged, and reads return copies.
     assert not memory.keys[0][[0, 2]].any()
     assert not memory.keys[1].any()
-    found[0].zero_()
+    stored[0].zero_()
     assert torch.equal(memory.read(0, torch.tensor([3]))[0], keys[positions[0]])
 
 
@@ -59,7 +59,7 @@ def test_keys_of_another_shape_are_refused() -> None:
     memory = BlockMemory(LAYERS, BLOCK_BYTES)
     block, positions = torch.tensor([0]), torch.arange(BLOCK_TOKENS)[None]
     for keys in (torch.zeros(20, 4, 16), torch.zeros(20, 2, 24), torch.zeros(20, 4, 24, dtype=torch.float16)):
-        given = KeyValueShape(keys.shape[1], keys.shape[2], 16, keys.dtype)
-        with refused(InputError, name="layer 0", value=given, expected=LAYERS[0]):
+        actual = KeyValueShape(keys.shape[1], keys.shape[2], 16, keys.dtype)
+        with refused(InputError, name="layer 0", value=actual, expected=LAYERS[0]):
             memory.write(0, block, positions, keys, torch.zeros(20, 4, 16))
     assert not memory.keys[0].any()

@@ -1,4 +1,4 @@
-"""Scores beside cached blocks."""
+"""Scores of the tokens of cached blocks."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def test_what_was_written_is_read() -> None:
     scores = BlockScores(3)
     scores.write(np.array([17, -1, 47]), scored(1, 2, 3))
     assert np.flatnonzero(scores.known(np.array([0, 1, 2]))).tolist() == [17, 47]
-    found = scores.read(np.array([47, 17]), 1)
-    assert found.log_probabilities.tolist() == [-3, -1]
-    assert found.ranks.tolist() == [3, 1]
-    assert found.top_tokens.tolist() == [[3], [1]]
-    assert found.top_log_probabilities.tolist() == [[-1.5], [-0.5]]
+    stored = scores.read(np.array([47, 17]), 1)
+    assert stored.log_probabilities.tolist() == [-3, -1]
+    assert stored.ranks.tolist() == [3, 1]
+    assert stored.top_tokens.tolist() == [[3], [1]]
+    assert stored.top_log_probabilities.tolist() == [[-1.5], [-0.5]]
     assert scores.read(np.array([47, 17]), 0).top_tokens.shape == (2, 0)
 
 

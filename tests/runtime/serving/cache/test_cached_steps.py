@@ -1,7 +1,7 @@
-"""Steps one after the other through a cache that is too small: whatever it keeps, drops or loses, answers are right.
+"""Consecutive steps through a cache that is too small: answers are right no matter which blocks it evicts.
 
-The model here computes of each token a number that its whole sequence decides, and the memory of the cache keeps which
-sequence each slot was written from. So a wrong block, position or score shows as a wrong number.
+The model computes a number for each token that depends on its complete sequence, and the memory of the cache stores
+which sequence each slot was written from. So a wrong block, position or score shows as a wrong number.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ Memory = dict[int, tuple[int, ...]]
 
 
 def score_of(sequence: tuple[int, ...]) -> int:
-    """What the model says of the last token of `sequence`."""
+    """Return the model's score of the last token of `sequence`."""
     return zlib.crc32(np.array(sequence, np.int64).tobytes()) % 100_000
 
 
 def step_scores(packed: PackedStep, sequences: list[tuple[int, ...]]) -> ScoredTokens:
-    """The scores that the step computes: what each predicting output says of the token behind it."""
-    scores = packed.scores
-    found = np.array(
+    """Return the scores that the step computes: the score of the next token at each predicting output."""
+    sources = packed.scores
+    scores = np.array(
         [
-            score_of((*sequences[at], token)) if at >= 0 else -1
-            for at, token in zip(scores.predicted_at.tolist(), scores.tokens.tolist(), strict=True)
+            score_of((*sequences[position], token)) if position >= 0 else -1
+            for position, token in zip(sources.predicted_at.tolist(), sources.tokens.tolist(), strict=True)
         ],
         np.int64,
     )
-    floats = found.astype(np.float32)
-    return ScoredTokens(floats, found.astype(np.int32), found.astype(np.int32)[:, None], floats[:, None])
+    floats = scores.astype(np.float32)
+    return ScoredTokens(floats, scores.astype(np.int32), scores.astype(np.int32)[:, None], floats[:, None])
 
 
 def run_step(index: BlockIndex, memory: Memory, requests: list[Request], fails: bool) -> None:
@@ -51,30 +51,30 @@ def run_step(index: BlockIndex, memory: Memory, requests: list[Request], fails: 
         blocks = lease.reserve(packed.offered)
         batch = packed.storing(blocks)
         sequences = stream_sequences(packed, memory)
-        for one in batch.stored:
-            assert one.block not in packed.used_blocks
-            memory[one.block] = sequences[one.positions[-1]]
+        for stored in batch.stored:
+            assert all(stored.block not in chain for chain in batch.contexts)
+            memory[stored.block] = sequences[stored.positions[-1]]
         if fails:
             return
         for request, placement in zip(requests, packed.placements, strict=True):
             for piece in range(len(request.pieces)):
                 path, depth = full_path(request, piece), piece_depth(request, piece)
-                for place, position in enumerate(placement.positions(piece).tolist()):
-                    assert position < 0 or sequences[position] == path[: depth + place + 1]
+                for offset, position in enumerate(placement.positions(piece).tolist()):
+                    assert position < 0 or sequences[position] == path[: depth + offset + 1]
         computed = step_scores(packed, sequences)
         scores = packed.scores
         for at, (request_number, piece) in enumerate(scores.pieces):
             path = full_path(requests[request_number], piece)
             depth = piece_depth(requests[request_number], piece)
-            for place in range(int(scores.starts[at + 1] - scores.starts[at])):
-                token = int(scores.starts[at]) + place
-                if depth + place == 0:
+            for offset in range(int(scores.starts[at + 1] - scores.starts[at])):
+                token = int(scores.starts[at]) + offset
+                if depth + offset == 0:
                     continue
                 if scores.score_slots[token] >= 0:
                     (score,) = index.scores.read(scores.score_slots[token : token + 1], 1).ranks.tolist()
                 else:
                     score = int(computed.ranks[token])
-                assert score == score_of(path[: depth + place + 1])
+                assert score == score_of(path[: depth + offset + 1])
         index.scores.write(scores.written_slots(packed.stored_slots(blocks)), computed)
         lease.commit()
 
@@ -89,7 +89,7 @@ def test_steps_through_the_cache_see_their_own_sequences(
     index, memory = BlockIndex(block_count), Memory()
     for requests, fails in steps:
         run_step(index, memory, requests, fails)
-        # The same again finds what the step before has kept.
+        # The same requests match the blocks that the previous step has stored.
         run_step(index, memory, requests, fails=False)
     index.evict(block_count)
     assert len(index) == 0

@@ -17,13 +17,13 @@ from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenR
 from tests.helpers.models.tiny import TINY_FAMILIES, tiny_model
 
 OPTIONS = EngineOptions(None, torch.device("cpu"), step_tokens=64, cache_bytes=0, warms_up=False)
-# Within a chunk of recurrent layers, which is 64 tokens; as long as one; and several of them.
+# Recurrent layers have chunks of 64 tokens: lengths within a chunk, of exactly one chunk, and of several chunks.
 LENGTHS = (5, 64, 130)
-# Their recurrent layers take no trie, and loop over tokens or chunks of them, so that they run uncompiled.
+# Recurrent layers that cannot run a trie, and that run uncompiled, because they loop over tokens or chunks.
 ALWAYS_ROWS = NOT_COMPILED = ("jamba", "qwen3_next")
 
 
-# Fewer tokens than in a step of the longer lengths.
+# Fewer tokens than a step of the longer lengths.
 CHUNK_TOKENS = 24
 
 
@@ -58,16 +58,16 @@ def test_answers_are_those_of_the_uncompiled_engine(
     compilations = None
     with moepass.record_compilations() as later:
         for length in LENGTHS:
-            found, expected = (
+            actual, expected = (
                 engine.step([_request(length)]).answers[0].pieces[0].reads[0].top_log_probabilities
                 for engine in (compiled, plain)
             )
-            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
             compilations = compilations or compiled.compilations()
     if family in NOT_COMPILED:
-        assert later == []  # what was recorded is the attempt
+        assert later == []  # only the attempt was recorded
     else:
-        lowerings = [segment.lowering for one in [*recorded, *later] for segment in one.plan.segments]
+        lowerings = [segment.lowering for record in [*recorded, *later] for segment in record.plan.segments]
         runs_in_chunks = any(lowering is not None and lowering.chunk_tokens is not None for lowering in lowerings)
         assert runs_in_chunks == (chunk_tokens is not None)
     assert compiled.compilations() == compilations  # only steps of the first length compile anything

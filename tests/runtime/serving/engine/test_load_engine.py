@@ -1,4 +1,4 @@
-"""An engine that is loaded has shown that it works."""
+"""A loaded engine has been checked against the model itself."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def with_neighbours_in_the_head(model: Any, input_ids: torch.Tensor, **_: Any) -
 
 
 def model_of(states_of: Callable[..., torch.Tensor], *, has_positions: bool) -> PreTrainedModel:
-    """A tiny model of somebody's own class, whose head gets `states_of` it."""
+    """Return a tiny model of a custom class, whose head gets the result of `states_of`."""
 
     class OwnModel(Qwen3MoeForCausalLM):  # type: ignore[misc]  # transformers has no types
         def forward(self, input_ids: Any = None, position_ids: Any = None, **others: Any) -> Any:

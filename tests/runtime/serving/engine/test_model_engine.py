@@ -1,4 +1,4 @@
-"""Answers of the engine are those of every sequence alone."""
+"""The engine gives the same answers as each sequence alone."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def engine(
 
 @st.composite
 def pieces(draw: st.DrawFn) -> tuple[TokenPiece, ...]:
-    """Few different tokens, so that prefixes are shared."""
-    found: list[TokenPiece] = []
+    """A small vocabulary makes pieces share prefixes."""
+    pieces: list[TokenPiece] = []
     depths: list[int] = []
     for number in range(draw(st.integers(1, 5))):
         parent = draw(st.integers(-1, number - 1))
@@ -75,8 +75,8 @@ def pieces(draw: st.DrawFn) -> tuple[TokenPiece, ...]:
         )
         is_scored, top = draw(st.booleans()), draw(st.integers(0, 2))
         vector: Any = draw(st.sampled_from([None, None, "last", "mean"]))
-        found.append(TokenPiece(parent, tokens, reads, is_scored, top if is_scored else 0, vector))
-    return tuple(found)
+        pieces.append(TokenPiece(parent, tokens, reads, is_scored, top if is_scored else 0, vector))
+    return tuple(pieces)
 
 
 def named(all_pieces: Sequence[tuple[TokenPiece, ...]]) -> list[Request]:
@@ -104,7 +104,7 @@ def test_rows_count_what_is_computed_and_not_what_could_be_shared() -> None:
     result = engine("rows").step(asked)
     assert result.tokens == 6 * length
     assert result.flops == 6 * row + 8 * table.logit_flops == result.unshared_flops
-    # A step is full with the rows of one request, which as a trie are less than half as many tokens.
+    # The rows of one request fill a step; as a trie they would have less than half as many tokens.
     assert engine("rows", saturation_flops=3 * row).choose(asked) == asked[:1]
     assert engine("rows", saturation_flops=3 * row + 1).choose(asked) == asked
     assert engine("rows", most_tokens=6 * length - 1).choose(asked) == asked[:1]
@@ -137,7 +137,7 @@ def test_what_is_asked_again_comes_from_the_cache() -> None:
     results = [served.step(scored) for _ in range(3)]
     for result in results:
         check_answers(PLAIN, scored, result.answers, 1e-5)
-    # The prompt's scores are known from the second time on. Token 32 is predicted in the block before it.
+    # The scores of the prompt are cached from the second step on. Token 32 is predicted by the previous block.
     assert [result.tokens for result in results] == [39, 23, 23]
     assert [result.answers[0].usage.cached_tokens for result in results] == [0, 16, 16]
 
@@ -145,8 +145,10 @@ def test_what_is_asked_again_comes_from_the_cache() -> None:
 def request(number: str, tokens: int, questions: int = 0) -> Request:
     wanted = np.array([1, 2], np.int32)
     prompt = TokenPiece(-1, np.arange(3, 3 + tokens, dtype=np.int32), (TokenRead(tokens - 1, wanted),))
-    others = (TokenPiece(0, np.array([40 + place, 7], np.int32), (TokenRead(1, wanted),)) for place in range(questions))
-    return Request(number, (prompt, *others))
+    question_pieces = (
+        TokenPiece(0, np.array([40 + question, 7], np.int32), (TokenRead(1, wanted),)) for question in range(questions)
+    )
+    return Request(number, (prompt, *question_pieces))
 
 
 @pytest.mark.parametrize(("form", "blocks"), [("trie", 0), ("trie", 9), ("rows", 0)])
@@ -156,12 +158,12 @@ def test_a_step_that_is_too_large_runs_in_parts(form: str, blocks: int) -> None:
     assert served.choose(asked) == asked[:1]
     result = served.step(asked)
     assert result.retries > 0
-    assert not served._hashes
+    assert not served._costs
     check_answers(PLAIN, asked, sorted(result.answers, key=lambda answer: answer.id), 1e-5)
 
 
 class Scarce:
-    """Memory for steps of so many tokens."""
+    """A runner with memory for steps of a limited number of tokens."""
 
     def __init__(self, runner: StatesRunner, most: int) -> None:
         self.runner, self.most = runner, most
@@ -182,7 +184,7 @@ def test_where_memory_ends_the_step_is_split_and_later_ones_are_smaller() -> Non
     result = served.step(asked)
     assert [number for number, _ in result.refused] == ["long"]
     assert "50 tokens" in result.refused[0][1]
-    check_answers(PLAIN, [one for one in asked if one.id != "long"], result.answers, 1e-5)
+    check_answers(PLAIN, [answered for answered in asked if answered.id != "long"], result.answers, 1e-5)
     assert served.choose(asked) == asked[:1]
 
 
@@ -202,11 +204,11 @@ def test_nothing_is_remembered_of_requests_that_do_not_wait_any_more() -> None:
     served = engine("trie", saturation_flops=1)
     for number in range(20):
         served.choose([request(str(number), 5)])
-    assert len(served._hashes) == 1
+    assert len(served._costs) == 1
     failing = Scarce(served._runner, 0)
     served._runner = failing
     served.step([request("failed", 5)])
-    assert "failed" not in served._hashes
+    assert "failed" not in served._costs
 
 
 def test_a_step_is_filled_to_the_threshold_and_shared_blocks_count_once() -> None:
@@ -214,8 +216,8 @@ def test_a_step_is_filled_to_the_threshold_and_shared_blocks_count_once() -> Non
     same = [request(str(number), 32) for number in range(6)]
     served = engine("trie", saturation_flops=2 * table.flops(0, 32))
     assert len(served.choose(same)) == 6
-    others = [request("other", 31), *same]
-    assert len(served.choose(others)) == 7
+    waiting = [request("other", 31), *same]
+    assert len(served.choose(waiting)) == 7
     low = engine("trie", saturation_flops=table.flops(0, 32))
     assert served.choose([]) == []
     assert low.choose(same) == same[:1]
@@ -247,6 +249,6 @@ def test_what_the_model_takes_is_not_refused() -> None:
 @pytest.mark.parametrize("cache_bytes", [1 << 50, 10**39], ids=["more than there is", "more than can be counted"])
 def test_a_cache_that_is_larger_than_the_memory_is_refused(cache_bytes: int) -> None:
     options = EngineOptions(None, torch.device("cpu"), cache_bytes=cache_bytes, warms_up=False)
-    with pytest.raises(InputError, match="of memory that are free for this rank; give less") as refused:
+    with pytest.raises(InputError, match="of memory are free for this rank; set less") as refused:
         make_engine(tiny_model("qwen3_moe"), options, None, bytes(32))
     assert (refused.value.name, refused.value.value) == ("kv_cache", cache_bytes)

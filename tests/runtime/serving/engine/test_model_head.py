@@ -1,4 +1,4 @@
-"""The head alone gives what the whole model gives, for heads that scale, cap and project logits."""
+"""The head alone computes the same as the complete model, for heads that scale, cap and project logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers as other people write them, in an engine whose last layer computes the read tokens alone."""
+"""Custom layers of user models, in an engine whose last layer computes the read tokens only."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from tests.helpers.models.tiny import tiny_model
 
 LABELS = np.arange(100, dtype=np.int32)
 MEMORY_TOKENS = 16
-READ_ALONE = "behind its attention the read tokens alone"
+READ_ALONE = "computes only the read tokens"
 
 
 class _Layer(Qwen3MoeDecoderLayer):  # type: ignore[misc]
-    """`before` and `behind` are what it does to its states around its attention."""
+    """A layer with custom operations `before` and `behind` its attention."""
 
     def forward(self, hidden_states: torch.Tensor, **given: Any) -> torch.Tensor:
-        kept = {name: given[name] for name in ("attention_mask", "position_embeddings")}
-        attended = self.self_attn(hidden_states=self.before(self.input_layernorm(hidden_states)), **kept)[0]
+        passed_on = {name: given[name] for name in ("attention_mask", "position_embeddings")}
+        attended = self.self_attn(hidden_states=self.before(self.input_layernorm(hidden_states)), **passed_on)[0]
         states = self.behind(hidden_states + attended, given)
-        found: torch.Tensor = states + self.mlp(self.post_attention_layernorm(states))
-        return self.at_the_end(found)
+        result: torch.Tensor = states + self.mlp(self.post_attention_layernorm(states))
+        return self.at_the_end(result)
 
     def before(self, states: torch.Tensor) -> torch.Tensor:
         return states
@@ -45,7 +45,7 @@ class _Layer(Qwen3MoeDecoderLayer):  # type: ignore[misc]
 
 
 class _ReadsMemory(_Layer):
-    """Attends to 16 vectors of its own as well."""
+    """Attention that also reads 16 learned vectors."""
 
     def behind(self, states: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
         memory = given["memory"]
@@ -53,7 +53,7 @@ class _ReadsMemory(_Layer):
 
 
 class _IsConditioned(_Layer):
-    """Scales its states by a vector that is as long as they are."""
+    """A layer that scales its states by a vector of the same width."""
 
     def behind(self, states: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
         return states * (1 + given["condition"][:, None])
@@ -66,7 +66,7 @@ class _BreaksTheGraph(_Layer):
 
 
 class _ReplacesTheFirst(_Layer):
-    """Its first token is what no other token may become."""
+    """A layer that replaces the first token only."""
 
     def at_the_end(self, states: torch.Tensor) -> torch.Tensor:
         sink = states.new_ones(states.shape[-1]).cumsum(0).sin() * 5
@@ -74,7 +74,7 @@ class _ReplacesTheFirst(_Layer):
 
 
 class _Gives:
-    """A hook that gives a layer one more argument."""
+    """A hook that passes another argument to a layer."""
 
     def __init__(self, name: str, value: torch.Tensor) -> None:
         self.name, self.value = name, value
@@ -87,13 +87,13 @@ def _model(kind: type[_Layer], dtype: torch.dtype = torch.float32) -> PreTrained
     model = tiny_model("qwen3_moe", num_hidden_layers=2, dtype=dtype)
     generator = torch.Generator().manual_seed(1)
     for number, layer in enumerate(model.model.layers):
-        other = kind(model.config, number).to(dtype).eval()
-        other.load_state_dict(layer.state_dict())
-        model.model.layers[number] = other
+        replacement = kind(model.config, number).to(dtype).eval()
+        replacement.load_state_dict(layer.state_dict())
+        model.model.layers[number] = replacement
         width = model.config.hidden_size
         for name, shape in {"memory": (1, MEMORY_TOKENS, width), "condition": (1, width)}.items():
             hook = _Gives(name, torch.randn(shape, generator=generator) / 2)
-            other.register_forward_pre_hook(hook, with_kwargs=True)
+            replacement.register_forward_pre_hook(hook, with_kwargs=True)
     return model
 
 
@@ -108,7 +108,7 @@ def _request(count: int) -> Request:
 
 
 def _change(model: PreTrainedModel, engine: ModelEngine, counts: list[int]) -> float:
-    """By how much log-probabilities of sequences of so many tokens, in one step, are other than the model's."""
+    """Return by how much log-probabilities of sequences with these lengths, in one step, differ from the model's."""
     requests = [_request(count) for count in counts]
     changes = []
     for request, answer in zip(requests, engine.step(requests).answers, strict=True):
@@ -141,8 +141,8 @@ def test_a_last_layer_that_cannot_be_compiled_for_some_tokens_is_compiled_for_al
     model = _model(_Layer)
     engine = _engine(model, compiled)
     obstacle = "all tokens, because RuntimeError: two sizes that are not known to be equal"
-    assert engine.facts.notes["last layer"] == f"behind its attention {obstacle}"
-    assert "the last layer computes all tokens, not the read ones alone: " in caplog.text
+    assert engine.facts.notes["last layer"] == f"computes {obstacle}"
+    assert "the last layer computes all tokens instead of the read ones: " in caplog.text
     assert engine.step([_request(9)]).flops == engine.step([_request(9)]).unshared_flops
     assert _change(model, engine, [40, 7]) < 1e-5
 
@@ -157,7 +157,7 @@ def test_a_graph_that_breaks_before_attention_is_compiled() -> None:
 
 
 def test_a_layer_that_treats_its_first_token_apart_gets_all_tokens_in_half_precision() -> None:
-    # So does the trie in float32, where each token is compared.
+    # In float32 every token is compared, so the probe refuses the trie.
     assert _engine(_model(_ReplacesTheFirst)).facts.form == "rows"
     model = _model(_ReplacesTheFirst, torch.bfloat16)
     engine = _engine(model)

@@ -1,4 +1,4 @@
-"""A trie as padded rows: the states are those of every sequence alone."""
+"""A trie as padded rows: the states equal those of each sequence alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moepass.runtime.serving.engine.backbones import RowsBackbone
 from moepass.runtime.serving.engine.padded_rows import PaddedRows
 from tests.helpers.models.tiny import tiny_model
 
-# 5 6 7, which branches into 8 9 and 10; and 11 by itself.
+# The sequence 5 6 7 branches into 8 9 and 10; 11 is a separate sequence.
 NODES = (TrieNode(0, 3, -1, 6), TrieNode(3, 5, 0, 5), TrieNode(5, 6, 0, 6), TrieNode(6, 7, -1, 7))
 TRIE = StepBatch(
     tokens=np.array([5, 6, 7, 8, 9, 10, 11]),
@@ -22,7 +22,7 @@ TRIE = StepBatch(
     places=np.array([1, 2, 4, 5, 6]),
     stored=(),
 )
-# The sequence and the token in it of each place.
+# The sequence of each position, and the index of its token in it.
 SEQUENCES = [([5, 6, 7, 8, 9], 1), ([5, 6, 7, 8, 9], 2), ([5, 6, 7, 8, 9], 4), ([5, 6, 7, 10], 3), ([11], 0)]
 
 
@@ -31,9 +31,9 @@ SEQUENCES = [([5, 6, 7, 8, 9], 1), ([5, 6, 7, 8, 9], 2), ([5, 6, 7, 8, 9], 4), (
 def test_states_are_those_of_each_sequence_alone(most_tokens: int) -> None:
     backbone = tiny_model("qwen3_moe").base_model
     rows = PaddedRows(RowsBackbone(backbone), torch.device("cpu"), most_tokens)
-    found = rows.states(TRIE)
-    for state, (sequence, place) in zip(found, SEQUENCES, strict=True):
-        alone = backbone(input_ids=torch.tensor([sequence]), use_cache=False)[0][0, place]
+    states = rows.states(TRIE)
+    for state, (sequence, index) in zip(states, SEQUENCES, strict=True):
+        alone = backbone(input_ids=torch.tensor([sequence]), use_cache=False)[0][0, index]
         torch.testing.assert_close(state, alone, atol=1e-5, rtol=1e-5)
 
 
@@ -45,8 +45,8 @@ def test_rows_run_in_groups_of_so_many_tokens() -> None:
         shapes.append((tuple(tokens.shape), int(mask.sum())))
         return tokens.flatten()[places][:, None]
 
-    found = PaddedRows(forward, torch.device("cpu"), 10).states(TRIE)
-    assert found[:, 0].tolist() == [6, 7, 9, 10, 11]
+    states = PaddedRows(forward, torch.device("cpu"), 10).states(TRIE)
+    assert states[:, 0].tolist() == [6, 7, 9, 10, 11]
     assert shapes == [((2, 5), 9), ((2, 2), 2)]
 
 

@@ -1,4 +1,4 @@
-"""What is shown of a step is its trie, with the cached blocks that it hangs on, in sizes."""
+"""The view of a step shows its trie and the cached blocks before it, in numbers of tokens."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def batches(draw: Any) -> StepBatch:
 
 
 def path(nodes: tuple[StepNode, ...], number: int) -> list[int]:
-    found = [number]
+    nodes_on_path = [number]
     while (number := nodes[number].parent) >= 0:
-        found.append(number)
-    return found[::-1]
+        nodes_on_path.append(number)
+    return nodes_on_path[::-1]
 
 
 @settings(max_examples=50)
@@ -44,16 +44,18 @@ def test_the_nodes_are_the_trie_on_top_of_the_cache(batch: StepBatch) -> None:
     assert sum(node.tokens for node in nodes if not node.is_cached) == batch.count
     assert sum(node.tokens for node in nodes if node.is_cached) == cached_tokens(batch)
     assert sum(node.reads for node in nodes) == len(batch.places)
-    # Every computed node stands as deep as the tokens above it are many.
+    # The depth of every computed node is the number of tokens above it.
     shown = sorted(
         (sum(nodes[above].tokens for above in path(nodes, number)[:-1]), node.tokens)
         for number, node in enumerate(nodes)
         if not node.is_cached
     )
     assert shown == sorted((int(batch.depth[node.start]), node.end - node.start) for node in batch.nodes)
-    # The cached ones are the distinct prefixes of the chains: a chain ends where a path of cached nodes does.
+    # The cached nodes are the distinct prefixes of the chains, so every chain ends with a cached node.
     ends = {
-        sum(nodes[one].tokens for one in path(nodes, number)) for number, node in enumerate(nodes) if node.is_cached
+        sum(nodes[ancestor].tokens for ancestor in path(nodes, number))
+        for number, node in enumerate(nodes)
+        if node.is_cached
     }
     assert {BLOCK_TOKENS * len(chain) for chain in batch.contexts} <= ends
 
@@ -61,10 +63,10 @@ def test_the_nodes_are_the_trie_on_top_of_the_cache(batch: StepBatch) -> None:
 @settings(max_examples=30)
 @given(batches(), st.integers(0, 6))
 def test_what_is_too_much_is_left_out_from_below(batch: StepBatch, most: int) -> None:
-    whole, _ = step_nodes(batch, most=10_000)
+    all_nodes, _ = step_nodes(batch, most=10_000)
     nodes, left_out = step_nodes(batch, most)
-    assert nodes == whole[:most]
-    assert left_out == len(whole) - len(nodes)
+    assert nodes == all_nodes[:most]
+    assert left_out == len(all_nodes) - len(nodes)
 
 
 def test_an_engine_shows_its_last_step_until_it_forgets() -> None:

@@ -1,4 +1,4 @@
-"""Experts in fp32 on a CPU give what transformers' own give, whoever is chosen how often."""
+"""`moepass_summed` computes the same on a CPU in fp32 as the experts of transformers, for any choice of experts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moepass.runtime.serving.engine.summed_experts import (
 )
 from tests.helpers.models.tiny import tiny_model
 
-# gpt_oss has biases, and its banks are transposed: transformers computes it.
+# gpt_oss has biases and transposed banks, so transformers computes its experts.
 FAMILIES = ("qwen3_moe", "granitemoe", "gpt_oss")
 
 

@@ -35,16 +35,16 @@ def test_scores_in_parts_equal_those_of_all_logits(
     states = torch.randn(count, VOCABULARY, generator=torch.Generator().manual_seed(seed))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(token_scores, "LOGITS_BYTES", 4 * VOCABULARY * rows_at_once)
-        found = score_tokens(states, lambda rows: rows, VOCABULARY, wanted)
+        scores = score_tokens(states, lambda rows: rows, VOCABULARY, wanted)
     log_probabilities = states.log_softmax(-1).numpy()
     expected = log_probabilities[wanted.rows, wanted.tokens]
-    np.testing.assert_allclose(found.log_probabilities, expected, atol=1e-5)
+    np.testing.assert_allclose(scores.log_probabilities, expected, atol=1e-5)
     order = (-states).argsort(-1).argsort(-1).numpy() + 1
-    assert found.ranks.tolist() == np.where(wanted.is_ranked, order[wanted.rows, wanted.tokens], 0).tolist()
+    assert scores.ranks.tolist() == np.where(wanted.is_ranked, order[wanted.rows, wanted.tokens], 0).tolist()
     for row, most in enumerate(wanted.top):
         best = np.argsort(-log_probabilities[row])[:most]
-        assert found.top_tokens[row, :most].tolist() == best.tolist()
-        np.testing.assert_allclose(found.top_log_probabilities[row, :most], log_probabilities[row, best], atol=1e-5)
+        assert scores.top_tokens[row, :most].tolist() == best.tolist()
+        np.testing.assert_allclose(scores.top_log_probabilities[row, :most], log_probabilities[row, best], atol=1e-5)
 
 
 def test_no_logits_are_made_for_more_rows_than_fit() -> None:

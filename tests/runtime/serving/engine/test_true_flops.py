@@ -1,4 +1,4 @@
-"""What a step executes is what its trie takes at least, counted where it happens."""
+"""The executed FLOPs of a step are the least that its trie needs, counted in the operators that run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CONFIG = MODEL.config
 
 @dataclasses.dataclass(frozen=True)
 class Executed:
-    """FLOPs of matrix products, counted as they are called, and of attention, counted by its kernels' shapes."""
+    """FLOPs of matrix products, counted in their calls, and of attention, counted by the shapes of its kernels."""
 
     products: int
     attention: int
@@ -65,9 +65,9 @@ def _grouped_mm_flops(rows: torch.Size, weights: torch.Size, *_: Any, **__: Any)
 
 
 def least_flops(sequences: list[Sequence_]) -> tuple[int, int]:
-    """Of products and of attention, from a dictionary of prefixes. The logits behind each sequence are read.
+    """Return the FLOPs of products and of attention, from a dictionary of prefixes.
 
-    What nobody reads ends with the attention of the last layer.
+    The logits at the end of each sequence are read. Unread tokens end with the attention of the last layer.
     """
     step, _ = naive_step(sequences)
     hidden, queries = CONFIG.hidden_size, CONFIG.num_attention_heads * CONFIG.head_dim
@@ -99,12 +99,12 @@ def test_a_step_executes_what_its_trie_takes_at_least(monkeypatch: pytest.Monkey
     prefixes = [drawn(rng, 64) for _ in range(2)]
     examples = [prefix + drawn(rng, 32) for prefix in prefixes for _ in range(2)]
     sequences = [examples[number % 4] + drawn(rng, 8) for number in range(32)]
-    executed = execute([asked(*one) for one in enumerate(sequences)], monkeypatch)
+    executed = execute([asked(*numbered) for numbered in enumerate(sequences)], monkeypatch)
     products, attention = least_flops(sequences)
     assert executed.result.flops == products + attention
-    # Uncompiled, the read tokens pass twice through what the last layer has before its attention.
+    # Without compilation, read tokens pass twice through the last layer's work before its attention.
     assert executed.products == products + 2 * len({*sequences}) * weights_before_attention()
-    # In tries as small as this one, pairs are computed that a mask hides: more calls of kernels would take longer.
+    # In such small tries, masked pairs are computed as well, because more kernel calls would take longer.
     assert attention <= executed.attention <= 2 * attention
     assert executed.result.unshared_flops >= 3 * executed.result.flops
     alone = [least_flops([sequence]) for sequence in sequences]
@@ -117,11 +117,11 @@ def test_a_hundred_questions_over_a_thousand_tokens_cost_what_their_trie_takes(m
     questions = [drawn(rng, int(count)) for count in rng.integers(3, 20, 100)]
     pieces = [TokenPiece(-1, np.array(prompt, np.int32))]
     pieces += [
-        TokenPiece(0, np.array(one, np.int32), (TokenRead(len(one) - 1, np.array([1, 2], np.int32)),))
-        for one in questions
+        TokenPiece(0, np.array(question, np.int32), (TokenRead(len(question) - 1, np.array([1, 2], np.int32)),))
+        for question in questions
     ]
     executed = execute([Request("many", tuple(pieces))], monkeypatch)
-    # The oracle takes the square of the tokens: it is asked for the prompt alone and for what each question adds.
+    # An oracle over all tokens takes quadratic time, so only the question tokens are added one by one to the prompt.
     table = FlopsTable(from_config(CONFIG))
     least = table.total(1000)
     for beginning in {question[:end] for question in questions for end in range(1, len(question) + 1)}:

@@ -15,6 +15,7 @@ from moepass.runtime.serving.requests.answer import Answer, PieceAnswer, ReadAns
 from moepass.runtime.serving.requests.request import Request
 from tests.helpers.graphs.error_fields import refused
 from tests.helpers.serving.byte_checkpoint import byte_model
+from tests.helpers.serving.piece_paths import piece_path
 from tests.helpers.serving.plain_scores import next_token_table
 from tests.helpers.serving.reference_backend import ReferenceBackend
 
@@ -55,7 +56,7 @@ def test_answers_are_looked_up_by_sequence_and_position(sequences: list[list[int
 
 
 def _path_tokens(request: Request, number: int) -> tuple[int, ...]:
-    return tuple(np.concatenate([request.pieces[piece].tokens for piece in request.path(number)]).tolist())
+    return tuple(np.concatenate([request.pieces[piece].tokens for piece in piece_path(request, number)]).tolist())
 
 
 def _fingerprint(prefix: tuple[int, ...], token: int) -> float:

@@ -1,4 +1,4 @@
-"""A request is waited for as long as its client said, and the more exact error is the one that is told."""
+"""Waiting for an answer ends at the client's timeout, and a timeout error of the answer itself takes precedence."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def test_an_answer_in_time_is_given() -> None:
 
 
 def test_an_answer_that_is_late_is_an_error_that_says_how_late() -> None:
-    with pytest.raises(AnswerTimeoutError, match=r"no answer within 0\.01 seconds") as found:
+    with pytest.raises(AnswerTimeoutError, match=r"no answer within 0\.01 seconds") as raised:
         asyncio.run(answer_within(0.01, _after(30)))
-    assert found.value.expected == 0.01
+    assert raised.value.expected == 0.01
 
 
 def test_why_an_answer_cannot_come_in_time_is_told() -> None:

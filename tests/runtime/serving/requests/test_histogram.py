@@ -1,4 +1,4 @@
-"""A histogram counts as a plain loop over the values does."""
+"""A histogram counts the same as a plain loop over the values."""
 
 from __future__ import annotations
 

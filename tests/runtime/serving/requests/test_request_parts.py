@@ -1,4 +1,4 @@
-"""A request in parts: every piece is answered once, and behind the same tokens as in the whole."""
+"""A request in parts: every piece is answered once, after the same tokens as in the complete request."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from moepass.runtime.serving.requests.request_parts import (
     merged_answer,
     prompt_length,
 )
+from tests.helpers.serving.piece_paths import piece_path
 
 
 @st.composite
 def requests(draw: st.DrawFn) -> Request:
-    """Piece n holds token n, so that paths can be told by tokens, and is read."""
+    """Piece n consists of token n, so that tokens identify paths, and has a read."""
     pieces = []
     for number in range(draw(st.integers(1, 12))):
         parent = draw(st.integers(-1, number - 1))
@@ -31,11 +32,11 @@ def requests(draw: st.DrawFn) -> Request:
 
 
 def path_tokens(request: Request, number: int) -> list[int]:
-    return [int(token) for part in request.path(number) for token in request.pieces[part].tokens]
+    return [int(token) for piece in piece_path(request, number) for token in request.pieces[piece].tokens]
 
 
 def answered(request: Request) -> Answer:
-    """A marker for each piece that is read: the vector holds the tokens of its path."""
+    """Return an answer whose vectors are the tokens of each read piece's path."""
     pieces = tuple(
         PieceAnswer(vector=np.array(path_tokens(request, number), np.float32)) if piece.reads else PieceAnswer()
         for number, piece in enumerate(request.pieces)
@@ -45,21 +46,21 @@ def answered(request: Request) -> Answer:
 
 @given(request=requests())
 def test_halves_make_the_whole(request: Request) -> None:
-    found = halves(request)
+    split = halves(request)
     prompt = prompt_length(request)
-    if found is None:
+    if split is None:
         roots = [piece for piece in request.pieces[prompt:] if piece.parent < prompt]
         assert len(roots) < 2
         return
-    assert not found[0].answered & found[1].answered
-    assert found[0].answered | found[1].answered == set(range(len(request.pieces)))
-    parts = [(part, answered(part.of(request, "half"))) for part in found]
-    whole = merged_answer(request, parts)
-    assert whole.id == "whole"
-    for number, piece in enumerate(whole.pieces):
+    assert not split[0].answered & split[1].answered
+    assert split[0].answered | split[1].answered == set(range(len(request.pieces)))
+    parts = [(half, answered(half.of(request, "half"))) for half in split]
+    merged = merged_answer(request, parts)
+    assert merged.id == "whole"
+    for number, piece in enumerate(merged.pieces):
         assert piece.vector is not None
         assert piece.vector.tolist() == path_tokens(request, number)
-    assert whole.usage == Usage(sum(len(piece.tokens) for piece in request.pieces), 1, 20)
+    assert merged.usage == Usage(sum(len(piece.tokens) for piece in request.pieces), 1, 20)
 
 
 @given(request=requests())
@@ -67,7 +68,7 @@ def test_the_prompt_is_the_chain_that_all_others_hang_on(request: Request) -> No
     prompt = prompt_length(request)
     assert [piece.parent for piece in request.pieces[:prompt]] == list(range(-1, prompt - 1))
     for number in range(prompt, len(request.pieces)):
-        assert request.path(number)[:prompt] == tuple(range(prompt))
+        assert piece_path(request, number)[:prompt] == tuple(range(prompt))
     children = [piece.parent for piece in request.pieces].count(prompt - 1)
     assert children != 1
 

@@ -1,4 +1,4 @@
-"""Tables of blocks against sets that are written out, on prompts much longer than those of the state machine."""
+"""Block tables find the same as plain sets, on prompts much longer than those of the state machine."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from hypothesis import strategies as st
 from moepass.runtime.serving.router.block_tables import BlockTables, PendingRun
 
 RANKS = 3
-# Prompts are cut from a few that leave each other at these places.
+# Prompts are prefixes of a few long ones, which differ from the main prompt from these indices on.
 LENGTH = 60
 LEAVES = (0, 1, 2, 17, 31, 32, 59)
 
 
 def prompt(branch: int, length: int) -> tuple[int, ...]:
-    """The main prompt up to a place, then one of its own."""
+    """Return the main prompt up to the point where `branch` leaves it, then blocks of that branch."""
     leaves = LENGTH if branch == 0 else LEAVES[branch - 1]
-    return tuple(place if place < leaves else 1000 * branch + place for place in range(length))
+    return tuple(index if index < leaves else 1000 * branch + index for index in range(length))
 
 
 PROMPTS = st.builds(prompt, st.integers(0, len(LEAVES)), st.integers(0, LENGTH))
 
 
-def expected(known: dict[int, set[int]], blocks: tuple[int, ...], ranks: list[int]) -> tuple[int, int]:
-    lengths = {rank: len(list(itertools.takewhile(known[rank].__contains__, blocks))) for rank in ranks}
+def expected(holders: dict[int, set[int]], blocks: tuple[int, ...], ranks: list[int]) -> tuple[int, int]:
+    lengths = {rank: len(list(itertools.takewhile(holders[rank].__contains__, blocks))) for rank in ranks}
     most = max(lengths.values())
     return sum(1 << rank for rank, length in lengths.items() if length == most), most
 
@@ -51,21 +51,21 @@ def test_tables_find_what_sets_find(data: st.DataObject) -> None:
                 tables.store(rank, block)
             stored[rank].update(blocks)
         elif change == "evict":
-            # All that this prompt holds alone, last ones first.
-            others = {block for block in stored[rank] if block not in blocks}
-            gone = [block for block in blocks if block in stored[rank]] if not others else []
+            # A rank evicts later blocks first.
+            other_prompts = {block for block in stored[rank] if block not in blocks}
+            gone = [block for block in blocks if block in stored[rank]] if not other_prompts else []
             for block in reversed(gone):
                 tables.evict(rank, block)
                 stored[rank].remove(block)
         elif change == "forget":
             tables.forget(rank)
             stored[rank] = set()
-        known = {one: set(blocks) for one, blocks in stored.items()}
-        for promised_blocks, one, _ in promised:
-            known[one].update(promised_blocks)
+        holders = {rank: set(blocks) for rank, blocks in stored.items()}
+        for promised_blocks, rank, _ in promised:
+            holders[rank].update(promised_blocks)
         asked = data.draw(PROMPTS, label="asked")
         among = data.draw(st.lists(ranks, min_size=1, unique=True), label="among")
-        assert tables.deepest(asked, sum(1 << one for one in among)) == expected(known, asked, among)
+        assert tables.longest_match(asked, sum(1 << rank for rank in among)) == expected(holders, asked, among)
     for _, rank, last in promised:
         tables.release(last, rank)
     assert tables.pending == {}
@@ -80,10 +80,10 @@ def test_long_prompts_that_nobody_shares_take_one_run() -> None:
     last = tables.promise(range(10_000), 1)
     assert last is not None
     assert (last.start, last.end, last.parent) == (0, 10_000, None)
-    other = tables.promise((*range(5_000), -1), 0)
-    assert other is not None
-    assert (other.start, other.end) == (5_000, 5_001)
-    assert other.parent is last.parent
+    second = tables.promise((*range(5_000), -1), 0)
+    assert second is not None
+    assert (second.start, second.end) == (5_000, 5_001)
+    assert second.parent is last.parent
     tables.release(last, 1)
-    tables.release(other, 0)
+    tables.release(second, 0)
     assert tables.pending == {}

@@ -1,4 +1,4 @@
-"""What a router is told of a request of token pieces."""
+"""Requests of token pieces as the router sees them."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from tests.helpers.serving.router_oracle import LinearAndPairs
 
 def pieces(*parents_and_lengths: tuple[int, int]) -> tuple[TokenPiece, ...]:
     start = 0
-    found = []
+    result = []
     for parent, length in parents_and_lengths:
-        found.append(TokenPiece(parent, np.arange(start, start + length, dtype=np.int32)))
+        result.append(TokenPiece(parent, np.arange(start, start + length, dtype=np.int32)))
         start += length
-    return tuple(found)
+    return tuple(result)
 
 
 def hashes(tokens: Tokens, salt: bytes) -> Sequence[bytes]:
-    return [salt + bytes([int(tokens[place])]) for place in range(0, len(tokens), 16)]
+    return [salt + bytes([int(tokens[start])]) for start in range(0, len(tokens), 16)]
 
 
 @pytest.mark.parametrize(
     ("tree", "prompt_pieces", "prompt_tokens", "blocks", "parts"),
     [
-        # One piece: its last token is computed in any case.
+        # A single piece: its last token is always computed.
         ([(-1, 32)], 1, 32, 1, []),
         ([(-1, 33)], 1, 33, 2, []),
-        # A chain is all prompt.
+        # A chain of pieces is a prompt without parts.
         ([(-1, 20), (0, 12)], 2, 32, 1, []),
         # A prompt in two pieces, and two questions, one with two labels.
         (
@@ -41,7 +41,7 @@ def hashes(tokens: Tokens, salt: bytes) -> Sequence[bytes]:
             2,
             [RoutablePart(-1, 5), RoutablePart(-1, 6), RoutablePart(0, 1), RoutablePart(0, 2)],
         ),
-        # Nothing in common.
+        # Pieces without a common prefix.
         ([(-1, 20), (-1, 30), (0, 4)], 0, 0, 0, [RoutablePart(-1, 20), RoutablePart(-1, 30), RoutablePart(0, 4)]),
     ],
 )
@@ -49,10 +49,10 @@ def test_the_chain_that_all_hang_on_is_the_prompt(
     tree: list[tuple[int, int]], prompt_pieces: int, prompt_tokens: int, blocks: int, parts: list[RoutablePart]
 ) -> None:
     request = Request("a", pieces(*tree), salt=b"s")
-    found, count = routable_request(request, hashes, priority=2, deadline=9.0, arrived=1.0)
-    assert (found.id, found.priority, found.deadline, found.arrived) == ("a", 2, 9.0, 1.0)
-    assert (count, found.prompt_tokens, found.parts) == (prompt_pieces, prompt_tokens, tuple(parts))
-    assert found.blocks == (b"s\x00", b"s\x10")[:blocks]
+    routable, count = routable_request(request, hashes, priority=2, deadline=9.0, arrived=1.0)
+    assert (routable.id, routable.priority, routable.deadline, routable.arrived) == ("a", 2, 9.0, 1.0)
+    assert (count, routable.prompt_tokens, routable.parts) == (prompt_pieces, prompt_tokens, tuple(parts))
+    assert routable.blocks == (b"s\x00", b"s\x10")[:blocks]
 
 
 def test_ranks_that_share_no_prefixes_compute_every_sequence_whole() -> None:
@@ -60,7 +60,7 @@ def test_ranks_that_share_no_prefixes_compute_every_sequence_whole() -> None:
     tree = pieces((-1, 20), (0, 5), (0, 6), (1, 1), (1, 2))
     request, prompt = routable_request(Request("a", tree), hashes, shares_prefixes=False)
     assert (prompt, request.prompt_tokens, request.blocks) == (1, 0, ())
-    assert [(one.parts, one.flops) for one in questions_of(request, formula)] == [
+    assert [(question.parts, question.flops) for question in questions_of(request, formula)] == [
         ((0, 2, 3), formula.flops(0, 26) + formula.flops(0, 27)),
         ((1,), formula.flops(0, 26)),
     ]
@@ -69,7 +69,10 @@ def test_ranks_that_share_no_prefixes_compute_every_sequence_whole() -> None:
     forest = Request("a", pieces((-1, 20), (-1, 30), (0, 4)))
     request, prompt = routable_request(forest, hashes, shares_prefixes=False)
     assert prompt == 0
-    assert [one.flops for one in questions_of(request, formula)] == [formula.flops(0, 24), formula.flops(0, 30)]
+    assert [question.flops for question in questions_of(request, formula)] == [
+        formula.flops(0, 24),
+        formula.flops(0, 30),
+    ]
 
 
 def test_questions_cost_what_their_parts_cost_behind_what_they_hang_on() -> None:

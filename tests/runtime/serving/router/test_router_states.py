@@ -1,4 +1,4 @@
-"""Any sequence of events: after each one the router knows and decides what the oracle computes from scratch."""
+"""After any sequence of events, the router knows and decides the same as an oracle that computes from scratch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SATURATION = st.sampled_from([1, 300, 2000, 6000, 20000])
 
 
 def chain(path: tuple[int, ...]) -> tuple[int, ...]:
-    """Hashes of the blocks on a way through a tree, in which every block has a few next ones."""
+    """Return the hashes of the blocks on a path through a tree in which every block has a few successors."""
     hashes, block = [], 1
     for turn in path:
         block = block * 4 + turn
@@ -40,7 +40,7 @@ def behind_or_at(block: int, first: int) -> bool:
     return block == first or (block > first and behind_or_at(block // 4, first))
 
 
-# Most ways go straight on, so that many are the same for long.
+# Most paths take the first successor, so that many prompts share long prefixes.
 CHAINS = st.lists(st.sampled_from([0, 0, 0, 1]), max_size=6).map(lambda path: chain(tuple(path)))
 
 
@@ -48,7 +48,7 @@ CHAINS = st.lists(st.sampled_from([0, 0, 0, 1]), max_size=6).map(lambda path: ch
 def part_trees(draw: st.DrawFn) -> tuple[RoutablePart, ...]:
     parts: list[RoutablePart] = []
     for number in range(draw(st.integers(0, 8))):
-        # Mostly questions, some labels behind them.
+        # Mostly questions, some of them with labels.
         parent = draw(st.sampled_from([-1, -1, -1, number - 1]))
         parts.append(RoutablePart(parent, draw(st.integers(1, 40))))
     return tuple(parts)
@@ -108,10 +108,10 @@ class RouterMachine(RuleBasedStateMachine):
 
     @rule(asked=st.lists(asked_requests(), min_size=1, max_size=8))
     def submit(self, asked: list[dict[str, Any]]) -> None:
-        for one in asked:
+        for fields in asked:
             self.submitted += 1
-            patience = one.pop("patience")
-            request = RoutableRequest(id=f"r{self.submitted}", deadline=self.now + patience, arrived=self.now, **one)
+            patience = fields.pop("patience")
+            request = RoutableRequest(id=f"r{self.submitted}", deadline=self.now + patience, arrived=self.now, **fields)
             self.router.submit(request)
             self.oracle.submit(request, self.submitted)
 
@@ -140,7 +140,7 @@ class RouterMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.numbers)
     @rule(data=st.data(), is_stored=st.booleans())
     def finish_a_step(self, data: st.DataObject, is_stored: bool) -> None:
-        """One rank is done with all it has; then there is a round, in which it may be the only open one."""
+        """A rank finishes all its work, and a round follows in which it may be the only open rank."""
         pieces = list(self.oracle.running().values())
         if not pieces:
             return
@@ -174,7 +174,7 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(rank=st.integers(0, 3), blocks=CHAINS)
     def evict(self, rank: int, blocks: tuple[int, ...]) -> None:
         if rank < self.oracle.ranks:
-            # A block leaves after those behind it.
+            # A block is evicted after its successors.
             for block in sorted(self.oracle.blocks[rank], reverse=True):
                 if blocks and behind_or_at(block, blocks[-1]):
                     self.router.block_evicted(rank, block)
@@ -217,19 +217,19 @@ class RouterMachine(RuleBasedStateMachine):
         assert set(self.router.requests) == self.oracle.open_ids()
         assert self.router.waiting == len(self.oracle.waiting())
         assert self.router.waiting_flops == self.oracle.waiting_flops()
-        assert {one.number: one for one in self.router.assignments} == {
+        assert {assignment.number: assignment for assignment in self.router.assignments} == {
             number: piece.assignment for number, piece in self.oracle.running().items()
         }
 
     def teardown(self) -> None:
-        """All ends: every request once, and nothing stays behind."""
+        """Every request ends once, and no state is left."""
         if not hasattr(self, "router"):
             return
         for rank in range(self.oracle.ranks):
             self.bring_back(rank)
         while self.router.requests:
             self.route(0.0)
-            # What was lost may expire in this round, and be the last.
+            # The last request may expire in this round after the loss of its rank.
             assert self.router.assignments or not self.router.requests, "requests wait and no rank has anything to do"
             for number in list(self.oracle.running()):
                 self._finish(number)
