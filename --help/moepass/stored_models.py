@@ -1,1 +1,0 @@
-/work/main/moepass/stored_models.py
