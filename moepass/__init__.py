@@ -18,6 +18,8 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from moepass.models.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from moepass.compilations import Compilation, record_compilations
     from moepass.explaining.explain_model import explain
@@ -32,8 +34,6 @@ if TYPE_CHECKING:
     from moepass.runtime.offload.loading import load_pretrained, offload_report
     from moepass.runtime.offload.offload import OffloadReport, offload_experts
     from moepass.runtime.transfer.recording import record_timeline
-
-__version__ = "0.1.0"
 
 __all__ = [
     "CheckpointError",

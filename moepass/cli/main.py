@@ -12,7 +12,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from moepass import __version__
 from moepass.cli.arguments import ExplainedLoweringName, LoweringName, set_threads
 from moepass.cli.client_commands import batch, bench
 from moepass.cli.progress import no_garbage_collection, progress_bar
@@ -34,6 +33,7 @@ from moepass.models.limits import (
     MOST_THREADS,
     check_limit,
 )
+from moepass.models.version import __version__
 
 _LONGEST_ERROR = 1000
 _ORDER = ("demo", "explain", "calibrate", "score", "serve", "batch", "bench", "cache")

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from moepass.explaining.explained_models import ExplainedModel
-from moepass.explaining.report import CompilerPart
+from moepass.explaining.report_parts import CompilerPart
 from moepass.models.errors import CheckpointError, MoepassError
 
 STORED_FILE = "data/captured_presets.json"

@@ -10,16 +10,16 @@ import math
 import os
 from typing import Any
 
-from moepass import __version__
 from moepass.explaining.advice import advice
-from moepass.explaining.asked import DEFAULT_MEMORY_SHARE, check_numbers, machine_of, memory_budget
+from moepass.explaining.argument_checks import DEFAULT_MEMORY_SHARE, check_numbers, machine_of, memory_budget
 from moepass.explaining.compiler_part import compiler_part
 from moepass.explaining.compiler_view import Explanation
 from moepass.explaining.explained_blocks import explained_blocks
 from moepass.explaining.explained_models import ExplainedModel, explained_model
 from moepass.explaining.forecasts import best_home, stored_assumption, stored_part, why_nothing_fits
 from moepass.explaining.how_to_run import how_to_run
-from moepass.explaining.report import (
+from moepass.explaining.report import Report
+from moepass.explaining.report_parts import (
     REPORT_SCHEMA,
     ComparisonRow,
     CurveRow,
@@ -27,7 +27,6 @@ from moepass.explaining.report import (
     MemoryCurveRow,
     MemoryPart,
     ModelPart,
-    Report,
     SaturationPart,
     SchedulePart,
     ServingPart,
@@ -37,6 +36,7 @@ from moepass.explaining.report import (
 from moepass.models.formulas.layers import flops_per_token, model_parameters
 from moepass.models.homes import home_named
 from moepass.models.sizes.architecture import short_dtype
+from moepass.models.version import __version__
 from moepass.passes.ir.decisions import ASYNCEP, RESIDENT, Decisions
 from moepass.passes.machine.hardware import Hardware
 from moepass.passes.machine.layer_times import Sequences, sequences_of
@@ -377,7 +377,7 @@ def _sources(found: ExplainedModel, machine: Hardware) -> dict[str, str]:
         "model": found.source,
         **hardware,
         "blocks": "derived: what the passes make of the graph captured on the meta device",
-        "saturation": "derived: design.md's threshold, solved with SymPy, at the reached rate and at peak",
+        "saturation": "derived: the saturation threshold, solved with SymPy for the reached rate and the peak rate",
         "schedule": "derived: a discrete-event simulation of the steady state",
         "memory": "derived: formulas of weights, banks and activations; allocators round up",
         "comparison": "derived: layer times and collectives; bytes by the table of arXiv 2605.02960",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from moepass.explaining.report import Block, CompilerPart
+from moepass.explaining.report_parts import Block, CompilerPart
 from moepass.models.formulas.stored_weights import bank_sizes
 from moepass.models.sizes.architecture import Architecture
 from moepass.models.sizes.weight_formats import WeightFormat

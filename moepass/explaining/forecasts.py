@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from moepass.explaining.report import HomeTried, StoredPart
+from moepass.explaining.report_parts import HomeTried, StoredPart
 from moepass.models.errors import InputError
 from moepass.passes.ir.decisions import ASYNCEP
 from moepass.passes.machine.times import peak_flops_per_s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from moepass.explaining.report import SchedulePart, StrategyPart
+from moepass.explaining.report_parts import SchedulePart, StrategyPart
 from moepass.models.homes import HOMES, home_named
 from moepass.models.sizes.weight_formats import WeightFormat
 from moepass.passes.ir.decisions import ASYNCEP, RESIDENT

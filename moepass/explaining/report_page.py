@@ -7,11 +7,11 @@ from importlib import resources
 
 import msgspec
 
-from moepass.explaining.report import Report
+from moepass.explaining.report_parts import ReportContent
 from moepass.explaining.report_text import host_memory_text, serving_text, source_text, stored_text
 
 
-def report_page(report: Report) -> str:
+def report_page(report: ReportContent) -> str:
     """The page `data/report.html` with the report in it, as JSON and as what its script draws from that."""
     page = (resources.files("moepass.explaining") / "data/report.html").read_text(encoding="utf-8")
     # The text must not end its script element in HTML; JSON may write a less-than sign as an escape.

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from moepass.explaining.compiler_view import found_text, schedule_table, segments_text, tensorrt_text
-from moepass.explaining.report import Block, MemoryCurveRow, Report, SchedulePart
+from moepass.explaining.report_parts import Block, MemoryCurveRow, ReportContent, SchedulePart
 from moepass.passes.ir.timeline import COMPUTE, HOST, Event
 from moepass.runtime.serving.engine.step_engine import step_form_text
 
@@ -22,7 +22,7 @@ _LABEL_WIDTH = 9
 _MOST_REFUSALS = 4
 
 
-def report_text(report: Report, width: int = 80, every_row: bool = False) -> str:
+def report_text(report: ReportContent, width: int = 80, every_row: bool = False) -> str:
     """The report as plain text of lines of `width` at most."""
     from rich.console import Console
 
@@ -31,7 +31,7 @@ def report_text(report: Report, width: int = 80, every_row: bool = False) -> str
     return sink.getvalue()
 
 
-def print_report(console: Console, report: Report, every_row: bool = False) -> None:
+def print_report(console: Console, report: ReportContent, every_row: bool = False) -> None:
     """Write `report` to `console`. `every_row` adds the schedule of every captured graph, row by row."""
     for part in _parts(report):
         console.print(part, highlight=False)
@@ -48,7 +48,7 @@ def print_report(console: Console, report: Report, every_row: bool = False) -> N
                 console.print(schedule_table(plan))
 
 
-def _parts(report: Report) -> Iterator[RenderableType]:
+def _parts(report: ReportContent) -> Iterator[RenderableType]:
     from rich.markup import escape
 
     model, hardware, work, strategy = report.model, report.hardware, report.workload, report.strategy
@@ -64,7 +64,7 @@ def _parts(report: Report) -> Iterator[RenderableType]:
     yield _summary(report)
 
 
-def _summary(report: Report) -> Table:
+def _summary(report: ReportContent) -> Table:
     from rich.table import Table
     from rich.text import Text
 
@@ -76,7 +76,7 @@ def _summary(report: Report) -> Table:
     return table
 
 
-def _rows(report: Report) -> Iterator[tuple[str, str]]:
+def _rows(report: ReportContent) -> Iterator[tuple[str, str]]:
     strategy, schedule, memory, saturation = report.strategy, report.schedule, report.memory, report.saturation
     if schedule is not None:
         share = schedule.exposed_seconds / schedule.step_seconds
@@ -125,7 +125,7 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
             yield "", f"asyncep overtakes AllToAll (dp_ep) at {strategy.crossover_tokens} tokens"
 
 
-def stored_text(report: Report) -> str:
+def stored_text(report: ReportContent) -> str:
     """A quantised checkpoint, what moepass runs of it, and the forecast in its own format."""
     stored, model = report.stored, report.model
     assert stored is not None
@@ -153,7 +153,7 @@ def stored_text(report: Report) -> str:
     return f"{text}. In {stored.format}, a forecast alone: {asyncep}, {other}; of a bank {slot}"
 
 
-def host_memory_text(report: Report) -> str:
+def host_memory_text(report: ReportContent) -> str:
     """Host memory of the machine, beside what it has."""
     memory = report.memory
     assert memory is not None
@@ -171,7 +171,7 @@ def _threshold_by_memory(curve: Sequence[MemoryCurveRow]) -> str:
     return f"{', '.join(parts)} per device (banks that stay)"
 
 
-def _compiler_rows(report: Report) -> Iterator[tuple[str, str]]:
+def _compiler_rows(report: ReportContent) -> Iterator[tuple[str, str]]:
     plans, blocks = report.compiler.explanation.plans, report.blocks
     cut = f" (captured: {report.compiler.captured_text}; others by analogy)" if report.compiler.is_cut else ""
     yield "found", _count(len(blocks), "MoE block") + cut + "; " + "; ".join(found_text(plan) for plan in plans)
@@ -188,7 +188,7 @@ def _compiler_rows(report: Report) -> Iterator[tuple[str, str]]:
     yield "serving", serving_text(report)
 
 
-def serving_text(report: Report) -> str:
+def serving_text(report: ReportContent) -> str:
     """How a server computes steps of the model, or why it cannot serve it."""
     if report.serving.form is None:
         return f"cannot be served: {report.serving.reason}"
@@ -210,7 +210,7 @@ def _refused(blocks: tuple[Block, ...], refusals: tuple[str, ...]) -> str:
     return "\n".join([*lines[:_MOST_REFUSALS], *more]) or "nothing"
 
 
-def _comparison(report: Report) -> Table:
+def _comparison(report: ReportContent) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -237,7 +237,7 @@ def _comparison(report: Report) -> Table:
     return table
 
 
-def _notes(report: Report) -> Table:
+def _notes(report: ReportContent) -> Table:
     from rich.table import Table
     from rich.text import Text
 
@@ -253,7 +253,7 @@ def _notes(report: Report) -> Table:
     return table
 
 
-def source_text(report: Report) -> str:
+def source_text(report: ReportContent) -> str:
     """One sentence on the sources of the numbers; for the machine by the kind of source."""
     kinds: dict[str, list[str]] = {}
     for name, source in report.sources.items():

@@ -18,8 +18,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moepass import __version__
 from moepass.models.limits import MOST_BODY_BYTES
+from moepass.models.version import __version__
 from moepass.runtime.serving.http import looking, server_routes
 from moepass.runtime.serving.http.tracing import TracingMiddleware, configured_tracer
 from moepass.runtime.serving.requests.backend import Backend

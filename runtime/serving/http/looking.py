@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 from fastapi.responses import Response
 
-from moepass import __version__
+from moepass.models.version import __version__
 from moepass.runtime.serving.requests.backend import ServingState
 from moepass.runtime.serving.requests.view import RankView
 from moepass.runtime.serving.routes.service import Call, Route

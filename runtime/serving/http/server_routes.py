@@ -9,8 +9,8 @@ from typing import Any, Literal
 import msgspec
 from fastapi.responses import Response
 
-from moepass import __version__
 from moepass.models.errors import InputError
+from moepass.models.version import __version__
 from moepass.runtime.serving.http.metrics_text import MEDIA_TYPE, metrics_text
 from moepass.runtime.serving.requests.backend import ServingState
 from moepass.runtime.serving.routes import chat, completions, decisions, rerank, scores, systemone, vectors

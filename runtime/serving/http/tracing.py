@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moepass import __version__
+from moepass.models.version import __version__
 from moepass.runtime.serving.routes.service import AnsweredRequest, Call
 
 if TYPE_CHECKING:
