@@ -1,32 +1,9 @@
-"""Arguments of the command line that are more than a number or a word, and what several commands let one choose."""
+"""Arguments of the command line that need parsing."""
 
 from __future__ import annotations
 
-import enum
-
 from moepass.models.errors import InputError, OptionError
 from moepass.models.limits import MOST_THREADS, check_limit, decode_json
-
-
-class LoweringName(enum.StrEnum):
-    inductor = "inductor"
-    eager = "eager"
-
-
-class ExplainedLoweringName(enum.StrEnum):
-    """What `explain` knows more: it needs no GPU."""
-
-    inductor = "inductor"
-    eager = "eager"
-    tensorrt = "tensorrt"
-
-
-class ServedDtype(enum.StrEnum):
-    """Of weights that run; `explain` knows more, which are stored."""
-
-    bf16 = "bf16"
-    fp16 = "fp16"
-    fp32 = "fp32"
 
 
 def parse_labels(text: str | None) -> list[str] | None:

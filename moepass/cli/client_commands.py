@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import inspect
 import signal
-import typing
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,45 +14,25 @@ import typer
 
 from moepass.cli.arguments import parse_labels, parse_range
 from moepass.cli.progress import progress_bar
-from moepass.cli.serve_command import rank_options_of, serve, served_names
+from moepass.cli.rank_options import RankOptions, RankSetup
+from moepass.cli.record_options import takes_records
+from moepass.cli.server_options import served_names
 from moepass.cli.streams import check_compiler_cache
 from moepass.clients.workloads import PRESETS, ROUTES, WorkloadShape
 from moepass.models.errors import OptionError
 from moepass.models.limits import MOST_BENCH_REQUESTS, check_wait
+from moepass.option_records import fields_of
 from moepass.runtime.system.open_files import allow_many_files
 
 if TYPE_CHECKING:
-    from moepass.cli.rank_options import RankOptions
     from moepass.clients.batch_run import Batch, BatchCounts
     from moepass.clients.bench_report import BenchReport
 
-# Options of `serve` that say how ranks compute.
-_RANK_OPTIONS = tuple(inspect.signature(rank_options_of).parameters)[1:]
+# Options that only a MODEL has, and no server of --url.
+_MODEL_OPTIONS = (*(field.name for field in fields_of(RankOptions)), "name")
 
 
-def _with_rank_options(command: Callable[..., None]) -> Callable[..., None]:
-    """`command`, which gets as `rank_options` what it is given beside its own, with the options of `serve` for that."""
-    own = inspect.signature(command, eval_str=True).parameters
-    hints = typing.get_type_hints(serve, include_extras=True)
-    further = [
-        parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
-        for name, parameter in inspect.signature(serve).parameters.items()
-        if name in _RANK_OPTIONS
-    ]
-    kept = [parameter for parameter in own.values() if parameter.name != "rank_options"]
-
-    def with_them(*given: Any, **named: Any) -> None:
-        rank_options = {name: named.pop(name) for name in _RANK_OPTIONS}
-        command(*given, **named, rank_options=rank_options)
-
-    signature = inspect.Signature([*kept, *further])
-    with_them.__signature__ = signature  # type: ignore[attr-defined]  # it is what typer reads
-    with_them.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
-    with_them.__name__, with_them.__doc__ = command.__name__, command.__doc__
-    return with_them
-
-
-@_with_rank_options
+@takes_records
 def batch(
     context: typer.Context,
     model: Annotated[
@@ -86,7 +64,7 @@ def batch(
         float,
         typer.Option(min=0, metavar="SECONDS", help="So long a full queue or a server that is away is waited for."),
     ] = 600.0,
-    rank_options: dict[str, Any],
+    rank: RankOptions,
 ) -> None:
     """Answer a file of requests, in the shape of OpenAI's batches.
 
@@ -108,7 +86,6 @@ def batch(
     from moepass.clients.server_address import parse_server_url
 
     address = parse_server_url(url) if url is not None else None
-    ranks = rank_options_of(model, **rank_options) if model is not None else None
     with Batch(input, output, retry_errors=retry_errors) as asked:
         counts, stopped = asked.counts, 0
         before = f", {counts.answered_before} of them answered before" if counts.answered_before else ""
@@ -125,7 +102,7 @@ def batch(
                         _ask_server(asked, address, api_key, timeout, in_flight, patience, show)
                         if address is not None
                         else _ask_model(
-                            asked, ranks, served_names(model or "", name), timeout, in_flight, patience, show
+                            asked, RankSetup(model or "", rank), tuple(name or ()), timeout, in_flight, patience, show
                         )
                     )
                 )
@@ -265,13 +242,13 @@ def bench(
 
 def _refuse_rank_options(context: typer.Context) -> None:
     """Raises OptionError for an option of ranks. One of the environment may be for other commands, and is left."""
-    for given in (*_RANK_OPTIONS, "name"):
-        source = context.get_parameter_source(given)
-        option = given.replace("_", "-")
+    for name in _MODEL_OPTIONS:
+        source = context.get_parameter_source(name)
+        option = name.replace("_", "-")
         if source is not None and source.name == "COMMANDLINE":
-            raise OptionError(f"--{option} is for a MODEL; the server of --url runs already", name=given)
+            raise OptionError(f"--{option} is for a MODEL; the server of --url runs already", name=name)
         if source is not None and source.name == "ENVIRONMENT":
-            variable = f"MOEPASS_{given.upper()}"
+            variable = f"MOEPASS_{name.upper()}"
             typer.echo(f"{variable} is not used: it is for a MODEL, and the server of --url runs already", err=True)
 
 
@@ -292,21 +269,21 @@ async def _ask_server(
 
 async def _ask_model(
     asked: Batch,
-    ranks: RankOptions | None,
+    setup: RankSetup,
     names: tuple[str, ...],
     timeout: float,
     in_flight: int,
     patience: float,
     show: Callable[[BatchCounts], None],
 ) -> None:
-    assert ranks is not None
     check_compiler_cache()
     from moepass.cli.serving import in_process
     from moepass.clients.server_address import make_client
     from moepass.runtime.serving.routes.server_settings import ServerSettings
 
+    settings = ServerSettings(served_names(setup.model, names), None, timeout)
     async with contextlib.AsyncExitStack() as opened:
-        transport = await opened.enter_async_context(in_process(ranks, ServerSettings(names, None, timeout)))
+        transport = await opened.enter_async_context(in_process(setup, settings))
         client = make_client("http://moepass", None, timeout_seconds=None, transport=transport)
         await opened.enter_async_context(client)
         await asked.run(client, most_open=in_flight, patience_seconds=patience, on_answer=show)

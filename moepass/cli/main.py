@@ -5,14 +5,13 @@ Nothing heavy is imported before a command runs: `moepass --help` must not wait 
 
 from __future__ import annotations
 
-import enum
 import os
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
 
-from moepass.cli.arguments import ExplainedLoweringName, LoweringName, set_threads
+from moepass.cli.arguments import set_threads
 from moepass.cli.client_commands import batch, bench
 from moepass.cli.progress import no_garbage_collection, progress_bar
 from moepass.cli.score_command import score
@@ -37,24 +36,6 @@ from moepass.models.version import __version__
 
 _LONGEST_ERROR = 1000
 _ORDER = ("demo", "explain", "calibrate", "score", "serve", "batch", "bench", "cache")
-
-
-class _DeviceKind(enum.StrEnum):
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class _Format(enum.StrEnum):
-    text = "text"
-    json = "json"
-    html = "html"
-    trace = "trace"
-
-
-class _Dtype(enum.StrEnum):
-    bf16 = "bf16"
-    fp8 = "fp8"
-    fp32 = "fp32"
 
 
 class _Commands(TyperGroup):
@@ -129,18 +110,6 @@ def _common(
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-_Model = Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder, or **demo** for the embedded one.")]
-_Slots = Annotated[
-    int, typer.Option(metavar="N", help="Slots of the ring that the experts stream through; each holds one layer's.")
-]
-_Lower = Annotated[
-    LoweringName, typer.Option(help="How segments are compiled; eager is bit-identical to the plain model.")
-]
-_Threads = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="CPU threads to compute with.", show_default="all cores")
-]
-
-
 app.command(
     epilog="Examples:\n\n"
     "**moepass score demo < texts.jsonl**\n\n"
@@ -179,7 +148,9 @@ def explain(
             show_default=f"the fastest of {', '.join(home.name for home in HOMES.values() if home.is_candidate)}",
         ),
     ] = None,
-    dtype: Annotated[_Dtype | None, typer.Option(help="Of the weights.", show_default="that of the config")] = None,
+    dtype: Annotated[
+        Literal["bf16", "fp8", "fp32"] | None, typer.Option(help="Of the weights.", show_default="that of the config")
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, metavar="N", help="Sequences of one rank and step.")] = 16,
     seq: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of each text.")] = 4096,
     tokens: Annotated[
@@ -200,15 +171,16 @@ def explain(
         ),
     ] = None,
     lower: Annotated[
-        ExplainedLoweringName,
+        Literal["inductor", "eager", "tensorrt"],
         typer.Option(
             help="How segments would be compiled; eager is bit-identical to the plain model, and tensorrt shows which "
             "segments are for TensorRT. Nothing has to be installed for that."
         ),
-    ] = ExplainedLoweringName.inductor,
+    ] = "inductor",
     format: Annotated[
-        _Format, typer.Option(help="text for people, json for programs, html for browsers, trace for ui.perfetto.dev.")
-    ] = _Format.text,
+        Literal["text", "json", "html", "trace"],
+        typer.Option(help="text for people, json for programs, html for browsers, trace for ui.perfetto.dev."),
+    ] = "text",
     output: Annotated[str, typer.Option(metavar="FILE", help="Where to write; - is standard output.")] = "-",
     all_rows: Annotated[
         bool, typer.Option("--all", help="With text: the schedule of the captured layers, row by row.")
@@ -228,35 +200,35 @@ def explain(
         from moepass.explaining.explain_model import explain as explain_it
         from moepass.explaining.report_text import print_report
 
-        if not is_stored(model, lower.value):
+        if not is_stored(model, lower):
             check_compiler_cache()
         report = explain_it(
             model,
             hardware=hardware,
             ranks=ranks,
             home=home,
-            dtype=dtype.value if dtype else None,
+            dtype=dtype,
             batch=batch,
             seq=seq,
             tokens=tokens,
             memory_budget_bytes=budget,
             slots=slots,
-            lower=lower.value,
+            lower=lower,
         )
-    if format is _Format.text and target is None:
+    if format == "text" and target is None:
         print_report(Console(), report, all_rows)
         return
-    if format is _Format.trace and report.schedule is None:
+    if format == "trace" and report.schedule is None:
         raise InputError(
             f"{report.model.name} has no timeline on {report.hardware.name}: nothing could be scheduled",
             name="format",
-            value=format.value,
+            value=format,
         )
     made = {
-        _Format.text: lambda: report.text(every_row=all_rows),
-        _Format.json: report.to_json,
-        _Format.html: report.html,
-        _Format.trace: report.trace,
+        "text": lambda: report.text(every_row=all_rows),
+        "json": report.to_json,
+        "html": report.html,
+        "trace": report.trace,
     }[format]()
     with open_output(output, target) as sink:
         sink.write(made.rstrip("\n").encode() + b"\n")
@@ -269,7 +241,8 @@ def explain(
 def calibrate(
     output: Annotated[str, typer.Option(metavar="FILE", help="The profile, as JSON; - is standard output.")] = "-",
     device: Annotated[
-        _DeviceKind | None, typer.Option(help="What to measure.", show_default="cuda where there is a GPU, else cpu")
+        Literal["cpu", "cuda"] | None,
+        typer.Option(help="What to measure.", show_default="cuda where there is a GPU, else cpu"),
     ] = None,
     ranks: Annotated[
         int | None,
@@ -299,7 +272,7 @@ def calibrate(
     from moepass.runtime.profiles.hardware_profiles import profile_json
     from moepass.runtime.profiles.stored_profiles import store_profile
 
-    kind = device.value if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    kind = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
     with progress_bar("starting") as (bar, task):
 
         def report(done: int, total: int, what: str) -> None:
@@ -339,8 +312,13 @@ def demo(
     texts: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Held-out texts to score.", show_default="all")
     ] = None,
-    lower: _Lower = LoweringName.inductor,
-    threads: _Threads = None,
+    lower: Annotated[
+        Literal["inductor", "eager"],
+        typer.Option(help="How segments are compiled; eager is bit-identical to the plain model."),
+    ] = "inductor",
+    threads: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="CPU threads to compute with.", show_default="all cores")
+    ] = None,
 ) -> None:
     """Compile the embedded model, stream its experts, compare every prediction with plain PyTorch, then serve it.
 
@@ -353,7 +331,7 @@ def demo(
     from moepass.demo.comparison import run_demo
     from moepass.demo.decision import ask_decision
 
-    if not run_demo(texts, lower.value):
+    if not run_demo(texts, lower):
         raise typer.Exit(1)
     if not serve_once("demo", threads, ask_decision):
         raise typer.Exit(STOPPED)

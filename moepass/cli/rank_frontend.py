@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from moepass.cli.rank_options import RankOptions
+from moepass.cli.rank_options import RankSetup
 from moepass.cli.torchrun import LaunchedProcess, RankStart, tell_ranks
 from moepass.models.checkpoint.checkpoint_folders import resolve_model
 from moepass.models.homes import home_named
@@ -32,7 +32,7 @@ RANKS_END_SECONDS = 5.0
 
 
 def make_frontend(
-    rank_options: RankOptions,
+    setup: RankSetup,
     meeting: str,
     limits: FrontendLimits,
     formula: FlopsFormula | asyncio.Future[FlopsFormula],
@@ -46,29 +46,29 @@ def make_frontend(
     Where this process was `launched` with others, they are the ranks but for the first, and none is started again.
     Raises OptionError and InputError for what a rank would refuse.
     """
-    _check(rank_options)
-    key = bytes.fromhex(rank_options.key) or secrets.token_bytes(32)
-    told = msgspec.structs.replace(rank_options, key=key.hex(), meeting=meeting)
-    given = msgspec.json.encode(told)
+    _check(setup)
+    key = bytes.fromhex(setup.key) or secrets.token_bytes(32)
+    setup = msgspec.structs.replace(setup, key=key.hex(), meeting=meeting)
+    message = msgspec.json.encode(setup)
     endpoint = f"ipc://{meeting}/ranks"
 
     def command(rank: int, attempt: int, endpoint: str) -> RankStarter:
         if launched is not None and rank != launched.rank:
             return LaunchedRank(Path(meeting), rank)
         program = (sys.executable, "-m", "moepass.cli.serve_rank", endpoint, str(rank), str(attempt), str(os.getpid()))
-        return RankCommand(program, given)
+        return RankCommand(program, message)
 
     if launched is not None:
-        tell_ranks(launched, Path(meeting), RankStart(endpoint, os.getpid(), told))
+        tell_ranks(launched, Path(meeting), RankStart(endpoint, os.getpid(), setup))
     return Frontend(
-        rank_options.ranks,
+        setup.options.ranks,
         command,
         endpoint=endpoint,
         formula=formula,
         make_router=make_router,
         key=key,
         limits=limits,
-        ends_together=home_named(rank_options.home).is_spread,
+        ends_together=home_named(setup.options.home).is_spread,
         # Early enough for requests to run once more.
         hangs=HangLimits(step_seconds=max(HANGS.silent_seconds, timeout_seconds / 2)),
         restarts=launched is None,
@@ -82,9 +82,10 @@ def make_router(ranks: int, formula: FlopsFormula, facts: list[EngineFacts]) -> 
     return PrefixRouter(ranks, formula, saturation_flops=saturation, flops_per_second=rate)
 
 
-def _check(options: RankOptions) -> None:
-    """What a rank would refuse, before one starts. Raises OptionError and InputError."""
-    resolve_model(options.model)
+def _check(setup: RankSetup) -> None:
+    """Raise OptionError or InputError, before a rank starts, for a setup that it would refuse."""
+    resolve_model(setup.model)
+    options = setup.options
     # The defaults need no check, and these imports take long: a server has no other use for torch.
     if options.device != "cpu":
         from moepass.runtime.offload.offload import check_device

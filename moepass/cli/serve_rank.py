@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:  # its modules take seconds to import
-    from moepass.cli.rank_options import RankOptions
+    from moepass.cli.rank_options import RankSetup
+    from moepass.runtime.serving.engine.model_engine import ModelEngine
     from moepass.runtime.serving.workers.rank_loop import ParentWatch
 
 # Where cores are few, the server comes first: what it does for a request is short, and a rank computes all the time.
@@ -26,14 +27,14 @@ RANK_NICENESS = 5
 
 def main() -> int:
     """A rank that the server has started. Returns the exit status."""
-    from moepass.cli.rank_options import RankOptions
+    from moepass.cli.rank_options import RankSetup
 
     endpoint, rank, attempt, server = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-    options = msgspec.json.decode(sys.stdin.buffer.read(), type=RankOptions)
-    return serve_as_rank(options, endpoint, rank, attempt, _Server(server))
+    setup = msgspec.json.decode(sys.stdin.buffer.read(), type=RankSetup)
+    return serve_as_rank(setup, endpoint, rank, attempt, _Server(server))
 
 
-def serve_as_rank(options: RankOptions, endpoint: str, rank: int, attempt: int, watch: ParentWatch) -> int:
+def serve_as_rank(setup: RankSetup, endpoint: str, rank: int, attempt: int, watch: ParentWatch) -> int:
     """Serve until the server says that it ends, or is gone. Returns the exit status."""
     # Ctrl-C reaches all processes of a terminal, and the end of a service all of its processes. The server decides what
     # either means. Children of this process must not inherit that SIGTERM is ignored, so it gets a handler.
@@ -53,7 +54,7 @@ def serve_as_rank(options: RankOptions, endpoint: str, rank: int, attempt: int, 
 
     try:
         with no_garbage_collection():
-            engine = _engine(options, rank, attempt)
+            engine = _engine(setup, rank, attempt)
         keep_what_is_there()
         mailbox = Mailbox(zmq.Context(), endpoint, rank_name(rank, attempt), engine.check, watch, engine.look)
         try:
@@ -86,7 +87,7 @@ class _Server:
         return os.getppid() != self._number
 
 
-def _engine(options, rank: int, attempt: int):  # type: ignore[no-untyped-def]  # its types take seconds to import
+def _engine(setup: RankSetup, rank: int, attempt: int) -> ModelEngine:
     import torch
     from torch import nn
 
@@ -102,15 +103,15 @@ def _engine(options, rank: int, attempt: int):  # type: ignore[no-untyped-def]  
     from moepass.runtime.serving.questions.prompts import PromptWriter
     from moepass.stored_compile import StoredModule
 
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+    options = setup.options
+    torch.set_num_threads(options.threads_per_rank)
     home = None
     if options.home != "device":
         if home_named(options.home).is_spread:
             # Every attempt of the ranks is a group of its own.
             torch.distributed.init_process_group(
                 "gloo",
-                init_method=f"file://{options.meeting}/group-{attempt}",
+                init_method=f"file://{setup.meeting}/group-{attempt}",
                 rank=rank,
                 world_size=options.ranks,
                 timeout=datetime.timedelta(minutes=10),
@@ -118,7 +119,7 @@ def _engine(options, rank: int, attempt: int):  # type: ignore[no-untyped-def]  
         home = Host(link=options.link) if options.home == Host.home else options_of(options.home)
 
     def compile_module(module: nn.Module) -> StoredModule:
-        return StoredModule(module, {"lower": options.lower, "chunk_tokens": options.chunk_tokens}, options.model)
+        return StoredModule(module, {"lower": options.lower, "chunk_tokens": options.chunk_tokens}, setup.model)
 
     dtypes = {short: getattr(torch, name) for name, short in DTYPES.items()}
     asked = EngineOptions(
@@ -132,10 +133,10 @@ def _engine(options, rank: int, attempt: int):  # type: ignore[no-untyped-def]  
         step_tokens=options.step_tokens,
         sharers=options.ranks if options.device == "cpu" else 1,
     )
-    key = bytes.fromhex(options.key)
-    folder = resolve_model(options.model)
+    key = bytes.fromhex(setup.key)
+    folder = resolve_model(setup.model)
     with tune_kernels() if options.tune_kernels else contextlib.nullcontext():
-        engine = load_engine(folder, asked, compile_module if options.compiled else None, key)
+        engine = load_engine(folder, asked, None if options.eager else compile_module, key)
     prompt = load_prompt(folder)
     if prompt.probe is not None:
         facts = engine.facts

@@ -13,16 +13,15 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING
 
-import msgspec
 import typer
 
 from moepass.cli.progress import keep_what_is_there, no_garbage_collection
 from moepass.cli.rank_frontend import RANKS_END_SECONDS, make_frontend
-from moepass.cli.rank_options import RankOptions
+from moepass.cli.rank_options import RankOptions, RankSetup
+from moepass.cli.server_options import ServerOptions, served_names
 from moepass.cli.torchrun import LaunchedProcess
 from moepass.models.checkpoint.checkpoint_folders import load_config, load_prompt, load_tokenizer, resolve_model
 from moepass.models.errors import InputError, one_of
-from moepass.models.limits import MOST_CONNECTIONS
 from moepass.models.sizes.architecture import Architecture
 from moepass.models.sizes.families import FAMILIES, from_config
 from moepass.runtime.serving.http.listening_socket import open_socket
@@ -44,23 +43,9 @@ if TYPE_CHECKING:
 _OWN_FILES = 256
 
 
-class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the command line says beside the options of the ranks."""
-
-    host: str
-    port: int
-    names: tuple[str, ...]
-    api_key: str | None
-    timeout_seconds: float
-    queue_seconds: float
-    queue_bytes: int
-    drain_seconds: float
-    max_connections: int = MOST_CONNECTIONS
-
-
 def run_server(
-    options: ServeOptions,
-    rank_options: RankOptions,
+    options: ServerOptions,
+    setup: RankSetup,
     visit: Callable[[str], Awaitable[None]] | None = None,
     launched: LaunchedProcess | None = None,
 ) -> None:
@@ -71,7 +56,7 @@ def run_server(
     """
     listening = open_socket(options.host, options.port)
     with listening, tempfile.TemporaryDirectory(prefix="moepass-") as folder:
-        asyncio.run(_serve(options, rank_options, folder, listening, visit, launched))
+        asyncio.run(_serve(options, setup, folder, listening, visit, launched))
 
 
 def serve_once(model: str, threads: int | None, visit: Callable[[str], Awaitable[None]]) -> bool:
@@ -86,29 +71,8 @@ def serve_once(model: str, threads: int | None, visit: Callable[[str], Awaitable
         await visit(url)
         done = True
 
-    options = ServeOptions(
-        host="127.0.0.1",
-        port=0,
-        names=(model,),
-        api_key=None,
-        timeout_seconds=60.0,
-        queue_seconds=30.0,
-        queue_bytes=1 << 30,
-        drain_seconds=1.0,
-    )
-    ranks = RankOptions(
-        model=model,
-        ranks=1,
-        home="host",
-        device="cpu",
-        lower="eager",
-        compiled=False,
-        link="real",
-        key="",
-        meeting="",
-        threads=threads,
-    )
-    run_server(options, ranks, visit_and_note)
+    setup = RankSetup(model, RankOptions(lower="eager", eager=True, threads=threads))
+    run_server(ServerOptions(port=0, drain=1.0), setup, visit_and_note)
     return done
 
 
@@ -147,7 +111,7 @@ def _architecture(config: PreTrainedConfig, name: str) -> Architecture:
 
 @contextlib.asynccontextmanager
 async def _starting(
-    rank_options: RankOptions,
+    setup: RankSetup,
     meeting: str,
     settings: ServerSettings,
     limits: FrontendLimits,
@@ -160,11 +124,11 @@ async def _starting(
     """
     formula: asyncio.Future[FlopsFormula] = asyncio.get_running_loop().create_future()
     frontend = make_frontend(
-        rank_options, meeting, limits, formula, timeout_seconds=settings.timeout_seconds, launched=launched
+        setup, meeting, limits, formula, timeout_seconds=settings.timeout_seconds, launched=launched
     )
     starting = asyncio.create_task(frontend.start())
     try:
-        service, costs = await asyncio.to_thread(_service_and_costs, rank_options.model, frontend, settings)
+        service, costs = await asyncio.to_thread(_service_and_costs, setup.model, frontend, settings)
         formula.set_result(costs)
         yield service, frontend, starting
     finally:
@@ -185,13 +149,13 @@ def _service_and_costs(model: str, frontend: Frontend, settings: ServerSettings)
 
 
 @contextlib.asynccontextmanager
-async def in_process(rank_options: RankOptions, settings: ServerSettings) -> AsyncIterator[httpx.AsyncBaseTransport]:
+async def in_process(setup: RankSetup, settings: ServerSettings) -> AsyncIterator[httpx.AsyncBaseTransport]:
     """Start the ranks, and give what takes a client's requests to the application without a socket.
 
     Nothing is refused because the queue is full: who holds this bounds what is open. Raises RankStartError.
     """
     with tempfile.TemporaryDirectory(prefix="moepass-") as folder:
-        async with _starting(rank_options, folder, settings, FrontendLimits(), 0.0) as (service, _, starting):
+        async with _starting(setup, folder, settings, FrontendLimits(), 0.0) as (service, _, starting):
             await starting
             keep_what_is_there()
             import httpx
@@ -202,17 +166,18 @@ async def in_process(rank_options: RankOptions, settings: ServerSettings) -> Asy
 
 
 async def _serve(
-    options: ServeOptions,
-    rank_options: RankOptions,
+    options: ServerOptions,
+    setup: RankSetup,
     meeting: str,
     listening: socket.socket,
     visit: Callable[[str], Awaitable[None]] | None,
     launched: LaunchedProcess | None,
 ) -> None:
-    settings = ServerSettings(options.names, options.api_key, options.timeout_seconds, options.timeout_seconds)
-    limits = FrontendLimits(options.queue_seconds, options.queue_bytes)
-    end_seconds = min(RANKS_END_SECONDS, options.drain_seconds)
-    async with _starting(rank_options, meeting, settings, limits, end_seconds, launched) as (
+    names = served_names(setup.model, options.name)
+    settings = ServerSettings(names, options.api_key, options.timeout, options.timeout)
+    limits = FrontendLimits(options.queue_seconds, options.open_bytes)
+    end_seconds = min(RANKS_END_SECONDS, options.drain)
+    async with _starting(setup, meeting, settings, limits, end_seconds, launched) as (
         service,
         frontend,
         starting,
@@ -221,10 +186,10 @@ async def _serve(
         from moepass.runtime.serving.http.patience import ConnectionLimits
 
         url = f"http://{options.host}:{listening.getsockname()[1]}"
-        typer.echo(f"moepass serves {options.names[0]} at {url}; starting", err=True)
+        typer.echo(f"moepass serves {names[0]} at {url}; starting", err=True)
         most = possible_connections(options.max_connections)
-        connections = ConnectionLimits(most, read_seconds=options.timeout_seconds)
-        server = server_of(service, drain_seconds=options.drain_seconds, limits=connections)
+        connections = ConnectionLimits(most, read_seconds=options.timeout)
+        server = server_of(service, drain_seconds=options.drain, limits=connections)
         serving = asyncio.create_task(server.serve([listening]))
         later: list[asyncio.Future[None]] = []
         try:

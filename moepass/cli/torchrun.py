@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from moepass.cli.rank_options import RankOptions
+from moepass.cli.rank_options import RankSetup
 from moepass.models.errors import MoepassError, OptionError
 from moepass.runtime.serving.workers.launched_ranks import announce
 
@@ -48,11 +48,17 @@ class LaunchedProcess(msgspec.Struct, frozen=True):
 
 
 class RankStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the server tells its ranks: where it listens for them, its process, and their options."""
+    """The message by which the server lets the other processes become ranks.
+
+    Attributes:
+        endpoint: the ZeroMQ endpoint at which the server listens for ranks.
+        server: the process number of the server.
+        setup: the model and the options of every rank.
+    """
 
     endpoint: str
     server: int
-    options: RankOptions
+    setup: RankSetup
 
 
 def launched_process(environment: Mapping[str, str] = os.environ) -> LaunchedProcess | None:
@@ -111,7 +117,7 @@ def run_launched_rank(launched: LaunchedProcess) -> int:
     start = msgspec.json.decode((folder / _START).read_bytes(), type=RankStart)
     watch = ServerWatch(start.server)
     announce(folder, launched.rank)
-    return serve_as_rank(start.options, start.endpoint, launched.rank, 0, watch)
+    return serve_as_rank(start.setup, start.endpoint, launched.rank, 0, watch)
 
 
 def check_own_folder(folder: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from moepass.cli.rank_frontend import RANKS_END_SECONDS, make_frontend
-from moepass.cli.rank_options import RankOptions
+from moepass.cli.rank_options import RankSetup
 from moepass.cli.serving import read_model
 from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.requests.backend import BackendStatus
@@ -28,12 +28,12 @@ _MOST_TOLD_BLOCKS = 8192
 class Replica:
     """What Ray runs. Its ranks are ready when it is made."""
 
-    async def __init__(self, rank_options: bytes, timeout_seconds: float) -> None:  # type: ignore[misc]  # Ray awaits it
-        options = msgspec.json.decode(rank_options, type=RankOptions)
+    async def __init__(self, setup_message: bytes, timeout_seconds: float) -> None:  # type: ignore[misc]  # Ray awaits it
+        setup = msgspec.json.decode(setup_message, type=RankSetup)
         self._folder = tempfile.TemporaryDirectory(prefix="moepass-")
-        formula = FlopsTable(read_model(options.model)[1])
+        formula = FlopsTable(read_model(setup.model)[1])
         limits = FrontendLimits()  # what waits, waits in the application before it
-        self._frontend = make_frontend(options, self._folder.name, limits, formula, timeout_seconds=timeout_seconds)
+        self._frontend = make_frontend(setup, self._folder.name, limits, formula, timeout_seconds=timeout_seconds)
         try:
             await self._frontend.start()
         except BaseException:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from moepass.cli.input_lines import Line
 from moepass.cli.main import app
-from moepass.cli.score_command import _Lines
+from moepass.cli.score_command import InputLines
 from moepass.models.homes import HOMES
 from moepass.runtime.serving.offline.load_scorer import compiling_pays, seven_digits
 from tests.helpers.graphs.tiny_checkpoint import broken_copy, save_tiny_checkpoint
@@ -72,7 +72,7 @@ def test_where_every_line_is_skipped_nothing_is_written(checkpoint: Path, tmp_pa
 
 def test_a_report_of_many_skipped_lines_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moepass.cli.score_command._NAMED_LINES", 2)
-    lines = _Lines(iter(()), skips=True)
+    lines = InputLines(iter(()), skips=True)
     for number in range(5):
         lines.skip(number, ValueError(f"line {number}: bad"))  # type: ignore[arg-type]
     lines.count = 7
@@ -200,7 +200,7 @@ def test_a_long_shared_beginning_is_kept(checkpoint: Path, tmp_path: Path, monke
 
 def test_lines_ahead_are_given_again_in_their_order() -> None:
     source = (Line(number, "x" * number, {}) for number in range(1, 9))
-    lines = _Lines(source, skips=False)
+    lines = InputLines(source, skips=False)
     lines.read_ahead(3, 1 << 20)
     assert (lines.count, lines.known_bytes("-")) == (3, None)
     lines.read_ahead(9, 4)

@@ -22,55 +22,57 @@ import pytest
 from moepass.models.errors import InputError, OptionError
 from moepass.ray_serve import app, build_app
 from moepass.ray_serve.ray_options import parse_options
-from tests.helpers.graphs.error_fields import refused
-from tests.moepass.cli.test_serve import serving
+from tests.helpers.serving.server_process import serving
 
 DRIVER = Path(__file__).parents[2] / "helpers" / "serving" / "ray_driver.py"
 SECONDS = 240
 LABELS = ("<de>", "<en>", "<fr>", "<da>")
 
 
-def test_options_come_as_values_or_as_text() -> None:
+def test_options_are_values_or_text() -> None:
     options = parse_options({"model": "demo", "replicas": "2", "eager": "true", "timeout": "2.5", "kv_cache": "off"})
     assert options == parse_options({"model": "demo", "replicas": 2, "eager": True, "timeout": 2.5, "kv_cache": "off"})
-    told = options.rank_options(bytes(16))
-    assert (told.compiled, told.cache_bytes, told.key) == (False, 0, "00" * 16)
+    setup = options.rank_setup(bytes(16))
+    assert (setup.options.eager, setup.options.cache_bytes, setup.key) == (True, 0, "00" * 16)
     assert options.names == ("demo",)
     assert parse_options({"model": "m", "ranks": 2, "threads": 3}).actor_resources == {"num_cpus": 6, "num_gpus": 0}
-    assert parse_options({"model": "m", "ranks": 2, "device": "cuda"}).actor_resources["num_gpus"] == 2
+    assert parse_options({"model": "m", "ranks": 2, "device": "cuda"}).actor_resources == {"num_cpus": 2, "num_gpus": 2}
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("values", "words"),
     [
-        ({"replica": 2}, "replica"),
-        ({"replicas": "two"}, "replicas"),
-        ({"replicas": 0}, "replicas is 0"),
-        ({"lower": "other"}, "lower"),
+        ({"replica": 2}, "option 'replica' is unknown; did you mean replicas"),
+        ({"replicas": "two"}, "option replicas is 'two'; it must be a whole number from 1 to 512"),
+        ({"replicas": 0}, "option replicas is 0"),
+        ({"lower": "other"}, "option lower is 'other'; it must be one of eager, inductor"),
+        ({"timeout": float("nan")}, "option timeout is nan; it must be a number from 0.001"),
+        ({"kv_cache": "lots"}, "^kv cache 'lots'"),
+        ({"home": "moon"}, "home is 'moon'; it must be one of device"),
+        ({"chunk_tokens": "auto"}, "there is no memory budget"),
+        ({"tune_kernels": True}, "experts have no Triton kernels"),
     ],
 )
-def test_wrong_options_are_named(given: dict[str, Any], words: str) -> None:
+def test_wrong_options_are_named(values: dict[str, Any], words: str) -> None:
     with pytest.raises(OptionError, match=words):
-        parse_options({"model": "demo", **given})
+        parse_options({"model": "demo", **values})
 
 
-def test_numbers_of_bytes_are_refused_by_the_names_of_their_options() -> None:
+def test_a_queue_that_is_no_number_of_bytes_is_refused_by_its_name() -> None:
     with pytest.raises(InputError, match=r"^queue bytes 'lots'"):
-        _ = parse_options({"model": "demo", "queue_bytes": "lots"}).open_bytes
-    with pytest.raises(InputError, match=r"^kv cache 'lots'"):
-        parse_options({"model": "demo", "kv_cache": "lots"}).rank_options(bytes(16))
+        parse_options({"model": "demo", "queue_bytes": "lots"})
 
 
-def test_chunks_and_tuned_kernels_are_as_those_of_a_server() -> None:
-    ranks = parse_options({"chunk_tokens": "auto", "memory_budget": "1GB", "model": "demo"}).rank_options(bytes(16))
-    assert ranks.chunk_tokens == "auto"
-    assert parse_options({"chunk_tokens": "64", "model": "demo"}).rank_options(bytes(16)).chunk_tokens == 64
-    with refused(OptionError, name="chunk_tokens", value="auto"):
-        parse_options({"chunk_tokens": "auto", "model": "demo"}).rank_options(bytes(16))
-    with refused(OptionError, name="tune_kernels", value=True):
-        parse_options({"tune_kernels": True, "model": "demo"}).rank_options(bytes(16))
-    on_gpu = parse_options({"tune_kernels": True, "device": "cuda", "model": "demo"})
-    assert on_gpu.rank_options(bytes(16)).tune_kernels
+def test_a_model_is_required() -> None:
+    with pytest.raises(OptionError, match="option model is missing; it must be a checkpoint folder"):
+        parse_options({})
+
+
+def test_chunks_and_tuned_kernels_are_options_of_the_ranks() -> None:
+    values = {"model": "demo", "chunk_tokens": "auto", "memory_budget": "1GB"}
+    assert parse_options(values).rank.chunk_tokens == "auto"
+    assert parse_options({"chunk_tokens": "64", "model": "demo"}).rank.chunk_tokens == 64
+    assert parse_options({"tune_kernels": True, "device": "cuda", "model": "demo"}).rank.tune_kernels
 
 
 def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

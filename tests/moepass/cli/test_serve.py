@@ -2,64 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import resource
 import shutil
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from moepass.cli.main import app
-from moepass.cli.serve_command import served_names
+from moepass.cli.server_options import served_names
 from moepass.cli.serving import possible_connections
 from moepass.models.checkpoint.checkpoint_folders import load_model, load_tokenizer, resolve_model
 from moepass.models.limits import MOST_CONNECTIONS
-
-START_SECONDS = 240
-
-
-class Server:
-    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
-        self.process, self.url = process, url
-        self.client = httpx.Client(base_url=url, timeout=60)
-
-    def end(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
-
-
-@contextlib.contextmanager
-def serving(*arguments: str, cache: Path) -> Iterator[Server]:
-    program = [sys.executable, "-m", "moepass.cli", "serve", *arguments, "--port", "0"]
-    environment = {**os.environ, "MOEPASS_CACHE_DIR": str(cache)}
-    process = subprocess.Popen(program, stderr=subprocess.PIPE, text=True, env=environment)
-    assert process.stderr is not None
-    try:
-        found = re.search(r"http://127\.0\.0\.1:\d+", process.stderr.readline())
-        assert found, process.stderr.read()
-        server = Server(process, found[0])
-        end = time.monotonic() + START_SECONDS
-        while server.client.get("/ready").status_code != 200:
-            assert process.poll() is None, process.stderr.read()
-            assert time.monotonic() < end
-            time.sleep(0.1)
-        yield server
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
+from tests.helpers.serving.server_process import START_SECONDS, ServerProcess, serving
 
 
 @torch.no_grad()
@@ -91,7 +53,7 @@ def test_decisions_of_the_demo(tmp_path: Path) -> None:
         assert server.end() == 0
 
 
-def check_what_is_seen(server: Server) -> None:
+def check_what_is_seen(server: ServerProcess) -> None:
     """After one decision, on two ranks."""
     assert "<title>moepass</title>" in server.client.get("/").text
     assert server.client.get("/ready").json()["details"]["steps"].startswith("tries: ")
@@ -147,8 +109,8 @@ def test_a_model_is_called_as_its_folder_however_it_is_named(tmp_path: Path, mon
     folder = tmp_path / "qwen"
     (folder / "below").mkdir(parents=True)
     monkeypatch.chdir(folder)
-    assert [served_names(name, None) for name in (".", "below/..", "./below/")] == [("qwen",), ("qwen",), ("below",)]
-    assert served_names("demo", None) == ("demo",)
+    assert [served_names(name, ()) for name in (".", "below/..", "./below/")] == [("qwen",), ("qwen",), ("below",)]
+    assert served_names("demo", ()) == ("demo",)
 
 
 @pytest.mark.parametrize("option", ["--drain", "--timeout", "--queue-seconds"])
