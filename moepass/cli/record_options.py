@@ -18,7 +18,7 @@ _TYPES: dict[type, type] = {
     msgspec_inspect.IntType: int,
     msgspec_inspect.FloatType: float,
     msgspec_inspect.StrType: str,
-    msgspec_inspect.VarTupleType: list[str],  # type: ignore[dict-item]
+    msgspec_inspect.VarTupleType: list[str],
 }
 
 
@@ -59,15 +59,17 @@ def _parameter(field: OptionField, panel: str | None) -> inspect.Parameter:
     else:
         kind = str if alternatives else _TYPES[type(value)]
     is_flag = kind is bool and field.default is False
-    is_number = not alternatives and isinstance(value, msgspec_inspect.IntType | msgspec_inspect.FloatType)
+    number = (
+        value if isinstance(value, msgspec_inspect.IntType | msgspec_inspect.FloatType) and not alternatives else None
+    )
     settings = typer.Option(
         *([field.flag] if is_flag or kind is not bool else []),
         help=field.texts["description"],
-        metavar=field.texts["metavar"] or ("N" if is_number else None),
+        metavar=field.texts["metavar"] or ("N" if number else None),
         show_default=field.texts["unset"] or not is_flag,
         rich_help_panel=panel,
-        min=value.ge if is_number else None,
-        max=value.le if is_number else None,
+        min=number.ge if number else None,
+        max=number.le if number else None,
     )
     default = None if field.default == () else field.default
     annotation = kind if default is not None else kind | None
@@ -80,7 +82,7 @@ def _literal(kind: Any) -> Any:
     """Return the `Literal` in an annotated type, whose values msgspec sorts."""
     if get_origin(kind) is Literal:
         return kind
-    return next((literal for part in get_args(kind) if (literal := _literal(part)) is not None), None)
+    return next((literal for member in get_args(kind) if (literal := _literal(member)) is not None), None)
 
 
 def _typed(field: OptionField, value: Any) -> Any:

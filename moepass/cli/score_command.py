@@ -13,7 +13,7 @@ import msgspec
 import typer
 
 from moepass.cli.arguments import parse_labels, set_threads
-from moepass.cli.input_lines import BadLine, Line, read_lines
+from moepass.cli.input_lines import BadLine, InputLine, read_lines
 from moepass.cli.progress import no_garbage_collection, note_refusals, progress_bar
 from moepass.cli.rank_options import ComputeOptions
 from moepass.cli.record_options import takes_records
@@ -113,7 +113,7 @@ def score(
             folder = resolve_model(model)
             load_config(folder)  # checks the config before the tokenizer's loader reads it
             writer = make_writer(folder, options.template)
-            parts: Iterator[EncodedPart[Line]] = encoded_parts(writer, lines)
+            parts: Iterator[EncodedPart[InputLine]] = encoded_parts(writer, lines)
             if os.path.isfile(options.input):  # a thread that reads a pipe could not be stopped
                 parts = stack.enter_context(read_ahead(parts, _PARTS_AHEAD))
             check_compiler_cache()
@@ -155,7 +155,7 @@ def score(
             bar, task = shown
             for window in scorer.windows_of(parts, stops=not skips):
                 for line, answer in _answers(window, scorer.labels, lines):
-                    gold = line.further.get("label")
+                    gold = line.extra.get("label")
                     if isinstance(gold, str) and gold in scorer.label_numbers:
                         labelled += 1
                         agreeing += gold == answer["label"]
@@ -174,11 +174,17 @@ def score(
 
 
 class InputLines:
-    """The lines of the input, as they are read, and the numbers of those that are skipped."""
+    """The lines of the input, and the numbers and reasons of those that are skipped.
 
-    def __init__(self, source: Iterator[Line | BadLine], *, skips: bool) -> None:
+    Attributes:
+        count: the lines that have been read so far.
+        at_end: True after the last line was read.
+        skipped: the number of skipped lines.
+    """
+
+    def __init__(self, source: Iterator[InputLine | BadLine], *, skips: bool) -> None:
         self._source, self._skips = source, skips
-        self._ahead: list[Line] = []
+        self._ahead: list[InputLine] = []
         self._first = ""
         self._lock = threading.Lock()  # lines are read in one thread and scored in another
         self.count = 0
@@ -187,7 +193,7 @@ class InputLines:
         self._reasons: list[tuple[int, str]] = []
 
     def read_ahead(self, lines: int, characters: int) -> None:
-        """Read so many lines, or lines of so many characters."""
+        """Read up to `lines` lines, or fewer with `characters` characters together, and keep them for the iteration."""
         read = 0
         for line in self._read():
             self._ahead.append(line)
@@ -197,28 +203,28 @@ class InputLines:
         self._first = self._ahead[0].text if self._ahead else ""
 
     def known_bytes(self, source: str) -> int | None:
-        """How long the input is, where that can be known."""
+        """Return the length of the input in bytes, or None for a pipe that has not been read to its end."""
         if self.at_end:
             return sum(len(line.text) for line in self._ahead)
         return os.path.getsize(source) if os.path.isfile(source) else None
 
     def first_text(self, ask: Any) -> list[str]:
-        """What `ask` says of the first line's text; nothing where there is none, or none that can be asked."""
+        """Return the warnings of `ask` about the first text, or an empty list if it cannot be checked."""
         try:
             return list(ask(self._first)) if self._first else []
         except InputError:  # it is said with the line's number when its turn comes
             return []
 
-    def __iter__(self) -> Iterator[Line]:
+    def __iter__(self) -> Iterator[InputLine]:
         while self._ahead:
             ahead, self._ahead = self._ahead, []
             yield from ahead
         yield from self._read()
 
-    def _read(self) -> Iterator[Line]:
+    def _read(self) -> Iterator[InputLine]:
         for line in self._source:
             self.count += 1
-            if isinstance(line, Line):
+            if isinstance(line, InputLine):
                 yield line
             elif self._skips:
                 self.skip(line.number, line.error)
@@ -227,21 +233,22 @@ class InputLines:
         self.at_end = True
 
     def skip(self, number: int, error: MoepassError) -> None:
+        """Count the line `number` as skipped because of `error`."""
         with self._lock:
             self.skipped += 1
             if len(self._reasons) < _NAMED_LINES:
                 self._reasons.append((number, " ".join(str(error).split())[:500]))
 
     def report(self) -> str:
-        """How many lines were skipped, and below it each with its reason."""
+        """Return the number of skipped lines, followed by a line with the reason for each."""
         more = self.skipped - len(self._reasons)
         reasons = [reason for _, reason in sorted(self._reasons)] + ([f"and {more} more"] if more else [])
         return "\n  ".join([f"skipped {self.skipped} of {self.count} lines:", *reasons])
 
 
 def _answers(
-    window: ScoredWindow[Line], labels: tuple[str, ...], lines: InputLines
-) -> Iterator[tuple[Line, dict[str, Any]]]:
+    window: ScoredWindow[InputLine], labels: tuple[str, ...], lines: InputLines
+) -> Iterator[tuple[InputLine, dict[str, Any]]]:
     from moepass.runtime.serving.offline.load_scorer import seven_digits
 
     probabilities, masses = seven_digits(window.probabilities).tolist(), seven_digits(window.mass).tolist()
@@ -250,6 +257,6 @@ def _answers(
         if not isinstance(outcome, int):
             lines.skip(line.number, outcome)
             continue
-        further = {f"input_{key}" if key in _ANSWER_KEYS else key: value for key, value in line.further.items()}
+        extra = {f"input_{key}" if key in _ANSWER_KEYS else key: value for key, value in line.extra.items()}
         chances = dict(zip(labels, probabilities[outcome], strict=True))
-        yield line, {"label": labels[best[outcome]], "probabilities": chances, "mass": masses[outcome], **further}
+        yield line, {"label": labels[best[outcome]], "probabilities": chances, "mass": masses[outcome], **extra}

@@ -80,5 +80,5 @@ class ServerOptions(FrontendOptions, frozen=True, kw_only=True):
 
 
 def served_names(model: str, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names by which clients call `model`: `names`, or the last part of its path if there are none."""
+    """Return the names by which clients call `model`: `names`, or the last part of its path if `names` is empty."""
     return names or (os.path.basename(os.path.abspath(model)) or model,)

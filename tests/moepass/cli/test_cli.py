@@ -128,14 +128,17 @@ def _line_17(line: str) -> str:
 
 
 BAD_INPUT = {
-    "malformed": (_line_17('{"text": "a'), "line 17 of standard input is no JSON"),
+    "malformed": (_line_17('{"text": "a'), "line 17 of standard input is not valid JSON"),
     "no object": (_line_17('"a dog"'), 'line 17 of standard input is a string; it must be an object such as {"text"'),
     "no text": (_line_17('{"txt": "a"}'), "line 17 of standard input has no \"text\"; its keys are 'txt'"),
     "text a number": (_line_17('{"text": 5}'), 'line 17 of standard input: "text" is a number; it must be a string'),
     "text null": (_line_17('{"text": null}'), '"text" is null; it must be a string'),
     "text empty": (_line_17('{"text": " "}'), 'line 17 of standard input: "text" is empty'),
     "text too long": (_line_17(json.dumps({"text": "cat " * 99})), "line 17: the prompt has"),
-    "not UTF-8": (_line_17('{"text": "X"}').encode().replace(b"X", b"\xff"), "line 17 of standard input is no JSON"),
+    "not UTF-8": (
+        _line_17('{"text": "X"}').encode().replace(b"X", b"\xff"),
+        "line 17 of standard input is not valid JSON",
+    ),
     "blank lines count": (_line_17("").replace("\n\n", "\n\n[]\n"), "line 18 of standard input is a list"),
     "nothing": ("", "standard input is empty; it must hold one JSON object per line"),
     "only blanks": ("\n \n", "standard input is empty"),
@@ -387,7 +390,7 @@ def test_help_and_version_do_not_import_torch() -> None:
 def test_process_bad_line(checkpoint: Path) -> None:
     finished = _process("score", checkpoint, *QUICK, text=_line_17("{"))
     assert (finished.returncode, finished.stdout) == (1, "")
-    assert finished.stderr == "moepass: error: line 17 of standard input is no JSON: Input data was truncated\n"
+    assert finished.stderr == "moepass: error: line 17 of standard input is not valid JSON: Input data was truncated\n"
 
 
 @pytest.mark.slow

@@ -133,7 +133,7 @@ def test_no_more_connections_are_promised_than_files_can_be_open(
     monkeypatch.setattr(resource, "setrlimit", lambda kind, pair: limits.append(pair))
     assert possible_connections(MOST_CONNECTIONS) == expected
     assert limits == [(hard_limit, hard_limit)]
-    assert (f"{expected} connections at most, not 4096" in capsys.readouterr().err) is warns
+    assert (f"at most {expected} connections, not 4096" in capsys.readouterr().err) is warns
 
 
 def test_a_dense_model_is_refused_with_the_reason(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_dense_model_is_refused_with_the_reason(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["serve", str(tmp_path), "--port", "0"])
     assert done.exit_code == 1
     (line,) = done.stderr.splitlines()
-    assert "cannot be served: its model_type 'qwen3' is no mixture-of-experts family" in line
+    assert "cannot be served: its model_type 'qwen3' is not a mixture-of-experts family" in line
     assert "A dense model has no experts to stream" in line
 
 
