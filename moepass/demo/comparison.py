@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from moepass.compilations import Compilation, record_compilations
-from moepass.explaining.capture_model import explain_model
+from moepass.explaining.capture_model import explain_checkpoint
 from moepass.explaining.compiler_view import print_explanation
 from moepass.models.checkpoint.checkpoint_folders import DEMO, load_model, load_prompt, load_tokenizer, resolve_model
 from moepass.models.errors import InputError
@@ -74,7 +74,7 @@ def run_demo(texts: int | None = None, lower: str = "inductor") -> bool:
     folder = resolve_model(DEMO)
     held_out = read_held_out(texts)
     with status.status("planning ..."):
-        explanation = explain_model(folder, batch=BATCH_SIZE, seq=32, slots=SLOTS, lower=lower)
+        explanation = explain_checkpoint(folder, batch=BATCH_SIZE, seq=32, slots=SLOTS, lower=lower)
     print_explanation(console, explanation)
 
     labels = load_prompt(folder).labels

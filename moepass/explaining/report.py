@@ -14,28 +14,29 @@ class Report(ReportContent, frozen=True):
     """A report that can be converted to JSON, text, HTML and a trace."""
 
     def to_json(self) -> str:
+        """Return the report as JSON, which `from_json` reads."""
         return msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
 
     @staticmethod
     def from_json(text: str | bytes) -> Report:
-        """Raises msgspec.ValidationError where `text` is no report of this schema."""
+        """Read a report. Raises msgspec.ValidationError if `text` is not a report of this schema."""
         report = msgspec.json.decode(text, type=Report)
         if report.schema != REPORT_SCHEMA:
             raise msgspec.ValidationError(f"schema is {report.schema!r}, this version reads {REPORT_SCHEMA!r}")
         return report
 
     def text(self, width: int = 80, every_row: bool = False) -> str:
-        """The report for a terminal, without colours. `every_row` adds the schedule of the captured graphs."""
+        """Return the report for a terminal, without colours. `every_row` adds the schedule of the captured graphs."""
         return report_text(self, width, every_row)
 
     def html(self) -> str:
-        """One page that needs nothing but a browser."""
+        """Return the report as one HTML page, which a browser shows without a network."""
         return report_page(self)
 
     def trace(self) -> str:
-        """The timeline for ui.perfetto.dev. Raises ValueError where there is none."""
+        """Return the timeline for ui.perfetto.dev. Raises ValueError if nothing was scheduled."""
         if self.schedule is None:
-            raise ValueError("nothing was scheduled, so there is no timeline")
+            raise ValueError("the report has no timeline, because nothing was scheduled")
         timeline = Timeline(self.schedule.timeline, "derived")
         return chrome_trace({f"{self.model.name} on {self.hardware.name}, {self.schedule.strategy}": timeline})
 

@@ -1,6 +1,6 @@
-"""The report that `moepass explain` gives: schema `moepass.explain/1`, which docs/explain.md describes.
+"""The data of a report: schema `moepass.explain/1`, which docs/explain.md describes.
 
-Pure data. `explain_model.py` makes one; text, page and trace are made from it, so that all show the same numbers.
+`explain_model.py` makes a report. The text, the page and the trace are made from it, so they show the same figures.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ REPORT_SCHEMA = "moepass.explain/1"
 
 
 class ReportPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A record in a report, which refuses unknown fields."""
+
     pass
 
 
 class ModelPart(ReportPart, frozen=True):
-    """Sizes; those of experts are of the typical layer with experts, and 0 where there is none."""
+    """The sizes of the model. Those of experts are of the typical MoE layer, and 0 without one."""
 
     name: str
     model_type: str
@@ -37,11 +39,19 @@ class ModelPart(ReportPart, frozen=True):
 
 
 class StoredPart(ReportPart, frozen=True):
-    """A quantised checkpoint: bytes of its experts and of all else, and a forecast that computes from them.
+    """A quantised checkpoint, and a forecast that computes from its stored weights.
 
-    A bank travels as it is stored and may take more in a slot, where kernels `computes_in` another dtype. `runs_as` is
-    what the other parts of the report are of: what moepass runs. `asyncep_step_seconds` is None where it does not fit,
-    `fastest_other` where no other strategy does.
+    Attributes:
+        format: the format of the experts.
+        expert_bytes: bytes of the experts as stored.
+        other_bytes: bytes of all other weights as stored.
+        bank_link_bytes: bytes of a bank on the link.
+        bank_slot_bytes: bytes of a bank in a slot. They differ if kernels compute in another dtype.
+        computes_in: the dtype of the kernels.
+        runs_as: the dtype or format that moepass runs today, and to which the other parts of the report refer.
+        home: the best home of the forecast.
+        asyncep_step_seconds: None if asyncep does not fit.
+        fastest_other: the fastest other strategy that fits, or None.
     """
 
     format: str
@@ -59,7 +69,13 @@ class StoredPart(ReportPart, frozen=True):
 
 
 class HardwarePart(ReportPart, frozen=True):
-    """Figures of one device: `flops` is the peak rate per second for the model's dtype; links are in one direction."""
+    """Figures of one device.
+
+    Attributes:
+        flops: the peak rate for the model's dtype, per second.
+        peer_bytes_per_s: the rate of the peer link in one direction, or None. The same holds for `host_bytes_per_s`.
+        source: the sources of the figures.
+    """
 
     name: str
     ranks: int
@@ -80,7 +96,12 @@ class WorkloadPart(ReportPart, frozen=True):
 
 
 class HomeTried(ReportPart, frozen=True):
-    """A home that was considered. `step_seconds` is None where it does not fit or cannot be; `note` says why."""
+    """A home that was considered.
+
+    Attributes:
+        step_seconds: None if asyncep does not fit or cannot use the home.
+        note: the reason for that, or empty.
+    """
 
     home: str
     step_seconds: float | None
@@ -90,8 +111,14 @@ class HomeTried(ReportPart, frozen=True):
 
 
 class StrategyPart(ReportPart, frozen=True):
-    """The verdict. `home` is where asyncep keeps its experts; `crossover_tokens` per rank: from there on it beats the
-    AllToAll form (None: never, or on one device)."""
+    """The chosen strategy.
+
+    Attributes:
+        chosen: its name.
+        runner_up: the next strategy that fits, or None.
+        home: where asyncep keeps its experts.
+        crossover_tokens: tokens per rank from which asyncep beats AllToAll. None: never, or on one device.
+    """
 
     chosen: str
     reason: str
@@ -103,7 +130,7 @@ class StrategyPart(ReportPart, frozen=True):
 
 
 class Block(ReportPart, frozen=True):
-    """A block of experts. `by_analogy`: its layer was not captured, but one of the same kind was."""
+    """An MoE block. `by_analogy` is True if its layer was not captured but an equal layer was."""
 
     name: str
     form: str
@@ -114,7 +141,7 @@ class Block(ReportPart, frozen=True):
 
 
 class SaturationPart(ReportPart, frozen=True):
-    """The threshold of the typical layer with experts; `values` are those of the symbols in `formula`."""
+    """The saturation threshold of the typical MoE layer. `values` has the values of the symbols in `formula`."""
 
     gather_bytes: float
     gather_seconds: float
@@ -128,7 +155,7 @@ class SaturationPart(ReportPart, frozen=True):
 
 
 class SchedulePart(ReportPart, frozen=True):
-    """The steady state of one step. `strategy` says whose: asyncep, or resident where that was chosen."""
+    """The steady state of one step of `strategy`, which is asyncep, or resident if that was chosen."""
 
     strategy: str
     slots: int
@@ -143,10 +170,12 @@ class SchedulePart(ReportPart, frozen=True):
 
 
 class MemoryPart(ReportPart, frozen=True):
-    """Bytes on one device, of the strategy that `schedule` names. Nothing is decoded, so `kv_bytes` is 0.
+    """Bytes on one device for the strategy of `schedule`. Nothing is decoded, so `kv_bytes` is 0.
 
-    `host_bytes` are those of host memory on the machine of all ranks, of `host_limit_bytes` (None: not known); where
-    the machine computes on its CPU, devices included. `host_fits` is None where that is not known.
+    Attributes:
+        host_bytes: host memory that all ranks of the machine need. It includes device memory if they compute on a CPU.
+        host_limit_bytes: host memory of the machine; None if it is unknown.
+        host_fits: None if the limit is unknown.
     """
 
     strategy: str
@@ -163,7 +192,7 @@ class MemoryPart(ReportPart, frozen=True):
 
 
 class ComparisonRow(ReportPart, frozen=True):
-    """`step_seconds` for the sequences of all ranks; None where asyncep does not fit at all."""
+    """A strategy. `step_seconds` is for the sequences of all ranks, and None if asyncep does not fit."""
 
     strategy: str
     step_seconds: float | None
@@ -174,7 +203,7 @@ class ComparisonRow(ReportPart, frozen=True):
 
 
 class CurveRow(ReportPart, frozen=True):
-    """The planned schedule for another number of tokens, memory left out of account."""
+    """The planned schedule for another number of tokens, ignoring the memory budget."""
 
     tokens_per_rank: int
     step_seconds: float
@@ -183,7 +212,7 @@ class CurveRow(ReportPart, frozen=True):
 
 
 class MemoryCurveRow(ReportPart, frozen=True):
-    """The threshold with that many banks at rest beside two slots, and the bytes that this takes on one device."""
+    """The threshold with `resident_layers` banks on the device and two slots, and the bytes that they need there."""
 
     resident_layers: int
     memory_bytes: float
@@ -191,9 +220,13 @@ class MemoryCurveRow(ReportPart, frozen=True):
 
 
 class CompilerPart(ReportPart, frozen=True):
-    """Capture and compilation up to lowering, of `captured_layers` layers of the model; the rest is by analogy.
+    """The result of capture and compilation up to lowering.
 
-    `trie_refusal` is why a server cannot compute shared prefixes of these layers once, or None.
+    Attributes:
+        captured_layers: the number of captured layers.
+        is_cut: True if the model has more layers, whose blocks are equal to captured ones.
+        explanation: the plans.
+        trie_refusal: why a server cannot compute shared prefixes of these layers once, or None.
     """
 
     captured_layers: int
@@ -203,13 +236,16 @@ class CompilerPart(ReportPart, frozen=True):
 
     @property
     def captured_text(self) -> str:
+        """The captured layers in words."""
         return "the first layer" if self.captured_layers == 1 else f"the first {self.captured_layers} layers"
 
 
 class ServingPart(ReportPart, frozen=True):
-    """How `moepass serve` computes steps of the model: as tries, or as padded rows. None: it cannot serve the model.
+    """The form in which `moepass serve` computes steps of the model.
 
-    `reason` says why it is not a trie, and is None for one.
+    Attributes:
+        form: tries or padded rows; None if the model cannot be served.
+        reason: why steps are not tries, or None.
     """
 
     form: StepForm | None
@@ -217,11 +253,13 @@ class ServingPart(ReportPart, frozen=True):
 
 
 class ReportContent(ReportPart, frozen=True):
-    """`saturation`, `schedule` and `memory` are None where there is nothing to forecast; `assumptions` says why.
+    """The content of a report.
 
-    `schedule` is also None where asyncep does not fit. `plan` is what the planner decided, as every compiled plan
-    carries it: what `schedule` and `memory` show was read off it. `stored` is None where the checkpoint is not
-    quantised.
+    Attributes:
+        saturation: None if no figures are known; `assumptions` has the reason. The same holds for `memory`.
+        schedule: also None if asyncep does not fit.
+        stored: None if the checkpoint is not quantised.
+        plan: the planner's decisions, as every compiled plan has them. `schedule` and `memory` are derived from it.
     """
 
     schema: str
@@ -249,6 +287,6 @@ class ReportContent(ReportPart, frozen=True):
 
     @property
     def verdict(self) -> str:
-        """The chosen strategy in a word, or that nothing fits."""
+        """The name of the chosen strategy, or "nothing fits"."""
         unfit = any(row.strategy == self.strategy.chosen and not row.fits for row in self.comparison)
         return "nothing fits" if unfit else self.strategy.chosen

@@ -214,7 +214,7 @@ def test_advice_below_the_threshold() -> None:
     assert made.chosen not in ("asyncep", "resident")
     first, second, third = advice(made, 9000, ("model.layers.0: shared",))
     assert first.startswith(f"from {made.saturation.tokens} tokens per rank and step on")
-    assert second == "against AllToAll (dp_ep) asyncep pays from 9000 tokens per rank and step on"
+    assert second == "asyncep is faster than AllToAll (dp_ep) with 9000 or more tokens per rank and step"
     assert third == "the numbers assume that all blocks are rewritten; 1 were refused, and run unchanged"
 
 
@@ -228,7 +228,7 @@ def test_options_change_what_they_say() -> None:
     assert report.strategy.home == "host"
     assert report.schedule is not None
     assert report.schedule.slots == 1
-    assert any("fp8 is a forecast alone" in text for text in report.assumptions)
+    assert any("fp8 is only a forecast" in text for text in report.assumptions)
     for options, message in (
         ({"batch": 0}, "batch is 0"), ({"home": "moon"}, "home is 'moon'"), ({"slots": 0}, "slots is 0"),
         ({"dtype": "int3"}, "int3"),
@@ -246,7 +246,7 @@ def test_the_choice_of_tensorrt_is_told_in_words() -> None:
         "1 of 2 distinct segments would become TensorRT engines: head (head, called 2 times)\n"
         "only torch-tensorrt can say whether TensorRT has all operators of them; what it refuses, Inductor compiles, "
         "and the plan says so\n"
-        "attention (attention, called 2 times) stays: it has attention, which stays with Inductor"
+        "attention (attention, called 2 times) stays with Inductor: it has attention, which stays with Inductor"
     )
     assert tensorrt_text(Plan(segments=(segments[1],))).startswith("0 of 1 distinct segment would become")
     assert tensorrt_text(Plan(segments=(Segment("head"),))) == ""
@@ -267,7 +267,7 @@ def test_tensorrt_is_explained_without_its_package(monkeypatch: pytest.MonkeyPat
     assert (
         "tensorrt 1 of 3 distinct segments would become TensorRT engines: segment_2 (head) only torch-tensorrt" in text
     )
-    assert "segment_1 (experts) stays: it has GEMMs of experts" in text
+    assert "segment_1 (experts) stays with Inductor: it has GEMMs of experts" in text
     assert "TensorRT" not in moepass.explain("olmoe-1b-7b").text()
 
 

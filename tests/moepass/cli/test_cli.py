@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from moepass.cli.arguments import parse_labels
 from moepass.cli.main import app
 from moepass.demo.comparison import run_demo
-from moepass.explaining.capture_model import capture_plans, explain_model
+from moepass.explaining.capture_model import capture_plans, explain_checkpoint
 from moepass.models.byte_counts import parse_bytes
 from moepass.passes.ir.plan import Plan
 from moepass.runtime.offload.offload import offload_experts
@@ -266,7 +266,7 @@ def test_explain_as_json_from_a_config_alone(checkpoint: Path, tmp_path: Path) -
 def test_explain_of_a_dense_model_says_that_there_is_nothing_to_do(dense: Path) -> None:
     result = _run("explain", dense, "--seq", "16")
     assert result.exit_code == 0, result.output
-    assert "no numbers: the sizes of model_type 'llama' are not known" in " ".join(result.stdout.split())
+    assert "no figures: the sizes of model_type 'llama' are not known" in " ".join(result.stdout.split())
     assert "cannot be served: the sizes of model_type 'llama' are not known" in result.stdout
     assert "resident: the graph has no MoE block, so there is nothing to move" in result.stdout
 
@@ -281,7 +281,7 @@ def test_explain_shows_the_plan_that_runs(checkpoint: Path) -> None:
     compiled = torch.compile(model, backend="asyncep", options={"lower": "eager"}, dynamic=False)
     with moepass.record_compilations() as compilations, torch.no_grad():
         compiled(input_ids=torch.zeros((2, 16), dtype=torch.int64), use_cache=False)
-    (explained,) = explain_model(checkpoint, batch=2, seq=16, slots=2, lower="eager").plans
+    (explained,) = explain_checkpoint(checkpoint, batch=2, seq=16, slots=2, lower="eager").plans
     run = compilations[0].plan
     assert _as_scheduled(explained) == _as_scheduled(run)
     # On the meta device attention is taken apart; under this torch transformers gives the kernel that runs a mask, and

@@ -24,9 +24,9 @@ from typer.testing import CliRunner
 
 from moepass.cli.main import app
 from moepass.clients import batch_lines, batch_run
+from moepass.clients.adaptive_limit import AdaptiveLimit
 from moepass.clients.batch_lines import BadBatchLine, BatchAnswer, read_batch
 from moepass.clients.batch_run import Batch, ForeignServerError, KeyRefusedError, ServerGoneError
-from moepass.clients.places import Places
 from moepass.models.errors import InputError, OptionError
 from tests.helpers.serving.stub_server import echo, stub_server
 
@@ -169,7 +169,7 @@ def test_an_output_that_is_something_else_stays_as_it_is(files: tuple[Path, Path
 
 def test_files_that_cannot_be_what_they_are_given_as(files: tuple[Path, Path]) -> None:
     source, target = files
-    with pytest.raises(InputError, match="is no file"):
+    with pytest.raises(InputError, match="is not a file"):
         Batch(str(source), str(target))
     source.write_text("\n")
     with pytest.raises(InputError, match="is empty"):
@@ -177,7 +177,7 @@ def test_files_that_cannot_be_what_they_are_given_as(files: tuple[Path, Path]) -
     write_batch(source, ["a"])
     with pytest.raises(InputError, match="is the input"):
         Batch(str(source), str(source))
-    with pytest.raises(InputError, match="is no file"):
+    with pytest.raises(InputError, match="is not a file"):
         Batch(str(source), str(source.parent))
     with Batch(str(source), str(target)), pytest.raises(InputError, match="another batch"):
         Batch(str(source), str(target))
@@ -316,13 +316,13 @@ PAGE = "<!doctype html><html>Not here</html>"
 @pytest.mark.parametrize(
     ("status", "content", "words"),
     [
-        (200, {"text": PAGE}, "200: no JSON, but '<!doctype"),
+        (200, {"text": PAGE}, "200: not JSON: '<!doctype"),
         (404, {"text": PAGE}, "404: no JSON"),
         (301, {"text": PAGE}, "301: no JSON"),
         (404, {"json": {"detail": "Not Found"}}, "404: Not Found"),
         (200, {"json": "hello"}, "200: hello"),
         (200, {"content": b"\xff\x00garbage"}, "200: no JSON"),
-        (200, {"content": b""}, "200: no JSON, but ''"),
+        (200, {"content": b""}, "200: not JSON: ''"),
     ],
 )
 def test_a_server_of_something_else_ends_it_with_one_error_and_no_answer(
@@ -357,28 +357,28 @@ def test_a_page_that_comes_between_answers_is_an_error_of_its_line(files: tuple[
     assert found["no such route"]["response"]["status_code"] == 404
 
 
-def test_no_more_places_are_taken_than_there_are() -> None:
+def test_an_adaptive_limit_is_never_exceeded() -> None:
     async def check() -> None:
-        places, most = Places(100), 0
+        limit, most = AdaptiveLimit(100), 0
 
-        async def one(count: int) -> None:
+        async def use(count: int) -> None:
             nonlocal most
-            async with places.take(count):
-                most = max(most, places.taken if places.taken != 500 else 0)
+            async with limit.acquire(count):
+                most = max(most, limit.used if limit.used != 500 else 0)
                 await asyncio.sleep(0)
 
-        tasks = [asyncio.create_task(one(count)) for count in (10, 90, 90, 500, 1, 1, 0, 1, 20, 99, 100) * 3]
+        tasks = [asyncio.create_task(use(count)) for count in (10, 90, 90, 500, 1, 1, 0, 1, 20, 99, 100) * 3]
         await asyncio.sleep(0)
         for task in tasks[::5]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert (most, places.taken) == (100, 0)
-        async with places.take(), places.take(), places.take():
-            places.refused()
-            assert places.allowed == 2
+        assert (most, limit.used) == (100, 0)
+        async with limit.acquire(), limit.acquire(), limit.acquire():
+            limit.refused()
+            assert limit.allowed == 2
         for _ in range(100):
-            places.answered()
-        assert 10 < places.allowed < 20
+            limit.answered()
+        assert 10 < limit.allowed < 20
 
     asyncio.run(check())
 

@@ -282,7 +282,7 @@ def test_what_a_server_does_not_tell_is_not_guessed() -> None:
     report = _report([RequestOutcome(0, 0, 1, 200), RequestOutcome(0, 0, 1, 200, "", 5)], is_open_loop=False)
     assert (report.input_tokens, report.hit_rate, report.flops, report.send_lag) == (None, None, None, None)
     cells = [str(cell) for column in table_of(report).columns for cell in column.cells]
-    assert cells.count("not told by this server") == 3
+    assert cells.count("not reported by this server") == 3
     nothing = _report([RequestOutcome(0, 0, 1, 500, "500: x")])
     assert nothing.latency is None
     assert table_of(nothing).row_count
@@ -335,7 +335,7 @@ def test_bench_says_why_nothing_is_answered() -> None:
     with stub_server(lambda route, value: (400, {}, {"error": {"message": "no such model"}})) as stub:
         result = bench(stub.url, "--model", "mine")
         assert (result.exit_code, result.stdout) == (1, "")
-        assert "answers nothing of this workload: 400: no such model" in result.stderr
+        assert "answers no request of this workload: 400: no such model" in result.stderr
         result = bench(stub.url)
         assert "--model names one" in result.stderr
         result = bench(stub.url, "--model", "mine", "--warmup", "0", "--requests", "3")
@@ -355,10 +355,10 @@ def test_bench_measures_no_server_of_something_else() -> None:
     with stub_server(lambda route, value: (200, {}, "<html>Welcome</html>")) as stub:
         result = bench(stub.url)
         assert (result.exit_code, result.stdout) == (1, "")
-        assert "/v1/models of the server is none" in result.stderr
+        assert "/v1/models is not a list of models" in result.stderr
         result = bench(stub.url, "--model", "mine")
         assert (result.exit_code, result.stdout) == (1, "")
-        assert "answers nothing of this workload: 200: no JSON, but '<html>" in result.stderr
+        assert "answers no request of this workload: 200: not JSON: '<html>" in result.stderr
 
 
 @pytest.mark.parametrize(
