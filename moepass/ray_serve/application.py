@@ -1,4 +1,4 @@
-"""The application: replicas, and before them the HTTP server of `moepass serve` with a router for replicas."""
+"""The application: replicas, and in front of them the HTTP server of `moepass serve` with a router for replicas."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from moepass.cli.rank_options import RankSetup
 from moepass.cli.serving import read_model
 from moepass.ray_serve.ray_backend import RayBackend
 from moepass.ray_serve.ray_options import parse_options
-from moepass.ray_serve.replica import TOLD_SECONDS, Replica
+from moepass.ray_serve.replica import REPORT_SECONDS, Replica
 from moepass.runtime.serving.http.app import create_app
 from moepass.runtime.serving.routes.server_settings import ServerSettings
 from moepass.runtime.serving.routes.service import Service
 from moepass.runtime.serving.workers.frontend_limits import FrontendLimits
 
-# The router gives a replica no more than it computes in two steps, by FLOPs; Ray's own limits count requests.
+# The router limits a replica to two steps of FLOPs, so Ray's own limit, which counts requests, must never apply.
 _MOST_REQUESTS = 100_000
-# A line for each request would cost more than the request.
+# A log line for each request would cost more than the request.
 _LOGGING = {"enable_access_log": False}
 
 
 class HttpFrontend:
-    """Takes the HTTP requests of all routes."""
+    """A process that receives the HTTP requests of all routes."""
 
     async def __init__(self, replicas: Any, name: str, setup_message: bytes, settings: dict[str, Any]) -> None:  # type: ignore[misc]  # Ray awaits it
         setup = msgspec.json.decode(setup_message, type=RankSetup)
@@ -46,13 +46,13 @@ def application(values: Mapping[str, Any]) -> Any:
     """Return the application with the options `values`. Raises OptionError for wrong ones."""
     options = parse_options(values)
     frontend_options = options.frontend
-    # All replicas and their routers call a block by the same name.
+    # All replicas and their routers must compute the same hashes of blocks.
     key, name = secrets.token_bytes(32), secrets.token_hex(8)
     setup_message = msgspec.json.encode(options.rank_setup(key))
     router = RequestRouterConfig(
         request_router_class="moepass.ray_serve.request_router.PrefixRequestRouter",
         request_router_kwargs={"model": options.application.model, "name": name},
-        request_routing_stats_period_s=TOLD_SECONDS,
+        request_routing_stats_period_s=REPORT_SECONDS,
     )
     replicas = serve.deployment(
         Replica,

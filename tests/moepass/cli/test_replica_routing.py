@@ -62,20 +62,20 @@ def test_what_a_replica_says_it_holds_replaces_what_was_taken_for_granted() -> N
     async def work(routing: ReplicaRouting, clock: Clock) -> None:
         routing.update({"a": FACTS, "b": FACTS})
         held = request(7)
-        routing.holds("b", frozenset(held.blocks))
-        routing.holds("unknown", frozenset(held.blocks))
+        routing.report_blocks("b", frozenset(held.blocks))
+        routing.report_blocks("unknown", frozenset(held.blocks))
         assert await routing.place("1", held) == "b"
         assert routing.loads["b"] == 8
         routing.over("1", is_answered=True)
         answered = request(8)
         assert await routing.place("2", answered) == "a"
         routing.over("2", is_answered=True)
-        routing.holds("a", frozenset())  # it may have been sent before the answer
+        routing.report_blocks("a", frozenset())  # it may have been sent before the answer
         assert await routing.place("3", answered) == "a"
         assert routing.loads["a"] == 8
         routing.over("3", is_answered=False)
-        routing.holds("a", frozenset())
-        routing.holds("b", frozenset())
+        routing.report_blocks("a", frozenset())
+        routing.report_blocks("b", frozenset())
         await routing.place("4", answered)
         assert sum(routing.loads.values()) == 40
 
@@ -191,7 +191,7 @@ def test_after_any_events_every_request_is_placed_and_loads_return_to_zero(event
             elif kind == "lost":
                 routing.lost(NAMES[number % 3])
             elif kind == "holds":
-                routing.holds(NAMES[number % 3], frozenset(request(number % 4).blocks[: number % 3]))
+                routing.report_blocks(NAMES[number % 3], frozenset(request(number % 4).blocks[: number % 3]))
             elif kind == "update":
                 routing.update({name: FACTS for place, name in enumerate(NAMES) if number >> place & 1})
             else:

@@ -48,7 +48,7 @@ def test_what_torchrun_cannot_start_is_refused() -> None:
         launched_process({**ENVIRONMENT, "WORLD_SIZE": "4"})
     with pytest.raises(OptionError, match="rdzv-backend"):
         launched_process({**ENVIRONMENT, "TORCHELASTIC_USE_AGENT_STORE": "False"})
-    with pytest.raises(OptionError, match="leave --ranks away"):
+    with pytest.raises(OptionError, match="leave out --ranks"):
         checked_ranks(LaunchedProcess(0, 2, 0), 3)
 
 
@@ -122,6 +122,6 @@ def test_a_lost_rank_ends_the_server_and_torchrun_starts_it_again(home: str, tmp
         processes = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)
         process.wait(60)
-        assert "ending: what is open is answered" in log.read_text(encoding="utf-8")
+        assert "ending: answering the open requests" in log.read_text(encoding="utf-8")
         _, alive = psutil.wait_procs(processes, 10)
         assert alive == []
