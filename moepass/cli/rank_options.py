@@ -37,9 +37,6 @@ class ComputeOptions(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1, le=MOST_TOKENS)] | None,
         option("The number of tokens that fills a step.", unset="the plan's saturation threshold"),
     ] = None
-    slots: Annotated[
-        Count | None, option("Slots of the ring that experts stream through; each holds one layer's.", unset="2")
-    ] = None
     eager: Annotated[bool, option("Do not compile at all.")] = False
     link: Annotated[
         str, option("**real**, or **emulate:BYTES_PER_S** to try a slower link on a CPU.", metavar="LINK")
@@ -54,6 +51,9 @@ class RankOptions(ComputeOptions, frozen=True, kw_only=True):
     """
 
     ranks: Annotated[Annotated[int, Meta(ge=1, le=MOST_RANKS)], option("The number of processes that compute.")] = 1
+    slots: Annotated[
+        Count | None, option("Slots of the ring that experts stream through; each holds one layer's.", unset="2")
+    ] = None
     memory_budget: Annotated[
         str | None,
         option(

@@ -64,6 +64,7 @@ class ScoreOptions(ComputeOptions, frozen=True, kw_only=True):
         option("What to do at a line that cannot be scored: stop, or skip it and list it at the end."),
     ] = "stop"
     stream: Annotated[bool, option("--no-stream is the same as --home device.")] = True
+    slots: Annotated[int, option("Slots of the ring that experts stream through; each holds one layer's.")] = 2
     batch_size: Annotated[Count | None, option("The most texts that run together.", unset="as many as fill a step")] = (
         None
     )
@@ -135,7 +136,7 @@ def score(
                 dtype=None if options.dtype is None else dtypes[options.dtype],
                 batch_size=options.batch_size,
                 step_tokens=options.step_tokens,
-                slots=options.slots or ScorerOptions.slots,
+                slots=options.slots,
                 device=options.device,
                 link=options.link,
             )

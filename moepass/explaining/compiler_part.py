@@ -105,6 +105,6 @@ def _stored() -> StoredCaptures:
     except msgspec.ValidationError as error:  # the records changed, and the file was not made again
         raise MoepassError(
             f"{STORED_FILE} has plans of another version of moepass ({error}); in a checkout, update it with "
-            "python tests/helpers/graphs/store_presets.py",
+            "python -m tests.helpers.graphs.store_presets",
             path=STORED_FILE,
         ) from error

@@ -1,4 +1,4 @@
-"""Replicas on a local Ray answer as one server does, also while one of them is killed."""
+"""Replicas on a local Ray answer like one server, also while a replica is killed."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_chunks_and_tuned_kernels_are_options_of_the_ranks() -> None:
     assert parse_options({"tune_kernels": True, "device": "cuda", "model": "demo"}).rank.tune_kernels
 
 
-def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_ray_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setitem(sys.modules, "ray.serve", None)
     with pytest.raises(OptionError, match=r"pip install 'moepass\[ray\]'"):
@@ -89,7 +89,7 @@ def running_on_ray(folder: Path, *options: str) -> Iterator[httpx.Client]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    # From a folder of its own, because Ray lets its workers import from the folder of their driver.
+    # The driver runs in an empty folder, because Ray's workers can import from the folder of their driver.
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "MOEPASS_CACHE_DIR": ""}
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(
@@ -133,11 +133,11 @@ def decision(client: httpx.Client, number: int) -> httpx.Response:
 
 def probabilities(response: httpx.Response) -> list[float]:
     assert response.status_code == 200, response.text
-    return [one["probability"] for answer in response.json()["answers"] for one in answer["probabilities"]]
+    return [choice["probability"] for answer in response.json()["answers"] for choice in answer["probabilities"]]
 
 
 def prompts(count: int, tokens: int) -> list[list[int]]:
-    """That share nothing."""
+    """Return prompts without shared prefixes."""
     return np.random.default_rng(0).integers(5, 500, (count, tokens)).tolist()
 
 
@@ -150,7 +150,7 @@ def test_no_request_is_lost_with_a_replica(tmp_path: Path) -> None:
     with running_on_ray(tmp_path, *options) as client:
         assert client.get("/v1/models").status_code == 401
         client.headers["Authorization"] = "Bearer secret"
-        # All routes are there, and errors have the shape that they have without Ray.
+        # All routes exist, and errors have the same format as without Ray.
         served = set(client.get("/openapi.json").json()["paths"])
         assert {"/v1/score", "/rerank", "/v1/embeddings", "/v1/completions", "/invocations"} <= served
         refused = client.post("/v1/decisions", json={"model": "demo", "input": "a", "questions": []})
@@ -160,7 +160,7 @@ def test_no_request_is_lost_with_a_replica(tmp_path: Path) -> None:
         body = {"model": "demo", "prompt": [[5, 6, 7], [5, 6], [5]], "max_tokens": 1, "logprobs": 1}
         assert len(client.post("/v1/completions", json=body).json()["choices"]) == 3
 
-        # A client that goes away frees its place at the replica.
+        # A client that disconnects frees the capacity of the replica.
         long = {"model": "demo", "max_tokens": 0, "echo": True, "logprobs": 1, "prompt": prompts(150, 500)}
         with pytest.raises(httpx.ReadTimeout):
             client.post("/v1/completions", json=long, timeout=0.3)
@@ -170,18 +170,18 @@ def test_no_request_is_lost_with_a_replica(tmp_path: Path) -> None:
             time.sleep(0.2)
 
         processes = psutil.Process().children(recursive=True)
-        replicas = [one for one in processes if "ServeReplica:default:Replica" in "".join(one.cmdline())]
+        replicas = [process for process in processes if "ServeReplica:default:Replica" in "".join(process.cmdline())]
         assert len(replicas) == 2
         with concurrent.futures.ThreadPoolExecutor(16) as pool:
-            asked = [pool.submit(decision, client, number % 20) for number in range(600)]
-            while sum(one.done() for one in asked) < 100:
+            futures = [pool.submit(decision, client, number % 20) for number in range(600)]
+            while sum(future.done() for future in futures) < 100:
                 time.sleep(0.01)
             replicas[0].kill()
-            assert not all(one.done() for one in asked)
-            answers = [probabilities(one.result()) for one in asked]
+            assert not all(future.done() for future in futures)
+            answers = [probabilities(future.result()) for future in futures]
         for number, answer in enumerate(answers):
             assert answer == pytest.approx(expected[number % 20], abs=1e-5)
-        # Ray starts another one, and both answer again.
+        # Ray starts a new replica, and both answer again.
         wait_ready(client, "2 of 2 replicas")
         assert probabilities(decision(client, 3)) == pytest.approx(expected[3], abs=1e-5)
         metrics = client.get("/metrics").text
