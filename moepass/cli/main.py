@@ -13,7 +13,8 @@ from typer.core import TyperGroup
 
 from moepass.cli.arguments import set_threads
 from moepass.cli.client_commands import batch, bench
-from moepass.cli.progress import no_garbage_collection, progress_bar
+from moepass.cli.explain_command import explain
+from moepass.cli.progress import progress_bar
 from moepass.cli.score_command import score
 from moepass.cli.serve_command import serve
 from moepass.cli.streams import (
@@ -25,9 +26,7 @@ from moepass.cli.streams import (
     open_output,
     process_streams,
 )
-from moepass.models.byte_counts import parse_bytes
-from moepass.models.errors import InputError, MoepassError, OptionError
-from moepass.models.homes import HOMES
+from moepass.models.errors import MoepassError, OptionError
 from moepass.models.limits import (
     MOST_THREADS,
     check_limit,
@@ -118,131 +117,10 @@ app.command(
 )(score)
 
 
-@app.command(
+app.command(
     epilog="Examples:\n\n**moepass explain qwen3-235b-a22b --hardware 8xh100-80g --dtype fp8**\n\n"
     "**moepass explain ./config.json --tokens 65536 --format html --output plan.html**"
-)
-def explain(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A checkpoint folder, a config.json, the name of a known model such as qwen3-235b-a22b, or **demo**.",
-        ),
-    ],
-    hardware: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME", help="A preset such as 8xh100-80g, or the file of a profile (see **moepass calibrate**)."
-        ),
-    ] = "8xh100-80g",
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="The number of devices, instead of the one in --hardware.", show_default=False
-        ),
-    ] = None,
-    home: Annotated[
-        str | None,
-        typer.Option(
-            metavar=f"[{'|'.join(HOMES)}]",
-            help="Where the experts rest.",
-            show_default=f"the fastest of {', '.join(home.name for home in HOMES.values() if home.is_candidate)}",
-        ),
-    ] = None,
-    dtype: Annotated[
-        Literal["bf16", "fp8", "fp32"] | None,
-        typer.Option(help="The dtype of the weights.", show_default="that of the config"),
-    ] = None,
-    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Sequences per rank and step.")] = 16,
-    seq: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of each sequence.")] = 4096,
-    tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="One sequence of N tokens, instead of --batch and --seq.", show_default=False
-        ),
-    ] = None,
-    memory_budget: Annotated[
-        str | None,
-        typer.Option(
-            metavar="BYTES",
-            help="The memory to use on each device, such as 60e9, 60GB or 56GiB.",
-            show_default="0.9 of the device's memory",
-        ),
-    ] = None,
-    slots: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="The most slots that experts stream through.",
-            show_default="as many as help, up to 4",
-        ),
-    ] = None,
-    lower: Annotated[
-        Literal["inductor", "eager", "tensorrt"],
-        typer.Option(
-            help="How segments would be compiled: **eager** is bit-identical to the plain model; **tensorrt** shows "
-            "which segments would become TensorRT engines, and needs no TensorRT."
-        ),
-    ] = "inductor",
-    format: Annotated[
-        Literal["text", "json", "html", "trace"],
-        typer.Option(help="The format of the report; open trace in ui.perfetto.dev."),
-    ] = "text",
-    output: Annotated[str, typer.Option(metavar="FILE", help="The file to write; - is standard output.")] = "-",
-    all_rows: Annotated[
-        bool, typer.Option("--all", help="With --format text: add the schedule of the captured layers, row by row.")
-    ] = False,
-) -> None:
-    """Show what moepass would do with a model on a machine, how fast that would be, and why.
-
-    The report has the chosen strategy, the MoE blocks that are found, rewritten and refused, memory, the saturation
-    threshold, a timeline, and a comparison with other strategies. It needs only the config: no weights are loaded and
-    nothing is computed.
-    """
-    from rich.console import Console
-
-    target = check_output(output)
-    budget = parse_bytes(memory_budget)
-    with Console(stderr=True).status("planning ..."), no_garbage_collection():
-        from moepass.explaining.compiler_part import is_stored
-        from moepass.explaining.explain_model import explain as explain_it
-        from moepass.explaining.report_text import print_report
-
-        if not is_stored(model, lower):
-            check_compiler_cache()
-        report = explain_it(
-            model,
-            hardware=hardware,
-            ranks=ranks,
-            home=home,
-            dtype=dtype,
-            batch=batch,
-            seq=seq,
-            tokens=tokens,
-            memory_budget_bytes=budget,
-            slots=slots,
-            lower=lower,
-        )
-    if format == "text" and target is None:
-        print_report(Console(), report, all_rows)
-        return
-    if format == "trace" and report.schedule is None:
-        raise InputError(
-            f"{report.model.name} has no timeline on {report.hardware.name}, because nothing was scheduled; use "
-            "another format",
-            name="format",
-            value=format,
-        )
-    made = {
-        "text": lambda: report.text(every_row=all_rows),
-        "json": report.to_json,
-        "html": report.html,
-        "trace": report.trace,
-    }[format]()
-    with open_output(output, target) as sink:
-        sink.write(made.rstrip("\n").encode() + b"\n")
+)(explain)
 
 
 @app.command(

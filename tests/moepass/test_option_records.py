@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import typer
 
+from moepass.cli.explain_command import ExplainOptions
 from moepass.cli.main import app
 from moepass.cli.rank_options import RankOptions
 from moepass.cli.score_command import ScoreOptions
@@ -20,13 +21,14 @@ from moepass.ray_serve.ray_options import ApplicationOptions
 from moepass.runtime.lowering.lower_segments import LOWERINGS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-RECORDS = (ApplicationOptions, FrontendOptions, Options, RankOptions, ScoreOptions, ServerOptions)
+RECORDS = (ApplicationOptions, ExplainOptions, FrontendOptions, Options, RankOptions, ScoreOptions, ServerOptions)
 
 
 @pytest.mark.parametrize(
     ("page", "record", "flags"),
     [
         ("options.md", Options, False),
+        ("explain.md", ExplainOptions, True),
         ("serving.md", ServerOptions, True),
         ("serving.md", RankOptions, True),
         ("serving.md", ApplicationOptions, False),
@@ -39,7 +41,12 @@ def test_the_documentation_has_the_table_of_each_record(page: str, record: type[
 
 @pytest.mark.parametrize(
     ("name", "records"),
-    [("serve", (ServerOptions, RankOptions)), ("batch", (RankOptions,)), ("score", (ScoreOptions,))],
+    [
+        ("serve", (ServerOptions, RankOptions)),
+        ("batch", (RankOptions,)),
+        ("score", (ScoreOptions,)),
+        ("explain", (ExplainOptions,)),
+    ],
 )
 def test_a_command_has_the_options_of_its_records(name: str, records: tuple[type[msgspec.Struct], ...]) -> None:
     command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
