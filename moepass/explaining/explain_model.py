@@ -119,7 +119,7 @@ def explain(
     compiler = compiler_part(model_sizes, min(shown.schedule.slots if shown.schedule else 2, most_slots) or 2, lower)
     if compiler.is_cut:
         assumptions.append(
-            f"captured: {compiler.captured_text} of {len(architecture.layers)}, which include every kind of layer; "
+            f"captured: {compiler.captured_text} of {len(architecture.layers)}, with every kind of layer; "
             "blocks of the other layers are inferred from equal ones"
         )
     stored = stored_part(setting, home, most_slots)

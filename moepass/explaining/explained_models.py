@@ -85,9 +85,9 @@ def _by_name(text: str, dtype: str | None) -> ExplainedModel:
             raise
         names = [*preset_names(), DEMO]
         similar = difflib.get_close_matches(text.lower(), names, n=1, cutoff=0.4)
-        hint = f"did you mean {similar[0]}? " if similar else ""
+        hint = f"; did you mean {similar[0]}?" if similar else "."
         raise InputError(
-            f"model {text!r} is unknown, and no folder or file has that name; {hint}The model must be a checkpoint "
+            f"model {text!r} is unknown, and no folder or file has that name{hint} It must be a checkpoint "
             f"folder, a config.json, or one of {one_of(names)}",
             name="model",
             value=text,

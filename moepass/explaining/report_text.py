@@ -97,7 +97,7 @@ def _rows(report: ReportContent) -> Iterator[tuple[str, str]]:
     yield from _compiler_rows(report)
     if memory is not None:
         slots = f", {_count(schedule.slots, 'slot')}" if schedule is not None and schedule.slots else ""
-        stay = f", {len(schedule.resident_layers)} banks resident" if schedule and schedule.resident_layers else ""
+        stay = f", {len(schedule.resident_layers)} banks included" if schedule and schedule.resident_layers else ""
         yield (
             "memory",
             f"{memory.strategy} {'fits' if memory.fits else 'does not fit'}: {_bytes(memory.peak_bytes)} of "

@@ -327,7 +327,7 @@ def test_explain_refuses_bad_models(tmp_path: Path) -> None:
     _assert_one_line(
         _run("explain", "qwen3-235b"), "model 'qwen3-235b' is unknown, and no folder or file has that name"
     )
-    _assert_one_line(_run("explain", "qwen3-235b"), "did you mean qwen3-235b-a22b? The model must be")
+    _assert_one_line(_run("explain", "qwen3-235b"), "did you mean qwen3-235b-a22b? It must be")
     file = tmp_path / "config.json"
     file.write_text("{")
     _assert_one_line(_run("explain", file), "config.json is malformed")
