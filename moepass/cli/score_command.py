@@ -149,7 +149,7 @@ def score(
                 recording = record_compilations()
             scorer = load_scorer(scorer_options, compile_module if compiles else None, writer)
             gc.freeze()
-        for warning in lines.first_text(scorer.warnings):
+        for warning in lines.first_warnings(scorer.warnings):
             typer.echo(f"moepass: warning: {warning}", err=True)
         done = written = agreeing = labelled = 0
         with recording as compilations, open_output(options.output, target) as sink, progress_bar("scoring") as shown:
@@ -209,11 +209,11 @@ class InputLines:
             return sum(len(line.text) for line in self._ahead)
         return os.path.getsize(source) if os.path.isfile(source) else None
 
-    def first_text(self, ask: Any) -> list[str]:
-        """Return the warnings of `ask` about the first text, or an empty list if it cannot be checked."""
+    def first_warnings(self, check: Any) -> list[str]:
+        """Return the warnings of `check` about the first text, or an empty list if it cannot be checked."""
         try:
-            return list(ask(self._first)) if self._first else []
-        except InputError:  # it is said with the line's number when its turn comes
+            return list(check(self._first)) if self._first else []
+        except InputError:  # the error is reported with the line's number when the line is scored
             return []
 
     def __iter__(self) -> Iterator[InputLine]:
