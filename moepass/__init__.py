@@ -1,15 +1,17 @@
 """moepass: a torch.compile backend that moves expert weights instead of activations, for prefill-only work.
 
-torch.compile(model, backend="asyncep")        the backend
-moepass.offload_experts(model)                 experts rest in host memory and stream while layers compute
-moepass.load_pretrained(path)                  the same from a checkpoint, each rank reading its own experts alone
-moepass.Host, Peer, Hybrid, Disk               where experts rest, with options: offload_experts(model, home=Peer(...))
-moepass.gather_only_step(model)                transport "collective": a rank without work for a step
-moepass.explain(model)                         what moepass would do with it on a machine, and why, without that machine
-moepass.record_compilations()                  the plans behind a compiled model
-moepass.record_timeline()                      when its segments, transfers and waits really happened
-moepass.tune_kernels()                         Triton kernels of experts that run inside are tuned first (GPU)
-moepass.register_transformers()                DistributedConfig(..., ep_implementation="asyncep")
+torch.compile(model, backend="asyncep")        compile a model with the backend
+moepass.offload_experts(model)                 keep experts in host memory, and stream them while layers compute
+moepass.load_pretrained(path)                  the same from a checkpoint, of which each rank reads only its own experts
+moepass.Host, Peer, Hybrid, Disk               homes with options: offload_experts(model, home=Peer(...))
+moepass.gather_only_step(model)                take part in a step without tokens, with transport "collective"
+moepass.explain(model)                         plan a model on a machine, without that machine
+moepass.record_compilations()                  record the plans of compiled models
+moepass.record_timeline()                      record when segments, transfers and waits happened
+moepass.tune_kernels()                         tune the Triton kernels of experts that run in the block (GPU)
+moepass.register_transformers()                enable DistributedConfig(..., ep_implementation="asyncep")
+
+Start reading at `backend.py`, which compiles a graph, and at `cli/main.py`, the command line.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from __future__ import annotations
 import importlib
 import sys
 from typing import TYPE_CHECKING, Any
+
+from moepass.models.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from moepass.compilations import Compilation, record_compilations
@@ -32,8 +36,6 @@ if TYPE_CHECKING:
     from moepass.runtime.offload.loading import load_pretrained, offload_report
     from moepass.runtime.offload.offload import OffloadReport, offload_experts
     from moepass.runtime.transfer.recording import record_timeline
-
-__version__ = "0.1.0"
 
 __all__ = [
     "CheckpointError",
@@ -60,8 +62,8 @@ __all__ = [
     "tune_kernels",
 ]
 
-# Imported on first use: `moepass --help` must not wait for torch.
-_HOME_OF = {
+# Names are imported on first use, because `moepass --help` must not wait for torch.
+_MODULE_OF = {
     "CheckpointError": "moepass.models.errors",
     "Compilation": "moepass.compilations",
     "Disk": "moepass.runtime.homes.registry.home_options",
@@ -88,11 +90,11 @@ _HOME_OF = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'moepass' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(importlib.import_module(_HOME_OF[name]), name)
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)
 
 
-# If transformers is already imported, register now. A later import needs moepass.register_transformers().
+# If transformers is already imported, register now. After a later import, call moepass.register_transformers().
 if "transformers.distributed.expert_parallel" in sys.modules:
     __getattr__("register_transformers")()

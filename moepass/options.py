@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import torch
+from msgspec import Meta
 
-from moepass.models.errors import OptionError, one_of
+from moepass.models.errors import OptionError
 from moepass.models.homes import ADOPTED
-from moepass.models.limits import AUTO, check_wait
-from moepass.passes.ir.segment import TENSORRT
+from moepass.models.limits import MOST_WAIT_SECONDS
+from moepass.option_records import Count, check_names, option, read_options
+from moepass.passes.ir.segment import EAGER, TENSORRT
 from moepass.passes.machine.hardware import Hardware
 from moepass.runtime.homes.adopted_banks import AdoptionOptions
-from moepass.runtime.lowering.lower_segments import LOWERINGS
 from moepass.runtime.lowering.lower_tensorrt import torch_tensorrt
 from moepass.runtime.profiles.hardware_profiles import load_hardware
 from moepass.runtime.ranks.agree import LARGEST_EXACT
@@ -24,53 +24,128 @@ from moepass.runtime.transfer.link import parse_link
 from moepass.runtime.transfer.transports import check_transport
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
+class Options(msgspec.Struct, frozen=True):
     """The options of `torch.compile(model, backend="asyncep", options={...})`.
 
-    lower      how segments are compiled: "inductor" (default); "eager": operator by operator, bit-identical; or
-               "tensorrt": dense segments by Torch-TensorRT, the others by Inductor
-    disable    names of passes to leave out
-    debug      fill released slots with NaN, so that a read after a release shows in the output;
-               where ranks add up results, compare what tokens are computed from in every run
-    dump       a folder: the graph before and after every pass, and the plan as JSON, are written there
-    cudagraphs whether segments are recorded as CUDA graphs when shapes repeat, and replayed from then on
-    chunk_tokens
-               what treats every token alone runs at most so many tokens at a time, so that its temporary values take
-               the memory of these alone; attention runs whole. None (default): all at once. "auto": as many as fit
-               into the memory budget that the experts were placed for
-
-    For models that run with expert parallelism; where `offload_experts` was called, these are arguments of it:
-
-    slots      slots of the ring that the experts of all ranks stream through, 2 by default
-    link       "real" (default), or "emulate:BYTES_PER_S" (CPU only)
-    timeout_s  seconds that ranks wait for each other, 60 by default: in the first run; in every run with "collective"
-               and where ranks add up results (all_reduce)
-    transport  "pull" (default): ranks on one machine copy when they like; or "collective": all gather together
-    all_to_all_below
-               tokens per rank, in the mean over ranks, below which a run exchanges tokens as the model itself does,
-               instead of gathering weights; within 10 % of this number a run keeps the form of the previous run. None
-               (default): all runs gather. The ranks agree at the beginning of each run. So every rank of the group
-               must call every forward, with no tokens if it has none. If a rank does not come within timeout_s, the
-               others raise an error, and no later run of the group can agree.
-    hardware   a preset or the file of a profile (docs/hardware.md), from which moepass computes all_to_all_below
+    docs/options.md lists them with their meanings. Those from `slots` on are for models that run with expert
+    parallelism; for offloaded models they are arguments of `offload_experts`.
     """
 
-    lower: str = "inductor"
-    disable: tuple[str, ...] = ()
-    debug: bool = False
-    dump: str | None = None
-    cudagraphs: bool = False
-    chunk_tokens: int | str | None = None
-    slots: int | None = None
-    link: str | None = None
-    timeout_s: float | None = None
-    transport: str | None = None
-    all_to_all_below: int | None = None
-    hardware: Hardware | None = None
+    lower: Annotated[
+        Literal["inductor", "eager", "tensorrt"],
+        option(
+            "How segments are compiled.",
+            details='`"eager"` runs the captured operators one by one and is bit-identical to the model, except for '
+            "[loops over experts](#loops-over-experts) and [dense experts](#dense-experts). "
+            '`"tensorrt"` compiles dense segments with TensorRT and the others with Inductor ([below](#tensorrt)).',
+        ),
+    ] = "inductor"
+    disable: Annotated[tuple[str, ...], option("Names of passes to skip.", expected="a list of pass names")] = ()
+    debug: Annotated[
+        bool,
+        option(
+            "Fill released slots with NaN, so that a read after a release shows in the output.",
+            details="With expert parallelism, every run also compares this rank's experts byte by byte with the copies "
+            "that the other ranks received. This catches writes that torch does not count (`.data`, numpy, `dist.recv` "
+            "and `dist.broadcast` into a parameter). With AllReduce, every run also compares the inputs that the "
+            "tokens are computed from.",
+        ),
+    ] = False
+    dump: Annotated[
+        str | None,
+        option(
+            "A folder for the graph before and after every pass, and for the plan as JSON.",
+            expected="the path of a folder",
+        ),
+    ] = None
+    cudagraphs: Annotated[
+        bool, option("Record segments as CUDA graphs when shapes repeat, and replay them ([below](#cuda-graphs)).")
+    ] = False
+    chunk_tokens: Annotated[
+        Count | Literal["auto"] | None,
+        option(
+            "The most tokens that the operations between two attentions process at a time.",
+            details='`"auto"`: as many as fit into the memory budget. None: all at once. See '
+            "[hybrid prefill](#hybrid-prefill).",
+            expected="a number of tokens from 1 on, 'auto' to fit the memory budget, or None for all tokens at once",
+        ),
+    ] = None
+    slots: Annotated[
+        Count | None,
+        option(
+            "Slots of the ring that the experts of all ranks stream through.",
+            unset="2",
+            expected="a number from 1 on; from 2 on, transfers overlap with computation",
+        ),
+    ] = None
+    link: Annotated[
+        str | None,
+        option(
+            '`"emulate:BYTES_PER_S"` makes transfers take as long as on a link of that rate (CPU only).',
+            unset='`"real"`',
+        ),
+    ] = None
+    timeout_s: Annotated[
+        Annotated[float, Meta(gt=0, le=MOST_WAIT_SECONDS)] | None,
+        option(
+            'Seconds that ranks wait for each other in the first run, and in every run with `"collective"` or '
+            "AllReduce.",
+            unset="60",
+            expected=f"a number of seconds above 0 and at most {MOST_WAIT_SECONDS:g}",
+        ),
+    ] = None
+    transport: Annotated[
+        str | None,
+        option(
+            '`"pull"`: each rank copies from the others when it needs a bank; all ranks are on one machine. '
+            '`"collective"`: all ranks gather together, also over a network.',
+            unset='`"pull"`',
+        ),
+    ] = None
+    all_to_all_below: Annotated[
+        Annotated[int, Meta(ge=1, le=LARGEST_EXACT)] | None,
+        option(
+            "Tokens per rank (mean over the ranks) below which a run exchanges tokens, as the model itself does, "
+            "instead of gathering weights.",
+            details="Within 10 % of this number a run uses the form of the previous run. None: all runs gather. The "
+            "ranks agree at the beginning of each run, so every rank must call every forward, without tokens if it has "
+            "none. If a rank does not come within `timeout_s`, the others raise an error, and later runs of the group "
+            "fail.",
+            expected=f"a number of tokens per rank from 1 to {LARGEST_EXACT}, or None",
+        ),
+    ] = None
+    hardware: Annotated[
+        Hardware | None,
+        option(
+            'A preset such as `"8xh100-80g"`, or the file of a [profile](hardware.md). moepass computes '
+            "`all_to_all_below` from it, for each graph.",
+            expected="a preset such as 8xh100-80g, or the file of a profile",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        """Raise OptionError for values that exclude each other, and for an unknown link or transport."""
+        if "partition" in self.disable and (self.lower != EAGER or self.cudagraphs):
+            needs = "cudagraphs=True records" if self.cudagraphs else f"lower={self.lower!r} compiles"
+            raise OptionError(
+                f"option disable has 'partition', but {needs} segments; use lower='eager' without cudagraphs",
+                name="disable",
+                value=self.disable,
+            )
+        if self.link is not None:
+            parse_link(self.link)
+        if self.transport is not None:
+            check_transport(self.transport, ADOPTED)
+        if self.hardware is not None and self.all_to_all_below is not None:
+            raise OptionError(
+                f"options all_to_all_below is {self.all_to_all_below!r} and hardware is {self.hardware.name!r}: use "
+                "one of them, because moepass computes all_to_all_below from hardware",
+                name="all_to_all_below",
+                value=self.all_to_all_below,
+            )
 
     def adoption(self) -> AdoptionOptions:
-        """The options for models that run with expert parallelism."""
+        """Return the options for models that run with expert parallelism, with their defaults filled in."""
         defaults = AdoptionOptions()
         return AdoptionOptions(
             defaults.slots if self.slots is None else self.slots,
@@ -80,7 +155,7 @@ class Options:
         )
 
     def check_device(self, device: torch.device) -> None:
-        """Raises OptionError if an option does not go with a graph that computes on `device`, or lacks a package."""
+        """Raise OptionError if an option cannot be used on `device`, or needs a package that is not installed."""
         if self.lower == TENSORRT:
             if device.type != "cuda":
                 raise OptionError(
@@ -101,127 +176,39 @@ class Options:
             )
 
     def refuse_adoption(self) -> None:
-        """Raises OptionError if an option for expert parallelism was given; the model has a ring already."""
-        asked = {"all_to_all_below": self.all_to_all_below, "hardware": self.hardware and self.hardware.name}
-        for name, value in asked.items():
+        """Raise OptionError if an option for expert parallelism is set, for a model whose experts were offloaded."""
+        exchange_options = {"all_to_all_below": self.all_to_all_below, "hardware": self.hardware and self.hardware.name}
+        for name, value in exchange_options.items():
             if value is not None:
                 raise OptionError(
-                    f"option {name} is {value!r}, but the experts of this model were offloaded: no rank computes for "
-                    "another, so there is no exchange that a run could keep; leave the option out",
+                    f"option {name} is {value!r}, but the experts of this model were offloaded: its ranks exchange no "
+                    "tokens, so there is nothing to choose; leave the option out",
                     name=name,
                     value=value,
                 )
         for name in ("slots", "link", "timeout_s", "transport"):
-            if getattr(self, name) is not None:
+            value = getattr(self, name)
+            if value is not None:
                 raise OptionError(
-                    f"option {name} is {getattr(self, name)!r}, but the experts of this model were offloaded: give "
-                    f"{name} to offload_experts",
+                    f"option {name} is {value!r}, but the experts of this model were offloaded: pass {name} to "
+                    "offload_experts instead",
                     name=name,
-                    value=getattr(self, name),
+                    value=value,
                 )
 
 
-def parse_options(given: Mapping[str, Any] | None) -> Options:
-    """Raises OptionError naming the first option that is unknown or has a wrong value, and what would be right."""
-    given = dict(given or {})
-    known = [field.name for field in dataclasses.fields(Options)]
-    for name in given:
-        if name not in known:
-            close = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {close[0]}? " if close else ""
-            raise OptionError(
-                f"option {name!r} is unknown; {hint}the options are {', '.join(known)}",
-                name=name,
-                value=given[name],
-                expected=known,
-            )
-    lower = given.get("lower", Options.lower)
-    if not isinstance(lower, str) or lower not in LOWERINGS:
-        raise _wrong("lower", lower, f"one of {one_of(LOWERINGS)}")
-    disable = given.get("disable", ())
-    if not isinstance(disable, (list, tuple, set, frozenset)) or not all(isinstance(name, str) for name in disable):
-        raise _wrong("disable", disable, "a list of pass names")
-    if lower != "eager" and "partition" in disable:
-        raise OptionError(
-            f"option disable has 'partition', but lower={lower!r} compiles segments; use lower='eager'",
-            name="disable",
-            value=disable,
-        )
-    chunk_tokens = given.get("chunk_tokens")
-    is_number = isinstance(chunk_tokens, int) and not isinstance(chunk_tokens, bool)
-    if chunk_tokens not in (None, AUTO) and (not is_number or chunk_tokens < 1):
-        wanted = f"a number of tokens from 1 on, {AUTO!r} for what the memory budget leaves, or None for all at once"
-        raise _wrong("chunk_tokens", chunk_tokens, wanted)
-    debug = given.get("debug", Options.debug)
-    if not isinstance(debug, bool):
-        raise _wrong("debug", debug, "True or False")
-    cudagraphs = given.get("cudagraphs", Options.cudagraphs)
-    if not isinstance(cudagraphs, bool):
-        raise _wrong("cudagraphs", cudagraphs, "True or False")
-    if cudagraphs and "partition" in disable:
-        raise OptionError(
-            "option disable has 'partition', but cudagraphs=True records segments; leave one of them out",
-            name="disable",
-            value=disable,
-        )
-    dump = given.get("dump")
-    if dump is not None and not isinstance(dump, (str, bytes)) and not hasattr(dump, "__fspath__"):
-        raise _wrong("dump", dump, "the path of a folder")
-    slots = given.get("slots")
-    if slots is not None and (not isinstance(slots, int) or isinstance(slots, bool) or slots < 1):
-        raise _wrong("slots", slots, "a number from 1 on, 2 to overlap")
-    timeout_s = given.get("timeout_s")
-    if timeout_s is not None:
-        check_wait("timeout_s", timeout_s)
-    link = given.get("link")
-    if link is not None:
-        parse_link(link)
-    transport = given.get("transport")
-    if transport is not None:
-        check_transport(transport, ADOPTED)
-    below = given.get("all_to_all_below")
-    if below is not None and (not isinstance(below, int) or isinstance(below, bool) or not 1 <= below <= LARGEST_EXACT):
-        raise OptionError(
-            f"option all_to_all_below is {below!r}; it must be a number of tokens per rank from 1 to {LARGEST_EXACT}, "
-            "or None",
-            name="all_to_all_below",
-            value=below,
-        )
-    hardware = _hardware(given.get("hardware"), below)
-    folder = None if dump is None else os.fsdecode(dump)
-    return Options(
-        lower=lower,
-        disable=tuple(disable),
-        chunk_tokens=chunk_tokens,
-        debug=debug,
-        dump=folder,
-        cudagraphs=cudagraphs,
-        slots=slots,
-        link=link,
-        timeout_s=timeout_s,
-        transport=transport,
-        all_to_all_below=below,
-        hardware=hardware,
-    )
+def parse_options(options: Mapping[str, Any] | None) -> Options:
+    """Check the options that `torch.compile` received.
 
-
-def _hardware(given: object, below: object) -> Hardware | None:
-    if given is None or isinstance(given, Hardware):
-        machine = given
-    elif isinstance(given, (str, os.PathLike)):
-        machine = load_hardware(given)
-    else:
-        raise _wrong("hardware", given, "a preset such as 8xh100-80g, or a profile's file")
-    if machine is not None and below is not None:
-        raise OptionError(
-            f"options all_to_all_below is {below!r} and hardware is {machine.name!r}: give either all_to_all_below or "
-            "hardware: moepass computes all_to_all_below from hardware",
-            name="all_to_all_below",
-            value=below,
-        )
-    return machine
-
-
-def _wrong(name: str, value: object, expected: str) -> OptionError:
-    text = f"option {name} is {value!r}; it must be {expected}"
-    return OptionError(text, name=name, value=value, expected=expected)
+    Raises:
+        OptionError: with the name of the first option that is unknown or has a wrong value, that value, and the valid
+            ones.
+    """
+    values = dict(options or {})
+    check_names(values, [Options])
+    dump, hardware = values.get("dump"), values.get("hardware")
+    if isinstance(dump, bytes | os.PathLike):
+        values["dump"] = os.fsdecode(dump)
+    if isinstance(hardware, str | os.PathLike):
+        values["hardware"] = load_hardware(hardware)
+    return read_options(Options, values)

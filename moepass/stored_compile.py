@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from moepass import __version__
 from moepass.compilations import note_compilation, pass_context
+from moepass.models.version import __version__
 from moepass.options import parse_options
 from moepass.passes.graph.graph_records import NotStorableError
 from moepass.runtime.banks.banked_modules import BankedParameter

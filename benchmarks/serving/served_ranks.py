@@ -17,7 +17,7 @@ import psutil
 
 from benchmarks.serving.peer_process import Run
 from benchmarks.serving.serving_workloads import Prompts, ServedModel
-from moepass.cli.rank_options import RankOptions
+from moepass.cli.rank_options import RankOptions, RankSetup
 from moepass.models.checkpoint.checkpoint_folders import load_config
 from moepass.models.homes import home_named
 from moepass.models.sizes.families import from_config
@@ -45,23 +45,16 @@ class ServedRanks:
         self._shares, self._runs = shares, 0
         self._endpoint = f"ipc://{self._folder.name}/ranks"
         key = bytes(32)
-        options = RankOptions(
-            model="demo" if model.name == "demo" else str(model.folder),
-            ranks=ranks,
-            home=home,
-            device="cpu",
-            lower="inductor",
-            compiled=True,
-            link="real",
-            key=key.hex(),
-            meeting=self._folder.name,
-            threads=threads,
-            cache_bytes=None if shares else 0,
+        setup = RankSetup(
+            "demo" if model.name == "demo" else str(model.folder),
+            RankOptions(ranks=ranks, home=home, threads=threads, kv_cache=None if shares else "off"),
+            key.hex(),
+            self._folder.name,
         )
 
         def command(rank: int, attempt: int, endpoint: str) -> RankCommand:
             words = (sys.executable, "-m", "moepass.cli.serve_rank", endpoint, str(rank), str(attempt))
-            return RankCommand((*words, str(os.getpid())), msgspec.json.encode(options))
+            return RankCommand((*words, str(os.getpid())), msgspec.json.encode(setup))
 
         self._loop = asyncio.new_event_loop()
         self._frontend = self._loop.run_until_complete(

@@ -1,36 +1,17 @@
-"""Arguments of the command line that are more than a number or a word, and what several commands let one choose."""
+"""Arguments of the command line that need parsing."""
 
 from __future__ import annotations
-
-import enum
 
 from moepass.models.errors import InputError, OptionError
 from moepass.models.limits import MOST_THREADS, check_limit, decode_json
 
 
-class LoweringName(enum.StrEnum):
-    inductor = "inductor"
-    eager = "eager"
-
-
-class ExplainedLoweringName(enum.StrEnum):
-    """What `explain` knows more: it needs no GPU."""
-
-    inductor = "inductor"
-    eager = "eager"
-    tensorrt = "tensorrt"
-
-
-class ServedDtype(enum.StrEnum):
-    """Of weights that run; `explain` knows more, which are stored."""
-
-    bf16 = "bf16"
-    fp16 = "fp16"
-    fp32 = "fp32"
-
-
 def parse_labels(text: str | None) -> list[str] | None:
-    """`a,b` or `["a", "b"]` as a list; None for None. Raises InputError for a list that is not one of strings."""
+    """Return `a,b` or `["a", "b"]` as a list, and None for None.
+
+    Raises:
+        InputError: if `text` begins with a bracket and is not a JSON list of strings.
+    """
     if text is None:
         return None
     if not text.startswith("["):
@@ -39,11 +20,17 @@ def parse_labels(text: str | None) -> list[str] | None:
         labels: list[str] = decode_json(text, list[str])
         return labels
     except InputError as error:
-        raise InputError(f"labels {text!r} are no JSON list of strings: {error}", name="labels", value=text) from error
+        raise InputError(
+            f"labels {text!r} are not a JSON list of strings: {error}", name="labels", value=text
+        ) from error
 
 
 def parse_range(name: str, text: str) -> tuple[int, int]:
-    """`5` as (5, 5), `5-9` as (5, 9). Raises OptionError."""
+    """Return `5` as (5, 5) and `5-9` as (5, 9).
+
+    Raises:
+        OptionError: for any other text, with `name` as the name of the option.
+    """
     low, dash, high = text.partition("-")
     try:
         return int(low), int(high if dash else low)
@@ -52,8 +39,13 @@ def parse_range(name: str, text: str) -> tuple[int, int]:
 
 
 def set_threads(threads: int | None) -> None:
+    """Let torch compute with `threads` CPU threads; None keeps its default.
+
+    Raises:
+        TooLargeError: if there are more than `MOST_THREADS`.
+    """
     if threads is not None:
-        check_limit("threads", threads, MOST_THREADS, "more than there are cores make nothing faster")
+        check_limit("threads", threads, MOST_THREADS, "more threads than cores make nothing faster")
         import torch
 
         torch.set_num_threads(threads)

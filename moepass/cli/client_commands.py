@@ -1,13 +1,11 @@
-"""The commands that ask a server: `moepass batch` and `moepass bench`."""
+"""The commands that send requests: `moepass batch` and `moepass bench`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import dataclasses
-import inspect
 import signal
-import typing
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,91 +14,81 @@ import typer
 
 from moepass.cli.arguments import parse_labels, parse_range
 from moepass.cli.progress import progress_bar
-from moepass.cli.serve_command import rank_options_of, serve, served_names
+from moepass.cli.rank_options import RankOptions, RankSetup
+from moepass.cli.record_options import takes_records
+from moepass.cli.server_options import served_names
 from moepass.cli.streams import check_compiler_cache
 from moepass.clients.workloads import PRESETS, ROUTES, WorkloadShape
 from moepass.models.errors import OptionError
 from moepass.models.limits import MOST_BENCH_REQUESTS, check_wait
+from moepass.option_records import fields_of
 from moepass.runtime.system.open_files import allow_many_files
 
 if TYPE_CHECKING:
-    from moepass.cli.rank_options import RankOptions
     from moepass.clients.batch_run import Batch, BatchCounts
     from moepass.clients.bench_report import BenchReport
 
-# Options of `serve` that say how ranks compute.
-_RANK_OPTIONS = tuple(inspect.signature(rank_options_of).parameters)[1:]
+# Options that only a MODEL has, and no server of --url.
+_MODEL_OPTIONS = (*(field.name for field in fields_of(RankOptions)), "name")
 
 
-def _with_rank_options(command: Callable[..., None]) -> Callable[..., None]:
-    """`command`, which gets as `rank_options` what it is given beside its own, with the options of `serve` for that."""
-    own = inspect.signature(command, eval_str=True).parameters
-    hints = typing.get_type_hints(serve, include_extras=True)
-    further = [
-        parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
-        for name, parameter in inspect.signature(serve).parameters.items()
-        if name in _RANK_OPTIONS
-    ]
-    kept = [parameter for parameter in own.values() if parameter.name != "rank_options"]
-
-    def with_them(*given: Any, **named: Any) -> None:
-        rank_options = {name: named.pop(name) for name in _RANK_OPTIONS}
-        command(*given, **named, rank_options=rank_options)
-
-    signature = inspect.Signature([*kept, *further])
-    with_them.__signature__ = signature  # type: ignore[attr-defined]  # it is what typer reads
-    with_them.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
-    with_them.__name__, with_them.__doc__ = command.__name__, command.__doc__
-    return with_them
-
-
-@_with_rank_options
+@takes_records
 def batch(
     context: typer.Context,
     model: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help="A checkpoint folder, or **demo**: asked in this process."),
+        typer.Argument(metavar="[MODEL]", help="A checkpoint folder, or **demo**, to answer in this process."),
     ] = None,
     *,
     input: Annotated[str, typer.Option("--input", "-i", metavar="FILE", help="Requests, one JSON object per line.")],
-    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Answers, added as they come.")],
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="FILE", help="Answers, appended in the order in which they arrive.")
+    ],
     url: Annotated[
         str | None,
         typer.Option("--url", metavar="URL", help="Ask this server instead of a MODEL, such as http://127.0.0.1:8000."),
     ] = None,
-    api_key: Annotated[str | None, typer.Option(metavar="KEY", help="What --url asks for.")] = None,
+    api_key: Annotated[str | None, typer.Option(metavar="KEY", help="The API key of the server at --url.")] = None,
     name: Annotated[
         list[str] | None,
-        typer.Option("--name", metavar="NAME", help="What requests call the MODEL.", show_default="its last part"),
+        typer.Option(
+            "--name",
+            metavar="NAME",
+            help="A name by which requests call the MODEL; repeat the option for more names.",
+            show_default="the last part of MODEL",
+        ),
     ] = None,
     in_flight: Annotated[
-        int, typer.Option(min=1, max=1 << 16, metavar="N", help="Requests that are open at once.")
+        int, typer.Option(min=1, max=1 << 16, metavar="N", help="The most requests that are open at the same time.")
     ] = 512,
     retry_errors: Annotated[
-        bool, typer.Option("--retry-errors", help="Ask again what an earlier run answered with an error.")
+        bool, typer.Option("--retry-errors", help="Ask the requests again that an earlier run answered with an error.")
     ] = False,
     timeout: Annotated[
-        float, typer.Option(min=0.001, metavar="SECONDS", help="A request not answered by then is an error.")
+        float,
+        typer.Option(min=0.001, metavar="SECONDS", help="The time after which an unanswered request is an error."),
     ] = 600.0,
     patience: Annotated[
         float,
-        typer.Option(min=0, metavar="SECONDS", help="So long a full queue or a server that is away is waited for."),
+        typer.Option(
+            min=0, metavar="SECONDS", help="How long to wait for a full queue, or for a server that does not answer."
+        ),
     ] = 600.0,
-    rank_options: dict[str, Any],
+    rank: RankOptions,
 ) -> None:
-    """Answer a file of requests, in the shape of OpenAI's batches.
+    """Answer a file of requests in the format of OpenAI's batches.
 
-    Each line in has **custom_id**, **method** (POST), **url** (a route of the server, such as /v1/decisions) and
-    **body**. Each line out has **custom_id**, **response** (status_code, request_id, body) and **error**, in the order
-    in which answers come. A line that is no request gets an error.
+    Each input line has **custom_id**, **method** (POST), **url** (a route of the server, such as /v1/decisions) and
+    **body**. Each output line has **custom_id**, **response** (status_code, request_id, body) and **error**, in the
+    order in which the answers arrive. A line that is not a valid request gets an error.
 
-    Stopped at any moment, by whatever, and started again: what has an answer in the output is not asked again.
+    The command may be stopped at any time, even killed. Started again, it skips the requests that the output answers.
 
-    Exit status: 0 when every line has an answer, 1 when some of them are errors or nothing answers any more, 130 when
-    it was stopped.
+    Exit status: 0 if every line has an answer, 1 if some answers are errors or the server stopped answering, 130 if the
+    command was interrupted.
     """
     if (model is None) == (url is None):
-        raise OptionError("give either a MODEL or --url; the one runs here, the other runs already", name="model")
+        raise OptionError("give either a MODEL, to run it here, or --url, for a server that runs already", name="model")
     if url is not None:
         _refuse_rank_options(context)
     check_wait("timeout", timeout)
@@ -108,11 +96,10 @@ def batch(
     from moepass.clients.server_address import parse_server_url
 
     address = parse_server_url(url) if url is not None else None
-    ranks = rank_options_of(model, **rank_options) if model is not None else None
     with Batch(input, output, retry_errors=retry_errors) as asked:
         counts, stopped = asked.counts, 0
-        before = f", {counts.answered_before} of them answered before" if counts.answered_before else ""
-        typer.echo(f"{counts.lines} lines{before}", err=True)
+        answered_before = f", {counts.answered_before} of them already answered" if counts.answered_before else ""
+        typer.echo(f"{counts.lines} lines{answered_before}", err=True)
         if not asked.is_done:
             with progress_bar("starting", counts.lines, rate="lines") as (bar, task):
 
@@ -125,16 +112,18 @@ def batch(
                         _ask_server(asked, address, api_key, timeout, in_flight, patience, show)
                         if address is not None
                         else _ask_model(
-                            asked, ranks, served_names(model or "", name), timeout, in_flight, patience, show
+                            asked, RankSetup(model or "", rank), tuple(name or ()), timeout, in_flight, patience, show
                         )
                     )
                 )
-    typer.echo(f"{counts.answered} lines answered now; {counts.errors} answers of {counts.done} are errors", err=True)
+    typer.echo(f"{counts.answered} lines answered now; {counts.errors} of {counts.done} answers are errors", err=True)
     if stopped:
-        typer.echo(f"stopped: {counts.lines - counts.done} lines are left; start the same again to go on", err=True)
+        typer.echo(
+            f"stopped: {counts.lines - counts.done} lines are left; run the same command again to continue", err=True
+        )
         raise typer.Exit(128 + stopped)
     if counts.errors:
-        typer.echo("--retry-errors asks again what was answered with an error", err=True)
+        typer.echo("to ask the requests with errors again, add --retry-errors", err=True)
         raise typer.Exit(1)
 
 
@@ -142,88 +131,123 @@ def bench(
     url: Annotated[str, typer.Argument(metavar="URL", help="A server, such as http://127.0.0.1:8000.")],
     workload: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help=f"Lengths and sharing of {', '.join(PRESETS)}.", show_default="none"),
+        typer.Option(
+            metavar="NAME",
+            help=f"Lengths and shared prefixes of a data set: {', '.join(PRESETS)}.",
+            show_default="none",
+        ),
     ] = None,
     file: Annotated[
-        str | None, typer.Option("--file", metavar="FILE", help="Requests as lines of a batch, instead of made ones.")
+        str | None,
+        typer.Option(
+            "--file",
+            metavar="FILE",
+            help="A file of requests in the format of **moepass batch**, instead of generated ones.",
+        ),
     ] = None,
-    route: Annotated[str, typer.Option(metavar=f"[{'|'.join(ROUTES)}]", help="What to ask.")] = "decisions",
+    route: Annotated[str, typer.Option(metavar=f"[{'|'.join(ROUTES)}]", help="The route to call.")] = "decisions",
     requests: Annotated[
         int | None,
         typer.Option(
             min=1,
             max=MOST_BENCH_REQUESTS,
             metavar="N",
-            help="Requests to send.",
+            help="The number of requests to send.",
             show_default="256; all lines of --file",
         ),
     ] = None,
     rate: Annotated[
         float | None,
         typer.Option(
-            min=0.001, metavar="N", help="Requests/s, at random times, however slow answers are.", show_default="none"
+            min=0.001,
+            metavar="N",
+            help="Send N requests per second at random times, however slow the answers are.",
+            show_default="none",
         ),
     ] = None,
     concurrency: Annotated[
-        int, typer.Option(min=1, max=1 << 16, metavar="N", help="Without --rate: requests that are open at once.")
+        int,
+        typer.Option(
+            min=1,
+            max=1 << 16,
+            metavar="N",
+            help="Without --rate: the number of requests that are open at the same time.",
+        ),
     ] = 32,
     prefixes: Annotated[
         int | None,
-        typer.Option(min=0, metavar="N", help="Prefixes that requests share; 0: each has its own.", show_default="0"),
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="The number of prefixes that requests share; 0: every request has its own.",
+            show_default="0",
+        ),
     ] = None,
     prefix_length: Annotated[
         str | None,
         typer.Option(
-            metavar="N[-M]", help="Of prefixes: tokens, or words where the route takes text.", show_default="0"
+            metavar="N[-M]",
+            help="The length of a prefix in tokens, or in words if the route takes text.",
+            show_default="0",
         ),
     ] = None,
     own_length: Annotated[
-        str | None, typer.Option(metavar="N[-M]", help="Of what follows the prefix.", show_default="64")
+        str | None, typer.Option(metavar="N[-M]", help="The length of the text after the prefix.", show_default="64")
     ] = None,
     items: Annotated[
-        int, typer.Option(min=1, max=4096, metavar="N", help="Questions, prompts, items or documents of a request.")
+        int, typer.Option(min=1, max=4096, metavar="N", help="Questions, prompts, items or documents in a request.")
     ] = 1,
     labels: Annotated[str, typer.Option(metavar="A,B,...", help="The choices of decisions.")] = "yes,no",
     seed: Annotated[int, typer.Option(metavar="N", help="The same seed makes the same requests.")] = 0,
     goodput: Annotated[
         float | None,
-        typer.Option(min=0.001, metavar="MS", help="Count requests that were answered within it.", show_default="none"),
+        typer.Option(
+            min=0.001,
+            metavar="MS",
+            help="Count the requests that were answered within MS milliseconds.",
+            show_default="none",
+        ),
     ] = None,
     warmup: Annotated[
-        int, typer.Option(min=0, max=MOST_BENCH_REQUESTS, metavar="N", help="Requests before, which are not counted.")
+        int,
+        typer.Option(
+            min=0, max=MOST_BENCH_REQUESTS, metavar="N", help="Requests to send first, which are not counted."
+        ),
     ] = 8,
     model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="What to ask for.", show_default="what the server has")
+        str | None,
+        typer.Option(metavar="NAME", help="The model to ask for.", show_default="the model that the server has"),
     ] = None,
-    api_key: Annotated[str | None, typer.Option(metavar="KEY", help="What the server asks for.")] = None,
+    api_key: Annotated[str | None, typer.Option(metavar="KEY", help="The API key of the server.")] = None,
     timeout: Annotated[
-        float, typer.Option(min=0.001, metavar="SECONDS", help="A request not answered by then is an error.")
+        float,
+        typer.Option(min=0.001, metavar="SECONDS", help="The time after which an unanswered request is an error."),
     ] = 600.0,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Measure a server with a workload: latency, requests and tokens per second, goodput, hit rate, FLOPs.
 
-    Works with any server that has the route in OpenAI's, SGLang's (score) or Cohere's (rerank) shape. What it does not
-    tell is not guessed.
+    Works with any server that has the route in OpenAI's, SGLang's (score) or Cohere's (rerank) format. Figures that the
+    server does not report are left out.
 
-    Exit status: 0 when every request was answered or refused because the queue was full, 1 otherwise.
+    Exit status: 0 if every request was answered or refused because the queue was full, 1 otherwise.
     """
     check_wait("timeout", timeout)
     if file is not None and workload is not None:
-        raise OptionError("--file has requests of its own; leave --workload out", name="workload")
+        raise OptionError("--file already contains the requests; leave out --workload", name="workload")
     if workload is not None and workload not in PRESETS:
         raise OptionError.wrong("workload", workload, f"one of {', '.join(PRESETS)}")
     start = PRESETS[workload] if workload is not None else WorkloadShape()
-    given: dict[str, Any] = {
+    lengths: dict[str, Any] = {
         "requests": requests if file is None or requests is not None else MOST_BENCH_REQUESTS,
         "prefixes": prefixes,
         "prefix_length": None if prefix_length is None else parse_range("prefix_length", prefix_length),
         "own_length": None if own_length is None else parse_range("own_length", own_length),
     }
-    given = {name: value for name, value in given.items() if value is not None}
-    chosen = tuple(parse_labels(labels) or ())
-    shape = dataclasses.replace(start, route=route, items=items, labels=chosen, seed=seed, **given)
-    made = f"{workload or 'made'}, {route}"
+    lengths = {name: value for name, value in lengths.items() if value is not None}
+    choices = tuple(parse_labels(labels) or ())
+    shape = dataclasses.replace(start, route=route, items=items, labels=choices, seed=seed, **lengths)
+    generated_name = f"{workload or 'generated'}, {route}"
 
     from moepass.clients.bench_report import table_of
     from moepass.clients.bench_run import BenchOptions, measure
@@ -231,7 +255,7 @@ def bench(
 
     options = BenchOptions(
         url=parse_server_url(url),
-        name=made if file is None else file,
+        name=generated_name if file is None else file,
         shape=shape,
         file=file,
         rate=rate,
@@ -264,15 +288,20 @@ def bench(
 
 
 def _refuse_rank_options(context: typer.Context) -> None:
-    """Raises OptionError for an option of ranks. One of the environment may be for other commands, and is left."""
-    for given in (*_RANK_OPTIONS, "name"):
-        source = context.get_parameter_source(given)
-        option = given.replace("_", "-")
+    """Raise OptionError for an option of a MODEL on the command line.
+
+    The environment may set such an option for other commands, so there it is only reported.
+    """
+    for name in _MODEL_OPTIONS:
+        source = context.get_parameter_source(name)
+        option = name.replace("_", "-")
         if source is not None and source.name == "COMMANDLINE":
-            raise OptionError(f"--{option} is for a MODEL; the server of --url runs already", name=given)
+            raise OptionError(
+                f"--{option} is for a MODEL, but --url is a server that runs already; leave it out", name=name
+            )
         if source is not None and source.name == "ENVIRONMENT":
-            variable = f"MOEPASS_{given.upper()}"
-            typer.echo(f"{variable} is not used: it is for a MODEL, and the server of --url runs already", err=True)
+            variable = f"MOEPASS_{name.upper()}"
+            typer.echo(f"{variable} is not used: it is for a MODEL, but --url is a server that runs already", err=True)
 
 
 async def _ask_server(
@@ -292,28 +321,32 @@ async def _ask_server(
 
 async def _ask_model(
     asked: Batch,
-    ranks: RankOptions | None,
+    setup: RankSetup,
     names: tuple[str, ...],
     timeout: float,
     in_flight: int,
     patience: float,
     show: Callable[[BatchCounts], None],
 ) -> None:
-    assert ranks is not None
     check_compiler_cache()
     from moepass.cli.serving import in_process
     from moepass.clients.server_address import make_client
     from moepass.runtime.serving.routes.server_settings import ServerSettings
 
+    settings = ServerSettings(served_names(setup.model, names), None, timeout)
     async with contextlib.AsyncExitStack() as opened:
-        transport = await opened.enter_async_context(in_process(ranks, ServerSettings(names, None, timeout)))
+        transport = await opened.enter_async_context(in_process(setup, settings))
         client = make_client("http://moepass", None, timeout_seconds=None, transport=transport)
         await opened.enter_async_context(client)
         await asked.run(client, most_open=in_flight, patience_seconds=patience, on_answer=show)
 
 
 async def _until_stopped(work: Coroutine[Any, Any, None]) -> int:
-    """Run `work` until it is done, or cancelled by a signal, whose number this gives; else 0."""
+    """Run `work` until it ends or SIGINT or SIGTERM cancels it.
+
+    Returns:
+        The number of the signal, or 0 if `work` ended by itself.
+    """
     task = asyncio.ensure_future(work)
     signals: list[int] = []
 

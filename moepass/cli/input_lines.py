@@ -1,4 +1,4 @@
-"""The lines of JSON that `moepass score` reads: within limits, each with its number for errors."""
+"""JSON lines that `moepass score` reads, within the limits on input and with their line numbers."""
 
 from __future__ import annotations
 
@@ -14,37 +14,47 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Line:
-    """One line of input: `number` as an editor counts it, `further` the keys beside `text`."""
+class InputLine:
+    """A line of input that can be scored.
+
+    Attributes:
+        number: the line number, counted from 1.
+        text: the text to score.
+        extra: the other keys of the line.
+    """
 
     number: int
     text: str
-    further: dict[str, Any]
+    extra: dict[str, Any]
 
     @property
     def name(self) -> str:
+        """The line's name in error messages."""
         return f"line {self.number}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BadLine:
-    """A line that cannot be scored, and why; the error's text begins with the line's name."""
+    """A line that cannot be scored, and the error, whose text begins with the line's name."""
 
     number: int
     error: InputError
 
 
-def read_lines(source: str) -> Iterator[Line | BadLine]:
-    """The lines of the file `source`, or of standard input for "-", as they are asked for; blank lines are skipped.
+def read_lines(source: str) -> Iterator[InputLine | BadLine]:
+    """Yield the lines of the file `source`, or of standard input for "-". Blank lines are skipped.
 
-    Raises InputError where it cannot be read, and at its end where there was no line.
+    Lines are read on demand.
+
+    Raises:
+        InputError: if the input cannot be read, or has ended without any line.
     """
     try:
         if source == "-":
             yield from parse_lines(limited_lines(sys.stdin.buffer, "standard input"), "standard input")
             return
-        with open(source, "rb") as opened:
-            yield from parse_lines(limited_lines(opened, source), source)
+        with open(source, "rb") as file:
+            yield from parse_lines(limited_lines(file, source), source)
     except OSError as error:
         raise InputError(
             f"input {source!r} cannot be read: {error.strerror}", name="input", value=source, path=source
@@ -52,7 +62,14 @@ def read_lines(source: str) -> Iterator[Line | BadLine]:
 
 
 def limited_lines(source: BinaryIO, name: str) -> Iterator[bytes | TooLargeError]:
-    """The lines of `source`; of one beyond the limit an error, in which `name` stands, and nothing is kept of it."""
+    """Yield the lines of `source`, and an error instead of each line that is beyond the limit.
+
+    Such a line is never in memory as a whole.
+
+    Args:
+        source: the file.
+        name: its name in errors.
+    """
     number = 0
     while raw := source.readline(MOST_LINE_BYTES + 1):
         number += 1
@@ -70,8 +87,8 @@ def limited_lines(source: BinaryIO, name: str) -> Iterator[bytes | TooLargeError
             raw = source.readline(MOST_LINE_BYTES)
 
 
-def parse_lines(source: Iterable[bytes | TooLargeError], name: str) -> Iterator[Line | BadLine]:
-    """As `read_lines`, from the lines themselves; `name` stands in errors."""
+def parse_lines(source: Iterable[bytes | TooLargeError], name: str) -> Iterator[InputLine | BadLine]:
+    """Yield the parsed lines of `source`; see `read_lines`. Errors call the input `name`."""
     is_empty = True
     for number, raw in enumerate(source, 1):
         if isinstance(raw, TooLargeError):
@@ -93,12 +110,12 @@ def parse_lines(source: Iterable[bytes | TooLargeError], name: str) -> Iterator[
         )
 
 
-def _parsed(number: int, raw: bytes, name: str) -> Line:
+def _parsed(number: int, raw: bytes, name: str) -> InputLine:
     where = f"line {number}"
     try:
         record = decode_json(raw)
     except InputError as error:
-        raise InputError(f"{where} of {name} is no JSON: {error}", name=where, path=name) from error
+        raise InputError(f"{where} of {name} is not valid JSON: {error}", name=where, path=name) from error
     if not isinstance(record, dict):
         raise InputError(
             f'{where} of {name} is {_kind(record)}; it must be an object such as {{"text": "..."}}',
@@ -121,7 +138,7 @@ def _parsed(number: int, raw: bytes, name: str) -> Line:
         )
     if not text.strip():
         raise InputError(f'{where} of {name}: "text" is empty', name=where, value=text, path=name)
-    return Line(number, text, record)
+    return InputLine(number, text, record)
 
 
 def _kind(value: object) -> str:

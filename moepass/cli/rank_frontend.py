@@ -1,6 +1,6 @@
-"""What starts the ranks of a model and talks to them.
+"""The frontend that starts the ranks of a model and sends requests to them.
 
-Nothing heavy is imported here, so that ranks start before the server imports what answers clients.
+This module imports nothing heavy, so that ranks start before the server imports its HTTP packages.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from moepass.cli.rank_options import RankOptions
-from moepass.cli.torchrun import LaunchedProcess, RankStart, tell_ranks
+from moepass.cli.rank_options import RankSetup
+from moepass.cli.torchrun import LaunchedProcess, RankStart, publish_setup
 from moepass.models.checkpoint.checkpoint_folders import resolve_model
 from moepass.models.homes import home_named
 from moepass.runtime.serving.engine.step_engine import EngineFacts
@@ -27,12 +27,12 @@ from moepass.runtime.serving.workers.launched_ranks import LaunchedRank
 from moepass.runtime.serving.workers.rank_watch import HangLimits
 from moepass.runtime.serving.workers.supervisor import RankCommand, RankStarter
 
-# After the server has answered what is open, its ranks have so long to end by themselves.
+# The time that ranks have to end by themselves after the server has answered the open requests.
 RANKS_END_SECONDS = 5.0
 
 
 def make_frontend(
-    rank_options: RankOptions,
+    setup: RankSetup,
     meeting: str,
     limits: FrontendLimits,
     formula: FlopsFormula | asyncio.Future[FlopsFormula],
@@ -40,52 +40,62 @@ def make_frontend(
     timeout_seconds: float,
     launched: LaunchedProcess | None = None,
 ) -> Frontend:
-    """What starts the ranks of a model, which meet in the folder `meeting`. It is to be started and closed.
+    """Return the frontend for the ranks of a model. The caller starts and closes it.
 
-    `timeout_seconds`: what a request is given up after; a step that takes as long as half of it counts as hung.
-    Where this process was `launched` with others, they are the ranks but for the first, and none is started again.
-    Raises OptionError and InputError for what a rank would refuse.
+    Args:
+        setup: the model and the options of every rank.
+        meeting: a folder for the socket, in which the ranks of a spread home also meet.
+        limits: how much work may wait.
+        formula: the FLOPs of requests.
+        timeout_seconds: the time after which a request is given up. A step of half that time counts as hung.
+        launched: this process among those that torchrun started, or None. The other processes then are ranks, and lost
+            ranks are not restarted.
+
+    Raises:
+        OptionError: for an option that a rank would refuse.
+        InputError: for a model or a profile that a rank would refuse.
     """
-    _check(rank_options)
-    key = bytes.fromhex(rank_options.key) or secrets.token_bytes(32)
-    told = msgspec.structs.replace(rank_options, key=key.hex(), meeting=meeting)
-    given = msgspec.json.encode(told)
+    _check(setup)
+    key = bytes.fromhex(setup.key) or secrets.token_bytes(32)
+    setup = msgspec.structs.replace(setup, key=key.hex(), meeting=meeting)
+    message = msgspec.json.encode(setup)
     endpoint = f"ipc://{meeting}/ranks"
 
     def command(rank: int, attempt: int, endpoint: str) -> RankStarter:
         if launched is not None and rank != launched.rank:
             return LaunchedRank(Path(meeting), rank)
         program = (sys.executable, "-m", "moepass.cli.serve_rank", endpoint, str(rank), str(attempt), str(os.getpid()))
-        return RankCommand(program, given)
+        return RankCommand(program, message)
 
     if launched is not None:
-        tell_ranks(launched, Path(meeting), RankStart(endpoint, os.getpid(), told))
+        publish_setup(launched, Path(meeting), RankStart(endpoint, os.getpid(), setup))
     return Frontend(
-        rank_options.ranks,
+        setup.options.ranks,
         command,
         endpoint=endpoint,
         formula=formula,
         make_router=make_router,
         key=key,
         limits=limits,
-        ends_together=home_named(rank_options.home).is_spread,
-        # Early enough for requests to run once more.
+        ends_together=home_named(setup.options.home).is_spread,
+        # A hung step is detected early enough to run its requests again.
         hangs=HangLimits(step_seconds=max(HANGS.silent_seconds, timeout_seconds / 2)),
         restarts=launched is None,
     )
 
 
 def make_router(ranks: int, formula: FlopsFormula, facts: list[EngineFacts]) -> RankRouter:
-    """The router of a server: its ranks are saturated by the steps that may be at a rank at once."""
-    saturation = STEPS_AT_A_RANK * max(one.saturation_flops for one in facts)
-    rate = min(one.flops_per_second for one in facts)
+    """Return the router of a server. The steps that may be at a rank at the same time are its saturation."""
+    saturation = STEPS_AT_A_RANK * max(rank.saturation_flops for rank in facts)
+    rate = min(rank.flops_per_second for rank in facts)
     return PrefixRouter(ranks, formula, saturation_flops=saturation, flops_per_second=rate)
 
 
-def _check(options: RankOptions) -> None:
-    """What a rank would refuse, before one starts. Raises OptionError and InputError."""
-    resolve_model(options.model)
-    # The defaults need no check, and these imports take long: a server has no other use for torch.
+def _check(setup: RankSetup) -> None:
+    """Raise OptionError or InputError, before a rank starts, for a setup that it would refuse."""
+    resolve_model(setup.model)
+    options = setup.options
+    # The defaults need no check, and a server needs torch for nothing else, whose import takes long.
     if options.device != "cpu":
         from moepass.runtime.offload.offload import check_device
 

@@ -1,77 +1,153 @@
-"""What the server tells its ranks when it starts them: one JSON object on standard input.
+"""Options that say how a model computes: those of every command, and those of the ranks of a server.
 
-And the checks of single options that the command line and Ray share.
+The command line, `moepass.ray_serve` and the message that starts a rank use the same records.
 """
 
 from __future__ import annotations
 
+import os
+from typing import Annotated, Literal
+
 import msgspec
+from msgspec import Meta
 
-from moepass.models.errors import OptionError
-from moepass.models.limits import AUTO
+from moepass.models.byte_counts import parse_bytes
+from moepass.models.errors import InputError, OptionError
+from moepass.models.homes import HOMES, home_named
+from moepass.models.limits import AUTO, MOST_RANKS, MOST_THREADS, MOST_TOKENS
+from moepass.option_records import Count, option
 
 
-class RankOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a rank serves a model.
+class ComputeOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The options that `score` and `serve` share."""
 
-    home          where experts rest; `device` keeps them where the model computes
-    cache_bytes   for prefix blocks; 0: no cache, None: a part of the memory that is free
-    chunk_tokens  what treats every token alone runs at most so many tokens at a time; None: all of a step, "auto": as
-                  many as fit into the memory budget
-    tune_kernels  before it is ready: those of experts, on a GPU
-    key           of the hashes of blocks, in hexadecimal digits
-    meeting       a folder in which ranks of a home that is spread over them meet
+    home: Annotated[
+        str,
+        option(
+            "Where experts rest; **device** streams none.",
+            details="See [homes](homes.md).",
+            metavar=f"[{'|'.join(HOMES)}]",
+        ),
+    ] = "host"
+    device: Annotated[str, option("The device that computes: cpu, cuda or cuda:INDEX.", metavar="DEVICE")] = "cpu"
+    dtype: Annotated[
+        Literal["bf16", "fp16", "fp32"] | None, option("The dtype of the weights.", unset="that of the checkpoint")
+    ] = None
+    step_tokens: Annotated[
+        Annotated[int, Meta(ge=1, le=MOST_TOKENS)] | None,
+        option("The number of tokens that fills a step.", unset="the plan's saturation threshold"),
+    ] = None
+    eager: Annotated[bool, option("Do not compile at all.")] = False
+    link: Annotated[
+        str, option("**real**, or **emulate:BYTES_PER_S** to try a slower link on a CPU.", metavar="LINK")
+    ] = "real"
+
+
+class RankOptions(ComputeOptions, frozen=True, kw_only=True):
+    """The options of the ranks of a server.
+
+    Constructing one raises OptionError for an unknown home, for byte counts that cannot be parsed, and for options that
+    exclude each other.
+    """
+
+    ranks: Annotated[Annotated[int, Meta(ge=1, le=MOST_RANKS)], option("The number of processes that compute.")] = 1
+    slots: Annotated[
+        Count | None, option("Slots of the ring that experts stream through; each holds one layer's.", unset="2")
+    ] = None
+    memory_budget: Annotated[
+        str | None,
+        option(
+            "Memory of each rank's device, such as 6GB; the planner chooses the layers whose experts stay there.",
+            details="See [offload_experts](options.md#offload_experts).",
+            unset="experts of no layer stay",
+            metavar="BYTES",
+        ),
+    ] = None
+    hardware: Annotated[
+        str | None,
+        option("A preset or a profile of the machine.", unset="what `moepass calibrate` has stored", metavar="NAME"),
+    ] = None
+    kv_cache: Annotated[
+        str | None,
+        option(
+            "Memory of each rank for the keys and values of prefixes that repeat; **off** keeps none.",
+            unset="a tenth of the free memory",
+            metavar="BYTES",
+        ),
+    ] = None
+    chunk_tokens: Annotated[
+        Count | Literal["auto"] | None,
+        option(
+            "The most tokens of a step that the operations between two attentions process at a time, so that longer "
+            "inputs fit into memory. **auto**: as many as fit into the memory budget.",
+            details="See [hybrid prefill](options.md#hybrid-prefill).",
+            unset="all at once",
+            metavar="N",
+            expected="a number of tokens from 1 on, or 'auto'",
+        ),
+    ] = None
+    tune_kernels: Annotated[
+        bool,
+        option(
+            "On a GPU, measure which tile sizes make the expert kernels fastest, before the server is ready.",
+            details="See [tuned kernels](options.md#tuned-kernels).",
+        ),
+    ] = False
+    lower: Annotated[Literal["inductor", "eager"], option("How segments are compiled.")] = "inductor"
+    threads: Annotated[
+        Annotated[int, Meta(ge=1, le=MOST_THREADS)] | None,
+        option("CPU threads of each rank.", unset="the cores, divided evenly"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        try:
+            home_named(self.home)
+            parse_bytes(self.memory_budget)
+            _ = self.cache_bytes
+        except InputError as error:
+            raise OptionError(str(error), name=error.name, value=error.value, expected=error.expected) from error
+        if self.chunk_tokens == AUTO and (self.memory_budget is None or self.home == "device"):
+            raise OptionError(
+                "chunk_tokens is 'auto', but there is no memory budget that chunks could fit into; set memory_budget, "
+                "and a home that experts are streamed from, or set chunk_tokens to a number of tokens",
+                name="chunk_tokens",
+                value=AUTO,
+            )
+        if self.tune_kernels and (not self.device.startswith("cuda") or self.eager or self.lower == "eager"):
+            raise OptionError(
+                f"tune_kernels is on, but with device {self.device!r}, lower {self.lower!r}"
+                f"{' and eager' if self.eager else ''} experts have no Triton kernels; they have with device cuda and "
+                "lower inductor",
+                name="tune_kernels",
+                value=True,
+                expected=(False,),
+            )
+
+    @property
+    def cache_bytes(self) -> int | None:
+        """Bytes of each rank's prefix cache: 0 for no cache, None for a tenth of the free memory."""
+        if self.kv_cache == "off":
+            return 0
+        nbytes = parse_bytes(self.kv_cache, "kv_cache")
+        return None if nbytes is None else int(nbytes)
+
+    @property
+    def threads_per_rank(self) -> int:
+        """The number of CPU threads that each rank computes with."""
+        return self.threads or max(1, (os.cpu_count() or 1) // self.ranks)
+
+
+class RankSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The message that a rank reads when it starts, as JSON.
+
+    Attributes:
+        model: a checkpoint folder, or `demo`.
+        options: how the rank computes.
+        key: the secret key of block hashes, in hexadecimal digits. Empty: the server draws one.
+        meeting: a folder in which the ranks of a spread home meet.
     """
 
     model: str
-    ranks: int
-    home: str
-    device: str
-    lower: str
-    compiled: bool
-    link: str
-    key: str
-    meeting: str
-    threads: int | None = None
-    dtype: str | None = None
-    slots: int | None = None
-    memory_budget: str | None = None
-    hardware: str | None = None
-    cache_bytes: int | None = None
-    step_tokens: int | None = None
-    chunk_tokens: int | str | None = None
-    tune_kernels: bool = False
-
-
-def parse_chunk_tokens(given: int | str | None, home: str, memory_budget: str | None) -> int | str | None:
-    """`given` as RankOptions.chunk_tokens. Raises OptionError."""
-    if given == AUTO:
-        if memory_budget is None or home == "device":
-            raise OptionError(
-                "chunk_tokens is 'auto', but there is no memory budget that chunks could fit into; give memory_budget, "
-                "and a home that experts are streamed from, or a number of tokens",
-                name="chunk_tokens",
-                value=given,
-            )
-        return AUTO
-    if given is None:
-        return None
-    try:
-        number = int(given)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise OptionError.wrong("chunk_tokens", given, "a number of tokens from 1 on, or 'auto'")
-    return number
-
-
-def check_kernel_tuning(device: str, lower: str, eager: bool) -> None:
-    """Raise OptionError where experts have no kernels that could be tuned."""
-    if not device.startswith("cuda") or eager or lower == "eager":
-        raise OptionError(
-            f"tune_kernels is given, but with device {device!r}, lower {lower!r}{' and eager' if eager else ''} "
-            "experts have no Triton kernels; they have with device cuda and lower inductor",
-            name="tune_kernels",
-            value=True,
-            expected=(False,),
-        )
+    options: RankOptions
+    key: str = ""
+    meeting: str = ""

@@ -1,138 +1,110 @@
-"""`moepass score`: its options, and lines of JSON on their way through the engine of this process."""
+"""The command `moepass score`: its options, and the path of JSON lines through an engine in this process."""
 
 from __future__ import annotations
 
 import contextlib
-import enum
 import gc
 import os
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import typer
 
-from moepass.cli.arguments import LoweringName, ServedDtype, parse_labels, set_threads
-from moepass.cli.input_lines import BadLine, Line, read_lines
+from moepass.cli.arguments import parse_labels, set_threads
+from moepass.cli.input_lines import BadLine, InputLine, read_lines
 from moepass.cli.progress import no_garbage_collection, note_refusals, progress_bar
+from moepass.cli.rank_options import ComputeOptions
+from moepass.cli.record_options import takes_records
 from moepass.cli.streams import check_compiler_cache, check_output, open_output
 from moepass.models.errors import InputError, MoepassError
-from moepass.models.homes import HOMES
-from moepass.models.limits import MOST_BATCH_SIZE, MOST_TOKENS, check_limit
+from moepass.models.limits import MOST_BATCH_SIZE, check_limit
+from moepass.option_records import Count, option
 
 if TYPE_CHECKING:
     from moepass.compilations import Compilation
     from moepass.runtime.serving.offline.encoded_texts import EncodedPart
     from moepass.runtime.serving.offline.text_scorer import ScoredWindow
 
-# What `score` writes itself; where an input line has a key of that name, it comes back as `input_KEY`.
+# Keys that `score` writes. An input line's key of the same name is written as `input_KEY`.
 _ANSWER_KEYS = ("label", "probabilities", "mass")
-# The beginning of the input is checked before anything is loaded.
+# The part of the input that is checked before anything is loaded.
 _FIRST_LINES, _FIRST_CHARACTERS = 1024, 1 << 20
-# Parts of a file that are encoded while the model is loaded, or computes; as many as a window has at most.
+# Parts of a file that a thread encodes ahead of the computation; a window has at most this many.
 _PARTS_AHEAD = 32
-# Skipped lines that the report names; of more it says how many there are.
+# Skipped lines that the report lists with their reasons.
 _NAMED_LINES = 1000
 
 
-class _OnError(enum.StrEnum):
-    stop = "stop"
-    skip = "skip"
+class ScoreOptions(ComputeOptions, frozen=True, kw_only=True):
+    """The options of `moepass score`."""
 
-
-def score(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A checkpoint folder, or **demo** for the embedded one.")
-    ],
     labels: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "Candidate answers: separated by commas, without trimming blanks; or a JSON list.",
+            unset="those of the template",
             metavar="A,B,...",
-            help="Candidate answers: separated by commas, blanks count; or a JSON list.",
-            show_default="those of the template",
         ),
-    ] = None,
-    input: Annotated[str, typer.Option(metavar="FILE", help="JSON lines to read; - is standard input.")] = "-",
-    output: Annotated[str, typer.Option(metavar="FILE", help="JSON lines to write; - is standard output.")] = "-",
+    ] = None
+    input: Annotated[str, option("JSON lines to read; - is standard input.", metavar="FILE")] = "-"
+    output: Annotated[str, option("JSON lines to write; - is standard output.", metavar="FILE")] = "-"
     template: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "The template around each text: the checkpoint's chat template, its prompt.json, none, or another file in "
+            "the format of prompt.json.",
+            unset="chat if there is one, else prompt",
             metavar="[chat|prompt|plain|FILE]",
-            help="How texts are asked: by the checkpoint's chat template, by its prompt.json, as they are, or by "
-            "another prompt.json.",
-            show_default="chat if there is one, else prompt",
         ),
-    ] = None,
+    ] = None
     on_error: Annotated[
-        _OnError, typer.Option(help="At a line that cannot be scored: stop, or skip it and report that at the end.")
-    ] = _OnError.stop,
-    home: Annotated[
-        str,
-        typer.Option(metavar=f"[{'|'.join(HOMES)}]", help="Where experts rest; **device** streams none."),
-    ] = "host",
-    stream: Annotated[bool, typer.Option(help="--no-stream is --home device.")] = True,
-    dtype: Annotated[
-        ServedDtype | None, typer.Option(help="Of the weights.", show_default="that of the checkpoint")
-    ] = None,
-    batch_size: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="Texts that run together, at most.", show_default="as many as fill a step"
-        ),
-    ] = None,
-    step_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=MOST_TOKENS,
-            metavar="N",
-            help="A step is full from so many tokens on.",
-            show_default="the plan's saturation threshold",
-        ),
-    ] = None,
+        Literal["stop", "skip"],
+        option("What to do at a line that cannot be scored: stop, or skip it and list it at the end."),
+    ] = "stop"
+    stream: Annotated[bool, option("--no-stream is the same as --home device.")] = True
+    slots: Annotated[int, option("Slots of the ring that experts stream through; each holds one layer's.")] = 2
+    batch_size: Annotated[Count | None, option("The most texts that run together.", unset="as many as fill a step")] = (
+        None
+    )
     lower: Annotated[
-        LoweringName | None,
-        typer.Option(
-            help="Compile, and how; eager is bit-identical to the uncompiled model.",
-            show_default="inductor where the input is so long that compiling pays",
+        Literal["inductor", "eager"] | None,
+        option(
+            "Compile in any case, and how; **eager** is bit-identical to the uncompiled model.",
+            unset="inductor if the input is long enough for compiling to pay",
         ),
-    ] = None,
-    slots: Annotated[
-        int,
-        typer.Option(metavar="N", help="Slots of the ring that the experts stream through; each holds one layer's."),
-    ] = 2,
-    device: Annotated[
-        str, typer.Option("--device", metavar="DEVICE", help="Where to compute: cpu, cuda or cuda:INDEX.")
-    ] = "cpu",
-    link: Annotated[
-        str,
-        typer.Option("--link", metavar="LINK", help="real, or emulate:BYTES_PER_S to see how a slower link would do."),
-    ] = "real",
-    eager: Annotated[bool, typer.Option("--eager", help="Do not compile at all.")] = False,
-    threads: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="CPU threads to compute with.", show_default="all cores"),
-    ] = None,
+    ] = None
+    threads: Annotated[Count | None, option("CPU threads to compute with.", unset="all cores")] = None
+
+
+@takes_records
+def score(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A checkpoint folder, or **demo** for the embedded model.")
+    ],
+    *,
+    options: ScoreOptions,
 ) -> None:
     """Score texts against candidate labels, one JSON object per line.
 
-    Each line in is an object with a **text**. Each line out has **label** (the most probable one), **probabilities**
-    (they sum to 1) and **mass** (what the model gives to all labels together). Lines are read, scored and written
-    window by window, so that files may have any length.
+    Each input line is an object with a **text**. Each output line has **label** (the most probable one),
+    **probabilities** (their sum is 1) and **mass** (the model's probability of all labels together). Lines are read,
+    scored and written window by window, so files may have any length.
 
-    Further keys of a line, such as an id, come back with it. Those called label, probabilities or mass come back as
-    input_label and so on. Where a line's **label** is one of the labels, it is compared with the answer, and the end
-    says how many agree.
+    Other keys of a line, such as an id, are copied to its output. Keys called label, probabilities or mass are copied
+    as input_label and so on. If the **label** of an input line is one of the labels, it is compared with the answer,
+    and a note at the end says how many agree.
     """
-    lines = _Lines(read_lines(input), skips=on_error is _OnError.skip)
+    skips = options.on_error == "skip"
+    lines = InputLines(read_lines(options.input), skips=skips)
     lines.read_ahead(_FIRST_LINES, _FIRST_CHARACTERS)
-    target = check_output(output)
-    candidates = parse_labels(labels)
-    if batch_size is not None:
-        check_limit("batch_size", batch_size, MOST_BATCH_SIZE, "no batch of more rows computes faster")
-    set_threads(threads)
-    known_bytes = lines.known_bytes(input)
+    target = check_output(options.output)
+    candidates = parse_labels(options.labels)
+    if options.batch_size is not None:
+        check_limit("batch_size", options.batch_size, MOST_BATCH_SIZE, "larger batches compute no faster")
+    set_threads(options.threads)
+    known_bytes = lines.known_bytes(options.input)
     with contextlib.ExitStack() as stack:
         with no_garbage_collection():
             from moepass.models.checkpoint.checkpoint_folders import load_config, resolve_model
@@ -140,10 +112,10 @@ def score(
             from moepass.runtime.serving.offline.make_writer import make_writer
 
             folder = resolve_model(model)
-            load_config(folder)  # its checks come before the tokenizer's loader reads it too
-            writer = make_writer(folder, template)
-            parts: Iterator[EncodedPart[Line]] = encoded_parts(writer, lines)
-            if os.path.isfile(input):  # what waits for others, as a pipe does, cannot be left at any time
+            load_config(folder)  # checks the config before the tokenizer's loader reads it
+            writer = make_writer(folder, options.template)
+            parts: Iterator[EncodedPart[InputLine]] = encoded_parts(writer, lines)
+            if os.path.isfile(options.input):  # a thread that reads a pipe could not be stopped
                 parts = stack.enter_context(read_ahead(parts, _PARTS_AHEAD))
             check_compiler_cache()
             import torch
@@ -153,38 +125,38 @@ def score(
             from moepass.runtime.serving.offline.load_scorer import ScorerOptions, compiling_pays, load_scorer
 
             def compile_module(module: nn.Module) -> StoredModule:
-                return StoredModule(module, {"lower": "inductor" if lower is None else lower.value}, model)
+                return StoredModule(module, {"lower": options.lower or "inductor"}, model)
 
             dtypes = {short: getattr(torch, name) for name, short in DTYPES.items()}
-            options = ScorerOptions(
+            scorer_options = ScorerOptions(
                 model=model,
                 labels=candidates,
-                template=template,
-                home=home if stream else "device",
-                dtype=None if dtype is None else dtypes[dtype.value],
-                batch_size=batch_size,
-                step_tokens=step_tokens,
-                slots=slots,
-                device=device,
-                link=link,
+                template=options.template,
+                home=options.home if options.stream else "device",
+                dtype=None if options.dtype is None else dtypes[options.dtype],
+                batch_size=options.batch_size,
+                step_tokens=options.step_tokens,
+                slots=options.slots,
+                device=options.device,
+                link=options.link,
             )
-            compiles = not eager and (lower is not None or compiling_pays(model, known_bytes))
+            compiles = not options.eager and (options.lower is not None or compiling_pays(model, known_bytes))
             recording: contextlib.AbstractContextManager[list[Compilation]] = contextlib.nullcontext([])
-            if compiles:  # what compiles takes a while to import
+            if compiles:  # these imports take a while
                 from moepass.compilations import record_compilations
                 from moepass.stored_compile import StoredModule
 
                 recording = record_compilations()
-            scorer = load_scorer(options, compile_module if compiles else None, writer)
+            scorer = load_scorer(scorer_options, compile_module if compiles else None, writer)
             gc.freeze()
-        for warning in lines.first_text(scorer.warnings):
+        for warning in lines.first_warnings(scorer.warnings):
             typer.echo(f"moepass: warning: {warning}", err=True)
         done = written = agreeing = labelled = 0
-        with recording as compilations, open_output(output, target) as sink, progress_bar("scoring") as shown:
+        with recording as compilations, open_output(options.output, target) as sink, progress_bar("scoring") as shown:
             bar, task = shown
-            for window in scorer.windows_of(parts, stops=on_error is _OnError.stop):
+            for window in scorer.windows_of(parts, stops=not skips):
                 for line, answer in _answers(window, scorer.labels, lines):
-                    gold = line.further.get("label")
+                    gold = line.extra.get("label")
                     if isinstance(gold, str) and gold in scorer.label_numbers:
                         labelled += 1
                         agreeing += gold == answer["label"]
@@ -194,7 +166,7 @@ def score(
                 done += len(window.texts)
                 bar.update(task, completed=done, total=lines.count if lines.at_end else None)
             if not written:
-                raise InputError(f"no line could be scored; {lines.report()}", name="input", value=input)
+                raise InputError(f"no line could be scored; {lines.report()}", name="input", value=options.input)
     note_refusals(compilations)
     if labelled:
         typer.echo(f"moepass: note: {agreeing} of {labelled} labels agree ({agreeing / labelled:.2%})", err=True)
@@ -202,12 +174,18 @@ def score(
         typer.echo(f"moepass: {lines.report()}", err=True)
 
 
-class _Lines:
-    """The lines of the input, as they are read, and the numbers of those that are skipped."""
+class InputLines:
+    """The lines of the input, and the numbers and reasons of those that are skipped.
 
-    def __init__(self, source: Iterator[Line | BadLine], *, skips: bool) -> None:
+    Attributes:
+        count: the lines that have been read so far.
+        at_end: True after the last line was read.
+        skipped: the number of skipped lines.
+    """
+
+    def __init__(self, source: Iterator[InputLine | BadLine], *, skips: bool) -> None:
         self._source, self._skips = source, skips
-        self._ahead: list[Line] = []
+        self._ahead: list[InputLine] = []
         self._first = ""
         self._lock = threading.Lock()  # lines are read in one thread and scored in another
         self.count = 0
@@ -216,7 +194,7 @@ class _Lines:
         self._reasons: list[tuple[int, str]] = []
 
     def read_ahead(self, lines: int, characters: int) -> None:
-        """Read so many lines, or lines of so many characters."""
+        """Read up to `lines` lines, or fewer with `characters` characters together, and keep them for the iteration."""
         read = 0
         for line in self._read():
             self._ahead.append(line)
@@ -226,28 +204,28 @@ class _Lines:
         self._first = self._ahead[0].text if self._ahead else ""
 
     def known_bytes(self, source: str) -> int | None:
-        """How long the input is, where that can be known."""
+        """Return the length of the input in bytes, or None for a pipe that has not been read to its end."""
         if self.at_end:
             return sum(len(line.text) for line in self._ahead)
         return os.path.getsize(source) if os.path.isfile(source) else None
 
-    def first_text(self, ask: Any) -> list[str]:
-        """What `ask` says of the first line's text; nothing where there is none, or none that can be asked."""
+    def first_warnings(self, check: Any) -> list[str]:
+        """Return the warnings of `check` about the first text, or an empty list if it cannot be checked."""
         try:
-            return list(ask(self._first)) if self._first else []
-        except InputError:  # it is said with the line's number when its turn comes
+            return list(check(self._first)) if self._first else []
+        except InputError:  # the error is reported with the line's number when the line is scored
             return []
 
-    def __iter__(self) -> Iterator[Line]:
+    def __iter__(self) -> Iterator[InputLine]:
         while self._ahead:
             ahead, self._ahead = self._ahead, []
             yield from ahead
         yield from self._read()
 
-    def _read(self) -> Iterator[Line]:
+    def _read(self) -> Iterator[InputLine]:
         for line in self._source:
             self.count += 1
-            if isinstance(line, Line):
+            if isinstance(line, InputLine):
                 yield line
             elif self._skips:
                 self.skip(line.number, line.error)
@@ -256,21 +234,22 @@ class _Lines:
         self.at_end = True
 
     def skip(self, number: int, error: MoepassError) -> None:
+        """Count the line `number` as skipped because of `error`."""
         with self._lock:
             self.skipped += 1
             if len(self._reasons) < _NAMED_LINES:
                 self._reasons.append((number, " ".join(str(error).split())[:500]))
 
     def report(self) -> str:
-        """How many lines were skipped, and below it each with its reason."""
+        """Return the number of skipped lines, followed by a line with the reason for each."""
         more = self.skipped - len(self._reasons)
         reasons = [reason for _, reason in sorted(self._reasons)] + ([f"and {more} more"] if more else [])
         return "\n  ".join([f"skipped {self.skipped} of {self.count} lines:", *reasons])
 
 
 def _answers(
-    window: ScoredWindow[Line], labels: tuple[str, ...], lines: _Lines
-) -> Iterator[tuple[Line, dict[str, Any]]]:
+    window: ScoredWindow[InputLine], labels: tuple[str, ...], lines: InputLines
+) -> Iterator[tuple[InputLine, dict[str, Any]]]:
     from moepass.runtime.serving.offline.load_scorer import seven_digits
 
     probabilities, masses = seven_digits(window.probabilities).tolist(), seven_digits(window.mass).tolist()
@@ -279,6 +258,6 @@ def _answers(
         if not isinstance(outcome, int):
             lines.skip(line.number, outcome)
             continue
-        further = {f"input_{key}" if key in _ANSWER_KEYS else key: value for key, value in line.further.items()}
+        extra = {f"input_{key}" if key in _ANSWER_KEYS else key: value for key, value in line.extra.items()}
         chances = dict(zip(labels, probabilities[outcome], strict=True))
-        yield line, {"label": labels[best[outcome]], "probabilities": chances, "mass": masses[outcome], **further}
+        yield line, {"label": labels[best[outcome]], "probabilities": chances, "mass": masses[outcome], **extra}

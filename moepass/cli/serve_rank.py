@@ -1,6 +1,6 @@
 """One rank of a server, as a process: `python -m moepass.cli.serve_rank ENDPOINT RANK ATTEMPT SERVER`.
 
-Its options come on standard input. SERVER is the process number of the server, without which a rank ends.
+The rank reads a `RankSetup` from standard input. It ends when the process with the number SERVER is gone.
 """
 
 from __future__ import annotations
@@ -15,28 +15,29 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-if TYPE_CHECKING:  # its modules take seconds to import
-    from moepass.cli.rank_options import RankOptions
+if TYPE_CHECKING:  # these imports take seconds
+    from moepass.cli.rank_options import RankSetup
+    from moepass.runtime.serving.engine.model_engine import ModelEngine
     from moepass.runtime.serving.workers.rank_loop import ParentWatch
 
-# Where cores are few, the server comes first: what it does for a request is short, and a rank computes all the time.
-# [Empirical] A third of the server's share where both want the same core.
+# If cores are scarce, the server must run first: it needs little time for a request, and ranks compute continuously.
+# [Empirical] A rank then gets a third of the server's share of a core that both want.
 RANK_NICENESS = 5
 
 
 def main() -> int:
-    """A rank that the server has started. Returns the exit status."""
-    from moepass.cli.rank_options import RankOptions
+    """Run a rank that the server has started, and return the exit status."""
+    from moepass.cli.rank_options import RankSetup
 
     endpoint, rank, attempt, server = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-    options = msgspec.json.decode(sys.stdin.buffer.read(), type=RankOptions)
-    return serve_as_rank(options, endpoint, rank, attempt, _Server(server))
+    setup = msgspec.json.decode(sys.stdin.buffer.read(), type=RankSetup)
+    return serve_as_rank(setup, endpoint, rank, attempt, _ParentServer(server))
 
 
-def serve_as_rank(options: RankOptions, endpoint: str, rank: int, attempt: int, watch: ParentWatch) -> int:
-    """Serve until the server says that it ends, or is gone. Returns the exit status."""
-    # Ctrl-C reaches all processes of a terminal, and the end of a service all of its processes. The server decides what
-    # either means. Children of this process must not inherit that SIGTERM is ignored, so it gets a handler.
+def serve_as_rank(setup: RankSetup, endpoint: str, rank: int, attempt: int, watch: ParentWatch) -> int:
+    """Serve requests until the server ends the rank or is gone, and return the exit status."""
+    # Ctrl-C reaches all processes of a terminal, and SIGTERM all processes of a service; the server decides when ranks
+    # end. SIGTERM gets a handler, because child processes would inherit that it is ignored.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     os.nice(RANK_NICENESS)
@@ -46,15 +47,15 @@ def serve_as_rank(options: RankOptions, endpoint: str, rank: int, attempt: int, 
 
     import zmq
 
-    from moepass.cli.progress import keep_what_is_there, no_garbage_collection
+    from moepass.cli.progress import freeze_live_objects, no_garbage_collection
     from moepass.models.errors import MoepassError
     from moepass.runtime.serving.workers.rank_loop import Mailbox, run_rank
     from moepass.runtime.serving.workers.rank_names import rank_name
 
     try:
         with no_garbage_collection():
-            engine = _engine(options, rank, attempt)
-        keep_what_is_there()
+            engine = _engine(setup, rank, attempt)
+        freeze_live_objects()
         mailbox = Mailbox(zmq.Context(), endpoint, rank_name(rank, attempt), engine.check, watch, engine.look)
         try:
             run_rank(engine, mailbox)
@@ -69,24 +70,25 @@ def serve_as_rank(options: RankOptions, endpoint: str, rank: int, attempt: int, 
 
 
 def _leave_group() -> None:
-    """Threads of a process group that still run when the process ends abort it, with a message."""
+    """Destroy the process group: its threads would abort the process with a message when it ends."""
     import torch
 
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
-class _Server:
-    """The server that started this process, which may be gone before this is made."""
+class _ParentServer:
+    """The server that started this process."""
 
     def __init__(self, number: int) -> None:
         self._number = number
 
     def is_gone(self) -> bool:
+        """Return True if the server has ended, which it may have done before this object was made."""
         return os.getppid() != self._number
 
 
-def _engine(options, rank: int, attempt: int):  # type: ignore[no-untyped-def]  # its types take seconds to import
+def _engine(setup: RankSetup, rank: int, attempt: int) -> ModelEngine:
     import torch
     from torch import nn
 
@@ -102,15 +104,15 @@ def _engine(options, rank: int, attempt: int):  # type: ignore[no-untyped-def]  
     from moepass.runtime.serving.questions.prompts import PromptWriter
     from moepass.stored_compile import StoredModule
 
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+    options = setup.options
+    torch.set_num_threads(options.threads_per_rank)
     home = None
     if options.home != "device":
         if home_named(options.home).is_spread:
-            # Every attempt of the ranks is a group of its own.
+            # Each attempt to start the ranks needs a new group.
             torch.distributed.init_process_group(
                 "gloo",
-                init_method=f"file://{options.meeting}/group-{attempt}",
+                init_method=f"file://{setup.meeting}/group-{attempt}",
                 rank=rank,
                 world_size=options.ranks,
                 timeout=datetime.timedelta(minutes=10),
@@ -118,7 +120,7 @@ def _engine(options, rank: int, attempt: int):  # type: ignore[no-untyped-def]  
         home = Host(link=options.link) if options.home == Host.home else options_of(options.home)
 
     def compile_module(module: nn.Module) -> StoredModule:
-        return StoredModule(module, {"lower": options.lower, "chunk_tokens": options.chunk_tokens}, options.model)
+        return StoredModule(module, {"lower": options.lower, "chunk_tokens": options.chunk_tokens}, setup.model)
 
     dtypes = {short: getattr(torch, name) for name, short in DTYPES.items()}
     asked = EngineOptions(
@@ -132,10 +134,10 @@ def _engine(options, rank: int, attempt: int):  # type: ignore[no-untyped-def]  
         step_tokens=options.step_tokens,
         sharers=options.ranks if options.device == "cpu" else 1,
     )
-    key = bytes.fromhex(options.key)
-    folder = resolve_model(options.model)
+    key = bytes.fromhex(setup.key)
+    folder = resolve_model(setup.model)
     with tune_kernels() if options.tune_kernels else contextlib.nullcontext():
-        engine = load_engine(folder, asked, compile_module if options.compiled else None, key)
+        engine = load_engine(folder, asked, None if options.eager else compile_module, key)
     prompt = load_prompt(folder)
     if prompt.probe is not None:
         facts = engine.facts

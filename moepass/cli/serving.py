@@ -1,7 +1,7 @@
-"""A model that is served: over HTTP by `moepass serve`, or to this process alone, for `moepass batch`.
+"""A model that is served over HTTP by `moepass serve`, or inside this process by `moepass batch`.
 
-Either way the routes are those of one application in one event loop, and the ranks are processes. They are started
-before the application is imported: both sides import libraries for seconds.
+Both use the routes of one application in one event loop, with ranks as processes. The ranks start before the
+application is imported, because both import libraries for seconds.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING
 
-import msgspec
 import typer
 
-from moepass.cli.progress import keep_what_is_there, no_garbage_collection
+from moepass.cli.progress import freeze_live_objects, no_garbage_collection
 from moepass.cli.rank_frontend import RANKS_END_SECONDS, make_frontend
-from moepass.cli.rank_options import RankOptions
+from moepass.cli.rank_options import RankOptions, RankSetup
+from moepass.cli.server_options import ServerOptions, served_names
 from moepass.cli.torchrun import LaunchedProcess
 from moepass.models.checkpoint.checkpoint_folders import load_config, load_prompt, load_tokenizer, resolve_model
 from moepass.models.errors import InputError, one_of
-from moepass.models.limits import MOST_CONNECTIONS
 from moepass.models.sizes.architecture import Architecture
 from moepass.models.sizes.families import FAMILIES, from_config
 from moepass.runtime.serving.http.listening_socket import open_socket
@@ -40,44 +39,42 @@ if TYPE_CHECKING:
 
     from moepass.runtime.serving.routes.service import Service
 
-# Files that a server has open beside connections: those of ranks, of the model, of its libraries.
+# Files that a server opens in addition to connections, for its ranks, the model and libraries.
 _OWN_FILES = 256
 
 
-class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the command line says beside the options of the ranks."""
-
-    host: str
-    port: int
-    names: tuple[str, ...]
-    api_key: str | None
-    timeout_seconds: float
-    queue_seconds: float
-    queue_bytes: int
-    drain_seconds: float
-    max_connections: int = MOST_CONNECTIONS
-
-
 def run_server(
-    options: ServeOptions,
-    rank_options: RankOptions,
+    options: ServerOptions,
+    setup: RankSetup,
     visit: Callable[[str], Awaitable[None]] | None = None,
     launched: LaunchedProcess | None = None,
 ) -> None:
-    """Serve until a signal ends it, or `visit`, which is called with the server's URL when it is ready, has returned.
+    """Serve until a signal ends the server, or until `visit` returns.
 
-    Raises OptionError for an address that cannot be had, RankStartError, and RankLostError where a rank ends that was
-    `launched` with this process.
+    Args:
+        options: the address and the limits of the server.
+        setup: the model and the options of its ranks.
+        visit: called with the server's URL when it is ready. None: the server runs until a signal.
+        launched: this process among those that torchrun started, or None.
+
+    Raises:
+        OptionError: if the server cannot listen at the address.
+        RankStartError: if a rank cannot start.
+        RankLostError: if a rank ends that torchrun started.
     """
     listening = open_socket(options.host, options.port)
     with listening, tempfile.TemporaryDirectory(prefix="moepass-") as folder:
-        asyncio.run(_serve(options, rank_options, folder, listening, visit, launched))
+        asyncio.run(_serve(options, setup, folder, listening, visit, launched))
 
 
 def serve_once(model: str, threads: int | None, visit: Callable[[str], Awaitable[None]]) -> bool:
-    """Serve `model` at any free port, uncompiled, which starts soonest, until `visit` has returned.
+    """Serve `model` at a free port until `visit` returns, uncompiled because that starts soonest.
 
-    False where a signal ended it before. Raises as `run_server`, and what `visit` raises.
+    Returns:
+        False if a signal ended the server first.
+
+    Raises:
+        Exception: the errors of `run_server` and those of `visit`.
     """
     done = False
 
@@ -86,36 +83,19 @@ def serve_once(model: str, threads: int | None, visit: Callable[[str], Awaitable
         await visit(url)
         done = True
 
-    options = ServeOptions(
-        host="127.0.0.1",
-        port=0,
-        names=(model,),
-        api_key=None,
-        timeout_seconds=60.0,
-        queue_seconds=30.0,
-        queue_bytes=1 << 30,
-        drain_seconds=1.0,
-    )
-    ranks = RankOptions(
-        model=model,
-        ranks=1,
-        home="host",
-        device="cpu",
-        lower="eager",
-        compiled=False,
-        link="real",
-        key="",
-        meeting="",
-        threads=threads,
-    )
-    run_server(options, ranks, visit_and_note)
+    setup = RankSetup(model, RankOptions(lower="eager", eager=True, threads=threads))
+    run_server(ServerOptions(port=0, drain=1.0), setup, visit_and_note)
     return done
 
 
 def read_model(name: str) -> tuple[PromptWriter, Architecture]:
-    """What the server itself needs of a model. Raises InputError for one that is not served."""
+    """Return the prompt writer and the sizes of a model, which the server itself needs.
+
+    Raises:
+        InputError: for a model that cannot be served.
+    """
     folder = resolve_model(name)
-    config = load_config(folder)  # its checks come before the tokenizer's loader reads it too
+    config = load_config(folder)  # checks the config before the tokenizer's loader reads it
     architecture = _architecture(config, name)
     longest = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
     writer = PromptWriter(load_tokenizer(folder), load_prompt(folder), longest)
@@ -123,21 +103,20 @@ def read_model(name: str) -> tuple[PromptWriter, Architecture]:
     highest = max(writer.tokenizer.get_vocab().values(), default=0)
     if highest >= architecture.vocab:
         typer.echo(
-            f"moepass: warning: the tokenizer has tokens up to {highest}, the model up to {architecture.vocab - 1}; "
-            "texts that need the others are refused",
+            f"moepass: warning: the tokenizer has token ids up to {highest}, the model up to {architecture.vocab - 1}; "
+            "texts with higher ids are refused",
             err=True,
         )
     return writer, architecture
 
 
 def _architecture(config: PreTrainedConfig, name: str) -> Architecture:
-    """Raises InputError for a model that is not served."""
     family = str(config.get_text_config().model_type)
     if family not in FAMILIES:
         raise InputError(
-            f"{name} cannot be served: its model_type {family!r} is no mixture-of-experts family whose FLOPs "
-            f"are known here ({one_of(FAMILIES)}), and without FLOPs no request can be admitted. A dense model has no "
-            "experts to stream; other servers run it",
+            f"{name} cannot be served: its model_type {family!r} is not a mixture-of-experts family whose FLOPs "
+            f"moepass knows ({one_of(FAMILIES)}), and requests are admitted by their FLOPs. A dense model has no "
+            "experts to stream; use another server for it",
             name="model_type",
             value=family,
             expected=tuple(FAMILIES),
@@ -147,24 +126,29 @@ def _architecture(config: PreTrainedConfig, name: str) -> Architecture:
 
 @contextlib.asynccontextmanager
 async def _starting(
-    rank_options: RankOptions,
+    setup: RankSetup,
     meeting: str,
     settings: ServerSettings,
     limits: FrontendLimits,
     end_seconds: float,
     launched: LaunchedProcess | None = None,
 ) -> AsyncIterator[tuple[Service, Frontend, asyncio.Task[None]]]:
-    """The service of a model, its frontend, and the start of its ranks, which end with the block.
+    """Start the ranks of a model and end them with the block.
 
-    Raises OptionError and InputError for what a rank would refuse.
+    Yields:
+        The service, its frontend, and the task that waits until the ranks have started.
+
+    Raises:
+        OptionError: for an option that a rank would refuse.
+        InputError: for a model that a rank would refuse.
     """
     formula: asyncio.Future[FlopsFormula] = asyncio.get_running_loop().create_future()
     frontend = make_frontend(
-        rank_options, meeting, limits, formula, timeout_seconds=settings.timeout_seconds, launched=launched
+        setup, meeting, limits, formula, timeout_seconds=settings.timeout_seconds, launched=launched
     )
     starting = asyncio.create_task(frontend.start())
     try:
-        service, costs = await asyncio.to_thread(_service_and_costs, rank_options.model, frontend, settings)
+        service, costs = await asyncio.to_thread(_service_and_costs, setup.model, frontend, settings)
         formula.set_result(costs)
         yield service, frontend, starting
     finally:
@@ -174,10 +158,13 @@ async def _starting(
 
 
 def _service_and_costs(model: str, frontend: Frontend, settings: ServerSettings) -> tuple[Service, FlopsFormula]:
-    """For a thread beside the event loop, which starts the ranks meanwhile. Raises InputError."""
+    """Return the service of a model and its FLOPs formula.
+
+    This runs in a thread, while the event loop starts the ranks.
+    """
     with no_garbage_collection():
         from moepass.runtime.serving.batching.step_flops import FlopsTable
-        from moepass.runtime.serving.http import listen  # noqa: F401  so that the event loop need not wait for it
+        from moepass.runtime.serving.http import listen  # noqa: F401  imported here, so that the event loop does not wait for it
         from moepass.runtime.serving.routes.service import Service
 
         writer, architecture = read_model(model)
@@ -185,15 +172,15 @@ def _service_and_costs(model: str, frontend: Frontend, settings: ServerSettings)
 
 
 @contextlib.asynccontextmanager
-async def in_process(rank_options: RankOptions, settings: ServerSettings) -> AsyncIterator[httpx.AsyncBaseTransport]:
-    """Start the ranks, and give what takes a client's requests to the application without a socket.
+async def in_process(setup: RankSetup, settings: ServerSettings) -> AsyncIterator[httpx.AsyncBaseTransport]:
+    """Start the ranks, and yield a transport that passes a client's requests to the application without a socket.
 
-    Nothing is refused because the queue is full: who holds this bounds what is open. Raises RankStartError.
+    The queue never refuses a request, so the caller limits the number of open requests. Raises RankStartError.
     """
     with tempfile.TemporaryDirectory(prefix="moepass-") as folder:
-        async with _starting(rank_options, folder, settings, FrontendLimits(), 0.0) as (service, _, starting):
+        async with _starting(setup, folder, settings, FrontendLimits(), 0.0) as (service, _, starting):
             await starting
-            keep_what_is_there()
+            freeze_live_objects()
             import httpx
 
             from moepass.runtime.serving.http.app import create_app
@@ -202,17 +189,18 @@ async def in_process(rank_options: RankOptions, settings: ServerSettings) -> Asy
 
 
 async def _serve(
-    options: ServeOptions,
-    rank_options: RankOptions,
+    options: ServerOptions,
+    setup: RankSetup,
     meeting: str,
     listening: socket.socket,
     visit: Callable[[str], Awaitable[None]] | None,
     launched: LaunchedProcess | None,
 ) -> None:
-    settings = ServerSettings(options.names, options.api_key, options.timeout_seconds, options.timeout_seconds)
-    limits = FrontendLimits(options.queue_seconds, options.queue_bytes)
-    end_seconds = min(RANKS_END_SECONDS, options.drain_seconds)
-    async with _starting(rank_options, meeting, settings, limits, end_seconds, launched) as (
+    names = served_names(setup.model, options.name)
+    settings = ServerSettings(names, options.api_key, options.timeout, options.timeout)
+    limits = FrontendLimits(options.queue_seconds, options.open_bytes)
+    end_seconds = min(RANKS_END_SECONDS, options.drain)
+    async with _starting(setup, meeting, settings, limits, end_seconds, launched) as (
         service,
         frontend,
         starting,
@@ -221,27 +209,28 @@ async def _serve(
         from moepass.runtime.serving.http.patience import ConnectionLimits
 
         url = f"http://{options.host}:{listening.getsockname()[1]}"
-        typer.echo(f"moepass serves {options.names[0]} at {url}; starting", err=True)
+        typer.echo(f"moepass serves {names[0]} at {url}; starting", err=True)
         most = possible_connections(options.max_connections)
-        connections = ConnectionLimits(most, read_seconds=options.timeout_seconds)
-        server = server_of(service, drain_seconds=options.drain_seconds, limits=connections)
+        connections = ConnectionLimits(most, read_seconds=options.timeout)
+        server = server_of(service, drain_seconds=options.drain, limits=connections)
         serving = asyncio.create_task(server.serve([listening]))
         later: list[asyncio.Future[None]] = []
         try:
             await asyncio.wait((serving, starting), return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
                 starting.result()
-                keep_what_is_there()
+                freeze_live_objects()
                 typer.echo("ready", err=True)
                 later.append(asyncio.create_task(frontend.lost()))
                 if visit is not None:
                     later.append(asyncio.ensure_future(visit(url)))
                 await asyncio.wait((serving, *later), return_when=asyncio.FIRST_COMPLETED)
-                for ended in (task for task in later if task.done()):
-                    ended.result()
-                typer.echo("ending: what is open is answered", err=True)
+                for task in later:
+                    if task.done():
+                        task.result()
+                typer.echo("ending: answering the open requests", err=True)
         except RankLostError:
-            await frontend.close(0.0)  # the answers that are open will not come
+            await frontend.close(0.0)  # no more answers will arrive
             raise
         finally:
             server.should_exit = True
@@ -252,12 +241,12 @@ async def _serve(
 
 
 def possible_connections(wanted: int) -> int:
-    """As many of `wanted` as the system lets this process have; each takes a file descriptor."""
+    """Return `wanted`, or fewer if the system lets this process open fewer files: each connection needs one."""
     possible = max(1, allow_many_files() - _OWN_FILES)
     if possible < wanted:
         typer.echo(
-            f"moepass: warning: {possible} connections at most, not {wanted}: this process may have no more files open "
-            "(ulimit -Hn)",
+            f"moepass: warning: at most {possible} connections, not {wanted}: the system lets this process open no "
+            "more files (ulimit -Hn)",
             err=True,
         )
     return min(wanted, possible)

@@ -1,6 +1,6 @@
-"""Input and output of the command line: standard streams that may be closed, disks that may be full.
+"""Input and output of the command line, which must cope with closed standard streams and full disks.
 
-Nothing heavy is imported here: `moepass --help` must not wait for it.
+This module imports nothing heavy, because `moepass --help` must not wait for it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from typing import Any, BinaryIO, NoReturn
 
 from moepass.models.errors import InputError
 
-# Exit status that a shell reports for tools that SIGPIPE (13) ended: 128 and the signal's number.
-READER_LEFT = 128 + 13
-# And for those that Ctrl-C ended.
-STOPPED = 128 + signal.SIGINT
+# The exit status of a program that SIGPIPE (13) or Ctrl-C ended, as shells report it.
+EXIT_BROKEN_PIPE = 128 + 13
+EXIT_INTERRUPTED = 128 + signal.SIGINT
 _CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 class _Output(io.FileIO):
-    """A file to write to. What goes wrong is an InputError that names it; a reader that left stays BrokenPipeError."""
+    """A file to write to, whose errors become an InputError that names it.
+
+    If the reader of a pipe has left, BrokenPipeError is raised unchanged.
+    """
 
     def __init__(self, file: str | int, output: str, closefd: bool = True) -> None:
         super().__init__(file, "wb", closefd=closefd)
@@ -43,6 +45,7 @@ class _Output(io.FileIO):
 
 
 def cannot_write(output: str, error: OSError) -> InputError:
+    """Return the InputError for `output`, which failed with `error`."""
     what = "standard output" if output == "-" else f"output {output!r}"
     path = None if output == "-" else output
     return InputError(f"{what} cannot be written: {error.strerror}", name="output", path=path)
@@ -50,9 +53,10 @@ def cannot_write(output: str, error: OSError) -> InputError:
 
 @contextlib.contextmanager
 def process_streams() -> Iterator[None]:
-    """For the whole process: closed standard streams, a standard output that fails, and a request to terminate.
+    """Prepare the standard streams of this process, and let SIGTERM raise SystemExit.
 
-    A request to terminate becomes an exception, so that what cleans up does so.
+    Closed streams are replaced, and errors of standard output become InputError. An exception on SIGTERM lets cleanup
+    code run.
     """
     _fill_closed_descriptors()
     standard_output = sys.stdout
@@ -69,47 +73,51 @@ def process_streams() -> Iterator[None]:
         try:
             sys.stdout.flush()
         except (InputError, BrokenPipeError):
-            # It was reported when it first failed; what is left must not fail again when the interpreter ends.
+            # The error was reported when it first occurred. The interpreter must not fail again when it flushes.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _fill_closed_descriptors() -> None:
-    """Give a closed standard stream a descriptor that fails when it is used: the next file opened would get its number.
+    """Give a closed standard stream a descriptor that fails on use: else the next opened file would get its number.
 
-    Python leaves None in place of such a stream; nothing is said on a closed standard error.
+    Python sets the stream's object to None in this case.
     """
     for number, flags in ((0, os.O_WRONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, flags)  # takes the lowest free number, which this is
+            os.open(os.devnull, flags)  # gets the lowest free number, which is this one
     if sys.stdin is None:
-        sys.stdin = open(0, closefd=False)  # noqa: SIM115  it lives as long as the process
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115  open as long as the process lives
     if sys.stderr is None:
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def _terminate(number: int, frame: object) -> NoReturn:
-    signal.signal(number, signal.SIG_DFL)  # a second request is obeyed at once
+    signal.signal(number, signal.SIG_DFL)  # a second signal ends the process at once
     raise SystemExit(128 + number)
 
 
 def check_standard_output() -> None:
-    """Raises InputError where standard output is closed. Whether a disk is full shows only when it is written to."""
+    """Raise InputError if standard output is closed. A full disk is only detected by writing."""
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     if raw is not None:
         raw.write(b"")
 
 
 def check_output(output: str) -> Path | None:
-    """The path to write to, None for standard output. Raises InputError if it cannot be written to."""
+    """Return the path to write to, or None for standard output.
+
+    Raises:
+        InputError: if `output` cannot be written to.
+    """
     if output == "-":
         check_standard_output()
         return None
     try:
-        target = Path(output).resolve()  # a link is written through, not replaced
+        target = Path(output).resolve()  # follow a link instead of replacing it
     except (ValueError, RuntimeError) as error:  # a null byte, a loop of links
-        raise InputError(f"output {output!r} is no name of a file: {error}", name="output", path=output) from error
+        raise InputError(f"output {output!r} is not a valid file name: {error}", name="output", path=output) from error
     try:
         if target.is_dir():
             raise InputError(f"output {output!r} is a folder; give the name of a file", name="output", path=output)
@@ -132,10 +140,10 @@ def check_output(output: str) -> Path | None:
 
 
 def compiler_cache() -> str:
-    """Where torch keeps compiled code, as its `cache_dir` says; this imports no torch, which takes seconds."""
-    given = os.environ.get(_CACHE_VARIABLE)
-    if given is not None:
-        return os.path.abspath(given)
+    """Return the folder of torch's compiled code, as torch's `cache_dir` does, without importing torch."""
+    configured = os.environ.get(_CACHE_VARIABLE)
+    if configured is not None:
+        return os.path.abspath(configured)
     try:
         user = getpass.getuser()
     except (KeyError, OSError):
@@ -144,11 +152,11 @@ def compiler_cache() -> str:
 
 
 def check_compiler_cache() -> None:
-    """Raises InputError where torch's compiler has no folder that it can write compiled code to.
+    """Raise InputError if torch's compiler has no folder to which it can write compiled code.
 
-    torch asks for that folder when parts of it are imported, and its error then names no remedy.
+    torch looks for the folder when parts of it are imported, and its own error suggests no remedy.
     """
-    given = os.environ.get(_CACHE_VARIABLE)
+    configured = os.environ.get(_CACHE_VARIABLE)
     folder = compiler_cache()
     try:
         os.makedirs(folder, exist_ok=True)
@@ -156,35 +164,39 @@ def check_compiler_cache() -> None:
         os.close(number)
         os.unlink(name)
     except OSError as error:
-        where = f"{_CACHE_VARIABLE} is {given!r}, which" if given else "the folder of torch's compiled code"
+        where = f"{_CACHE_VARIABLE} is {configured!r}, which" if configured else "the folder of torch's compiled code"
         raise InputError(
-            f"{where} cannot be written to: {error.strerror}; set {_CACHE_VARIABLE} to a folder that can",
+            f"{where} cannot be written to: {error.strerror}; set {_CACHE_VARIABLE} to a writable folder",
             name=_CACHE_VARIABLE,
-            value=given,
+            value=configured,
         ) from error
 
 
 @contextlib.contextmanager
 def open_output(output: str, target: Path | None) -> Iterator[BinaryIO]:
-    """Open what `check_output` gave for `output`. Raises InputError where it cannot be written.
+    """Open `target`, which `check_output` returned for `output`.
 
-    A file appears under its name complete or not at all: it is written beside it and renamed at the end.
+    A regular file appears under its name only when it is complete: the block writes a temporary file in the same
+    folder, which is renamed at the end.
+
+    Raises:
+        InputError: if the output cannot be written.
     """
     if target is None:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
-    if _is_special(target):  # it keeps its place
-        with _opened(str(target), output) as opened:
-            yield opened
+    if _is_special(target):  # a device or a pipe cannot be replaced
+        with _opened(str(target), output) as file:
+            yield file
         return
     try:
         number, name = _temporary(target)
     except OSError as error:
         raise cannot_write(output, error) from error
     try:
-        with _opened(number, output) as opened:
-            yield opened
+        with _opened(number, output) as file:
+            yield file
         try:
             os.chmod(name, _usual_mode(target))
             os.replace(name, target)
@@ -204,12 +216,12 @@ def _opened(file: str | int, output: str) -> BinaryIO:
 
 
 def _is_special(target: Path) -> bool:
-    """True for a pipe or a device."""
+    """Return True for a pipe or a device."""
     return target.exists() and not target.is_file()
 
 
 def _temporary(target: Path) -> tuple[int, str]:
-    # Not made from the target's name, which may be as long as a name can be.
+    # The target's name may have the maximum length, so the temporary name does not contain it.
     return tempfile.mkstemp(dir=target.parent, prefix=".moepass-", suffix=".part")
 
 

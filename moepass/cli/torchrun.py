@@ -1,14 +1,15 @@
 """`moepass serve` under torchrun: its processes on one node are the ranks of one server.
 
-torchrun starts the same command N times and says in the environment which one each is. The first becomes the server;
-its rank is a child, as without torchrun. The others become ranks. They meet in a folder of this user alone:
+torchrun starts the same command N times and passes each process its rank in the environment. The first process becomes
+the server; its rank is a child process, as without torchrun. The others become ranks. They meet in a folder that only
+this user can enter:
 
-    server:   makes the folder, writes there what ranks are told, and names the folder in torchrun's store
-    ranks:    read the name from the store and what they are told from the folder; write down that they are there
+    server:   creates the folder, writes the setup of the ranks there, and publishes its name in torchrun's store
+    ranks:    read the name from the store and the setup from the folder, and write a file that announces them
     server:   watches their processes
 
-Whoever reaches the port of torchrun's store can read and write it, so it holds no more than the folder's name, and a
-folder that others may enter is refused.
+Every process that reaches the port of torchrun's store can read and write it. So the store holds only the folder's
+name, and ranks refuse a folder that other users can enter.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from moepass.cli.rank_options import RankOptions
+from moepass.cli.rank_options import RankSetup
 from moepass.models.errors import MoepassError, OptionError
 from moepass.runtime.serving.workers.launched_ranks import announce
 
@@ -31,16 +32,22 @@ if TYPE_CHECKING:
 
 _KEY = "folder"
 _START = "start.json"
-# The server writes the folder's name before it loads anything; whoever waits longer waits in vain.
+# The server publishes the folder before it loads anything, so a longer wait means that it has failed.
 _MEETING_SECONDS = 300
 
 
 class MeetingFolderError(MoepassError):
-    """The folder in which the ranks should meet is not one that this user alone can enter."""
+    """The folder in which the ranks should meet is missing, or other users can enter it."""
 
 
 class LaunchedProcess(msgspec.Struct, frozen=True):
-    """What torchrun says of this process: its `rank`, of `ranks`, and how often they were restarted."""
+    """A process that torchrun started.
+
+    Attributes:
+        rank: the number of this process.
+        ranks: the number of processes.
+        restarts: how often torchrun has restarted them.
+    """
 
     rank: int
     ranks: int
@@ -48,32 +55,39 @@ class LaunchedProcess(msgspec.Struct, frozen=True):
 
 
 class RankStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the server tells its ranks: where it listens for them, its process, and their options."""
+    """The message by which the server lets the other processes become ranks.
+
+    Attributes:
+        endpoint: the ZeroMQ endpoint at which the server listens for ranks.
+        server: the process number of the server.
+        setup: the model and the options of every rank.
+    """
 
     endpoint: str
     server: int
-    options: RankOptions
+    setup: RankSetup
 
 
 def launched_process(environment: Mapping[str, str] = os.environ) -> LaunchedProcess | None:
-    """Which of torchrun's processes this is; None where torchrun has not started it.
+    """Return this process among those that torchrun started, or None without torchrun.
 
-    Raises OptionError for processes on several nodes, and where torchrun keeps no store for them.
+    Raises:
+        OptionError: if the processes are on several nodes, or torchrun keeps no store for them.
     """
     if "TORCHELASTIC_RUN_ID" not in environment:
         return None
     rank, ranks, on_node = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if ranks != on_node:
         raise OptionError(
-            f"torchrun has started {ranks} processes, {on_node} of them on this node; the ranks of a server are on one "
-            "node: start a server with --nnodes 1 on each node, and a load balancer or Ray Serve before them",
+            f"torchrun has started {ranks} processes, {on_node} of them on this node, but the ranks of a server must "
+            "be on one node: start a server with --nnodes 1 on each node, behind a load balancer or Ray Serve",
             name="nnodes",
             value=ranks,
             expected=on_node,
         )
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise OptionError(
-            "torchrun keeps no store for its processes, in which they could meet; leave --rdzv-backend away",
+            "torchrun keeps no store in which its processes could meet; leave out --rdzv-backend",
             name="rdzv_backend",
             expected="static or c10d",
         )
@@ -81,11 +95,11 @@ def launched_process(environment: Mapping[str, str] = os.environ) -> LaunchedPro
 
 
 def checked_ranks(launched: LaunchedProcess, ranks: int) -> int:
-    """How many ranks there are: as many as processes. Raises OptionError where `--ranks` says something else."""
+    """Return the number of ranks, which is that of the processes. Raise OptionError if `--ranks` has another value."""
     if ranks not in (1, launched.ranks):
         raise OptionError(
-            f"--ranks is {ranks}, and torchrun has started {launched.ranks} processes, each of which is a rank; leave "
-            "--ranks away",
+            f"--ranks is {ranks}, but torchrun has started {launched.ranks} processes, each of which is a rank; leave "
+            "out --ranks",
             name="ranks",
             value=ranks,
             expected=launched.ranks,
@@ -93,47 +107,46 @@ def checked_ranks(launched: LaunchedProcess, ranks: int) -> int:
     return launched.ranks
 
 
-def tell_ranks(launched: LaunchedProcess, folder: Path, start: RankStart) -> None:
-    """Tell the other processes how to become ranks; `folder` is this server's own."""
+def publish_setup(launched: LaunchedProcess, folder: Path, start: RankStart) -> None:
+    """Write `start` to the server's own folder, from which the other processes read it."""
     with open(os.open(folder / _START, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(msgspec.json.encode(start))
     _store(launched).set(_KEY, str(folder))
 
 
 def run_launched_rank(launched: LaunchedProcess) -> int:
-    """Be the rank that this process is to be, until the server ends. Returns the exit status."""
+    """Run this process as a rank until the server ends, and return the exit status."""
     from moepass.cli.serve_rank import serve_as_rank
     from moepass.runtime.serving.workers.launched_ranks import ServerWatch
 
-    # torchrun ends all its processes at once; the ranks end when the server has answered what is open.
+    # torchrun ends all its processes at once, but ranks must stay until the server has answered all open requests.
     folder = Path(_store(launched).get(_KEY).decode())
     check_own_folder(folder)
     start = msgspec.json.decode((folder / _START).read_bytes(), type=RankStart)
     watch = ServerWatch(start.server)
     announce(folder, launched.rank)
-    return serve_as_rank(start.options, start.endpoint, launched.rank, 0, watch)
+    return serve_as_rank(start.setup, start.endpoint, launched.rank, 0, watch)
 
 
 def check_own_folder(folder: Path) -> None:
-    """Raises MeetingFolderError where others may enter `folder`, which then may be theirs."""
+    """Raise MeetingFolderError if other users can enter `folder`, since one of them may have made it."""
     try:
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError as error:
         text = f"the server's folder {folder} cannot be read: {error.strerror}"
         raise MeetingFolderError(text, path=folder) from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise MeetingFolderError(
-            f"the server's folder {folder} belongs to user {found.st_uid} with the mode "
-            f"{stat.S_IMODE(found.st_mode):o}; ranks of user {os.getuid()} meet in a folder of that user with the mode "
-            "700 alone",
+            f"the server's folder {folder} belongs to user {status.st_uid} and has the mode "
+            f"{stat.S_IMODE(status.st_mode):o}; it must belong to user {os.getuid()} and have the mode 700",
             path=folder,
-            value=stat.S_IMODE(found.st_mode),
+            value=stat.S_IMODE(status.st_mode),
             expected=0o700,
         )
 
 
 def _store(launched: LaunchedProcess) -> Store:
-    """What torchrun's processes share, as far as it is about this start of them."""
+    """Return the store that torchrun's processes share, with a prefix for this start."""
     from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 

@@ -1,4 +1,6 @@
-"""What asks a server: requests from a file with `moepass batch`, measured ones with `moepass bench`.
+"""The clients of a server: `moepass batch` sends requests from a file, `moepass bench` measures a server.
+
+Start reading at `batch_run.py` or `bench_run.py`.
 
 Imports no other room.
 """

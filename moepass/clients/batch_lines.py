@@ -1,11 +1,11 @@
-"""The lines of a batch file, in the shapes of OpenAI's Batch API: requests that are read, answers that are written.
+"""The lines of a batch file in the format of OpenAI's Batch API: requests that are read, answers that are written.
 
     {"custom_id": "a", "method": "POST", "url": "/v1/decisions", "body": {...}}
     {"id": "batch_req_1", "custom_id": "a", "response": {"status_code": 200, "request_id": "...", "body": {...}},
      "error": null}
 
-Whatever is wrong with a line becomes its answer: `response` is null then, and `error` says what. `id` has the number of
-the line, by which a line without a custom_id is known.
+The answer to an invalid line has null as `response`, and the problem as `error`. `id` contains the line number, which
+identifies a line without a custom_id.
 """
 
 from __future__ import annotations
@@ -19,17 +19,23 @@ import msgspec
 from moepass.models.errors import InputError
 from moepass.models.limits import MOST_BODY_BYTES, TooLargeError, decode_json
 
-# A body, and what stands around it.
+# A body and the fields around it.
 MOST_BATCH_LINE_BYTES = MOST_BODY_BYTES + (1 << 16)
 ID_START = "batch_req_"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-# A path and nothing else: another host's address must not get the key of this one.
+# A path without a host, because another host must not get the key of this server.
 _ROUTE = re.compile(r"(/[A-Za-z0-9_-]+)+")
 _SHOWN_CHARACTERS = 200
 
 
 class BatchRequest(msgspec.Struct, frozen=True):
-    """A line that can be sent; `body` is JSON as it stands in the file. `number` counts lines as an editor does."""
+    """A line that can be sent.
+
+    Attributes:
+        number: the line number, counted from 1.
+        route: the path to send it to.
+        body: the JSON text of the file.
+    """
 
     number: int
     custom_id: str
@@ -38,7 +44,7 @@ class BatchRequest(msgspec.Struct, frozen=True):
 
 
 class BadBatchLine(msgspec.Struct, frozen=True):
-    """A line that cannot be sent, and why. `custom_id` is None where it has none that could be read."""
+    """A line that cannot be sent, and the problem. `custom_id` is None if it could not be read."""
 
     number: int
     custom_id: str | None
@@ -46,7 +52,7 @@ class BadBatchLine(msgspec.Struct, frozen=True):
 
 
 class BatchResponse(msgspec.Struct, frozen=True):
-    """What the server answered; `body` is plain values, or text where it was events."""
+    """The server's answer. `body` is JSON, or text if the server sent events."""
 
     status_code: int
     request_id: str
@@ -54,7 +60,7 @@ class BatchResponse(msgspec.Struct, frozen=True):
 
 
 class BatchError(msgspec.Struct, frozen=True):
-    """Why there is no response."""
+    """The reason why there is no response."""
 
     code: Literal["invalid_line", "timeout", "no_connection", "no_json"]
     message: str
@@ -70,27 +76,28 @@ class BatchAnswer(msgspec.Struct, frozen=True):
 
     @property
     def is_error(self) -> bool:
+        """True unless the response has a status of success."""
         return self.response is None or not 200 <= self.response.status_code < 300
 
 
-class _Named(msgspec.Struct):
+class _CustomId(msgspec.Struct):
     custom_id: str
 
 
-class _Line(msgspec.Struct):
+class _RequestFields(msgspec.Struct):
     method: Literal["POST"]
     url: str
     body: msgspec.Raw
 
 
 def read_batch(source: BinaryIO) -> Iterator[BatchRequest | BadBatchLine]:
-    """The lines of `source`, one at a time; blank ones are skipped."""
+    """Yield the lines of `source`, one at a time. Blank lines are skipped."""
     number = 0
     while raw := source.readline(MOST_BATCH_LINE_BYTES):
         number += 1
         if len(raw) == MOST_BATCH_LINE_BYTES and not raw.endswith(b"\n"):
-            while (rest := source.readline(1 << 20)) and not rest.endswith(b"\n"):
-                pass
+            while (more := source.readline(1 << 20)) and not more.endswith(b"\n"):
+                pass  # skips the remainder of the line
             yield BadBatchLine(number, None, f"it is longer than {MOST_BATCH_LINE_BYTES} bytes, the limit")
             continue
         if number == 1:
@@ -99,26 +106,27 @@ def read_batch(source: BinaryIO) -> Iterator[BatchRequest | BadBatchLine]:
             yield _parsed(number, raw)
 
 
-def answer_to(line: BatchRequest | BadBatchLine, found: BatchResponse | BatchError) -> BatchAnswer:
-    """The answer to `line`."""
-    response, error = (found, None) if isinstance(found, BatchResponse) else (None, found)
+def answer_to(line: BatchRequest | BadBatchLine, outcome: BatchResponse | BatchError) -> BatchAnswer:
+    """Return the output line for `line`."""
+    response, error = (outcome, None) if isinstance(outcome, BatchResponse) else (None, outcome)
     return BatchAnswer(f"{ID_START}{line.number}", line.custom_id, response, error)
 
 
 def answer_to_bad_line(line: BadBatchLine) -> BatchAnswer:
+    """Return the output line for a line that cannot be sent."""
     return answer_to(line, BatchError("invalid_line", f"line {line.number}: {line.problem}"))
 
 
 def encode_answer(answer: BatchAnswer) -> bytes:
-    """As a line of the output, with its end."""
+    """Return `answer` as a line of the output, with the line break."""
     return msgspec.json.encode(answer) + b"\n"
 
 
 def _parsed(number: int, raw: bytes) -> BatchRequest | BadBatchLine:
     custom_id: str | None = None
     try:
-        custom_id = decode_json(raw, _Named).custom_id
-        line: _Line = decode_json(raw, _Line)
+        custom_id = decode_json(raw, _CustomId).custom_id
+        line: _RequestFields = decode_json(raw, _RequestFields)
     except TooLargeError as error:
         return BadBatchLine(number, custom_id, str(error))
     except InputError as error:
@@ -130,7 +138,7 @@ def _parsed(number: int, raw: bytes) -> BatchRequest | BadBatchLine:
         )
     body = bytes(line.body)
     if not body.startswith(b"{"):
-        return BadBatchLine(number, custom_id, "body is no JSON object")
+        return BadBatchLine(number, custom_id, "body is not a JSON object")
     if len(body) > MOST_BODY_BYTES:
         return BadBatchLine(number, custom_id, f"body has {len(body)} bytes; the limit is {MOST_BODY_BYTES}")
     return BatchRequest(number, custom_id, line.url, body)

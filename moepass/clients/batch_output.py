@@ -1,4 +1,4 @@
-"""The output of a batch, to which answers are added as they come, and which says after any end what is left to ask."""
+"""The output of a batch: answers are appended as they arrive, and a later run reads which requests are answered."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moepass.models.limits import decode_json
 
 _ID = re.compile(rf"{ID_START}[0-9]{{1,18}}")
 _FIRST_BYTES = b'{"id":"' + ID_START.encode()
-# Of what an earlier run wrote. Embeddings of the largest request that a server takes have 130 MB.
+# The most bytes of a line that an earlier run wrote. Embeddings of the largest accepted request have 130 MB.
 _MOST_ANSWER_BYTES = 256 << 20
 
 
@@ -28,7 +28,7 @@ class _StoredResponse(msgspec.Struct):
 
 
 class StoredAnswer(msgspec.Struct):
-    """What has to be known of an answer that stands in the output: whose it is, and whether it is an error."""
+    """The fields of an answer in the output that identify its line and say whether it is an error."""
 
     id: str
     custom_id: str | None
@@ -36,19 +36,23 @@ class StoredAnswer(msgspec.Struct):
 
     @property
     def number(self) -> int:
+        """The number of the line in the input."""
         return int(self.id.removeprefix(ID_START))
 
     @property
     def is_error(self) -> bool:
+        """True unless the response has a status of success."""
         return self.response is None or not 200 <= self.response.status_code < 300
 
 
 class BatchOutput:
-    """The file at `path`, locked: two batches cannot write to it at once.
+    """The output file at `path`, locked so that two batches cannot write to it at the same time.
 
-    Every answer is one write at its end. Where a process was killed within one, the line has no end, and `read` cuts it
-    off. Raises InputError where the file cannot be written, holds something else than answers, or is deleted, replaced
-    or changed by others meanwhile: else a batch would end well whose answers are nowhere.
+    Each answer is appended by one write. If the process is killed during a write, the last line is incomplete, and
+    `read` removes it.
+
+    Methods raise InputError if the file cannot be written, contains something other than answers, or is deleted,
+    replaced or changed by another program. Otherwise a batch could report success although its answers are lost.
     """
 
     def __init__(self, path: Path) -> None:
@@ -65,7 +69,7 @@ class BatchOutput:
         os.close(self._file)
 
     def read(self) -> Iterator[StoredAnswer]:
-        """The answers of earlier runs. When all are read, the file ends with a complete line."""
+        """Yield the answers of earlier runs, and remove an incomplete last line."""
         with os.fdopen(os.dup(self._file), "rb") as source:
             source.seek(0)
             number = end = 0
@@ -78,10 +82,11 @@ class BatchOutput:
                 yield self._stored(raw, number)
 
     def write(self, answer: BatchAnswer) -> None:
+        """Append an answer."""
         self._write(encode_answer(answer))
 
-    def keep(self, is_kept: Callable[[StoredAnswer], bool]) -> None:
-        """Leave out the answers that are not kept. The file appears as a whole: before, or after."""
+    def filter(self, is_kept: Callable[[StoredAnswer], bool]) -> None:
+        """Remove the answers that `is_kept` rejects. The file is replaced in one step."""
         folder = self.path.parent
         try:
             number, name = tempfile.mkstemp(dir=folder, prefix=".moepass-", suffix=".part")
@@ -105,7 +110,7 @@ class BatchOutput:
         self._bytes = os.fstat(new).st_size
 
     def save(self) -> None:
-        """Wait until the disk has it."""
+        """Wait until the answers are on the disk."""
         os.fsync(self._file)
         self._check_unchanged()
 
@@ -121,7 +126,7 @@ class BatchOutput:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise self._failure("locked", error) from error
             raise InputError(
-                f"output {str(self.path)!r} is being written by another batch; wait for it, or give another file",
+                f"output {str(self.path)!r} is being written by another batch; wait for it, or choose another file",
                 name="output",
                 path=self.path,
             ) from error
@@ -136,12 +141,12 @@ class BatchOutput:
 
     def _stored(self, raw: bytes, number: int) -> StoredAnswer:
         try:
-            found: StoredAnswer = decode_json(raw, StoredAnswer)
+            answer: StoredAnswer = decode_json(raw, StoredAnswer)
         except InputError as error:
             raise self._foreign(number) from error
-        if not _ID.fullmatch(found.id):
+        if not _ID.fullmatch(answer.id):
             raise self._foreign(number)
-        return found
+        return answer
 
     def _check_unchanged(self) -> None:
         opened = os.fstat(self._file)
@@ -152,31 +157,31 @@ class BatchOutput:
         if named is None or not os.path.samestat(opened, named):
             what = "has been deleted or replaced"
         elif opened.st_size != self._bytes:
-            what = f"has {opened.st_size} bytes where {self._bytes} were written: something else has changed it"
+            what = f"has {opened.st_size} bytes although {self._bytes} were written, so another program changed it"
         else:
             return
         raise InputError(
-            f"output {str(self.path)!r} {what} while answers were added to it; let nothing else touch it, and start "
-            "the same again with it, or with another file",
+            f"output {str(self.path)!r} {what} while answers were appended to it; keep other programs away from it, "
+            "and run the same command again",
             name="output",
             path=self.path,
         )
 
     def _write(self, data: bytes) -> None:
         self._check_unchanged()
-        rest = memoryview(data)
+        remaining = memoryview(data)
         try:
-            while rest:
-                written = os.write(self._file, rest)
+            while remaining:
+                written = os.write(self._file, remaining)
                 self._bytes += written
-                rest = rest[written:]
+                remaining = remaining[written:]
         except OSError as error:
             raise self._failure("written", error) from error
 
     def _foreign(self, number: int) -> InputError:
         return InputError(
-            f"line {number} of the output {str(self.path)!r} is no answer of moepass batch; nothing was written to it. "
-            "Give another file",
+            f"line {number} of the output {str(self.path)!r} is not an answer of moepass batch; choose another file, "
+            "nothing was written to this one",
             name="output",
             path=self.path,
         )

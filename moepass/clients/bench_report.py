@@ -1,4 +1,4 @@
-"""What a measured workload comes to, for people and for programs."""
+"""The report on a measured workload, for people and for programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 FORMAT = "moepass.bench/1"
-NOT_TOLD = "not told by this server"
+NOT_REPORTED = "not reported by this server"
 _REASONS = 5
 _REFUSED = 429
 _SAMPLE = re.compile(r"^(\w+)(?:\{.*\})? (\S+)", re.M)
@@ -24,7 +24,7 @@ FLOPS_METRIC, UNSHARED_METRIC = "moepass_flops_total", "moepass_unshared_flops_t
 
 
 class Percentiles(msgspec.Struct, frozen=True):
-    """Milliseconds."""
+    """A distribution of times in milliseconds."""
 
     mean: float
     p50: float
@@ -34,7 +34,7 @@ class Percentiles(msgspec.Struct, frozen=True):
 
 
 class Goodput(msgspec.Struct, frozen=True):
-    """Requests that were answered within `within_ms`, in a second, and as a part of all that were sent."""
+    """Requests that were answered within `within_ms`: their rate, and their share of all requests."""
 
     within_ms: float
     requests_per_second: float
@@ -42,15 +42,19 @@ class Goodput(msgspec.Struct, frozen=True):
 
 
 class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers of one run. What the server does not tell is None.
+    """The figures of one run. Figures that the server does not report are None.
 
-    settings          what was sent, and how
-    requests          that were sent, warm-up aside: the sum of answered, refused (429) and errors
-    seconds           from the first that was due to the last that was done
-    latency           of those answered, from when they were due
-    send_lag          how late requests were sent: latencies are of little worth where this is not far below them
-    hit_rate          cached tokens of input tokens, as `usage` says
-    flops             that the server computed meanwhile, for whomever; unshared_flops: of each request alone
+    Attributes:
+        settings: the options of the run.
+        requests: the number of requests without the warm-up: the sum of answered, refused (429) and errors.
+        reasons: the most frequent errors and how often they occurred.
+        seconds: the time from when the first request was due to the last response.
+        latency: the time from when an answered request was due to its response.
+        send_lag: the delay between when a request was due and when it was sent. If it is not far below the latencies,
+            these say more about the client than about the server.
+        hit_rate: cached tokens divided by input tokens, from `usage`.
+        flops: the FLOPs that the server computed during the run, for all clients.
+        unshared_flops: the FLOPs that these requests would have needed without sharing and cache.
     """
 
     format: str = FORMAT
@@ -85,18 +89,29 @@ def report_of(
     metrics_before: str,
     metrics_after: str,
 ) -> BenchReport:
-    """Everything that can be said of `outcomes`, of which there is one or more."""
-    answered = [one for one in outcomes if not one.problem]
-    refused = sum(one.status == _REFUSED for one in outcomes)
-    seconds = max(one.done for one in outcomes) - min(one.due for one in outcomes)
-    reasons = collections.Counter(one.problem for one in outcomes if one.problem and one.status != _REFUSED)
-    tokens, cached = (
-        _sum([one.input_tokens for one in answered]),
-        _sum([one.cached_tokens for one in answered]),
+    """Return the report on at least one outcome.
+
+    Args:
+        outcomes: the outcome of each request.
+        url: the server.
+        workload: the name of the workload.
+        settings: the options of the run.
+        goodput_ms: the limit on the latency of good answers, None to report no goodput.
+        is_open_loop: True if requests were sent at given times.
+        metrics_before: the text of `/metrics` before the run.
+        metrics_after: the text of `/metrics` after the run.
+    """
+    answered = [outcome for outcome in outcomes if not outcome.problem]
+    refused = sum(outcome.status == _REFUSED for outcome in outcomes)
+    seconds = max(outcome.done for outcome in outcomes) - min(outcome.due for outcome in outcomes)
+    reasons = collections.Counter(
+        outcome.problem for outcome in outcomes if outcome.problem and outcome.status != _REFUSED
     )
+    tokens = _sum([outcome.input_tokens for outcome in answered])
+    cached = _sum([outcome.cached_tokens for outcome in answered])
     goodput = None
     if goodput_ms is not None:
-        good = sum(one.done - one.due <= goodput_ms / 1000 for one in answered)
+        good = sum(outcome.done - outcome.due <= goodput_ms / 1000 for outcome in answered)
         goodput = Goodput(goodput_ms, good / seconds, good / len(outcomes))
     return BenchReport(
         url=url,
@@ -109,8 +124,8 @@ def report_of(
         reasons=dict(reasons.most_common(_REASONS)),
         seconds=seconds,
         requests_per_second=len(answered) / seconds,
-        latency=_percentiles([one.done - one.due for one in answered]),
-        send_lag=_percentiles([one.sent - one.due for one in outcomes]) if is_open_loop else None,
+        latency=_percentiles([outcome.done - outcome.due for outcome in answered]),
+        send_lag=_percentiles([outcome.sent - outcome.due for outcome in outcomes]) if is_open_loop else None,
         goodput=goodput,
         input_tokens=tokens,
         input_tokens_per_second=None if tokens is None else tokens / seconds,
@@ -121,7 +136,7 @@ def report_of(
 
 
 def table_of(report: BenchReport) -> Table:
-    """As a table of two columns."""
+    """Return the report as a table of two columns."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -133,11 +148,11 @@ def table_of(report: BenchReport) -> Table:
         ),
         ("time", f"{report.seconds:.2f} s"),
         ("requests/s", f"{report.requests_per_second:.2f}"),
-        ("input tokens/s", _told(report.input_tokens_per_second, "{:.0f}")),
+        ("input tokens/s", _reported(report.input_tokens_per_second, "{:.0f}")),
         ("latency", _line(report.latency)),
     ]
     if report.send_lag is not None:
-        rows.append(("sent too late by", _line(report.send_lag)))
+        rows.append(("send delay", _line(report.send_lag)))
     if report.goodput is not None:
         good = report.goodput
         rows.append(
@@ -146,8 +161,8 @@ def table_of(report: BenchReport) -> Table:
                 f"{good.requests_per_second:.2f} requests/s within {good.within_ms:g} ms, {good.share:.1%} of all",
             )
         )
-    rows.append(("hit rate", _told(report.hit_rate, "{:.1%} of input tokens were cached")))
-    rows.append(("FLOPs", _told(report.flops, "{:.4g}")))
+    rows.append(("hit rate", _reported(report.hit_rate, "{:.1%} of input tokens were cached")))
+    rows.append(("FLOPs", _reported(report.flops, "{:.4g}")))
     if report.flops and report.unshared_flops:
         saved = report.unshared_flops / report.flops
         rows.append(("", f"{report.unshared_flops:.4g} without sharing and cache, {saved:.2f} times as many"))
@@ -166,25 +181,25 @@ def _percentiles(seconds: list[float]) -> Percentiles | None:
 
 
 def _sum(counts: list[int | None]) -> int | None:
-    known = [count for count in counts if count is not None]
-    return sum(known) if known and len(known) == len(counts) else None
+    reported = [count for count in counts if count is not None]
+    return sum(reported) if reported and len(reported) == len(counts) else None
 
 
 def _difference(before: str, after: str, name: str) -> float | None:
-    """How much a counter grew; all its labels together."""
+    """Return the growth of a counter, summed over all its labels."""
     first, last = (
-        [float(value) for found, value in _SAMPLE.findall(text) if found == name] for text in (before, after)
+        [float(value) for metric, value in _SAMPLE.findall(text) if metric == name] for text in (before, after)
     )
     return sum(last) - sum(first) if last else None
 
 
-def _line(found: Percentiles | None) -> str:
-    if found is None:
-        return "nothing was answered"
+def _line(times: Percentiles | None) -> str:
+    if times is None:
+        return "no request was answered"
     return (
-        f"mean {found.mean:.1f}, p50 {found.p50:.1f}, p90 {found.p90:.1f}, p99 {found.p99:.1f}, max {found.max:.1f} ms"
+        f"mean {times.mean:.1f}, p50 {times.p50:.1f}, p90 {times.p90:.1f}, p99 {times.p99:.1f}, max {times.max:.1f} ms"
     )
 
 
-def _told(value: float | None, form: str) -> str:
-    return NOT_TOLD if value is None else form.format(value)
+def _reported(value: float | None, form: str) -> str:
+    return NOT_REPORTED if value is None else form.format(value)

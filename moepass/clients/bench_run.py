@@ -1,4 +1,4 @@
-"""A measurement from its first request to its report."""
+"""A measurement, from its first request to its report."""
 
 from __future__ import annotations
 
@@ -22,18 +22,21 @@ _WARMUP_CONCURRENCY = 4
 
 
 class BenchError(MoepassError, RuntimeError):
-    """The server cannot be measured: it is not there, or answers nothing of the workload."""
+    """The server cannot be measured: it does not respond, or it answers no request of the workload."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BenchOptions:
-    """How a server is measured.
+    """Settings of a measurement.
 
-    shape        of the requests; `file`, where it is given, has them as batch lines instead, at most `shape.requests`
-    rate         requests of a second, arriving at random; None: `concurrency` are open at all times
-    goodput_ms   a request answered within it is a good one
-    warmup       requests before, which are of the same form and not counted
-    model        what to ask for, None: what the server has
+    Attributes:
+        name: the name of the workload in the report.
+        shape: the requests to generate.
+        file: a file of requests in the format of a batch, of which at most `shape.requests` are sent instead.
+        rate: requests per second, which arrive at random; None keeps `concurrency` requests open.
+        goodput_ms: the limit on the latency of good answers.
+        warmup: the number of requests of the same form that are sent first and not counted.
+        model: the model to ask for; None asks for the one that the server has.
     """
 
     url: str
@@ -58,15 +61,24 @@ class _ModelNames(msgspec.Struct):
 
 
 async def measure(options: BenchOptions, on_done: Callable[[], None] = lambda: None) -> BenchReport:
-    """Send the workload. Raises BenchError, and InputError for a file without requests."""
+    """Send the workload and return the report.
+
+    Args:
+        options: the server and the workload.
+        on_done: called after each measured request.
+
+    Raises:
+        BenchError: if the server does not respond, or answers no request of the warm-up.
+        InputError: for a file without requests.
+    """
     async with make_client(options.url, options.api_key, timeout_seconds=options.timeout_seconds) as client:
         warmup, requests = await _workload(client, options)
-        found = await closed_loop(client, warmup, _WARMUP_CONCURRENCY)
-        if found and all(one.problem for one in found):
-            problem = found[0].problem
-            # A decision is refused where the model cannot say one of the choices.
-            hint = "; --labels gives other choices" if problem.startswith("refusal: ") else ""
-            raise BenchError(f"the server answers nothing of this workload: {problem}{hint}", name="url")
+        warmed_up = await closed_loop(client, warmup, _WARMUP_CONCURRENCY)
+        if warmed_up and all(outcome.problem for outcome in warmed_up):
+            problem = warmed_up[0].problem
+            # A decision is refused if the model cannot answer with one of the choices.
+            hint = "; set other choices with --labels" if problem.startswith("refusal: ") else ""
+            raise BenchError(f"the server answers no request of this workload: {problem}{hint}", name="url")
         before = await _metrics(client)
         if options.rate is None:
             outcomes = await closed_loop(client, requests, options.concurrency, on_done)
@@ -87,30 +99,31 @@ async def measure(options: BenchOptions, on_done: Callable[[], None] = lambda: N
 
 
 def _settings(options: BenchOptions) -> dict[str, Any]:
-    """What has to be known to measure the same again, but for the key."""
+    """Return the settings from which the measurement can be repeated, except the key."""
     load = {"concurrency": options.concurrency} if options.rate is None else {"rate": options.rate}
-    further = {"file": options.file} if options.file is not None else dataclasses.asdict(options.shape)
-    return {**load, "warmup": options.warmup, "timeout_seconds": options.timeout_seconds, **further}
+    requests = {"file": options.file} if options.file is not None else dataclasses.asdict(options.shape)
+    return {**load, "warmup": options.warmup, "timeout_seconds": options.timeout_seconds, **requests}
 
 
 async def _workload(client: httpx.AsyncClient, options: BenchOptions) -> tuple[list[BenchRequest], list[BenchRequest]]:
-    """The requests to warm up with, and those to measure."""
+    """Return the requests of the warm-up, and those to measure."""
     shape = options.shape
     if options.file is not None:
         wanted = options.warmup + shape.requests
-        found = list(itertools.islice(_requests_of_file(options.file), wanted))
-        if len(found) <= options.warmup:
+        requests = list(itertools.islice(_requests_of_file(options.file), wanted))
+        if len(requests) <= options.warmup:
             raise InputError(
-                f"{options.file!r} has {len(found)} requests, and the first {options.warmup} are not counted",
+                f"{options.file!r} has {len(requests)} requests, but the first {options.warmup} are the warm-up; lower "
+                "--warmup, or add requests",
                 name="file",
-                value=len(found),
+                value=len(requests),
                 path=options.file,
             )
-        return found[: options.warmup], found[options.warmup :]
+        return requests[: options.warmup], requests[options.warmup :]
     model = options.model or await _model_of(client)
-    # Of another seed, so that nothing of it is shared with what is measured.
-    before = dataclasses.replace(shape, requests=max(1, options.warmup), seed=shape.seed + 1)
-    return list(requests_of(before, model))[: options.warmup], list(requests_of(shape, model))
+    # Another seed, so that the warm-up shares no prefix with the measured requests.
+    warmup_shape = dataclasses.replace(shape, requests=max(1, options.warmup), seed=shape.seed + 1)
+    return list(requests_of(warmup_shape, model))[: options.warmup], list(requests_of(shape, model))
 
 
 def _requests_of_file(file: str) -> Iterator[BenchRequest]:
@@ -128,21 +141,25 @@ async def _model_of(client: httpx.AsyncClient) -> str:
     try:
         response = await client.get("/v1/models")
         if response.status_code != 200:
-            raise BenchError(f"/v1/models of the server says {reason_of(response)}; --model names one", name="url")
+            raise BenchError(
+                f"the server's /v1/models answers {reason_of(response)}; name a model with --model", name="url"
+            )
         names: _ModelNames = decode_json(response.content, _ModelNames)
     except httpx.HTTPError as error:
         raise BenchError(
             f"no server answers at {client.base_url}: {type(error).__name__} {error}", name="url"
         ) from error
     except InputError as error:
-        raise BenchError(f"/v1/models of the server is none: {error}; --model names one", name="url") from error
+        raise BenchError(
+            f"the server's /v1/models is not a list of models: {error}; name a model with --model", name="url"
+        ) from error
     if not names.data:
-        raise BenchError("the server has no model; --model names one", name="url")
+        raise BenchError("the server lists no model; name one with --model", name="url")
     return names.data[0].id
 
 
 async def _metrics(client: httpx.AsyncClient) -> str:
-    """What /metrics says, nothing where the server has none."""
+    """Return the text of /metrics, or an empty one if the server has none."""
     try:
         response = await client.get("/metrics")
     except httpx.HTTPError:

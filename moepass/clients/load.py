@@ -1,6 +1,6 @@
-"""Requests sent to a server, and when each was answered.
+"""Requests that are sent to a server, and the time of each answer.
 
-They are sent as they arrive (open loop), or so many at once (closed loop).
+A closed loop keeps a number of requests open; an open loop sends requests at given times.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ _ONE_LINE = 200
 
 @dataclasses.dataclass(frozen=True)
 class RequestOutcome:
-    """What became of a request; times are seconds since the start.
+    """The outcome of a request. Times are seconds since the start.
 
-    due             when it should have been sent
-    sent, done      when it was sent, when its answer was there
-    status          0 where there was no response
-    problem         why it is no answer; empty where it is one
-    input_tokens    as `usage` says; None where it does not
+    Attributes:
+        due: when the request should have been sent.
+        sent: when it was sent.
+        done: when the response was complete.
+        status: the HTTP status, 0 without a response.
+        problem: why the response is no answer; empty for an answer.
+        input_tokens: the input tokens that `usage` reports, or None.
+        cached_tokens: the cached tokens among these, or None.
     """
 
     due: float
@@ -61,7 +64,7 @@ class _ReportedUsage(msgspec.Struct):
         return details.cached_tokens if details else None
 
 
-class _Told(msgspec.Struct):
+class _ReplyUsage(msgspec.Struct):
     usage: _ReportedUsage | None = None
 
 
@@ -80,12 +83,12 @@ async def closed_loop(
     concurrency: int,
     on_done: Callable[[], None] = lambda: None,
 ) -> list[RequestOutcome]:
-    """Send each request when one of `concurrency` others has been answered."""
-    start, left = time.perf_counter(), iter(requests)
+    """Send the requests, `concurrency` at a time, each when an earlier one has been answered."""
+    start, remaining = time.perf_counter(), iter(requests)
     outcomes: list[RequestOutcome] = []
 
     async def work() -> None:
-        for request in left:
+        for request in remaining:
             outcomes.append(await _send(client, request, start, time.perf_counter() - start))
             on_done()
 
@@ -99,7 +102,7 @@ async def open_loop(
     arrivals: Sequence[float],
     on_done: Callable[[], None] = lambda: None,
 ) -> list[RequestOutcome]:
-    """Send each request when it is due, however many are open."""
+    """Send each request at its arrival time in seconds, however many are open."""
     start = time.perf_counter()
     outcomes: list[RequestOutcome] = []
 
@@ -113,7 +116,7 @@ async def open_loop(
 
 
 async def _all(work: Sequence[Coroutine[Any, Any, None]]) -> None:
-    tasks = [asyncio.create_task(one) for one in work]
+    tasks = [asyncio.create_task(coroutine) for coroutine in work]
     try:
         await asyncio.gather(*tasks)
     finally:
@@ -134,20 +137,20 @@ async def _send(client: httpx.AsyncClient, request: BenchRequest, start: float, 
         return RequestOutcome(due, sent, done, response.status_code, reason_of(response)[:_ONE_LINE])
     if body_of(response) is None:
         return RequestOutcome(due, sent, done, 200, reason_of(response)[:_ONE_LINE])
-    usage = _decoded(response.content, _Told).usage or _ReportedUsage()
+    usage = _decoded(response.content, _ReplyUsage).usage or _ReportedUsage()
     problem = _refusal(response.content) if request.route.endswith("/decisions") else ""
     return RequestOutcome(due, sent, done, 200, problem, usage.input, usage.cached)
 
 
 def _refusal(content: bytes) -> str:
-    """Why the model has not answered a question: a decision may be a refusal, which nothing was computed for."""
+    """Return the reason of the first refused question, or an empty text. Refused questions were not computed."""
     for answer in _decoded(content, _AnsweredQuestions).answers:
         if answer.type == "refusal":
             return f"refusal: {answer.reason}"[:_ONE_LINE]
     return ""
 
 
-def _decoded(content: bytes, kind: type[msgspec.Struct]):  # type: ignore[no-untyped-def]  # an object of `kind`
+def _decoded(content: bytes, kind: type[msgspec.Struct]):  # type: ignore[no-untyped-def]  # returns a `kind`
     try:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -1,4 +1,4 @@
-"""Where a server is, and how it is spoken to: its URL, its key, its connections, how long it is waited for."""
+"""The connection to a server: its URL, its key, timeouts, and errors in its responses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ _SHOWN_CHARACTERS = 60
 
 
 def parse_server_url(text: str) -> str:
-    """`text` without a slash or /v1 at its end: routes have that themselves. Raises OptionError."""
+    """Return `text` without a slash or /v1 at its end, because routes contain these.
+
+    Raises:
+        OptionError: if `text` is not the address of a server.
+    """
     try:
         url = httpx.URL(text)
     except httpx.InvalidURL as error:
@@ -27,9 +31,10 @@ def parse_server_url(text: str) -> str:
 
 
 class HttpConnections(httpx.AsyncBaseTransport):
-    """A connection for each request that is open, kept for later ones.
+    """One connection for each open request, reused by later requests.
 
-    httpx's own pool looks at all of its connections for each request: with 64 that is two thirds of a client's time.
+    httpx's own pool checks all of its connections for each request. With 64 connections that takes two thirds of a
+    client's time.
     """
 
     def __init__(self) -> None:
@@ -37,7 +42,7 @@ class HttpConnections(httpx.AsyncBaseTransport):
         self._free: list[httpx.AsyncHTTPTransport] = []
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """The response, which has been read as a whole."""
+        """Return the response after its whole body was read."""
         connection = self._free.pop() if self._free else self._new()
         try:
             response = await connection.handle_async_request(request)
@@ -49,6 +54,7 @@ class HttpConnections(httpx.AsyncBaseTransport):
         return response
 
     async def aclose(self) -> None:
+        """Close the connections that no request uses."""
         for connection in self._free:
             await connection.aclose()
         self._free.clear()
@@ -62,9 +68,15 @@ class HttpConnections(httpx.AsyncBaseTransport):
 def make_client(
     url: str, api_key: str | None, *, timeout_seconds: float | None, transport: httpx.AsyncBaseTransport | None = None
 ) -> httpx.AsyncClient:
-    """A client of the server at `url`, or of what `transport` leads to, to be used with plain `get` and `post`.
+    """Return a client for `get` and `post` requests.
 
-    It follows no redirects and asks no proxy of the environment, so that the key goes to this server alone.
+    The client follows no redirects and ignores the proxies of the environment, so that only this server gets the key.
+
+    Args:
+        url: the server.
+        api_key: its key, or None.
+        timeout_seconds: the time for a response, None for no limit.
+        transport: what carries the requests; None connects to `url`.
     """
     headers = {b"Content-Type": b"application/json"}
     if api_key is not None:
@@ -79,7 +91,7 @@ def make_client(
 
 
 def body_of(response: httpx.Response) -> Any:
-    """An object or a list of JSON, or the text of events; None where it is neither: a page for people, say."""
+    """Return the JSON object or list of a response, the text of an event stream, or None for anything else."""
     if response.headers.get("content-type", "").startswith("text/event-stream"):
         return response.text
     try:
@@ -90,18 +102,18 @@ def body_of(response: httpx.Response) -> Any:
 
 
 def reason_of(response: httpx.Response) -> str:
-    """What an answer that is an error says, in a line."""
+    """Return the status and the message of an error response, in one line."""
     try:
-        found = response.json()
-        error = found.get("error", found.get("detail", found)) if isinstance(found, dict) else found
+        body = response.json()
+        error = body.get("error", body.get("detail", body)) if isinstance(body, dict) else body
         text = str(error.get("message", error) if isinstance(error, dict) else error)
     except (json.JSONDecodeError, UnicodeDecodeError):
-        text = f"no JSON, but {response.text[:_SHOWN_CHARACTERS]!r}"
+        text = f"not JSON: {response.text[:_SHOWN_CHARACTERS]!r}"
     return f"{response.status_code}: {' '.join(text.split())[:_REASON_CHARACTERS]}"
 
 
 def retry_after(response: httpx.Response, most_seconds: float) -> float:
-    """The seconds of the header Retry-After, within 0 to `most_seconds`; 1 where it has none."""
+    """Return the seconds of the header Retry-After, between 0 and `most_seconds`, or 1 without a valid header."""
     try:
         seconds = float(response.headers.get("retry-after", "1"))
     except ValueError:  # a date

@@ -1,7 +1,7 @@
-"""Workloads: the requests to measure a server with, as a pure function of a few numbers and a seed.
+"""Workloads: the requests for a measurement, as a pure function of a few numbers and a seed.
 
-Every request is a prefix and something of its own. Lengths are in tokens where the route takes token ids (completions,
-score), and in words, which are one token or more, where it takes text (decisions, rerank).
+Each request is a prefix followed by its own text. Lengths are in tokens if the route takes token ids (completions,
+score), and in words, which are one token or more, if it takes text (decisions, rerank).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 from moepass.models.errors import OptionError, one_of
 
-# Ids that decoder-only models do not use for control tokens, and words of one token in most of their vocabularies.
+# Token ids that decoder-only models do not use as control tokens, and words that are one token in most vocabularies.
 _IDS = range(32, 160)
 _TEXT = """
 time year people way day man thing woman life child world school state family student group country problem
@@ -31,12 +31,17 @@ Range = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class WorkloadShape:
-    """What requests look like; ranges are inclusive.
+    """The form of the requests. Ranges include both ends.
 
-    prefixes        so many are shared by the requests, each by as many of them; 0: every request has its own
-    prefix_length   of each prefix
-    own_length      of what follows it, in each item
-    items           questions about an input, prompts, or items and documents beside a query
+    Attributes:
+        route: a key of `ROUTES`.
+        requests: the number of requests.
+        prefixes: the number of prefixes, which the requests share evenly; 0 gives every request its own.
+        prefix_length: the range of the length of a prefix.
+        own_length: the range of the length of the text after the prefix, for each item.
+        items: questions about an input, prompts, or items or documents for a query, per request.
+        labels: the choices of a decision.
+        seed: the same seed makes the same requests.
     """
 
     route: str = "decisions"
@@ -72,8 +77,15 @@ class WorkloadShape:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Route:
-    """How one route is asked: its path, its body from a prefix, items, and the shape."""
+class _RouteForm:
+    """The form of a route's requests.
+
+    Attributes:
+        path: the path of the route.
+        takes_ids: True if it takes token ids, False if it takes text.
+        needs_prefix: True if the prefix must not be empty.
+        body: makes the JSON body from the prefix, the items' own texts, and the shape.
+    """
 
     path: str
     takes_ids: bool
@@ -82,7 +94,7 @@ class _Route:
 
 
 class BenchRequest(msgspec.Struct, frozen=True):
-    """A request, ready to be sent. Those of one `prefix` share it; it is -1 where that is not known."""
+    """A request that is ready to be sent. `prefix` is the number of its shared prefix, or -1."""
 
     route: str
     body: bytes
@@ -90,7 +102,7 @@ class BenchRequest(msgspec.Struct, frozen=True):
 
 
 def requests_of(shape: WorkloadShape, model: str) -> Iterator[BenchRequest]:
-    """The requests of `shape`, all of them different; the same for the same shape and model."""
+    """Yield the requests of `shape`, all of them different. The same shape and model yield the same requests."""
     route = ROUTES[shape.route]
     units: Sequence[Any] = _IDS if route.takes_ids else _WORDS
     groups = shape.prefixes or shape.requests
@@ -100,66 +112,66 @@ def requests_of(shape: WorkloadShape, model: str) -> Iterator[BenchRequest]:
     for number, group in enumerate(order):
         prefix = prefixes.get(group)
         if prefix is None:
-            prefix = _part(f"{shape.seed} prefix {group}", shape.prefix_length, units, group, groups)
+            prefix = _random_text(f"{shape.seed} prefix {group}", shape.prefix_length, units, group, groups)
             if shape.prefixes:
                 prefixes[group] = prefix
-        parts = [
-            _part(f"{shape.seed} own {own}", shape.own_length, units, own, shape.requests * shape.items)
-            for own in range(number * shape.items, (number + 1) * shape.items)
+        texts = [
+            _random_text(f"{shape.seed} own {item}", shape.own_length, units, item, shape.requests * shape.items)
+            for item in range(number * shape.items, (number + 1) * shape.items)
         ]
-        body = {"model": model, **route.body(prefix, parts, shape)}
+        body = {"model": model, **route.body(prefix, texts, shape)}
         yield BenchRequest(route.path, msgspec.json.encode(body), group if shape.prefixes else -1)
 
 
 def poisson_arrivals(count: int, rate: float, seed: int) -> list[float]:
-    """Seconds at which `count` requests arrive, `rate` of them in a second, independently of each other."""
-    chance = random.Random(f"{seed} arrivals")
+    """Return the arrival times of `count` independent requests in seconds, on average `rate` of them per second."""
+    generator = random.Random(f"{seed} arrivals")
     times, now = [], 0.0
     for _ in range(count):
-        now += chance.expovariate(rate)
+        now += generator.expovariate(rate)
         times.append(now)
     return times
 
 
-def _part(seed: str, length: Range, units: Sequence[Any], number: int, count: int) -> list[Any]:
-    """Random units, the first of which spell `number`, so that no two parts of `count` are the same."""
-    chance = random.Random(seed)
-    size = chance.randint(*length)
-    spelt = []
+def _random_text(seed: str, length: Range, units: Sequence[Any], number: int, count: int) -> list[Any]:
+    """Return random units that begin with the digits of `number`, so that all `count` texts are different."""
+    generator = random.Random(seed)
+    size = generator.randint(*length)
+    prefix = []
     for _ in range(min(size, _digits(count, len(units)))):
         number, digit = divmod(number, len(units))
-        spelt.append(units[digit])
-    return spelt + chance.choices(units, k=size - len(spelt))
+        prefix.append(units[digit])
+    return prefix + generator.choices(units, k=size - len(prefix))
 
 
 def _digits(count: int, base: int) -> int:
-    """Digits that numbers below `count` have."""
+    """Return the number of digits of the numbers below `count`."""
     digits = 1
     while base**digits < count:
         digits += 1
     return digits
 
 
-def _decisions(prefix: list[Any], parts: list[list[Any]], shape: WorkloadShape) -> dict[str, Any]:
+def _decisions(prefix: list[Any], texts: list[list[Any]], shape: WorkloadShape) -> dict[str, Any]:
     choices = [{"value": label} for label in shape.labels]
     questions = [
         {"type": "choice", "instructions": f"Question {number}: which fits?", "choices": choices}
-        for number in range(1, len(parts) + 1)
+        for number in range(1, len(texts) + 1)
     ]
-    return {"input": _text(prefix + parts[0]), "questions": questions}
+    return {"input": _text(prefix + texts[0]), "questions": questions}
 
 
-def _completions(prefix: list[Any], parts: list[list[Any]], shape: WorkloadShape) -> dict[str, Any]:
-    prompts = [prefix + part for part in parts]
+def _completions(prefix: list[Any], texts: list[list[Any]], shape: WorkloadShape) -> dict[str, Any]:
+    prompts = [prefix + text for text in texts]
     return {"prompt": prompts[0] if len(prompts) == 1 else prompts, "max_tokens": 1, "temperature": 0}
 
 
-def _score(prefix: list[Any], parts: list[list[Any]], shape: WorkloadShape) -> dict[str, Any]:
-    return {"query": prefix, "items": parts, "label_token_ids": [_IDS[0], _IDS[1]], "apply_softmax": True}
+def _score(prefix: list[Any], texts: list[list[Any]], shape: WorkloadShape) -> dict[str, Any]:
+    return {"query": prefix, "items": texts, "label_token_ids": [_IDS[0], _IDS[1]], "apply_softmax": True}
 
 
-def _rerank(prefix: list[Any], parts: list[list[Any]], shape: WorkloadShape) -> dict[str, Any]:
-    return {"query": _text(prefix), "documents": [_text(part) for part in parts]}
+def _rerank(prefix: list[Any], texts: list[list[Any]], shape: WorkloadShape) -> dict[str, Any]:
+    return {"query": _text(prefix), "documents": [_text(text) for text in texts]}
 
 
 def _text(words: list[str]) -> str:
@@ -167,15 +179,15 @@ def _text(words: list[str]) -> str:
 
 
 ROUTES = {
-    "decisions": _Route("/v1/decisions", False, False, _decisions),
-    "completions": _Route("/v1/completions", True, False, _completions),
-    "score": _Route("/v1/score", True, True, _score),
-    "rerank": _Route("/rerank", False, True, _rerank),
+    "decisions": _RouteForm("/v1/decisions", False, False, _decisions),
+    "completions": _RouteForm("/v1/completions", True, False, _completions),
+    "score": _RouteForm("/v1/score", True, True, _score),
+    "rerank": _RouteForm("/rerank", False, True, _rerank),
 }
 
-# Lengths are those of the named data sets, and of the two workloads that serving is compared with other servers on.
-# Numbers of requests are scaled down, QuALITY's and ArXiv's to a tenth and a fiftieth, the others to a hundredth; how
-# many share a prefix is a guess from how the data sets are made. [Empirical]
+# [Empirical] The lengths of the named data sets, and of the two workloads that compare this server with others. The
+# numbers of requests are scaled down: QuALITY to a tenth, ArXiv to a fiftieth, the others to a hundredth. How many
+# requests share a prefix is estimated from how the data sets are made.
 PRESETS = {
     "shared-profiles": WorkloadShape(requests=256, prefixes=4, prefix_length=(512, 512), own_length=(64, 64)),
     "distinct": WorkloadShape(requests=64, own_length=(512, 512)),

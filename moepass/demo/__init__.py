@@ -1,4 +1,6 @@
-"""What `moepass demo` shows: streamed experts against plain PyTorch, and one decision over HTTP.
+"""`moepass demo`: streamed experts compared with plain PyTorch, and one decision over HTTP.
+
+Start reading at `comparison.py`.
 
 May import explaining, the face.
 """

@@ -1,4 +1,4 @@
-"""`moepass demo`: the embedded model with streamed experts against plain PyTorch, prediction by prediction."""
+"""The first part of `moepass demo`: compare the predictions of the embedded model, streamed and with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from moepass.compilations import Compilation, record_compilations
-from moepass.explaining.capture_model import explain_model
+from moepass.explaining.capture_model import explain_checkpoint
 from moepass.explaining.compiler_view import print_explanation
 from moepass.models.checkpoint.checkpoint_folders import DEMO, load_model, load_prompt, load_tokenizer, resolve_model
 from moepass.models.errors import InputError
@@ -34,60 +34,70 @@ from moepass.stored_compile import StoredModule
 HELDOUT_FILE = "heldout.jsonl"
 BATCH_SIZE = 32
 SLOTS = 2
-# Each way is timed this often, in turns, so that both see the same machine; the least time counts.
+# Each runner is timed this often, alternating, so that both see the same load of the machine. The shortest time counts.
 ROUNDS = 2
 
 
 class HeldOutText(msgspec.Struct, frozen=True):
+    """A text that the embedded model was not trained on, with its label."""
+
     text: str
     label: str
     name: str = "a held-out text"
 
 
-# [texts, labels] the probabilities of the labels for each text.
-Chances = npt.NDArray[np.float64]
+# The probability of each label for each text, [texts, labels].
+Probabilities = npt.NDArray[np.float64]
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
-    """One way to run the model, and the memory that its experts take on the compute device."""
+class ModelRunner:
+    """A variant of the model that computes probabilities, and the bytes of its experts on the compute device."""
 
     name: str
-    run: Callable[[list[HeldOutText]], Chances]
+    run: Callable[[list[HeldOutText]], Probabilities]
     expert_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
-    """`seconds` is the least of the measured times of one pass over all texts."""
+class DemoOutcome:
+    """The probabilities of all texts, and the shortest measured time of one pass over them in seconds."""
 
-    probabilities: Chances
+    probabilities: Probabilities
     seconds: float
 
 
 def run_demo(texts: int | None = None, lower: str = "inductor") -> bool:
-    """Print the comparison; True where every prediction with streamed experts is that of plain PyTorch.
+    """Print the comparison.
 
-    `texts` None takes all held-out texts. Raises InputError where more are asked for than there are.
+    Args:
+        texts: the number of held-out texts to score, None for all.
+        lower: how segments are compiled.
+
+    Returns:
+        True if streamed experts give the same prediction for every text as plain PyTorch.
+
+    Raises:
+        InputError: if there are fewer held-out texts than `texts`.
     """
     console, status = Console(), Console(stderr=True)
     folder = resolve_model(DEMO)
     held_out = read_held_out(texts)
     with status.status("planning ..."):
-        explanation = explain_model(folder, batch=BATCH_SIZE, seq=32, slots=SLOTS, lower=lower)
+        explanation = explain_checkpoint(folder, batch=BATCH_SIZE, seq=32, slots=SLOTS, lower=lower)
     print_explanation(console, explanation)
 
     labels = load_prompt(folder).labels
-    plain = _plain_way(labels)
+    plain = _plain_runner(labels)
     with status.status(f"compiling ({lower}) ..."), record_compilations() as compilations:
         started = time.perf_counter()
-        # An engine compiles what it tries its model with, before any text comes.
-        streamed, report = _streamed_way(labels, lower)
+        # The engine compiles when it first runs the model, before any text is scored.
+        streamed, report = _streamed_runner(labels, lower)
         streamed.run(held_out[: 2 * BATCH_SIZE])
         compile_seconds = time.perf_counter() - started
         plain.run(held_out[: 2 * BATCH_SIZE])
-        with status.status(f"scoring {len(held_out)} texts, {ROUNDS} times each way ..."):
-            outcomes = _in_turns([streamed, plain], held_out)
+        with status.status(f"scoring {len(held_out)} texts, {ROUNDS} times each ..."):
+            outcomes = _alternating([streamed, plain], held_out)
     on_device = dataclasses.replace(streamed, expert_bytes=report.store.device_bytes)
     _print_outcomes(console, held_out, labels, on_device, plain, outcomes)
     same = _print_equality(console, *outcomes)
@@ -96,12 +106,12 @@ def run_demo(texts: int | None = None, lower: str = "inductor") -> bool:
 
 
 def read_held_out(count: int | None) -> list[HeldOutText]:
-    """The first `count` of the embedded held-out texts, None for all. Raises InputError where there are fewer."""
+    """Return the first `count` held-out texts, or all for None. Raises InputError if there are fewer."""
     file = resolve_model(DEMO) / HELDOUT_FILE
     items = [msgspec.json.decode(line, type=HeldOutText) for line in file.read_bytes().splitlines()]
     if count is not None and count > len(items):
         raise InputError(
-            f"texts is {count}, but only {len(items)} held-out texts are embedded",
+            f"texts is {count}, but there are only {len(items)} held-out texts",
             name="texts",
             value=count,
             expected=len(items),
@@ -109,28 +119,28 @@ def read_held_out(count: int | None) -> list[HeldOutText]:
     return items[:count]
 
 
-def _plain_way(labels: Sequence[str]) -> Way:
+def _plain_runner(labels: Sequence[str]) -> ModelRunner:
     folder = resolve_model(DEMO)
     model = load_model(folder)
     expert_bytes = sum(value.nbytes for name, value in model.named_parameters() if ".experts." in name)
     writer = PromptWriter(load_tokenizer(folder), load_prompt(folder), model.config.max_position_embeddings)
     tokens = encode_labels(writer.encoder, writer.ask("x"), labels)
 
-    def run(texts: list[HeldOutText]) -> Chances:
+    def run(texts: list[HeldOutText]) -> Probabilities:
         return _plain_scores(model, writer, texts, tokens)
 
-    return Way("plain PyTorch, resident", run, expert_bytes)
+    return ModelRunner("plain PyTorch, resident", run, expert_bytes)
 
 
 @torch.inference_mode()
 def _plain_scores(
     model: PreTrainedModel, writer: PromptWriter, texts: list[HeldOutText], labels: Sequence[LabelTokens]
-) -> Chances:
-    """Padded batches of texts of equal length, as one would write them by hand; each label is one token."""
+) -> Probabilities:
+    """Score padded batches of texts of similar length, as a user would by hand. Each label is one token."""
     _, prompts = writer.encode_texts([item.text for item in texts], [item.name for item in texts])
     first_tokens = torch.tensor([label[0] for label in labels])
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
-    found = torch.empty(len(prompts), len(labels))
+    scores = torch.empty(len(prompts), len(labels))
     for start in range(0, len(order), BATCH_SIZE):
         batch = order[start : start + BATCH_SIZE]
         rows = [torch.from_numpy(prompts[number]).long() for number in batch]
@@ -138,11 +148,11 @@ def _plain_scores(
         lengths = torch.tensor([len(row) for row in rows])
         mask = torch.arange(ids.shape[1]) < lengths[:, None]
         logits = model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits
-        found[batch] = logits[torch.arange(len(batch)), lengths - 1].log_softmax(-1)[:, first_tokens]
-    return score_label_rows(labels, found.double().numpy()).probabilities
+        scores[batch] = logits[torch.arange(len(batch)), lengths - 1].log_softmax(-1)[:, first_tokens]
+    return score_label_rows(labels, scores.double().numpy()).probabilities
 
 
-def _streamed_way(labels: Sequence[str], lower: str) -> tuple[Way, OffloadReport]:
+def _streamed_runner(labels: Sequence[str], lower: str) -> tuple[ModelRunner, OffloadReport]:
     folder = resolve_model(DEMO)
     model = load_model(folder)
     report = offload_experts(model, slots=SLOTS)
@@ -155,48 +165,48 @@ def _streamed_way(labels: Sequence[str], lower: str) -> tuple[Way, OffloadReport
     writer = PromptWriter(load_tokenizer(folder), load_prompt(folder), engine.facts.max_sequence_tokens)
     scorer = TextScorer(engine, writer, labels)
 
-    def run(texts: list[HeldOutText]) -> Chances:
+    def run(texts: list[HeldOutText]) -> Probabilities:
         return np.concatenate([window.probabilities for window in scorer.windows(texts)])
 
-    return Way(f"asyncep ({lower}), streamed", run, report.ring_bytes), report
+    return ModelRunner(f"asyncep ({lower}), streamed", run, report.ring_bytes), report
 
 
-def _in_turns(ways: list[Way], held_out: list[HeldOutText]) -> list[Outcome]:
-    found: list[Chances] = [np.empty((0, 0))] * len(ways)
-    seconds = [float("inf") for _ in ways]
+def _alternating(runners: list[ModelRunner], held_out: list[HeldOutText]) -> list[DemoOutcome]:
+    tables: list[Probabilities] = [np.empty((0, 0))] * len(runners)
+    seconds = [float("inf") for _ in runners]
     for _ in range(ROUNDS):
-        for number, way in enumerate(ways):
+        for number, runner in enumerate(runners):
             started = time.perf_counter()
-            found[number] = way.run(held_out)
+            tables[number] = runner.run(held_out)
             seconds[number] = min(seconds[number], time.perf_counter() - started)
-    return [Outcome(table, least) for table, least in zip(found, seconds, strict=True)]
+    return [DemoOutcome(table, least) for table, least in zip(tables, seconds, strict=True)]
 
 
 def _print_outcomes(
     console: Console,
     held_out: list[HeldOutText],
     labels: Sequence[str],
-    streamed: Way,
-    plain: Way,
-    outcomes: list[Outcome],
+    streamed: ModelRunner,
+    plain: ModelRunner,
+    outcomes: list[DemoOutcome],
 ) -> None:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column(f"{len(held_out)} held-out texts, {len(set(labels))} languages")
     for heading in ("accuracy", "expert memory", "per text"):
         table.add_column(heading, justify="right")
-    for way, outcome in zip((streamed, plain), outcomes, strict=True):
+    for runner, outcome in zip((streamed, plain), outcomes, strict=True):
         best = outcome.probabilities.argmax(1).tolist()
         right = sum(labels[number] == item.label for number, item in zip(best, held_out, strict=True))
         table.add_row(
-            way.name,
+            runner.name,
             f"{right / len(held_out):.2%}",
-            decimal(way.expert_bytes),
+            decimal(runner.expert_bytes),
             f"{1000 * outcome.seconds / len(held_out):.2f} ms",
         )
     console.print(table)
 
 
-def _print_equality(console: Console, streamed: Outcome, plain: Outcome) -> bool:
+def _print_equality(console: Console, streamed: DemoOutcome, plain: DemoOutcome) -> bool:
     ours, theirs = streamed.probabilities, plain.probabilities
     different = int((ours.argmax(1) != theirs.argmax(1)).sum())
     furthest = float(np.abs(ours - theirs).max())
@@ -216,14 +226,15 @@ def _print_sources(
     waited = sum(ring.statistics.waited_seconds for ring in rings.values())
     graphs = "graph" if len(compilations) == 1 else "graphs"
     console.print(
-        f"Loaded and compiled ({len(compilations)} {graphs}), first batches included, in {compile_seconds:.0f} s. "
-        f"{decimal(copied)} of experts went through the ring; computation waited {waited:.2f} s for them.",
+        f"Loaded and compiled ({len(compilations)} {graphs}), including the first batches, in {compile_seconds:.0f} s. "
+        f"{decimal(copied)} of experts were copied into the ring; computation waited {waited:.2f} s for them.",
         highlight=False,
     )
     console.print(
         f"Measured on this machine's CPU, {torch.get_num_threads()} thread(s), link {report.store.link}: "
-        f"warm, in turns, the better of {ROUNDS} runs. Device and host are the same memory here, so the numbers show "
-        "that nothing is lost, not what a GPU gains. Accuracy and memory are real; nothing is emulated or predicted.",
+        f"warm, alternating, the better of {ROUNDS} runs. Device and host share one memory here, so the figures show "
+        "that streaming loses no accuracy, not how much a GPU gains. Everything is measured; nothing is emulated or "
+        "predicted.",
         highlight=False,
         style="dim",
     )

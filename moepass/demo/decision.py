@@ -1,4 +1,4 @@
-"""One decision over HTTP: two questions about a text, the request and the answer as they travel."""
+"""The second part of `moepass demo`: one decision with two questions over HTTP, printed as sent and received."""
 
 from __future__ import annotations
 
@@ -34,21 +34,26 @@ class DemoError(MoepassError, RuntimeError):
 
 
 async def ask_decision(url: str) -> None:
-    """Print what is asked of the server at `url`, and what it answers. Raises DemoError."""
+    """Print a request, send it to the server at `url`, and print the answer. Raises DemoError."""
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"\nOne decision with two questions over HTTP: POST {url}/v1/decisions", style="bold")
     console.print(readable(REQUEST), markup=False)
     async with httpx.AsyncClient(base_url=url, timeout=_SECONDS, trust_env=False) as client:
         response = await client.post("/v1/decisions", json=REQUEST)
     if response.status_code != 200:
-        raise DemoError(f"the server answers {response.status_code}: {response.text[:500]}", value=response.status_code)
+        raise DemoError(
+            f"the demo's server has answered with status {response.status_code}: {response.text[:500]}",
+            value=response.status_code,
+        )
     console.print("Its answer:", style="bold")
     console.print(readable(response.json()), markup=False)
-    console.print("[bold]moepass serve demo[/bold] keeps such a server running; README.md asks it.")
+    console.print(
+        "To keep such a server running, use [bold]moepass serve demo[/bold]; README.md shows requests for it."
+    )
 
 
 def readable(value: dict[str, Any]) -> str:
-    """`value` as JSON with a line for each of its fields, and for each item of its lists."""
+    """Return `value` as JSON with one line for each field, and for each item of a list."""
     fields = []
     for name, field in value.items():
         if isinstance(field, list):

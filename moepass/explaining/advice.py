@@ -1,4 +1,4 @@
-"""Advice that makes a forecast better: one sentence each, with the number that it leads to."""
+"""Advice that improves a forecast: sentences, each with the number that a change leads to."""
 
 from __future__ import annotations
 
@@ -16,23 +16,32 @@ from moepass.passes.planner.model_problem import least_memory_bytes
 from moepass.passes.planner.strategies import Setting, homes_of
 
 _MOST_RANKS = 64
-# Part of the step below which waiting is not worth a word.
+# The share of the step below which waiting is not worth mentioning.
 _WORTH_SAYING = 0.01
 
 
 def advice(made: Forecast, crossover: int | None, refusals: Sequence[str]) -> tuple[str, ...]:
-    """Sentences, the most useful first; none where all is well."""
+    """Return the sentences of advice, the most useful first. None of them means that nothing can be improved.
+
+    Args:
+        made: the forecast of the chosen home.
+        crossover: tokens per rank from which asyncep beats AllToAll, or None.
+        refusals: the reasons of refused blocks.
+    """
     if not made.cost(ASYNCEP).fits and made.chosen != RESIDENT:
-        found = list(_what_fits(made.setting))
-        return tuple(found or ["nothing that was tried makes asyncep fit: other homes, fewer tokens, fp8, more ranks"])
+        changes = list(_changes_that_fit(made.setting))
+        return tuple(
+            changes
+            or ["asyncep fits with none of the changes that were tried: other homes, fewer tokens, fp8, more ranks"]
+        )
     return (*_waiting(made, crossover), *_refused(refusals))
 
 
-def _what_fits(setting: Setting) -> Iterator[str]:
-    """Changes, one at a time, that would make asyncep fit into the memory budget."""
-    other = _fitting_home(setting)
-    if other is not None:
-        yield f"asyncep fits with --home {other}"
+def _changes_that_fit(setting: Setting) -> Iterator[str]:
+    """Yield single changes that would make asyncep fit into the memory budget."""
+    home = _fitting_home(setting)
+    if home is not None:
+        yield f"asyncep fits with --home {home}"
         return
     fewer = setting.sequences.tokens // 2
     while fewer >= 1 and _fitting_home(_with_tokens(setting, fewer)) is None:
@@ -79,13 +88,13 @@ def _waiting(made: Forecast, crossover: int | None) -> Iterator[str]:
     if waits > _WORTH_SAYING and sequences.tokens < threshold:
         batch = math.ceil(threshold / sequences.length)
         yield (
-            f"from {threshold} tokens per rank and step on ({batch} sequences of {sequences.length}) transfers "
-            f"are hidden, with a margin of {made.saturation.values['gamma']:g}"
+            f"with {threshold} or more tokens per rank and step ({batch} sequences of {sequences.length}), computation "
+            f"hides all transfers with a margin of {made.saturation.values['gamma']:g}"
         )
     if made.chosen != ASYNCEP and crossover is not None and crossover > sequences.tokens:
-        yield f"against AllToAll (dp_ep) asyncep pays from {crossover} tokens per rank and step on"
+        yield f"asyncep is faster than AllToAll (dp_ep) with {crossover} or more tokens per rank and step"
 
 
 def _refused(refusals: Sequence[str]) -> Iterator[str]:
     if refusals:
-        yield f"the numbers assume that all blocks are rewritten; {len(refusals)} were refused, and run unchanged"
+        yield f"the figures assume that all blocks are rewritten, but {len(refusals)} were refused and run unchanged"

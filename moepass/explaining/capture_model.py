@@ -1,7 +1,7 @@
-"""Compile a model from its config alone, to see what the compiler does with it.
+"""Compilation of a model from its config alone, to see what the compiler does with it.
 
-The model is built on the meta device, so that weights are neither needed nor loaded and nothing is computed; everything
-found comes from the plans that the passes made.
+The model is built on the meta device, so no weights are loaded and nothing is computed. The results come from the
+plans that the passes make.
 """
 
 from __future__ import annotations
@@ -34,14 +34,19 @@ from moepass.runtime.torch_private import quiet_log
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# A capture is made once and thrown away, so there is no end to how many a process may make.
+# A process may make any number of captures, because each is discarded after use.
 _NO_LIMIT = 1 << 30
 
 
-def explain_model(path: Path, batch: int = 8, seq: int = 512, slots: int = 2, lower: str = "inductor") -> Explanation:
+def explain_checkpoint(
+    path: Path, batch: int = 8, seq: int = 512, slots: int = 2, lower: str = "inductor"
+) -> Explanation:
     """Plan the checkpoint folder or config file `path` for `batch` sequences of `seq` tokens.
 
-    Raises CheckpointError where the config makes no model, OptionError and PlanError for slots that do not do.
+    Raises:
+        CheckpointError: if no model can be built from the config.
+        OptionError: for a wrong number of slots.
+        PlanError: if the ring has too few slots for the model.
     """
     return explain_meta_model(meta_model(path), batch, seq, slots, lower)
 
@@ -49,7 +54,7 @@ def explain_model(path: Path, batch: int = 8, seq: int = 512, slots: int = 2, lo
 def explain_meta_model(
     model: PreTrainedModel, batch: int, seq: int, slots: int = 2, lower: str = "inductor"
 ) -> Explanation:
-    """As `explain_model`, for a model on the meta device; this offloads its experts."""
+    """Plan a model on the meta device, and offload its experts; see `explain_checkpoint`."""
     expert_bytes = expert_layers = 0
     if find_expert_modules(model):
         report = offload_experts(model, device="meta", slots=slots)
@@ -63,7 +68,7 @@ def explain_meta_model(
         slots=slots,
         expert_layers=expert_layers,
         expert_bytes=expert_bytes,
-        other_bytes=_bytes_of(model),  # offloaded experts are no parameters any more
+        other_bytes=_bytes_of(model),  # offloaded experts are not parameters any more
         plans=plans,
         stopped=stopped,
     )
@@ -72,11 +77,14 @@ def explain_meta_model(
 def capture_plans(
     model: nn.Module, batch: int, seq: int, *, slots: int = 2, lower: str = "inductor"
 ) -> tuple[tuple[Plan, ...], str | None]:
-    """The plans of a model on the meta device for input_ids [batch, seq], one for each graph that is captured.
+    """Return the plans of a model on the meta device for input_ids [batch, seq].
 
-    The pipeline runs up to lowering; the "compiled" graph then gives outputs of the right shapes, so that capture goes
-    on behind a graph break. The second value says why capture ended early: where a model looks at values, there are
-    none.
+    The passes run up to lowering. The "compiled" graph then returns outputs of the right shapes, so that capture
+    continues after a graph break.
+
+    Returns:
+        One plan for each captured graph; and the error that ended capture early, or None. Models that read values from
+        tensors end it, because tensors on the meta device have none.
     """
     plans: list[Plan] = []
 
@@ -85,7 +93,7 @@ def capture_plans(
 
         def plan_only(captured: GraphModule, fake_inputs: Sequence[Any]) -> Callable[..., Any]:
             name_inputs(captured, graph)
-            # No prediction for a model's first layers alone; the report has the plan of the whole model.
+            # The report has the prediction for the whole model, so none is made for its first layers.
             context = PassContext(
                 slots=slots if _reads_banks(captured) else 0, capture=notes, disabled=frozenset({"predict"})
             )
@@ -101,7 +109,7 @@ def capture_plans(
         )
         return capture(graph, example_inputs)
 
-    compiled = _compile_apart(model, backend)
+    compiled = _compile_isolated(model, backend)
     unlimited = torch._dynamo.config.patch(recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT)
     stopped = None
     try:
@@ -116,19 +124,21 @@ def capture_plans(
     return tuple(plans), stopped
 
 
-def _compile_apart(model: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
-    """As `torch.compile`, but the capture does not count as a compilation of the user's models.
+def _compile_isolated(model: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile like `torch.compile`, without counting the capture as a compilation of the user's models.
 
-    Dynamo counts by code, which all models of a family share, and gives up after 8. Versions of torch that cannot keep
-    compilations apart count them together.
+    Dynamo counts by code, which all models of a family share, and gives up after 8 compilations. Versions of torch that
+    cannot isolate compilations count them together.
     """
-    apart = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
-    compiled: Callable[..., Any] = torch.compile(model, backend=backend, dynamic=False, **apart)  # type: ignore[call-overload]
+    isolation = (
+        {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+    )
+    compiled: Callable[..., Any] = torch.compile(model, backend=backend, dynamic=False, **isolation)  # type: ignore[call-overload]
     return compiled
 
 
 class _ShapesOnly:
-    """Stands for a compiled graph: outputs on the meta device, with the shapes that the graph's outputs have."""
+    """A stand-in for a compiled graph, whose outputs are on the meta device and have the right shapes."""
 
     _boxed_call = True
 

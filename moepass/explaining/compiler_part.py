@@ -1,7 +1,7 @@
-"""The compiler's view in a report: captured now, or for a preset read from what the package stores.
+"""The compiler's part of a report: captured now, or read from the package for a preset.
 
-`captured_presets.json` holds what capture gives with the versions of torch and transformers that it names. With others
-installed a preset is captured, which takes seconds. A test compares what is stored with what capture gives.
+`captured_presets.json` contains the captures with the versions of torch and transformers that it names. With other
+versions a preset is captured again, which takes seconds. A test compares the file with new captures.
 """
 
 from __future__ import annotations
@@ -14,80 +14,86 @@ from typing import Any
 import msgspec
 
 from moepass.explaining.explained_models import ExplainedModel
-from moepass.explaining.report import CompilerPart
+from moepass.explaining.report_parts import CompilerPart
 from moepass.models.errors import CheckpointError, MoepassError
 
 STORED_FILE = "data/captured_presets.json"
-# Plans that are stored are those of a compilation with this.
+# The lowering of the stored plans.
 STORED_LOWERING = "inductor"
-# What the compiler finds does not depend on the number of tokens, but some families are captured token by token.
+# The result does not depend on the number of tokens, but some families are captured token by token.
 _CAPTURE_BATCH, _CAPTURE_SEQ = 2, 16
 
 
 class StoredCaptures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`parts` by preset: captured with a ring of 1 slot, of 2, and so on. More slots give the plans of the last."""
+    """The content of `captured_presets.json`.
+
+    Attributes:
+        versions: versions of the packages that the captures were made with.
+        parts: for each preset its captures with a ring of 1 slot, 2 slots, and so on. More slots give the last plans.
+    """
 
     versions: dict[str, str]
     parts: dict[str, tuple[CompilerPart, ...]]
 
 
-def compiler_part(found: ExplainedModel, slots: int, lower: str) -> CompilerPart:
-    """The compiler's result for the model, or for enough of its first layers, planned with `slots` slots.
+def compiler_part(model: ExplainedModel, slots: int, lower: str) -> CompilerPart:
+    """Return the compiler's result for the model, or for its first layers, planned with `slots` slots.
 
-    Raises CheckpointError where the model cannot be captured.
+    Raises:
+        CheckpointError: if the model cannot be captured.
     """
-    if not is_stored(found.preset, lower):
-        return captured_part(found, slots, lower)
-    return preset_part(found.preset, slots)
+    if not is_stored(model.preset, lower):
+        return captured_part(model, slots, lower)
+    return preset_part(model.preset, slots)
 
 
-def is_stored(model: str, lower: str) -> bool:
-    """Whether `model` is a preset whose capture is stored, for this lowering and the installed versions."""
-    return lower == STORED_LOWERING and model in _stored().parts and _stored().versions == installed_versions()
+def is_stored(name: str, lower: str) -> bool:
+    """Return True if `model` is a preset whose capture is stored, for this lowering and the installed versions."""
+    return lower == STORED_LOWERING and name in _stored().parts and _stored().versions == installed_versions()
 
 
 def preset_part(preset: str, slots: int) -> CompilerPart:
-    """The stored result for a preset. Raises KeyError for any other name."""
+    """Return the stored result for a preset. Raises KeyError for any other name."""
     parts = _stored().parts[preset]
-    part = parts[min(slots, len(parts)) - 1]
-    explanation = dataclasses.replace(part.explanation, slots=slots)
-    return msgspec.structs.replace(part, explanation=explanation)
+    stored = parts[min(slots, len(parts)) - 1]
+    explanation = dataclasses.replace(stored.explanation, slots=slots)
+    return msgspec.structs.replace(stored, explanation=explanation)
 
 
-def captured_part(found: ExplainedModel, slots: int, lower: str) -> CompilerPart:
-    """As `compiler_part`, captured now."""
-    # They bring Dynamo and transformers along, which a stored preset needs nothing of.
+def captured_part(model: ExplainedModel, slots: int, lower: str) -> CompilerPart:
+    """Capture the model now, and return the compiler's result; see `compiler_part`."""
+    # These import Dynamo and transformers, which a stored preset does not need.
     from moepass.explaining.capture_model import explain_meta_model
     from moepass.models.checkpoint.checkpoint_folders import meta_model_of
     from moepass.models.sizes.cut_configs import cut_config
     from moepass.runtime.serving.attention.survey import trie_refusal
 
-    cut = cut_config(found.config, found.architecture) if found.architecture is not None else None
-    chosen = getattr(found.config, "_experts_implementation", None)
-    # The eager loop over experts depends on values, and cannot be captured.
-    form = chosen if chosen in ("grouped_mm", "batched_mm") else "grouped_mm"
-    model = meta_model_of(found.config if cut is None else cut, found.name, form)
+    cut = cut_config(model.config, model.architecture) if model.architecture is not None else None
+    implementation = getattr(model.config, "_experts_implementation", None)
+    # The eager loop over experts depends on values, so it cannot be captured.
+    form = implementation if implementation in ("grouped_mm", "batched_mm") else "grouped_mm"
+    meta_model = meta_model_of(model.config if cut is None else cut, model.name, form)
     try:
-        refusal = trie_refusal(model)
-        explanation = explain_meta_model(model, _CAPTURE_BATCH, _CAPTURE_SEQ, slots, lower)
-    except (RuntimeError, NotImplementedError) as error:  # torch's, about shapes that do not fit together, or values
+        refusal = trie_refusal(meta_model)
+        explanation = explain_meta_model(meta_model, _CAPTURE_BATCH, _CAPTURE_SEQ, slots, lower)
+    except (RuntimeError, NotImplementedError) as error:  # torch's errors about mismatched shapes or missing values
         if isinstance(error, MoepassError):
             raise
-        told = " ".join(str(error).split())
-        # Dynamo tells of the call with all of its arguments first, then of what it gave.
-        told = told.partition(": got ")[2] or told
-        told = told.partition(" Hint: ")[0][:300]
+        message = " ".join(str(error).split())
+        # Dynamo's message has the call with all of its arguments first, and then the error.
+        message = message.partition(": got ")[2] or message
+        message = message.partition(" Hint: ")[0][:300]
         raise CheckpointError(
-            f"{found.name} cannot be captured; perhaps the numbers of its config do not fit together: {told}",
+            f"{model.name} cannot be captured; perhaps the numbers of its config do not match: {message}",
             name="model",
-            value=found.name,
+            value=model.name,
         ) from error
-    text: Any = (found.config if cut is None else cut).get_text_config()
+    text: Any = (model.config if cut is None else cut).get_text_config()
     return CompilerPart(int(text.num_hidden_layers), cut is not None, explanation, refusal)
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of the packages that decide how a model is captured, without the name of a build (`+cpu`)."""
+    """Return the versions of the packages that affect captures, without the name of a build (`+cpu`)."""
     return {name: metadata.version(name).partition("+")[0] for name in ("torch", "transformers")}
 
 
@@ -96,9 +102,9 @@ def _stored() -> StoredCaptures:
     content = (resources.files("moepass.explaining") / STORED_FILE).read_bytes()
     try:
         return msgspec.json.decode(content, type=StoredCaptures)
-    except msgspec.ValidationError as error:  # records of plans were changed, and this file was not made anew
+    except msgspec.ValidationError as error:  # the records changed, and the file was not made again
         raise MoepassError(
-            f"{STORED_FILE} holds plans of another version of moepass ({error}); in a checkout, "
-            "python tests/helpers/graphs/store_presets.py makes it anew",
+            f"{STORED_FILE} has plans of another version of moepass ({error}); in a checkout, update it with "
+            "python -m tests.helpers.graphs.store_presets",
             path=STORED_FILE,
         ) from error

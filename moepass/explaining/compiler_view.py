@@ -1,5 +1,6 @@
-"""What the compiler does with a model, as records and as a person sees them: the part of `moepass explain` that no
-formula knows. `capture_model.py` finds it out.
+"""The compiler's result for a model, as records and as text: the part of `moepass explain` that no formula can compute.
+
+`capture_model.py` makes these records.
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """Results of `explain`: one plan per captured graph; `stopped` says why capture ended early, or is None."""
+    """The result of a capture: one plan for each captured graph.
+
+    Attributes:
+        expert_layers: layers whose experts were offloaded.
+        expert_bytes: bytes of their experts.
+        other_bytes: bytes of all other parameters.
+        plans: the plans, in the order of the graphs.
+        stopped: the error that ended capture early, or None.
+    """
 
     model: str
     model_type: str
@@ -34,27 +43,28 @@ class Explanation:
     stopped: str | None = None
 
     def to_json(self) -> str:
+        """Return the result as JSON."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()
 
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """One row of the shown schedule: a segment, and what is in each slot meanwhile ("" for nothing)."""
+    """A row of the displayed schedule: a segment, and the content of each slot while it runs ("" for an empty slot)."""
 
     segment: str
     where: str
     slots: tuple[str, ...]
 
 
-# ---- What a person sees ----------------------------------------------------------------------------------------------
+# ---- Text ------------------------------------------------------------------------------------------------------------
 
 
 def print_explanation(console: Console, explanation: Explanation) -> None:
-    """The verdict first, then what was found, rewritten and refused, and the memory of each graph."""
+    """Print the strategy, the blocks that were found, rewritten and refused, and the memory of each graph."""
     tokens = explanation.batch * explanation.seq
     console.print(
         f"[bold]{explanation.model}[/bold] ({explanation.model_type}), {explanation.batch} x {explanation.seq} = "
-        f"{tokens} tokens; planned from the config alone: no weight loaded, nothing run",
+        f"{tokens} tokens; planned from the config alone, without loading weights or running anything",
         highlight=False,
     )
     several = len(explanation.plans) > 1
@@ -103,22 +113,28 @@ def _summary(explanation: Explanation, plan: Plan) -> RenderableType:
 
 
 def segments_text(plan: Plan) -> str:
-    """The segments of a plan in words: how many, what the distinct ones compute, how often each is called, and a line
-    for each that a compilation did not lower, or cannot record, as wanted."""
+    """Return the segments of a plan in words.
+
+    The text has the number of segments, the parts of the distinct ones and how often each is called, and a line for
+    each segment that was not lowered or recorded as requested.
+    """
     calls = sum(len(segment.uses) for segment in plan.segments)
     kinds = [f"{' + '.join(segment.parts) or segment.role} x{len(segment.uses)}" for segment in plan.segments]
     counts = f"{_count(calls, 'segment')}, {plan.distinct_segments} distinct"
     refusals = [
-        f"{segment.name}: {found.refusal}"
+        f"{segment.name}: {record.refusal}"
         for segment in plan.segments
-        for found in (segment.lowering, segment.cuda_graph)
-        if found is not None and found.refusal is not None
+        for record in (segment.lowering, segment.cuda_graph)
+        if record is not None and record.refusal is not None
     ]
     return "\n".join([": ".join([counts, *([", ".join(kinds)] if kinds else [])]), *refusals])
 
 
 def tensorrt_text(plan: Plan) -> str:
-    """Which segments of a plan are for TensorRT, and why the others stay; empty where that was not asked for."""
+    """Return which segments of a plan are for TensorRT, and why others are not.
+
+    The text is empty if TensorRT was not requested.
+    """
 
     def named(segment: Segment) -> str:
         calls = "" if len(segment.uses) == 1 else f", called {len(segment.uses)} times"
@@ -132,15 +148,15 @@ def tensorrt_text(plan: Plan) -> str:
     if taken:
         lines[0] += f": {', '.join(taken)}"
         lines.append(
-            "only torch-tensorrt can say whether TensorRT has all operators of them; what it refuses, Inductor "
-            "compiles, and the plan says so"
+            "whether TensorRT supports all their operators is only known to torch-tensorrt; Inductor compiles the "
+            "segments that it refuses, and the plan lists them"
         )
-    lines += [f"{named(segment)} stays: {choice.stays}" for segment, choice in choices if choice.stays]
+    lines += [f"{named(segment)} stays with Inductor: {choice.stays}" for segment, choice in choices if choice.stays]
     return "\n".join(lines)
 
 
 def found_text(plan: Plan) -> str:
-    """The blocks of a plan in words, those that are alike together."""
+    """Return the blocks of a plan in words, with equal blocks counted together."""
     kinds: dict[str, int] = {}
     for block in plan.blocks:
         top = "all experts run" if block.top_k is None else f"top {block.top_k}"
@@ -153,6 +169,7 @@ def found_text(plan: Plan) -> str:
 
 
 def schedule_table(plan: Plan) -> Table:
+    """Return the schedule of a plan as a table with one row per segment."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -168,7 +185,7 @@ def schedule_table(plan: Plan) -> Table:
 
 
 def moments(plan: Plan) -> list[Moment]:
-    """The schedule as one row per segment, with the state of every slot while it runs."""
+    """Return the schedule as one row per segment, with the state of every slot while it runs."""
     slots = [""] * plan.slots
     rows: list[Moment] = []
     for step in plan.steps:
@@ -183,7 +200,7 @@ def moments(plan: Plan) -> list[Moment]:
 
 
 def short_name(path: str) -> str:
-    """The layer in a module path: `layer 3` for `model.layers.3.mlp.experts`; the path itself where it has none."""
+    """Return the layer in a module path: `layer 3` for `model.layers.3.mlp.experts`. A path without a layer is kept."""
     match = re.search(r"(?:layers?|blocks?|h)\.(\d+)", path)
     return f"layer {match.group(1)}" if match else path.removeprefix("model.")
 

@@ -1,7 +1,7 @@
-"""`moepass explain`: the compiler's view of a model and the numbers of its plan on a machine, in one report.
+"""`moepass explain`: the compiler's result for a model and the figures of its plan on a machine, in one report.
 
-No weight is loaded and nothing is computed. Numbers come from the sizes of the model (`passes/planner/forecast.py`);
-what is found, rewritten and refused comes from the plans that the passes make of a graph captured on the meta device.
+No weights are loaded and nothing is computed. Figures come from the sizes of the model
+(`passes/planner/forecast.py`). Blocks and refusals come from the plans of a graph that is captured on the meta device.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import math
 import os
 from typing import Any
 
-from moepass import __version__
 from moepass.explaining.advice import advice
-from moepass.explaining.asked import DEFAULT_MEMORY_SHARE, check_numbers, machine_of, memory_budget
+from moepass.explaining.argument_checks import DEFAULT_MEMORY_SHARE, check_numbers, machine_of, memory_budget
 from moepass.explaining.compiler_part import compiler_part
 from moepass.explaining.compiler_view import Explanation
 from moepass.explaining.explained_blocks import explained_blocks
 from moepass.explaining.explained_models import ExplainedModel, explained_model
 from moepass.explaining.forecasts import best_home, stored_assumption, stored_part, why_nothing_fits
 from moepass.explaining.how_to_run import how_to_run
-from moepass.explaining.report import (
+from moepass.explaining.report import Report
+from moepass.explaining.report_parts import (
     REPORT_SCHEMA,
     ComparisonRow,
     CurveRow,
@@ -27,7 +27,6 @@ from moepass.explaining.report import (
     MemoryCurveRow,
     MemoryPart,
     ModelPart,
-    Report,
     SaturationPart,
     SchedulePart,
     ServingPart,
@@ -37,6 +36,7 @@ from moepass.explaining.report import (
 from moepass.models.formulas.layers import flops_per_token, model_parameters
 from moepass.models.homes import home_named
 from moepass.models.sizes.architecture import short_dtype
+from moepass.models.version import __version__
 from moepass.passes.ir.decisions import ASYNCEP, RESIDENT, Decisions
 from moepass.passes.machine.hardware import Hardware
 from moepass.passes.machine.layer_times import Sequences, sequences_of
@@ -47,7 +47,7 @@ from moepass.passes.planner.strategies import MICRO_BATCH_TOKENS, Setting, banks
 
 DEFAULT_HARDWARE = "8xh100-80g"
 DEFAULT_BATCH, DEFAULT_SEQ = 16, 4096
-# The curve's points: this many to a doubling of the tokens.
+# The number of points on the curve for each doubling of the tokens.
 _POINTS_PER_OCTAVE = 2
 
 
@@ -65,25 +65,27 @@ def explain(
     slots: int | None = None,
     lower: str = "inductor",
 ) -> Report:
-    """Plan `model` on `hardware` and say what it would take, and why: see docs/explain.md.
+    """Plan `model` on `hardware`, and report its speed and memory with the reasons: see docs/explain.md.
 
     Args:
         model: the name of a preset, a checkpoint folder, a config.json, a transformers configuration, or a
             transformers model, compiled or not.
         hardware: a preset such as 8xh100-80g, the file of a profile, or a profile.
-        ranks: another number of devices than the profile has.
-        home: where experts rest: device, peer, host, hybrid or disk. None tries peer, hybrid and host where there are
-            several ranks, else host, and takes the fastest that fits.
-        dtype: of the weights, bf16, fp8 or fp32, in place of the configuration's.
-        batch, seq: sequences of one rank and step, and the tokens of each.
-        tokens: one sequence of so many tokens, instead.
-        memory_budget_bytes: that may be used on each device; 0.9 of its memory where None.
-        slots: of the ring at most; as many as help, up to 4, where None.
+        ranks: the number of devices, if it differs from that of the profile.
+        home: where experts rest: device, peer, host, hybrid or disk. None chooses the fastest that fits: of peer,
+            hybrid and host with several ranks, else host.
+        dtype: the dtype of the weights, bf16, fp8 or fp32, instead of that of the configuration.
+        batch: sequences per rank and step.
+        seq: tokens of each sequence.
+        tokens: one sequence of this many tokens, instead of `batch` and `seq`.
+        memory_budget_bytes: the bytes to use on each device. None: 0.9 of its memory.
+        slots: the most slots of the ring. None: as many as help, up to 4.
         lower: how segments would be compiled, "inductor", "eager" or "tensorrt".
 
     Raises:
-        InputError: an unknown model, machine, home or dtype, a link or rate that the machine lacks, a number that is
-            out of range. CheckpointError: a folder or config that makes no model.
+        InputError: for an unknown model, machine, home or dtype, for a link or rate that the machine lacks, or for a
+            number that is out of range.
+        CheckpointError: for a folder or config from which no model can be built.
     """
     check_numbers(batch, seq, tokens, slots, ranks)
     batch, seq = (1, tokens) if tokens is not None else (batch, seq)
@@ -91,39 +93,39 @@ def explain(
         home_named(home)
     if dtype is not None:
         dtype = short_dtype(dtype)
-    found = explained_model(model, dtype)
+    model_sizes = explained_model(model, dtype)
     machine = machine_of(hardware, ranks)
     budget = memory_budget(machine, memory_budget_bytes)
     workload = WorkloadPart(batch, seq, batch * seq)
     assumptions = [
         "routing is even over the experts, and every rank has equally many tokens",
         "nothing is decoded, so no keys and values are kept",
-        "strategies other than asyncep do not overlap communication with computation",
+        "only asyncep overlaps communication with computation",
     ]
     if hardware == DEFAULT_HARDWARE:
-        assumptions.append(f"hardware {DEFAULT_HARDWARE}, which is the default")
+        assumptions.append(f"hardware {DEFAULT_HARDWARE} (the default)")
     if memory_budget_bytes is None:
-        assumptions.append(f"memory budget {DEFAULT_MEMORY_SHARE} of each device's memory, which is the default")
-    if found.architecture is None:
-        return _without_numbers(found, machine, workload, budget, slots, lower, assumptions)
+        assumptions.append(f"memory budget {DEFAULT_MEMORY_SHARE} of each device's memory (the default)")
+    if model_sizes.architecture is None:
+        return _report_without_figures(model_sizes, machine, workload, budget, slots, lower, assumptions)
 
-    architecture = found.architecture
-    # Asked for by name, a checkpoint's own format is computed with as it is stored.
+    architecture = model_sizes.architecture
+    # If the dtype is the checkpoint's own format, the figures are those of the weights as stored.
     as_stored = architecture.stored if architecture.stored and architecture.stored.name == dtype else None
     setting = Setting(architecture, machine, Sequences(batch, seq), architecture.dtype, budget, stored=as_stored)
     most_slots = USEFUL_SLOTS if slots is None else slots
     best, tried = best_home(setting, home, most_slots)
     shown = forecast(setting, "device") if best.chosen == RESIDENT and best.home != "device" else best
-    compiler = compiler_part(found, min(shown.schedule.slots if shown.schedule else 2, most_slots) or 2, lower)
+    compiler = compiler_part(model_sizes, min(shown.schedule.slots if shown.schedule else 2, most_slots) or 2, lower)
     if compiler.is_cut:
         assumptions.append(
-            f"captured: {compiler.captured_text} of {len(architecture.layers)}, as many as hold every kind of "
-            "layer; blocks of the others are told by analogy"
+            f"captured: {compiler.captured_text} of {len(architecture.layers)}, with every kind of layer; "
+            "blocks of the other layers are inferred from equal ones"
         )
     stored = stored_part(setting, home, most_slots)
     assumptions += [text for text in [stored_assumption(setting, architecture.unknown_storage)] if text]
     if setting.dtype == "fp8":
-        assumptions.append("fp8 is a forecast alone: moepass compiles what is captured, and has no fp8 experts yet")
+        assumptions.append("fp8 is only a forecast: moepass cannot run fp8 experts yet")
     blocks, refusals = explained_blocks(compiler, architecture, setting.dtype, as_stored)
     crossover = crossover_tokens(best)
     strategy = StrategyPart(
@@ -165,7 +167,7 @@ def explain(
         refusals=refusals,
         advice=advice(best, crossover, refusals),
         assumptions=tuple(assumptions),
-        sources=_sources(found, machine),
+        sources=_sources(model_sizes, machine),
         compiler=compiler,
         serving=ServingPart("trie" if compiler.trie_refusal is None else "rows", compiler.trie_refusal),
         plan=_plan(shown, crossover),
@@ -183,13 +185,13 @@ def explain(
 
 
 def _checkpoint(model: Any) -> str | None:
-    """The folder that `model` names, if it is one."""
+    """Return the folder that `model` names, or None if it is not a folder."""
     is_folder = isinstance(model, (str, os.PathLike)) and os.path.isdir(model)
     return os.fsdecode(model) if is_folder else None
 
 
-def _without_numbers(
-    found: ExplainedModel,
+def _report_without_figures(
+    model_sizes: ExplainedModel,
     machine: Hardware,
     workload: WorkloadPart,
     budget: float,
@@ -197,19 +199,19 @@ def _without_numbers(
     lower: str,
     assumptions: list[str],
 ) -> Report:
-    """The report on a model without experts, or of a family whose sizes no formula knows: the compiler's view."""
-    compiler = compiler_part(found, 2 if slots is None else slots, lower)
+    """Return a report with the compiler's part only, for a model without experts or with unknown sizes."""
+    compiler = compiler_part(model_sizes, 2 if slots is None else slots, lower)
     explanation = compiler.explanation
     blocks, refusals = explained_blocks(compiler, None, "")
     plan = explanation.plans[0]
-    first = next((block for one in explanation.plans for block in one.blocks), None)
-    text: Any = found.config.get_text_config()
-    dtype = str(found.config.dtype).removeprefix("torch.")
+    first = next((block for graph_plan in explanation.plans for block in graph_plan.blocks), None)
+    text: Any = model_sizes.config.get_text_config()
+    dtype = str(model_sizes.config.dtype).removeprefix("torch.")
     return Report(
         schema=REPORT_SCHEMA,
         version=__version__,
         model=ModelPart(
-            name=found.name,
+            name=model_sizes.name,
             model_type=explanation.model_type,
             layers=int(text.num_hidden_layers),
             moe_layers=explanation.expert_layers,
@@ -234,11 +236,11 @@ def _without_numbers(
         memory_curve=(),
         refusals=refusals,
         advice=(),
-        assumptions=(*assumptions, f"no numbers: {found.unknown}"),
-        sources=_sources(found, machine),
+        assumptions=(*assumptions, f"no figures: {model_sizes.unknown}"),
+        sources=_sources(model_sizes, machine),
         compiler=compiler,
-        # A server counts in true FLOPs, so that it serves no model whose sizes are not known.
-        serving=ServingPart(None, found.unknown.partition(";")[0]),
+        # A server admits requests by their FLOPs, so it cannot serve a model with unknown sizes.
+        serving=ServingPart(None, model_sizes.unknown.partition(";")[0]),
     )
 
 
@@ -328,7 +330,7 @@ def _schedule_part(made: Forecast) -> SchedulePart | None:
 
 
 def _plan(made: Forecast, crossover: int | None) -> Decisions | None:
-    """The planner's decisions, with the range in which AllToAll is the faster form where ranks can exchange tokens."""
+    """Return the planner's decisions, with the tokens below which AllToAll is faster if ranks can exchange tokens."""
     if made.decisions is None or made.setting.ranks == 1 or not made.decisions.streamed_layers:
         return made.decisions
     return made.decisions.exchanged_below(crossover)
@@ -356,7 +358,7 @@ def _strategy(made: Forecast) -> str:
 
 
 def _curve(made: Forecast) -> tuple[CurveRow, ...]:
-    """Token counts from well below the threshold and the planned tokens to well above both."""
+    """Return the curve from well below the threshold and the planned tokens to well above both."""
     marks = [made.saturation.tokens, made.setting.sequences.tokens, 1]
     octaves = range(
         _POINTS_PER_OCTAVE * max(0, math.floor(math.log2(min(mark for mark in marks[:2] if mark > 0))) - 4),
@@ -364,20 +366,20 @@ def _curve(made: Forecast) -> tuple[CurveRow, ...]:
     )
     exact = [made.setting.sequences.tokens, *[made.saturation.tokens] * (made.saturation.tokens > 0)]
     wanted = {round(2 ** (step / _POINTS_PER_OCTAVE)) for step in octaves} | set(exact)
-    # Steps are of whole sequences: several numbers may come down to one.
+    # A step has whole sequences, so several numbers of tokens may give the same step.
     counts = sorted({sequences_of(count, made.setting.sequences.length).tokens for count in wanted})
     points = [curve_point(made, count) for count in counts]
     return tuple(CurveRow(p.tokens, p.step_seconds, p.exposed_seconds, p.all_to_all_seconds) for p in points)
 
 
-def _sources(found: ExplainedModel, machine: Hardware) -> dict[str, str]:
-    """The source of every number: by parts of the report, and for the machine figure by figure."""
+def _sources(model_sizes: ExplainedModel, machine: Hardware) -> dict[str, str]:
+    """Return the source of every figure: for parts of the report, and for each figure of the machine."""
     hardware = {f"hardware.{name}": source for name, source in machine.sources().items()}
     return {
-        "model": found.source,
+        "model": model_sizes.source,
         **hardware,
-        "blocks": "derived: what the passes make of the graph captured on the meta device",
-        "saturation": "derived: design.md's threshold, solved with SymPy, at the reached rate and at peak",
+        "blocks": "derived: the result of the passes for the graph captured on the meta device",
+        "saturation": "derived: the saturation threshold, solved with SymPy for the reached rate and the peak rate",
         "schedule": "derived: a discrete-event simulation of the steady state",
         "memory": "derived: formulas of weights, banks and activations; allocators round up",
         "comparison": "derived: layer times and collectives; bytes by the table of arXiv 2605.02960",

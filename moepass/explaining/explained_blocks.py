@@ -1,10 +1,10 @@
-"""The blocks of experts in a report: those that were captured, and those of layers like them."""
+"""The MoE blocks in a report: those that were captured, and those of layers that are equal to captured ones."""
 
 from __future__ import annotations
 
 import re
 
-from moepass.explaining.report import Block, CompilerPart
+from moepass.explaining.report_parts import Block, CompilerPart
 from moepass.models.formulas.stored_weights import bank_sizes
 from moepass.models.sizes.architecture import Architecture
 from moepass.models.sizes.weight_formats import WeightFormat
@@ -16,10 +16,14 @@ _LAYER = re.compile(r"((?:layers?|blocks?|h)\.)(\d+)")
 def explained_blocks(
     compiler: CompilerPart, architecture: Architecture | None, dtype: str, stored: WeightFormat | None = None
 ) -> tuple[tuple[Block, ...], tuple[str, ...]]:
-    """All blocks of the model in the order of its layers, and why those are refused that are.
+    """Return all blocks of the model in the order of its layers, and the reasons of the refused ones.
 
-    With an `architecture` bank sizes are those of `dtype`, or of banks as they are `stored`; where only its first
-    layers were captured, a block of another layer is named as that of a layer of the same kind.
+    Args:
+        compiler: the captured layers.
+        architecture: the sizes of all layers. If only the first were captured, a block of another layer is that of an
+            equal layer. None: only the captured blocks are returned.
+        dtype: the dtype of the banks.
+        stored: the format of the banks, if they are used as the checkpoint stores them.
     """
     captured = [block for plan in compiler.explanation.plans for block in _blocks_of(plan)]
     blocks = captured
@@ -36,28 +40,28 @@ def explained_blocks(
 def _blocks_of(plan: Plan) -> list[Block]:
     streamed = {stay.block for stay in plan.slot_stays}
     reasons: dict[str, str] = {}
-    for one in plan.refusals:
-        line = f"{one.source_line}: " if one.source_line else ""
-        # The first one is the nearest to the cause.
-        reasons.setdefault(one.where or one.node, f"{line}{one.reason}")
+    for refusal in plan.refusals:
+        line = f"{refusal.source_line}: " if refusal.source_line else ""
+        # The first refusal is the nearest to the cause.
+        reasons.setdefault(refusal.where or refusal.node, f"{line}{refusal.reason}")
     blocks = []
     for block in plan.blocks:
         rewritten = block.name in streamed
-        refusal = None if rewritten else reasons.pop(block.name, plan.reason)
-        blocks.append(Block(block.name, block.form, rewritten, refusal, block.weight_bytes, False))
-    # Near misses have no block of their own.
+        reason = None if rewritten else reasons.pop(block.name, plan.reason)
+        blocks.append(Block(block.name, block.form, rewritten, reason, block.weight_bytes, False))
+    # Near misses are refusals without a block.
     return blocks + [Block(where, "not recognised", False, reason, 0, False) for where, reason in reasons.items()]
 
 
 def _layer(captured: list[Block], layer: int, architecture: Architecture) -> list[Block]:
-    """The blocks of one layer: its own, or those of the last captured layer that is equal to it."""
-    own = [block for block in captured if _layer_of(block.name) == layer]
-    if own or architecture.layers[layer].experts is None:
-        return own
+    """Return the blocks of one layer, or if it was not captured, those of the last captured layer that equals it."""
+    blocks = [block for block in captured if _layer_of(block.name) == layer]
+    if blocks or architecture.layers[layer].experts is None:
+        return blocks
     kind = architecture.layers[layer]
     numbers = {_layer_of(block.name) for block in captured}
-    alike = [number for number in numbers if number is not None and architecture.layers[number] == kind]
-    if not alike:
+    equal_layers = [number for number in numbers if number is not None and architecture.layers[number] == kind]
+    if not equal_layers:
         return []
     return [
         Block(
@@ -69,7 +73,7 @@ def _layer(captured: list[Block], layer: int, architecture: Architecture) -> lis
             True,
         )
         for block in captured
-        if _layer_of(block.name) == max(alike)
+        if _layer_of(block.name) == max(equal_layers)
     ]
 
 

@@ -22,22 +22,27 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig
 
-# No preset is suggested for a longer name.
+# Longer names are not compared with those of presets.
 _LONGEST_NAME = 200
-# Fields that make no model of any family where they are less than 1.
+# Fields that are 1 or more in every family.
 _POSITIVE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
 @dataclasses.dataclass(frozen=True)
 class ExplainedModel:
-    """`architecture` is None where no formula knows the family's sizes; `unknown` then says so.
+    """A model with its sizes.
 
-    `source` is where the sizes come from. `preset` is the name of the preset that was asked for, whose configuration is
-    made when it is needed; empty for anything else, which has been `given`.
+    Attributes:
+        name: the name in the report.
+        loaded_config: the configuration; None for a preset, which makes it on demand.
+        architecture: the sizes, or None if no formula knows the family.
+        unknown: the reason why the sizes are unknown, or empty.
+        source: the origin of the sizes, for the report.
+        preset: the name of the preset, or empty.
     """
 
     name: str
-    given: PreTrainedConfig | None
+    loaded_config: PreTrainedConfig | None
     architecture: Architecture | None
     unknown: str
     source: str
@@ -45,19 +50,25 @@ class ExplainedModel:
 
     @functools.cached_property
     def config(self) -> PreTrainedConfig:
-        return preset_config(self.preset) if self.given is None else self.given
+        """The configuration of the model."""
+        return preset_config(self.preset) if self.loaded_config is None else self.loaded_config
 
 
 def explained_model(model: Any, dtype: str | None = None) -> ExplainedModel:
-    """Find the configuration of `model`: a name or path, a transformers configuration or model, compiled or not.
+    """Return the model that a name, a path, a transformers configuration or a transformers model describes.
 
-    `dtype` replaces that of the weights in the architecture. Raises CheckpointError and InputError, the latter with
-    the nearest preset where a name is unknown.
+    Args:
+        model: see `explain`. A compiled model is accepted too.
+        dtype: the dtype of the weights, instead of that of the configuration.
+
+    Raises:
+        CheckpointError: for a folder or config from which no model can be built.
+        InputError: for an unknown name, with the most similar preset, and for a model without a configuration.
     """
     if isinstance(model, (str, os.PathLike)):
         return _by_name(os.fspath(model), dtype)
     config = _config_of(model)
-    source = f"the {type(config).__name__} that was given"
+    source = f"the {type(config).__name__} of the call"
     return _explained(_with_dtype(config, _weights_dtype(model)), None, dtype, source)
 
 
@@ -72,15 +83,15 @@ def _by_name(text: str, dtype: str | None) -> ExplainedModel:
     except CheckpointError:
         if os.path.exists(text) or os.sep in text or len(text) > _LONGEST_NAME:
             raise
-        known = [*preset_names(), DEMO]
-        close = difflib.get_close_matches(text.lower(), known, n=1, cutoff=0.4)
-        hint = f"did you mean {close[0]}? " if close else ""
+        names = [*preset_names(), DEMO]
+        similar = difflib.get_close_matches(text.lower(), names, n=1, cutoff=0.4)
+        hint = f"; did you mean {similar[0]}?" if similar else "."
         raise InputError(
-            f"model {text!r} is unknown, and no folder or file of that name exists; {hint}Give the folder of a "
-            f"checkpoint, a config.json, or one of {one_of(known)}",
+            f"model {text!r} is unknown, and no folder or file has that name{hint} It must be a checkpoint "
+            f"folder, a config.json, or one of {one_of(names)}",
             name="model",
             value=text,
-            expected=tuple(known),
+            expected=tuple(names),
         ) from None
     name = DEMO if text == DEMO else Path(text).resolve().parent.name if path.is_file() else Path(text).resolve().name
     return _explained(load_config(path), name, dtype, f"config: {path}")
@@ -89,13 +100,13 @@ def _by_name(text: str, dtype: str | None) -> ExplainedModel:
 def _config_of(model: Any) -> PreTrainedConfig:
     from transformers import PreTrainedConfig
 
-    # torch.compile(model) wraps the module; it keeps the original under this name.
+    # torch.compile(model) wraps the module and stores the original under this name.
     original = getattr(model, "_orig_mod", model)
     config = original if isinstance(original, PreTrainedConfig) else getattr(original, "config", None)
     if not isinstance(config, PreTrainedConfig):
         raise InputError(
-            f"a {type(original).__name__} has no transformers configuration that tells its sizes; give a model that "
-            "has one, a checkpoint folder, a config.json, or the name of a preset",
+            f"a {type(original).__name__} has no transformers configuration with its sizes; pass a model that has one, "
+            "a checkpoint folder, a config.json, or the name of a preset",
             name="model",
             value=type(original).__name__,
         )
@@ -103,9 +114,9 @@ def _config_of(model: Any) -> PreTrainedConfig:
 
 
 def _weights_dtype(model: Any) -> torch.dtype | None:
-    """The dtype of most weights of `model`, by bytes; None for a configuration, which has no weights.
+    """Return the dtype of most weights of `model`, by bytes, or None for a configuration, which has no weights.
 
-    A configuration says what a checkpoint was saved in, if anything: a model may have been converted since.
+    A configuration has at most the dtype of the checkpoint, and the model may have been converted since.
     """
     import torch
 
@@ -125,13 +136,13 @@ def _weights_dtype(model: Any) -> torch.dtype | None:
 
 
 def _with_dtype(config: PreTrainedConfig, dtype: torch.dtype | None) -> PreTrainedConfig:
-    """A copy of `config` that says `dtype`; `config` itself where there is nothing else to say."""
-    parts = [config, config.get_text_config()]
-    if dtype is None or all(part.dtype == dtype for part in parts):
+    """Return a copy of `config` with another dtype, or `config` itself if the dtype is the same or None."""
+    configs = [config, config.get_text_config()]
+    if dtype is None or all(nested.dtype == dtype for nested in configs):
         return config
     changed = copy.deepcopy(config)
-    for part in (changed, changed.get_text_config()):
-        part.dtype = dtype
+    for nested in (changed, changed.get_text_config()):
+        nested.dtype = dtype
     return changed
 
 
@@ -149,7 +160,7 @@ def _explained(config: PreTrainedConfig, name: str | None, dtype: str | None, so
     check_raw_config(config.to_dict(), name)
     check_config(config, name)
     if config.dtype is None:
-        # Published weights are bf16 nearly always; what is captured has to be what the numbers are of.
+        # Published weights are nearly always bf16. The capture must use the dtype of the figures.
         config = _with_dtype(config, text.dtype or torch.bfloat16)
     try:
         architecture = from_config(config, name=name, dtype=dtype)

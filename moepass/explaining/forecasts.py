@@ -1,10 +1,10 @@
-"""The forecasts in a report: over the homes to try, and of a quantised checkpoint in its own format."""
+"""The forecasts in a report: for each home, and for a quantised checkpoint in its own format."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from moepass.explaining.report import HomeTried, StoredPart
+from moepass.explaining.report_parts import HomeTried, StoredPart
 from moepass.models.errors import InputError
 from moepass.passes.ir.decisions import ASYNCEP
 from moepass.passes.machine.times import peak_flops_per_s
@@ -12,19 +12,21 @@ from moepass.passes.planner.forecast import Forecast, forecast
 from moepass.passes.planner.strategies import Setting, banks_bytes, homes_of
 
 # A simpler home is preferred if it is slower by no more than this fraction.
-_NO_MATTER = 0.01
+_NEGLIGIBLE = 0.01
 
 
 def best_home(setting: Setting, home: str | None, most_slots: int) -> tuple[Forecast, list[HomeTried]]:
-    """The forecast of the home with the fastest asyncep that fits, and all homes tried.
+    """Return the forecast of the home with the fastest asyncep that fits, and all homes that were tried.
 
-    If no home fits, the forecast of the one that needs the least memory.
-    Raises InputError with the reason of every home if the machine can use none.
+    If no home fits, the forecast is that of the home that needs the least memory.
+
+    Raises:
+        InputError: if the machine can use no home, with the reason for each.
     """
     if home is not None:
         only = forecast(setting, home, most_slots=most_slots)
         return only, [_tried(only)]
-    peak_flops_per_s(setting.hardware, setting.dtype)  # a dtype without a rate is no matter of the home
+    peak_flops_per_s(setting.hardware, setting.dtype)  # raises for a dtype without a rate, which no home can run
     made: list[Forecast] = []
     tried: list[HomeTried] = []
     for candidate in homes_of(setting):
@@ -32,18 +34,18 @@ def best_home(setting: Setting, home: str | None, most_slots: int) -> tuple[Fore
             made.append(forecast(setting, candidate, most_slots=most_slots))
             tried.append(_tried(made[-1]))
         except InputError as error:
-            # Other homes may do on this machine; the report says why this one does not.
+            # The machine may have the links of other homes; the report has the reason for this one.
             tried.append(HomeTried(candidate, None, None, False, str(error)))
     if not made:
-        reasons = "; ".join(f"{one.home}: {one.note}" for one in tried)
+        reasons = "; ".join(f"{attempt.home}: {attempt.note}" for attempt in tried)
         raise InputError(
-            f"{setting.hardware.name} can use no home: {reasons}", name="hardware", value=setting.hardware.name
+            f"no home can be used on {setting.hardware.name}: {reasons}", name="hardware", value=setting.hardware.name
         )
-    fitting = [one for one in made if one.cost(ASYNCEP).fits]
+    fitting = [(candidate, candidate.cost(ASYNCEP).step_seconds) for candidate in made if candidate.cost(ASYNCEP).fits]
     if fitting:
-        enough = (1 + _NO_MATTER) * min(one.cost(ASYNCEP).step_seconds for one in fitting)
-        return next(one for one in fitting if one.cost(ASYNCEP).step_seconds <= enough), tried
-    return min(made, key=lambda one: one.memory.peak_bytes), tried
+        most_seconds = (1 + _NEGLIGIBLE) * min(seconds for _, seconds in fitting)
+        return next(candidate for candidate, seconds in fitting if seconds <= most_seconds), tried
+    return min(made, key=lambda candidate: candidate.memory.peak_bytes), tried
 
 
 def _tried(made: Forecast) -> HomeTried:
@@ -54,16 +56,16 @@ def _tried(made: Forecast) -> HomeTried:
 
 
 def _shortage(made: Forecast) -> str:
-    """The memory that asyncep lacks."""
+    """Return the memory that asyncep lacks, as the end of a sentence."""
     over = made.cost(ASYNCEP).memory_bytes - made.setting.budget_bytes
     if over <= 0 and made.host.available_bytes is not None:
         needed, available = made.host.needed_bytes / 1e9, made.host.available_bytes / 1e9
-        return f"needs {needed:.1f} GB of host memory, and the machine has {available:.1f} GB"
+        return f"needs {needed:.1f} GB of host memory, but the machine has {available:.1f} GB"
     return f"needs {over / 1e9:.1f} GB more than the budget"
 
 
 def why_nothing_fits(made: Forecast) -> str:
-    """The reason, with numbers; empty if a strategy fits."""
+    """Return the reason with its figures, or an empty text if a strategy fits."""
     smallest, budget = made.cost(made.chosen), made.setting.budget_bytes
     if smallest.fits:
         return ""
@@ -76,9 +78,15 @@ def why_nothing_fits(made: Forecast) -> str:
 
 
 def stored_part(setting: Setting, home: str | None, most_slots: int) -> StoredPart | None:
-    """None where the checkpoint of `setting`'s architecture is not quantised, or in a format of unknown sizes.
+    """Return the forecast of a quantised checkpoint in its own format.
 
-    `setting` is what moepass runs; `home` and `most_slots` as for `best_home`.
+    Args:
+        setting: what moepass runs now.
+        home: see `best_home`.
+        most_slots: see `best_home`.
+
+    Returns:
+        None if the checkpoint is not quantised, or if the sizes of its format are unknown.
     """
     stored = setting.architecture.stored
     if stored is None:
@@ -90,8 +98,8 @@ def stored_part(setting: Setting, home: str | None, most_slots: int) -> StoredPa
     assert experts is not None
     (made, _), sizes = best_home(native, home, most_slots), native.bank(experts)
     asyncep = made.cost(ASYNCEP)
-    others = [cost for cost in made.comparison if cost.strategy != ASYNCEP and cost.fits]
-    fastest = min(others, key=lambda cost: cost.step_seconds) if others else None
+    alternatives = [cost for cost in made.comparison if cost.strategy != ASYNCEP and cost.fits]
+    fastest = min(alternatives, key=lambda cost: cost.step_seconds) if alternatives else None
     return StoredPart(
         format=stored.name,
         expert_bytes=banks_bytes(native),
@@ -109,14 +117,18 @@ def stored_part(setting: Setting, home: str | None, most_slots: int) -> StoredPa
 
 
 def stored_assumption(setting: Setting, unknown: str) -> str:
-    """The weights that the report's numbers assume if the checkpoint is quantised; empty if it is not. `unknown` says
-    why the sizes of its format are not known."""
+    """Return the weights that the figures assume for a quantised checkpoint, or an empty text for another.
+
+    Args:
+        setting: what moepass runs now.
+        unknown: the reason why the sizes of the format are unknown, or empty.
+    """
     if unknown:
-        return f"{unknown}; all numbers are those of weights in {setting.dtype}, which moepass runs once dequantised"
+        return f"{unknown}; all figures are for weights dequantised to {setting.dtype}, which moepass runs"
     stored = setting.architecture.stored
     if stored is None or setting.stored is not None:
         return ""
     return (
-        f"the checkpoint is in {stored.name}, which moepass does not run yet: it runs the weights dequantised to "
-        f"{setting.dtype}, and all strategies are computed with these, but for the forecast in {stored.name}"
+        f"the checkpoint is in {stored.name}, which moepass cannot run yet: all figures are for weights dequantised to "
+        f"{setting.dtype}, except those of the forecast in {stored.name}"
     )

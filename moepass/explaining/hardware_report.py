@@ -1,4 +1,4 @@
-"""A hardware profile as a person reads it: figures with where they come from, and what was not measured."""
+"""A hardware profile as text: its figures with their sources, and figures that were not measured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def print_hardware(console: Console, hardware: Hardware) -> None:
-    """A table of the figures, the conditions under it, and what is missing."""
+    """Print a table of the figures, followed by the conditions of the measurement and the missing figures."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -58,7 +58,7 @@ def _rows(hardware: Hardware) -> list[tuple[str, str, Figure]]:
 
 
 def _si(value: float, unit: str) -> str:
-    """Three digits with a prefix: `989 TFLOP/s`."""
+    """Return three digits with a prefix, such as `989 TFLOP/s`."""
     prefixes = [(1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n")]
     scale, prefix = next(((scale, prefix) for scale, prefix in prefixes if value >= scale), (1.0, ""))
     return f"{value / scale:.3g} {prefix}{unit}"

@@ -1,4 +1,4 @@
-"""A report as one HTML page: nothing is fetched, nothing is installed, a browser opens the file."""
+"""A report as one HTML page, which a browser opens from the file, without a server or a network."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from importlib import resources
 
 import msgspec
 
-from moepass.explaining.report import Report
+from moepass.explaining.report_parts import ReportContent
 from moepass.explaining.report_text import host_memory_text, serving_text, source_text, stored_text
 
 
-def report_page(report: Report) -> str:
-    """The page `data/report.html` with the report in it, as JSON and as what its script draws from that."""
+def report_page(report: ReportContent) -> str:
+    """Return the page `data/report.html` with the report inserted, as JSON for the page's script and as texts."""
     page = (resources.files("moepass.explaining") / "data/report.html").read_text(encoding="utf-8")
-    # The text must not end its script element in HTML; JSON may write a less-than sign as an escape.
+    # The JSON must not end its script element in the HTML, so less-than signs are escaped.
     json = msgspec.json.encode(report).decode().replace("<", "\\u003c")
     texts = {
         "@@TITLE@@": f"{report.model.name} on {report.hardware.name}",
@@ -23,9 +23,9 @@ def report_page(report: Report) -> str:
         "@@SERVING@@": serving_text(report),
         "@@SOURCES@@": source_text(report),
     }
-    # In one pass: what a name holds is no mark.
-    made = {mark: _escaped(text) for mark, text in texts.items()} | {"@@REPORT@@": json}
-    return re.sub("|".join(made), lambda match: made[match[0]], page)
+    # One pass over the page, because the texts may contain marks.
+    insertions = {mark: _escaped(text) for mark, text in texts.items()} | {"@@REPORT@@": json}
+    return re.sub("|".join(insertions), lambda match: insertions[match[0]], page)
 
 
 def _escaped(text: str) -> str:

@@ -1,4 +1,4 @@
-"""A report as a person reads it on a terminal: the verdict first, then what it rests on."""
+"""A report as text for a terminal: the strategy first, then its reasons."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from moepass.explaining.compiler_view import found_text, schedule_table, segments_text, tensorrt_text
-from moepass.explaining.report import Block, MemoryCurveRow, Report, SchedulePart
+from moepass.explaining.report_parts import Block, MemoryCurveRow, ReportContent, SchedulePart
 from moepass.passes.ir.timeline import COMPUTE, HOST, Event
 from moepass.runtime.serving.engine.step_engine import step_form_text
 
@@ -22,8 +22,8 @@ _LABEL_WIDTH = 9
 _MOST_REFUSALS = 4
 
 
-def report_text(report: Report, width: int = 80, every_row: bool = False) -> str:
-    """The report as plain text of lines of `width` at most."""
+def report_text(report: ReportContent, width: int = 80, every_row: bool = False) -> str:
+    """Return the report as plain text, in lines of at most `width` characters."""
     from rich.console import Console
 
     sink = io.StringIO()
@@ -31,10 +31,10 @@ def report_text(report: Report, width: int = 80, every_row: bool = False) -> str
     return sink.getvalue()
 
 
-def print_report(console: Console, report: Report, every_row: bool = False) -> None:
-    """Write `report` to `console`. `every_row` adds the schedule of every captured graph, row by row."""
-    for part in _parts(report):
-        console.print(part, highlight=False)
+def print_report(console: Console, report: ReportContent, every_row: bool = False) -> None:
+    """Print the report. `every_row` adds the schedule of every captured graph, row by row."""
+    for section in _sections(report):
+        console.print(section, highlight=False)
     schedule = report.schedule
     if schedule is not None:
         for line in timeline_lines(schedule, min(console.width, 100)):
@@ -48,15 +48,15 @@ def print_report(console: Console, report: Report, every_row: bool = False) -> N
                 console.print(schedule_table(plan))
 
 
-def _parts(report: Report) -> Iterator[RenderableType]:
+def _sections(report: ReportContent) -> Iterator[RenderableType]:
     from rich.markup import escape
 
     model, hardware, work, strategy = report.model, report.hardware, report.workload, report.strategy
     yield (
         f"[bold]{escape(model.name)}[/bold] ({model.model_type}), {model.layers} layers, {model.moe_layers} with "
         f"experts, {_number(model.parameters, '')} parameters, {model.dtype}, on [bold]{escape(hardware.name)}[/bold] "
-        f"({hardware.source}); {work.batch} x {work.seq} = {work.tokens} tokens per rank and step. Told from sizes "
-        "alone: no weight loaded, nothing run"
+        f"({hardware.source}); {work.batch} x {work.seq} = {work.tokens} tokens per rank and step. Computed from "
+        "sizes alone, without loading weights or running anything"
     )
     yield ""
     colour = "green" if report.verdict in ("asyncep", "resident") else "yellow"
@@ -64,7 +64,7 @@ def _parts(report: Report) -> Iterator[RenderableType]:
     yield _summary(report)
 
 
-def _summary(report: Report) -> Table:
+def _summary(report: ReportContent) -> Table:
     from rich.table import Table
     from rich.text import Text
 
@@ -76,28 +76,28 @@ def _summary(report: Report) -> Table:
     return table
 
 
-def _rows(report: Report) -> Iterator[tuple[str, str]]:
+def _rows(report: ReportContent) -> Iterator[tuple[str, str]]:
     strategy, schedule, memory, saturation = report.strategy, report.schedule, report.memory, report.saturation
     if schedule is not None:
         share = schedule.exposed_seconds / schedule.step_seconds
         yield (
             "step",
-            f"{schedule.strategy} {_seconds(schedule.step_seconds)}, of which it waits "
-            f"{_seconds(schedule.exposed_seconds)} ({share:.1%}) for experts; no order of "
-            f"copies gives less than {_seconds(schedule.least_step_seconds)}; MFU {schedule.mfu:.1%}",
+            f"{schedule.strategy} {_seconds(schedule.step_seconds)}, including "
+            f"{_seconds(schedule.exposed_seconds)} ({share:.1%}) of waiting for experts; no order of copies takes less "
+            f"than {_seconds(schedule.least_step_seconds)}; MFU {schedule.mfu:.1%}",
         )
     if report.stored is not None:
         yield "checkpoint", stored_text(report)
     tried = [
-        f"{one.home} {_seconds(one.step_seconds) if one.step_seconds is not None else one.note}"
-        for one in strategy.homes_tried
+        f"{attempt.home} {_seconds(attempt.step_seconds) if attempt.step_seconds is not None else attempt.note}"
+        for attempt in strategy.homes_tried
     ]
     if tried:
         yield "home", f"{strategy.home}" + (f" (tried: {'; '.join(tried)})" if len(tried) > 1 else "")
     yield from _compiler_rows(report)
     if memory is not None:
         slots = f", {_count(schedule.slots, 'slot')}" if schedule is not None and schedule.slots else ""
-        stay = f", {len(schedule.resident_layers)} banks stay" if schedule and schedule.resident_layers else ""
+        stay = f", {len(schedule.resident_layers)} banks included" if schedule and schedule.resident_layers else ""
         yield (
             "memory",
             f"{memory.strategy} {'fits' if memory.fits else 'does not fit'}: {_bytes(memory.peak_bytes)} of "
@@ -115,26 +115,26 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
     if saturation is not None:
         yield (
             "threshold",
-            f"{saturation.tokens_per_rank} tokens per rank and step hide a bank of {_bytes(saturation.gather_bytes)} "
-            f"({_seconds(saturation.gather_seconds)}) with a margin of {saturation.gamma:g}; "
-            f"{saturation.tokens_per_rank_at_peak} at the peak rate. {saturation.formula}",
+            f"{saturation.tokens_per_rank} tokens per rank and step hide the transfer of a bank of "
+            f"{_bytes(saturation.gather_bytes)} ({_seconds(saturation.gather_seconds)}) with a margin of "
+            f"{saturation.gamma:g}; {saturation.tokens_per_rank_at_peak} at the peak rate. {saturation.formula}",
         )
         if report.memory_curve:
             yield "", f"by memory: {_threshold_by_memory(report.memory_curve)}"
         if strategy.crossover_tokens is not None:
-            yield "", f"asyncep overtakes AllToAll (dp_ep) at {strategy.crossover_tokens} tokens"
+            yield "", f"asyncep is faster than AllToAll (dp_ep) from {strategy.crossover_tokens} tokens on"
 
 
-def stored_text(report: Report) -> str:
-    """A quantised checkpoint, what moepass runs of it, and the forecast in its own format."""
+def stored_text(report: ReportContent) -> str:
+    """Return what moepass runs of a quantised checkpoint, and the forecast in its own format."""
     stored, model = report.stored, report.model
     assert stored is not None
-    text = f"{stored.format}: {_bytes(stored.expert_bytes)} of experts, {_bytes(stored.other_bytes)} else"
+    text = f"{stored.format}: {_bytes(stored.expert_bytes)} of experts, {_bytes(stored.other_bytes)} of other weights"
     if stored.runs_as == stored.format:
-        return text + ", which all numbers here are of"
+        return text + ", which all figures refer to"
     text += (
-        f"; moepass runs it dequantised to {stored.runs_as}: {_bytes(model.expert_bytes)} and "
-        f"{_bytes(model.other_bytes)}, as all strategies here"
+        f"; moepass runs it dequantised to {stored.runs_as} ({_bytes(model.expert_bytes)} and "
+        f"{_bytes(model.other_bytes)}), to which all figures refer"
     )
     asyncep = (
         f"asyncep would take {_seconds(stored.asyncep_step_seconds)} (home {stored.home}, "
@@ -142,19 +142,19 @@ def stored_text(report: Report) -> str:
         if stored.asyncep_step_seconds is not None
         else f"asyncep would not fit ({_bytes(stored.asyncep_memory_bytes)} per device)"
     )
-    other = (
-        f"{stored.fastest_other}, the fastest other, {_seconds(stored.fastest_other_step_seconds)}"
+    alternative = (
+        f"the fastest other strategy, {stored.fastest_other}, {_seconds(stored.fastest_other_step_seconds)}"
         if stored.fastest_other is not None
         else "no other strategy would fit"
     )
-    slot = f"{_bytes(stored.bank_link_bytes)} travel"
+    transfer = f"a bank transfers {_bytes(stored.bank_link_bytes)}"
     if stored.bank_slot_bytes != stored.bank_link_bytes:
-        slot += f" and become {_bytes(stored.bank_slot_bytes)} in a slot"
-    return f"{text}. In {stored.format}, a forecast alone: {asyncep}, {other}; of a bank {slot}"
+        transfer += f" and takes {_bytes(stored.bank_slot_bytes)} in a slot"
+    return f"{text}. Forecast for {stored.format}: {asyncep}, {alternative}; {transfer}"
 
 
-def host_memory_text(report: Report) -> str:
-    """Host memory of the machine, beside what it has."""
+def host_memory_text(report: ReportContent) -> str:
+    """Return the host memory that is needed, compared with that of the machine."""
     memory = report.memory
     assert memory is not None
     if memory.host_fits is None:
@@ -165,38 +165,38 @@ def host_memory_text(report: Report) -> str:
 
 
 def _threshold_by_memory(curve: Sequence[MemoryCurveRow]) -> str:
-    """Five points at most: from no bank at rest to all."""
+    """Return the threshold for up to five numbers of resident banks, from none to all."""
     shown = curve[:: max(1, len(curve) // 4)]
-    parts = [f"{row.tokens_per_rank} with {_bytes(row.memory_bytes)} ({row.resident_layers})" for row in shown]
-    return f"{', '.join(parts)} per device (banks that stay)"
+    points = [f"{row.tokens_per_rank} with {_bytes(row.memory_bytes)} ({row.resident_layers})" for row in shown]
+    return f"{', '.join(points)} per device (resident banks)"
 
 
-def _compiler_rows(report: Report) -> Iterator[tuple[str, str]]:
+def _compiler_rows(report: ReportContent) -> Iterator[tuple[str, str]]:
     plans, blocks = report.compiler.explanation.plans, report.blocks
-    cut = f" (captured: {report.compiler.captured_text}; others by analogy)" if report.compiler.is_cut else ""
+    cut = f" (captured: {report.compiler.captured_text}; the others are equal)" if report.compiler.is_cut else ""
     yield "found", _count(len(blocks), "MoE block") + cut + "; " + "; ".join(found_text(plan) for plan in plans)
     if blocks:
         names = [block.name for block in blocks if block.rewritten]
         span = f": {names[0]}" + (f" to {names[-1]}" if len(names) > 1 else "") if names else ""
         yield "rewritten", f"{len(names)} of {len(blocks)} to gathers{span}"
     yield "refused", _refused(blocks, report.refusals)
-    of = "of what was captured, " if report.compiler.is_cut else ""
+    scope = "of the captured layers: " if report.compiler.is_cut else ""
     for plan in plans:
-        yield "compile", of + segments_text(plan)
+        yield "compile", scope + segments_text(plan)
         if chosen := tensorrt_text(plan):
             yield "tensorrt", chosen
     yield "serving", serving_text(report)
 
 
-def serving_text(report: Report) -> str:
-    """How a server computes steps of the model, or why it cannot serve it."""
+def serving_text(report: ReportContent) -> str:
+    """Return the form in which a server computes steps of the model, or the reason why it cannot be served."""
     if report.serving.form is None:
         return f"cannot be served: {report.serving.reason}"
     return step_form_text(report.serving.reason)
 
 
 def _refused(blocks: tuple[Block, ...], refusals: tuple[str, ...]) -> str:
-    """Blocks with one reason together; what is refused without being a block as it stands."""
+    """Return the refused blocks, grouped by reason, and the refusals that concern no block."""
     by_reason: dict[str, list[str]] = {}
     for block in blocks:
         if block.refusal is not None:
@@ -210,7 +210,7 @@ def _refused(blocks: tuple[Block, ...], refusals: tuple[str, ...]) -> str:
     return "\n".join([*lines[:_MOST_REFUSALS], *more]) or "nothing"
 
 
-def _comparison(report: Report) -> Table:
+def _comparison(report: ReportContent) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -237,7 +237,7 @@ def _comparison(report: Report) -> Table:
     return table
 
 
-def _notes(report: Report) -> Table:
+def _notes(report: ReportContent) -> Table:
     from rich.table import Table
     from rich.text import Text
 
@@ -253,22 +253,22 @@ def _notes(report: Report) -> Table:
     return table
 
 
-def source_text(report: Report) -> str:
-    """One sentence on the sources of the numbers; for the machine by the kind of source."""
+def source_text(report: ReportContent) -> str:
+    """Return the sources of the figures in one sentence, grouped by kind for those of the machine."""
     kinds: dict[str, list[str]] = {}
     for name, source in report.sources.items():
         if name.startswith("hardware."):
             figure = re.sub(r"\.(bytes_per_s|value)$", "", name.removeprefix("hardware."))
             kinds.setdefault(source.split(":")[0], []).append(figure)
     machine = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds.items())
-    return f"{machine}; all else derived from these and the sizes of the model ({report.sources['model']})"
+    return f"{machine}; all other figures are derived from these and the sizes of the model ({report.sources['model']})"
 
 
 # ---- The timeline ----------------------------------------------------------------------------------------------------
 
 
 def timeline_lines(schedule: SchedulePart, width: int) -> list[str]:
-    """Bars of some layers in the middle of a step: what computes, what waits, which banks arrive meanwhile."""
+    """Return bars for some layers in the middle of a step: computation, waits, and the banks that arrive."""
     start, end = _window(schedule)
     columns = width - _LABEL_WIDTH
     if end <= start or columns < 20:
@@ -289,7 +289,7 @@ def _streams(schedule: SchedulePart) -> list[str]:
 
 
 def _window(schedule: SchedulePart) -> tuple[float, float]:
-    """Some layers in the middle of the step, from the start of the first to the start of what follows the last."""
+    """Return the time range of some layers in the middle of the step."""
     starts: dict[str, float] = {}
     for event in schedule.timeline:
         if event.op == "segment":
@@ -306,11 +306,11 @@ def _layer_of(event: Event) -> str:
 
 
 def _bar(events: list[Event], start: float, end: float, columns: int) -> str:
-    """One character per column: what took most of it; numbers of layers where their first event begins."""
+    """Return a bar with one character per column for the longest event in it, and layer numbers where layers begin."""
     scale = columns / (end - start)
     bar = [" "] * columns
     labels: list[tuple[int, str]] = []
-    named: set[str] = set()
+    labelled: set[str] = set()
     for event in events:
         left = max(0, round((event.start_seconds - start) * scale))
         right = min(columns, round((event.end_seconds - start) * scale))
@@ -318,8 +318,8 @@ def _bar(events: list[Event], start: float, end: float, columns: int) -> str:
             continue
         bar[left:right] = _sign(event) * (right - left)
         layer = _layer_of(event)
-        if layer not in named and event.start_seconds >= start:
-            named.add(layer)
+        if layer not in labelled and event.start_seconds >= start:
+            labelled.add(layer)
             labels.append((left, layer.removeprefix("layer ")))
     for left, label in labels:
         bar[left : min(columns, left + len(label))] = label[: columns - left]

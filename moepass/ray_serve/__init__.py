@@ -1,12 +1,14 @@
-"""Replicas of a server as an application of Ray Serve, with this server's router before them. May import cli, the face.
+"""Replicas of a server as an application of Ray Serve, with this server's router in front of them.
 
     from ray import serve
     from moepass.ray_serve import build_app
 
     serve.run(build_app("./checkpoint", replicas=2))
 
-or `serve run moepass.ray_serve:app model=./checkpoint replicas=2`. Ray comes with the extra `moepass[ray]`; it is
-imported when an application is built.
+or `serve run moepass.ray_serve:app model=./checkpoint replicas=2`. Ray is in the extra `moepass[ray]`, and is imported
+when an application is built. Start reading at `application.py`.
+
+May import cli, the face.
 """
 
 from __future__ import annotations
@@ -18,9 +20,14 @@ from moepass.models.errors import OptionError
 
 
 def build_app(model: str, **options: Any) -> Any:
-    """The application that answers every route of `moepass serve MODEL`, for `ray.serve.run`.
+    """Return the application for `ray.serve.run`, which answers every route of `moepass serve MODEL`.
 
-    `options` are those of `RayOptions`. Raises OptionError for wrong options, and where Ray Serve is not installed.
+    Args:
+        model: a checkpoint folder, or `demo`.
+        options: the other options of `ApplicationOptions`, and those of `FrontendOptions` and `RankOptions`.
+
+    Raises:
+        OptionError: for wrong options, and if Ray Serve is not installed.
     """
     try:
         import ray.serve  # noqa: F401
@@ -34,7 +41,7 @@ def build_app(model: str, **options: Any) -> Any:
 
 
 def app(options: Mapping[str, str]) -> Any:
-    """As `build_app`, for `serve run moepass.ray_serve:app model=MODEL ...`."""
+    """Return the application for `serve run moepass.ray_serve:app model=MODEL ...`; see `build_app`."""
     if "model" not in options:
-        raise OptionError("no model is given; add model=./checkpoint, or model=demo", name="model")
+        raise OptionError("option model is missing; add model=./checkpoint, or model=demo", name="model")
     return build_app(**options)

@@ -1,4 +1,4 @@
-"""The application's side: a `Backend` whose ranks are replicas of Ray Serve."""
+"""A `Backend` whose ranks are replicas of Ray Serve, for the processes that receive HTTP requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from ray.exceptions import RayActorError
 
-from moepass.ray_serve.replica import TOLD_SECONDS, status_of
+from moepass.ray_serve.replica import REPORT_SECONDS, status_of
 from moepass.ray_serve.replica_routing import live_router
 from moepass.runtime.serving.batching.block_hashes import path_hashes
 from moepass.runtime.serving.requests.answer import Answer
@@ -31,35 +31,39 @@ from moepass.runtime.serving.workers.frontend_limits import FrontendLimits
 from moepass.runtime.serving.workers.remote_answers import answer_of, encode_asked
 
 _VIEW_SECONDS = 1.0
-_NOTHING = BackendStatus(state="starting", max_sequence_tokens=0, vocabulary_size=0)
+_NO_STATUS = BackendStatus(state="starting", max_sequence_tokens=0, vocabulary_size=0)
 
 
 class RayBackend:
-    """Asks the replicas behind `handle`, whose router in this process is called `name`.
+    """A backend that sends requests to replicas.
 
-    `key` is that of the replicas' hashes of blocks.
+    Args:
+        handle: Ray's handle of the replicas.
+        name: the name of their request router in this process.
+        key: the key of the replicas' block hashes.
+        limits: how much work may wait.
     """
 
     def __init__(self, handle: Any, name: str, key: bytes, limits: FrontendLimits) -> None:
         self._handle, self._name, self._key, self._limits = handle, name, key, limits
         self._open_bytes = 0
         self._numbers = itertools.count()
-        self._last_status = _NOTHING
+        self._last_status = _NO_STATUS
 
     def check_room(self) -> None:
-        """As `Backend.check_room`."""
+        """Raise an error if no request is accepted now; see `Backend.check_room`."""
         router = live_router(self._name)
         state = self.status().state
         if router is None or state != "ready":
-            raise NotServingError(f"no request is taken now: {state}", value=state)
-        facts = [replica.replica_metadata for replica in router.replicas_by_name().values()]
-        seconds = router.routing.waiting_flops / (sum(one["flops_per_second"] for one in facts) or math.inf)
+            raise NotServingError(f"no request is accepted now: {state}", value=state)
+        rates = [replica.replica_metadata["flops_per_second"] for replica in router.replicas_by_name().values()]
+        seconds = router.routing.waiting_flops / (sum(rates) or math.inf)
         self._limits.check(seconds, self._open_bytes)
 
     async def answer(
         self, request: Request, *, priority: int = 0, timeout_seconds: float, is_admitted: bool = False
     ) -> Answer:
-        """As `Backend.answer`. A request whose replica dies is sent to another one, once."""
+        """Answer a request; see `Backend.answer`. If its replica dies, it is sent once more to another one."""
         if not is_admitted:
             self.check_room()
         size = sum(piece.tokens.nbytes for piece in request.pieces)
@@ -70,35 +74,35 @@ class RayBackend:
             self._open_bytes -= size
 
     def status(self) -> BackendStatus:
-        """That of the replicas, their counts added up. It is as old as what they told last."""
+        """Return the status of the replicas with their metrics added up, as of their last reports."""
         router = live_router(self._name)
-        told = [_status(replica) for replica in router.replicas_by_name().values()] if router is not None else []
-        if not told:
-            is_new = self._last_status is _NOTHING
+        reports = [_status(replica) for replica in router.replicas_by_name().values()] if router is not None else []
+        if not reports:
+            is_new = self._last_status is _NO_STATUS
             return dataclasses.replace(self._last_status, state="starting" if is_new else "no rank")
-        ready = [status for status in told if status.state == "ready"]
-        shown = (ready or told)[0]
+        ready = [status for status in reports if status.state == "ready"]
+        shown = (ready or reports)[0]
         metrics: collections.Counter[str] = collections.Counter()
-        for status in told:
+        for status in reports:
             metrics.update(status.metrics)
-        details = {**shown.details, "replicas": f"{len(ready)} of {len(told)} replicas on Ray are ready"}
+        details = {**shown.details, "replicas": f"{len(ready)} of {len(reports)} replicas on Ray are ready"}
         self._last_status = dataclasses.replace(shown, details=details, metrics=dict(metrics))
         return self._last_status
 
     async def view(self) -> BackendView:
-        """As `Backend.view`, with the ranks of all replicas. Histograms of times are left to Ray's own metrics."""
+        """Return the ranks of all replicas; see `Backend.view`. Ray's own metrics have the histograms of times."""
         router = live_router(self._name)
         names = list(router.replicas_by_name()) if router is not None else []
-        seen = await asyncio.gather(*(self._view_of(name) for name in names))
-        ranks = itertools.chain.from_iterable(view.ranks for view in seen)
+        views = await asyncio.gather(*(self._view_of(name) for name in names))
+        ranks = itertools.chain.from_iterable(view.ranks for view in views)
         return BackendView(
             tuple(dataclasses.replace(rank, rank=number) for number, rank in enumerate(ranks)),
-            sum(view.waiting for view in seen),
-            sum(view.running for view in seen),
+            sum(view.waiting for view in views),
+            sum(view.running for view in views),
         )
 
     async def started(self) -> None:
-        """Waits until a replica is there and this process knows it. Without a first call Ray looks for none."""
+        """Wait until this process knows a replica. Ray looks for replicas only after a first call."""
         await self._call("view", routing=None)
 
     async def _answer(self, request: Request, priority: int, timeout_seconds: float) -> Answer:
@@ -113,30 +117,30 @@ class RayBackend:
                 deadline=deadline,
                 arrived=now,
             )
-            asked = encode_asked(request, priority, max(0.001, deadline - time.monotonic()))
+            message = encode_asked(request, priority, max(0.001, deadline - time.monotonic()))
             try:
-                return answer_of(await self._call("answer", asked, routing=routable))
+                return answer_of(await self._call("answer", message, routing=routable))
             except NotServingError:
                 if attempt == ATTEMPTS:
                     raise
-                await asyncio.sleep(TOLD_SECONDS)  # by then its replica has said that it has no ranks
+                await asyncio.sleep(REPORT_SECONDS)  # the replica reports that it has no ranks in this time
             except RayActorError as error:
                 if attempt == ATTEMPTS:
-                    text = "the replicas that had the request were lost, twice"
+                    text = "two replicas were lost while they computed the request; send it again"
                     raise NotServingError(text, value="replica lost") from error
         raise AssertionError("the last attempt returns or raises")
 
-    async def _call(self, method: str, *given: Any, routing: object) -> bytes:
-        # Calls of one HTTP request would all have its number. The router tells requests apart by it, so each call is
-        # made as if for nobody.
+    async def _call(self, method: str, *arguments: Any, routing: object) -> bytes:
+        # Ray gives all calls of one HTTP request the same number, but the router needs a number for each call. An empty
+        # context hides the HTTP request from Ray.
         call = getattr(self._handle, method)
-        response = contextvars.Context().run(call.remote, *given, routing=routing)
+        response = contextvars.Context().run(call.remote, *arguments, routing=routing)
         try:
-            found: bytes = await response
+            answer: bytes = await response
         except asyncio.CancelledError:
             response.cancel()
             raise
-        return found
+        return answer
 
     async def _view_of(self, name: str) -> BackendView:
         try:

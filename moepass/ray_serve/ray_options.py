@@ -1,112 +1,90 @@
-"""What an application of Ray Serve is told."""
+"""Options of an application of Ray Serve: its own, and those of a server's frontend and ranks."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
-from moepass.cli.rank_options import RankOptions, check_kernel_tuning, parse_chunk_tokens
-from moepass.models.byte_counts import parse_bytes
-from moepass.models.errors import OptionError
-from moepass.models.homes import home_named
-from moepass.models.limits import MOST_RANKS, MOST_THREADS
+from moepass.cli.rank_options import RankOptions, RankSetup
+from moepass.cli.server_options import FrontendOptions, served_names
+from moepass.models.limits import MOST_RANKS
+from moepass.option_records import check_names, option, read_options
+
+_ProcessCount = Annotated[int, Meta(ge=1, le=MOST_RANKS)]
+# Several replicas may share a machine, so its cores are not divided among the ranks of one of them.
+_DEFAULTS = {"threads": 1}
 
 
-class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """As the options of `moepass serve`, and beside them:
+class ApplicationOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The options that `moepass serve` does not have, and the model."""
 
-    replicas    each with `ranks` processes and a frontend of its own
-    frontends   processes that take HTTP requests, make tokens of them and route them; each sees its own requests alone
-    num_cpus    that Ray keeps free for a replica; without it: ranks times threads
-    num_gpus    the same; without it: one for each rank that computes on one
-    """
+    model: Annotated[str, option("A checkpoint folder, or `demo`.", expected="a checkpoint folder, or demo")]
+    name: Annotated[
+        str | None, option("The name by which clients call the model.", unset="the last part of `model`")
+    ] = None
+    replicas: Annotated[
+        _ProcessCount, option("The number of replicas, each with `ranks` processes and a frontend of its own.")
+    ] = 1
+    frontends: Annotated[
+        _ProcessCount,
+        option(
+            "The number of processes that receive HTTP requests, tokenize them and route them. Each sees only its own "
+            "requests."
+        ),
+    ] = 1
+    num_cpus: Annotated[
+        Annotated[float, Meta(ge=0)] | None,
+        option("CPUs that Ray reserves for a replica.", unset="`ranks` times `threads`"),
+    ] = None
+    num_gpus: Annotated[
+        Annotated[float, Meta(ge=0)] | None,
+        option("GPUs that Ray reserves for a replica.", unset="one for each rank, if `device` is cuda"),
+    ] = None
 
-    model: str
-    replicas: int = 1
-    frontends: int = 1
-    num_cpus: float | None = None
-    num_gpus: float | None = None
-    name: str | None = None
-    api_key: str | None = None
-    timeout: float = 60.0
-    queue_seconds: float = 30.0
-    queue_bytes: str = "1GB"
-    drain: float = 30.0
-    ranks: int = 1
-    home: str = "host"
-    device: str = "cpu"
-    dtype: Literal["bf16", "fp16", "fp32"] | None = None
-    memory_budget: str | None = None
-    slots: int | None = None
-    hardware: str | None = None
-    kv_cache: str | None = None
-    step_tokens: int | None = None
-    chunk_tokens: int | str | None = None
-    tune_kernels: bool = False
-    lower: Literal["inductor", "eager"] = "inductor"
-    eager: bool = False
-    link: str = "real"
-    threads: int = 1
+
+class RayOptions(msgspec.Struct, frozen=True):
+    """All options of an application."""
+
+    application: ApplicationOptions
+    frontend: FrontendOptions
+    rank: RankOptions
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (self.name or os.path.basename(os.path.abspath(self.model)),)
-
-    @property
-    def open_bytes(self) -> int:
-        """Raises InputError."""
-        return int(parse_bytes(self.queue_bytes, "queue_bytes") or 0)
+        """The names by which clients call the model."""
+        return served_names(self.application.model, (self.application.name,) if self.application.name else ())
 
     @property
     def actor_resources(self) -> dict[str, float]:
-        """What a replica takes of the cluster."""
-        cpus = self.num_cpus if self.num_cpus is not None else self.ranks * self.threads
-        on_gpus = self.ranks if self.device.startswith("cuda") else 0
-        return {"num_cpus": cpus, "num_gpus": self.num_gpus if self.num_gpus is not None else on_gpus}
+        """The resources that Ray reserves for a replica, as `ray_actor_options`."""
+        cpus, gpus = self.application.num_cpus, self.application.num_gpus
+        if cpus is None:
+            cpus = self.rank.ranks * self.rank.threads_per_rank
+        if gpus is None:
+            gpus = self.rank.ranks if self.rank.device.startswith("cuda") else 0
+        return {"num_cpus": cpus, "num_gpus": gpus}
 
-    def rank_options(self, key: bytes) -> RankOptions:
-        """What the ranks of all replicas are told. Raises InputError and OptionError."""
-        cache_bytes = 0 if self.kv_cache == "off" else parse_bytes(self.kv_cache, "kv_cache")
-        home = home_named(self.home).name
-        if self.tune_kernels:
-            check_kernel_tuning(self.device, self.lower, self.eager)
-        return RankOptions(
-            model=self.model,
-            ranks=self.ranks,
-            home=home,
-            device=self.device,
-            lower=self.lower,
-            compiled=not self.eager,
-            link=self.link,
-            key=key.hex(),
-            meeting="",
-            threads=self.threads,
-            dtype=self.dtype,
-            slots=self.slots,
-            memory_budget=self.memory_budget,
-            hardware=self.hardware,
-            cache_bytes=None if cache_bytes is None else int(cache_bytes),
-            step_tokens=self.step_tokens,
-            chunk_tokens=parse_chunk_tokens(self.chunk_tokens, home, self.memory_budget),
-            tune_kernels=self.tune_kernels,
-        )
+    def rank_setup(self, key: bytes) -> RankSetup:
+        """Return the message that starts the ranks of every replica. `key` is that of their block hashes."""
+        return RankSetup(self.application.model, self.rank, key.hex())
 
 
-def parse_options(given: Mapping[str, Any]) -> RayOptions:
-    """Options as values or as text, as a command line has them. Raises OptionError."""
-    try:
-        options = msgspec.convert(dict(given), RayOptions, strict=False)
-    except msgspec.ValidationError as error:
-        raise OptionError(f"an option of the application is wrong: {error}", name="options") from error
-    for name, value, most in (
-        ("replicas", options.replicas, MOST_RANKS),
-        ("frontends", options.frontends, MOST_RANKS),
-        ("ranks", options.ranks, MOST_RANKS),
-        ("threads", options.threads, MOST_THREADS),
-    ):
-        if not 1 <= value <= most:
-            raise OptionError.wrong(name, value, f"1 to {most}")
-    return options
+def parse_options(options: Mapping[str, Any]) -> RayOptions:
+    """Check the options of an application, whose values may be written as text.
+
+    Raises:
+        OptionError: for an option that is unknown or has a wrong value.
+        InputError: for a `queue_bytes` that is no number of bytes.
+    """
+    check_names(options, (ApplicationOptions, FrontendOptions, RankOptions))
+    values = {**_DEFAULTS, **options}
+    parsed = RayOptions(
+        read_options(ApplicationOptions, values, strict=False),
+        read_options(FrontendOptions, values, strict=False),
+        read_options(RankOptions, values, strict=False),
+    )
+    _ = parsed.frontend.open_bytes
+    return parsed

@@ -1,8 +1,8 @@
-"""The router's state machine for replicas that come and go, and for requests that wait for one of them.
+"""The router's state machine for replicas that start and end, and for requests that wait for one of them.
 
-A replica is a rank of the state machine: one of a fixed number of slots, which are lost and back as replicas come and
-go. What it holds is told by the replica from time to time. Until it is, a replica is taken to hold the prompts that it
-has answered since, so that prefixes stay together in the meantime.
+A replica is a rank of the state machine: it has one of a fixed number of slots, which are lost when replicas end and
+return when they start. Each replica regularly reports the blocks in its cache. Between reports, the prompts that it
+answered are assumed to be cached, so that requests with the same prefix go to the same replica.
 """
 
 from __future__ import annotations
@@ -20,25 +20,28 @@ from moepass.runtime.serving.router.routable import BlockHash, FlopsFormula, Rou
 
 MOST_REPLICAS = 512
 _live: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-# A request is over so long after its deadline, whoever has forgotten to say so.
+# A request is removed this long after its deadline, in case its end was not reported.
 _GRACE_SECONDS = 10.0
 
 
 def announce_router(name: str, router: object) -> None:
-    """`router` is this process's request router of the deployment that was built as `name`."""
+    """Register `router` as this process's request router of the deployment `name`."""
     _live[name] = router
 
 
 def live_router(name: str) -> Any:
-    """This process's request router of that deployment; None as long as nothing was asked of it."""
+    """Return this process's request router of the deployment `name`, or None before its first call."""
     return _live.get(name)
 
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaFacts:
-    """`saturation_flops` of load and it takes no more; `flops_per_second` are those of all its ranks together.
+    """The capacity of a replica.
 
-    One that is not ready, because its ranks are lost, gets no requests.
+    Attributes:
+        saturation_flops: the FLOPs of open requests up to which it accepts more.
+        flops_per_second: the rate of all its ranks together.
+        is_ready: False if its ranks are lost, so that it gets no requests.
     """
 
     saturation_flops: int
@@ -47,8 +50,14 @@ class ReplicaFacts:
 
 
 @dataclasses.dataclass(eq=False)
-class _Placed:
-    """A request that is open. `chosen` becomes the name of its replica."""
+class _OpenRequest:
+    """A request that has no answer yet.
+
+    Attributes:
+        chosen: becomes the name of its replica.
+        replica: the name of its replica, or None while it waits.
+        assignment: the number of the router's assignment.
+    """
 
     request: RoutableRequest
     chosen: asyncio.Future[str]
@@ -57,41 +66,51 @@ class _Placed:
 
 
 @dataclasses.dataclass(eq=False)
-class _Replica:
-    """`told` are blocks that it said it holds; `answered` those of requests that it has answered since it said so, and
-    `before` those of the time before, because what it says is older than its arrival.
+class _ReplicaBlocks:
+    """The blocks that a replica probably has in its cache.
+
+    Attributes:
+        slot: the number of the replica as a rank of the router.
+        reported: blocks of its last report.
+        answered: blocks of requests that it answered since that report arrived.
+        before: blocks of requests that it answered between the last two reports: a report is older than its arrival.
     """
 
     slot: int
-    told: frozenset[BlockHash] = frozenset()
+    reported: frozenset[BlockHash] = frozenset()
     answered: set[BlockHash] = dataclasses.field(default_factory=set)
     before: set[BlockHash] = dataclasses.field(default_factory=set)
 
 
 class ReplicaRouting:
-    """One event loop calls it; `clock` gives the seconds of the requests' deadlines."""
+    """The state of all replicas and open requests. All calls come from one event loop.
+
+    Args:
+        formula: the FLOPs of requests.
+        clock: returns the time in seconds, as in the deadlines of requests.
+    """
 
     def __init__(self, formula: FlopsFormula, clock: Callable[[], float]) -> None:
         self._formula, self._clock = formula, clock
         self._router: PrefixRouter | None = None
-        self._replicas: dict[str, _Replica] = {}
+        self._replicas: dict[str, _ReplicaBlocks] = {}
         self._names: dict[int, str] = {}
-        self._placed: dict[str, _Placed] = {}
+        self._open: dict[str, _OpenRequest] = {}
         self._ends: list[tuple[float, str]] = []
 
     @property
     def waiting_flops(self) -> int:
-        """Of requests that no replica has yet."""
+        """FLOPs of the requests that wait for a replica."""
         return self._router.waiting_flops if self._router is not None else 0
 
     @property
     def loads(self) -> dict[str, int]:
-        """Of each replica, true FLOPs of what it has and has not answered."""
+        """FLOPs of the open requests of each replica, by its name."""
         loads = self._router.loads if self._router is not None else ()
         return {name: loads[replica.slot] for name, replica in self._replicas.items()}
 
     def update(self, replicas: Mapping[str, ReplicaFacts]) -> None:
-        """These replicas are there, and no others."""
+        """Set the replicas that exist now."""
         ready = {name for name, facts in replicas.items() if facts.is_ready}
         for name in self._replicas.keys() - ready:
             self.lost(name)
@@ -101,19 +120,19 @@ class ReplicaRouting:
                 continue
             slot = next((slot for slot in range(MOST_REPLICAS) if slot not in self._names), None)
             if slot is None:
-                continue  # it gets no requests; parse_options allows no more of them
-            self._replicas[name] = _Replica(slot)
+                continue  # parse_options allows no more replicas than slots
+            self._replicas[name] = _ReplicaBlocks(slot)
             self._names[slot] = name
             router.rank_back(slot)
         self.route()
 
-    def holds(self, name: str, blocks: frozenset[BlockHash]) -> None:
-        """What a replica says that it holds."""
+    def report_blocks(self, name: str, blocks: frozenset[BlockHash]) -> None:
+        """Set the blocks that a replica reports to have in its cache."""
         replica = self._replicas.get(name)
         if replica is None or self._router is None:
             return
-        old = replica.told | replica.answered | replica.before
-        replica.before, replica.answered, replica.told = replica.answered, set(), blocks
+        old = replica.reported | replica.answered | replica.before
+        replica.before, replica.answered, replica.reported = replica.answered, set(), blocks
         new = blocks | replica.before
         for block in old - new:
             self._router.block_evicted(replica.slot, block)
@@ -121,13 +140,13 @@ class ReplicaRouting:
             self._router.block_stored(replica.slot, block)
 
     async def place(self, number: str, request: RoutableRequest) -> str:
-        """The name of the replica that gets request `number`; waits until one takes it."""
-        placed = self._placed.get(number)
+        """Return the name of the replica for request `number`, after waiting until one accepts it."""
+        placed = self._open.get(number)
         if placed is None:
             router = self._router
-            assert router is not None, "requests are routed where a replica is"
-            placed = _Placed(request, asyncio.get_running_loop().create_future())
-            self._placed[number] = placed
+            assert router is not None, "Ray routes requests only if there is a replica"
+            placed = _OpenRequest(request, asyncio.get_running_loop().create_future())
+            self._open[number] = placed
             if request.deadline != math.inf:
                 heapq.heappush(self._ends, (request.deadline + _GRACE_SECONDS, number))
             router.submit(dataclasses.replace(request, id=number))
@@ -135,14 +154,14 @@ class ReplicaRouting:
         return await asyncio.shield(placed.chosen)
 
     def started(self, number: str) -> None:
-        """Its replica has taken the request."""
-        placed = self._placed.get(number)
+        """Note that the replica has accepted the request."""
+        placed = self._open.get(number)
         if placed is not None and self._router is not None:
             self._router.started(placed.assignment)
 
     def over(self, number: str, *, is_answered: bool) -> None:
-        """A request is answered, or given up. Nothing happens where that was said before."""
-        placed = self._placed.pop(number, None)
+        """Note that a request was answered or given up. Further calls for the same request do nothing."""
+        placed = self._open.pop(number, None)
         if placed is None or self._router is None:
             return
         if placed.replica is None or not is_answered:
@@ -150,39 +169,39 @@ class ReplicaRouting:
         elif self._router.done(placed.assignment) is not None:
             replica = self._replicas[placed.replica]
             for block in placed.request.blocks:
-                if block not in replica.answered and block not in replica.told:
+                if block not in replica.answered and block not in replica.reported:
                     replica.answered.add(block)
                     self._router.block_stored(replica.slot, block)
         placed.chosen.cancel()
         self.route()
 
     def lost(self, name: str) -> None:
-        """A replica is gone. Who sent it requests sends them again."""
+        """Remove a replica that has ended. Its callers send their requests again."""
         replica = self._replicas.pop(name, None)
         if replica is None or self._router is None:
             return
-        for number in [number for number, placed in self._placed.items() if placed.replica == name]:
+        for number in [number for number, placed in self._open.items() if placed.replica == name]:
             self._router.cancel(number)
-            del self._placed[number]
+            del self._open[number]
         del self._names[replica.slot]
         self._router.rank_lost(replica.slot)
         self.route()
 
     def route(self) -> None:
-        """Give requests to replicas, as far as they take them."""
+        """Assign waiting requests to the replicas that accept more."""
         router, now = self._router, self._clock()
         if router is None:
             return
         while self._ends and self._ends[0][0] <= now:
             _, number = heapq.heappop(self._ends)
-            if number in self._placed:
+            if number in self._open:
                 router.cancel(number)
-                self._placed.pop(number).chosen.cancel()
-        found = router.route(now)
-        for withdrawal in found.expired:
-            self._placed.pop(withdrawal.request_id).chosen.cancel()
-        for assignment in found.assignments:
-            placed = self._placed[assignment.request_id]
+                self._open.pop(number).chosen.cancel()
+        step = router.route(now)
+        for withdrawal in step.expired:
+            self._open.pop(withdrawal.request_id).chosen.cancel()
+        for assignment in step.assignments:
+            placed = self._open[assignment.request_id]
             placed.assignment = assignment.number
             placed.replica = self._names[assignment.rank]
             if not placed.chosen.done():

@@ -66,7 +66,7 @@ def test_deep_json_is_refused_wherever_it_is_read(depth: int, checkpoint: Path, 
     deep = nested(depth)
     _, bad = parse_lines([b'{"text": "a"}\n', f'{{"text": "a", "more": {deep}}}\n'.encode()], "x")
     assert isinstance(bad, BadLine)
-    assert str(bad.error).startswith("line 2 of x is no JSON: it is nested deeper")
+    assert str(bad.error).startswith("line 2 of x is not valid JSON: it is nested deeper")
     with refused(InputError, name="labels", value=deep):
         parse_labels(deep)
     profile = tmp_path / "profile.json"

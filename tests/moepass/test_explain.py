@@ -1,4 +1,4 @@
-"""Reports of `moepass explain`: the schema, what is said of every preset, and ways in from Python."""
+"""Reports of `moepass explain`: the schema, every preset, advice, and models that are passed from Python."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from moepass.explaining.capture_model import capture_plans
 from moepass.explaining.compiler_view import Explanation, tensorrt_text
 from moepass.explaining.explained_blocks import explained_blocks
 from moepass.explaining.explained_models import explained_model
-from moepass.explaining.report import CompilerPart, Report, ServingPart
+from moepass.explaining.report import Report
+from moepass.explaining.report_parts import CompilerPart, ServingPart
 from moepass.models.checkpoint.checkpoint_folders import meta_model, resolve_model
 from moepass.models.errors import InputError, MoepassError
 from moepass.models.formulas import flops_per_token
@@ -37,7 +38,7 @@ from tests.helpers.graphs.tiny_checkpoint import original_model
 from tests.helpers.graphs.tiny_configs import tiny_config
 from tests.helpers.models.tiny import TINY_FAMILIES, tiny_model
 
-# The keys that the schema promises at least, by part.
+# The keys that the schema guarantees, by part of the report.
 PROMISED = {
     "model": {"name", "layers", "moe_layers", "hidden", "experts", "top_k", "moe_intermediate", "dtype"},
     "hardware": {"name", "ranks", "flops", "peer_bytes_per_s", "host_bytes_per_s", "hbm_bytes", "source"},
@@ -57,11 +58,11 @@ def olmoe() -> Report:
     return small_report()
 
 
-def test_the_json_holds_what_the_schema_promises(olmoe: Report) -> None:
+def test_the_json_has_the_keys_of_the_schema(olmoe: Report) -> None:
     raw = json.loads(olmoe.to_json())
     assert raw["schema"] == "moepass.explain/1"
-    for part, keys in PROMISED.items():
-        assert keys <= raw[part].keys(), part
+    for name, keys in PROMISED.items():
+        assert keys <= raw[name].keys(), name
     assert {row["strategy"] for row in raw["comparison"]} == STRATEGIES | {"resident"}
     for row in raw["comparison"]:
         assert {"strategy", "step_seconds", "comm_bytes_per_layer", "memory_bytes", "fits"} <= row.keys()
@@ -73,7 +74,7 @@ def test_the_json_holds_what_the_schema_promises(olmoe: Report) -> None:
     assert "Infinity" not in olmoe.to_json()
 
 
-def test_the_json_reads_back_as_the_same_report_and_nothing_else_does(olmoe: Report) -> None:
+def test_only_json_of_this_schema_is_read(olmoe: Report) -> None:
     assert Report.from_json(olmoe.to_json()) == olmoe
     raw = json.loads(olmoe.to_json())
     with pytest.raises(msgspec.ValidationError, match=r"this version reads 'moepass\.explain/1'"):
@@ -99,10 +100,10 @@ def test_numbers_agree_with_each_other(olmoe: Report) -> None:
     assert asyncep.step_seconds == olmoe.schedule.step_seconds
     planned = next(point for point in olmoe.curve if point.tokens_per_rank == olmoe.workload.tokens)
     assert planned.step_seconds == pytest.approx(olmoe.schedule.step_seconds)
-    assert any("no peer link" in one.note for one in olmoe.strategy.homes_tried)
+    assert any("no peer link" in attempt.note for attempt in olmoe.strategy.homes_tried)
 
 
-def test_a_machine_without_links_is_told_why_of_every_home() -> None:
+def test_the_error_for_a_machine_without_links_has_a_reason_for_every_home() -> None:
     machine = dataclasses.replace(load_hardware("8xh100-80g"), peer=None, host=None)
     with pytest.raises(moepass.InputError) as failed:
         moepass.explain("olmoe-1b-7b", hardware=machine)
@@ -110,14 +111,14 @@ def test_a_machine_without_links_is_told_why_of_every_home() -> None:
     assert all(words in reasons for words in ("peer: profile", "hybrid: profile", "host: profile", "no host link"))
 
 
-def test_the_trace_holds_the_timeline(olmoe: Report) -> None:
+def test_the_trace_has_the_timeline(olmoe: Report) -> None:
     assert olmoe.schedule is not None
     slices = [event for event in json.loads(olmoe.trace())["traceEvents"] if event["ph"] == "X"]
     assert len(slices) == len(olmoe.schedule.timeline)
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_text_fits_its_width_and_says_where_numbers_come_from(olmoe: Report, width: int) -> None:
+def test_the_text_fits_its_width_and_names_its_sources(olmoe: Report, width: int) -> None:
     lines = olmoe.text(width).splitlines()
     assert max(map(len, lines)) <= width
     assert len(lines) < 75
@@ -128,12 +129,12 @@ def test_the_text_fits_its_width_and_says_where_numbers_come_from(olmoe: Report,
 
 def test_a_report_says_how_a_server_computes_steps(olmoe: Report) -> None:
     assert olmoe.serving == ServingPart("trie", None)
-    for part, words in (
+    for serving, words in (
         (olmoe.serving, "serving    tries: every shared prefix is computed once"),
         (ServingPart("rows", "<conv1d> mixes neighbours"), "padded rows, because <conv1d> mixes neighbours"),
         (ServingPart(None, "the sizes are not known"), "cannot be served: the sizes are not known"),
     ):
-        report = msgspec.structs.replace(olmoe, serving=part)
+        report = msgspec.structs.replace(olmoe, serving=serving)
         assert words in report.text(120)
         assert words.removeprefix("serving    ").replace("<", "&lt;").replace(">", "&gt;") in report.html()
 
@@ -154,7 +155,7 @@ def test_every_preset_is_explained(name: str) -> None:
     names = [block.name for block in report.blocks]
     assert names == [f"model.layers.{layer}.mlp.experts" for layer in architecture.moe_layers]
     assert report.compiler.is_cut
-    assert any("by analogy" in text for text in report.assumptions)
+    assert any("inferred from equal ones" in text for text in report.assumptions)
     assert report.refusals == ()
     asyncep = next(row for row in report.comparison if row.strategy == "asyncep")
     assert asyncep.fits or report.advice[0].startswith("asyncep fits with")
@@ -163,7 +164,7 @@ def test_every_preset_is_explained(name: str) -> None:
 def _processor_seconds_and_peak_bytes(program: str) -> tuple[float, float]:
     check = (
         f"import resource, sys\n{program}\nused = resource.getrusage(resource.RUSAGE_SELF)\n"
-        # Not used.ru_maxrss, which is at least that of the process that started this one.
+        # used.ru_maxrss is not used: it is at least the peak of the parent process.
         "(peak,) = [line for line in open('/proc/self/status') if line.startswith('VmHWM')]\n"
         "print(used.ru_utime + used.ru_stime, int(peak.split()[1]) * 1024, file=sys.stderr)"
     )
@@ -175,7 +176,7 @@ def _processor_seconds_and_peak_bytes(program: str) -> tuple[float, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3-235b-a22b", "deepseek-v3"])
 def test_a_preset_takes_4_imports_of_torch_and_2_gb_at_most(name: str) -> None:
-    """5 seconds of a processor that imports torch in one and a quarter; processors differ by a factor of three."""
+    """A processor that imports torch in 1.25 seconds may take 5 seconds; others are up to three times slower."""
     imported, _ = _processor_seconds_and_peak_bytes("import torch")
     seconds, nbytes = _processor_seconds_and_peak_bytes(
         "from moepass.cli.main import app\n"
@@ -189,20 +190,20 @@ def _forecast(name: str, home: str, batch: int, sequence: int, dtype: str = "bf1
     return forecast(Setting(preset(name), load_hardware("8xh100"), Sequences(batch, sequence), dtype, 72e9), home)
 
 
-def test_advice_where_nothing_fits() -> None:
+def test_advice_if_nothing_fits() -> None:
     made = _forecast("deepseek-v3", "host", 16, 4096)
     assert not made.cost("asyncep").fits
     fewer, fp8 = advice(made, None, ())[:2]
     assert "tokens per rank and step (--home" in fewer
     assert "--dtype fp8 (--home" in fp8
-    # What it says is so.
+    # The advice is true.
     tokens, home = int(fewer.split("with ")[1].split()[0]), fewer.split("--home ")[1].rstrip(")")
     assert _forecast("deepseek-v3", home, tokens // 4096, 4096).cost("asyncep").fits
     assert not _forecast("deepseek-v3", home, 2 * tokens // 4096, 4096).cost("asyncep").fits
     assert _forecast("deepseek-v3", fp8.split("--home ")[1].rstrip(")"), 16, 4096, "fp8").cost("asyncep").fits
 
 
-def test_advice_of_another_home() -> None:
+def test_advice_suggests_another_home() -> None:
     made = _forecast("qwen3-235b-a22b", "peer", 16, 4096)
     assert advice(made, None, ())[0] == "asyncep fits with --home hybrid"
 
@@ -212,12 +213,12 @@ def test_advice_below_the_threshold() -> None:
     made = _forecast("qwen3-235b-a22b", "hybrid", 1, 512)
     assert made.chosen not in ("asyncep", "resident")
     first, second, third = advice(made, 9000, ("model.layers.0: shared",))
-    assert first.startswith(f"from {made.saturation.tokens} tokens per rank and step on")
-    assert second == "against AllToAll (dp_ep) asyncep pays from 9000 tokens per rank and step on"
-    assert third == "the numbers assume that all blocks are rewritten; 1 were refused, and run unchanged"
+    assert first.startswith(f"with {made.saturation.tokens} or more tokens per rank and step")
+    assert second == "asyncep is faster than AllToAll (dp_ep) with 9000 or more tokens per rank and step"
+    assert third == "the figures assume that all blocks are rewritten, but 1 were refused and run unchanged"
 
 
-def test_options_change_what_they_say() -> None:
+def test_options_change_the_report() -> None:
     report = moepass.explain(
         "olmoe-1b-7b", hardware=load_hardware("8xh100"), ranks=2, home="host", dtype="fp8", tokens=300, slots=1,
         memory_budget_bytes=2e9,
@@ -227,7 +228,7 @@ def test_options_change_what_they_say() -> None:
     assert report.strategy.home == "host"
     assert report.schedule is not None
     assert report.schedule.slots == 1
-    assert any("fp8 is a forecast alone" in text for text in report.assumptions)
+    assert any("fp8 is only a forecast" in text for text in report.assumptions)
     for options, message in (
         ({"batch": 0}, "batch is 0"), ({"home": "moon"}, "home is 'moon'"), ({"slots": 0}, "slots is 0"),
         ({"dtype": "int3"}, "int3"),
@@ -237,15 +238,15 @@ def test_options_change_what_they_say() -> None:
 
 
 @pytest.mark.slow
-def test_the_choice_of_tensorrt_is_told_in_words() -> None:
+def test_the_segments_for_tensorrt_are_listed() -> None:
     choices = {"head": "", "attention": "it has attention, which stays with Inductor"}
     uses = (SegmentUse(), SegmentUse())
     segments = [Segment(role, role, (role,), uses, tensorrt=TensorrtChoice(stays)) for role, stays in choices.items()]
     assert tensorrt_text(Plan(segments=tuple(segments))) == (
         "1 of 2 distinct segments would become TensorRT engines: head (head, called 2 times)\n"
-        "only torch-tensorrt can say whether TensorRT has all operators of them; what it refuses, Inductor compiles, "
-        "and the plan says so\n"
-        "attention (attention, called 2 times) stays: it has attention, which stays with Inductor"
+        "whether TensorRT supports all their operators is only known to torch-tensorrt; Inductor compiles the segments "
+        "that it refuses, and the plan lists them\n"
+        "attention (attention, called 2 times) stays with Inductor: it has attention, which stays with Inductor"
     )
     assert tensorrt_text(Plan(segments=(segments[1],))).startswith("0 of 1 distinct segment would become")
     assert tensorrt_text(Plan(segments=(Segment("head"),))) == ""
@@ -263,21 +264,19 @@ def test_tensorrt_is_explained_without_its_package(monkeypatch: pytest.MonkeyPat
         "head": "",
     }
     text = " ".join(report.text(width=200).split())
-    assert (
-        "tensorrt 1 of 3 distinct segments would become TensorRT engines: segment_2 (head) only torch-tensorrt" in text
-    )
-    assert "segment_1 (experts) stays: it has GEMMs of experts" in text
+    assert "tensorrt 1 of 3 distinct segments would become TensorRT engines: segment_2 (head) whether TensorRT" in text
+    assert "segment_1 (experts) stays with Inductor: it has GEMMs of experts" in text
     assert "TensorRT" not in moepass.explain("olmoe-1b-7b").text()
 
 
 @pytest.mark.slow
 def test_any_number_of_reports_in_one_process() -> None:
-    """Dynamo gives up on code that was compiled too often; that of a family is the same for all of its models."""
+    """All models of a family share their code, and Dynamo gives up on code that was compiled too often."""
     with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
         torch._dynamo.reset()
-        found = [capture_plans(_meta_demo(), 2, seq)[0] for seq in (8, 16, 24)]
-        assert [len(plans) for plans in found] == [1, 1, 1]
-        # Nor do they count as compilations of a model that is really run.
+        captures = [capture_plans(_meta_demo(), 2, seq)[0] for seq in (8, 16, 24)]
+        assert [len(plans) for plans in captures] == [1, 1, 1]
+        # The captures do not count as compilations of a model that runs.
         if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
             with torch.no_grad():
                 torch.compile(original_model(), backend="eager")(torch.zeros(1, 8, dtype=torch.int64))
@@ -290,10 +289,10 @@ def test_any_number_of_reports_in_one_process() -> None:
         ({"num_hidden_layers": -1}, "num_hidden_layers of olmoe is -1"),
         ({"num_attention_heads": 0}, "num_attention_heads of olmoe is 0"),
         ({"num_experts_per_tok": 100}, "num_experts_per_tok is 100, but num_experts is 64; a token meets"),
-        ({"num_key_value_heads": 3}, "olmoe cannot be captured; perhaps the numbers of its config do not fit together"),
+        ({"num_key_value_heads": 3}, "olmoe cannot be captured; perhaps the numbers of its config do not match"),
     ],
 )
-def test_configs_that_make_no_model_are_errors_that_say_so(changes: dict[str, int], message: str) -> None:
+def test_configs_with_impossible_numbers_are_refused(changes: dict[str, int], message: str) -> None:
     config = preset_config("olmoe-1b-7b")
     for name, value in changes.items():
         setattr(config, name, value)
@@ -313,7 +312,7 @@ def test_a_model_is_explained_in_the_dtype_of_its_weights(
 ) -> None:
     model = original_model().to(dtype)
     nbytes = sum(value.nbytes for value in model.parameters())
-    model.config.dtype = named  # what a checkpoint was saved in, if anything
+    model.config.dtype = named  # the dtype of a saved checkpoint
     report = moepass.explain(model)
     assert report.model.dtype == short
     assert report.model.expert_bytes + report.model.other_bytes == nbytes
@@ -344,23 +343,23 @@ def test_models_and_configurations_are_explained_too() -> None:
         moepass.explain(torch.nn.Linear(2, 2))
 
 
-def test_the_function_stays_a_function_whatever_is_imported() -> None:
+def test_no_module_hides_the_function_explain() -> None:
     assert callable(moepass.explain)
     assert not any(name == "moepass.explain" for name in sys.modules)
 
 
-def test_refusals_are_told_of_layers_that_were_not_captured() -> None:
+def test_refusals_include_layers_that_were_not_captured() -> None:
     config = preset_config("olmoe-1b-7b", layers=4)
     architecture = from_config(config)
     refused = Refusal(node="mm", reason="its weights are shared", where="model.layers.0.mlp.experts")
     near_miss = Refusal(node="bmm_7", reason="no routing weights")
-    block = MoEBlock("model.layers.0.mlp.experts", "grouped_mm", 64, 8, 2048, 1024, True, "bfloat16", 1, (), None)
-    plan = Plan(blocks=(block,), refusals=(refused, near_miss))
+    moe_block = MoEBlock("model.layers.0.mlp.experts", "grouped_mm", 64, 8, 2048, 1024, True, "bfloat16", 1, (), None)
+    plan = Plan(blocks=(moe_block,), refusals=(refused, near_miss))
     explanation = Explanation("Olmoe", "olmoe", 2, 16, 2, 1, 0, 0, (plan,), "it looks at values")
     blocks, refusals = explained_blocks(CompilerPart(1, True, explanation, None), architecture, "fp8")
-    assert [one.name for one in blocks] == [*[f"model.layers.{n}.mlp.experts" for n in range(4)], "bmm_7"]
-    assert [one.by_analogy for one in blocks] == [False, True, True, True, False]
-    assert {one.refusal for one in blocks[:4]} == {"its weights are shared"}
+    assert [block.name for block in blocks] == [*[f"model.layers.{n}.mlp.experts" for n in range(4)], "bmm_7"]
+    assert [block.by_analogy for block in blocks] == [False, True, True, True, False]
+    assert {block.refusal for block in blocks[:4]} == {"its weights are shared"}
     assert len(refusals) == 6
     assert refusals[-1] == "capture ended early: it looks at values"
 
@@ -376,18 +375,18 @@ def test_the_telling_prefix_is_the_shortest_with_every_kind() -> None:
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_a_cut_preset_is_its_own_beginning(name: str) -> None:
+def test_a_cut_preset_has_the_first_layers_of_the_preset(name: str) -> None:
     config, architecture = preset_config(name), preset(name)
     cut = cut_config(config, architecture)
     assert cut is not None
     layers = from_config(cut).layers
     assert set(layers) == set(architecture.layers)
     assert layers == architecture.layers[: len(layers)]
-    assert from_config(config).layers == architecture.layers  # the original is as it was
+    assert from_config(config).layers == architecture.layers  # the original is unchanged
 
 
 @pytest.mark.parametrize("family", TINY_FAMILIES)
-def test_cut_families_are_their_own_beginnings_or_are_not_cut(family: str) -> None:
+def test_a_cut_config_has_the_first_layers_of_its_family(family: str) -> None:
     config = tiny_config(family)
     architecture = from_config(config)
     cut = cut_config(config, architecture)
@@ -398,7 +397,7 @@ def test_cut_families_are_their_own_beginnings_or_are_not_cut(family: str) -> No
     assert set(layers) == set(architecture.layers)
 
 
-def test_a_configuration_that_does_not_give_its_prefix_is_not_cut() -> None:
+def test_a_configuration_whose_prefix_differs_is_not_cut() -> None:
     config = preset_config("olmoe-1b-7b", layers=4)
-    other = dataclasses.replace(from_config(preset_config("mixtral-8x7b", layers=4)), name="other")
-    assert cut_config(config, other) is None
+    mismatched = dataclasses.replace(from_config(preset_config("mixtral-8x7b", layers=4)), name="other")
+    assert cut_config(config, mismatched) is None

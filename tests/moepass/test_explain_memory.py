@@ -1,4 +1,4 @@
-"""What `explain` says of quantised checkpoints and of host memory: the numbers, and which of them moepass runs."""
+"""Reports on quantised checkpoints and on host memory: as stored, and as moepass runs them."""
 
 from __future__ import annotations
 
@@ -24,20 +24,23 @@ def test_an_fp8_checkpoint_is_shown_as_stored_and_as_run() -> None:
     report, model = moepass.explain("deepseek-v3"), preset("deepseek-v3")
     stored = report.stored
     assert stored is not None
-    # What the published files hold, but for the prediction layer.
+    # The published files without the prediction layer.
     assert stored.expert_bytes == 58 * 256 * 3 * (7168 * 2048 + 56 * 16 * 4)
     assert stored.other_bytes == dense_bytes(model, "bf16", model.stored)
     assert report.model.dtype == stored.runs_as == "bf16"
     assert report.model.expert_bytes == 58 * 256 * 3 * 7168 * 2048 * 2
     assert stored.bank_link_bytes == stored.bank_slot_bytes == stored.expert_bytes // 58
-    assert any("dequantised to bf16, and all strategies are computed with these" in one for one in report.assumptions)
+    assert any("all figures are for weights dequantised to bf16" in text for text in report.assumptions)
     text = words(report.text())
-    assert "checkpoint fp8: 654.1 GB of experts, 19.1 GB else; moepass runs it dequantised to bf16: 1.3 TB" in text
-    assert "In fp8, a forecast alone" in text
+    assert (
+        "checkpoint fp8: 654.1 GB of experts, 19.1 GB of other weights; moepass runs it dequantised to bf16 (1.3 TB"
+        in text
+    )
+    assert "Forecast for fp8" in text
 
 
 @pytest.mark.slow
-def test_an_mxfp4_bank_grows_on_its_way_into_a_slot() -> None:
+def test_an_mxfp4_bank_is_larger_in_a_slot() -> None:
     stored = moepass.explain("gpt-oss-120b").stored
     assert stored is not None
     assert stored.expert_bytes + stored.other_bytes == 65_248_815_744
@@ -47,7 +50,7 @@ def test_an_mxfp4_bank_grows_on_its_way_into_a_slot() -> None:
 
 
 @pytest.mark.slow
-def test_the_stored_format_that_is_asked_for_is_what_all_numbers_are_of() -> None:
+def test_all_figures_refer_to_the_stored_format_if_it_is_requested() -> None:
     default, asked = moepass.explain("deepseek-v3").stored, moepass.explain("deepseek-v3", dtype="fp8")
     assert default is not None
     assert asked.stored is not None
@@ -58,7 +61,7 @@ def test_the_stored_format_that_is_asked_for_is_what_all_numbers_are_of() -> Non
     assert {block.bank_bytes for block in asked.blocks} == {default.bank_link_bytes}
 
 
-def test_a_machine_without_fp8_computes_what_is_stored_in_fp8_in_bf16() -> None:
+def test_a_machine_without_fp8_computes_fp8_weights_in_bf16() -> None:
     stored = moepass.explain("deepseek-v3", hardware="8xa100").stored
     assert stored is not None
     assert stored.computes_in == "bf16"
@@ -73,7 +76,7 @@ def test_a_format_of_unknown_sizes_is_named_and_a_plain_checkpoint_has_none(tmp_
     file.write_text(json.dumps({**values, "quantization_config": {"quant_method": "gptq", "bits": 4}}))
     report = moepass.explain(file)
     assert report.stored is None
-    assert any("quantised by 'gptq'" in one and "in bf16" in one for one in report.assumptions)
+    assert any("quantised by 'gptq'" in text and "to bf16" in text for text in report.assumptions)
 
 
 def machine(host_memory_bytes: float) -> Hardware:
@@ -94,10 +97,10 @@ def test_host_memory_is_that_of_all_ranks() -> None:
 
 
 @pytest.mark.slow
-def test_a_home_that_host_memory_is_too_small_for_is_not_chosen() -> None:
+def test_a_home_that_needs_too_much_host_memory_is_not_chosen() -> None:
     report = moepass.explain("qwen3-235b-a22b", hardware=machine(1e12))
-    notes = {one.home: one.note for one in report.strategy.homes_tried}
-    assert notes["host"] == "needs 3633.5 GB of host memory, and the machine has 1000.0 GB"
+    notes = {attempt.home: attempt.note for attempt in report.strategy.homes_tried}
+    assert notes["host"] == "needs 3633.5 GB of host memory, but the machine has 1000.0 GB"
     assert report.strategy.home == "hybrid"
     alone = moepass.explain("qwen3-235b-a22b", hardware=machine(1e12), home="host")
     assert alone.memory is not None

@@ -1,4 +1,4 @@
-"""The last line of a report is Python that runs, and it is what the report chose."""
+"""The Python code in a report runs the chosen strategy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import transformers
 
 from moepass.explaining.explain_model import explain
 from moepass.explaining.how_to_run import how_to_run
-from moepass.explaining.report import StrategyPart
+from moepass.explaining.report_parts import StrategyPart
 from moepass.models.homes import HOMES
 from moepass.models.sizes.presets import preset
 
@@ -30,8 +30,8 @@ def test_the_call_names_home_slots_and_layers_of_the_schedule() -> None:
     (offload,) = ast.parse(call).body
     assert isinstance(offload, ast.Expr)
     assert isinstance(offload.value, ast.Call)
-    given = {word.arg: ast.literal_eval(word.value) for word in offload.value.keywords}
-    assert given == {
+    arguments = {word.arg: ast.literal_eval(word.value) for word in offload.value.keywords}
+    assert arguments == {
         "home": report.strategy.home,
         "slots": report.schedule.slots,
         "resident_layers": list(report.schedule.resident_layers),
@@ -53,12 +53,11 @@ def test_each_rank_loads_its_part_of_a_checkpoint() -> None:
 
 
 @pytest.mark.slow
-def test_a_call_that_cannot_run_yet_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_cannot_run_yet_has_a_remark(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(HOMES, "hybrid", dataclasses.replace(HOMES["hybrid"], devices=("cpu",)))
     report = explain("qwen3-235b-a22b", hardware="8xh100-80g", home="hybrid", lower="eager")
     assert report.how_to_run.endswith(
-        "  # home hybrid works on cpu only so far, not on cuda: --home disk or --home host or --home peer plans what "
-        "runs there"
+        "  # home hybrid only works on cpu so far; plan for cuda with --home disk or --home host or --home peer"
     )
     ast.parse(report.how_to_run)
     assert "#" not in how_to_run(report.strategy, report.schedule, None, "", "bf16", "cpu")
@@ -74,7 +73,7 @@ def test_a_quantised_checkpoint_is_loaded_dequantised() -> None:
     assert {transformers.Mxfp4Config, transformers.FineGrainedFP8Config}
 
 
-def test_where_all_experts_fit_there_is_nothing_to_offload() -> None:
+def test_nothing_is_offloaded_if_all_experts_fit() -> None:
     report = explain("demo", hardware="8xh100-80g", home="peer")
     assert report.strategy.chosen == "resident"
     assert report.how_to_run == 'compiled = torch.compile(model, backend="asyncep")'
@@ -82,13 +81,13 @@ def test_where_all_experts_fit_there_is_nothing_to_offload() -> None:
 
 @pytest.mark.parametrize(
     ("chosen", "dtype", "words"),
-    [("dp_ep", "bf16", "moepass does not run dp_ep"), ("asyncep", "fp8", "moepass runs no fp8 experts yet")],
+    [("dp_ep", "bf16", "moepass does not run dp_ep"), ("asyncep", "fp8", "moepass cannot run fp8 experts yet")],
 )
-def test_where_there_is_nothing_to_call(chosen: str, dtype: str, words: str) -> None:
+def test_the_reason_replaces_code_that_cannot_run(chosen: str, dtype: str, words: str) -> None:
     assert how_to_run(_strategy(chosen), None, None, "", dtype, "cuda").startswith(words)
 
 
-def test_where_nothing_fits_the_numbers_say_why() -> None:
+def test_the_reason_has_figures_if_nothing_fits() -> None:
     report = explain("qwen3-235b-a22b", hardware="8xh100-80g", memory_budget_bytes=1e9)
     needed = min(row.memory_bytes for row in report.comparison) / 1e9
     assert report.how_to_run == (

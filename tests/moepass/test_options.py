@@ -1,4 +1,4 @@
-"""The options of the backend, the dump folder, and finding the backend by name."""
+"""The options of the backend, the dump folder, and the lookup of the backend by its name."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def test_defaults() -> None:
     assert parse_options(None) == parse_options({}) == Options("inductor", (), False, None)
 
 
-def test_every_option_is_taken() -> None:
-    given = {"lower": "eager", "disable": ["verify"], "debug": True, "dump": "folder"}
-    assert parse_options(given) == Options("eager", ("verify",), True, "folder")
+def test_options_are_read() -> None:
+    values = {"lower": "eager", "disable": ["verify"], "debug": True, "dump": "folder"}
+    assert parse_options(values) == Options("eager", ("verify",), True, "folder")
 
 
 @pytest.mark.parametrize("folder", ["folder", b"folder", Path("folder")])
@@ -33,7 +33,7 @@ def test_every_kind_of_path_names_the_same_folder(folder: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("values", "message"),
     [
         (
             {"lowr": "eager"},
@@ -58,9 +58,9 @@ def test_every_kind_of_path_names_the_same_folder(folder: object) -> None:
         ({"dump": 3}, r"option dump is 3; it must be the path of a folder"),
     ],
 )
-def test_wrong_options_name_themselves_and_what_would_be_right(given: dict[Any, Any], message: str) -> None:
+def test_wrong_options_are_named_with_the_valid_values(values: dict[Any, Any], message: str) -> None:
     with pytest.raises(moepass.OptionError, match=message):
-        parse_options(given)
+        parse_options(values)
 
 
 def _run(model: torch.nn.Module, **options: Any) -> tuple[torch.Tensor, list[moepass.Compilation]]:
@@ -113,7 +113,7 @@ def test_a_mode_is_refused() -> None:
         ([function.__name__ for function in PASSES], "resident"),
     ],
 )
-def test_passes_can_be_left_out_by_name(disable: list[str], strategy: str) -> None:
+def test_passes_can_be_disabled_by_name(disable: list[str], strategy: str) -> None:
     model = Stack("dense_bmm", depth=3)
     with torch.no_grad():
         expected = model(tokens())
@@ -123,7 +123,7 @@ def test_passes_can_be_left_out_by_name(disable: list[str], strategy: str) -> No
     assert compilation.plan.strategy == strategy
 
 
-def test_a_dump_holds_every_graph_and_the_plan(tmp_path: Path) -> None:
+def test_a_dump_has_every_graph_and_the_plan(tmp_path: Path) -> None:
     model = Stack("dense_bmm", depth=2)
     moepass.offload_experts(model)
     folder = tmp_path / "deep" / "dump"
@@ -160,7 +160,7 @@ def test_every_graph_gets_a_folder_of_its_own(tmp_path: Path) -> None:
         assert len(list(tmp_path.glob("graph-*/plan.json"))) == number + 1
 
 
-def test_a_dump_goes_on_after_a_folder_was_deleted(tmp_path: Path) -> None:
+def test_a_dump_continues_after_a_folder_was_deleted(tmp_path: Path) -> None:
     (tmp_path / "graph-1").mkdir()
     _run(Stack("dense_bmm", depth=1), dump=str(tmp_path))
     assert len(list(tmp_path.glob("graph-*"))) == 2

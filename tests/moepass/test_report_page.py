@@ -1,4 +1,4 @@
-"""The HTML report: self-contained, holds the JSON as it is, and draws itself in a real browser."""
+"""The HTML report is self-contained, contains the JSON, and is drawn by a real browser."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moepass.explaining.report import Report
 from tests.helpers.graphs.report_helper import small_report
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
-BROWSER = next((found for name in _NAMES if (found := shutil.which(name))), None)
+BROWSER = next((path for name in _NAMES if (path := shutil.which(name))), None)
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +24,8 @@ def report() -> Report:
 
 
 def _embedded(page: str) -> str:
-    (found,) = re.findall(r'<script type="application/json" id="report">(.*?)</script>', page, re.DOTALL)
-    return str(found)
+    (content,) = re.findall(r'<script type="application/json" id="report">(.*?)</script>', page, re.DOTALL)
+    return str(content)
 
 
 def test_the_page_holds_the_report(report: Report) -> None:
@@ -37,7 +37,7 @@ def test_the_page_fetches_nothing(report: Report) -> None:
     assert not re.findall(r"https?:|//[a-z]|@import|url\(|<link|<img|<iframe|\bfetch\(|import\(| src=", page)
 
 
-def test_what_a_name_holds_cannot_end_the_script(report: Report) -> None:
+def test_a_name_with_markup_cannot_end_the_script(report: Report) -> None:
     name = "</script><b>&@@SOURCES@@"
     odd = msgspec.structs.replace(report, model=msgspec.structs.replace(report.model, name=name))
     page = odd.html()
@@ -45,7 +45,7 @@ def test_what_a_name_holds_cannot_end_the_script(report: Report) -> None:
     assert "<title>&lt;/script&gt;&lt;b&gt;&amp;@@SOURCES@@ on" in page
 
 
-# What a person's mouse does, and what the page then shows, left in attributes for the test to read.
+# Moves the mouse, and stores the displayed texts in attributes for the test.
 _VISIT = """<script>
 const canvas = document.getElementById("timeline"), box = canvas.getBoundingClientRect();
 const narrow = canvas.dataset.to - canvas.dataset.from;
@@ -69,19 +69,19 @@ const hidden = box => box.scrollWidth - box.clientWidth;
 parent.postMessage({wide: innerWidth, page: hidden(page), table: hidden(comparison.parentElement),
   columns: [...comparison.rows[0].cells].filter(cell => cell.offsetWidth > 0).length}, "*");
 </script>"""
-# No window of Chromium is as narrow as a telephone, but a frame may be.
+# A window of Chromium cannot be as narrow as a telephone, but a frame can.
 _FRAME = """<iframe src="report.html" width="{width}" height="900" frameborder="0"></iframe>
 <script>addEventListener("message", event => Object.assign(document.body.dataset, event.data));</script>"""
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine to draw the page")
 @pytest.mark.parametrize("width", [400, 1400])
-def test_every_column_is_there_on_a_telephone_and_on_a_screen(report: Report, tmp_path: Path, width: int) -> None:
+def test_every_column_fits_on_a_telephone_and_on_a_screen(report: Report, tmp_path: Path, width: int) -> None:
     (tmp_path / "report.html").write_text(report.html().replace("</body>", _MEASURE + "</body>"))
     frame = tmp_path / "frame.html"
     frame.write_text(_FRAME.format(width=width))
-    found = dict(re.findall(r'data-(page|table|columns|wide)="([^"]*)"', _drawn(frame, tmp_path, "1500,1000")))
-    assert found == {"wide": str(width), "page": "0", "table": "0", "columns": "7"}
+    measured = dict(re.findall(r'data-(page|table|columns|wide)="([^"]*)"', _drawn(frame, tmp_path, "1500,1000")))
+    assert measured == {"wide": str(width), "page": "0", "table": "0", "columns": "7"}
 
 
 def _drawn(file: Path, folder: Path, window: str) -> str:
@@ -99,14 +99,14 @@ def test_a_browser_draws_the_page_and_answers_the_mouse(report: Report, tmp_path
     file = tmp_path / "report.html"
     file.write_text(report.html().replace("</body>", _VISIT + "</body>"))
     drawn = _drawn(file, tmp_path, "1100,1500")
-    # The page's own script sets this as the last thing that it does.
+    # The page's script sets this at its end.
     assert 'data-drawn="yes"' in drawn
     assert f"<b>{report.strategy.chosen}</b>" in drawn
     assert drawn.count("<tr") >= len(report.comparison) + len(report.blocks)
-    found = dict(re.findall(r'data-(tip|whole|zoomed|narrow|point)="([^"]*)"', drawn))
-    whole = float(found["whole"])
-    assert whole >= report.schedule.step_seconds
-    assert 0 < float(found["narrow"]) < whole
-    assert float(found["zoomed"]) == pytest.approx(0.8 * whole)
-    assert re.search(r"layer \d+.*: .*, from .* to ", found["tip"])
-    assert re.search(r"tokens: .*, of which exposed", found["point"])
+    shown = dict(re.findall(r'data-(tip|whole|zoomed|narrow|point)="([^"]*)"', drawn))
+    step_seconds = float(shown["whole"])
+    assert step_seconds >= report.schedule.step_seconds
+    assert 0 < float(shown["narrow"]) < step_seconds
+    assert float(shown["zoomed"]) == pytest.approx(0.8 * step_seconds)
+    assert re.search(r"layer \d+.*: .*, from .* to ", shown["tip"])
+    assert re.search(r"tokens: .*, exposed", shown["point"])

@@ -18,7 +18,7 @@ from moepass.explaining.compiler_part import (
     installed_versions,
 )
 from moepass.explaining.explained_models import explained_model
-from moepass.explaining.report import CompilerPart
+from moepass.explaining.report_parts import CompilerPart
 from moepass.models.sizes.families import from_config
 from moepass.models.sizes.presets import SIZES_FILE, StoredSizes, preset_config, preset_names
 

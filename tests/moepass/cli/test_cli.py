@@ -1,4 +1,4 @@
-"""The command line: what it prints, its exit status, and that bad input ends in one line with nothing half-written."""
+"""The command line: its output and exit status, and one-line errors for bad input that write no partial output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from moepass.cli.arguments import parse_labels
 from moepass.cli.main import app
 from moepass.demo.comparison import run_demo
-from moepass.explaining.capture_model import capture_plans, explain_model
+from moepass.explaining.capture_model import capture_plans, explain_checkpoint
 from moepass.models.byte_counts import parse_bytes
 from moepass.passes.ir.plan import Plan
 from moepass.runtime.offload.offload import offload_experts
@@ -89,18 +89,18 @@ def test_score_writes_one_answer_per_line(checkpoint: Path) -> None:
 
 
 @pytest.mark.sampled(every=3)
-@pytest.mark.parametrize("way", [["--no-stream"], ["--eager"], ["--link", "emulate:1e9", "--slots", "1"]])
-def test_every_way_of_running_gives_the_same(way: list[str], checkpoint: Path) -> None:
+@pytest.mark.parametrize("options", [["--no-stream"], ["--eager"], ["--link", "emulate:1e9", "--slots", "1"]])
+def test_options_do_not_change_probabilities(options: list[str], checkpoint: Path) -> None:
     plain = _run("score", checkpoint, "--labels", "yes,no", "--eager", "--no-stream", text=_lines(RECORDS))
-    other = _run("score", checkpoint, "--labels", "yes,no", "--lower", "eager", *way, text=_lines(RECORDS))
-    assert other.exit_code == 0, other.output
-    for ours, theirs in zip(other.stdout.splitlines(), plain.stdout.splitlines(), strict=True):
+    changed = _run("score", checkpoint, "--labels", "yes,no", "--lower", "eager", *options, text=_lines(RECORDS))
+    assert changed.exit_code == 0, changed.output
+    for ours, theirs in zip(changed.stdout.splitlines(), plain.stdout.splitlines(), strict=True):
         assert json.loads(ours)["probabilities"] == pytest.approx(json.loads(theirs)["probabilities"], rel=1e-4)
 
 
 def test_score_reads_and_writes_files(checkpoint: Path, tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_bytes(b"\xef\xbb\xbf" + _lines(RECORDS).encode() + b"\n")  # as some editors save it
+    source.write_bytes(b"\xef\xbb\xbf" + _lines(RECORDS).encode() + b"\n")  # some editors write a byte order mark
     target.write_text("old")
     result = _run("score", checkpoint, *QUICK, "--input", source, "--output", target)
     assert (result.exit_code, result.output) == (0, "")
@@ -128,14 +128,17 @@ def _line_17(line: str) -> str:
 
 
 BAD_INPUT = {
-    "malformed": (_line_17('{"text": "a'), "line 17 of standard input is no JSON"),
+    "malformed": (_line_17('{"text": "a'), "line 17 of standard input is not valid JSON"),
     "no object": (_line_17('"a dog"'), 'line 17 of standard input is a string; it must be an object such as {"text"'),
     "no text": (_line_17('{"txt": "a"}'), "line 17 of standard input has no \"text\"; its keys are 'txt'"),
     "text a number": (_line_17('{"text": 5}'), 'line 17 of standard input: "text" is a number; it must be a string'),
     "text null": (_line_17('{"text": null}'), '"text" is null; it must be a string'),
     "text empty": (_line_17('{"text": " "}'), 'line 17 of standard input: "text" is empty'),
     "text too long": (_line_17(json.dumps({"text": "cat " * 99})), "line 17: the prompt has"),
-    "not UTF-8": (_line_17('{"text": "X"}').encode().replace(b"X", b"\xff"), "line 17 of standard input is no JSON"),
+    "not UTF-8": (
+        _line_17('{"text": "X"}').encode().replace(b"X", b"\xff"),
+        "line 17 of standard input is not valid JSON",
+    ),
     "blank lines count": (_line_17("").replace("\n\n", "\n\n[]\n"), "line 18 of standard input is a list"),
     "nothing": ("", "standard input is empty; it must hold one JSON object per line"),
     "only blanks": ("\n \n", "standard input is empty"),
@@ -144,7 +147,7 @@ BAD_INPUT = {
 
 @pytest.mark.sampled(every=11)
 @pytest.mark.parametrize("case", BAD_INPUT)
-def test_bad_lines_name_their_number_and_nothing_is_written(case: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_bad_lines_are_errors_with_their_number_and_no_output(case: str, checkpoint: Path, tmp_path: Path) -> None:
     text, message = BAD_INPUT[case]
     target = tmp_path / "out.jsonl"
     _assert_one_line(_run("score", checkpoint, *QUICK, text=text), message)
@@ -156,7 +159,7 @@ BAD_OPTIONS: dict[str, tuple[list[str], str, int]] = {
     "no label": (["--labels", ""], "label '' has no tokens", 1),
     "blank label": (["--labels", "yes, "], "label ' ' has no tokens", 1),
     "same label": (["--labels", "yes,yes"], "label 'yes' occurs twice", 1),
-    "labels no list": (["--labels", "[1]"], "are no JSON list of strings", 1),
+    "labels no list": (["--labels", "[1]"], "are not a JSON list of strings", 1),
     "no labels": ([], "there are no labels", 1),
     "no slots": (["--labels", "yes,no", "--slots", "0"], "slots is 0; a ring needs at least 1", 2),
     "device absent": (["--labels", "yes,no", "--device", "cuda:99"], "device is 'cuda:99', but this machine has", 1),
@@ -172,7 +175,7 @@ BAD_OPTIONS: dict[str, tuple[list[str], str, int]] = {
 
 @pytest.mark.sampled(every=14)
 @pytest.mark.parametrize("case", BAD_OPTIONS)
-def test_bad_values_end_in_one_line(case: str, checkpoint: Path) -> None:
+def test_bad_options_are_errors_of_one_line(case: str, checkpoint: Path) -> None:
     options, message, status = BAD_OPTIONS[case]
     _assert_one_line(_run("score", checkpoint, *options, text=_lines(RECORDS)), message, status)
 
@@ -187,7 +190,7 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD_MODELS)
-def test_bad_models_end_in_one_line(case: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_bad_models_are_errors_of_one_line(case: str, checkpoint: Path, tmp_path: Path) -> None:
     edit, message = BAD_MODELS[case]
     folder = broken_copy(checkpoint, tmp_path / "broken", edit)
     _assert_one_line(_run("score", folder, *QUICK, text=_lines(RECORDS)), message)
@@ -216,7 +219,7 @@ def test_a_failure_while_writing_leaves_the_old_file(
     target = tmp_path / "out.jsonl"
     target.write_text("old")
     result = _run("score", checkpoint, *QUICK, "--output", target, text=_lines(RECORDS))
-    assert isinstance(result.exception, ZeroDivisionError)  # keeps its traceback
+    assert isinstance(result.exception, ZeroDivisionError)  # such errors keep their traceback
     assert target.read_text() == "old"
     assert list(tmp_path.iterdir()) == [target]
 
@@ -232,7 +235,7 @@ def test_usage_errors_have_status_2(checkpoint: Path) -> None:
 
 
 @pytest.mark.slow
-def test_explain_tells_the_verdict_first(checkpoint: Path) -> None:
+def test_explain_begins_with_the_strategy(checkpoint: Path) -> None:
     result = _run("explain", checkpoint, "--all")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
@@ -244,7 +247,7 @@ def test_explain_tells_the_verdict_first(checkpoint: Path) -> None:
 
 
 @pytest.mark.slow
-def test_explain_as_json_from_a_config_alone(checkpoint: Path, tmp_path: Path) -> None:
+def test_explain_writes_json_for_a_config_alone(checkpoint: Path, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_bytes((checkpoint / "config.json").read_bytes())
     result = _run("explain", file, "--tokens", "64", "--slots", "3", "--format", "json")
@@ -260,10 +263,10 @@ def test_explain_as_json_from_a_config_alone(checkpoint: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_explain_of_a_dense_model_says_that_there_is_nothing_to_do(dense: Path) -> None:
+def test_explain_reports_that_a_dense_model_has_nothing_to_stream(dense: Path) -> None:
     result = _run("explain", dense, "--seq", "16")
     assert result.exit_code == 0, result.output
-    assert "no numbers: the sizes of model_type 'llama' are not known" in " ".join(result.stdout.split())
+    assert "no figures: the sizes of model_type 'llama' are not known" in " ".join(result.stdout.split())
     assert "cannot be served: the sizes of model_type 'llama' are not known" in result.stdout
     assert "resident: the graph has no MoE block, so there is nothing to move" in result.stdout
 
@@ -278,18 +281,18 @@ def test_explain_shows_the_plan_that_runs(checkpoint: Path) -> None:
     compiled = torch.compile(model, backend="asyncep", options={"lower": "eager"}, dynamic=False)
     with moepass.record_compilations() as compilations, torch.no_grad():
         compiled(input_ids=torch.zeros((2, 16), dtype=torch.int64), use_cache=False)
-    (explained,) = explain_model(checkpoint, batch=2, seq=16, slots=2, lower="eager").plans
+    (explained,) = explain_checkpoint(checkpoint, batch=2, seq=16, slots=2, lower="eager").plans
     run = compilations[0].plan
     assert _as_scheduled(explained) == _as_scheduled(run)
-    # On the meta device attention is taken apart; under this torch transformers gives the kernel that runs a mask, and
-    # with a mask it computes as many pairs of tokens.
+    # On the meta device attention is decomposed. In the run its kernel gets a mask, with which it computes as many
+    # pairs of tokens.
     assert explained.cost is not None
     assert run.cost is not None
     assert explained.cost.at({})[0] == run.cost.at({})[0]
 
 
 def _as_scheduled(plan: Plan) -> Plan:
-    """Without what only the run knows: how segments were lowered, and its decisions, which the report has beside it."""
+    """Return the plan without what only a run or only the report knows: costs, lowerings and decisions."""
     return dataclasses.replace(
         plan,
         cost=None,
@@ -319,10 +322,12 @@ def test_explain_shows_every_graph_of_a_model_that_breaks() -> None:
     assert stopped is None
 
 
-def test_explain_of_bad_models(tmp_path: Path) -> None:
+def test_explain_refuses_bad_models(tmp_path: Path) -> None:
     _assert_one_line(_run("explain", tmp_path / "nowhere"), "does not exist; give the folder of a checkpoint")
-    _assert_one_line(_run("explain", "qwen3-235b"), "model 'qwen3-235b' is unknown, and no folder or file")
-    _assert_one_line(_run("explain", "qwen3-235b"), "did you mean qwen3-235b-a22b? Give")
+    _assert_one_line(
+        _run("explain", "qwen3-235b"), "model 'qwen3-235b' is unknown, and no folder or file has that name"
+    )
+    _assert_one_line(_run("explain", "qwen3-235b"), "did you mean qwen3-235b-a22b? It must be")
     file = tmp_path / "config.json"
     file.write_text("{")
     _assert_one_line(_run("explain", file), "config.json is malformed")
@@ -337,13 +342,17 @@ BAD_EXPLAIN: dict[str, tuple[list[str], str, int]] = {
     "no peers": (["--hardware", "8xl40s", "--home", "peer"], "has no peer link", 1),
     "budget": (["--memory-budget", "lots"], "memory budget 'lots' is no number of bytes above 0", 1),
     "budget 0": (["--memory-budget", "0"], "memory budget '0' is no number of bytes above 0", 1),
-    "more than there is": (["--memory-budget", "100GB"], "a device of 8xh100-80g has 80000000000", 1),
+    "beyond the memory": (
+        ["--memory-budget", "100GB"],
+        "it must be between 1 and 80000000000, the memory of a device",
+        1,
+    ),
     "output": (["--output", "/"], "output '/' is a folder", 1),
 }
 
 
 @pytest.mark.parametrize("case", BAD_EXPLAIN)
-def test_bad_options_of_explain_end_in_one_line(case: str) -> None:
+def test_bad_options_of_explain_are_errors_of_one_line(case: str) -> None:
     options, message, status = BAD_EXPLAIN[case]
     _assert_one_line(_run("explain", "olmoe-1b-7b", *options), message, status)
 
@@ -384,14 +393,14 @@ def test_help_and_version_do_not_import_torch() -> None:
     assert _process("--version").stdout.startswith("moepass ")
 
 
-def test_process_bad_line(checkpoint: Path) -> None:
+def test_a_bad_line_ends_the_process_with_one_line(checkpoint: Path) -> None:
     finished = _process("score", checkpoint, *QUICK, text=_line_17("{"))
     assert (finished.returncode, finished.stdout) == (1, "")
-    assert finished.stderr == "moepass: error: line 17 of standard input is no JSON: Input data was truncated\n"
+    assert finished.stderr == "moepass: error: line 17 of standard input is not valid JSON: Input data was truncated\n"
 
 
 @pytest.mark.slow
-def test_process_truncated_weights(checkpoint: Path, tmp_path: Path) -> None:
+def test_truncated_weights_end_the_process_with_one_line(checkpoint: Path, tmp_path: Path) -> None:
     folder = broken_copy(checkpoint, tmp_path / "broken", BAD_MODELS["truncated"][0])
     finished = _process("score", folder, *QUICK, text=_lines(RECORDS))
     assert (finished.returncode, finished.stdout, finished.stderr.count("\n")) == (1, "", 1)
@@ -408,15 +417,15 @@ def test_demo_compares_every_prediction(capsys: pytest.CaptureFixture[str]) -> N
     shown = capsys.readouterr().out
     assert "equal: 0 of 40 predictions differ" in shown
     assert "asyncep (eager), streamed" in shown
-    # What an engine compiles while it is made is told too, and what was copied for it.
+    # The counts include what the engine compiled and copied while it was loaded.
     words = " ".join(shown.split())
-    found = re.search(r"compiled \((\d+) graphs?\).* ([\d.]+) (MB|GB) of experts went through the ring", words)
-    assert found is not None
-    assert int(found[1]) > 0
+    counts = re.search(r"compiled \((\d+) graphs?\).* ([\d.]+) (MB|GB) of experts were copied into the ring", words)
+    assert counts is not None
+    assert int(counts[1]) > 0
 
 
-def test_no_option_is_called_as_its_value() -> None:
-    """typer 0.27 takes a metavar that is the parameter's name in capitals for the option's name: `--DEVICE`."""
+def test_no_option_gets_the_name_of_its_metavar() -> None:
+    """typer 0.27 uses a metavar that is the parameter's name in capitals as the option's name: `--DEVICE`."""
     commands = [app.registered_callback, *app.registered_commands]
     options = [
         (name, option)
@@ -427,6 +436,6 @@ def test_no_option_is_called_as_its_value() -> None:
         if isinstance(option, OptionInfo)
     ]
     assert len(options) > 50
-    # Inside Annotated, the first name that is given comes as the default.
+    # Inside Annotated, Typer stores the first name as the default.
     unnamed = [(name, option) for name, option in options if option.default is ...]
     assert [name for name, option in unnamed if option.metavar == name.upper()] == []

@@ -67,7 +67,7 @@ def test_a_second_score_compiles_nothing_and_a_damaged_file_is_reported(
     assert third.stdout == first.stdout
     assert caplog.text.count("is ignored") == 1
     _score(checkpoint)
-    assert counters["stats"]["unique_graphs"] == 0  # what was compiled instead took its place
+    assert counters["stats"]["unique_graphs"] == 0  # the new capture replaced the damaged one
 
     cleared = _run("cache", "--clear")
     assert cleared.stdout.startswith("1 compiled graph,")
@@ -84,7 +84,7 @@ def test_a_second_score_compiles_nothing_and_a_damaged_file_is_reported(
         ("created", -1e18, "not used"),
     ],
 )
-def test_cache_lists_what_nobody_wrote_on_purpose(folder: Path, field: str, value: object, shown: str) -> None:
+def test_cache_lists_strange_files_safely(folder: Path, field: str, value: object, shown: str) -> None:
     header = {
         "key": "a" * 64,
         "digest": "",
@@ -105,14 +105,14 @@ def test_cache_lists_what_nobody_wrote_on_purpose(folder: Path, field: str, valu
 def test_tuned_kernels_are_counted_and_removed(folder: Path) -> None:
     folder.mkdir(mode=0o700)
     (folder / "a.tiles.json").write_text("{}")
-    (folder / "of somebody else.json").write_text("{}")
+    (folder / "foreign.json").write_text("{}")
     assert "0 compiled graphs, 0 bytes, and 1 tuned kernel, 2 bytes, in " in _run("cache", "--list").stdout
     assert "1 tuned kernel, 2 bytes, removed from " in _run("cache", "--clear").stdout
-    assert [path.name for path in folder.iterdir()] == ["of somebody else.json"]
+    assert [path.name for path in folder.iterdir()] == ["foreign.json"]
     assert "tuned kernel" not in _run("cache").stdout
 
 
-def test_cache_refuses_what_it_cannot_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_refuses_wrong_calls(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     both = _run("cache", "--list", "--clear")
     assert (both.exit_code, "exclude each other" in both.stderr) == (2, True)
     assert "0 compiled graphs" in _run("cache").stdout

@@ -1,4 +1,4 @@
-"""Checkpoints, input and surroundings that a stranger brings: each ends in one line, and no code of theirs runs."""
+"""Untrusted checkpoints, inputs and environments: each error is one line, and no code of a checkpoint runs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _assert_one_line(result: Any, message: str) -> None:
     assert message in result.stderr
 
 
-# ---- Weights that are no numbers -------------------------------------------------------------------------------------
+# ---- Weights that are not finite -------------------------------------------------------------------------------------
 
 
 def _with_nan(weights: dict[str, torch.Tensor], token: int | None = None) -> None:
@@ -64,13 +64,13 @@ def test_logits_that_are_nan_are_an_error_that_names_the_line(checkpoint: Path, 
     assert not target.exists()
 
 
-def test_a_single_text_with_nan_is_the_one_that_is_named(checkpoint: Path, tmp_path: Path) -> None:
+def test_the_line_of_a_single_text_with_nan_is_named(checkpoint: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(checkpoint)
     dog = tokenizer(" dog", add_special_tokens=False)["input_ids"][-1]
     folder = broken_copy(checkpoint, tmp_path / "nan", edit_weights(lambda weights: _with_nan(weights, dog)))
     result = _run("score", folder, *QUICK, "--batch-size", "1")
     assert result.exit_code == 1
-    assert result.stdout.count("\n") <= 1  # the line before it may be out
+    assert result.stdout.count("\n") <= 1  # the line before may have been written
     assert "moepass: error: line 2: the log-probabilities" in result.stderr
 
 
@@ -103,9 +103,7 @@ def _in_the_tokenizer(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["score", "explain"])
-def test_a_checkpoint_that_brings_code_is_refused_and_nobody_is_asked(
-    command: str, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_with_code_is_refused_without_a_question(command: str, checkpoint: Path, tmp_path: Path) -> None:
     folder = broken_copy(checkpoint, tmp_path / "mine", _bring_code(_in_the_config))
     words = [*COMMAND, command, str(folder), *(QUICK if command == "score" else [])]
     source = tmp_path / "texts.jsonl"
@@ -134,7 +132,7 @@ def test_a_tokenizer_never_runs_code(
 
     monkeypatch.setattr("builtins.input", ask)
     folder = broken_copy(checkpoint, tmp_path / "mine", _bring_code(where))
-    with contextlib.suppress(CheckpointError):  # where it can be read without the code, that is what it is
+    with contextlib.suppress(CheckpointError):  # some tokenizers can be read without the code
         load_tokenizer(folder)
     assert questions == []
     assert not (folder / "RAN").exists()
@@ -147,17 +145,17 @@ def test_every_loader_of_transformers_is_told_to_run_no_code() -> None:
     for file in (path for room in ("models", "passes", "runtime", "moepass") for path in (root / room).rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            # AutoConfig and from_config ask too. A GenerationConfig is data alone.
+            # AutoConfig and from_config may run code too. A GenerationConfig contains only data.
             assert "AutoConfig" not in name, file
             if name.endswith(".from_pretrained") and not name.startswith("GenerationConfig"):
                 assert isinstance(node, ast.Call)
-                given = {word.arg: ast.unparse(word.value) for word in node.keywords}
-                assert given.get("trust_remote_code") == "False", f"{file}: {name}"
+                arguments = {word.arg: ast.unparse(word.value) for word in node.keywords}
+                assert arguments.get("trust_remote_code") == "False", f"{file}: {name}"
                 loaders += 1
     assert loaders == 3
 
 
-# ---- Checkpoints that nothing here computes in -----------------------------------------------------------------------
+# ---- Checkpoints that cannot be computed ----------------------------------------------------------------------------
 
 
 def _to_fp8(folder: Path) -> None:
@@ -180,7 +178,7 @@ def _typed(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("edit", [_quantised, _typed])
-def test_an_fp8_checkpoint_is_refused_with_the_way_out(
+def test_an_fp8_checkpoint_is_refused_with_a_remedy(
     edit: Callable[[Path], None], checkpoint: Path, tmp_path: Path
 ) -> None:
     folder = broken_copy(checkpoint, tmp_path / "fp8", edit)
@@ -203,7 +201,7 @@ def test_weights_in_8_bits_without_their_scales_are_refused(
             load(folder)
 
 
-def test_a_folder_with_an_adapter_is_no_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_folder_with_an_adapter_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     def add(folder: Path) -> None:
         (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "some/model"}')
 
@@ -229,7 +227,7 @@ def test_a_config_that_does_not_fit_together_leaves_no_traceback(checkpoint: Pat
     assert finished.stderr.count("\n") == 1
 
 
-# ---- Input and surroundings ------------------------------------------------------------------------------------------
+# ---- Input and environment -------------------------------------------------------------------------------------------
 
 
 def test_a_line_of_12_mb_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
@@ -238,10 +236,11 @@ def test_a_line_of_12_mb_is_refused_before_anything_is_loaded(tmp_path: Path) ->
     _assert_one_line(result, "line 4 of standard input is longer than 4194304 bytes, the limit; split it")
 
 
-def test_a_line_that_is_nested_deeply(checkpoint: Path) -> None:
+def test_a_deeply_nested_line_is_refused(checkpoint: Path) -> None:
     deep = '{"text": "a", "more": ' + "[" * 100_000 + "]" * 100_000 + "}"
     _assert_one_line(
-        _run("score", checkpoint, *QUICK, text=TEXTS + deep), "line 4 of standard input is no JSON: it is nested deeper"
+        _run("score", checkpoint, *QUICK, text=TEXTS + deep),
+        "line 4 of standard input is not valid JSON: it is nested deeper",
     )
 
 
@@ -251,7 +250,7 @@ def test_a_line_that_is_nested_deeply(checkpoint: Path) -> None:
         (["--threads", "1000000000"], "threads is 1000000000; the limit is 1024"),
         (["--batch-size", "1000000000000"], "batch_size is 1000000000000; the limit is 65536"),
         (["--labels", ",".join(f"a{number}" for number in range(2000))], "the number of labels is 2000; the limit is"),
-        (["--labels", "[" * 100_000], "are no JSON list of strings"),
+        (["--labels", "[" * 100_000], "are not a JSON list of strings"),
         (["--labels", "no," + "yes " * 90], "the longest label has 90 tokens, but the model takes at most 64"),
     ],
 )
@@ -292,7 +291,7 @@ def test_a_compiler_cache_that_cannot_be_written_is_named(command: str, checkpoi
         assert finished.returncode == 1
         assert finished.stdout == ""
         assert finished.stderr.startswith(f"moepass: error: TORCHINDUCTOR_CACHE_DIR is {str(cache)!r}, which cannot be")
-        assert "set TORCHINDUCTOR_CACHE_DIR to a folder that can" in finished.stderr
+        assert "set TORCHINDUCTOR_CACHE_DIR to a writable folder" in finished.stderr
         assert finished.stderr.count("\n") == 1
 
 
@@ -305,14 +304,14 @@ def test_a_compiler_cache_that_cannot_be_written_is_named(command: str, checkpoi
         (["auto", "--memory-budget", "1GB", "--home", "device"], "and a home that experts are streamed from"),
     ],
 )
-def test_chunks_are_a_number_or_fit_into_a_budget(checkpoint: Path, given: list[str], words: str) -> None:
+def test_wrong_chunk_sizes_are_refused(checkpoint: Path, given: list[str], words: str) -> None:
     result = _run("serve", checkpoint, "--chunk-tokens", *given)
     assert result.exit_code == 2
     assert words in result.stderr
     assert result.stderr.count("\n") == 1
 
 
-def test_kernels_are_tuned_where_there_are_kernels(checkpoint: Path) -> None:
+def test_tuning_is_refused_if_there_are_no_kernels(checkpoint: Path) -> None:
     for options in (["--device", "cpu"], ["--device", "cuda", "--eager"], ["--device", "cuda", "--lower", "eager"]):
         result = _run("serve", checkpoint, *options, "--tune-kernels")
         assert result.exit_code == 2

@@ -1,4 +1,4 @@
-"""What `moepass score` can be told: errors to skip, labels to compare with, templates, homes, types of weights."""
+"""Options of `moepass score`: skipped errors, labels, templates, homes, dtypes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from moepass.cli.input_lines import Line
+from moepass.cli.input_lines import InputLine
 from moepass.cli.main import app
-from moepass.cli.score_command import _Lines
+from moepass.cli.score_command import InputLines
 from moepass.models.homes import HOMES
 from moepass.runtime.serving.offline.load_scorer import compiling_pays, seven_digits
 from tests.helpers.graphs.tiny_checkpoint import broken_copy, save_tiny_checkpoint
@@ -47,22 +47,22 @@ def test_lines_that_cannot_be_scored_are_skipped_and_reported(checkpoint: Path, 
     result = _run("score", checkpoint, *QUICK, "--on-error", "skip", "--output", target, text=text)
     assert result.exit_code == 0, result.output
     written = [json.loads(line) for line in target.read_text().splitlines()]
-    plain = _run("score", checkpoint, *QUICK, text=_lines(*({"text": one} for one in GOOD)))
-    for ours, theirs in zip([one["probabilities"] for one in written], _probabilities(plain), strict=True):
+    plain = _run("score", checkpoint, *QUICK, text=_lines(*({"text": text} for text in GOOD)))
+    for ours, theirs in zip([answer["probabilities"] for answer in written], _probabilities(plain), strict=True):
         assert ours == pytest.approx(theirs, abs=1e-5)
     report = result.stderr.splitlines()
     assert report[0] == "moepass: skipped 5 of 8 lines:"
-    reasons = ["no JSON", "is a list", "the prompt has", '"text" is empty', "is longer than 4194304 bytes"]
+    reasons = ["is not valid JSON", "is a list", "the prompt has", '"text" is empty', "is longer than 4194304 bytes"]
     for line, number, reason in zip(report[1:], [2, 3, 5, 6, 7], reasons, strict=True):
         assert line.startswith(f"  line {number}")
         assert reason in line
-    # Without it the first of them stops everything.
+    # Without --on-error skip, the first error stops the command.
     stopped = _run("score", checkpoint, *QUICK, "--output", tmp_path / "none", text=text)
-    assert (stopped.exit_code, "line 2 of standard input is no JSON" in stopped.stderr) == (1, True)
+    assert (stopped.exit_code, "line 2 of standard input is not valid JSON" in stopped.stderr) == (1, True)
     assert not (tmp_path / "none").exists()
 
 
-def test_where_every_line_is_skipped_nothing_is_written(checkpoint: Path, tmp_path: Path) -> None:
+def test_nothing_is_written_if_every_line_is_skipped(checkpoint: Path, tmp_path: Path) -> None:
     target = tmp_path / "out.jsonl"
     result = _run("score", checkpoint, *QUICK, "--on-error", "skip", "--output", target, text='{"text": 1}\n')
     assert result.exit_code == 1
@@ -70,9 +70,9 @@ def test_where_every_line_is_skipped_nothing_is_written(checkpoint: Path, tmp_pa
     assert not target.exists()
 
 
-def test_a_report_of_many_skipped_lines_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_of_skipped_lines_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moepass.cli.score_command._NAMED_LINES", 2)
-    lines = _Lines(iter(()), skips=True)
+    lines = InputLines(iter(()), skips=True)
     for number in range(5):
         lines.skip(number, ValueError(f"line {number}: bad"))  # type: ignore[arg-type]
     lines.count = 7
@@ -80,11 +80,11 @@ def test_a_report_of_many_skipped_lines_has_an_end(monkeypatch: pytest.MonkeyPat
 
 
 def test_labels_in_the_input_are_kept_and_compared(checkpoint: Path) -> None:
-    answers = _probabilities(_run("score", checkpoint, *QUICK, text=_lines(*({"text": one} for one in GOOD))))
+    answers = _probabilities(_run("score", checkpoint, *QUICK, text=_lines(*({"text": text} for text in GOOD))))
     best = [max(chances, key=chances.__getitem__) for chances in answers]
     wrong = "no" if best[1] == "yes" else "yes"
     gold = [best[0], wrong, "something else"]
-    text = _lines(*({"text": one, "label": label} for one, label in zip(GOOD, gold, strict=True)))
+    text = _lines(*({"text": source, "label": label} for source, label in zip(GOOD, gold, strict=True)))
     result = _run("score", checkpoint, *QUICK, text=text)
     assert [json.loads(line)["input_label"] for line in result.stdout.splitlines()] == gold
     assert result.stderr == "moepass: note: 1 of 2 labels agree (50.00%)\n"
@@ -94,22 +94,24 @@ def test_labels_in_the_input_are_kept_and_compared(checkpoint: Path) -> None:
 def test_templates(checkpoint: Path, tmp_path: Path) -> None:
     prompt = tmp_path / "mine.json"
     prompt.write_text('{"template": "this is {text}<sep>", "labels": ["dog", "cat"]}')
-    own = broken_copy(
+    prompted = broken_copy(
         checkpoint, tmp_path / "own", lambda folder: (folder / "prompt.json").write_bytes(prompt.read_bytes())
     )
     text = _lines({"text": "a film"})
-    (given,) = _probabilities(_run("score", checkpoint, "--eager", "--template", prompt, text=text))
-    assert list(given) == ["dog", "cat"]
+    (templated,) = _probabilities(_run("score", checkpoint, "--eager", "--template", prompt, text=text))
+    assert list(templated) == ["dog", "cat"]
     for more in ([], ["--template", "prompt"]):
-        assert _probabilities(_run("score", own, "--eager", *more, text=text)) == [pytest.approx(given, abs=1e-5)]
+        assert _probabilities(_run("score", prompted, "--eager", *more, text=text)) == [
+            pytest.approx(templated, abs=1e-5)
+        ]
     (plain,) = _probabilities(
-        _run("score", own, "--eager", "--template", "plain", text=_lines({"text": "this is a film<sep>"}))
+        _run("score", prompted, "--eager", "--template", "plain", text=_lines({"text": "this is a film<sep>"}))
     )
     (shielded,) = _probabilities(
         _run("score", checkpoint, "--eager", "--labels", "dog,cat", text=_lines({"text": "this is a film<sep>"}))
     )
-    assert plain == pytest.approx(shielded, abs=1e-5)  # a control token in a text is text
-    assert plain != pytest.approx(given, abs=1e-5)
+    assert plain == pytest.approx(shielded, abs=1e-5)  # control tokens in a text are plain text
+    assert plain != pytest.approx(templated, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +122,7 @@ def test_templates(checkpoint: Path, tmp_path: Path) -> None:
         ("nowhere.json", "no such file exists; use chat, prompt, plain, or a file in the format of prompt.json"),
     ],
 )
-def test_templates_that_are_not_there(template: str, message: str, checkpoint: Path) -> None:
+def test_missing_templates_are_refused(template: str, message: str, checkpoint: Path) -> None:
     result = _run("score", checkpoint, *QUICK, "--template", template, text=_lines({"text": "a"}))
     assert (result.exit_code, result.stdout) == (1, "")
     assert f"template is {template!r}" in result.stderr
@@ -128,7 +130,7 @@ def test_templates_that_are_not_there(template: str, message: str, checkpoint: P
 
 
 @pytest.mark.slow
-def test_the_chat_template_of_a_checkpoint_comes_first(tmp_path: Path) -> None:
+def test_the_chat_template_is_the_default(tmp_path: Path) -> None:
     folder = save_byte_checkpoint(tmp_path / "bytes")
     (folder / "prompt.json").write_text('{"template": "{text}!", "labels": ["Yes", "No"]}')
     settings = json.loads((folder / "tokenizer_config.json").read_text())
@@ -143,34 +145,34 @@ def test_the_chat_template_of_a_checkpoint_comes_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_labels_of_the_prompt_are_known_by_their_names_as_they_are_to_a_server() -> None:
+def test_labels_of_the_prompt_can_be_given_by_name() -> None:
     text = _lines({"text": "Bitte geben Sie eine gültige Adresse ein"})
     (named,) = _probabilities(_run("score", "demo", "--eager", "--labels", "German,Dutch", text=text))
-    (own,) = _probabilities(_run("score", "demo", "--eager", "--labels", "<de>,<nl>", text=text))
+    (unnamed,) = _probabilities(_run("score", "demo", "--eager", "--labels", "<de>,<nl>", text=text))
     assert list(named) == ["German", "Dutch"]
-    assert list(named.values()) == list(own.values())
+    assert list(named.values()) == list(unnamed.values())
     assert named["German"] > 0.99
-    other = _run("score", "demo", "--eager", "--labels", "German,Klingon", text=text)
+    unknown = _run("score", "demo", "--eager", "--labels", "German,Klingon", text=text)
     assert (
         "warning: label 'Klingon' is not one of the 69 labels that this model answers with (<af>, <ar>, <az>"
-        in other.stderr
+        in unknown.stderr
     )
-    assert "label 'German'" not in other.stderr
+    assert "label 'German'" not in unknown.stderr
 
 
-def test_a_label_without_the_blank_that_it_needs_is_a_warning_with_its_tokens(checkpoint: Path) -> None:
-    found = _run(
+def test_a_label_without_its_leading_blank_is_a_warning_with_its_tokens(checkpoint: Path) -> None:
+    result = _run(
         "score", "demo", "--eager", "--labels", "the,<de>", "--template", "plain", text=_lines({"text": "mal"})
     )
-    assert found.exit_code == 0, found.output
-    assert found.stderr.startswith("moepass: warning: label 'the' ")
-    assert found.stderr.endswith("Which one was the model trained with?\n")
+    assert result.exit_code == 0, result.output
+    assert result.stderr.startswith("moepass: warning: label 'the' ")
+    assert result.stderr.endswith("Which one was the model trained with?\n")
 
 
 @pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("home", HOMES)
 def test_homes(home: str, checkpoint: Path) -> None:
-    text = _lines(*({"text": one} for one in GOOD))
+    text = _lines(*({"text": text} for text in GOOD))
     result = _run("score", checkpoint, *QUICK, "--home", home, text=text)
     if HOMES[home].is_spread:
         assert result.exit_code == 2
@@ -181,7 +183,7 @@ def test_homes(home: str, checkpoint: Path) -> None:
         assert ours == pytest.approx(theirs, abs=1e-5)
 
 
-def test_the_type_of_the_weights(checkpoint: Path) -> None:
+def test_the_dtype_of_the_weights(checkpoint: Path) -> None:
     text = _lines({"text": GOOD[0]})
     (exact,) = _probabilities(_run("score", checkpoint, *QUICK, text=text))
     (rounded,) = _probabilities(_run("score", checkpoint, *QUICK, "--dtype", "bf16", text=text))
@@ -189,21 +191,23 @@ def test_the_type_of_the_weights(checkpoint: Path) -> None:
     assert rounded == pytest.approx(exact, abs=0.05)
 
 
-def test_a_long_shared_beginning_is_kept(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_shared_prefix_is_cached(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moepass.runtime.serving.offline.load_scorer._KEPT_PREFIX_TOKENS", 16)
     prompt = tmp_path / "long.json"
     prompt.write_text(json.dumps({"template": "the cat sat on the mat " * 4 + "{text}<sep>"}))
-    text = _lines(*({"text": one} for one in GOOD))
-    way = ["--template", str(prompt), "--step-tokens", "1"]
-    kept = _probabilities(_run("score", checkpoint, *QUICK, *way, text=text))
+    text = _lines(*({"text": text} for text in GOOD))
+    options = ["--template", str(prompt), "--step-tokens", "1"]
+    cached = _probabilities(_run("score", checkpoint, *QUICK, *options, text=text))
     monkeypatch.setattr("moepass.runtime.serving.offline.load_scorer._KEPT_PREFIX_TOKENS", 1 << 20)
-    for ours, theirs in zip(kept, _probabilities(_run("score", checkpoint, *QUICK, *way, text=text)), strict=True):
+    for ours, theirs in zip(
+        cached, _probabilities(_run("score", checkpoint, *QUICK, *options, text=text)), strict=True
+    ):
         assert ours == pytest.approx(theirs, abs=1e-5)
 
 
-def test_lines_ahead_are_given_again_in_their_order() -> None:
-    source = (Line(number, "x" * number, {}) for number in range(1, 9))
-    lines = _Lines(source, skips=False)
+def test_lines_that_were_read_ahead_keep_their_order() -> None:
+    source = (InputLine(number, "x" * number, {}) for number in range(1, 9))
+    lines = InputLines(source, skips=False)
     lines.read_ahead(3, 1 << 20)
     assert (lines.count, lines.known_bytes("-")) == (3, None)
     lines.read_ahead(9, 4)
@@ -217,7 +221,7 @@ def test_short_inputs_run_uncompiled() -> None:
     assert compiling_pays("demo", None)
 
 
-def test_seven_digits_are_those_of_the_number_as_it_is_printed() -> None:
+def test_seven_digits_round_as_printing_does() -> None:
     import numpy as np
 
     generator = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""The command line and what it writes to: full disks, closed streams, odd names, signals. Each ends in one line."""
+"""Outputs of the command line that fail: full disks, closed streams, odd names, signals. Each error is one line."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _score(checkpoint: Path, *more: str) -> list[str]:
 
 
 def _shell(command: list[str], redirection: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """`command` in a shell, with a redirection that subprocess has no word for."""
+    """Run `command` in a shell, with a redirection that subprocess cannot express."""
     words = ["sh", "-c", f'exec "$@" {redirection}', "sh", *command]
     return subprocess.run(words, capture_output=True, text=True, timeout=120, **{"input": TEXTS, **options})
 
@@ -47,7 +47,7 @@ def _assert_one_line(finished: subprocess.CompletedProcess[str], message: str) -
 @pytest.mark.sampled(every=4)
 @FULL
 @pytest.mark.parametrize("command", ["score", "explain", "--version", "--help"])
-def test_a_full_disk_under_standard_output(command: str, checkpoint: Path) -> None:
+def test_standard_output_on_a_full_disk(command: str, checkpoint: Path) -> None:
     words = {"score": _score(checkpoint), "explain": [*COMMAND, "explain", str(checkpoint)]}
     finished = _shell(words.get(command, [*COMMAND, command]), "> /dev/full")
     _assert_one_line(finished, "standard output cannot be written: No space left on device")
@@ -55,20 +55,20 @@ def test_a_full_disk_under_standard_output(command: str, checkpoint: Path) -> No
 
 @pytest.mark.slow
 @FULL
-def test_a_full_disk_under_the_output(checkpoint: Path) -> None:
+def test_an_output_on_a_full_disk(checkpoint: Path) -> None:
     finished = _shell(_score(checkpoint, "--output", "/dev/full"), "")
     _assert_one_line(finished, "output '/dev/full' cannot be written: No space left on device")
 
 
 @pytest.mark.parametrize("command", ["score", "explain", "demo"])
-def test_standard_output_that_is_closed_is_noticed_before_any_work(command: str, tmp_path: Path) -> None:
-    # The model is missing, which would be the next thing to be said.
+def test_closed_standard_output_is_an_error_before_any_work(command: str, tmp_path: Path) -> None:
+    # The model is missing too, which would be the next error.
     finished = _shell([*COMMAND, command, *([] if command == "demo" else [str(tmp_path / "none")])], ">&-")
     _assert_one_line(finished, "standard output cannot be written: Bad file descriptor")
 
 
 @pytest.mark.slow
-def test_closed_streams_that_are_not_needed(checkpoint: Path, tmp_path: Path) -> None:
+def test_unused_streams_may_be_closed(checkpoint: Path, tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(TEXTS)
     finished = _shell(_score(checkpoint, "--input", str(source), "--output", str(target)), "<&- >&- 2>&-")
@@ -76,13 +76,13 @@ def test_closed_streams_that_are_not_needed(checkpoint: Path, tmp_path: Path) ->
     assert len(target.read_text().splitlines()) == 2
 
 
-def test_standard_input_that_is_closed(tmp_path: Path) -> None:
+def test_closed_standard_input_is_an_error(tmp_path: Path) -> None:
     finished = _shell(_score(tmp_path / "none"), "<&-")
     _assert_one_line(finished, "input '-' cannot be read: Bad file descriptor")
 
 
 @pytest.mark.slow
-def test_the_longest_name_is_written(checkpoint: Path, tmp_path: Path) -> None:
+def test_an_output_may_have_the_longest_name(checkpoint: Path, tmp_path: Path) -> None:
     target = tmp_path / ("x" * 255)
     assert _shell(_score(checkpoint, "--output", str(target)), "").returncode == 0
     assert [path.name for path in tmp_path.iterdir()] == [target.name]
@@ -99,7 +99,7 @@ BAD_OUTPUTS = {
 
 @PROC
 @pytest.mark.parametrize("case", BAD_OUTPUTS)
-def test_outputs_that_cannot_be_are_noticed_before_any_work(
+def test_impossible_outputs_are_errors_before_any_work(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from typer.testing import CliRunner
@@ -119,7 +119,7 @@ def test_outputs_that_cannot_be_are_noticed_before_any_work(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["score", pytest.param("explain", marks=pytest.mark.slow)])
-def test_a_reader_that_left_ends_it_quietly_as_it_ends_other_tools(command: str, checkpoint: Path) -> None:
+def test_a_closed_pipe_ends_the_command_quietly(command: str, checkpoint: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     words = _score(checkpoint) if command == "score" else [*COMMAND, "explain", str(checkpoint)]
@@ -129,15 +129,15 @@ def test_a_reader_that_left_ends_it_quietly_as_it_ends_other_tools(command: str,
 
 
 def _half_written(folder: Path) -> bool:
-    with contextlib.suppress(FileNotFoundError):  # the first one only shows that the folder can be written to
+    with contextlib.suppress(FileNotFoundError):  # the first temporary file only checks the folder
         return any(path.stat().st_size for path in folder.glob(".*.part"))
     return False
 
 
 @pytest.mark.slow
-def test_a_request_to_terminate_leaves_nothing_behind(checkpoint: Path, tmp_path: Path) -> None:
+def test_sigterm_removes_temporary_files(checkpoint: Path, tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text(TEXTS * 10_000)  # far more than is scored until the signal comes
+    source.write_text(TEXTS * 10_000)  # far more than is scored before the signal
     target.write_text("old")
     command = _score(checkpoint, "--input", str(source), "--output", str(target))
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
@@ -152,15 +152,15 @@ def test_a_request_to_terminate_leaves_nothing_behind(checkpoint: Path, tmp_path
     assert target.read_text() == "old"
 
 
-@pytest.mark.parametrize("given", [None, "relative/cache"])
-def test_the_folder_of_compiled_code_is_the_one_that_torch_takes(
-    given: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("configured", [None, "relative/cache"])
+def test_the_folder_of_compiled_code_is_that_of_torch(
+    configured: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", given or "")
-    if given is None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", configured or "")
+    if configured is None:
         monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     ours = streams.compiler_cache()
-    assert ours == cache_dir()  # which sets the variable: monkeypatch takes it back
+    assert ours == cache_dir()  # cache_dir sets the variable, and monkeypatch restores it

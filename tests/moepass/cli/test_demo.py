@@ -1,4 +1,4 @@
-"""`moepass demo` as a process: its last act is a decision over HTTP, and it leaves nothing running."""
+"""`moepass demo` as a process: it ends with a decision over HTTP, and leaves no process running."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def test_the_demo_ends_with_a_decision_over_http() -> None:
     finished = subprocess.run(PROGRAM, capture_output=True, text=True, timeout=280)
     assert finished.returncode == 0, finished.stderr
     assert "equal: 0 of 40 predictions differ" in finished.stdout
-    request, answer = (json.loads(found) for found in re.findall(r"^\{$.*?^\}$", finished.stdout, re.M | re.S))
+    request, answer = (json.loads(text) for text in re.findall(r"^\{$.*?^\}$", finished.stdout, re.M | re.S))
     assert request == REQUEST
-    assert [one["choice"] for one in answer["answers"]] == ["German", "German"]
+    assert [question["choice"] for question in answer["answers"]] == ["German", "German"]
     address = re.search(r"POST (http://127\.0\.0\.1:\d+)/v1/decisions", finished.stdout)
     assert address
     assert address[1] in finished.stderr
@@ -37,7 +37,7 @@ def test_a_signal_ends_the_demo_with_its_server(number: signal.Signals) -> None:
         shown = ""
         while "starting" not in shown:
             shown = process.stderr.readline()
-            assert shown, "it has ended"
+            assert shown, "the demo has ended"
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(number)
         assert process.wait(60) in (130, 128 + number)
@@ -45,6 +45,6 @@ def test_a_signal_ends_the_demo_with_its_server(number: signal.Signals) -> None:
     assert not alive
 
 
-def test_what_is_shown_is_json() -> None:
+def test_the_printed_request_is_json() -> None:
     assert json.loads(readable(REQUEST)) == REQUEST
     assert "gültige" in readable(REQUEST)

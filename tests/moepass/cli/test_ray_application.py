@@ -1,4 +1,4 @@
-"""Replicas on a local Ray answer as one server does, also while one of them is killed."""
+"""Replicas on a local Ray answer like one server, also while a replica is killed."""
 
 from __future__ import annotations
 
@@ -22,58 +22,60 @@ import pytest
 from moepass.models.errors import InputError, OptionError
 from moepass.ray_serve import app, build_app
 from moepass.ray_serve.ray_options import parse_options
-from tests.helpers.graphs.error_fields import refused
-from tests.moepass.cli.test_serve import serving
+from tests.helpers.serving.server_process import serving
 
 DRIVER = Path(__file__).parents[2] / "helpers" / "serving" / "ray_driver.py"
 SECONDS = 240
 LABELS = ("<de>", "<en>", "<fr>", "<da>")
 
 
-def test_options_come_as_values_or_as_text() -> None:
+def test_options_are_values_or_text() -> None:
     options = parse_options({"model": "demo", "replicas": "2", "eager": "true", "timeout": "2.5", "kv_cache": "off"})
     assert options == parse_options({"model": "demo", "replicas": 2, "eager": True, "timeout": 2.5, "kv_cache": "off"})
-    told = options.rank_options(bytes(16))
-    assert (told.compiled, told.cache_bytes, told.key) == (False, 0, "00" * 16)
+    setup = options.rank_setup(bytes(16))
+    assert (setup.options.eager, setup.options.cache_bytes, setup.key) == (True, 0, "00" * 16)
     assert options.names == ("demo",)
     assert parse_options({"model": "m", "ranks": 2, "threads": 3}).actor_resources == {"num_cpus": 6, "num_gpus": 0}
-    assert parse_options({"model": "m", "ranks": 2, "device": "cuda"}).actor_resources["num_gpus"] == 2
+    assert parse_options({"model": "m", "ranks": 2, "device": "cuda"}).actor_resources == {"num_cpus": 2, "num_gpus": 2}
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("values", "words"),
     [
-        ({"replica": 2}, "replica"),
-        ({"replicas": "two"}, "replicas"),
-        ({"replicas": 0}, "replicas is 0"),
-        ({"lower": "other"}, "lower"),
+        ({"replica": 2}, "option 'replica' is unknown; did you mean replicas"),
+        ({"replicas": "two"}, "option replicas is 'two'; it must be a whole number from 1 to 512"),
+        ({"replicas": 0}, "option replicas is 0"),
+        ({"lower": "other"}, "option lower is 'other'; it must be one of eager, inductor"),
+        ({"timeout": float("nan")}, "option timeout is nan; it must be a number from 0.001"),
+        ({"kv_cache": "lots"}, "^kv cache 'lots'"),
+        ({"home": "moon"}, "home is 'moon'; it must be one of device"),
+        ({"chunk_tokens": "auto"}, "there is no memory budget"),
+        ({"tune_kernels": True}, "experts have no Triton kernels"),
     ],
 )
-def test_wrong_options_are_named(given: dict[str, Any], words: str) -> None:
+def test_wrong_options_are_named(values: dict[str, Any], words: str) -> None:
     with pytest.raises(OptionError, match=words):
-        parse_options({"model": "demo", **given})
+        parse_options({"model": "demo", **values})
 
 
-def test_numbers_of_bytes_are_refused_by_the_names_of_their_options() -> None:
+def test_a_queue_that_is_no_number_of_bytes_is_refused_by_its_name() -> None:
     with pytest.raises(InputError, match=r"^queue bytes 'lots'"):
-        _ = parse_options({"model": "demo", "queue_bytes": "lots"}).open_bytes
-    with pytest.raises(InputError, match=r"^kv cache 'lots'"):
-        parse_options({"model": "demo", "kv_cache": "lots"}).rank_options(bytes(16))
+        parse_options({"model": "demo", "queue_bytes": "lots"})
 
 
-def test_chunks_and_tuned_kernels_are_as_those_of_a_server() -> None:
-    ranks = parse_options({"chunk_tokens": "auto", "memory_budget": "1GB", "model": "demo"}).rank_options(bytes(16))
-    assert ranks.chunk_tokens == "auto"
-    assert parse_options({"chunk_tokens": "64", "model": "demo"}).rank_options(bytes(16)).chunk_tokens == 64
-    with refused(OptionError, name="chunk_tokens", value="auto"):
-        parse_options({"chunk_tokens": "auto", "model": "demo"}).rank_options(bytes(16))
-    with refused(OptionError, name="tune_kernels", value=True):
-        parse_options({"tune_kernels": True, "model": "demo"}).rank_options(bytes(16))
-    on_gpu = parse_options({"tune_kernels": True, "device": "cuda", "model": "demo"})
-    assert on_gpu.rank_options(bytes(16)).tune_kernels
+def test_a_model_is_required() -> None:
+    with pytest.raises(OptionError, match="option model is missing; it must be a checkpoint folder"):
+        parse_options({})
 
 
-def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_and_tuned_kernels_are_options_of_the_ranks() -> None:
+    values = {"model": "demo", "chunk_tokens": "auto", "memory_budget": "1GB"}
+    assert parse_options(values).rank.chunk_tokens == "auto"
+    assert parse_options({"chunk_tokens": "64", "model": "demo"}).rank.chunk_tokens == 64
+    assert parse_options({"tune_kernels": True, "device": "cuda", "model": "demo"}).rank.tune_kernels
+
+
+def test_the_error_without_ray_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setitem(sys.modules, "ray.serve", None)
     with pytest.raises(OptionError, match=r"pip install 'moepass\[ray\]'"):
@@ -87,7 +89,7 @@ def running_on_ray(folder: Path, *options: str) -> Iterator[httpx.Client]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    # From a folder of its own, because Ray lets its workers import from the folder of their driver.
+    # The driver runs in an empty folder, because Ray's workers can import from the folder of their driver.
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "MOEPASS_CACHE_DIR": ""}
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(
@@ -131,11 +133,11 @@ def decision(client: httpx.Client, number: int) -> httpx.Response:
 
 def probabilities(response: httpx.Response) -> list[float]:
     assert response.status_code == 200, response.text
-    return [one["probability"] for answer in response.json()["answers"] for one in answer["probabilities"]]
+    return [choice["probability"] for answer in response.json()["answers"] for choice in answer["probabilities"]]
 
 
 def prompts(count: int, tokens: int) -> list[list[int]]:
-    """That share nothing."""
+    """Return prompts without shared prefixes."""
     return np.random.default_rng(0).integers(5, 500, (count, tokens)).tolist()
 
 
@@ -148,7 +150,7 @@ def test_no_request_is_lost_with_a_replica(tmp_path: Path) -> None:
     with running_on_ray(tmp_path, *options) as client:
         assert client.get("/v1/models").status_code == 401
         client.headers["Authorization"] = "Bearer secret"
-        # All routes are there, and errors have the shape that they have without Ray.
+        # All routes exist, and errors have the same format as without Ray.
         served = set(client.get("/openapi.json").json()["paths"])
         assert {"/v1/score", "/rerank", "/v1/embeddings", "/v1/completions", "/invocations"} <= served
         refused = client.post("/v1/decisions", json={"model": "demo", "input": "a", "questions": []})
@@ -158,7 +160,7 @@ def test_no_request_is_lost_with_a_replica(tmp_path: Path) -> None:
         body = {"model": "demo", "prompt": [[5, 6, 7], [5, 6], [5]], "max_tokens": 1, "logprobs": 1}
         assert len(client.post("/v1/completions", json=body).json()["choices"]) == 3
 
-        # A client that goes away frees its place at the replica.
+        # A client that disconnects frees the capacity of the replica.
         long = {"model": "demo", "max_tokens": 0, "echo": True, "logprobs": 1, "prompt": prompts(150, 500)}
         with pytest.raises(httpx.ReadTimeout):
             client.post("/v1/completions", json=long, timeout=0.3)
@@ -168,18 +170,18 @@ def test_no_request_is_lost_with_a_replica(tmp_path: Path) -> None:
             time.sleep(0.2)
 
         processes = psutil.Process().children(recursive=True)
-        replicas = [one for one in processes if "ServeReplica:default:Replica" in "".join(one.cmdline())]
+        replicas = [process for process in processes if "ServeReplica:default:Replica" in "".join(process.cmdline())]
         assert len(replicas) == 2
         with concurrent.futures.ThreadPoolExecutor(16) as pool:
-            asked = [pool.submit(decision, client, number % 20) for number in range(600)]
-            while sum(one.done() for one in asked) < 100:
+            futures = [pool.submit(decision, client, number % 20) for number in range(600)]
+            while sum(future.done() for future in futures) < 100:
                 time.sleep(0.01)
             replicas[0].kill()
-            assert not all(one.done() for one in asked)
-            answers = [probabilities(one.result()) for one in asked]
+            assert not all(future.done() for future in futures)
+            answers = [probabilities(future.result()) for future in futures]
         for number, answer in enumerate(answers):
             assert answer == pytest.approx(expected[number % 20], abs=1e-5)
-        # Ray starts another one, and both answer again.
+        # Ray starts a new replica, and both answer again.
         wait_ready(client, "2 of 2 replicas")
         assert probabilities(decision(client, 3)) == pytest.approx(expected[3], abs=1e-5)
         metrics = client.get("/metrics").text

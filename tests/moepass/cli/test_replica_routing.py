@@ -1,4 +1,4 @@
-"""The state machine behind Ray's router: replicas come and go, requests wait, loads return to 0."""
+"""The state machine of Ray's router: replicas start and end, requests wait, loads return to 0."""
 
 from __future__ import annotations
 
@@ -38,51 +38,51 @@ def run(work: Callable[[ReplicaRouting, Clock], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(work(ReplicaRouting(TokensFormula(), clock), clock), 10))  # type: ignore[arg-type]
 
 
-def test_equal_prefixes_meet_on_a_replica_and_loads_return_to_zero() -> None:
+def test_equal_prefixes_go_to_one_replica_and_loads_return_to_zero() -> None:
     async def work(routing: ReplicaRouting, clock: Clock) -> None:
         routing.update({"a": FACTS, "b": FACTS})
         first = await routing.place("1", request(1))
-        other = await routing.place("2", request(2))
-        assert {first, other} == {"a", "b"}
+        second = await routing.place("2", request(2))
+        assert {first, second} == {"a", "b"}
         assert await routing.place("3", request(1)) == first
-        assert routing.loads == {first: 48, other: 40}  # of the third, 32 tokens are shared
+        assert routing.loads == {first: 48, second: 40}  # the third request shares 32 tokens
         for number in ("1", "2", "3"):
             routing.started(number)
             routing.over(number, is_answered=True)
             routing.over(number, is_answered=True)
         assert routing.loads == {"a": 0, "b": 0}
-        # Answered prompts are held until the replica says what it really holds, and one report longer.
-        assert await routing.place("4", request(2)) == other
-        assert routing.loads[other] == 8
+        # Answered prompts count as cached until the second report of the replica.
+        assert await routing.place("4", request(2)) == second
+        assert routing.loads[second] == 8
 
     run(work)
 
 
-def test_what_a_replica_says_it_holds_replaces_what_was_taken_for_granted() -> None:
+def test_the_report_of_a_replica_replaces_the_assumed_blocks() -> None:
     async def work(routing: ReplicaRouting, clock: Clock) -> None:
         routing.update({"a": FACTS, "b": FACTS})
         held = request(7)
-        routing.holds("b", frozenset(held.blocks))
-        routing.holds("unknown", frozenset(held.blocks))
+        routing.report_blocks("b", frozenset(held.blocks))
+        routing.report_blocks("unknown", frozenset(held.blocks))
         assert await routing.place("1", held) == "b"
         assert routing.loads["b"] == 8
         routing.over("1", is_answered=True)
         answered = request(8)
         assert await routing.place("2", answered) == "a"
         routing.over("2", is_answered=True)
-        routing.holds("a", frozenset())  # it may have been sent before the answer
+        routing.report_blocks("a", frozenset())  # the report may have been sent before the answer
         assert await routing.place("3", answered) == "a"
         assert routing.loads["a"] == 8
         routing.over("3", is_answered=False)
-        routing.holds("a", frozenset())
-        routing.holds("b", frozenset())
+        routing.report_blocks("a", frozenset())
+        routing.report_blocks("b", frozenset())
         await routing.place("4", answered)
         assert sum(routing.loads.values()) == 40
 
     run(work)
 
 
-def test_requests_wait_for_a_replica_that_takes_more() -> None:
+def test_requests_wait_until_a_replica_accepts_more() -> None:
     async def work(routing: ReplicaRouting, clock: Clock) -> None:
         routing.update({"a": FACTS})
         assert await routing.place("1", request(1, 120)) == "a"
@@ -108,20 +108,20 @@ def test_a_lost_replica_forgets_its_requests_and_its_blocks() -> None:
     async def work(routing: ReplicaRouting, clock: Clock) -> None:
         routing.update({"a": FACTS, "b": FACTS})
         lost = await routing.place("1", request(1, 150))
-        (kept,) = {"a", "b"} - {lost}
+        (remaining,) = {"a", "b"} - {lost}
         await routing.place("2", request(2, 150))
         waiting = asyncio.create_task(routing.place("3", request(3)))
         await asyncio.sleep(0)
         routing.lost(lost)
         routing.lost(lost)
-        assert routing.loads == {kept: 150}
-        routing.over("1", is_answered=True)  # Ray tells of it, too
+        assert routing.loads == {remaining: 150}
+        routing.over("1", is_answered=True)  # Ray also reports the end of the request
         again = asyncio.create_task(routing.place("1 again", request(1)))
         await asyncio.sleep(0)
         assert not waiting.done()
-        routing.update({kept: FACTS, "c": FACTS})
+        routing.update({remaining: FACTS, "c": FACTS})
         assert await waiting == await again == "c"
-        assert routing.loads == {kept: 150, "c": 80}
+        assert routing.loads == {remaining: 150, "c": 80}
         routing.update({})
         assert routing.loads == {}
 
@@ -143,7 +143,7 @@ def test_a_replica_without_ranks_gets_nothing_until_it_is_ready_again() -> None:
     run(work)
 
 
-def test_a_request_whose_end_nobody_tells_is_over_after_its_deadline() -> None:
+def test_a_request_without_a_reported_end_is_over_after_its_deadline() -> None:
     async def work(routing: ReplicaRouting, clock: Clock) -> None:
         routing.update({"a": FACTS})
         await routing.place("1", request(1, 150, deadline=5))
@@ -176,7 +176,7 @@ NAMES = "abc"
 
 
 @settings(max_examples=60)
-@given(st.lists(st.tuples(st.sampled_from(["place", "over", "lost", "update", "holds", "later"]), st.integers(0, 20))))
+@given(st.lists(st.tuples(st.sampled_from(["place", "over", "lost", "update", "report", "later"]), st.integers(0, 20))))
 def test_after_any_events_every_request_is_placed_and_loads_return_to_zero(events: list[tuple[str, int]]) -> None:
     async def work(routing: ReplicaRouting, clock: Clock) -> None:
         routing.update({"a": FACTS})
@@ -184,22 +184,22 @@ def test_after_any_events_every_request_is_placed_and_loads_return_to_zero(event
         for kind, number in events:
             if kind == "place":
                 name = str(len(tasks))
-                asked = request(number % 4, 33 + 10 * number, deadline=clock.now + 30)
-                tasks[name] = asyncio.create_task(routing.place(name, asked))
+                routable = request(number % 4, 33 + 10 * number, deadline=clock.now + 30)
+                tasks[name] = asyncio.create_task(routing.place(name, routable))
             elif kind == "over":
                 routing.over(str(number), is_answered=number % 2 == 0)
             elif kind == "lost":
                 routing.lost(NAMES[number % 3])
-            elif kind == "holds":
-                routing.holds(NAMES[number % 3], frozenset(request(number % 4).blocks[: number % 3]))
+            elif kind == "report":
+                routing.report_blocks(NAMES[number % 3], frozenset(request(number % 4).blocks[: number % 3]))
             elif kind == "update":
-                routing.update({name: FACTS for place, name in enumerate(NAMES) if number >> place & 1})
+                routing.update({name: FACTS for bit, name in enumerate(NAMES) if number >> bit & 1})
             else:
                 clock.now += number
                 routing.route()
             await asyncio.sleep(0)
             assert all(load >= 0 for load in routing.loads.values())
-        # With replicas, every request that is neither over nor late gets one.
+        # With all replicas, every request that is neither over nor late gets a replica.
         routing.update(dict.fromkeys(NAMES, FACTS))
         for _ in range(len(tasks) + 1):
             await asyncio.sleep(0)

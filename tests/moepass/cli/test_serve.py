@@ -2,64 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import resource
 import shutil
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from moepass.cli.main import app
-from moepass.cli.serve_command import served_names
+from moepass.cli.server_options import served_names
 from moepass.cli.serving import possible_connections
 from moepass.models.checkpoint.checkpoint_folders import load_model, load_tokenizer, resolve_model
 from moepass.models.limits import MOST_CONNECTIONS
-
-START_SECONDS = 240
-
-
-class Server:
-    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
-        self.process, self.url = process, url
-        self.client = httpx.Client(base_url=url, timeout=60)
-
-    def end(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
-
-
-@contextlib.contextmanager
-def serving(*arguments: str, cache: Path) -> Iterator[Server]:
-    program = [sys.executable, "-m", "moepass.cli", "serve", *arguments, "--port", "0"]
-    environment = {**os.environ, "MOEPASS_CACHE_DIR": str(cache)}
-    process = subprocess.Popen(program, stderr=subprocess.PIPE, text=True, env=environment)
-    assert process.stderr is not None
-    try:
-        found = re.search(r"http://127\.0\.0\.1:\d+", process.stderr.readline())
-        assert found, process.stderr.read()
-        server = Server(process, found[0])
-        end = time.monotonic() + START_SECONDS
-        while server.client.get("/ready").status_code != 200:
-            assert process.poll() is None, process.stderr.read()
-            assert time.monotonic() < end
-            time.sleep(0.1)
-        yield server
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
+from tests.helpers.serving.server_process import START_SECONDS, ServerProcess, serving
 
 
 @torch.no_grad()
@@ -83,16 +45,16 @@ def test_decisions_of_the_demo(tmp_path: Path) -> None:
         response = server.client.post("/v1/decisions", json=body)
         assert response.status_code == 200, response.text
         for answer in response.json()["answers"]:
-            found = [one["probability"] for one in answer["probabilities"]]
-            assert found == pytest.approx(expected(text, labels), abs=1e-4)
+            probabilities = [choice["probability"] for choice in answer["probabilities"]]
+            assert probabilities == pytest.approx(expected(text, labels), abs=1e-4)
             assert answer["choice"] == "<de>"
         assert "moepass_compilations_after_ready 0.0" in server.client.get("/metrics").text
-        check_what_is_seen(server)
+        check_status_pages(server)
         assert server.end() == 0
 
 
-def check_what_is_seen(server: Server) -> None:
-    """After one decision, on two ranks."""
+def check_status_pages(server: ServerProcess) -> None:
+    """Check the page and the state of a server with two ranks after one decision."""
     assert "<title>moepass</title>" in server.client.get("/").text
     assert server.client.get("/ready").json()["details"]["steps"].startswith("tries: ")
     state = server.client.get("/v1/state").json()
@@ -100,12 +62,12 @@ def check_what_is_seen(server: Server) -> None:
     assert "German" in state["labels"]
     (step,) = [rank["engine"]["step"] for rank in state["ranks"] if rank["engine"]["step"] is not None]
     assert (step["number"], step["requests"]) == (1, 1)
-    # Both questions are the same, so there is one place to read at.
+    # Both questions are equal, so the trie has one position to read.
     assert [node["reads"] for node in step["nodes"]] == [1]
     assert step["tokens"] == step["nodes"][0]["tokens"] == state["sums"]["request_tokens"]
 
 
-def test_ranks_need_not_wait_for_the_imports_of_the_server() -> None:
+def test_ranks_start_before_the_imports_of_the_server() -> None:
     heavy = ("torch", "transformers", "sympy", "fastapi", "uvicorn", "httpx", "rich")
     program = f"import sys, moepass.cli.serving; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -126,7 +88,7 @@ def test_ranks_need_not_wait_for_the_imports_of_the_server() -> None:
         (["demo", "--host", "256.1.1.1"], "nothing can listen"),
     ],
 )
-def test_what_cannot_be_served_is_one_line(arguments: list[str], words: str) -> None:
+def test_wrong_options_are_errors_of_one_line(arguments: list[str], words: str) -> None:
     done = CliRunner().invoke(app, ["serve", *arguments, "--port", "0"])
     assert done.exit_code in (1, 2)
     (line,) = done.stderr.splitlines()
@@ -134,26 +96,26 @@ def test_what_cannot_be_served_is_one_line(arguments: list[str], words: str) -> 
     assert words in line
 
 
-def test_an_api_key_that_is_empty_in_the_environment_lets_nobody_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A key that was lost on its way, as in MOEPASS_API_KEY=$KEY, must not open the server to everyone."""
+def test_an_empty_api_key_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MOEPASS_API_KEY=$KEY with an unset KEY must not open the server to everyone."""
     monkeypatch.setenv("MOEPASS_API_KEY", "")
-    # A device that is refused ends the server where the key does not.
+    # If the key were accepted, the wrong device would end the command.
     done = CliRunner().invoke(app, ["serve", "demo", "--port", "0", "--device", "tpu"])
     assert done.exit_code == 2
     assert "the API key is empty" in done.stderr
 
 
-def test_a_model_is_called_as_its_folder_however_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_of_a_model_is_that_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "qwen"
     (folder / "below").mkdir(parents=True)
     monkeypatch.chdir(folder)
-    assert [served_names(name, None) for name in (".", "below/..", "./below/")] == [("qwen",), ("qwen",), ("below",)]
-    assert served_names("demo", None) == ("demo",)
+    assert [served_names(name, ()) for name in (".", "below/..", "./below/")] == [("qwen",), ("qwen",), ("below",)]
+    assert served_names("demo", ()) == ("demo",)
 
 
 @pytest.mark.parametrize("option", ["--drain", "--timeout", "--queue-seconds"])
 @pytest.mark.parametrize("value", ["inf", "nan", "-1"])
-def test_times_that_are_none_are_refused_by_the_name_of_the_option(option: str, value: str) -> None:
+def test_invalid_times_are_refused_by_the_name_of_the_option(option: str, value: str) -> None:
     done = CliRunner().invoke(app, ["serve", "demo", option, value])
     assert done.exit_code == 2
     assert option in done.stderr
@@ -163,7 +125,7 @@ def test_times_that_are_none_are_refused_by_the_name_of_the_option(option: str, 
     ("hard_limit", "expected", "warns"),
     [(1 << 16, 4096, False), (resource.RLIM_INFINITY, 4096, False), (1024, 768, True), (100, 1, True)],
 )
-def test_no_more_connections_are_promised_than_files_can_be_open(
+def test_connections_are_limited_by_the_open_files_of_the_process(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], hard_limit: int, expected: int, warns: bool
 ) -> None:
     limits: list[Any] = []
@@ -171,7 +133,7 @@ def test_no_more_connections_are_promised_than_files_can_be_open(
     monkeypatch.setattr(resource, "setrlimit", lambda kind, pair: limits.append(pair))
     assert possible_connections(MOST_CONNECTIONS) == expected
     assert limits == [(hard_limit, hard_limit)]
-    assert (f"{expected} connections at most, not 4096" in capsys.readouterr().err) is warns
+    assert (f"at most {expected} connections, not 4096" in capsys.readouterr().err) is warns
 
 
 def test_a_dense_model_is_refused_with_the_reason(tmp_path: Path) -> None:
@@ -179,7 +141,7 @@ def test_a_dense_model_is_refused_with_the_reason(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["serve", str(tmp_path), "--port", "0"])
     assert done.exit_code == 1
     (line,) = done.stderr.splitlines()
-    assert "cannot be served: its model_type 'qwen3' is no mixture-of-experts family" in line
+    assert "cannot be served: its model_type 'qwen3' is not a mixture-of-experts family" in line
     assert "A dense model has no experts to stream" in line
 
 
@@ -216,7 +178,7 @@ def test_a_model_that_fails_its_probe_is_not_served(copied_demo: Path, tmp_path:
         ("MOEPASS_HOME", "elsewhere", "elsewhere"),
     ],
 )
-def test_every_option_has_a_twin_in_the_environment(name: str, value: str, words: str) -> None:
+def test_options_can_be_set_in_the_environment(name: str, value: str, words: str) -> None:
     result = CliRunner().invoke(app, ["serve", "demo"], env={name: value})
     assert result.exit_code != 0
     assert words in result.stderr
@@ -226,7 +188,7 @@ def test_every_option_has_a_twin_in_the_environment(name: str, value: str, words
 def test_nothing_compiles_after_ready(tmp_path: Path) -> None:
     with serving("demo", "--step-tokens", "256", cache=tmp_path) as server:
         for size in (1, 2, 3, 7, 30, 100, 400):
-            prompts = [[5 + place % 90 for place in range(size)], [7] * size]
+            prompts = [[5 + position % 90 for position in range(size)], [7] * size]
             body = {"model": "demo", "prompt": prompts, "max_tokens": 1, "logprobs": 2, "echo": True}
             response = server.client.post("/v1/completions", json=body)
             assert response.status_code == 200, response.text
@@ -236,26 +198,26 @@ def test_nothing_compiles_after_ready(tmp_path: Path) -> None:
 
 
 def snippets(page: str, start: str) -> list[str]:
-    """The code blocks of a page that begin with `start`."""
+    """Return the code blocks of a page that begin with `start`."""
     text = (Path(__file__).resolve().parents[3] / page).read_text(encoding="utf-8")
     return [block for block in re.findall(r"^```\w*\n(.*?)^```$", text, re.M | re.S) if block.startswith(start)]
 
 
 def rounded(value: Any) -> Any:
-    """As numbers stand in a page."""
+    """Return `value` with its numbers rounded as in the pages."""
     if isinstance(value, dict):
-        return {name: rounded(part) for name, part in value.items()}
+        return {name: rounded(field) for name, field in value.items()}
     if isinstance(value, list):
-        return [rounded(part) for part in value]
+        return [rounded(item) for item in value]
     return round(value, 3) if isinstance(value, float) else value
 
 
 @pytest.mark.slow
-def test_what_pages_show_of_the_server_is_true(tmp_path: Path) -> None:
+def test_examples_of_the_pages_are_true(tmp_path: Path) -> None:
     with serving("demo", "--eager", cache=tmp_path) as server:
 
         def run(*program: str) -> str:
-            here = [re.sub(r"(http://)?(127\.0\.0\.1|localhost):8000", server.url, part) for part in program]
+            here = [re.sub(r"(http://)?(127\.0\.0\.1|localhost):8000", server.url, word) for word in program]
             return subprocess.run(here, capture_output=True, text=True, timeout=60, check=True).stdout
 
         for page in ("README.md", "docs/serving.md"):

@@ -1,4 +1,4 @@
-"""`moepass serve` as torchrun's processes: they become one server's ranks, and are started again together."""
+"""`moepass serve` under torchrun: its processes become the ranks of one server, and restart together."""
 
 from __future__ import annotations
 
@@ -36,35 +36,35 @@ BODY = {
 SECONDS = 120
 
 
-def test_torchrun_says_which_process_this_is() -> None:
+def test_the_process_is_read_from_the_environment() -> None:
     assert launched_process({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}) is None
     launched = launched_process(ENVIRONMENT)
     assert launched == LaunchedProcess(rank=1, ranks=2, restarts=1)
     assert checked_ranks(launched, 1) == checked_ranks(launched, 2) == 2
 
 
-def test_what_torchrun_cannot_start_is_refused() -> None:
+def test_unsupported_starts_are_refused() -> None:
     with pytest.raises(OptionError, match="--nnodes 1"):
         launched_process({**ENVIRONMENT, "WORLD_SIZE": "4"})
     with pytest.raises(OptionError, match="rdzv-backend"):
         launched_process({**ENVIRONMENT, "TORCHELASTIC_USE_AGENT_STORE": "False"})
-    with pytest.raises(OptionError, match="leave --ranks away"):
+    with pytest.raises(OptionError, match="leave out --ranks"):
         checked_ranks(LaunchedProcess(0, 2, 0), 3)
 
 
-def test_ranks_meet_in_a_folder_of_their_own_user_alone(tmp_path: Path) -> None:
-    own = tmp_path / "own"
-    own.mkdir(mode=0o700)
-    check_own_folder(own)
+def test_ranks_refuse_folders_that_other_users_can_enter(tmp_path: Path) -> None:
+    private = tmp_path / "private"
+    private.mkdir(mode=0o700)
+    check_own_folder(private)
     link = tmp_path / "link"
-    link.symlink_to(own)
+    link.symlink_to(private)
     for folder in (link, tmp_path / "missing"):
         with pytest.raises(MeetingFolderError):
             check_own_folder(folder)
-    own.chmod(0o750)
-    with pytest.raises(MeetingFolderError, match="750") as found:
-        check_own_folder(own)
-    assert found.value.expected == 0o700
+    private.chmod(0o750)
+    with pytest.raises(MeetingFolderError, match="750") as raised:
+        check_own_folder(private)
+    assert raised.value.expected == 0o700
 
 
 @contextlib.contextmanager
@@ -86,7 +86,7 @@ def torchrun(*arguments: str, cache: Path, log: Path) -> Iterator[subprocess.Pop
 
 
 def ready_client(process: subprocess.Popen[bytes], log: Path, starts: int) -> httpx.Client:
-    """A client of the server that was started for the `starts`-th time, when it is ready."""
+    """Wait until the server is ready after `starts` starts, and return a client for it."""
     end = time.monotonic() + SECONDS
     while True:
         text = log.read_text(encoding="utf-8")
@@ -101,8 +101,8 @@ def ready_client(process: subprocess.Popen[bytes], log: Path, starts: int) -> ht
 def decision(client: httpx.Client) -> list[dict[str, Any]]:
     response = client.post("/v1/decisions", json=BODY)
     assert response.status_code == 200, response.text
-    found: list[dict[str, Any]] = response.json()["answers"]
-    return found
+    answers: list[dict[str, Any]] = response.json()["answers"]
+    return answers
 
 
 @pytest.mark.slow
@@ -122,6 +122,6 @@ def test_a_lost_rank_ends_the_server_and_torchrun_starts_it_again(home: str, tmp
         processes = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)
         process.wait(60)
-        assert "ending: what is open is answered" in log.read_text(encoding="utf-8")
+        assert "ending: answering the open requests" in log.read_text(encoding="utf-8")
         _, alive = psutil.wait_procs(processes, 10)
         assert alive == []

@@ -1,4 +1,4 @@
-"""A batch: every line is answered once, whatever is wrong with lines, servers and ends."""
+"""A batch answers every line once, despite bad lines, failing servers and interruptions."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-import typer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from moepass.cli.main import app
 from moepass.clients import batch_lines, batch_run
+from moepass.clients.adaptive_limit import AdaptiveLimit
 from moepass.clients.batch_lines import BadBatchLine, BatchAnswer, read_batch
 from moepass.clients.batch_run import Batch, ForeignServerError, KeyRefusedError, ServerGoneError
-from moepass.clients.places import Places
 from moepass.models.errors import InputError, OptionError
 from tests.helpers.serving.stub_server import echo, stub_server
 
@@ -45,7 +44,7 @@ def write_batch(path: Path, names: list[str]) -> Path:
 def answered(path: Path) -> list[dict[str, Any]]:
     text = path.read_text()
     assert text == "" or text.endswith("\n")
-    return [json.loads(one) for one in text.split("\n")[:-1]]
+    return [json.loads(text_line) for text_line in text.split("\n")[:-1]]
 
 
 def run(
@@ -73,10 +72,10 @@ def test_every_line_gets_its_own_answer(files: tuple[Path, Path]) -> None:
     names = [f"line {number}" for number in range(30)]
     write_batch(source, names)
     run(Batch(str(source), str(target)), echoed)
-    found = {answer["custom_id"]: answer for answer in answered(target)}
-    assert sorted(found) == sorted(names)
+    answers = {answer["custom_id"]: answer for answer in answered(target)}
+    assert sorted(answers) == sorted(names)
     for number, name in enumerate(names, 1):
-        assert found[name] == {
+        assert answers[name] == {
             "id": f"batch_req_{number}",
             "custom_id": name,
             "response": {"status_code": 200, "request_id": "r", "body": {"name": name}},
@@ -95,14 +94,14 @@ def test_every_line_gets_its_own_answer(files: tuple[Path, Path]) -> None:
         ('{"custom_id": "a", "method": "POST", "url": "//elsewhere/v1", "body": {}}', "a", "elsewhere"),
         ('{"custom_id": "a", "method": "POST", "url": "/v1/../x", "body": {}}', "a", "/v1/../x"),
         ('{"custom_id": "a", "method": "POST", "url": "/v1/score"}', "a", "body"),
-        ('{"custom_id": "a", "method": "POST", "url": "/v1/score", "body": [1]}', "a", "no JSON object"),
+        ('{"custom_id": "a", "method": "POST", "url": "/v1/score", "body": [1]}', "a", "not a JSON object"),
         ('{"custom_id": "a", "body": ' + "[" * 100_000, None, "nested deeper"),
     ],
 )
-def test_a_bad_line_is_an_error_of_its_own(files: tuple[Path, Path], text: str, name: str | None, words: str) -> None:
+def test_a_bad_line_gets_an_error(files: tuple[Path, Path], text: str, name: str | None, words: str) -> None:
     source, target = files
     source.write_text(f"{text}\n\n{line('good')}")
-    for _ in range(2):  # neither is answered again
+    for _ in range(2):  # the second run answers neither line again
         run(Batch(str(source), str(target)), echoed)
     bad, good = sorted(answered(target), key=lambda answer: answer["id"])
     assert (bad["custom_id"], bad["response"], bad["error"]["code"]) == (name, None, "invalid_line")
@@ -111,14 +110,12 @@ def test_a_bad_line_is_an_error_of_its_own(files: tuple[Path, Path], text: str, 
     assert good["error"] is None
 
 
-def test_a_line_beyond_the_limit_does_not_hide_the_next(
-    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_line_after_one_beyond_the_limit_is_read(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_lines, "MOST_BATCH_LINE_BYTES", 200)
     source, _ = files
     source.write_text(line("long", text="x" * 5000) + line("short"))
-    with source.open("rb") as opened:
-        bad, good = read_batch(opened)
+    with source.open("rb") as file:
+        bad, good = read_batch(file)
     assert isinstance(bad, BadBatchLine)
     assert "limit" in bad.problem
     assert (good.number, good.custom_id) == (2, "short")
@@ -134,15 +131,15 @@ def test_two_lines_with_one_custom_id_are_an_error_that_names_both(files: tuple[
 
 @settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_whatever_is_left_of_the_output_every_line_is_answered_once(tmp_path: Path, data: st.DataObject) -> None:
+def test_every_line_is_answered_once_after_the_output_was_cut_anywhere(tmp_path: Path, data: st.DataObject) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     names = data.draw(st.lists(st.text(max_size=8), min_size=1, max_size=12, unique=True))
     write_batch(source, names)
     target.unlink(missing_ok=True)
     run(Batch(str(source), str(target)), echoed)
-    whole = target.read_bytes()
-    left = whole[: data.draw(st.integers(0, len(whole)))]
-    target.write_bytes(left)
+    complete = target.read_bytes()
+    beginning = complete[: data.draw(st.integers(0, len(complete)))]
+    target.write_bytes(beginning)
     asked = []
 
     def ask(request: httpx.Request) -> httpx.Response:
@@ -151,55 +148,55 @@ def test_whatever_is_left_of_the_output_every_line_is_answered_once(tmp_path: Pa
 
     run(Batch(str(source), str(target)), ask)
     assert Counter(answer["custom_id"] for answer in answered(target)) == Counter(names)
-    assert target.read_bytes().startswith(left[: left.rfind(b"\n") + 1])
-    assert len(asked) == len(names) - left.count(b"\n")
+    assert target.read_bytes().startswith(beginning[: beginning.rfind(b"\n") + 1])
+    assert len(asked) == len(names) - beginning.count(b"\n")
 
 
 @pytest.mark.parametrize(
     "text", ["important notes", "important\nnotes\n", '{"id": "batch_req_1"}', '{"text": "half', "7\n"]
 )
-def test_an_output_that_is_something_else_stays_as_it_is(files: tuple[Path, Path], text: str) -> None:
+def test_a_file_that_is_not_an_output_is_refused_and_unchanged(files: tuple[Path, Path], text: str) -> None:
     source, target = files
     write_batch(source, ["a"])
     target.write_text(text)
-    with pytest.raises(InputError, match="no answer of moepass batch"):
+    with pytest.raises(InputError, match="is not an answer of moepass batch"):
         Batch(str(source), str(target))
     assert target.read_text() == text
 
 
-def test_files_that_cannot_be_what_they_are_given_as(files: tuple[Path, Path]) -> None:
+def test_files_that_cannot_be_used_are_refused(files: tuple[Path, Path]) -> None:
     source, target = files
-    with pytest.raises(InputError, match="is no file"):
+    with pytest.raises(InputError, match="is not a file"):
         Batch(str(source), str(target))
     source.write_text("\n")
     with pytest.raises(InputError, match="is empty"):
         Batch(str(source), str(target))
     write_batch(source, ["a"])
-    with pytest.raises(InputError, match="is the input"):
+    with pytest.raises(InputError, match="is also the input"):
         Batch(str(source), str(source))
-    with pytest.raises(InputError, match="is no file"):
+    with pytest.raises(InputError, match="is not a file"):
         Batch(str(source), str(source.parent))
     with Batch(str(source), str(target)), pytest.raises(InputError, match="another batch"):
         Batch(str(source), str(target))
     run(Batch(str(source), str(target)), echoed)
     write_batch(source, ["b"])
-    with pytest.raises(InputError, match="custom_id 'a', which"):
+    with pytest.raises(InputError, match="custom_id 'a', but"):
         Batch(str(source), str(target))
 
 
-@pytest.mark.parametrize("places", [2, 4], ids=["before more answers", "behind the last one"])
+@pytest.mark.parametrize("answer_number", [2, 4], ids=["before more answers", "after the last"])
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (lambda path: path.unlink(), "deleted or replaced"),
         (lambda path: path.rename(path.with_suffix(".old")), "deleted or replaced"),
-        (lambda path: path.write_text(""), "has 0 bytes where"),
-        (lambda path: path.open("a").write("{}\n"), "something else has changed it"),
+        (lambda path: path.write_text(""), "has 0 bytes although"),
+        (lambda path: path.open("a").write("{}\n"), "another program changed it"),
     ],
     ids=["deleted", "moved", "emptied", "added to"],
 )
-def test_an_output_that_others_change_meanwhile_is_no_success(
-    files: tuple[Path, Path], places: int, change: Callable[[Path], object], words: str
+def test_an_output_that_another_program_changes_is_an_error(
+    files: tuple[Path, Path], answer_number: int, change: Callable[[Path], object], words: str
 ) -> None:
     source, target = files
     write_batch(source, ["a", "b", "c", "d"])
@@ -208,7 +205,7 @@ def test_an_output_that_others_change_meanwhile_is_no_success(
 
     def write(answer: BatchAnswer) -> None:
         original(answer)
-        if batch.counts.answered + 1 == places:
+        if batch.counts.answered + 1 == answer_number:
             change(target)
 
     batch._output.write = write  # type: ignore[method-assign]
@@ -216,7 +213,7 @@ def test_an_output_that_others_change_meanwhile_is_no_success(
         run(batch, echoed)
 
 
-def test_errors_are_asked_again_where_that_is_wished(files: tuple[Path, Path]) -> None:
+def test_errors_are_asked_again_with_retry_errors(files: tuple[Path, Path]) -> None:
     source, target = files
     write_batch(source, ["a", "b", "c"])
     bad = {"b"}
@@ -241,8 +238,8 @@ def test_errors_are_asked_again_where_that_is_wished(files: tuple[Path, Path]) -
     assert sorted(path.name for path in target.parent.iterdir()) == ["in.jsonl", "out.jsonl"]
 
 
-def test_a_full_queue_is_waited_out(files: tuple[Path, Path]) -> None:
-    """A server that takes three at once, and refuses the others."""
+def test_a_full_queue_delays_requests(files: tuple[Path, Path]) -> None:
+    """The server accepts three requests at a time and refuses more."""
     source, target = files
     names = [str(number) for number in range(40)]
     write_batch(source, names)
@@ -266,7 +263,7 @@ def test_a_full_queue_is_waited_out(files: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.parametrize(("status", "patience"), [(429, 0.0), (503, 0.01)])
-def test_what_a_server_always_refuses_is_answered_with_that(
+def test_a_request_that_is_always_refused_gets_the_refusal_as_its_answer(
     files: tuple[Path, Path], status: int, patience: float
 ) -> None:
     source, target = files
@@ -280,12 +277,16 @@ def test_what_a_server_always_refuses_is_answered_with_that(
 
     batch = Batch(str(source), str(target))
     run(batch, ask, most_open=2, patience=patience)  # type: ignore[arg-type]
-    found = {answer["custom_id"]: answer["response"] for answer in answered(target)}
-    assert found.pop("too much") == {"status_code": status, "request_id": "", "body": {"error": {"message": "queue"}}}
-    assert {response["status_code"] for response in found.values()} == {200}
+    responses = {answer["custom_id"]: answer["response"] for answer in answered(target)}
+    assert responses.pop("too much") == {
+        "status_code": status,
+        "request_id": "",
+        "body": {"error": {"message": "queue"}},
+    }
+    assert {response["status_code"] for response in responses.values()} == {200}
 
 
-def test_where_nothing_answers_any_more_the_rest_is_left(files: tuple[Path, Path]) -> None:
+def test_a_server_that_stops_answering_ends_the_batch(files: tuple[Path, Path]) -> None:
     source, target = files
     write_batch(source, list("abcdef"))
 
@@ -302,10 +303,10 @@ def test_where_nothing_answers_any_more_the_rest_is_left(files: tuple[Path, Path
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_a_wrong_key_ends_it_before_every_line_is_an_error(files: tuple[Path, Path], status: int) -> None:
+def test_a_wrong_key_ends_the_batch_without_answers(files: tuple[Path, Path], status: int) -> None:
     source, target = files
     write_batch(source, list("abcdef"))
-    with pytest.raises(KeyRefusedError, match=f"{status}: who are you; give the right --api-key"):
+    with pytest.raises(KeyRefusedError, match=f"{status}: who are you; set --api-key to the server's key"):
         run(Batch(str(source), str(target)), lambda request: httpx.Response(status, json={"detail": "who are you"}))
     assert answered(target) == []
 
@@ -316,26 +317,28 @@ PAGE = "<!doctype html><html>Not here</html>"
 @pytest.mark.parametrize(
     ("status", "content", "words"),
     [
-        (200, {"text": PAGE}, "200: no JSON, but '<!doctype"),
-        (404, {"text": PAGE}, "404: no JSON"),
-        (301, {"text": PAGE}, "301: no JSON"),
+        (200, {"text": PAGE}, "200: not JSON: '<!doctype"),
+        (404, {"text": PAGE}, "404: not JSON"),
+        (301, {"text": PAGE}, "301: not JSON"),
         (404, {"json": {"detail": "Not Found"}}, "404: Not Found"),
         (200, {"json": "hello"}, "200: hello"),
-        (200, {"content": b"\xff\x00garbage"}, "200: no JSON"),
-        (200, {"content": b""}, "200: no JSON, but ''"),
+        (200, {"content": b"\xff\x00garbage"}, "200: not JSON"),
+        (200, {"content": b""}, "200: not JSON: ''"),
     ],
 )
-def test_a_server_of_something_else_ends_it_with_one_error_and_no_answer(
+def test_a_server_without_the_routes_ends_the_batch_without_answers(
     files: tuple[Path, Path], status: int, content: dict[str, Any], words: str
 ) -> None:
     source, target = files
     write_batch(source, list("abcdef"))
-    with pytest.raises(ForeignServerError, match=f"answers POST {ROUTE} with {words}.* address of one as --url"):
+    with pytest.raises(
+        ForeignServerError, match=f"answers POST {ROUTE} with {words}.*; set --url to a server that has them"
+    ):
         run(Batch(str(source), str(target)), lambda request: httpx.Response(status, **content))
     assert answered(target) == []
 
 
-def test_a_page_that_comes_between_answers_is_an_error_of_its_line(files: tuple[Path, Path]) -> None:
+def test_a_page_after_the_first_answer_is_an_error_for_its_line(files: tuple[Path, Path]) -> None:
     source, target = files
     write_batch(source, ["first", "page", "events", "no such route"])
 
@@ -350,40 +353,40 @@ def test_a_page_that_comes_between_answers_is_an_error_of_its_line(files: tuple[
         return echoed(request)
 
     run(Batch(str(source), str(target)), ask, most_open=1)
-    found = {answer["custom_id"]: answer for answer in answered(target)}
-    assert found["page"]["response"] is None
-    assert found["page"]["error"]["code"] == "no_json"
-    assert found["events"]["response"]["body"] == "data: {}"
-    assert found["no such route"]["response"]["status_code"] == 404
+    answers = {answer["custom_id"]: answer for answer in answered(target)}
+    assert answers["page"]["response"] is None
+    assert answers["page"]["error"]["code"] == "no_json"
+    assert answers["events"]["response"]["body"] == "data: {}"
+    assert answers["no such route"]["response"]["status_code"] == 404
 
 
-def test_no_more_places_are_taken_than_there_are() -> None:
+def test_an_adaptive_limit_is_never_exceeded() -> None:
     async def check() -> None:
-        places, most = Places(100), 0
+        limit, most = AdaptiveLimit(100), 0
 
-        async def one(count: int) -> None:
+        async def use(count: int) -> None:
             nonlocal most
-            async with places.take(count):
-                most = max(most, places.taken if places.taken != 500 else 0)
+            async with limit.acquire(count):
+                most = max(most, limit.used if limit.used != 500 else 0)
                 await asyncio.sleep(0)
 
-        tasks = [asyncio.create_task(one(count)) for count in (10, 90, 90, 500, 1, 1, 0, 1, 20, 99, 100) * 3]
+        tasks = [asyncio.create_task(use(count)) for count in (10, 90, 90, 500, 1, 1, 0, 1, 20, 99, 100) * 3]
         await asyncio.sleep(0)
         for task in tasks[::5]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert (most, places.taken) == (100, 0)
-        async with places.take(), places.take(), places.take():
-            places.refused()
-            assert places.allowed == 2
+        assert (most, limit.used) == (100, 0)
+        async with limit.acquire(), limit.acquire(), limit.acquire():
+            limit.refused()
+            assert limit.allowed == 2
         for _ in range(100):
-            places.answered()
-        assert 10 < places.allowed < 20
+            limit.answered()
+        assert 10 < limit.allowed < 20
 
     asyncio.run(check())
 
 
-def test_lines_that_wait_for_a_full_queue_are_held_within_bounds(
+def test_lines_that_wait_for_a_full_queue_take_bounded_memory(
     files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target = files
@@ -407,7 +410,7 @@ def test_lines_that_wait_for_a_full_queue_are_held_within_bounds(
     assert (batch.counts.answered, batch.counts.errors) == (30, 0)
 
 
-def test_lines_that_are_added_meanwhile_wait_for_the_next_start(files: tuple[Path, Path]) -> None:
+def test_lines_that_are_added_during_a_batch_wait_for_the_next_start(files: tuple[Path, Path]) -> None:
     source, target = files
     write_batch(source, ["a", "b"])
     batch = Batch(str(source), str(target))
@@ -426,41 +429,41 @@ def command(*arguments: str | Path, **environment: str) -> Any:
 
 
 @pytest.mark.parametrize("wrong", [["--home", "moon"], ["--kv-cache", "lots"], ["--memory-budget", "-1"]])
-def test_wrong_options_of_ranks_have_the_status_of_wrong_options(files: tuple[Path, Path], wrong: list[str]) -> None:
+def test_wrong_rank_options_have_exit_status_2(files: tuple[Path, Path], wrong: list[str]) -> None:
     source, target = files
     write_batch(source, ["a"])
     assert command("demo", "-i", source, "-o", target, *wrong).exit_code == 2
     assert not target.exists()
 
 
-def test_a_server_is_asked_with_its_key(files: tuple[Path, Path]) -> None:
+def test_requests_carry_the_key(files: tuple[Path, Path]) -> None:
     source, target = files
     write_batch(source, ["a", "b"])
     with stub_server() as stub:
         result = command("-i", source, "-o", target, "--url", f"{stub.url}/v1", "--api-key", "secret")
         assert (result.exit_code, stub.keys) == (0, {"Bearer secret"})
-        assert "2 lines answered now; 0 answers of 2 are errors" in result.stderr
+        assert "2 lines answered now; 0 of 2 answers are errors" in result.stderr
         source.write_text(source.read_text() + "{}\n")
         result = command("-i", source, "-o", target, MOEPASS_URL=stub.url, MOEPASS_HOME="peer")
         assert result.exit_code == 1
         assert "MOEPASS_HOME is not used: it is for a MODEL" in result.stderr
         assert result.stderr.count("MOEPASS_") == 1
-        assert "3 lines, 2 of them answered before" in result.stderr
+        assert "3 lines, 2 of them already answered" in result.stderr
         assert "--retry-errors" in result.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "either a MODEL or --url"),
-        (["demo", "--url", "http://127.0.0.1:1"], "either a MODEL or --url"),
+        ([], "give either a MODEL, to run it here, or --url"),
+        (["demo", "--url", "http://127.0.0.1:1"], "give either a MODEL, to run it here, or --url"),
         (["--url", "ftp://127.0.0.1"], "such as http://127.0.0.1:8000"),
         (["--url", "http://127.0.0.1:1", "--ranks", "2"], "--ranks is for a MODEL"),
         (["demo", "--home", "moon"], "home"),
         (["demo", "--timeout", "inf"], "timeout"),
     ],
 )
-def test_options_that_do_not_go_together(files: tuple[Path, Path], arguments: list[str], words: str) -> None:
+def test_wrong_or_contradictory_options_are_refused(files: tuple[Path, Path], arguments: list[str], words: str) -> None:
     write_batch(files[0], ["a"])
     result = command("-i", files[0], "-o", files[1], *arguments)
     assert result.exit_code in (1, 2)
@@ -483,7 +486,7 @@ def start(source: Path, target: Path, url: str) -> subprocess.Popen[str]:
         "--in-flight",
         "9",
     ]
-    return subprocess.Popen([str(part) for part in program], stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([str(word) for word in program], stderr=subprocess.PIPE, text=True)
 
 
 def wait_for_answers(target: Path, process: subprocess.Popen[str], count: int) -> None:
@@ -495,7 +498,7 @@ def wait_for_answers(target: Path, process: subprocess.Popen[str], count: int) -
 
 
 @pytest.mark.slow
-def test_killed_at_several_places_every_line_is_answered_once(files: tuple[Path, Path]) -> None:
+def test_every_line_is_answered_once_after_several_kills(files: tuple[Path, Path]) -> None:
     source, target = files
     names = [f"line {number}" for number in range(2000)]
     write_batch(source, names)
@@ -505,36 +508,36 @@ def test_killed_at_several_places_every_line_is_answered_once(files: tuple[Path,
             wait_for_answers(target, process, killed_after)
             process.kill()
             process.communicate()
-            with target.open("ab") as torn:  # as if a kill had come within a write
+            with target.open("ab") as torn:  # a line that a kill interrupted
                 torn.write(b'{"id":"batch_req_5","custom_id":"li'[: killed_after % 37])
         process = start(source, target, stub.url)
-        _, said = process.communicate(timeout=120)
-        assert process.returncode == 0, said
+        _, messages = process.communicate(timeout=120)
+        assert process.returncode == 0, messages
         asked = Counter(value["name"] for _, value in stub.asked)
     assert Counter(answer["custom_id"] for answer in answered(target)) == Counter(names)
     assert all(answer["response"]["body"]["echo"]["name"] == answer["custom_id"] for answer in answered(target))
-    # Only what was open when it was killed is asked twice.
+    # Only the requests that were open at a kill are asked twice.
     assert asked.total() <= len(names) + 7 * 9
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_stopped_by_a_signal_it_says_how_to_go_on(files: tuple[Path, Path], number: signal.Signals) -> None:
+def test_a_batch_that_a_signal_stops_says_how_to_continue(files: tuple[Path, Path], number: signal.Signals) -> None:
     source, target = files
     write_batch(source, [f"line {number}" for number in range(2000)])
     with stub_server(echo, seconds=0.01) as stub:
         process = start(source, target, stub.url)
         wait_for_answers(target, process, 5)
         os.kill(process.pid, number)
-        _, said = process.communicate(timeout=60)
+        _, messages = process.communicate(timeout=60)
     done = len(answered(target))
     assert process.returncode == 128 + number
-    assert f"stopped: {2000 - done} lines are left; start the same again to go on" in said
-    assert f"{done} lines answered now" in said
+    assert f"stopped: {2000 - done} lines are left; run the same command again to continue" in messages
+    assert f"{done} lines answered now" in messages
 
 
 @pytest.mark.slow
-def test_a_model_of_this_process_goes_on_after_a_kill(files: tuple[Path, Path]) -> None:
+def test_a_batch_with_a_model_continues_after_a_kill(files: tuple[Path, Path]) -> None:
     source, target = files
     names = [f"line {number}" for number in range(300)]
     question = {"type": "choice", "instructions": "?", "choices": [{"value": "German"}, {"value": "Danish"}]}
@@ -551,16 +554,7 @@ def test_a_model_of_this_process_goes_on_after_a_kill(files: tuple[Path, Path]) 
     assert 3 <= done < 300
     finished = subprocess.run(program, capture_output=True, text=True, timeout=200)
     assert finished.returncode == 0, finished.stderr
-    assert f"300 lines, {done} of them answered before" in finished.stderr
-    found = answered(target)
-    assert Counter(answer["custom_id"] for answer in found) == Counter(names)
-    assert {answer["response"]["body"]["answers"][0]["type"] for answer in found} == {"choice"}
-
-
-def test_a_model_runs_with_the_options_of_serve() -> None:
-    found = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    ours, theirs = ({option.name: option for option in found[name].params} for name in ("batch", "serve"))
-    shared = {"ranks", "home", "device", "dtype", "memory_budget", "slots", "hardware", "kv_cache", "lower", "threads"}
-    assert shared <= set(ours)
-    for name in shared:
-        assert (ours[name].opts, ours[name].default) == (theirs[name].opts, theirs[name].default)
+    assert f"300 lines, {done} of them already answered" in finished.stderr
+    answers = answered(target)
+    assert Counter(answer["custom_id"] for answer in answers) == Counter(names)
+    assert {answer["response"]["body"]["answers"][0]["type"] for answer in answers} == {"choice"}

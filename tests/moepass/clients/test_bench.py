@@ -1,4 +1,4 @@
-"""A measured workload: the requests are those that were asked for, and the numbers are those of what happened."""
+"""`moepass bench`: the generated requests have the requested form, and the report has the right figures."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def bodies(shape: WorkloadShape) -> list[dict[str, Any]]:
     return [msgspec.json.decode(request.body) for request in requests_of(shape, "m")]
 
 
-def parts(shape: WorkloadShape, body: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """The units of each sequence that a request stands for, prefix first."""
+def sequences_of(shape: WorkloadShape, body: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """Return the units of each sequence in a request, prefix first."""
     match shape.route:
         case "decisions":
             return [tuple(body["input"].split())]
@@ -67,10 +67,10 @@ def shapes(draw: st.DrawFn) -> WorkloadShape:
 
 @settings(max_examples=40)
 @given(shape=shapes())
-def test_requests_differ_and_share_prefixes_as_asked(shape: WorkloadShape) -> None:
-    found = bodies(shape)
-    assert len(found) == shape.requests
-    sequences = [sequence for body in found for sequence in parts(shape, body)]
+def test_requests_differ_and_share_prefixes(shape: WorkloadShape) -> None:
+    requests = bodies(shape)
+    assert len(requests) == shape.requests
+    sequences = [sequence for body in requests for sequence in sequences_of(shape, body)]
     assert len(set(sequences)) == len(sequences)
     groups = [request.prefix for request in requests_of(shape, "m")]
     if not shape.prefixes:
@@ -80,41 +80,41 @@ def test_requests_differ_and_share_prefixes_as_asked(shape: WorkloadShape) -> No
     assert len(counts) == min(shape.prefixes, shape.requests)
     assert max(counts.values()) - min(counts.values()) <= 1
     prefixes: dict[int, set[tuple[Any, ...]]] = {}
-    for group, body in zip(groups, found, strict=True):
+    for group, body in zip(groups, requests, strict=True):
         low = shape.prefix_length[0]
-        prefixes.setdefault(group, set()).update(sequence[:low] for sequence in parts(shape, body))
+        prefixes.setdefault(group, set()).update(sequence[:low] for sequence in sequences_of(shape, body))
     assert all(len(starts) == 1 for starts in prefixes.values())
     assert len({next(iter(starts)) for starts in prefixes.values()}) == len(prefixes)
 
 
 @pytest.mark.parametrize("route", sorted(ROUTES))
-def test_lengths_are_as_asked(route: str) -> None:
+def test_lengths_are_within_their_ranges(route: str) -> None:
     shape = WorkloadShape(route, 50, prefixes=3, prefix_length=(7, 7), own_length=(3, 9), items=2)
-    lengths = [len(sequence) for body in bodies(shape) for sequence in parts(shape, body)]
+    lengths = [len(sequence) for body in bodies(shape) for sequence in sequences_of(shape, body)]
     assert set(lengths) == set(range(10, 17))
     assert len(next(iter(bodies(shape))).get("questions", [1, 2])) == 2
 
 
-def test_a_seed_decides_everything() -> None:
+def test_the_same_seed_makes_the_same_requests() -> None:
     shape = WorkloadShape("completions", 20, prefixes=2, prefix_length=(4, 8), own_length=(5, 9))
     assert list(requests_of(shape, "m")) == list(requests_of(shape, "m"))
-    other = WorkloadShape("completions", 20, prefixes=2, prefix_length=(4, 8), own_length=(5, 9), seed=1)
-    assert list(requests_of(shape, "m")) != list(requests_of(other, "m"))
+    with_another_seed = WorkloadShape("completions", 20, prefixes=2, prefix_length=(4, 8), own_length=(5, 9), seed=1)
+    assert list(requests_of(shape, "m")) != list(requests_of(with_another_seed, "m"))
     assert poisson_arrivals(5, 2.0, 3) == poisson_arrivals(5, 2.0, 3) != poisson_arrivals(5, 2.0, 4)
 
 
-def test_arrivals_are_as_many_as_asked_and_independent() -> None:
+def test_arrivals_are_independent_and_have_the_requested_rate() -> None:
     times = poisson_arrivals(4000, 50.0, 0)
     gaps = [after - before for before, after in zip([0.0, *times], times, strict=False)]
     assert min(gaps) > 0
     mean = sum(gaps) / len(gaps)
     assert mean == pytest.approx(1 / 50, rel=0.05)
-    # Of an exponential distribution the standard deviation is the mean.
+    # The standard deviation of an exponential distribution equals its mean.
     assert (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5 == pytest.approx(mean, rel=0.05)
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_presets_can_be_made(name: str) -> None:
+def test_requests_of_presets_have_their_lengths(name: str) -> None:
     shape = PRESETS[name]
     first = next(requests_of(shape, "m"))
     low, high = shape.prefix_length[0] + shape.own_length[0], shape.prefix_length[1] + shape.own_length[1]
@@ -143,7 +143,7 @@ def test_the_page_has_the_presets() -> None:
         ({"own_length": (9, 5)}, "own_length is 9-5"),
     ],
 )
-def test_what_cannot_be_made_is_refused(wrong: dict[str, Any], words: str) -> None:
+def test_impossible_workloads_are_refused(wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(OptionError, match=words):
         WorkloadShape(**wrong)
 
@@ -157,7 +157,7 @@ def client_of(handler: Any) -> httpx.AsyncClient:
     return make_client("http://stub", None, timeout_seconds=5, transport=httpx.MockTransport(handler))
 
 
-def test_an_open_loop_waits_for_no_answer() -> None:
+def test_an_open_loop_does_not_wait_for_answers() -> None:
     async def check() -> None:
         everything = asyncio.Event()
         sent = []
@@ -166,19 +166,19 @@ def test_an_open_loop_waits_for_no_answer() -> None:
             sent.append(request)
             if len(sent) == len(REQUESTS):
                 everything.set()
-            await everything.wait()  # nothing is answered before all are sent
+            await everything.wait()  # no request is answered before all are sent
             return httpx.Response(200, json={})
 
         arrivals = poisson_arrivals(len(REQUESTS), 2000.0, 0)
         async with client_of(answer) as client:
             outcomes = await asyncio.wait_for(open_loop(client, REQUESTS, arrivals), 30)
-        assert sorted(one.due for one in outcomes) == arrivals
-        assert all(one.due <= one.sent <= one.done for one in outcomes)
+        assert sorted(outcome.due for outcome in outcomes) == arrivals
+        assert all(outcome.due <= outcome.sent <= outcome.done for outcome in outcomes)
 
     asyncio.run(check())
 
 
-def test_a_closed_loop_has_so_many_open() -> None:
+def test_a_closed_loop_keeps_its_number_of_requests_open() -> None:
     async def check() -> None:
         count, most = 0, 0
 
@@ -211,7 +211,7 @@ def test_a_closed_loop_has_so_many_open() -> None:
         (httpx.ReadError("gone"), 0, "ReadError: gone", (None, None)),
     ],
 )
-def test_what_a_server_says_is_understood(answer: Any, status: int, problem: str, tokens: Any) -> None:
+def test_responses_are_read(answer: Any, status: int, problem: str, tokens: Any) -> None:
     def answered(request: httpx.Request) -> httpx.Response:
         if isinstance(answer, Exception):
             raise answer
@@ -226,7 +226,7 @@ def test_what_a_server_says_is_understood(answer: Any, status: int, problem: str
     assert (outcome.input_tokens, outcome.cached_tokens) == tokens
 
 
-def test_connections_are_kept_and_none_is_shared() -> None:
+def test_connections_are_reused_and_not_shared() -> None:
     async def ask(url: str) -> int:
         transport = HttpConnections()
         async with make_client(url, "key", timeout_seconds=5, transport=transport) as client:
@@ -242,24 +242,24 @@ def test_connections_are_kept_and_none_is_shared() -> None:
 # ---- Report ----------------------------------------------------------------------------------------------------------
 
 
-def _report(outcomes: list[RequestOutcome], **further: Any) -> BenchReport:
-    given: dict[str, Any] = {
+def _report(outcomes: list[RequestOutcome], **changes: Any) -> BenchReport:
+    arguments: dict[str, Any] = {
         "url": "u", "workload": "w", "settings": {}, "goodput_ms": None, "is_open_loop": True,
         "metrics_before": "", "metrics_after": "",
     }  # fmt: skip
-    return report_of(outcomes, **given | further)
+    return report_of(outcomes, **arguments | changes)
 
 
-def test_a_report_counts_what_happened() -> None:
+def test_a_report_has_the_figures_of_its_outcomes() -> None:
     answered = [RequestOutcome(n / 10, n / 10 + 0.001, n / 10 + 0.01 * (n + 1), 200, "", 100, 25) for n in range(10)]
-    others = [
+    outcomes = [
         RequestOutcome(0.5, 0.5, 0.6, 429, "429: full"),
         RequestOutcome(0.5, 0.5, 2.0, 0, "ReadError: "),
         *answered,
     ]
     before = 'a{x="1"} 5\nmoepass_flops_total{rank="0"} 10\nmoepass_flops_total{rank="1"} 1e3\n'
     after = "moepass_flops_total 2.01e3\nmoepass_unshared_flops_total 4000\n"
-    report = _report(others, goodput_ms=50.5, metrics_before=before, metrics_after=after)
+    report = _report(outcomes, goodput_ms=50.5, metrics_before=before, metrics_after=after)
     assert (report.requests, report.answered, report.refused, report.errors) == (12, 10, 1, 1)
     assert report.reasons == {"ReadError: ": 1}
     assert report.seconds == 2.0
@@ -278,20 +278,20 @@ def test_a_report_counts_what_happened() -> None:
     assert (report.flops, report.unshared_flops) == (1000, 4000)
 
 
-def test_what_a_server_does_not_tell_is_not_guessed() -> None:
+def test_figures_that_a_server_does_not_report_are_left_out() -> None:
     report = _report([RequestOutcome(0, 0, 1, 200), RequestOutcome(0, 0, 1, 200, "", 5)], is_open_loop=False)
     assert (report.input_tokens, report.hit_rate, report.flops, report.send_lag) == (None, None, None, None)
     cells = [str(cell) for column in table_of(report).columns for cell in column.cells]
-    assert cells.count("not told by this server") == 3
-    nothing = _report([RequestOutcome(0, 0, 1, 500, "500: x")])
-    assert nothing.latency is None
-    assert table_of(nothing).row_count
+    assert cells.count("not reported by this server") == 3
+    failed = _report([RequestOutcome(0, 0, 1, 500, "500: x")])
+    assert failed.latency is None
+    assert table_of(failed).row_count
 
 
 # ---- The command -----------------------------------------------------------------------------------------------------
 
 
-def told(route: str, value: Any) -> tuple[int, dict[str, str], Any]:
+def reply(route: str, value: Any) -> tuple[int, dict[str, str], Any]:
     if route == "/v1/models":
         return 200, {}, {"data": [{"id": "theirs"}]}
     if route == "/metrics":
@@ -304,7 +304,7 @@ def bench(*arguments: str) -> Any:
 
 
 def test_bench_measures_a_server(tmp_path: Path) -> None:
-    with stub_server(told) as stub:
+    with stub_server(reply) as stub:
         result = bench(stub.url, "--requests", "20", "--rate", "5000", "--goodput", "60000", "--json")
         assert result.exit_code == 0, result.output
         report = json.loads(result.stdout)
@@ -316,7 +316,7 @@ def test_bench_measures_a_server(tmp_path: Path) -> None:
         asked = [value for route, value in stub.asked if route == "/v1/decisions"]
         assert len(asked) == 28
         assert {value["model"] for value in asked} == {"theirs"}
-        warm, measured = ({value["input"] for value in some} for some in (asked[:8], asked[8:]))
+        warm, measured = ({value["input"] for value in values} for values in (asked[:8], asked[8:]))
         assert not warm & measured
 
         file = tmp_path / "lines.jsonl"
@@ -331,34 +331,34 @@ def test_bench_measures_a_server(tmp_path: Path) -> None:
         assert sorted(asked_of_file) == list(range(7))
 
 
-def test_bench_says_why_nothing_is_answered() -> None:
+def test_bench_reports_why_no_request_is_answered() -> None:
     with stub_server(lambda route, value: (400, {}, {"error": {"message": "no such model"}})) as stub:
         result = bench(stub.url, "--model", "mine")
         assert (result.exit_code, result.stdout) == (1, "")
-        assert "answers nothing of this workload: 400: no such model" in result.stderr
+        assert "answers no request of this workload: 400: no such model" in result.stderr
         result = bench(stub.url)
-        assert "--model names one" in result.stderr
+        assert "name a model with --model" in result.stderr
         result = bench(stub.url, "--model", "mine", "--warmup", "0", "--requests", "3")
         assert result.exit_code == 1
         assert "3 errors" in result.stdout
     assert "no server answers" in bench(stub.url).stderr
 
 
-def test_bench_tells_how_to_ask_for_choices_that_the_model_can_say() -> None:
+def test_bench_suggests_labels_for_refused_choices() -> None:
     refusal = {"type": "refusal", "reason": "'yes' is no label of this model"}
     with stub_server(lambda route, value: (200, {}, {"answers": [refusal]})) as stub:
         result = bench(stub.url, "--model", "mine")
-        assert "'yes' is no label of this model; --labels gives other choices" in result.stderr
+        assert "'yes' is no label of this model; set other choices with --labels" in result.stderr
 
 
-def test_bench_measures_no_server_of_something_else() -> None:
+def test_bench_refuses_a_server_without_the_routes() -> None:
     with stub_server(lambda route, value: (200, {}, "<html>Welcome</html>")) as stub:
         result = bench(stub.url)
         assert (result.exit_code, result.stdout) == (1, "")
-        assert "/v1/models of the server is none" in result.stderr
+        assert "/v1/models is not a list of models" in result.stderr
         result = bench(stub.url, "--model", "mine")
         assert (result.exit_code, result.stdout) == (1, "")
-        assert "answers nothing of this workload: 200: no JSON, but '<html>" in result.stderr
+        assert "answers no request of this workload: 200: not JSON: '<html>" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -366,11 +366,11 @@ def test_bench_measures_no_server_of_something_else() -> None:
     [
         (["--workload", "none"], "shared-profiles"),
         (["--own-length", "5-x"], "range"),
-        (["--file", "x", "--workload", "mmlu"], "--file has requests of its own"),
+        (["--file", "x", "--workload", "mmlu"], "--file already contains the requests"),
         (["--file", "/no/such/file", "--model", "m"], "cannot be read"),
     ],
 )
-def test_bench_refuses_what_it_cannot_send(arguments: list[str], words: str) -> None:
+def test_bench_refuses_wrong_options(arguments: list[str], words: str) -> None:
     result = bench("http://127.0.0.1:1", *arguments)
     assert result.exit_code in (1, 2)
     assert words in result.stderr
@@ -387,18 +387,18 @@ def test_bench_refuses_what_it_cannot_send(arguments: list[str], words: str) -> 
         ("https://host/proxy/v1/", "https://host/proxy"),
     ],
 )
-def test_an_address_may_end_as_clients_write_it(given_url: str, expected: str) -> None:
+def test_the_end_of_an_address_is_normalised(given_url: str, expected: str) -> None:
     assert parse_server_url(given_url) == expected
 
 
 @pytest.mark.parametrize(
     "wrong", ["", "host:8000", "ftp://host", "http://", "http://h?key=1", "http://[::1", "file:///x"]
 )
-def test_what_is_no_address_is_refused(wrong: str) -> None:
+def test_invalid_addresses_are_refused(wrong: str) -> None:
     with pytest.raises(OptionError, match=r"http://127\.0\.0\.1:8000"):
         parse_server_url(wrong)
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("3", 3), ("-1", 0), ("1e9", 60), ("nan", 1), ("Mon, 23 Nov", 1)])
-def test_a_server_says_when_to_come_back(text: str, seconds: float) -> None:
+def test_the_header_retry_after_is_read(text: str, seconds: float) -> None:
     assert retry_after(httpx.Response(429, headers={"retry-after": text}), 60) == seconds

@@ -1,4 +1,4 @@
-"""The other arguments of `explain`: numbers, machine, memory budget. All are checked first."""
+"""Checks of the arguments of `explain`, which run first: numbers, machine, memory budget."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from moepass.models.limits import MOST_RANKS, MOST_SLOTS, MOST_TOKENS, check_lim
 from moepass.passes.machine.hardware import Hardware, with_ranks
 from moepass.runtime.profiles.hardware_profiles import load_hardware
 
-# [Empirical] The rest is for the allocator, the kernels' workspaces and the driver; vLLM's default.
+# [Empirical] The remaining memory is for the allocator, the kernels' workspaces and the driver; vLLM's default.
 DEFAULT_MEMORY_SHARE = 0.9
 
 
 def check_numbers(batch: int, seq: int, tokens: int | None, slots: int | None, ranks: int | None) -> None:
-    """Raises InputError for a number that is not a whole number from 1 on, or beyond its limit."""
+    """Raise InputError for an argument that is not a whole number from 1 on, or that is beyond its limit."""
     numbers = {"batch": batch, "seq": seq, "tokens": tokens, "slots": slots, "ranks": ranks}
     for name, value in numbers.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise InputError.wrong(name, value, "a whole number from 1 on")
     per_step = batch * seq if tokens is None else tokens
     what = f"batch {batch} times seq {seq}" if tokens is None else "tokens"
-    check_limit(what, per_step, MOST_TOKENS, "share the sequences out over several steps")
+    check_limit(what, per_step, MOST_TOKENS, "use several steps")
     if slots is not None:
-        check_limit("slots", slots, MOST_SLOTS, "a ring of a few slots hides as much as one of many")
+        check_limit("slots", slots, MOST_SLOTS, "more slots hide no more transfers")
     if ranks is not None:
-        check_limit("ranks", ranks, MOST_RANKS, "no plan is made for more devices than that")
+        check_limit("ranks", ranks, MOST_RANKS, "moepass plans for no more devices")
 
 
 def machine_of(hardware: str | os.PathLike[str] | Hardware, ranks: int | None) -> Hardware:
+    """Return the profile of a machine, with `ranks` devices if that is not None."""
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     if ranks is None or ranks == machine.ranks:
         return machine
@@ -38,16 +39,21 @@ def machine_of(hardware: str | os.PathLike[str] | Hardware, ranks: int | None) -
     return dataclasses.replace(changed, name=re.sub(rf"^{machine.ranks}x", f"{ranks}x", machine.name))
 
 
-def memory_budget(machine: Hardware, wanted: float | None) -> float:
+def memory_budget(machine: Hardware, requested: float | None) -> float:
+    """Return the bytes to use on each device: `requested`, or the default share of its memory for None.
+
+    Raises:
+        InputError: if a device has less memory.
+    """
     most = machine.memory_bytes.value
-    if wanted is None:
+    if requested is None:
         return DEFAULT_MEMORY_SHARE * most
-    if not 0 < wanted <= most:
+    if not 0 < requested <= most:
         raise InputError(
-            f"the memory budget is {wanted:.0f} bytes; a device of {machine.name} has {most:.0f}, so it must lie "
-            "between 1 and that",
+            f"the memory budget is {requested:.0f} bytes; it must be between 1 and {most:.0f}, the memory of a device "
+            f"of {machine.name}",
             name="memory_budget",
-            value=wanted,
+            value=requested,
             expected=(1, most),
         )
-    return wanted
+    return requested
