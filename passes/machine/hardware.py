@@ -15,7 +15,7 @@ from moepass.models.errors import InputError
 from moepass.models.formulas.memory import ELEMENT_BYTES
 from moepass.models.homes import LINKS
 from moepass.models.limits import LEAST_RATE, MOST_RANKS, MOST_RATE, MOST_SECONDS, MOST_SLOWDOWN
-from moepass.passes.machine.field_rules import NumberBounds, Keys, TableAxes, check_fields, check_value
+from moepass.passes.machine.field_rules import Keys, NumberBounds, TableAxes, check_fields, check_value
 from moepass.passes.machine.seconds_table import SecondsTable, Source
 
 HARDWARE_SCHEMA = "moepass.hardware/1"

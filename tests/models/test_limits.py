@@ -1,4 +1,4 @@
-"""What comes from outside has limits, which errors name: numbers, nesting, lengths of files, lines and input."""
+"""Limits on external inputs, with the errors that name them: numbers, nesting, lengths of files, lines and input."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_files_have_a_most_length(tmp_path: Path, checkpoint: Path, monkeypatch:
         ({"num_hidden_layers": 5000}, "num_hidden_layers is 5000; the limit is 1024"),
         ({"num_experts": 10**9}, "num_experts is 1000000000; the limit is 16384"),
         ({"text_config": {"n_layer": 10**6}}, "text_config: n_layer is 1000000; the limit is 1024"),
-        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9, but num_experts is 8; a token meets 1 to 8"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9, but num_experts is 8; a token can use 1 to 8"),
         ({"num_experts_per_tok": 0}, "num_experts_per_tok is 0, but num_experts is 8"),
         ({"attn_implementation": "some/kernel"}, "'some/kernel', a kernel of the Hugging Face hub, whose code would"),
     ],
@@ -228,8 +228,8 @@ def test_the_slowest_machine_within_the_limits_is_explained(tmp_path: Path) -> N
 def test_a_threshold_beyond_all_numbers_of_tokens_is_not_searched_one_by_one() -> None:
     model = preset("olmoe-1b-7b")
     for seconds, rate in ((limits.MOST_SECONDS, limits.MOST_RATE), (3.3e11, 7.7e19), (1e12, 1e13)):
-        found = saturation(model.typical_moe_layer, model.hidden, transfer_seconds=seconds, flops_per_s=rate)
-        assert found.flops == pytest.approx(found.values["gamma"] * seconds * rate)
+        threshold = saturation(model.typical_moe_layer, model.hidden, transfer_seconds=seconds, flops_per_s=rate)
+        assert threshold.flops == pytest.approx(threshold.values["gamma"] * seconds * rate)
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), True, "1", float("inf"), 1e300])
@@ -253,10 +253,10 @@ def test_an_emulated_link_is_no_slower_than_a_run_can_end() -> None:
 
 
 def test_the_pipeline_of_many_ranks_and_long_texts_is_simulated_in_bounded_steps() -> None:
-    # As many micro-batches as the most tokens make, on as many ranks as there may be: 10**11 steps without a limit.
+    # The most micro-batches on the most ranks: 10**11 steps without a limit.
     seconds = [1.0 + number % 3 for number in range(2048)]
-    found = pipeline_seconds(seconds, limits.MOST_RANKS)
-    assert sum(seconds) < found < 3.01 * len(seconds)
+    duration = pipeline_seconds(seconds, limits.MOST_RANKS)
+    assert sum(seconds) < duration < 3.01 * len(seconds)
 
 
 # ---- score -----------------------------------------------------------------------------------------------------------
