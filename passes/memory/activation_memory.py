@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 from moepass.passes.ir.activation_memory import ActivationMemory, ActivationPeak
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
-from moepass.passes.memory.graph_operations import HowSegmentsRun, operations_of
+from moepass.passes.memory.graph_operations import SegmentExecution, operations_of
 from moepass.passes.memory.held_bytes import peaks
 
 COUNTED = "counted: the results of each operator, until their last reader"
@@ -29,7 +29,7 @@ ESTIMATED = "estimated: the values that Inductor writes to memory, by a model of
 @graph_pass()
 def activation_memory(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
     """Count the bytes that are held during every operation."""
-    how = HowSegmentsRun(context.runs_by_expert, context.chunk_tokens)
+    how = SegmentExecution(context.runs_by_expert, context.chunk_tokens)
     operations, returned = operations_of(module, how)
     all_peaks = tuple(ActivationPeak(str(peak.expression), peak.where) for peak in peaks(operations, returned))
     source = ESTIMATED if how.is_fused else COUNTED

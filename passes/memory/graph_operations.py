@@ -62,7 +62,7 @@ Sizes = Mapping[sympy.Expr, sympy.Expr]
 
 
 @dataclasses.dataclass(frozen=True)
-class HowSegmentsRun:
+class SegmentExecution:
     """The lowering of segments that matters for memory.
 
     Attributes:
@@ -74,7 +74,7 @@ class HowSegmentsRun:
     chunk_tokens: int | None = None
 
 
-def operations_of(top: GraphModule, how: HowSegmentsRun) -> tuple[list[Operation], frozenset[int]]:
+def operations_of(top: GraphModule, how: SegmentExecution) -> tuple[list[Operation], frozenset[int]]:
     """Return the operations of `top` in order, and the storages that it returns."""
     writer = _OperationWriter(how)
     returned = writer.graph(top, {}, {})
@@ -101,7 +101,7 @@ def _body_of(segment: GraphModule, chunk_tokens: int) -> _Body | None:
 
 
 class _OperationWriter:
-    def __init__(self, how: HowSegmentsRun) -> None:
+    def __init__(self, how: SegmentExecution) -> None:
         self.how = how
         self.operations: list[Operation] = []
         self._numbers = itertools.count()
