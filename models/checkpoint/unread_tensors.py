@@ -79,7 +79,7 @@ def unread(files: CheckpointFiles) -> dict[str, torch.Tensor]:
 
 
 def _special(operation: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Recipe | None:
-    """Return a recipe that can be read in parts, or None for other operations."""
+    """Return the recipe of an operation whose result can be read in parts; None for other operations."""
     first = arguments[0]
     if operation is _aten._to_copy.default:
         options = {key for key, value in keywords.items() if value is not None} - {"dtype", "device", "non_blocking"}

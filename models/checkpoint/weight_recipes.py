@@ -147,7 +147,7 @@ class Stacked(Recipe):
         return (item for stacked in self.parts for item in stacked.file_ranges())
 
     def copy_to(self, target: torch.Tensor) -> None:
-        """Copy every item into its row of `target`."""
+        """Copy every part into its row of `target`."""
         for item, row in zip(self.parts, target, strict=True):
             item.copy_to(row)
 
@@ -188,7 +188,7 @@ class Joined(Recipe):
                 yield from item.rows(row, row + 1).file_ranges()
 
     def copy_to(self, target: torch.Tensor) -> None:
-        """Copy every item into its range of `target`."""
+        """Copy every part into its range of `target`."""
         pieces = target.split([item.shape[self.dim] for item in self.parts], self.dim)
         for item, piece in zip(self.parts, pieces, strict=True):
             item.copy_to(piece)
@@ -229,7 +229,7 @@ class Converted(Recipe):
         return self.source.file_ranges()
 
     def copy_to(self, target: torch.Tensor) -> None:
-        """Copy into `target`, which converts unless a third dtype is involved."""
+        """Copy into `target`; a conversion to a third dtype goes through this dtype."""
         # `Tensor.copy_` converts, but directly from the stored dtype to that of `target`, skipping `self.dtype`.
         if target.dtype == self.dtype:
             self.source.copy_to(target)

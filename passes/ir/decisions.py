@@ -23,7 +23,10 @@ class FormRange:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes on one device: resident weights (shards and resident banks), slots with staging buffers, activations."""
+    """Bytes on one device: resident weights (shards and resident banks), slots with staging buffers, and activations.
+
+    `kv_bytes` are those of cached keys and values.
+    """
 
     resident_bytes: float
     slot_bytes: float

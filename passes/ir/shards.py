@@ -1,11 +1,10 @@
 """Memory layouts of a bank: packed completely, cut into one shard per rank, and reassembled.
 
-    complete bank    every tensor [experts, ...] at the next aligned offset, in the order of `BankSpec.tensors`
-    shard of rank r  the same layout for this rank's experts: every tensor [b[r + 1] - b[r], ...]
-    pieces of rank r byte ranges to copy from its shard into a buffer with the layout of the complete bank
-    slot             the complete bank. Tensors in `BankSpec.in_parts` lack the experts of the slot's own rank. All
-    ranks
-                     share one layout, so these tensors are as large as on the rank with the fewest experts
+    complete bank      every tensor [experts, ...] at the next aligned offset, in the order of `BankSpec.tensors`
+    shard of rank r    the same layout for this rank's experts: every tensor [b[r + 1] - b[r], ...]
+    pieces of rank r   byte ranges to copy from its shard into a buffer with the layout of the complete bank
+    slot               the complete bank, but tensors in `BankSpec.in_parts` lack the experts of the slot's own rank.
+                       All ranks share one layout, so these tensors are as large as on the rank with the fewest experts
 
 Experts are the first dimension, so a shard's part of a tensor is one contiguous range in both layouts.
 """

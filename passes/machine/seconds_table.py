@@ -115,7 +115,7 @@ class SecondsTable:
 
     @functools.cached_property
     def _slopes_below(self) -> list[float]:
-        """Exponent of each axis with which seconds fall below its first point."""
+        """Exponent of the power law below the first point of each axis."""
         return [
             float(
                 np.clip(np.diff(self._log_seconds.take([0, 1], axis), axis=axis).min() / (logs[1] - logs[0]), 0.0, 1.0)

@@ -294,7 +294,7 @@ def _returned(graph: Graph, shown: Mapping[Node, Shown]) -> Sequence[Shown]:
 
 
 def _sizes_within(inputs: Sequence[Node], arguments: Sequence[Any], outer: Sizes) -> dict[sympy.Expr, sympy.Expr]:
-    """Map a shared segment's names of sizes to the sizes of this call."""
+    """Return the sizes of this call by the symbols of the shared segment."""
     sizes = {}
     for node, argument in zip(inputs, arguments, strict=True):
         inner_size = fake_value(node)

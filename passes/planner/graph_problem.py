@@ -192,7 +192,7 @@ def _graph_problem(
 
 
 def _activation_bytes(plan: Plan, sizes: Mapping[str, float], by_formula: float) -> float:
-    """Return the bytes that the graph shows, or `by_formula` if they depend on data-dependent sizes."""
+    """Return the activation bytes according to the graph, or `by_formula` if they depend on data-dependent sizes."""
     try:
         return by_formula if plan.activations is None else plan.largest_activations(sizes)[0]
     except InputError:

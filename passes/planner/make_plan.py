@@ -158,8 +158,8 @@ def _filled_evenly(
 def _with_second_slot(problem: PlanningProblem, searched: RingSchedule, available: int) -> RingSchedule:
     """Return `searched`, or a schedule with a second slot in place of a resident bank if that costs no time.
 
-    With one slot, only attention hides a transfer. The search assumes exact times; a second slot tolerates errors in
-    them.
+    With one slot, only attention hides a transfer. The search assumes exact times, and a second slot makes errors in
+    them less costly.
     """
     if searched.slots != 1 or problem.most_slots < 2 or len(searched.order) < 1:
         return searched
