@@ -1,1 +1,4 @@
-"""Knowledge about models: families, checkpoints, the demo. Imports nothing else of moepass."""
+"""Knowledge about models: sizes, formulas, checkpoints, the demo. Start at `sizes/architecture.py`.
+
+Imports nothing else of moepass.
+"""

@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write them."""
+"""Parsing of byte counts in user options."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ from moepass.models.errors import InputError
 
 
 def parse_bytes(text: str | None, name: str = "memory_budget") -> float | None:
-    """`60e9`, `60GB` or `56GiB` as bytes; None for None. Raises InputError for anything else, which it calls `name`."""
+    """Return `60e9`, `60GB` or `56GiB` as a number of bytes; None for None.
+
+    Raises InputError for any other text. The error calls the option `name`.
+    """
     if text is None:
         return None
-    found = re.fullmatch(r"([0-9.]+(?:e\+?[0-9]+)?)\s*(?:([kMGT])(i?)B|B)?", text.strip())
+    match = re.fullmatch(r"([0-9.]+(?:e\+?[0-9]+)?)\s*(?:([kMGT])(i?)B|B)?", text.strip())
     try:
-        number = float(found[1]) if found else 0.0
+        number = float(match[1]) if match else 0.0
     except ValueError:
         number = 0.0
-    if not found or not 0 < number < math.inf:
+    if not match or not 0 < number < math.inf:
         raise InputError(
             f"{name.replace('_', ' ')} {text!r} is no number of bytes above 0, such as 60e9, 60GB or 56GiB",
             name=name,
             value=text,
         )
-    power = " kMGT".index(found[2]) if found[2] else 0
-    scale: int = (1024 if found[3] else 1000) ** power
+    power = " kMGT".index(match[2]) if match[2] else 0
+    scale: int = (1024 if match[3] else 1000) ** power
     return number * scale

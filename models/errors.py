@@ -1,4 +1,4 @@
-"""The errors that moepass raises on purpose. They stand here because every other part may import `models`."""
+"""Errors that moepass raises on purpose. They are defined here because every other package may import `models`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ _PLAIN = (bool, int, float, complex, str, bytes, PurePath)
 
 
 class MoepassError(Exception):
-    """Base of every error raised on purpose; its text is one line that names the value and what would be right.
+    """Base class of all errors raised on purpose. Its text is one line that names the wrong value and the right ones.
 
-    What a handler may want to look at stands in fields; each is None where it does not apply:
+    An error can be pickled and copied. Attributes that are not plain data (strings, numbers, paths, and collections of
+    them) are then replaced by their `repr`, so that the error reaches another process with any user value.
 
-        name      what is wrong: an option, an argument, a tensor, a bank, a segment, a pass
-        value     the value that it has
-        expected  what would be right: a value, the values to choose from, or the limit
-        path      the file or folder that it is about
-        rank      the rank that it is about
-        ranks     the ranks that it is about, or that differ
-
-    An error can be pickled and copied; fields that are no plain data (strings, numbers, paths, and collections of
-    them) become their `repr` then, so that it reaches another process whatever the user had given.
+    Attributes (None if they do not apply):
+        name: the wrong object: an option, an argument, a tensor, a bank, a segment, a pass
+        value: its value
+        expected: the right value, the possible values, or the limit
+        path: the file or folder in question
+        rank: the rank in question
+        ranks: the ranks in question, or those that differ
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class MoepassError(Exception):
 
     @classmethod
     def wrong(cls: type[_Error], name: str, value: object, expected: str) -> _Error:
-        """The error of a value that stands by itself: `NAME is VALUE; it must be EXPECTED`."""
+        """Return the error of a single wrong value: `NAME is VALUE; it must be EXPECTED`."""
         return cls(f"{name} is {value!r}; it must be {expected}", name=name, value=value, expected=expected)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -55,24 +54,24 @@ class MoepassError(Exception):
 
 
 class OptionError(MoepassError, ValueError):
-    """An option is unknown or has a value that it cannot have."""
+    """An option is unknown or has an invalid value."""
 
 
 class CheckpointError(MoepassError, ValueError):
-    """A path is no checkpoint, or its files do not fit together."""
+    """A path is not a checkpoint, or its files do not fit together."""
 
 
 class InputError(MoepassError, ValueError):
-    """Something that the user gave to run on (texts, labels, a device) cannot be used."""
+    """An input of the user (texts, labels, a device) cannot be used."""
 
 
 def one_of(values: Iterable[object]) -> str:
-    """`values` as they stand in an error message: sorted and separated by commas."""
+    """Return `values` for an error message: sorted and separated by commas."""
     return ", ".join(sorted(str(value) for value in values))
 
 
 def _rebuild(kind: type[MoepassError], args: tuple[object, ...], fields: dict[str, object]) -> MoepassError:
-    # Without `__init__`: subclasses may take other arguments than their text.
+    # `__init__` is not called, because subclasses may have other arguments than the text.
     error = kind.__new__(kind, *args)
     error.args = args
     vars(error).update(fields)

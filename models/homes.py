@@ -1,6 +1,6 @@
-"""The homes, where experts may rest: one record for each, which planner, reports and the command line read.
+"""The homes where experts can rest: one record for each, for the planner, reports and the command line.
 
-A new home is one record here and one in `runtime/homes/registry`, which says how its banks are packed.
+A new home needs a record here and one in `runtime/homes/registry`, which defines how its banks are packed.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Literal, get_args
 
 from moepass.models.errors import InputError, one_of
 
-# Transports of shards between ranks: one-sided copies of each rank, or a gather in which all ranks take part.
+# Transports of shards between ranks: one-sided copies by each rank, or a collective of all ranks.
 PULL, COLLECTIVE = "pull", "collective"
 
-# Part of a bank that is spread over N ranks: all of it, the 1/N of this rank, or the rest.
+# Part of a bank that is spread over N ranks: all of it, the 1/N of this rank, or the shards of all other ranks.
 BankPart = Literal["all", "own", "others"]
 # Links of a hardware profile: between devices, between host memory and device, from a disk.
 LinkName = Literal["peer", "host", "disk"]
@@ -24,7 +24,7 @@ RestingPlace = Literal["device", "host", "files"]
 
 @dataclasses.dataclass(frozen=True)
 class LinkUse:
-    """`part` of every bank comes over `link`."""
+    """A transfer of `part` of every bank over `link`."""
 
     link: LinkName
     part: BankPart
@@ -32,17 +32,19 @@ class LinkUse:
 
 @dataclasses.dataclass(frozen=True)
 class HomeRecord:
-    """Properties of a home that hold wherever it is used.
+    """Properties of a home.
 
-    name              as in `offload_experts(home=...)`
-    banks_there       what banks do there, as the rest of a sentence
-    rests_in          whose memory the banks take
-    travel            the links over which a bank comes into a slot, all at the same time; none: it stays on the device
-    devices           kinds of devices that can compute from it so far
-    is_spread         each of N ranks keeps 1/N of every bank
-    transports        what can move shards between ranks, the default first
-    staging_buffers   buffers on the compute device before the slots, each as large as one shard, by default
-    is_candidate      `explain` tries it without being asked
+    Attributes:
+        name: the value of `offload_experts(home=...)`
+        banks_there: what banks do there, as the end of a sentence
+        rests_in: owner of the memory that the banks take
+        travel: links over which a bank is transferred into a slot, all at the same time; empty: it stays on the device
+        devices: kinds of devices that can compute from this home
+        is_spread: each of N ranks holds 1/N of every bank
+        transports: transports that can exchange shards between ranks, the default first
+        staging_buffers: default number of buffers on the compute device in front of the slots, each as large as one
+            shard
+        is_candidate: `explain` considers it by default
     """
 
     name: str
@@ -57,10 +59,12 @@ class HomeRecord:
 
     @property
     def keeps_shards_on_device(self) -> bool:
+        """True if each rank holds its shard on the compute device."""
         return self.is_spread and self.rests_in == "device"
 
     @property
     def is_in_files(self) -> bool:
+        """True if banks rest in files."""
         return self.rests_in == "files"
 
 
@@ -95,7 +99,7 @@ HOMES: dict[str, HomeRecord] = {
             "rest in host memory",
             "host",
             (LinkUse("host", "all"),),
-            # On device meta a model is planned and not run.
+            # On device meta a model is planned but not run.
             devices=("cpu", "cuda", "meta"),
             is_candidate=True,
         ),
@@ -104,12 +108,12 @@ HOMES: dict[str, HomeRecord] = {
 }
 
 
-# The home of experts that a model with expert parallelism has already: the parameters of each rank are its shard.
+# The home of experts in a model that already has expert parallelism: the parameters of each rank are its shard.
 ADOPTED = HOMES["peer"]
 
 
 def home_named(name: str) -> HomeRecord:
-    """Raises InputError for a name that no home has."""
+    """Return the home called `name`. Raises InputError for an unknown name."""
     if name not in HOMES:
         raise InputError(
             f"home is {name!r}; it must be one of {one_of(HOMES)}", name="home", value=name, expected=tuple(HOMES)

@@ -32,36 +32,36 @@ from moepass.passes.slots.look_up_one_hots import look_up_one_hots
 from moepass.passes.tokens.hybrid_prefill import hybrid_prefill
 
 PASSES: tuple[Pass, ...] = (
-    sort_masks,  # first: loops over experts cut what masks select, and sizes that a run tells hide what is equal
-    leave_out_padding,  # before loops are written as GEMMs of all rows, whose padding nobody could tell any more
-    write_grouped_gemms,  # all others know experts by their grouped GEMMs
-    group_exchanged_slots,  # likewise, where experts with slots are batches
-    merge_low_rank,  # likewise, for blocks that have one GEMM for each product
-    eliminate_expert_parallelism,  # everything after it sees local blocks only
-    split_low_rank,  # what no bank took; before weights that are computed in each run hide experts
-    compute_chosen_pairs,  # of local experts, whichever exchange they came from; masks are no lookups yet
-    look_up_one_hots,  # masks fill and read slots; the exchange of these is found with or without
-    compute_read_slots,  # behind both: slots that are exchanged, or multiplied by a mask, are all read
-    lower_expert_stacks,  # what no bank took; before anything looks at how values are made
-    lower_complete_experts,  # beside it, for models that ask for complete experts: detect must see their gathers
-    detect,  # every later pass works on what it found
-    rewrite,  # brings all forms to gathers, so that nothing later has to know the forms
-    sink_token_gather,  # before anything refers to a place in the graph
-    hoist_token_return,  # likewise, and it puts what a return needs before the lookup
-    hybrid_prefill,  # keeps the order of both; before the schedule, since it says how long banks stay
-    cost,  # the nodes are those that will run, and every decision after it may look at what they cost
-    plan,  # needs the gathers in their final number and order
-    schedule,  # carries out the plan
-    verify,  # before the cut, while every reader of a slot is still in sight
-    partition,  # it follows the scheduling points and hides the nodes between them
-    bank_parts,  # needs segments, because it is these that take a bank in parts or not
-    activation_memory,  # needs segments too, in the order in which they run
-    predict,  # last: it reads the steps that will run, and changes nothing
+    sort_masks,  # first: loops over experts read rows through masks, whose data-dependent sizes hide equal rows
+    leave_out_padding,  # before loops become GEMMs of all rows, which no longer tell padding from tokens
+    write_grouped_gemms,  # all later passes recognise experts by their grouped GEMMs
+    group_exchanged_slots,  # the same for experts with capacity slots, which are batched GEMMs
+    merge_low_rank,  # the same for blocks with a separate GEMM for each low-rank factor
+    eliminate_expert_parallelism,  # all later passes see local blocks only
+    split_low_rank,  # products that no bank holds; before weights computed in each run hide experts
+    compute_chosen_pairs,  # after exchanges are gone; before masks become lookups
+    look_up_one_hots,  # masks fill and read capacity slots; exchanges are found with or without masks
+    compute_read_slots,  # after both: slots that are exchanged, or multiplied by a mask, are all read
+    lower_expert_stacks,  # stacks that no bank holds; before passes look at how weights are computed
+    lower_complete_experts,  # before detect, which needs the gathers of models that ask for complete experts
+    detect,  # all later passes work on its blocks
+    rewrite,  # turns all forms into gathers, so that no later pass has to know the forms
+    sink_token_gather,  # before any pass refers to positions in the graph
+    hoist_token_return,  # the same; it also moves the inputs of a token return before the lookup
+    hybrid_prefill,  # keeps the order of both; before the schedule, because it decides how long banks stay
+    cost,  # the nodes are final, and all later decisions may use their costs
+    plan,  # needs the final number and order of gathers
+    schedule,  # inserts what the plan decided
+    verify,  # before the cut into segments, while all readers of a slot are in one graph
+    partition,  # cuts at the scheduling points
+    bank_parts,  # needs segments: they decide whether a bank can be read in parts
+    activation_memory,  # needs segments in the order in which they run
+    predict,  # last: it reads the final steps and changes nothing
 )
 
 
 def compile_graph(
     module: GraphModule, context: PassContext, observe: Observer | None = None, agree: Agree | None = None
 ) -> PassResult:
-    """Run every pass over a captured graph: a top-level graph of segments and its plan."""
+    """Run every pass over a captured graph. The result has the top-level graph of segments and its plan."""
     return run_passes(PASSES, module, Plan(), context, observe, agree)

@@ -1,1 +1,4 @@
-"""Checkpoint folders: their files and stamps, and how weights are made of stored tensors. May import sizes, demo."""
+"""Reading of checkpoints: config, weights, tokenizer and prompt. Start at `checkpoint_folders.py`.
+
+May import sizes, demo.
+"""

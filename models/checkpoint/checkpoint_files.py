@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint's safetensors files, read one by one, or some rows of one, and counted."""
+"""The tensors of a checkpoint's safetensors files, read one by one or in part."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as the header of `file` describes it; `stamp` is that of the file then."""
+    """A tensor as described by the header of `file`; `stamp` is that of the file when the header was read."""
 
     file: Path
     key: str
@@ -43,12 +43,13 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class FileRange:
-    """`nbytes` bytes of a stored tensor, from its byte `start` on; they lie one after the other in its file."""
+    """`nbytes` contiguous bytes of a stored tensor, from its byte `start`."""
 
     tensor: StoredTensor
     start: int
@@ -56,24 +57,26 @@ class FileRange:
 
 
 class CheckpointFiles:
-    """All tensors of `files`, by key; opening reads the headers alone.
+    """All tensors of several safetensors files, by key. The constructor reads only the headers.
 
-    One file is mapped at a time. What is read is a view of the mapped file, with no copy made: pages that no view needs
-    any more go as soon as another file is opened, or on `close`. Each file is looked at whenever it is opened, and in
-    `check`: it must stay what it is, so that tensors of different files under one name are never mixed.
+    One file is mapped at a time. Reading returns a view of the mapped file without a copy; unused pages are freed when
+    another file is opened, or by `close`. Files are checked whenever they are opened, and in `check`: they must not
+    change, so that tensors of different versions are never mixed.
 
-    `stamps` watches them, together with what else it watches. Raises CheckpointError where a file is no complete
-    safetensors file, InputError for a number type that torch lacks.
+    Raises CheckpointError if a file is not a complete safetensors file, and InputError for a dtype that torch lacks.
+
+    Args:
+        files: The files. If a key is in two of them, the later file is used, as in transformers.
+        stamps: The watcher that checks these files, and possibly others.
     """
 
     def __init__(self, files: Sequence[Path], stamps: FileStamps | None = None) -> None:
         self._stamps = stamps or FileStamps()
         self.tensors: dict[str, StoredTensor] = {}
         self.on_read: Callable[[int], object] | None = None
-        """Called with the number of bytes of everything that is read."""
+        """Called with the number of bytes of each read."""
         self._open_file: Path | None = None
         self._handle: Any = None
-        # A key in two files is taken from the later one, as transformers does.
         for file in files:
             handle = self._opened(file)
             stamp = self._stamps.check(file)
@@ -85,38 +88,38 @@ class CheckpointFiles:
 
     @property
     def numbers(self) -> int:
-        """How many numbers the tensors have in all."""
+        """Total number of elements of all tensors."""
         return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
 
     def read(self, tensor: StoredTensor, rows: range | None = None) -> torch.Tensor:
-        """`tensor`, or these rows of its first dimension: a view of the mapped file, to be copied before it is written.
+        """Return `tensor`, or these rows of its first dimension, as a view of the mapped file; copy it before writing.
 
-        Raises CheckpointError where the file is opened for it, and is not what it was when its header was read.
+        Raises CheckpointError if the file must be opened and changed since its header was read.
         """
         try:
             stored = self._opened(tensor.file).get_slice(tensor.key)
-            found: torch.Tensor = stored[...] if rows is None else stored[rows.start : rows.stop]
+            view: torch.Tensor = stored[...] if rows is None else stored[rows.start : rows.stop]
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 f"{tensor.key} cannot be read from {tensor.file}: {error}", name=tensor.key, path=tensor.file
             ) from error
         if self.on_read is not None:
-            self.on_read(found.nbytes)
-        return found
+            self.on_read(view.nbytes)
+        return view
 
     def digest(self) -> str:
-        """A word that is equal where names, types and shapes of all tensors are equal."""
+        """Return a digest of the names, dtypes and shapes of all tensors."""
         digest = hashlib.blake2b(digest_size=8)
         for key, tensor in sorted(self.tensors.items()):
             digest.update(f"{key} {tensor.dtype} {list(tensor.shape)}\n".encode())
         return digest.hexdigest()
 
     def check(self) -> None:
-        """Raises CheckpointError where one of the files is not what it was; what was read is worth nothing then."""
+        """Raise CheckpointError if one of the files changed, so that earlier reads are invalid."""
         self._stamps.check_all()
 
     def close(self) -> None:
-        """Forget the open file; views that were read from it stay valid."""
+        """Close the open file; views that were read from it stay valid."""
         self._open_file = self._handle = None
 
     def _opened(self, file: Path) -> Any:
@@ -127,7 +130,7 @@ class CheckpointFiles:
                 self._handle = safe_open(file, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{file} is truncated or no safetensors file: {error}", path=file) from error
-            # Before and after: then this is what was opened.
+            # Equal stamps before and after opening prove that this version of the file was opened.
             self._stamps.check(file)
             self._open_file = file
         return self._handle

@@ -1,6 +1,6 @@
-"""Read checkpoint folders: config, model, tokenizer and prompt. Files are checked before a library reads them.
+"""Reading of checkpoint folders: config, model, tokenizer and prompt. Files are checked before a library reads them.
 
-Only safetensors are read, never a pickle; no code of a checkpoint runs, and nothing is fetched.
+Only safetensors are read, never a pickle. No code of a checkpoint runs, and nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -39,12 +39,19 @@ PROMPT_FILE = "prompt.json"
 _ADAPTER_FILE = "adapter_config.json"
 _TEXT_MARK = "{text}"
 _PAIR_MARKS = re.compile(r"\{(query|document)\}")
-# [Empirical] transformers makes up what a checkpoint lacks before it says so. Beyond so many numbers that is refused.
+# [Empirical] transformers allocates missing weights before it reports them. More missing elements than this are
+# refused.
 _MADE_UP_NUMBERS = 1 << 26
 
 
 class KnownAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a model must know where its prompt is right: of the `answers` to a question about `input`, `expected`."""
+    """A question whose answer the model must know if its prompt is right.
+
+    Attributes:
+        input: the text that is asked about
+        answers: the candidate answers
+        expected: the right one of `answers`
+    """
 
     input: str
     answers: tuple[str, ...]
@@ -53,15 +60,17 @@ class KnownAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a checkpoint wants to be asked: the file `prompt.json`, all of whose keys are optional.
+    """The prompt of a checkpoint: the contents of `prompt.json`, all of whose keys are optional.
 
-    `template` holds `{text}` exactly once. The part `{text}` is cut to `max_text_tokens` tokens where that is given.
-    `labels` are the candidate answers, `label_names` what to call them.
-
-    `pair_template` holds `{query}` and `{document}` once each: it asks how relevant a document is, and `pair_labels`
-    are the answers for yes and no. `vector` is what stands for a text: that of its last token, or the mean.
-
-    `probe` is asked when a server starts: a wrong prompt shows there, and not as bad scores.
+    Attributes:
+        template: prompt with `{text}` exactly once
+        labels: candidate answers
+        label_names: names of labels for people
+        max_text_tokens: number of tokens to which `{text}` is truncated
+        pair_template: question about the relevance of a document, with `{query}` and `{document}` once each
+        pair_labels: answers for yes and no
+        vector: embedding of a text: that of its last token, or the mean
+        probe: question that is asked when a server starts, so that a wrong prompt shows before it yields bad scores
     """
 
     template: str = _TEXT_MARK
@@ -74,20 +83,21 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     probe: KnownAnswer | None = None
 
     def render(self, text: str) -> str:
+        """Return `template` with `text` in it."""
         return self.template.replace(_TEXT_MARK, text)
 
     def render_pair(self, query: str, document: str) -> str:
-        """The `pair_template`, which there must be, with both texts in it."""
+        """Return `pair_template`, which must be set, with both texts in it."""
         assert self.pair_template is not None
         texts = {"query": query, "document": document}
-        # In one go: a query may hold the mark of the document.
-        return _PAIR_MARKS.sub(lambda found: texts[found[1]], self.pair_template)
+        # A single substitution, because the query may contain `{document}`.
+        return _PAIR_MARKS.sub(lambda match: texts[match[1]], self.pair_template)
 
 
 def resolve_model(name_or_path: str | Path, *, config_alone: bool = False) -> Path:
-    """The checkpoint folder that is meant: the embedded one for "demo", else an existing folder with a config.json.
+    """Return the checkpoint folder: the embedded one for "demo", else an existing folder with a config.json.
 
-    With `config_alone` the path of a config file is taken too. Raises CheckpointError, also for a folder with an
+    With `config_alone` the path of a config file is accepted too. Raises CheckpointError, also for a folder with an
     adapter.
     """
     if str(name_or_path) == DEMO:
@@ -97,7 +107,7 @@ def resolve_model(name_or_path: str | Path, *, config_alone: bool = False) -> Pa
     path = Path(name_or_path)
     try:
         path.lstat()
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last of a null byte
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError for a null byte
         raise CheckpointError(
             f"{path} does not exist; give the folder of a checkpoint, or {DEMO} for the embedded one", path=path
         ) from None
@@ -112,10 +122,10 @@ def resolve_model(name_or_path: str | Path, *, config_alone: bool = False) -> Pa
             f"{path} is a file; give the folder that holds {CONFIG_FILE} and {WEIGHTS_FILE}", path=path
         )
     if (path / _ADAPTER_FILE).is_file():
-        # transformers would load another model, the one that the file names, or leave the adapter out without a word.
+        # transformers would load the model that the file names, or silently ignore the adapter.
         raise CheckpointError(
-            f"{path} holds an adapter ({_ADAPTER_FILE}); merge it into its model and save that as a checkpoint of its "
-            "own (in peft: model.merge_and_unload().save_pretrained(...))",
+            f"{path} holds an adapter ({_ADAPTER_FILE}); merge it into its model and save the result as a checkpoint "
+            "(in peft: model.merge_and_unload().save_pretrained(...))",
             path=path,
         )
     if not (path / CONFIG_FILE).is_file():
@@ -124,11 +134,11 @@ def resolve_model(name_or_path: str | Path, *, config_alone: bool = False) -> Pa
 
 
 def load_config(path: Path) -> PreTrainedConfig:
-    """The configuration in `path`, a checkpoint folder or a config file.
+    """Return the configuration in `path`, a checkpoint folder or a config file.
 
-    It is that of a causal language model, of a classifier of sequences, or of a backbone alone.
+    The model must be a causal language model, a sequence classifier, or a backbone without head.
 
-    Raises CheckpointError where it is malformed, or of a model type that the installed transformers does not know.
+    Raises CheckpointError if it is malformed, or if the installed transformers does not know the model type.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -139,7 +149,7 @@ def load_config(path: Path) -> PreTrainedConfig:
     try:
         with quiet_transformers():
             config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
-    except Exception as error:  # whatever a family's checks raise about values of this file
+    except Exception as error:  # a family's checks of these values may raise any exception
         raise CheckpointError(
             f"{file} does not fit model_type {model_type!r}: {one_line(error)}",
             path=file,
@@ -154,13 +164,17 @@ def load_config(path: Path) -> PreTrainedConfig:
 def load_model(
     folder: Path, dtype: torch.dtype | None = None, experts_implementation: str = "grouped_mm"
 ) -> PreTrainedModel:
-    """The model of a checkpoint folder on the CPU: eval mode, no key-value cache, no gradients.
+    """Load the model of a checkpoint folder on the CPU: eval mode, no key-value cache, no gradients.
 
-    `dtype` None keeps what the config says. `experts_implementation` has no effect on families without experts.
+    Args:
+        folder: The checkpoint folder.
+        dtype: The dtype of the weights; None: that of the config.
+        experts_implementation: As in transformers; no effect on families without experts.
 
-    Raises CheckpointError where files are missing, truncated or not safetensors, and where weights are missing, left
-    over, or of shapes that the config does not have, where a file changes before all is read, and where weights stay
-    in a type that nothing here computes in, such as float8.
+    Raises:
+        CheckpointError: Files are missing, truncated or not safetensors; weights are missing, unexpected, or do not
+            have the shapes of the config; a file changes while it is read; or weights stay in a dtype in which nothing
+            here computes, such as float8.
     """
     stamps = FileStamps([folder / CONFIG_FILE, folder / INDEX_FILE])
     config = load_config(folder)
@@ -179,16 +193,16 @@ def load_model(
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,
-                # Mismatches then come as records, and are refused below in one line.
+                # Mismatches are then returned as records, which `check_loading` refuses with one line.
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
                 **options,
             )
-    except Exception as error:  # transformers raises many kinds for one cause: the files do not fit the config
-        if "automatic conversion" in str(error):  # the report that it points to is one of the silenced warnings
+    except Exception as error:  # transformers raises many kinds of exceptions if the files do not fit the config
+        if "automatic conversion" in str(error):  # it refers to a report that is one of the silenced warnings
             raise CheckpointError(
                 f"{folder} cannot be loaded: the weights of single experts do not merge into one bank per layer; "
-                "one of them is missing, or has another shape than the rest",
+                "one of them is missing, or its shape differs from the others",
                 path=folder,
             ) from error
         raise CheckpointError(f"{folder} cannot be loaded: {one_line(error)}", path=folder) from error
@@ -202,15 +216,15 @@ def load_model(
 
 
 def meta_model(path: Path, experts_implementation: str = "grouped_mm") -> PreTrainedModel:
-    """The model that the config in `path` describes, on the meta device: shapes without weights, made in no time.
+    """Return the model of the config in `path` on the meta device: shapes without weights.
 
-    Raises CheckpointError as `load_config`, and where the config's numbers do not make a model.
+    Raises CheckpointError as `load_config`, and if no model can be made from the config's numbers.
     """
     return meta_model_of(load_config(path), str(path), experts_implementation)
 
 
 def meta_model_of(config: PreTrainedConfig, name: str, experts_implementation: str = "grouped_mm") -> PreTrainedModel:
-    """As `meta_model`, from a configuration; `name` stands in errors."""
+    """Return the model of `config` on the meta device; errors call it `name`."""
     import torch
 
     model_class = model_class_of(config)
@@ -219,18 +233,18 @@ def meta_model_of(config: PreTrainedConfig, name: str, experts_implementation: s
         with quiet_transformers(), torch.device("meta"):
             dtype = config.dtype or torch.float32
             if dtype.itemsize == 1:
-                dtype = torch.bfloat16  # in which fp8 weights would be computed with; torch makes no model of fp8
+                dtype = torch.bfloat16  # the compute dtype of fp8 weights; torch cannot construct fp8 models
             model: PreTrainedModel = build(config, dtype=dtype, **class_options(model_class, experts_implementation))
-    except Exception as error:  # whatever the family's constructor raises about numbers of the config
+    except Exception as error:  # the family's constructor may raise any exception for the config's numbers
         raise CheckpointError(f"{name} makes no {model_class.__name__}: {one_line(error)}", path=name) from error
     model.requires_grad_(False)
     return model.eval()
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint folder. Raises CheckpointError where it is missing or cannot be read.
+    """Load the tokenizer of a checkpoint folder. Raises CheckpointError if it is missing or cannot be read.
 
-    Read the config first: transformers reads it too, and with fewer checks.
+    Call `load_config` first: transformers reads the config too, with fewer checks.
     """
     from transformers import AutoTokenizer
 
@@ -243,7 +257,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
-    except Exception as error:  # the kinds differ with the file that is broken
+    except Exception as error:  # the kind of exception depends on which file is broken
         if not file.is_file():
             raise CheckpointError(f"{folder} has no tokenizer.json, which scoring text needs", path=folder) from error
         raise CheckpointError(f"the tokenizer in {folder} cannot be read: {one_line(error)}", path=folder) from error
@@ -253,13 +267,13 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def load_prompt(folder: Path) -> Prompt:
-    """The checkpoint's `prompt.json`, or the default prompt, which is the text alone. Raises CheckpointError."""
+    """Return the checkpoint's prompt, or the default one, which is only the text. Raises CheckpointError."""
     file = folder / PROMPT_FILE
     return read_prompt(file) if file.is_file() else Prompt()
 
 
 def read_prompt(file: Path) -> Prompt:
-    """A file as `prompt.json`. Raises CheckpointError."""
+    """Read a prompt file. Raises CheckpointError."""
     prompt: Prompt = read_json(file, Prompt)
     if prompt.template.count(_TEXT_MARK) != 1:
         raise CheckpointError(
@@ -290,7 +304,7 @@ def read_prompt(file: Path) -> Prompt:
         if len(answers) < 2 or len(set(answers)) < len(answers) or prompt.probe.expected not in answers:
             raise CheckpointError(
                 f"{file}: the probe's answers are {list(answers)}, {prompt.probe.expected!r} is expected; there must "
-                "be two answers or more, none of them twice, and the expected one among them",
+                "be two or more different answers, including the expected one",
                 path=file,
                 name="probe",
                 value=answers,
@@ -301,7 +315,7 @@ def read_prompt(file: Path) -> Prompt:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No warnings and progress bars of transformers inside; what was set before is set again afterwards."""
+    """Disable warnings and progress bars of transformers in the block."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -318,13 +332,16 @@ def quiet_transformers() -> Iterator[None]:
 def _switch_cache_off(config: PreTrainedConfig) -> None:
     config.use_cache = False
     for name in config.sub_configs:
-        part = getattr(config, name, None)
-        if part is not None:
-            _switch_cache_off(part)
+        inner = getattr(config, name, None)
+        if inner is not None:
+            _switch_cache_off(inner)
 
 
 def check_numbers(folder: Path, held: int, experts_implementation: str) -> None:
-    """Raises CheckpointError where much of the model is missing, which transformers would make up in memory."""
+    """Raise CheckpointError if many weights are missing, for which transformers would allocate random values.
+
+    `held` is the number of elements in the folder's files.
+    """
     asked = sum(value.numel() for value in meta_model(folder, experts_implementation).parameters())
     if held + _MADE_UP_NUMBERS < asked:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, read from an open file: which bytes of the file are which tensor."""
+"""The header of a safetensors file: the dtype, shape and position of each tensor."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import msgspec
 from moepass.models.errors import CheckpointError, InputError
 from moepass.models.limits import decode_json
 
-# The length of the header, before it, and the most that the format allows.
+# Bytes of the header's length, which precedes the header, and the format's limit on this length.
 _LENGTH_BYTES = 8
 _LONGEST_HEADER_BYTES = 100_000_000
 _METADATA = "__metadata__"
 
 
-class _Entry(msgspec.Struct, frozen=True):
+class _HeaderEntry(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
@@ -27,7 +27,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Extent:
-    """Position of a tensor in its file; `dtype` is the format's name for it."""
+    """Position of a tensor in its file; `dtype` is the name in the safetensors format."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class FileHeader:
-    """Contents of a file of `nbytes`, as its header states them."""
+    """Contents of a file of `nbytes` bytes, as stated by its header."""
 
     tensors: Mapping[str, Extent]
     metadata: Mapping[str, str]
@@ -45,9 +45,9 @@ class FileHeader:
 
 
 def read_header(descriptor: int, file: Path) -> FileHeader:
-    """The header of the open file `descriptor`; `file` stands in errors.
+    """Read the header of the open file `descriptor`; errors call it `file`.
 
-    Raises CheckpointError where it is no safetensors file, or has not the size that its header says.
+    Raises CheckpointError if it is not a safetensors file, or if its size differs from its header.
     """
     try:
         length = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
@@ -60,7 +60,7 @@ def read_header(descriptor: int, file: Path) -> FileHeader:
     try:
         entries: dict[str, Any] = decode_json(text, dict[str, Any])
         metadata = msgspec.convert(entries.pop(_METADATA, {}), dict[str, str])
-        tensors = msgspec.convert(entries, dict[str, _Entry])
+        tensors = msgspec.convert(entries, dict[str, _HeaderEntry])
     except (InputError, msgspec.ValidationError) as error:
         raise CheckpointError(f"{file} is truncated or no safetensors file: {error}", path=file) from error
     begin = _LENGTH_BYTES + length
@@ -82,12 +82,12 @@ def read_header(descriptor: int, file: Path) -> FileHeader:
 
 
 def make_header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> bytes:
-    """The header of a file with these tensors, given as (dtype, shape, bytes), one after the other in this order."""
+    """Return the header of a file with these tensors (dtype, shape, bytes), stored in this order without gaps."""
     entries: dict[str, Any] = {_METADATA: dict(metadata)}
     end = 0
     for key, (dtype, shape, nbytes) in tensors.items():
-        entries[key] = _Entry(dtype, shape, (end, end + nbytes))
+        entries[key] = _HeaderEntry(dtype, shape, (end, end + nbytes))
         end += nbytes
     text = msgspec.json.encode(entries)
-    text += b" " * (-len(text) % _LENGTH_BYTES)  # as other writers do, so that what follows is aligned
+    text += b" " * (-len(text) % _LENGTH_BYTES)  # padding that aligns the tensors, as other writers do
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text

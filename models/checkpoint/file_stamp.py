@@ -1,4 +1,4 @@
-"""Whether a file is still the one that it was: its inode, its size, and the time of its last write."""
+"""Detection of changed files by inode, size and modification time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moepass.models.errors import CheckpointError
 class FileStamp:
     """Identity of a file's contents: equal if the file was neither replaced nor written to.
 
-    A write that sets the time of the last write back is not seen.
+    A write that resets the modification time is not detected.
     """
 
     inode: int
@@ -24,38 +24,42 @@ class FileStamp:
 
     @classmethod
     def of(cls, file: Path | int) -> FileStamp:
-        """The stamp of a file, given by its name or by an open descriptor. Raises OSError."""
+        """Return the stamp of a file name or an open descriptor. Raises OSError."""
         status = os.stat(file)
         return cls(status.st_ino, status.st_size, status.st_mtime_ns)
 
     def describe(self) -> str:
+        """Return size, modification time and inode for an error message."""
         written = datetime.datetime.fromtimestamp(self.written_ns / 10**9).isoformat(" ", "milliseconds")
         return f"{self.nbytes} bytes of {written} (inode {self.inode})"
 
 
 class FileStamps:
-    """Files that must stay what they are while something is read from them, in however many steps."""
+    """Files that must not change while they are read in several steps.
+
+    Args:
+        files: The first files to watch; some may not exist.
+    """
 
     def __init__(self, files: Iterable[Path] = ()) -> None:
-        """Begins with `files`, of which some may not exist."""
         self._stamps = {file: _stamp_or_none(file) for file in files}
 
     def check(self, file: Path) -> FileStamp | None:
-        """The stamp of `file`, None where it does not exist; what it is the first time it must stay.
+        """Return the stamp of `file`, None if it does not exist, and watch it from now on.
 
-        Raises CheckpointError where it is another one by now, or was changed.
+        Raises CheckpointError if it differs from the first check.
         """
         now = _stamp_or_none(file)
-        known = self._stamps.setdefault(file, now)
-        if known != now:
-            was, has = (stamp.describe() if stamp else "not there" for stamp in (known, now))
+        first = self._stamps.setdefault(file, now)
+        if first != now:
+            before, after = (stamp.describe() if stamp else "not there" for stamp in (first, now))
             raise CheckpointError(
-                f"{file} changed while it was being read: it was {was}, now it is {has}; load again", path=file
+                f"{file} changed while it was being read: it was {before}, now it is {after}; load again", path=file
             )
         return now
 
     def check_all(self) -> None:
-        """Raises CheckpointError as `check`, for any of the files."""
+        """Raise CheckpointError if any of the files changed."""
         for file in list(self._stamps):
             self.check(file)
 

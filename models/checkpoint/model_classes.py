@@ -1,4 +1,4 @@
-"""Which class of transformers a checkpoint's configuration asks for: a language model, a classifier or a backbone."""
+"""The transformers class for a checkpoint's configuration: a language model, a classifier or a backbone."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from moepass.models.errors import CheckpointError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-# The ends of class names, and what the class's head gives.
+# Suffixes of class names.
 _CLASSIFIER, _BACKBONE = "ForSequenceClassification", "Model"
 
 
 def check_model_type(file: Path, values: Mapping[str, Any]) -> str:
-    """The model type of the configuration `values` in `file`.
+    """Return the model type of the configuration `values` in `file`.
 
-    Raises CheckpointError where the installed transformers does not know it, or has no class of it that moepass runs.
+    Raises CheckpointError if the installed transformers does not know it, or has no class for it that moepass can run.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -53,7 +53,7 @@ def check_model_type(file: Path, values: Mapping[str, Any]) -> str:
 
 
 def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class that `config.architectures` asks for; that of causal language models where it does not tell."""
+    """Return the class in `config.architectures`, or by default the family's causal language model."""
     from transformers.models.auto import modeling_auto
 
     mapping = {
@@ -61,19 +61,19 @@ def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
         _BACKBONE: modeling_auto.MODEL_MAPPING,
         "": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
     }[_end_of(config.architectures)]
-    found: Any = mapping[type(config)]
-    chosen: type[PreTrainedModel] = found[0] if isinstance(found, (list, tuple)) else found
+    classes: Any = mapping[type(config)]
+    chosen: type[PreTrainedModel] = classes[0] if isinstance(classes, (list, tuple)) else classes
     return chosen
 
 
 def class_options(model_class: type[PreTrainedModel], experts_implementation: str) -> dict[str, str]:
-    """Arguments for making a model of that class. Families without experts know no `experts_implementation`."""
+    """Return the arguments for constructing this class; families without experts have no `experts_implementation`."""
     settable = model_class._can_set_experts_implementation()
     return {"experts_implementation": experts_implementation} if settable else {}
 
 
 def _end_of(architectures: object) -> str:
-    """The end of the class name in a configuration, of those that are told apart."""
+    """Return the suffix of the class name in a configuration, if it is a known one."""
     name = architectures[0] if isinstance(architectures, (list, tuple)) and architectures else ""
     return next((end for end in (_CLASSIFIER, _BACKBONE) if isinstance(name, str) and name.endswith(end)), "")
 
@@ -81,12 +81,12 @@ def _end_of(architectures: object) -> str:
 def _class_names(end: str) -> Mapping[str, Any]:
     from transformers.models.auto import modeling_auto
 
-    found: Mapping[str, Any] = {
+    names: Mapping[str, Any] = {
         _CLASSIFIER: modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
         _BACKBONE: modeling_auto.MODEL_MAPPING_NAMES,
         "": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     }[end]
-    return found
+    return names
 
 
 def _did_you_mean(model_type: str) -> str:

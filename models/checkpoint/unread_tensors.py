@@ -1,10 +1,10 @@
-"""Tensors that are not read yet: they remember from which stored tensors, and how, they are made.
+"""Tensors that are not read yet: they record from which stored tensors, and how, they are computed.
 
-transformers knows for every family how the tensors of a checkpoint become the weights of a model: which are renamed,
-stacked, joined, transposed. Its loader is handed `UnreadTensor`s in place of tensors, runs its own conversion on them,
-and puts the results into the model; not a byte is read. A weight is then read when, and as far as, somebody copies it:
+For every family, transformers knows how the tensors of a checkpoint become the weights of a model: which are renamed,
+stacked, joined, transposed. Its loader receives `UnreadTensor`s instead of tensors, runs its conversion on them, and
+sets the results in the model, without reading a byte. A weight, or a part of it, is read when it is copied:
 
-    weight = torch.cat([torch.stack(gates), torch.stack(ups)], dim=1)    what transformers does: [experts, 2h, H]
+    weight = torch.cat([torch.stack(gates), torch.stack(ups)], dim=1)    by transformers: [experts, 2h, H]
     shard.copy_(weight[2:4])                                             reads gates 2 and 3, and ups 2 and 3
 """
 
@@ -33,12 +33,13 @@ _aten = torch.ops.aten
 
 
 class UnreadTensor(torch.Tensor):
-    """A tensor on the CPU, by shape and type, whose numbers are read when it is copied into another one."""
+    """A CPU tensor with shape and dtype, whose elements are read when it is copied into another tensor."""
 
     recipe: Recipe
 
     @staticmethod
     def __new__(cls, recipe: Recipe) -> UnreadTensor:
+        """Make a tensor with the shape and dtype of `recipe`, without storage."""
         made: UnreadTensor = torch.Tensor._make_wrapper_subclass(
             cls, recipe.shape, dtype=recipe.dtype, device=torch.device("cpu")
         )
@@ -62,7 +63,7 @@ class UnreadTensor(torch.Tensor):
                 args[1].recipe.copy_to(args[0])
             return args[0]
         if operation is _aten._local_scalar_dense.default:
-            raise InputError("item() needs the number of a weight that is not read yet")
+            raise InputError("item() needs the value of a weight that is not read yet")
         if operation._schema.is_mutable:
             raise InputError(f"{operation} changes a weight that is not read yet", name=str(operation))
         if operation in (_aten.detach.default, _aten.alias.default):
@@ -73,22 +74,22 @@ class UnreadTensor(torch.Tensor):
 
 
 def unread(files: CheckpointFiles) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, by its key; none of them read."""
+    """Return every tensor of a checkpoint by its key, without reading any."""
     return {stored.key: UnreadTensor(Stored(files, stored, stored.shape, stored.dtype)) for stored in files}
 
 
 def _special(operation: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Recipe | None:
-    """The recipes that are copied part by part; None where `operation` is none of them."""
-    part = arguments[0]
+    """Return the recipe of an operation whose result can be read in parts; None for other operations."""
+    first = arguments[0]
     if operation is _aten._to_copy.default:
-        others = {key for key, value in keywords.items() if value is not None} - {"dtype", "device", "non_blocking"}
-        is_plain = not others and keywords.get("device") in (None, torch.device("cpu"))
-        return Converted(part, keywords.get("dtype") or part.dtype) if is_plain else None
+        options = {key for key, value in keywords.items() if value is not None} - {"dtype", "device", "non_blocking"}
+        is_plain = not options and keywords.get("device") in (None, torch.device("cpu"))
+        return Converted(first, keywords.get("dtype") or first.dtype) if is_plain else None
     if operation is _aten.slice.Tensor:
-        return _sliced(part, *arguments[1:])
+        return _sliced(first, *arguments[1:])
     if operation not in (_aten.stack.default, _aten.cat.default):
         return None
-    parts = tuple(part)
+    parts = tuple(first)
     dim = arguments[1] if len(arguments) > 1 else keywords.get("dim", 0)
     if not all(isinstance(item, Recipe) and item.dtype == parts[0].dtype for item in parts):
         return None
@@ -106,17 +107,17 @@ def _special(operation: Any, arguments: tuple[Any, ...], keywords: Mapping[str, 
 
 
 def _sliced(
-    part: Recipe, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1
+    source: Recipe, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1
 ) -> Recipe | None:
     if dim == 0 and step == 1:
-        first, end, _ = slice(start, stop).indices(part.shape[0])
+        first, end, _ = slice(start, stop).indices(source.shape[0])
         with contextlib.suppress(UnfollowedError):  # otherwise read the whole tensor and slice it
-            return part.rows(first, max(first, end))
+            return source.rows(first, max(first, end))
     return None
 
 
 def _replayed(operation: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-    """The outputs of any other operation; their shapes and types, and errors, are those of tensors without numbers."""
+    """Return the outputs of another operation, with shapes, dtypes and errors from running it on the meta device."""
 
     def shell(recipe: Recipe) -> torch.Tensor:
         return torch.empty(recipe.shape, dtype=recipe.dtype, device="meta")

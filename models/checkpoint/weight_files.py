@@ -1,4 +1,4 @@
-"""The weight files of a checkpoint folder: which they are, that they are complete, and that they fit the config."""
+"""The weight files of a checkpoint folder: their names, and checks that they are complete and fit the config."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _LONGEST_NAME = 200
-# Types of safetensors that quantised weights have.
+# Dtypes of quantised weights in safetensors files.
 _EIGHT_BITS = ("I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0")
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder. Raises CheckpointError where some are missing, or there are none."""
-    whole, index = folder / WEIGHTS_FILE, folder / INDEX_FILE
-    if whole.is_file():
-        return [whole]
+    """Return the safetensors files of a folder. Raises CheckpointError if files are missing."""
+    single, index = folder / WEIGHTS_FILE, folder / INDEX_FILE
+    if single.is_file():
+        return [single]
     if index.is_file():
         weight_map = read_json(index, dict, MOST_INDEX_BYTES).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
@@ -58,15 +58,16 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_weight_files(folder: Path, config: PreTrainedConfig) -> int:
-    """Check that every weight file is there and complete, and count the numbers in all of them.
+    """Check that every weight file is complete, and return the number of elements in all of them.
 
-    Raises CheckpointError, also for weights in 8 bits where `config` does not say how they were quantised. Such weights
-    would be read without their scales.
+    Raises CheckpointError, also for 8-bit weights if `config` does not say how they were quantised: they would be read
+    without their scales.
     """
     from safetensors import SafetensorError, safe_open
 
     numbers = 0
-    is_quantised = any(getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
+    configs = (config, config.get_text_config())
+    is_quantised = any(getattr(inner, "quantization_config", None) for inner in configs)
     for file in weight_files(folder):
         try:
             with safe_open(file, framework="pt") as opened:
@@ -76,8 +77,8 @@ def check_weight_files(folder: Path, config: PreTrainedConfig) -> int:
                     if not is_quantised and stored.get_dtype() in _EIGHT_BITS:
                         raise CheckpointError(
                             f"{file}: {key} is stored as {stored.get_dtype()}, and the config does not say how to "
-                            "dequantise it; dequantise the weights, to bfloat16 for example, and save them as a "
-                            "checkpoint of their own",
+                            "dequantise it; dequantise the weights, for example to bfloat16, and save them as a new "
+                            "checkpoint",
                             name=key,
                             value=stored.get_dtype(),
                             path=file,
@@ -90,33 +91,33 @@ def check_weight_files(folder: Path, config: PreTrainedConfig) -> int:
     return numbers
 
 
-def check_type(what: str, dtype: torch.dtype | None) -> None:
-    """Raises CheckpointError where weights have a type that nothing here computes in."""
+def check_type(name: str, dtype: torch.dtype | None) -> None:
+    """Raise CheckpointError for a dtype of weights in which nothing here computes."""
     import torch
 
     if dtype not in (None, torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise CheckpointError(
-            f"{what} is {dtype}, in which moepass cannot compute; dequantise the weights, to bfloat16 for example, "
-            "and save them as a checkpoint of their own",
-            name=what,
+            f"{name} is {dtype}, in which moepass cannot compute; dequantise the weights, for example to bfloat16, "
+            "and save them as a new checkpoint",
+            name=name,
             value=dtype,
         )
 
 
 def check_loading(folder: Path, info: Mapping[str, Any]) -> None:
-    """Raises CheckpointError where transformers found that weights and config do not fit each other.
+    """Raise CheckpointError if transformers found that weights and config do not fit together.
 
-    `info` is what `from_pretrained` gives with `output_loading_info`. Without this check transformers would go on with
-    random weights, or without some layers.
+    `info` is the result of `from_pretrained` with `output_loading_info`. Without this check transformers would continue
+    with random weights, or without some layers.
     """
     if info.get("mismatched_keys"):
-        name, found, wanted = sorted(info["mismatched_keys"])[0]
+        name, shape, expected = sorted(info["mismatched_keys"])[0]
         raise CheckpointError(
-            f"{folder}: {name} has shape {list(found)}, but the config asks for {list(wanted)}"
+            f"{folder}: {name} has shape {list(shape)}, but the config asks for {list(expected)}"
             + _and_more(len(info["mismatched_keys"])),
             name=name,
-            value=tuple(found),
-            expected=tuple(wanted),
+            value=tuple(shape),
+            expected=tuple(expected),
             path=folder,
         )
     if info.get("missing_keys"):
@@ -127,7 +128,7 @@ def check_loading(folder: Path, info: Mapping[str, Any]) -> None:
         )
     if info.get("unexpected_keys"):
         raise CheckpointError(
-            f"{folder} holds weights that the config has no place for: {_some(sorted(info['unexpected_keys']))}",
+            f"{folder} holds weights that the config does not use: {_some(sorted(info['unexpected_keys']))}",
             path=folder,
             value=sorted(info["unexpected_keys"]),
         )
@@ -136,7 +137,7 @@ def check_loading(folder: Path, info: Mapping[str, Any]) -> None:
 
 
 def read_json(file: Path, kind: type[Any], most_bytes: int = MOST_JSON_BYTES) -> Any:
-    """The value of type `kind` in a JSON file. Raises CheckpointError where it is malformed, or too long."""
+    """Return the value of type `kind` in a JSON file. Raises CheckpointError if it is malformed or too long."""
     try:
         return decode_json(read_limited(file, most_bytes), kind)
     except OSError as error:
@@ -148,7 +149,7 @@ def read_json(file: Path, kind: type[Any], most_bytes: int = MOST_JSON_BYTES) ->
 
 
 def one_line(error: object) -> str:
-    """An error's text as one line: the first 200 characters, line breaks and runs of blanks made single blanks."""
+    """Return an error's text as one line of at most 200 characters, with whitespace collapsed."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 200 else text[:197] + "..."
 

@@ -1,10 +1,10 @@
-"""How weights are made of the tensors stored in a checkpoint, so that some rows of a weight can be read alone.
+"""Recipes that compute weights from stored tensors of a checkpoint, so that some rows of a weight can be read alone.
 
     Joined([Stacked(gates), Stacked(ups)], dim=1)    gate and up projections of all experts, [experts, 2h, H]
     .rows(2, 4)                                      those of experts 2 and 3: the same of fewer stored tensors
-    .copy_to(place)                                  reads each of them, straight to where it belongs
+    .copy_to(target)                                 reads each stored tensor directly into its part of `target`
 
-Rows can be taken where the first dimension stays what it is all the way; `UnfollowedError` says where it does not.
+Rows can be taken if every step keeps the first dimension; otherwise `UnfollowedError` names the step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moepass.models.checkpoint.checkpoint_files import CheckpointFiles, FileRang
 from moepass.models.errors import InputError
 
 _aten = torch.ops.aten
-# [Empirical] A part that has to be made in memory of its own is made row by row (expert by expert) if it is larger.
+# [Empirical] A larger tensor that needs temporary memory is computed row by row (expert by expert).
 _READ_AT_ONCE_BYTES = 64 << 20
 
 
@@ -36,36 +36,36 @@ class UnfollowedError(InputError):
 
 
 class Recipe:
-    """How a tensor of `shape` and `dtype` is made from stored tensors."""
+    """The computation of a tensor of `shape` and `dtype` from stored tensors."""
 
     __slots__ = ()
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def read(self) -> torch.Tensor:
-        """The tensor: exactly what its operations give; a view of a mapped file where none of them copies."""
+        """Return the tensor. It is a view of a mapped file if no operation copies."""
         raise NotImplementedError
 
     def rows(self, start: int, stop: int) -> Recipe:
-        """Rows [start, stop) of the first dimension. Raises UnfollowedError."""
+        """Return the recipe of rows [start, stop) of the first dimension. Raises UnfollowedError."""
         raise NotImplementedError
 
     def stored(self) -> Iterator[Stored]:
-        """The stored tensors that it reads."""
+        """Yield the stored tensors that it reads."""
         raise NotImplementedError
 
     def file_ranges(self) -> Iterator[FileRange]:
-        """Positions in files of the bytes of the contiguous tensor, in order, if files hold them unchanged.
+        """Yield the ranges of files with the bytes of the contiguous tensor, in order, if files store them unchanged.
 
-        Raises UnfollowedError, by its end, where they have to be made.
+        Raises UnfollowedError, at the latest when exhausted, if the bytes must be computed.
         """
         raise NotImplementedError
 
     def copy_to(self, target: torch.Tensor) -> None:
-        """Write the tensor into `target`, of the same shape and whatever type and strides."""
+        """Write the tensor into `target`, of the same shape and any dtype and strides."""
         nbytes = math.prod(self.shape) * self.dtype.itemsize
         if nbytes > _READ_AT_ONCE_BYTES and self.shape and self.shape[0] > 1:
-            # Where rows cannot be taken, it is the matrix of one expert that is made whole.
+            # If rows cannot be taken, the tensor, usually the matrix of one expert, is computed at once.
             with contextlib.suppress(UnfollowedError):
                 for row in range(self.shape[0]):
                     self.rows(row, row + 1).copy_to(target[row : row + 1])
@@ -73,13 +73,13 @@ class Recipe:
         target.copy_(self.read())
 
     def describe(self) -> str:
-        """A text that is equal for equal recipes; types and shapes of what is stored included."""
+        """Return a text that is equal for equal recipes, including dtypes and shapes of stored tensors."""
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stored(Recipe):
-    """Rows of a stored tensor, or all of it (`taken` is None)."""
+    """A stored tensor, or the rows `taken` of it."""
 
     files: CheckpointFiles
     tensor: StoredTensor
@@ -88,9 +88,11 @@ class Stored(Recipe):
     taken: range | None = None
 
     def read(self) -> torch.Tensor:
+        """Return a view of the mapped file."""
         return self.files.read(self.tensor, self.taken)
 
     def rows(self, start: int, stop: int) -> Recipe:
+        """Return the recipe of rows [start, stop)."""
         if not self.shape:
             raise UnfollowedError("a number without dimensions")
         first = self.taken.start if self.taken else 0
@@ -98,14 +100,16 @@ class Stored(Recipe):
         return Stored(self.files, self.tensor, (stop - start, *self.shape[1:]), self.dtype, taken)
 
     def stored(self) -> Iterator[Stored]:
+        """Yield the stored tensors that it reads."""
         yield self
 
     def file_ranges(self) -> Iterator[FileRange]:
+        """Yield the ranges of files with its bytes."""
         row_bytes = self.nbytes // len(self.taken) if self.taken else 0
         yield FileRange(self.tensor, (self.taken.start if self.taken else 0) * row_bytes, self.nbytes)
 
     def copy_to(self, target: torch.Tensor) -> None:
-        # No part in memory of its own: the copy reads the mapped file.
+        """Copy from the mapped file, without a temporary tensor."""
         target.copy_(self.read())
 
     @property
@@ -114,40 +118,47 @@ class Stored(Recipe):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def describe(self) -> str:
+        """Return a text that is equal for equal recipes."""
         return f"{self.tensor.key} {self.dtype} {list(self.shape)} {self.taken}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stacked(Recipe):
-    """Tensors of one shape and type, stacked to the first dimension: one per expert, most of the time."""
+    """Tensors of one shape and dtype, stacked along a new first dimension: usually one per expert."""
 
     parts: tuple[Recipe, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def read(self) -> torch.Tensor:
-        return torch.stack([part.read() for part in self.parts])
+        """Read all parts and stack them."""
+        return torch.stack([item.read() for item in self.parts])
 
     def rows(self, start: int, stop: int) -> Recipe:
+        """Stack fewer parts."""
         return Stacked(self.parts[start:stop], (stop - start, *self.shape[1:]), self.dtype)
 
     def stored(self) -> Iterator[Stored]:
-        return (stored for part in self.parts for stored in part.stored())
+        """Yield the stored tensors that it reads."""
+        return (stored for item in self.parts for stored in item.stored())
 
     def file_ranges(self) -> Iterator[FileRange]:
-        return (part for stacked in self.parts for part in stacked.file_ranges())
+        """Yield the ranges of files with its bytes."""
+        return (item for stacked in self.parts for item in stacked.file_ranges())
 
     def copy_to(self, target: torch.Tensor) -> None:
-        for part, row in zip(self.parts, target, strict=True):
-            part.copy_to(row)
+        """Copy every part into its row of `target`."""
+        for item, row in zip(self.parts, target, strict=True):
+            item.copy_to(row)
 
     def describe(self) -> str:
-        return f"stack({', '.join(part.describe() for part in self.parts)})"
+        """Return a text that is equal for equal recipes."""
+        return f"stack({', '.join(item.describe() for item in self.parts)})"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Joined(Recipe):
-    """Tensors of one type, joined along `dim`, which is not the first: the rows of gate and up, most of the time."""
+    """Tensors of one dtype, concatenated along `dim`, which is not the first: usually the rows of gate and up."""
 
     parts: tuple[Recipe, ...]
     dim: int
@@ -155,71 +166,84 @@ class Joined(Recipe):
     dtype: torch.dtype
 
     def read(self) -> torch.Tensor:
-        return torch.cat([part.read() for part in self.parts], self.dim)
+        """Read all parts and concatenate them."""
+        return torch.cat([item.read() for item in self.parts], self.dim)
 
     def rows(self, start: int, stop: int) -> Recipe:
-        parts = tuple(part.rows(start, stop) for part in self.parts)
+        """Concatenate the rows of all parts."""
+        parts = tuple(item.rows(start, stop) for item in self.parts)
         return Joined(parts, self.dim, (stop - start, *self.shape[1:]), self.dtype)
 
     def stored(self) -> Iterator[Stored]:
-        return (stored for part in self.parts for stored in part.stored())
+        """Yield the stored tensors that it reads."""
+        return (stored for item in self.parts for stored in item.stored())
 
     def file_ranges(self) -> Iterator[FileRange]:
+        """Yield the ranges of files with its bytes."""
         if self.dim > 1:
-            # Short runs, many for each expert: they would cost more than the bytes in them.
+            # Each expert would have many short runs, which cost more than their bytes.
             raise UnfollowedError(f"cat along dimension {self.dim}")
         for row in range(self.shape[0]):
-            for part in self.parts:
-                yield from part.rows(row, row + 1).file_ranges()
+            for item in self.parts:
+                yield from item.rows(row, row + 1).file_ranges()
 
     def copy_to(self, target: torch.Tensor) -> None:
-        places = target.split([part.shape[self.dim] for part in self.parts], self.dim)
-        for part, place in zip(self.parts, places, strict=True):
-            part.copy_to(place)
+        """Copy every part into its range of `target`."""
+        pieces = target.split([item.shape[self.dim] for item in self.parts], self.dim)
+        for item, piece in zip(self.parts, pieces, strict=True):
+            item.copy_to(piece)
 
     def describe(self) -> str:
-        return f"cat({', '.join(part.describe() for part in self.parts)}; {self.dim})"
+        """Return a text that is equal for equal recipes."""
+        return f"cat({', '.join(item.describe() for item in self.parts)}; {self.dim})"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Converted(Recipe):
-    """A tensor in another number type."""
+    """A tensor in another dtype."""
 
-    part: Recipe
+    source: Recipe
     dtype: torch.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        return self.part.shape
+        """Shape of the tensor."""
+        return self.source.shape
 
     def read(self) -> torch.Tensor:
-        return self.part.read().to(self.dtype)
+        """Read the tensor and convert it."""
+        return self.source.read().to(self.dtype)
 
     def rows(self, start: int, stop: int) -> Recipe:
-        return Converted(self.part.rows(start, stop), self.dtype)
+        """Convert fewer rows."""
+        return Converted(self.source.rows(start, stop), self.dtype)
 
     def stored(self) -> Iterator[Stored]:
-        return self.part.stored()
+        """Yield the stored tensors that it reads."""
+        return self.source.stored()
 
     def file_ranges(self) -> Iterator[FileRange]:
-        if self.dtype != self.part.dtype:
-            raise UnfollowedError(f"a conversion from {self.part.dtype} to {self.dtype}")
-        return self.part.file_ranges()
+        """Yield the ranges of files with its bytes."""
+        if self.dtype != self.source.dtype:
+            raise UnfollowedError(f"a conversion from {self.source.dtype} to {self.dtype}")
+        return self.source.file_ranges()
 
     def copy_to(self, target: torch.Tensor) -> None:
-        # The copy converts by itself, but only once: a type in between would be left out.
+        """Copy into `target`; a conversion to a third dtype goes through this dtype."""
+        # `Tensor.copy_` converts, but directly from the stored dtype to that of `target`, skipping `self.dtype`.
         if target.dtype == self.dtype:
-            self.part.copy_to(target)
+            self.source.copy_to(target)
         else:
             Recipe.copy_to(self, target)
 
     def describe(self) -> str:
-        return f"{self.dtype}({self.part.describe()})"
+        """Return a text that is equal for equal recipes."""
+        return f"{self.dtype}({self.source.describe()})"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Replayed(Recipe):
-    """Output `output` of any operation without side effects, run when it is read; None where it has one output only."""
+    """Output `output` of an operation without side effects, run when it is read; None if it has one output."""
 
     operation: Any
     arguments: tuple[Any, ...]
@@ -229,14 +253,16 @@ class Replayed(Recipe):
     dtype: torch.dtype
 
     def read(self) -> torch.Tensor:
-        # What is not read yet has no strides: transformers' conversion saw contiguous tensors, and must see them here.
-        parts = (self.arguments, dict(self.keywords))
-        arguments, keywords = tree_map_only(Recipe, lambda part: part.read().contiguous(), parts)
+        """Read the arguments and run the operation."""
+        # Unread tensors have no strides, so transformers' conversion assumed contiguous tensors.
+        unread = (self.arguments, dict(self.keywords))
+        arguments, keywords = tree_map_only(Recipe, lambda recipe: recipe.read().contiguous(), unread)
         result: Any = self.operation(*arguments, **keywords)
         made: torch.Tensor = result if self.output is None else result[self.output]
         return made.contiguous()
 
     def rows(self, start: int, stop: int) -> Recipe:
+        """Run the operation on rows of its first argument. Raises UnfollowedError."""
         arguments = self._row_arguments(start, stop)
         if arguments is None:
             raise UnfollowedError(self._name)
@@ -244,64 +270,67 @@ class Replayed(Recipe):
         return dataclasses.replace(self, arguments=arguments, shape=shape)
 
     def file_ranges(self) -> Iterator[FileRange]:
-        part = self.arguments[0]
-        if self.operation not in _KEEP_ORDER or not isinstance(part, Recipe):
+        """Yield the ranges of files with its bytes."""
+        source = self.arguments[0]
+        if self.operation not in _KEEP_ORDER or not isinstance(source, Recipe):
             raise UnfollowedError(self._name)
-        return part.file_ranges()
+        return source.file_ranges()
 
     @property
     def _name(self) -> str:
         return str(self.operation).removeprefix("aten.").split(".")[0]
 
     def _row_arguments(self, start: int, stop: int) -> tuple[Any, ...] | None:
-        """The arguments that give rows [start, stop) of the result; None where there are none."""
-        part, *rest = self.arguments
-        if not isinstance(part, Recipe) or not self.shape or any(isinstance(item, Recipe) for item in rest):
+        """Return the arguments that yield rows [start, stop) of the result, or None."""
+        source, *later = self.arguments
+        if not isinstance(source, Recipe) or not self.shape or any(isinstance(item, Recipe) for item in later):
             return None
         rule = _ROW_RULES.get(self.operation)
-        changed = rule(part.shape, self.shape, rest, stop - start) if rule else None
-        return None if changed is None else (part.rows(start, stop), *changed)
+        changed = rule(source.shape, self.shape, later, stop - start) if rule else None
+        return None if changed is None else (source.rows(start, stop), *changed)
 
     def stored(self) -> Iterator[Stored]:
-        parts: list[Recipe] = []
-        tree_map_only(Recipe, parts.append, (self.arguments, dict(self.keywords)))
-        return (stored for part in parts for stored in part.stored())
+        """Yield the stored tensors that it reads."""
+        recipes: list[Recipe] = []
+        tree_map_only(Recipe, recipes.append, (self.arguments, dict(self.keywords)))
+        return (stored for recipe in recipes for stored in recipe.stored())
 
     def describe(self) -> str:
-        arguments = tree_map_only(Recipe, lambda part: part.describe(), (self.arguments, dict(self.keywords)))
+        """Return a text that is equal for equal recipes."""
+        arguments = tree_map_only(Recipe, lambda recipe: recipe.describe(), (self.arguments, dict(self.keywords)))
         return f"{self.operation}{arguments}[{self.output}]"
 
 
 # Operations whose result has the same bytes as their first argument.
 _KEEP_ORDER = (_aten.clone.default, _aten.view.default, _aten._unsafe_view.default)
 
-# Operations whose rows are made of the same rows of their first argument. Each rule takes the shapes of that argument
-# and of the result, the other arguments and a number of rows, and returns the other arguments for that many rows, or
-# None.
+# Operations whose rows depend only on the same rows of their first argument. Each rule receives the shapes of this
+# argument (`source`) and of the result, the later arguments, and a number of rows. It returns the later arguments for
+# that many rows, or None.
 _Rule = Callable[[Sequence[int], Sequence[int], list[Any], int], "list[Any] | None"]
 
 
-def _keeps_rows(part: Sequence[int], shape: Sequence[int], rest: list[Any], count: int) -> list[Any] | None:
-    return rest
+def _keeps_rows(source: Sequence[int], shape: Sequence[int], later: list[Any], count: int) -> list[Any] | None:
+    return later
 
 
-def _reshapes(part: Sequence[int], shape: Sequence[int], rest: list[Any], count: int) -> list[Any] | None:
-    return [[count, *shape[1:]], *rest[1:]] if part and part[0] == shape[0] and math.prod(shape[1:]) else None
+def _reshapes(source: Sequence[int], shape: Sequence[int], later: list[Any], count: int) -> list[Any] | None:
+    return [[count, *shape[1:]], *later[1:]] if source and source[0] == shape[0] and math.prod(shape[1:]) else None
 
 
-def _transposes(part: Sequence[int], shape: Sequence[int], rest: list[Any], count: int) -> list[Any] | None:
-    return rest if all(dim % len(part) for dim in rest[:2]) else None
+def _transposes(source: Sequence[int], shape: Sequence[int], later: list[Any], count: int) -> list[Any] | None:
+    return later if all(dim % len(source) for dim in later[:2]) else None
 
 
-def _permutes(part: Sequence[int], shape: Sequence[int], rest: list[Any], count: int) -> list[Any] | None:
-    return rest if rest[0] and rest[0][0] % len(part) == 0 else None
+def _permutes(source: Sequence[int], shape: Sequence[int], later: list[Any], count: int) -> list[Any] | None:
+    return later if later[0] and later[0][0] % len(source) == 0 else None
 
 
 def _cuts_at(position: int) -> _Rule:
-    """Cuts along a dimension, argument number `position` after the first one, 0 if it is left out."""
+    """Return the rule for cuts along a dimension, which is argument `position` after the first, by default 0."""
 
-    def rule(part: Sequence[int], shape: Sequence[int], rest: list[Any], count: int) -> list[Any] | None:
-        return rest if len(rest) > position and rest[position] % len(part) else None
+    def rule(source: Sequence[int], shape: Sequence[int], later: list[Any], count: int) -> list[Any] | None:
+        return later if len(later) > position and later[position] % len(source) else None
 
     return rule
 
@@ -319,5 +348,5 @@ _ROW_RULES: Mapping[Any, _Rule] = {
 
 
 def recipe_digest(recipe: Recipe) -> str:
-    """A word that is equal where a tensor is made in the same way of stored tensors of the same types and shapes."""
+    """Return a digest that is equal for tensors computed alike from stored tensors of the same dtypes and shapes."""
     return hashlib.blake2b(recipe.describe().encode(), digest_size=8).hexdigest()

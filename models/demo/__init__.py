@@ -4,5 +4,5 @@ from pathlib import Path
 
 
 def demo_folder() -> Path:
-    """The folder of the checkpoint, as `from_pretrained` takes it."""
+    """Return the folder of the checkpoint."""
     return Path(__file__).parent

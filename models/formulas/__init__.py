@@ -1,20 +1,19 @@
-"""Every formula of moepass for FLOPs, parameters, bytes and thresholds: one place, which models, passes, the router and
-reports all read.
+"""Every formula of moepass for FLOPs, parameters, bytes and thresholds, in one place.
 
 May import sizes.
 
     gemms           matrix multiplications: GEMM, batched, grouped, convolution
-    attention       pairs of tokens that attention looks at, and what they cost
-    layers          parameters and FLOPs of a layer and of a model; design.md's f
+    attention       pairs of tokens in attention, and their cost
+    layers          parameters and FLOPs of a layer and of a model
     memory          bytes at rest and in motion: banks, keys and values, activations, traffic
     communication   bytes that each strategy sends per device and layer
-    saturation      the token count from which compute hides a transfer
+    saturation      the number of tokens from which computation hides a transfer
 
 Every size may be an int or a SymPy expression, such as `batch` and `sequence` below or a symbol of a captured graph.
-Whole numbers in give whole numbers out; expressions in give expressions out, which `evaluate` turns into numbers.
+Integers yield integers. Expressions yield expressions, which `evaluate` turns into numbers.
 
-Conventions: a multiplication and an addition are 2 FLOPs. FLOPs are those of GEMMs, of attention scores and
-of scans; elementwise work costs bytes, not FLOPs. Bytes are counted once per tensor read or written.
+Conventions: a multiplication and an addition are 2 FLOPs. FLOPs count GEMMs, attention scores and scans; elementwise
+work costs bytes, not FLOPs. Bytes are counted once per tensor read or written.
 """
 
 from __future__ import annotations

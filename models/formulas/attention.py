@@ -1,7 +1,7 @@
-"""Costs of attention beyond its projections: scores of attention, scans of linear attention and state spaces.
+"""Costs of attention without its projections: attention scores, scans of linear attention and state spaces.
 
 Attention reads pairs: a token and one that it sees. A causal sequence of S tokens has S(S + 1)/2 of them, half of the
-square that torch's counter assumes. Where P tokens before the sequence are cached or shared, S·P pairs come on top.
+square that torch's counter assumes. A cached or shared prefix of P tokens adds S·P pairs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SCAN_FLOPS = 9
 
 
 def causal_pairs(sequence: Size, window: Size | None = None, prefix: Size = 0) -> Size:
-    """Pairs of one sequence of `sequence` tokens behind `prefix` others, each token seeing at most `window` tokens."""
+    """Return the pairs of a sequence after a prefix, if each token sees at most `window` tokens."""
     if prefix == 0:
         ramp = sequence if window is None else smaller(sequence, window)
         return divided(ramp * (ramp + 1), 2) + (sequence - ramp) * ramp
@@ -27,7 +27,7 @@ def causal_pairs(sequence: Size, window: Size | None = None, prefix: Size = 0) -
 
 
 def chunked_pairs(sequence: Size, chunk: int, prefix: Size = 0) -> Size:
-    """The same where a token sees only what precedes it in its own chunk of `chunk` tokens."""
+    """Return the pairs of a sequence after a prefix, if each token sees only earlier tokens of its chunk."""
     if prefix == 0:
         full = whole_parts(sequence, chunk)
         return full * causal_pairs(chunk) + causal_pairs(sequence - full * chunk)
@@ -35,7 +35,7 @@ def chunked_pairs(sequence: Size, chunk: int, prefix: Size = 0) -> Size:
 
 
 def attention_pairs(attention: Attention, sequence: Size, prefix: Size = 0) -> Size:
-    """Pairs that `attention` looks at in one sequence. Raises InputError for kinds that look at none."""
+    """Return the pairs of `attention` in one sequence. Raises InputError for kinds that have no pairs."""
     if attention.kind == "chunked":
         assert attention.window is not None
         return chunked_pairs(sequence, attention.window, prefix)
@@ -49,19 +49,19 @@ def attention_pairs(attention: Attention, sequence: Size, prefix: Size = 0) -> S
 
 
 def score_flops(pairs: Size, heads: Size, head_dim: Size, value_head_dim: Size) -> Size:
-    """FLOPs of queries times keys and of weights times values.
+    """Return the FLOPs of queries times keys and of weights times values.
 
-    Grouped queries (GQA) save bytes and no FLOPs, so `heads` are those of the queries. Latent attention (MLA) in
-    prefill runs on keys and values that were brought to full size, so it costs what `heads` full heads cost.
+    Grouped queries (GQA) save bytes but no FLOPs, so `heads` are those of the queries. Latent attention (MLA) in
+    prefill runs on keys and values that were expanded to full size, so it costs as much as `heads` full heads.
     """
     return 2 * heads * (head_dim + value_head_dim) * pairs
 
 
 def delta_rule_flops(tokens: Size, heads: Size, key_dim: Size, value_dim: Size) -> Size:
-    """FLOPs of the gated delta rule, chunk by chunk of C tokens (arXiv 2412.06464, in its WY form), per head and token:
+    """Return the FLOPs of the gated delta rule in chunks of C tokens (arXiv 2412.06464, in its WY form).
 
-    keys times keys and queries times keys 4·C·dk; two triangular systems C·(dk + dv); the state read twice and written
-    once 6·dk·dv; weights times values 2·C·dv.
+    Per head and token: keys times keys and queries times keys 4·C·dk; two triangular systems C·(dk + dv); the state,
+    read twice and written once, 6·dk·dv; weights times values 2·C·dv.
     """
     chunk = DELTA_RULE_CHUNK
     among_tokens = 2 * gemm_flops(chunk, key_dim, chunk) + gemm_flops(chunk, chunk, value_dim)
@@ -72,12 +72,12 @@ def delta_rule_flops(tokens: Size, heads: Size, key_dim: Size, value_dim: Size) 
 
 
 def selective_scan_flops(tokens: Size, channels: Size, states: Size) -> Size:
-    """FLOPs of a selective scan (Mamba) without its gate and skip, which are elementwise."""
+    """Return the FLOPs of a selective scan (Mamba) without its gate and skip, which are elementwise."""
     return SCAN_FLOPS * tokens * channels * states
 
 
 def attention_flops(attention: Attention, batch: Size, sequence: Size, prefix: Size = 0) -> Size:
-    """FLOPs of `batch` sequences of `sequence` tokens beyond the projections, each behind `prefix` cached tokens."""
+    """Return the FLOPs of attention without projections, for sequences after `prefix` cached tokens."""
     if attention.kind == "linear":
         return delta_rule_flops(batch * sequence, attention.heads, attention.head_dim, attention.value_head_dim)
     if attention.kind == "state_space":

@@ -1,6 +1,6 @@
 """Bytes that strategies move between devices, and bytes that a gather moves.
 
-A strategy is named by its form of attention and its form of experts: `dp` data parallel, `tp` tensor parallel, `sp`
+The name of a strategy has its form of attention and its form of experts: `dp` data parallel, `tp` tensor parallel, `sp`
 sequence parallel, `pp` pipeline parallel, `ep` expert parallel. The table is that of arXiv 2605.02960.
 """
 
@@ -16,11 +16,11 @@ STRATEGIES = ("dp_ep", "dp_tp", "tp_ep", "tp_tp", "pp_pp", "sp_tp", "sp_ep", "as
 
 
 def communication_bytes(strategy: str, layer: Layer, hidden: int, tokens: Size, ranks: Size, dtype: str) -> Size:
-    """Bytes per device and MoE layer on the critical path, for a step of `tokens` = B·S tokens.
+    """Return the bytes per device and MoE layer on the critical path, for a step of `tokens` = B·S tokens.
 
-    Bytes sent and bytes received both count, and `asyncep` has none: what it moves, it moves beside the computation
-    (`gathered_bytes`). The table does not say how B·S splits over the devices, so this compares strategies; the time of
-    one collective follows from its own sizes (`all_gather_bytes`, `exchanged_bytes`).
+    Sent and received bytes both count. `asyncep` has none, because its transfers overlap with computation
+    (`gathered_bytes`). The table does not say how B·S is divided among the devices, so it only compares strategies; the
+    time of one collective follows from its own sizes (`all_gather_bytes`, `exchanged_bytes`).
 
     Raises InputError for an unknown strategy and for a layer without experts.
     """
@@ -52,24 +52,24 @@ def communication_bytes(strategy: str, layer: Layer, hidden: int, tokens: Size, 
 
 
 def gathered_bytes(bank_bytes: Size, ranks: Size) -> Size:
-    """Bytes that one rank pulls from its peers to complete a bank of which it has its share."""
+    """Return the bytes that one rank pulls from its peers to complete a bank."""
     return divided(bank_bytes * (ranks - 1), ranks)
 
 
 def staged_bytes(bank_bytes: Size, ranks: Size) -> Size:
-    """Bytes of one rank's share: what a host link moves per layer where peers do the rest (home hybrid)."""
+    """Return the bytes of one rank's shard, which the host link moves per layer with home `hybrid`."""
     return divided(bank_bytes, ranks)
 
 
 def part_bytes(part: BankPart, bank_bytes: Size, ranks: Size) -> Size:
-    """Bytes of a part of a bank."""
+    """Return the bytes of a part of a bank."""
     if part == "all":
         return bank_bytes
     return gathered_bytes(bank_bytes, ranks) if part == "others" else staged_bytes(bank_bytes, ranks)
 
 
 def background_bytes(home: str, bank_bytes: Size, ranks: Size) -> Size:
-    """Bytes that come to one rank per layer with streamed experts, over whatever links, beside the computation.
+    """Return the bytes per rank and MoE layer that are transferred during computation, over all links.
 
     Raises InputError for an unknown home.
     """
@@ -78,16 +78,16 @@ def background_bytes(home: str, bank_bytes: Size, ranks: Size) -> Size:
 
 
 def all_gather_bytes(complete_bytes: Size, ranks: Size | None) -> Size:
-    """Bytes that a rank sends and receives in an AllGather to, or a ReduceScatter of, `complete_bytes`.
+    """Return the bytes that a rank sends and receives in an AllGather to, or a ReduceScatter of, `complete_bytes`.
 
-    An AllReduce is one of each. Where the number of ranks is not known, that of infinitely many.
+    An AllReduce is one of each. An unknown number of ranks (None) counts as infinite.
     """
     return 2 * complete_bytes if ranks is None else 2 * gathered_bytes(complete_bytes, ranks)
 
 
 def exchanged_bytes(both_bytes: Size, ranks: Size | None) -> Size:
-    """Bytes that a rank sends and receives in an AllToAll whose input and output have `both_bytes` together.
+    """Return the bytes that a rank sends and receives in an AllToAll.
 
-    One part of `ranks` is its own, if all parts are alike.
+    `both_bytes` are those of input and output together. Of `ranks` equal parts, one stays on the rank.
     """
     return both_bytes if ranks is None else gathered_bytes(both_bytes, ranks)

@@ -1,4 +1,4 @@
-"""The one formula for which rank owns which experts."""
+"""The formula for which rank owns which experts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from moepass.models.errors import InputError
 
 
 def shard_bounds(experts: int, ranks: int) -> tuple[int, ...]:
-    """`ranks + 1` bounds: rank r owns the experts [bounds[r], bounds[r + 1]).
+    """Return `ranks + 1` bounds: rank r owns the experts [bounds[r], bounds[r + 1]).
 
-    Shards are contiguous and differ by one expert at most; where `experts < ranks` some are empty.
-    Raises InputError where either number is below 1.
+    Shards are contiguous and differ by at most one expert; if `experts < ranks`, some are empty. Raises InputError if
+    either number is below 1.
     """
     if experts < 1 or ranks < 1:
         raise InputError(
@@ -25,18 +25,18 @@ def shard_bounds(experts: int, ranks: int) -> tuple[int, ...]:
 
 
 def largest_shard_bytes(bank_bytes: int, experts: int, ranks: int) -> int:
-    """Bytes of the largest shard that any of `ranks` ranks keeps of a bank of `bank_bytes`."""
+    """Return the bytes of the largest shard of a bank of `bank_bytes`."""
     return -(-bank_bytes * -(-experts // ranks) // experts)
 
 
 def smallest_shard_bytes(bank_bytes: int, experts: int, ranks: int) -> int:
-    """Bytes of the smallest shard: what every rank has itself of a bank of `bank_bytes`, at least."""
+    """Return the bytes of the smallest shard of a bank of `bank_bytes`."""
     return bank_bytes * (experts // ranks) // experts
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertPlacement:
-    """The experts of one layer on the ranks of one group, seen from `rank`. Raises InputError."""
+    """The experts of one layer on the ranks of one group, seen from `rank`. Raises InputError for an invalid rank."""
 
     experts: int
     ranks: int
@@ -53,13 +53,13 @@ class ExpertPlacement:
 
     @property
     def shard_sizes(self) -> tuple[int, ...]:
-        """Experts of each rank."""
+        """Number of experts of each rank."""
         bounds = shard_bounds(self.experts, self.ranks)
         return tuple(stop - start for start, stop in itertools.pairwise(bounds))
 
     @property
     def owned(self) -> range:
-        """The global ids of this rank's experts; may be empty."""
+        """Global ids of this rank's experts; may be empty."""
         bounds = shard_bounds(self.experts, self.ranks)
         return range(bounds[self.rank], bounds[self.rank + 1])
 

@@ -6,30 +6,33 @@ from moepass.models.formulas.sizes import Size
 
 
 def gemm_flops(rows: Size, inner: Size, columns: Size, count: Size = 1) -> Size:
-    """FLOPs of `count` GEMMs of one shape."""
+    """Return the FLOPs of `count` GEMMs of one shape."""
     return 2 * count * rows * inner * columns
 
 
 def gemm_bytes(rows: Size, inner: Size, columns: Size, element_bytes: int, count: Size = 1) -> Size:
-    """Bytes that `count` GEMMs move: both operands read, the result written."""
+    """Return the bytes that `count` GEMMs move: both operands read, the result written."""
     return count * (rows * inner + inner * columns + rows * columns) * element_bytes
 
 
 def grouped_gemm_flops(rows: Size, inner: Size, columns: Size) -> Size:
-    """FLOPs of a grouped GEMM: each row meets the matrix of its own expert; `rows` are those of all experts."""
+    """Return the FLOPs of a grouped GEMM, which multiplies each row by the matrix of one expert."""
     return gemm_flops(rows, inner, columns)
 
 
 def grouped_gemm_bytes(rows: Size, inner: Size, columns: Size, experts: Size, element_bytes: int) -> Size:
-    """Bytes that a grouped GEMM moves: rows read, the matrices of `experts` experts read, the result written."""
+    """Return the bytes that a grouped GEMM moves: rows and `experts` matrices read, the result written."""
     return (rows * inner + experts * inner * columns + rows * columns) * element_bytes
 
 
 def convolution_flops(positions: Size, channels_out: Size, channels_in: Size, width: Size) -> Size:
-    """FLOPs of a convolution; `channels_in` are those that one output channel sees, `width` the kernel's elements."""
+    """Return the FLOPs of a convolution.
+
+    `channels_in` are those that one output channel sees, `width` is the number of kernel elements.
+    """
     return gemm_flops(positions, channels_in * width, channels_out)
 
 
 def triangular_solve_flops(rows: Size, columns: Size, count: Size = 1) -> Size:
-    """FLOPs of `count` systems of `rows` equations, triangular, each for `columns` right-hand sides."""
+    """Return the FLOPs of `count` triangular systems of `rows` equations, each for `columns` right-hand sides."""
     return count * rows * rows * columns

@@ -8,7 +8,7 @@ from moepass.models.sizes.architecture import Architecture, Attention, Experts, 
 
 
 def projection_parameters(attention: Attention, hidden: int) -> int:
-    """Weights of the projections before and after attention, the convolution included; without biases and norms."""
+    """Return the weights of the projections and convolutions of attention, without biases and norms."""
     output = attention.output_width * hidden
     if attention.kind == "state_space":
         inner, states, rank = attention.heads, attention.head_dim, attention.time_step_rank
@@ -31,37 +31,37 @@ def projection_parameters(attention: Attention, hidden: int) -> int:
 
 
 def attention_parameters(attention: Attention, hidden: int) -> int:
-    """All parameters of attention."""
+    """Return all parameters of attention."""
     return projection_parameters(attention, hidden) + attention.other_parameters
 
 
 def mlp_parameters(hidden: int, width: int, gated: bool = True) -> int:
-    """Weights of a feed-forward network: up, down, and gate where it has one."""
+    """Return the weights of a feed-forward network: up, down, and the gate if it has one."""
     return (3 if gated else 2) * hidden * width
 
 
 def expert_parameters(experts: Experts, hidden: int) -> int:
-    """Parameters of one routed expert, its biases included: a bank holds `experts.count` times as many."""
+    """Return the parameters of one routed expert, including biases; a bank has `experts.count` times as many."""
     bias = (2 if experts.gated else 1) * experts.width + hidden if experts.bias else 0
     return mlp_parameters(hidden, experts.width, experts.gated) + bias
 
 
 def _always_read(experts: Experts, hidden: int) -> int:
-    """Weights of router and shared experts, which every token meets."""
+    """Return the weights of router and shared experts, which every token uses."""
     router = hidden * experts.count
     gate = hidden if experts.shared_gate else 0
     return router + mlp_parameters(hidden, experts.shared_width, experts.gated) + gate
 
 
 def experts_parameters(experts: Experts, hidden: int, routed: int | None = None) -> int:
-    """Parameters of an MoE block, of which `routed` experts count (all where None)."""
+    """Return the parameters of an MoE block with `routed` of its routed experts (None: all)."""
     counted = experts.count if routed is None else routed
     bias = experts.count if experts.router_bias else 0
     return _always_read(experts, hidden) + bias + counted * expert_parameters(experts, hidden)
 
 
 def layer_parameters(layer: Layer, hidden: int, routed: int | None = None) -> int:
-    """Parameters of a layer, of whose experts `routed` count (all where None)."""
+    """Return the parameters of a layer with `routed` of its routed experts (None: all)."""
     if layer.experts is None:
         assert layer.dense_width is not None
         block = mlp_parameters(hidden, layer.dense_width)
@@ -71,7 +71,7 @@ def layer_parameters(layer: Layer, hidden: int, routed: int | None = None) -> in
 
 
 def model_parameters(architecture: Architecture) -> int:
-    """Parameters of the model; an embedding that is the head too counts once."""
+    """Return the parameters of the model; an embedding that is also the head counts once."""
     hidden = architecture.hidden
     layers = sum(count * layer_parameters(layer, hidden) for layer, count in architecture.layer_counts.items())
     tables = architecture.vocab * hidden * (1 if architecture.tied_embeddings else 2)
@@ -79,7 +79,7 @@ def model_parameters(architecture: Architecture) -> int:
 
 
 def active_parameters(architecture: Architecture, *, embedding: bool = True, head: bool = True) -> int:
-    """Parameters that one token meets. Publishers differ in whether they count the embedding and the head."""
+    """Return the parameters that one token uses. Publishers differ in whether they count the embedding and the head."""
     hidden = architecture.hidden
     layers = sum(
         count * layer_parameters(layer, hidden, routed=layer.experts.top_k if layer.experts else None)
@@ -91,7 +91,7 @@ def active_parameters(architecture: Architecture, *, embedding: bool = True, hea
 
 
 def flops_per_token(layer: Layer, hidden: int) -> int:
-    """design.md's f: FLOPs of a layer per token, all GEMMs but those whose size depends on the sequence length.
+    """Return f, the FLOPs of a layer per token: all GEMMs whose size does not depend on the sequence length.
 
     2·(projections + H·E router + k·3·H·h routed + 3·H·h shared), or 2·(projections + 3·H·w) for a dense layer.
     """
@@ -105,28 +105,28 @@ def flops_per_token(layer: Layer, hidden: int) -> int:
 
 
 def flops_behind_attention(layer: Layer, hidden: int) -> int:
-    """Of `flops_per_token` what comes behind attention: the output projection, and experts or feed-forward network."""
+    """Return the part of `flops_per_token` after attention: the output projection, and experts or MLP."""
     before = projection_parameters(layer.attention, hidden) - layer.attention.output_width * hidden
     return flops_per_token(layer, hidden) - 2 * before
 
 
 def layer_flops(layer: Layer, hidden: int, batch: Size, sequence: Size, prefix: Size = 0) -> Size:
-    """FLOPs of a layer for `batch` sequences of `sequence` tokens, each behind `prefix` cached or shared tokens."""
+    """Return the FLOPs of a layer for `batch` sequences of `sequence` tokens, each after `prefix` cached tokens."""
     weights = batch * sequence * flops_per_token(layer, hidden)
     return weights + attention_flops(layer.attention, batch, sequence, prefix)
 
 
 def head_flops(architecture: Architecture, positions: Size) -> Size:
-    """FLOPs of the logits at `positions` tokens."""
+    """Return the FLOPs of the logits at `positions` tokens."""
     return 2 * positions * architecture.hidden * architecture.vocab
 
 
 def model_flops(
     architecture: Architecture, batch: Size, sequence: Size, prefix: Size = 0, positions: Size | None = None
 ) -> Size:
-    """FLOPs of a forward pass over `batch` sequences of `sequence` tokens, each after `prefix` cached or shared tokens.
+    """Return the FLOPs of a forward pass over `batch` sequences, each after `prefix` cached or shared tokens.
 
-    `positions` are the tokens whose logits are computed: one per sequence where None, as prefill-only work needs.
+    `positions` is the number of tokens whose logits are computed; by default one per sequence, as in prefill-only work.
     """
     layers = sum(
         count * layer_flops(layer, architecture.hidden, batch, sequence, prefix)

@@ -2,15 +2,15 @@
 
     compute(n) ÷ F  >=  γ · t        F reached or peak rate, t the transfer's seconds, γ the margin (1.2)
 
-compute(n) depends on where n tokens come from, because attention scores grow with the length of a sequence and not with
+compute(n) depends on the lengths of sequences, because attention scores grow with the length of a sequence and not with
 the number of sequences. Both cases are solved with SymPy:
 
-    sequences      of a given length: more tokens are more sequences, so scores cost a constant per token, and
+    sequences      of a fixed length: more tokens are more sequences, so scores cost a constant per token, and
                    n = γ·t·F / (f + scores per token). Exact for every kind of attention.
     one sequence   that gets longer: n·f + a·n(n + 1)/2 = γ·t·F, a quadratic equation in n. Beyond a window of w
                    tokens scores grow by w per token, and the equation is linear.
 
-Where no length is known, scores are left out. The threshold is then too high, never too low.
+If no length is known, scores are ignored. The threshold is then too high, never too low.
 """
 
 from __future__ import annotations
@@ -38,10 +38,12 @@ _window = sympy.Symbol("window", positive=True, integer=True)
 
 @dataclasses.dataclass(frozen=True)
 class Saturation:
-    """A solved threshold, in `tokens` and `flops` per rank and step.
+    """A solved threshold, in tokens and FLOPs per rank and step.
 
-    `formula` is the solution in words that are symbols, `values` what they stood for here, and `expression` the
-    formula as SymPy has it.
+    Attributes:
+        formula: the solution as text
+        values: the values of its symbols
+        expression: the solution as a SymPy expression
     """
 
     tokens: int
@@ -53,7 +55,7 @@ class Saturation:
 
 @functools.lru_cache(maxsize=1)
 def threshold_of_sequences() -> Size:
-    """n for sequences of one length, in the symbols of this module."""
+    """Return n for sequences of one length, in the symbols of this module."""
     (solution,) = sympy.solve(
         sympy.Eq(tokens * (_flops_per_token + _scores_per_token) / _flops_per_s, _hidden()), tokens
     )
@@ -62,7 +64,10 @@ def threshold_of_sequences() -> Size:
 
 @functools.lru_cache(maxsize=2)
 def threshold_of_one_sequence(windowed: bool = False) -> Size:
-    """n for one sequence that sees all before, or only the last `window` tokens, in the symbols of this module."""
+    """Return n for one sequence, in the symbols of this module.
+
+    A token sees all earlier tokens, or if `windowed` only the last `window` ones.
+    """
 
     def solved(pairs: Size) -> Size:
         seconds = (tokens * _flops_per_token + _scores_per_pair * pairs) / _flops_per_s
@@ -82,7 +87,7 @@ def _hidden() -> Size:
 
 
 def _is_positive(root: Size) -> bool:
-    # One root of the quadratic equation is negative for all values, so any will tell.
+    # One root of the quadratic equation is negative for all values, so any value distinguishes them.
     return bool(root.subs({symbol: 1 for symbol in root.free_symbols if symbol != _gamma}).subs(_gamma, 100) > 0)
 
 
@@ -96,19 +101,20 @@ def saturation(
     sequence: int | None = None,
     one_sequence: bool = False,
 ) -> Saturation:
-    """The threshold of one layer, whose computation hides a transfer of `transfer_seconds`.
+    """Return the threshold of one layer whose computation hides a transfer of `transfer_seconds`.
 
     Args:
-        layer: the layer that computes meanwhile; `hidden`: the model's width.
-        transfer_seconds: of one bank.
-        flops_per_s: the rate that is reached, or the peak.
-        gamma: how much longer than the transfer the computation must be.
-        sequence: tokens of each sequence. Without it, and without `one_sequence`, attention scores are left out.
-        one_sequence: the tokens are those of one sequence.
+        layer: The layer that computes during the transfer.
+        hidden: The model's width.
+        transfer_seconds: Seconds of the transfer of one bank.
+        flops_per_s: The reached or the peak rate.
+        gamma: Required ratio of computation to transfer.
+        sequence: Tokens of each sequence. Without it, and without `one_sequence`, attention scores are ignored.
+        one_sequence: The tokens are those of one sequence.
 
     Raises:
-        InputError: a rate or margin that is not positive, a negative transfer, both `sequence` and `one_sequence`, or
-            one sequence under chunked attention, where n jumps from chunk to chunk.
+        InputError: A rate or margin is not positive, a transfer is negative, both `sequence` and `one_sequence` are
+            set, or one sequence has chunked attention, where n jumps from chunk to chunk.
     """
     for name, value in (("flops_per_s", flops_per_s), ("gamma", gamma)):
         if not (value > 0 and math.isfinite(value)):
@@ -160,7 +166,7 @@ def _one_sequence(layer: Layer) -> tuple[Size, dict[str, float]]:
 
 def _scores_per_token_of(layer: Layer, sequence: int | None) -> float:
     if sequence is None:
-        # States cost the same per token whatever the length; scores of pairs are left out.
+        # States cost the same per token for every length; scores of pairs are ignored.
         has_state = layer.attention.kind in ("linear", "state_space")
         return float(attention_flops(layer.attention, 1, 1)) if has_state else 0.0
     return float(attention_flops(layer.attention, 1, sequence)) / sequence
@@ -172,12 +178,12 @@ def _flops(layer: Layer, hidden: int, count: int, sequence: int | None, one_sequ
     return count * (flops_per_token(layer, hidden) + _scores_per_token_of(layer, sequence))
 
 
-# Up to here a float tells one number of tokens from the next in all that is computed of it.
+# Up to this number of tokens, floating-point arithmetic distinguishes successive numbers.
 _EXACT_COUNTS = 1 << 44
 
 
 def _smallest(layer: Layer, hidden: int, exact: float, needed: float, sequence: int | None, one_sequence: bool) -> int:
-    """The smallest whole number that does: rounding of floats may be off by one next to a whole solution."""
+    """Return the smallest sufficient integer: next to an exact solution, floating-point rounding may be off by one."""
     count = math.ceil(exact)
     if count > _EXACT_COUNTS:
         return count

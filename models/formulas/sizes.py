@@ -1,4 +1,4 @@
-"""Sizes as formulas take them: numbers, or SymPy expressions."""
+"""Sizes in formulas: numbers or SymPy expressions."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from moepass.models.errors import InputError, one_of
 # An int, or a sympy.Expr (untyped here, so that arithmetic on both stays readable).
 Size: TypeAlias = Any
 
-# Sequences in a step, tokens of each, their product, and the ranks that share a bank.
+# Sequences in a step, tokens of each sequence, their product, and the ranks that share a bank.
 batch, sequence, tokens, ranks = sympy.symbols("batch sequence tokens ranks", integer=True, positive=True)
 
 
 def smaller(left: Size, right: Size) -> Size:
-    """The smaller one."""
+    """Return the minimum."""
     if isinstance(left, int) and isinstance(right, int):
         return min(left, right)
     return sympy.Min(left, right)
 
 
 def divided(value: Size, divisor: Size) -> Size:
-    """`value` over `divisor`; a whole number where both are and it comes out even."""
+    """Return `value` over `divisor`, as an integer if both are and it divides evenly."""
     if isinstance(value, int) and isinstance(divisor, int):
         return value // divisor if value % divisor == 0 else value / divisor
     return value / divisor
 
 
 def whole_parts(value: Size, part: Size) -> Size:
-    """How many times `part` fits into `value`."""
+    """Return how many times `part` fits into `value`."""
     if isinstance(value, int) and isinstance(part, int):
         return value // part
     return sympy.floor(value / sympy.sympify(part))
 
 
 def evaluate(expression: Size, **values: float) -> float:
-    """The number that `expression` is for `values` of its symbols by name; an int where it is whole.
+    """Return the number of `expression` for `values` of its symbols by name, as an int if it is one.
 
-    Raises InputError where a symbol has no value; values for symbols that it does not have are no error.
+    Raises InputError if a symbol has no value. Values for other symbols are ignored.
     """
     expression = sympy.sympify(expression)
     missing = {symbol.name for symbol in expression.free_symbols} - values.keys()

@@ -1,4 +1,4 @@
-"""Bytes of weights as checkpoints store them, and of a bank at rest, on the link and in a slot."""
+"""Bytes of weights in checkpoint formats, and of a bank at rest, on the link and in a slot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moepass.models.sizes.weight_formats import ATTENTION, DENSE_MLP, EXPERTS, S
 
 @dataclasses.dataclass(frozen=True)
 class BankSizes:
-    """Bytes of one bank: where it rests, on its way over a link, and in the slot that kernels read."""
+    """Bytes of one bank at rest, on a link, and in the slot that kernels read."""
 
     home_bytes: int
     link_bytes: int
@@ -22,10 +22,10 @@ class BankSizes:
 
 
 def bank_sizes(experts: Experts, hidden: int, dtype: str, stored: WeightFormat | None = None) -> BankSizes:
-    """The sizes of a bank whose experts are computed in `dtype`.
+    """Return the sizes of a bank whose experts are computed in `dtype`.
 
-    With `stored` it rests and travels as the checkpoint stores it. The slot holds the same bytes where kernels compute
-    in that format, else what `dtype` makes of them.
+    With `stored` it rests and travels in the checkpoint's format. The slot has the same bytes if kernels compute in
+    this format, else the weights in `dtype`.
     """
     plain = bank_bytes(experts, hidden, dtype)
     if stored is None or EXPERTS not in stored.parts:
@@ -40,7 +40,7 @@ def bank_sizes(experts: Experts, hidden: int, dtype: str, stored: WeightFormat |
 
 
 def dense_bytes(architecture: Architecture, dtype: str, stored: WeightFormat | None = None) -> int:
-    """Bytes of everything but the banks, with `stored` as the checkpoint stores it."""
+    """Return the bytes of all weights except the banks, with `stored` in the checkpoint's format."""
     if stored is None:
         return resident_bytes(architecture, dtype)
     wide = element_bytes("bf16" if dtype == "fp8" else dtype)
@@ -49,16 +49,16 @@ def dense_bytes(architecture: Architecture, dtype: str, stored: WeightFormat | N
     for layer, count in architecture.layer_counts.items():
         if layer.experts is not None:
             routed += count * layer.experts.count * expert_parameters(layer.experts, hidden)
-        for part, rows, columns in layer_matrices(layer, hidden):
-            if part in stored.parts and part != EXPERTS:
+        for name, rows, columns in layer_matrices(layer, hidden):
+            if name in stored.parts and name != EXPERTS:
                 saved += count * (rows * columns * wide - stored.matrix_bytes(rows, columns))
     return (model_parameters(architecture) - routed) * wide - saved
 
 
 def layer_matrices(layer: Layer, hidden: int) -> Iterator[tuple[str, int, int]]:
-    """Every matrix of a layer that formats quantise, as (part, rows, columns); of the routed experts those of one.
+    """Yield every matrix of a layer that formats quantise, as (part, rows, columns), with one of the routed experts.
 
-    Routers, embeddings and heads are none of them. Raises InputError for attention that is no softmax attention.
+    Routers, embeddings and heads are not quantised. Raises InputError for attention other than softmax attention.
     """
     for rows, columns in _attention_matrices(layer.attention, hidden):
         yield ATTENTION, rows, columns

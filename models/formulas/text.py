@@ -1,4 +1,4 @@
-"""Numbers from expressions that were written down as text: what a plan holds, read without evaluating code."""
+"""Evaluation of expressions in plans, which are stored as text, without executing code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHOWN_LETTERS = 120
 
 
 def _power(base: float, exponent: float) -> float:
-    # Whole powers are exact; one that would fill the memory is no size of anything.
+    # Integer powers are exact, but one that would fill the memory cannot be a size.
     if isinstance(base, int) and abs(base) > 1 and exponent * math.log10(abs(base)) > _MAX_DIGITS_OF_A_POWER:
         raise OverflowError(f"{base}**{exponent} is too large")
     return float(base**exponent) if isinstance(base, float) else base**exponent
@@ -29,7 +29,7 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[float, float], float]] = {
     ast.Mod: operator.mod,
     ast.Pow: _power,
 }
-# As SymPy and torch write them.
+# Names as SymPy and torch write them.
 _FUNCTIONS: Mapping[str, Callable[..., float]] = {
     "Min": min,
     "Max": max,
@@ -46,9 +46,9 @@ _FUNCTIONS: Mapping[str, Callable[..., float]] = {
 
 
 def evaluate_text(text: str, sizes: Mapping[str, float]) -> float:
-    """The number that an expression of sizes by name stands for; an int where it is whole.
+    """Return the number of an expression of sizes by name, as an int if it is one.
 
-    Raises InputError where a size is missing, or `text` is anything but arithmetic.
+    Raises InputError if a size is missing, or if `text` is anything but arithmetic.
     """
     try:
         number = sum(sign * _value(ast.parse(term, mode="eval").body, sizes) for sign, term in _terms(text))
@@ -62,13 +62,13 @@ def evaluate_text(text: str, sizes: Mapping[str, float]) -> float:
 
 
 def _terms(text: str) -> Iterator[tuple[int, str]]:
-    """The terms of a sum with their signs, so that no sum is too long for the parser."""
+    """Yield the terms of a sum with their signs, so that no sum is too long for the parser."""
     depth, begin, sign = 0, 0, 1
-    for place, letter in enumerate(text):
+    for index, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")
-        if depth == 0 and text[place : place + 3] in (" + ", " - "):
-            yield sign, text[begin:place]
-            begin, sign = place + 3, 1 if text[place + 1] == "+" else -1
+        if depth == 0 and text[index : index + 3] in (" + ", " - "):
+            yield sign, text[begin:index]
+            begin, sign = index + 3, 1 if text[index + 1] == "+" else -1
     yield sign, text[begin:]
 
 

@@ -1,1 +1,1 @@
-"""Expert parallelism in its common forms, for users and tests. May import formulas."""
+"""Reference implementations of expert parallelism in its common forms, for users and tests. May import formulas."""

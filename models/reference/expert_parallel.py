@@ -1,24 +1,24 @@
-"""Expert parallelism in four forms, on functional collectives: reference implementations for inference.
+"""Reference implementations of expert parallelism for inference, in four forms, on functional collectives.
 
 Each form is a module with the signature of transformers' experts, `forward(hidden_states, top_k_index, top_k_weights)`
 with global expert ids, and holds the weights of this rank's experts. All ranks of the group must call it. Every form
-captures as one graph (`fullgraph=True`), with a dynamic number of tokens; those that read a size back to the host
-(`all_to_all`, `all_gather`) need `torch._dynamo.config.capture_scalar_outputs = True` for it.
+captures as one graph (`fullgraph=True`), with a dynamic number of tokens. The forms that read a size back to the host
+(`all_to_all`, `all_gather`) need `torch._dynamo.config.capture_scalar_outputs = True` for that.
 
     form                   tokens go to the experts by   and come back by   host syncs   ranks hold
-    all_to_all             AllToAll, exact sizes         AllToAll           1            tokens of their own
-    all_to_all_capacity    AllToAll, fixed sizes         AllToAll           0            tokens of their own
-    all_gather             AllGather, padded             ReduceScatter      1            tokens of their own
-    all_reduce             are there already             AllReduce          0            the same tokens
+    all_to_all             AllToAll, exact sizes         AllToAll           1            different tokens
+    all_to_all_capacity    AllToAll, fixed sizes         AllToAll           0            different tokens
+    all_gather             AllGather, padded             ReduceScatter      1            different tokens
+    all_reduce             (no transfer)                 AllReduce          0            the same tokens
 
-Exactness, measured on CPUs against `GroupedExperts` run on all ranks' tokens, rank by rank, in one batch, with as many
-threads as a rank has (float32 GEMMs round differently on another number):
-    the two AllToAll forms are bit-identical while no token is dropped: every expert sees the same rows in the same
+Exactness, measured on CPUs against `GroupedExperts` on all ranks' tokens, rank by rank, in one batch, with the threads
+of one rank (float32 GEMMs round differently on another number of threads):
+    The two AllToAll forms are bit-identical while no token is dropped: every expert sees the same rows in the same
     order, and the weighted sum runs in the same order on the rank that owns the token.
     `all_gather` and `all_reduce` sum on each rank and then over ranks: equal up to rounding. They are bit-identical
-    with top-1, and with top-2 where the weights have the type of the hidden states, since two terms have one order.
-`GroupedExperts` run on one rank's tokens alone gives the same up to rounding: a GEMM may round a row
-differently as the number of rows changes (float32 does below 4 rows for an expert; bfloat16 was not seen to).
+    with top-1, and with top-2 if the weights have the dtype of the hidden states, since two terms have one order.
+`GroupedExperts` on one rank's tokens alone gives the same up to rounding: a GEMM may round a row differently for a
+different number of rows (float32 does below 4 rows for an expert; bfloat16 was not seen to).
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ from moepass.models.reference.grouped_experts import (
 
 
 class ShardedExperts(GroupedExperts):
-    """Base of the four forms: this rank's part of E experts.
+    """Base class of the four forms: this rank's part of E experts.
+
+    Raises InputError if the weights are not those of the experts that this rank owns.
 
     Args:
-        gate_up_proj: [experts of this rank, 2h, H]; `ExpertPlacement.owned` says which these are.
+        gate_up_proj: [experts of this rank, 2h, H]; `ExpertPlacement.owned` has their ids.
         down_proj: [experts of this rank, H, h].
         experts: E, over all ranks.
         group: the ranks that share the experts; by default all. torch.distributed must be initialised.
-
-    Raises InputError where the weights are not those of as many experts as this rank owns.
     """
 
     def __init__(
@@ -78,23 +78,23 @@ class ShardedExperts(GroupedExperts):
             )
 
     def to_local(self, expert_ids: torch.Tensor) -> torch.Tensor:
-        """Global ids as this rank's: 0..owned-1, and `owned` for every expert of another rank."""
+        """Convert global ids to this rank's: 0..owned-1, and `owned` for experts of other ranks."""
         owned = self.placement.owned
         local = expert_ids - owned.start
         return local.masked_fill((local < 0) | (local >= len(owned)), len(owned))
 
 
 class AllToAllExperts(ShardedExperts):
-    """Form 1: each pair of a token and an expert travels to the expert's rank, and its output back.
+    """Form 1: each pair of a token and an expert is sent to the expert's rank, and its output back.
 
-    The sizes of the exchange depend on the routing, so the ranks exchange their counts first, and read them on the
+    The sizes of the exchange depend on the routing, so the ranks first exchange their counts, and read them on the
     host.
     """
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """The weighted sum of each token's experts [tokens, H]. Bit-identical to the reference on all tokens."""
+        """Return the weighted sum of each token's experts [tokens, H]. Bit-identical to the reference on all tokens."""
         ranks, owned, shards = self.placement.ranks, len(self.placement.owned), self.placement.shard_sizes
         sorted_ids, order = sort_by_expert(top_k_index)
         leaving = count_per_expert(sorted_ids, self.placement.experts)
@@ -107,15 +107,18 @@ class AllToAllExperts(ShardedExperts):
         return weighted_sum(rows, order, top_k_weights).to(hidden_states.dtype)
 
     def _sizes(self, leaving: torch.Tensor, arriving: torch.Tensor) -> tuple[list[int], list[int]]:
-        """How many rows go to each rank and come from it, on the host."""
-        send = torch.stack([part.sum() for part in leaving.split(self.placement.shard_sizes)])
+        """Return the numbers of rows sent to and received from each rank, on the host."""
+        send = torch.stack([counts.sum() for counts in leaving.split(self.placement.shard_sizes)])
         sizes = torch.cat([send, arriving.sum(dim=1)]).tolist()
         for size in sizes:
             torch._check(size >= 0)
         return sizes[: self.placement.ranks], sizes[self.placement.ranks :]
 
     def _run_arrived(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
-        """`rows` [n, H], rank by rank and sorted by expert within each, `arriving` of them: outputs in that order."""
+        """Run the experts on `rows` [n, H], which are ordered by rank and then by expert, and keep this order.
+
+        `arriving` has the number of rows for each rank and expert.
+        """
         owned = len(self.placement.owned)
         if owned == 0:
             return rows
@@ -127,15 +130,19 @@ class AllToAllExperts(ShardedExperts):
 
 
 class CapacityAllToAllExperts(ShardedExperts):
-    """Form 2: as form 1, with a fixed number of slots for each expert and rank, so that no size depends on the routing.
+    """Form 2: like form 1, with a fixed number of slots for each expert and rank.
 
-    Args, beyond those of `ShardedExperts`:
-        max_tokens: the most tokens that any rank will bring; the same on every rank.
-        capacity_factor: None gives every expert `max_tokens` slots, which is enough whatever the routing. A number
-            gives it ceil(capacity_factor * max_tokens * k / E); pairs beyond that are dropped, those of the last
-            tokens first, and add nothing to their token's sum.
+    No size depends on the routing. Raises InputError if `max_tokens` is below 1 or `capacity_factor` is not above 0.
 
-    Raises InputError where `max_tokens` is below 1 or `capacity_factor` is not above 0.
+    Args:
+        gate_up_proj: As in `ShardedExperts`.
+        down_proj: As in `ShardedExperts`.
+        experts: As in `ShardedExperts`.
+        group: As in `ShardedExperts`.
+        max_tokens: The most tokens of any rank; equal on every rank.
+        capacity_factor: None gives every expert `max_tokens` slots, which is enough for any routing. A number gives it
+            ceil(capacity_factor * max_tokens * k / E) slots. Pairs beyond that are dropped, those of the last tokens
+            first, and add nothing to their token's sum.
     """
 
     def __init__(
@@ -157,7 +164,7 @@ class CapacityAllToAllExperts(ShardedExperts):
         self.capacity_factor = capacity_factor
 
     def capacity(self, top_k: int) -> int:
-        """Slots of each expert for each rank's tokens."""
+        """Return the slots of each expert for each rank's tokens."""
         if self.capacity_factor is None:
             return self.max_tokens
         wanted = math.ceil(self.capacity_factor * self.max_tokens * top_k / self.placement.experts)
@@ -166,7 +173,7 @@ class CapacityAllToAllExperts(ShardedExperts):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """The weighted sum of each token's experts [tokens, H]. Raises InputError beyond `max_tokens` tokens.
+        """Return the weighted sum of each token's experts [tokens, H]. Raises InputError beyond `max_tokens` tokens.
 
         Bit-identical to the reference on all tokens while nothing is dropped.
         """
@@ -182,7 +189,7 @@ class CapacityAllToAllExperts(ShardedExperts):
         sorted_ids, order = sort_by_expert(top_k_index)
         counts = count_per_expert(sorted_ids, experts)
         position = torch.arange(tokens * top_k, device=order.device) - (counts.cumsum(0) - counts)[sorted_ids]
-        # One slot more than there are takes what is dropped, and gives back zeros.
+        # Dropped pairs go to one additional slot, which returns zeros.
         slot = torch.where(position < capacity, sorted_ids * capacity + position, experts * capacity)
         slots = hidden_states.new_zeros(experts * capacity + 1, hidden_states.shape[1])
         slots[slot] = hidden_states[order // top_k]
@@ -192,7 +199,10 @@ class CapacityAllToAllExperts(ShardedExperts):
         return weighted_sum(rows, order, top_k_weights).to(hidden_states.dtype)
 
     def _exchange_and_run(self, slots: torch.Tensor, filled: torch.Tensor, capacity: int) -> torch.Tensor:
-        """Slots [E * capacity, H], of which the first `filled` [E] of each expert hold rows: outputs, placed alike."""
+        """Run slots [E * capacity, H] and return their outputs in the same slots.
+
+        The first `filled` [E] slots of each expert hold rows.
+        """
         ranks, owned, shards = self.placement.ranks, len(self.placement.owned), self.placement.shard_sizes
         filled = exchange_rows(filled, send=shards, receive=[owned] * ranks, group_name=self.group_name)
         send, receive = [size * capacity for size in shards], [owned * capacity] * ranks
@@ -204,15 +214,15 @@ class CapacityAllToAllExperts(ShardedExperts):
 
 
 class AllGatherExperts(ShardedExperts):
-    """Form 3: every rank gets all tokens, runs its own experts on them, and the partial sums are scattered back.
+    """Form 3: every rank gathers all tokens and runs its own experts on them; the partial sums are scattered back.
 
-    Ranks may bring different numbers of tokens: they agree on the largest, and pad to it.
+    Ranks may have different numbers of tokens: they pad to the largest.
     """
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """The weighted sum of each token's experts [tokens, H]. Equal to the reference up to the rounding of sums."""
+        """Return the weighted sum of each token's experts [tokens, H], which equals the reference up to rounding."""
         ranks, tokens = self.placement.ranks, hidden_states.shape[0]
         padding = self._most_tokens(hidden_states) - tokens
         torch._check(padding >= 0)
@@ -233,15 +243,15 @@ class AllGatherExperts(ShardedExperts):
 
 
 class AllReduceExperts(ShardedExperts):
-    """Form 4: every rank holds the same tokens and runs its own experts on them; the partial sums are added up.
+    """Form 4: every rank holds the same tokens and runs its own experts on them; the partial sums are reduced.
 
-    What transformers does where the group that shares the experts also shares the batch.
+    transformers does this if the group that shares the experts also shares the batch.
     """
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """The weighted sum of each token's experts [tokens, H]. Equal to the reference up to the rounding of sums."""
+        """Return the weighted sum of each token's experts [tokens, H], which equals the reference up to rounding."""
         rows, order = self.run_some(hidden_states, self.to_local(top_k_index))
         partial = weighted_sum(rows, order, top_k_weights).to(hidden_states.dtype)
         return sum_over_ranks(partial, self.group_name)

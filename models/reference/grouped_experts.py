@@ -1,20 +1,20 @@
 """Gated experts by grouped GEMMs: tokens sorted by expert, one grouped GEMM for all experts, a sum in top-k order.
 
 Shapes: hidden_states [tokens, H], top_k_index [tokens, k] (int64), top_k_weights [tokens, k]; S = tokens * k pairs of a
-token and an expert, flattened token by token. The arithmetic, and above all the order of the weighted sum, is that of
-`grouped_mm_experts_forward` of transformers.
+token and an expert, flattened token by token. The arithmetic, and in particular the order of the weighted sum, is that
+of `grouped_mm_experts_forward` in transformers.
 """
 
 from __future__ import annotations
 
 import torch
-import transformers.integrations.moe  # noqa: F401  registers the operator that stands in for grouped_mm
+import transformers.integrations.moe  # noqa: F401  registers the fallback operator of grouped_mm
 from torch import nn
 from torch.nn import functional as F
 
 
 class GroupedExperts(nn.Module):
-    """E experts `down(silu(gate(x)) * up(x))`, all on one device: what expert parallelism is compared with.
+    """E experts `down(silu(gate(x)) * up(x))` on one device: the reference for expert parallelism.
 
     Args:
         gate_up_proj: [E, 2h, H], the gate's rows first.
@@ -29,16 +29,16 @@ class GroupedExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """The weighted sum of each token's experts [tokens, H], in the type of `hidden_states`."""
+        """Return the weighted sum of each token's experts [tokens, H], in the dtype of `hidden_states`."""
         expert_ids, order = sort_by_expert(top_k_index)
         counts = count_per_expert(expert_ids, self.gate_up_proj.shape[0])
         rows = self.run_groups(hidden_states[order // top_k_index.shape[1]], counts)
         return weighted_sum(rows, order, top_k_weights).to(hidden_states.dtype)
 
     def run_groups(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """`rows` [n, H] sorted by expert, `counts` [E] of them for each: the experts' outputs [n, H].
+        """Return the experts' outputs [n, H] for `rows` [n, H] sorted by expert, `counts` [E] for each.
 
-        Rows beyond sum(counts) belong to no expert; what comes out for them is uninitialised.
+        Rows beyond sum(counts) belong to no expert; their outputs are uninitialised.
         """
         # The grouped GEMM requires int32.
         ends = counts.cumsum(0, dtype=torch.int32)
@@ -46,7 +46,7 @@ class GroupedExperts(nn.Module):
         return grouped_gemm(F.silu(gate) * up, self.down_proj.transpose(1, 2), ends)
 
     def run_some(self, hidden_states: torch.Tensor, local_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs for pairs of which some are no business of these experts: their id is E, their output is zero.
+        """Run the pairs of these experts; other pairs have the id E, and their output is zero.
 
         Takes hidden_states [tokens, H] and local_ids [tokens, k] in 0..E; returns rows [S, H], sorted by expert, and
         the order [S] that sorted them.
@@ -61,7 +61,7 @@ class GroupedExperts(nn.Module):
 
 
 def grouped_gemm(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """`rows[ends[e - 1]:ends[e]] @ weights[e]` for every e: [n, in] and [E, in, out] to [n, out]."""
+    """Compute `rows[ends[e - 1]:ends[e]] @ weights[e]` for every e: [n, in] and [E, in, out] to [n, out]."""
     if torch.compiler.is_compiling() and rows.dtype != torch.bfloat16:
         # torch captures grouped_mm in bfloat16 only (all floating point types from 2.14 on).
         result: torch.Tensor = torch.ops.transformers.grouped_mm_fallback(rows, weights, ends)
@@ -70,26 +70,26 @@ def grouped_gemm(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) 
 
 
 def sort_by_expert(expert_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sorted ids, order), both [S], of ids of any shape; pairs with one expert keep their order."""
+    """Return the sorted ids and the order, both [S], of ids of any shape; pairs of one expert keep their order."""
     sorted_ids, order = torch.sort(expert_ids.reshape(-1), stable=True)
     return sorted_ids, order
 
 
 def count_per_expert(expert_ids: torch.Tensor, experts: int) -> torch.Tensor:
-    """How often each of 0..experts-1 stands in `expert_ids` [S]: int64 [experts]. The id `experts` is not counted."""
+    """Count the occurrences of 0..experts-1 in `expert_ids` [S]: int64 [experts]. The id `experts` is not counted."""
     zeros = expert_ids.new_zeros(experts + 1)
     return zeros.scatter_add(0, expert_ids, torch.ones_like(expert_ids))[:experts]
 
 
 def undo_order(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """`rows` [n, ...] as they stood before `order` [n] was applied."""
+    """Return `rows` [n, ...] in the order before `order` [n] was applied."""
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.shape[0], device=order.device)
     return rows[inverse]
 
 
 def weighted_sum(rows: torch.Tensor, order: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-    """Sorted rows [S, H] times their weights, summed for each token in the order of its top-k: [tokens, H]."""
+    """Return sorted rows [S, H] times their weights, summed for each token in the order of its top-k: [tokens, H]."""
     tokens, top_k = top_k_weights.shape
     weighted = rows * top_k_weights.reshape(-1)[order].unsqueeze(-1)
     return undo_order(weighted, order).view(tokens, top_k, rows.shape[1]).sum(dim=1)

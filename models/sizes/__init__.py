@@ -1,1 +1,4 @@
-"""The architecture of a configuration, and presets of well-known ones. Imports no other room."""
+"""Sizes of models: the architecture of a configuration, and presets of well-known models. Start at `architecture.py`.
+
+Imports no other room.
+"""

@@ -1,6 +1,6 @@
-"""Sizes of a model's layers, from which costs follow, for all families. `families.py` reads them.
+"""Sizes of a model's layers, for all families, from which costs follow. `families.py` reads them.
 
-Equal layers are equal records, so that what a layer costs is computed once per kind and not once per layer.
+Equal layers are equal records, so that the cost of a layer is computed once per kind of layer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 ATTENTION_KINDS = ("full", "sliding", "chunked", "linear", "state_space")
 
-# The names that plans, profiles and the command line use, by torch's.
+# Names in plans, profiles and on the command line, by torch's names.
 DTYPES: Mapping[str, str] = {
     "float32": "fp32",
     "bfloat16": "bf16",
@@ -31,9 +31,11 @@ DTYPES: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Latent:
-    """Latent attention (MLA): queries and key-value pairs pass through ranks; `query_rank` None: queries do not.
+    """Latent attention (MLA): queries and key-value pairs are compressed to a rank.
 
-    `position_dim` is the part of `Attention.head_dim` that carries the position; its key is shared by all heads.
+    Attributes:
+        query_rank: None if queries are not compressed
+        position_dim: the part of `Attention.head_dim` that carries the position; its key is shared by all heads
     """
 
     query_rank: int | None
@@ -43,13 +45,18 @@ class Latent:
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """How a layer mixes tokens.
+    """The token mixer of a layer.
 
-    `full` sees all tokens before, `sliding` the last `window` (its own included), `chunked` those of its own chunk of
-    `window` tokens. `linear` is the gated delta rule: `heads` are value heads, `kv_heads` those of queries and keys,
-    `convolution` the width of the convolution before. `state_space` is a selective scan (Mamba): `heads` channels of
-    `head_dim` states each, time steps of rank `time_step_rank`. With `output_gate` the query projection gives a gate of
-    the same width too. `other_parameters` are those outside GEMMs: biases, norms, sinks, decays.
+    Attributes:
+        kind: `full` sees all earlier tokens, `sliding` the last `window` (itself included), `chunked` those in its
+            chunk of `window` tokens. `linear` is the gated delta rule, `state_space` a selective scan (Mamba)
+        heads: heads of queries; for `linear` value heads, for `state_space` channels
+        kv_heads: heads of keys and values; for `linear` those of queries and keys
+        head_dim: width of a head; for `state_space` the states of a channel
+        output_gate: the query projection also computes a gate of the same width
+        convolution: for `linear` and `state_space`, width of the convolution before it
+        time_step_rank: for `state_space`, rank of the time steps
+        other_parameters: parameters outside GEMMs: biases, norms, sinks, decays
     """
 
     kind: str
@@ -91,29 +98,39 @@ class Attention:
 
     @property
     def query_width(self) -> int:
+        """Width of all queries of a token."""
         return self.heads * self.head_dim
 
     @property
     def key_width(self) -> int:
+        """Width of all keys of a token."""
         return self.kv_heads * self.head_dim
 
     @property
     def value_width(self) -> int:
-        """All values of a token; linear attention has a value for every head, softmax attention one per kv head."""
+        """Width of all values of a token.
+
+        Linear attention has values for every head, softmax attention for every kv head.
+        """
         return (self.heads if self.kind == "linear" else self.kv_heads) * self.value_head_dim
 
     @property
     def output_width(self) -> int:
+        """Width of the outputs of all heads."""
         return self.heads * self.value_head_dim
 
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """The experts of a layer: `width` is one expert's, `shared_width` that of all shared ones together (0: none).
+    """The experts of a layer.
 
-    A gated expert has three matrices, another one two. `shared_gate`: the shared experts' output is weighted by a
-    gate of its own. `bias`: the experts' GEMMs have biases, which lie in the bank. `router_bias`: so has the
-    router.
+    Attributes:
+        width: width of one expert
+        shared_width: width of all shared experts together; 0 without shared experts
+        gated: an expert has three matrices, else two
+        bias: the experts' GEMMs have biases, which are part of the bank
+        shared_gate: the output of the shared experts is weighted by a separate gate
+        router_bias: the router has a bias
     """
 
     count: int
@@ -137,7 +154,7 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One decoder layer: attention, then experts or a gated MLP of `dense_width`. `norms`: its own norm weights."""
+    """One decoder layer: attention, then experts or a gated MLP of `dense_width`. `norms` counts its norm weights."""
 
     attention: Attention
     experts: Experts | None
@@ -155,10 +172,13 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """A language model. `dtype` is a value of `DTYPES`; `other_parameters` are the last norm and the head's bias.
+    """The sizes of a language model.
 
-    `stored` is how the checkpoint stores most matrices, where it quantised them: `dtype` is what they are after
-    dequantisation. `unknown_storage` says why `stored` is None although the checkpoint is quantised.
+    Attributes:
+        dtype: dtype of the weights, after dequantisation; a value of `DTYPES`
+        other_parameters: parameters of the last norm and the head's bias
+        stored: how the checkpoint stores most matrices, if it is quantised
+        unknown_storage: why `stored` is missing although the checkpoint is quantised
     """
 
     name: str
@@ -174,16 +194,17 @@ class Architecture:
 
     @functools.cached_property
     def layer_counts(self) -> dict[Layer, int]:
-        """How often each kind of layer occurs, in the order of first occurrence."""
+        """Number of layers of each kind, in the order of first occurrence."""
         return dict(Counter(self.layers))
 
     @functools.cached_property
     def moe_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with experts."""
         return tuple(index for index, layer in enumerate(self.layers) if layer.experts is not None)
 
     @functools.cached_property
     def typical_moe_layer(self) -> Layer:
-        """The most frequent kind of layer with experts. Raises InputError where there is none."""
+        """The most frequent kind of layer with experts. Raises InputError for a model without experts."""
         kinds = [layer for layer in self.layer_counts if layer.experts is not None]
         if not kinds:
             raise InputError(f"{self.name} has no layer with experts", name=self.name)
@@ -191,7 +212,7 @@ class Architecture:
 
 
 def short_dtype(dtype: str | torch.dtype) -> str:
-    """`bf16` for torch.bfloat16 and its like. Raises InputError for what is no dtype of weights."""
+    """Return `bf16` for torch.bfloat16, and so on. Raises InputError for other dtypes."""
     name = str(dtype).removeprefix("torch.")
     if name in DTYPES.values():
         return name

@@ -11,15 +11,15 @@ from moepass.models.limits import MOST_EXPERTS, MOST_LAYERS, TooLargeError, chec
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# How families call the number of experts of a layer, and how many of them a token meets.
+# Names of the number of experts in a layer, and of the number of experts per token, in various families.
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "num_selected_experts", "moe_topk")
 
 
 def check_raw_config(values: Mapping[Any, Any], name: str) -> None:
-    """Raises CheckpointError where the JSON of a configuration asks for unbounded work, or for code from elsewhere.
+    """Raise CheckpointError if the JSON of a configuration requests unbounded work, or code from elsewhere.
 
-    `name` stands in errors.
+    Errors call the configuration `name`.
     """
     for key, value in ((str(key), value) for key, value in values.items()):
         if isinstance(value, Mapping):
@@ -37,8 +37,10 @@ def check_raw_config(values: Mapping[Any, Any], name: str) -> None:
 
 
 def check_config(config: PreTrainedConfig, name: str) -> None:
-    """Raises CheckpointError where a configuration has no language model, or one whose tokens meet more experts than
-    there are; `name` stands in errors."""
+    """Raise CheckpointError for a configuration without a language model, or with a top_k above its number of experts.
+
+    Errors call the configuration `name`.
+    """
     try:
         text: Any = config.get_text_config()
         str(text.model_type)
@@ -46,13 +48,13 @@ def check_config(config: PreTrainedConfig, name: str) -> None:
         raise CheckpointError(
             f"{name}: the part that describes its language model cannot be read: {error}", path=name
         ) from error
-    for part in (config, text):
-        count, top_k = _first(part, _COUNTS), _first(part, _TOP_K)
-        # Some families have no experts in layers that the config still gives a top_k.
+    for section in (config, text):
+        count, top_k = _first(section, _COUNTS), _first(section, _TOP_K)
+        # Some configs have a top_k without experts.
         if count is not None and top_k is not None and count[1] > 0 and not 1 <= top_k[1] <= count[1]:
             raise CheckpointError(
-                f"{name}: {top_k[0]} is {top_k[1]}, but {count[0]} is {count[1]}; a token meets 1 to {count[1]} of "
-                "them",
+                f"{name}: {top_k[0]} is {top_k[1]}, but {count[0]} is {count[1]}; a token can use 1 to {count[1]} "
+                "experts",
                 name=top_k[0],
                 value=top_k[1],
                 expected=range(1, count[1] + 1),
@@ -61,8 +63,9 @@ def check_config(config: PreTrainedConfig, name: str) -> None:
 
 
 def _check_count(name: str, key: str, value: int) -> None:
-    """Raises CheckpointError if `value` is beyond the limit of what `key` counts. Families have dozens of such keys, so
-    only the end of the name counts: `num_hidden_layers`, `n_routed_experts`.
+    """Raise CheckpointError if `value` is above the limit of what `key` counts.
+
+    Families have dozens of such keys, so only the end of the name counts: `num_hidden_layers`, `n_routed_experts`.
     """
     limits = {"layers": MOST_LAYERS, "n_layer": MOST_LAYERS, "experts": MOST_EXPERTS}
     for ending, most in limits.items():

@@ -1,6 +1,6 @@
-"""A configuration cut to its first layers: enough of a deep model to see what a compiler makes of every kind of layer.
+"""Configurations cut to their first layers, so that a compiler still sees every kind of layer of a deep model.
 
-94 equal layers are found, rewritten or refused as one of them is, and take a minute to capture.
+94 equal layers are detected, rewritten or refused like one of them, but take a minute to capture.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 def telling_prefix(layers: Sequence[Hashable]) -> int:
-    """The fewest first layers in which every kind of layer occurs."""
+    """Return the smallest number of first layers in which every kind of layer occurs."""
     return max((layers.index(kind) for kind in set(layers)), default=-1) + 1
 
 
 def cut_config(config: PreTrainedConfig, architecture: Architecture) -> PreTrainedConfig | None:
-    """A copy of `config` with the telling prefix of its layers alone; None where it cannot be cut.
+    """Return a copy of `config` with only the telling prefix of its layers, or None if it cannot be cut.
 
-    That is where nothing would be gained, and where what the cut configuration describes is not that prefix.
-    `architecture` is that of `config`.
+    Returns None if nothing would be gained, and if the cut configuration does not describe this prefix. `architecture`
+    is that of `config`.
     """
     keep = telling_prefix(architecture.layers)
     count = len(architecture.layers)

@@ -1,4 +1,4 @@
-"""The sizes in the configurations of transformers: one reader for each family of models."""
+"""Sizes from configurations of transformers: one reader for each family of models."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ if TYPE_CHECKING:
 
 
 def from_config(config: PreTrainedConfig, *, name: str | None = None, dtype: str | None = None) -> Architecture:
-    """The sizes that a Transformers configuration stands for.
+    """Return the sizes of a transformers configuration.
 
     Args:
-        config: of a family in `FAMILIES`; of a model with several parts, its text part is read.
-        name: what to call the model; its model type where None.
-        dtype: of the weights, instead of the one that the config names (bf16 where it names none).
+        config: A configuration of a family in `FAMILIES`; of a multimodal model, the text part is read.
+        name: Name of the model; by default its model type.
+        dtype: Dtype of the weights, instead of the one in the config (bf16 by default).
 
     Raises:
-        InputError: the family is not known here, or its config lacks what the family's configs have, or has numbers
-            that make no layers.
+        InputError: The family is unknown, or its config lacks attributes, or has numbers that do not make layers.
     """
     text = config.get_text_config()
     family = FAMILIES.get(str(text.model_type))
@@ -74,9 +73,9 @@ def from_config(config: PreTrainedConfig, *, name: str | None = None, dtype: str
 
 
 def _stored(config: Any, layers: Sequence[Layer]) -> tuple[WeightFormat | None, str]:
-    """How the checkpoint stores its matrices; see `stored_format`."""
-    part = config if getattr(config, "quantization_config", None) is not None else config.get_text_config()
-    stored, note = stored_format(part, [_parts(layer) for layer in layers])
+    """Return how the checkpoint stores its matrices; see `stored_format`."""
+    section = config if getattr(config, "quantization_config", None) is not None else config.get_text_config()
+    stored, note = stored_format(section, [_parts(layer) for layer in layers])
     is_plain = all(
         layer.attention.kind not in ("linear", "state_space") and not (layer.experts and layer.experts.shared_gate)
         for layer in layers
@@ -98,7 +97,7 @@ def _outer_parameters(config: Any) -> tuple[int, int]:
 
 
 def _heads(config: Any, *, bias: str = "qkvo", norms: int = 0, **fields: Any) -> Attention:
-    """Softmax attention by the usual names. `bias`: which projections have one where the config wants biases."""
+    """Return softmax attention with the usual attribute names. `bias` lists the projections that can have a bias."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     widths = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim, "o": config.hidden_size}
@@ -174,7 +173,7 @@ def _qwen3_next(config: Any, index: int) -> Layer:
 
 
 def _mixtral(config: Any, index: int) -> Layer:
-    """Mixtral, and families of the same layout: PhiMoE and Granite."""
+    """Read Mixtral, and families of the same layout: PhiMoE and Granite."""
     attention = _heads(config, **_windowed(getattr(config, "sliding_window", None)))
     experts = Experts(config.num_local_experts, config.num_experts_per_tok, config.intermediate_size)
     return _layer(config, attention, experts)

@@ -1,8 +1,8 @@
-"""Well-known models by name: their sizes, and a Transformers configuration of those sizes, without any file of theirs.
+"""Well-known models by name: their sizes, and transformers configurations of these sizes, without files of the models.
 
-The numbers and their source stand in `presets.json`. Extra prediction layers (MTP) are left out: a prefill pass does
-not run them. What `families.py` makes of them stands in `preset_sizes.json`, so that sizes do not wait for
-transformers; a test compares both.
+`presets.json` has the numbers and their sources. Extra prediction layers (MTP) are ignored, because a prefill pass does
+not run them. `preset_sizes.json` has the architectures that `families.py` reads from them, so that sizes are available
+without importing transformers; a test compares both.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ SIZES_FILE = Path(__file__).with_name("preset_sizes.json")
 
 
 class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One entry of `presets.json`. `sliding_every` n: of n layers in a row the first n - 1 have the window.
+    """One entry of `presets.json`.
 
-    `quantization` is the published checkpoint's `quantization_config`.
+    Attributes:
+        sliding_every: of every n layers, the first n - 1 have the window; 0: none
+        quantization: the published checkpoint's `quantization_config`
     """
 
     model_type: str
@@ -65,7 +67,7 @@ def _file() -> _File:
 class StoredSizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An entry of `preset_sizes.json`: each kind of layer once, and the kind of each layer.
 
-    `architecture` is without layers.
+    `architecture` has no layers.
     """
 
     architecture: Architecture
@@ -74,11 +76,13 @@ class StoredSizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @staticmethod
     def of(architecture: Architecture) -> StoredSizes:
+        """Return the entry of `architecture`."""
         kinds = tuple(architecture.layer_counts)
         order = tuple(kinds.index(layer) for layer in architecture.layers)
         return StoredSizes(dataclasses.replace(architecture, layers=()), kinds, order)
 
     def whole(self) -> Architecture:
+        """Return the architecture with its layers."""
         return dataclasses.replace(self.architecture, layers=tuple(self.kinds[kind] for kind in self.order))
 
 
@@ -88,17 +92,17 @@ def _sizes() -> dict[str, StoredSizes]:
 
 
 def preset_names() -> tuple[str, ...]:
-    """The names that `preset` and `preset_config` take."""
+    """Return the names that `preset` and `preset_config` accept."""
     return tuple(_file().models)
 
 
 def presets_source() -> str:
-    """The source of the presets' numbers."""
+    """Return the source of the presets' numbers."""
     return _file().sources
 
 
 def preset(name: str, *, layers: int | None = None) -> Architecture:
-    """The sizes of a well-known model. `layers` and errors are those of `preset_config`."""
+    """Return the sizes of a well-known model. `layers` and errors are those of `preset_config`."""
     _check_name(name)
     if layers is None:
         return _sizes()[name].whole()
@@ -108,7 +112,7 @@ def preset(name: str, *, layers: int | None = None) -> Architecture:
 def _check_name(name: str) -> None:
     if name not in _file().models:
         raise InputError(
-            f"no preset is called {name!r}; there are {one_of(preset_names())}",
+            f"no preset is called {name!r}; it must be one of {one_of(preset_names())}",
             name="preset",
             value=name,
             expected=tuple(preset_names()),
@@ -116,14 +120,14 @@ def _check_name(name: str) -> None:
 
 
 def preset_config(name: str, *, layers: int | None = None) -> PreTrainedConfig:
-    """A Transformers configuration of a well-known model.
+    """Return a transformers configuration of a well-known model.
 
     Args:
-        name: one of `preset_names()`.
-        layers: keep this many layers only; of leading dense layers, one less than that at most.
+        name: One of `preset_names()`.
+        layers: Keep only this many layers, at most `layers - 1` of which are leading dense ones.
 
     Raises:
-        InputError: the name is unknown, or `layers` lies outside what the model has.
+        InputError: The name is unknown, or the model has fewer layers.
     """
     _check_name(name)
     entry = _file().models[name]
@@ -142,7 +146,10 @@ def preset_config(name: str, *, layers: int | None = None) -> PreTrainedConfig:
 
 
 def _values(entry: Preset, layers: int) -> dict[str, Any]:
-    """The constructor's arguments. What an expert's width is called depends on whether dense layers have another."""
+    """Return the constructor's arguments.
+
+    The name of an expert's width depends on whether dense layers have another one.
+    """
     values: dict[str, Any] = {
         "vocab_size": entry.vocab,
         "hidden_size": entry.hidden,

@@ -1,7 +1,7 @@
-"""How a checkpoint stores the matrices that it quantised, as its configuration says: fp8 and MXFP4.
+"""Storage of quantised matrices in checkpoints, according to their configuration: fp8 and MXFP4.
 
-A configuration names one dtype, bf16 nearly always, and beside it the method by which most matrices were quantised.
-Both together say what a checkpoint's files hold; the dtype alone is what the weights are after dequantisation.
+A configuration states one dtype, nearly always bf16, and the method by which most matrices were quantised. The dtype is
+that of the weights after dequantisation.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Parts of a layer that are quantised as a whole or not at all. Of each: the module that holds it, and its matrices as
-# families name them.
+# Parts of a layer that are quantised completely or not at all: for each, the names of its module and matrices in
+# various families.
 ATTENTION, EXPERTS, SHARED_EXPERTS, DENSE_MLP = "attention", "experts", "shared experts", "dense MLP"
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _MODULES: Mapping[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
@@ -28,11 +28,14 @@ _MODULES: Mapping[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class WeightFormat:
-    """How the matrices of `parts` are stored; all other weights are in the dtype of the architecture.
+    """Storage of the matrices of `parts`; all other weights are in the dtype of the architecture.
 
-    A number takes `bits`. Each block of `block_rows` x `block_columns` numbers has a scale of `scale_bytes`; blocks at
-    the edge of a matrix may be smaller. A block size of None is the whole dimension. `computes_in` is the dtype of the
-    GEMMs that kernels for this format run.
+    Attributes:
+        bits: bits of one element
+        block_rows, block_columns: size of the blocks that share a scale; blocks at the edge of a matrix may be smaller.
+            None: the complete dimension
+        scale_bytes: bytes of a scale
+        computes_in: dtype of the GEMMs that kernels for this format run
     """
 
     name: str
@@ -44,20 +47,20 @@ class WeightFormat:
     computes_in: str
 
     def matrix_bytes(self, rows: int, columns: int) -> int:
-        """Bytes of one matrix [rows, columns] with its scales."""
+        """Return the bytes of one matrix [rows, columns] with its scales."""
         blocks = -(-rows // (self.block_rows or rows)) * -(-columns // (self.block_columns or columns))
         return -(-rows * columns * self.bits // 8) + blocks * self.scale_bytes
 
 
 def stored_format(config: Any, parts_of_layers: Sequence[Sequence[str]]) -> tuple[WeightFormat | None, str]:
-    """The format that the checkpoint of a transformers configuration stores most matrices in, and a note.
+    """Return the format in which a checkpoint stores most matrices, and a note.
 
     Args:
-        config: any part of a configuration that may have a `quantization_config`.
-        parts_of_layers: the parts that each layer has.
+        config: The part of a transformers configuration that may have a `quantization_config`.
+        parts_of_layers: The parts that each layer has.
 
     Returns:
-        (None, "") where nothing is quantised; (None, why) for a method, or exceptions, whose sizes are not known here.
+        (None, "") if nothing is quantised; (None, reason) for a method, or exceptions, whose sizes are unknown.
     """
     raw = getattr(config, "quantization_config", None)
     if raw is None:
@@ -65,16 +68,16 @@ def stored_format(config: Any, parts_of_layers: Sequence[Sequence[str]]) -> tupl
     values: Mapping[str, Any] = raw if isinstance(raw, Mapping) else raw.to_dict()
     method = str(getattr(values.get("quant_method"), "value", values.get("quant_method")))
     if values.get("dequantize"):
-        return None, ""  # the weights become what the dtype says while they are loaded
+        return None, ""  # the weights are converted to the dtype while they are loaded
     if method == "mxfp4":
-        # transformers quantises the experts alone, whatever else the configuration leaves out.
+        # transformers quantises only the experts, even if the configuration excludes other modules.
         return WeightFormat("mxfp4", 4, 1, 32, 1, (EXPERTS,), "bf16"), ""
     if method != "fp8" or values.get("expert_dtype", "fp8") != "fp8" or values.get("modules_to_convert"):
-        return None, f"the checkpoint is quantised by {method!r}, of which the sizes are not known here"
+        return None, f"the checkpoint is quantised by {method!r}, whose sizes are not known here"
     left_out = values.get("modules_to_not_convert") or values.get("ignored_layers") or ()
     parts, partly = _quantised_parts([str(pattern) for pattern in left_out], parts_of_layers)
     if partly:
-        return None, f"the checkpoint quantises a part of its {partly} only, of which the sizes are not counted here"
+        return None, f"the checkpoint quantises only a part of its {partly}, whose sizes are not counted here"
     block = values.get("weight_block_size", (128, 128))
     rows, columns = (int(block[0]), int(block[1])) if block else (None, None)
     scale_bytes = 1 if values.get("scale_fmt") == "ue8m0" else 4
@@ -82,36 +85,37 @@ def stored_format(config: Any, parts_of_layers: Sequence[Sequence[str]]) -> tupl
 
 
 def _quantised_parts(left_out: Sequence[str], parts_of_layers: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], str]:
-    """The parts that no pattern leaves out, and the first of which some layers or some matrices alone are left out."""
+    """Return the parts that no pattern excludes, and the first part that is excluded only partly."""
     quantised = []
-    for part in _MODULES:
-        found = {
-            _is_left_out(left_out, f"model.layers.{index}", part)
+    for name in _MODULES:
+        exclusions = {
+            _is_left_out(left_out, f"model.layers.{index}", name)
             for index, parts in enumerate(parts_of_layers)
-            if part in parts
+            if name in parts
         }
-        if found == {False}:
-            quantised.append(part)
-        elif found - {True}:
-            return (), part
+        if exclusions == {False}:
+            quantised.append(name)
+        elif exclusions - {True}:
+            return (), name
     return tuple(quantised), ""
 
 
 def _is_left_out(left_out: Sequence[str], layer: str, part: str) -> bool | None:
-    """Whether all of that part of a layer is left out; None: some of it."""
+    """Return whether a part of a layer is excluded; None if only some of its matrices are."""
     some = False
     for module, matrices in _MODULES[part]:
-        whole = f"{layer}.{module}"
-        hits = [any(_matches(pattern, f"{whole}.{matrix}") for pattern in left_out) for matrix in matrices]
-        if any(_matches(pattern, whole) for pattern in left_out) or (hits and all(hits)):
+        path = f"{layer}.{module}"
+        hits = [any(_matches(pattern, f"{path}.{matrix}") for pattern in left_out) for matrix in matrices]
+        if any(_matches(pattern, path) for pattern in left_out) or (hits and all(hits)):
             return True
         some = some or any(hits)
     return None if some else False
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Whether `pattern` excludes the module `name`. As in transformers it may be a suffix, a parent module, or have
-    stars.
+    """Return whether `pattern` excludes the module `name`.
+
+    As in transformers it may be a suffix, a parent module, or have stars.
     """
     if name.endswith(pattern) or name == pattern or name.startswith(f"{pattern}."):
         return True

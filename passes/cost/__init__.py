@@ -1,1 +1,4 @@
-"""FLOPs and bytes of every node, in the symbols of the graph's shapes. May import graph, ir."""
+"""FLOPs and bytes of every node, in the symbols of the graph's shapes. Start at `graph_cost.py`, the pass.
+
+May import graph, ir.
+"""

@@ -1,8 +1,8 @@
-"""Costs of attention operators: fused kernels as graphs have them.
+"""Costs of fused attention kernels as they appear in graphs.
 
-A kernel that is told `is_causal` skips the half that no token sees. One that is given a mask does not: it computes all
-pairs and adds the mask, whatever window the mask stands for. Formulas over an `Architecture` count a window's pairs
-only, so for windowed layers the graph's count is the higher one.
+With `is_causal`, a kernel skips the half of the pairs that no token sees. With a mask, it computes all pairs and adds
+the mask, even if the mask is a window. Formulas over an `Architecture` count only the pairs of a window, so the graph's
+count is higher for windowed layers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ aten = torch.ops.aten
     aten._scaled_dot_product_fused_attention_overrideable.default,
 )
 def _scaled_dot_product(call: OpCall) -> OpCost:
-    """query [batch, heads, queries, head_dim], key and value [batch, kv heads, keys, ...]."""
+    """Count pairs of query [batch, heads, queries, head_dim] with key and value [batch, kv heads, keys, ...]."""
     batch, heads, queries, head_dim = call.shape("query")
     keys, value_dim = call.shape("value")[-2:]
     # PyTorch aligns the causal triangle with the first query and the first key.
@@ -35,7 +35,7 @@ def _scaled_dot_product(call: OpCall) -> OpCost:
 
 @op_cost("flex_attention")
 def _flex_attention(call: OpCall) -> OpCost:
-    """Which blocks its mask leaves out is known when it runs only: all pairs are counted."""
+    """Count all pairs: which blocks the mask skips is known only when it runs."""
     batch, heads, queries, head_dim = call.shape("0")
     keys, value_dim = call.shape("2")[-2:]
     return OpCost(batch * formulas.score_flops(queries * keys, heads, head_dim, value_dim), call.traffic_bytes)
@@ -43,8 +43,10 @@ def _flex_attention(call: OpCall) -> OpCost:
 
 @op_cost("moepass.trie_attention.default")
 def _trie_attention(call: OpCall) -> OpCost:
-    """Which tokens share a prefix is known when a step runs only. Counted is one sequence of all its tokens: the most
-    that a step without cached prefixes can compute."""
+    """Count the pairs of one sequence of all tokens, an upper bound for a step without cached prefixes.
+
+    The tokens that share a prefix are known only when a step runs.
+    """
     batch, heads, queries, head_dim = call.shape("query")
     value_dim = call.shape("value")[-1]
     flops = formulas.score_flops(formulas.causal_pairs(queries), heads, head_dim, value_dim)

@@ -1,4 +1,4 @@
-"""Costs of collectives: bytes that one rank sends and receives. Their time depends on latency and links as well."""
+"""Costs of collectives: bytes that one rank sends and receives. Their time also depends on latency and links."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _c10d = "_c10d_functional"
 
 @op_cost(f"{_c10d}.all_to_all_single.default")
 def _all_to_all(call: OpCall) -> OpCost:
-    # A rank sends between none and all of its rows to itself; one part on average.
+    # A rank sends between none and all of its rows to itself; on average one of `ranks` equal shares.
     both = call.nbytes("input") + call.output_bytes
     return _moved(call, formulas.exchanged_bytes(both, _ranks(call)))
 

@@ -1,16 +1,18 @@
 """Costs of the graph: FLOPs and bytes of every node, in the symbols of its shapes.
 
 Contract
-    in    a graph with `meta["val"]` on every node, and blocks found
-    out   the same nodes in the same order, each with `meta["moepass_cost"]`, an `OpCost`
-          `plan.cost` is the graph's total, `plan.blocks[i].cost` that of a block's GEMMs, `plan.sizes` the symbols
-          and the values they had when the graph was captured, `plan.uncosted` the operators nobody knows the cost
-          of, `plan.dtype` what the graph computes in outside its blocks
+    in    a graph with `meta["val"]` on every node, and detected blocks
+    out   the same nodes in the same order, each with an `OpCost` in `meta["moepass_cost"]`
+          `plan.cost`            total of the graph
+          `plan.blocks[i].cost`  total of the block's GEMMs
+          `plan.sizes`           symbols of the graph, with their values at capture
+          `plan.uncosted`        operators of unknown cost
+          `plan.dtype`           dtype of the computation outside blocks
 
 Pseudo-code
-    for each node: its cost by the registry; an operator without an entry costs its traffic
-    totals: sums of expressions, written into the plan as text
-    partition then writes the total of each segment into its step
+    for each node: look up its cost; an operator without an entry costs its traffic
+    sum up expressions, and write the totals into the plan as text
+    (`partition` later writes the total of each segment into its step)
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from moepass.models.formulas.sizes import Size
 
-# Registered by import.
+# Imported to register their costs.
 from moepass.passes.cost import attention_costs as attention_costs
 from moepass.passes.cost import collective_costs as collective_costs
 from moepass.passes.cost.op_costs import OpCost, node_cost, tensors_in
@@ -39,7 +41,7 @@ COST_KEY = "moepass_cost"
 
 @graph_pass(requires={"blocks"}, provides={"costs"})
 def cost(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
-    """Cost every node, and write totals into the plan."""
+    """Compute the cost of every node, and write totals into the plan."""
     costed = copy_graph_module(module)
     ranks = {name: group.ranks for name, group in context.groups.items()}
     for node in costed.graph.nodes:
@@ -62,41 +64,41 @@ def cost(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
 
 
 def _computing_dtype(nodes: Iterable[Node]) -> str:
-    """The type of most nodes that compute more than they move, GEMMs and attention; else that of most floating inputs.
-    Empty where there is neither."""
+    """Return the dtype of most nodes with FLOPs, or else of most floating-point inputs; empty if there are neither."""
     computing: Counter[str] = Counter()
-    given: Counter[str] = Counter()
+    inputs: Counter[str] = Counter()
     for node in nodes:
-        found = next((value for value in tensors_in(fake_value(node)) if value.is_floating_point()), None)
-        if found is None:
+        tensor = next((value for value in tensors_in(fake_value(node)) if value.is_floating_point()), None)
+        if tensor is None:
             continue
         if node.op == "placeholder":
-            given[dtype_name(found.dtype)] += 1
+            inputs[dtype_name(tensor.dtype)] += 1
         elif node.meta[COST_KEY].flops != 0:
-            computing[dtype_name(found.dtype)] += 1
-    return next((dtype for counts in (computing, given) for dtype, _ in counts.most_common(1)), "")
+            computing[dtype_name(tensor.dtype)] += 1
+    return next((dtype for counts in (computing, inputs) for dtype, _ in counts.most_common(1)), "")
 
 
 def total_cost(nodes: Iterable[Node]) -> Cost | None:
-    """The costs of `nodes` together; None where pass cost did not see them."""
-    found = [node.meta.get(COST_KEY) for node in nodes]
-    known = [value for value in found if isinstance(value, OpCost)]
-    if not known:
+    """Return the sum of the costs of `nodes`; None if pass `cost` did not run on them."""
+    costs = [cost for node in nodes if isinstance(cost := node.meta.get(COST_KEY), OpCost)]
+    if not costs:
         return None
     flops, memory, moved = (
-        str(_sum(getattr(value, field) for value in known))
-        for field in ("flops", "memory_bytes", "communication_bytes")
+        str(_sum(getattr(cost, field) for cost in costs)) for field in ("flops", "memory_bytes", "communication_bytes")
     )
     return Cost(flops, memory, moved)
 
 
 def _sum(values: Iterable[Size]) -> sympy.Expr:
-    """Equal terms are counted first: deep models have few different ones, and sympy takes its time with each."""
+    """Add up `values`.
+
+    Equal terms are counted first: deep models have few different ones, and sympy is slow with each.
+    """
     return sympy.Add(*(count * value for value, count in Counter(values).items()))
 
 
 def graph_cost(graph: Graph, ranks: Mapping[str, int] | None = None) -> OpCost:
-    """The cost of a whole graph as expressions. `ranks`: the sizes of process groups by name."""
+    """Return the cost of a complete graph as expressions. `ranks` are the sizes of process groups by name."""
     costs = [node_cost(node, ranks) for node in graph.nodes]
     return OpCost(
         _sum(value.flops for value in costs),
@@ -107,7 +109,7 @@ def graph_cost(graph: Graph, ranks: Mapping[str, int] | None = None) -> OpCost:
 
 
 def captured_sizes(graph: Graph) -> dict[str, int]:
-    """The symbols of a graph's shapes, and the sizes that the example inputs had; none for data-dependent ones."""
+    """Return the symbols in a graph's shapes with their values at capture. Data-dependent symbols have none."""
     sizes: dict[str, int] = {}
     for node in graph.nodes:
         value = fake_value(node)

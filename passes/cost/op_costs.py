@@ -1,9 +1,9 @@
 """Costs of one operator: FLOPs, bytes of memory traffic, bytes between ranks, in the symbols of the graph's shapes.
 
-Operators that are more than elementwise register themselves: `@op_cost(aten.mm.default)` on a function from an
-`OpCall` to an `OpCost`, on the formulas of `moepass.models.formulas`. What moves no byte (views) costs nothing. What
-is elementwise, a reduction or a copy costs its traffic: every tensor read or written once. An operator that is none of
-these costs its traffic too, and `is_known` is False, so that the plan lists it: nobody knows what it computes.
+Operators that are more than elementwise register a cost function: `@op_cost(aten.mm.default)` on a function from
+`OpCall` to `OpCost` that uses the formulas of `moepass.models.formulas`. Views cost nothing. Elementwise operators,
+reductions and copies cost their traffic: every tensor is read or written once. All other operators cost their traffic
+too, with `is_known=False`, and the plan lists them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ aten = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class OpCost:
-    """FLOPs, bytes read and written in device memory, bytes sent to and received from other ranks."""
+    """FLOPs, bytes read and written in device memory, bytes sent to and received from other ranks.
+
+    `is_known` is False if the operator has no cost function, so that its FLOPs are missing.
+    """
 
     flops: Size = 0
     memory_bytes: Size = 0
@@ -46,31 +49,33 @@ class OpCost:
 
 @dataclasses.dataclass(frozen=True)
 class OpCall:
-    """A node as cost functions see it: its arguments by the names of its schema, and the ranks of process groups."""
+    """The arguments of a node by the names of its schema, and the numbers of ranks of process groups by name."""
 
     node: Node
     arguments: Mapping[str, Any]
     ranks: Mapping[str, int]
 
     def shape(self, name: str) -> tuple[Size, ...]:
-        """The shape of a tensor argument. Raises KeyError where the call has no such argument."""
+        """Return the shape of a tensor argument. Raises KeyError if the call has no such argument."""
         return shape_of(fake_value(self.arguments[name]))
 
     @property
     def output_shape(self) -> tuple[Size, ...]:
-        """The shape of the result, or of its first tensor."""
+        """Shape of the result, or of its first tensor."""
         return shape_of(tensors_in(fake_value(self.node))[0])
 
     def nbytes(self, name: str) -> Size:
+        """Return the bytes of a tensor argument."""
         return value_bytes(fake_value(self.arguments[name]))
 
     @property
     def output_bytes(self) -> Size:
+        """Bytes of the result."""
         return value_bytes(fake_value(self.node))
 
     @property
     def traffic_bytes(self) -> Size:
-        """Every tensor that is read or written, once."""
+        """Bytes of every tensor that is read or written, each once."""
         return sum(value_bytes(fake_value(used)) for used in self.node.all_input_nodes) + self.output_bytes
 
 
@@ -79,13 +84,13 @@ OP_COSTS: dict[str, CostFunction] = {}
 
 
 def op_cost(*targets: object) -> Callable[[CostFunction], CostFunction]:
-    """Register a function as the cost of operators, given themselves or by name (for those that may not be loaded)."""
+    """Register a function as the cost of operators. Names are for operators that may not be loaded."""
 
     def register(function: CostFunction) -> CostFunction:
         for target in targets:
             name = str(target)
             if name in OP_COSTS:
-                raise ValueError(f"{name} has a cost already")
+                raise ValueError(f"{name} already has a cost function")
             OP_COSTS[name] = function
         return function
 
@@ -93,10 +98,10 @@ def op_cost(*targets: object) -> Callable[[CostFunction], CostFunction]:
 
 
 def node_cost(node: Node, ranks: Mapping[str, int] | None = None) -> OpCost:
-    """Costs of `node`. `ranks`: the size of each process group by name, if the graph communicates with any."""
+    """Return the cost of `node`. `ranks` is the size of each process group by name."""
     if node.op != "call_function" or node.target is operator.getitem:
         return OpCost()
-    # Transfers of banks are no computation: the plan accounts for them by bank.
+    # Bank transfers are not computation: the plan counts them by bank.
     if node.target in (BANK_TENSOR, EXPERT_STACK, gather, *SLOT_OPS) or not tensors_in(fake_value(node)):
         return OpCost()
     call = OpCall(node, all_arguments(node), ranks or {})
@@ -109,7 +114,7 @@ def node_cost(node: Node, ranks: Mapping[str, int] | None = None) -> OpCost:
 
 
 def is_elementwise(target: object) -> bool:
-    """True for operators whose cost is their traffic: pointwise, reducing, copying, sorting, filling."""
+    """Return whether the operator costs its traffic only: pointwise, reducing, copying, sorting, filling."""
     if not isinstance(target, torch._ops.OpOverload):
         return False
     if {torch.Tag.pointwise, getattr(torch.Tag, "reduction", None)} & set(target.tags):
@@ -118,23 +123,24 @@ def is_elementwise(target: object) -> bool:
 
 
 def shape_of(value: torch.Tensor) -> tuple[Size, ...]:
+    """Return the shape of `value`, with expressions for symbolic sizes."""
     return tuple(size_of(size) for size in value.shape)
 
 
 def size_of(size: int | torch.SymInt) -> Size:
-    """A size as formulas take it: an int, or the expression in the graph's symbols."""
+    """Return a size for formulas: an int, or an expression in the graph's symbols."""
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 def tensors_in(value: object) -> list[torch.Tensor]:
-    """The tensors of a node's value, which may be a tuple."""
+    """Return the tensors of a node's value, which may be a tuple."""
     if isinstance(value, torch.Tensor):
         return [value]
     return [tensor for item in value for tensor in tensors_in(item)] if isinstance(value, (list, tuple)) else []
 
 
 def value_bytes(value: object) -> Size:
-    """Bytes of memory behind a node's value; what is expanded counts once."""
+    """Return the bytes of memory of a node's value; expanded elements count once."""
     total: Size = 0
     for tensor in tensors_in(value):
         elements: Size = 1
@@ -195,13 +201,16 @@ def _gemm(call: OpCall, left: str, right: str) -> OpCost:
 
 @op_cost(aten._grouped_mm.default, aten._scaled_grouped_mm.default, "transformers.grouped_mm_fallback.default")
 def _grouped_mm(call: OpCall) -> OpCost:
-    """Each row meets one expert's matrix. Experts without rows are not read: as many are as uniform routing hits."""
+    """Count one expert's matrix for each row.
+
+    Experts without rows are not read: their number assumes uniform routing.
+    """
     left, right = list(call.arguments)[:2]
     *count, rows, inner = call.shape(left)
     *experts, _, columns = call.shape(right)
     flops = formulas.grouped_gemm_flops(rows, inner, columns)
     if count or not experts:
-        # The other forms: groups lie along the columns, along the inner size, or are all of one size.
+        # Groups along the columns or along the inner size, or groups of equal size.
         return OpCost(flops * _product_of(count if experts else ()), call.traffic_bytes)
     read = formulas.experts_hit(experts[0], 1, rows)
     weights = call.nbytes(right)
@@ -227,7 +236,7 @@ def _solve_triangular(call: OpCall) -> OpCost:
 
 @op_cost(aten.index.Tensor, aten.index_select.default, aten.gather.default)
 def _selection(call: OpCall) -> OpCost:
-    """Rows are read where an index says so, not all of the table."""
+    """Count the selected rows only, not the complete table."""
     return _reads_selected(call, "self")
 
 

@@ -1,4 +1,4 @@
-"""Operators of ATen that no tag marks so, but that only copy, fill, sort, select or reduce: nothing but traffic."""
+"""Operators without a tag that only copy, fill, sort, select or reduce, so that they cost their traffic."""
 
 from __future__ import annotations
 

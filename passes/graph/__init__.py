@@ -1,1 +1,4 @@
-"""What is read from and written into FX graphs: nodes, sizes, collectives, texts, lines of source. May import ir."""
+"""Tools to read and write FX graphs: nodes, sizes, collectives, canonical texts, lines of source. Start at `nodes.py`.
+
+May import ir.
+"""

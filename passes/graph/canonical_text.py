@@ -1,4 +1,4 @@
-"""Describe nodes so that two descriptions are equal only where the same is computed, whatever the nodes are called."""
+"""Descriptions of nodes as text that is equal only if the same is computed, independent of node names."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from torch.fx import GraphModule, Node
 from moepass.passes.graph.nodes import constant_of, fake_value, map_nodes
 from moepass.passes.graph.not_this_form import NotThisForm
 
-# A size that only a run tells, as torch names it.
+# Torch's names of data-dependent sizes.
 _UNBACKED = re.compile(r"\bu\d+\b")
-# Constants that are what they are called.
+# Constants that are fully described by their names.
 _NAMED = (torch.dtype, torch.layout, torch.memory_format, torch.device, torch._ops.OperatorBase)
 
 
 class CanonicalText:
-    """A line for every node that is added, in order; `describe_source` gives that of one that others only read."""
+    """A description with one line for every added node, in order.
+
+    Args:
+        describe_source: Returns the line of a node that is read but was not added.
+    """
 
     def __init__(self, describe_source: Callable[[Node], str]) -> None:
         self._describe_source = describe_source
@@ -31,32 +35,33 @@ class CanonicalText:
         self._lines: list[str] = []
 
     def add_source(self, node: Node, line: str | None = None) -> None:
-        """`line` describes it, else `describe_source` does."""
+        """Add a node that is only read, with `line`, or else with the line from `describe_source`."""
         self._add(node, self._describe_source(node) if line is None else line)
 
     def add(self, node: Node, *remarks: str, arguments: Any = None) -> None:
-        """Describe the computation of `node`; the sources that it reads come before it.
+        """Add the computation of `node`, after the sources that it reads.
 
-        `arguments` may stand for its (args, kwargs), where some of these should read otherwise.
+        `remarks` are appended to the line. `arguments` replaces (args, kwargs) in the text.
         """
         arguments = map_nodes((node.args, node.kwargs) if arguments is None else arguments, self._name)
         self._add(node, " ".join((f"{describe_target(node)} {arguments}", *remarks)))
 
-    def add_alias(self, node: Node, other: Node) -> None:
-        """`node` is `other`, which was added: as if whoever reads one read the other."""
-        self._names[node] = self._names[other]
+    def add_alias(self, node: Node, original: Node) -> None:
+        """Describe later reads of `node` as reads of `original`, which was already added."""
+        self._names[node] = self._names[original]
 
     def remark(self, *texts: str) -> None:
+        """Add lines of text."""
         self._lines += texts
 
     def names(self, value: Any) -> Any:
-        """`value`, of tuples, lists and mappings, with the names that its nodes have here."""
+        """Return `value`, of tuples, lists and mappings, with canonical names in place of nodes."""
         return map_nodes(value, self._name)
 
     def __str__(self) -> str:
         numbers: dict[str, str] = {}
         text = "\n".join(self._lines)
-        return _UNBACKED.sub(lambda found: numbers.setdefault(found[0], f"unbacked_{len(numbers)}"), text)
+        return _UNBACKED.sub(lambda match: numbers.setdefault(match[0], f"unbacked_{len(numbers)}"), text)
 
     def _add(self, node: Node, line: str) -> None:
         self._names[node] = f"%{next(self._numbers)}"
@@ -69,40 +74,40 @@ class CanonicalText:
 
 
 class _Name(str):
-    """Unlike the text that an operation may be given, it stands without quotes."""
+    """A name that, unlike string arguments, is written without quotes."""
 
     __repr__ = str.__str__
 
 
-def describe_value(value: Any, known: dict[Any, str] | None = None) -> str:
-    """Type and layout of what a node's fake value stands for.
+def describe_value(value: Any, cache: dict[Any, str] | None = None) -> str:
+    """Describe dtype and layout of a fake value.
 
-    `known` keeps the texts of sizes: that of a sum of hundreds of symbols takes long to write.
+    `cache` has the texts of sizes, because writing a sum of hundreds of symbols takes long.
     """
-    known = {} if known is None else known
+    cache = {} if cache is None else cache
     if isinstance(value, torch.Tensor):
         sizes = (tuple(value.shape), value.stride(), (value.storage_offset(),))
-        shape, stride, (offset,) = ([_size_text(size, known) for size in part] for part in sizes)
+        shape, stride, (offset,) = ([_size_text(size, cache) for size in group] for group in sizes)
         return f"{value.dtype} {shape} {stride} {value.device} offset {offset}"
     if isinstance(value, (tuple, list)):
-        return f"[{', '.join(describe_value(item, known) for item in value)}]"
-    return _size_text(value, known)
+        return f"[{', '.join(describe_value(item, cache) for item in value)}]"
+    return _size_text(value, cache)
 
 
-def _size_text(size: Any, known: dict[Any, str]) -> str:
+def _size_text(size: Any, cache: dict[Any, str]) -> str:
     if not isinstance(size, torch.SymInt):
         return str(size)
     expression = size.node.expr
-    if expression not in known:
-        known[expression] = str(size)
-    return known[expression]
+    if expression not in cache:
+        cache[expression] = str(size)
+    return cache[expression]
 
 
 def describe_constant(value: object, is_placed: bool = True) -> str:
-    """A constant of a graph: its type, layout and numbers, and where it lies unless `is_placed` is False.
+    """Describe a constant: its type, layout and contents, and its device unless `is_placed` is False.
 
-    A graph, which an operator runs, is described by what it computes. Raises NotThisForm for what has contents that
-    cannot be read: a text without them would be equal for others.
+    A graph, as an argument of a higher-order operator, is described by its computation. Raises NotThisForm if the
+    contents cannot be read, because a text without them could be equal for different constants.
     """
     if isinstance(value, torch.Tensor):
         return _describe_tensor(value, is_placed)
@@ -121,7 +126,7 @@ def describe_constant(value: object, is_placed: bool = True) -> str:
 
 
 def describe_constant_here(name: str, value: object) -> str:
-    """A constant that is called `name`, for texts of one graph alone: where it has no contents, its name tells it."""
+    """Describe a constant for a text that is used within one graph: unreadable contents are replaced by `name`."""
     try:
         return describe_constant(value)
     except NotThisForm:
@@ -129,7 +134,7 @@ def describe_constant_here(name: str, value: object) -> str:
 
 
 def describe_target(node: Node) -> str:
-    """The target of a node as text, without the addresses that Python gives functions."""
+    """Return the target of a node as text, without addresses of Python functions."""
     target = node.target
     if isinstance(target, (str, torch._ops.OperatorBase)):
         return str(target)
@@ -137,7 +142,7 @@ def describe_target(node: Node) -> str:
 
 
 def describe_graph(module: GraphModule, is_placed: bool = True) -> str:
-    """The computation of the graph as text, constants included. Raises NotThisForm as `describe_constant` does."""
+    """Describe the computation of a graph, including constants. Raises NotThisForm as `describe_constant`."""
     text = CanonicalText(_describe_input)
     for node in module.graph.nodes:
         if node.op == "get_attr":
@@ -156,7 +161,7 @@ def _describe_input(node: Node) -> str:
 
 def _describe_tensor(value: torch.Tensor, is_placed: bool) -> str:
     real = value.constant if isinstance(value, FakeTensor) else value
-    # A constant is a real tensor, although the graph is looked at in fake mode.
+    # A constant is a real tensor, although the pass runs in fake mode.
     with unset_fake_temporarily():
         if real is None or real.is_meta or real.layout is not torch.strided:
             raise NotThisForm(

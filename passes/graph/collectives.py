@@ -1,7 +1,7 @@
-"""Communication with other ranks in a captured graph, as records.
+"""Records of communication with other ranks in a captured graph.
 
-A `Collective` is one of the functional collectives that moepass can reason about: what goes in, over which group, what
-comes out. A `Communication` is any node that talks to other ranks, those that moepass cannot take out included.
+A `Collective` is a functional collective that moepass can reason about: its input, group and result. A `Communication`
+is any node that communicates with other ranks, including those that moepass cannot eliminate.
 """
 
 from __future__ import annotations
@@ -29,9 +29,12 @@ WAIT = _c10d.wait_tensor.default
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective. `result` is what the rest of the graph reads: it, or the last wait for it.
+    """One functional collective.
 
-    `receive` and `send` are the split sizes of an AllToAll, numbers or nodes; `reduction` is that of a reduction.
+    Attributes:
+        result: the node that the graph reads: the collective, or the last wait for it
+        receive, send: split sizes of an AllToAll, numbers or nodes
+        reduction: the reduction operator, if any
     """
 
     kind: str
@@ -45,11 +48,12 @@ class Collective:
 
     @property
     def is_float(self) -> bool:
+        """True for floating-point inputs."""
         return bool(fake_value(self.input).is_floating_point())
 
 
 def collective_of(node: Node) -> Collective | None:
-    """The collective that `node` is; None where it is none of those that moepass knows."""
+    """Return the collective of `node`; None for other nodes."""
     if node.op != "call_function" or node.target not in KINDS:
         return None
     kind = KINDS[node.target]
@@ -68,9 +72,11 @@ def collective_of(node: Node) -> Collective | None:
 
 @dataclasses.dataclass(frozen=True)
 class Communication:
-    """A node that talks to other ranks, or hides whether it does. `kind` is a word for what it does.
+    """A node that communicates with other ranks, or may do so.
 
-    `group_name` is empty where the operator does not say it.
+    Attributes:
+        kind: a word for the operation
+        group_name: empty if the operator does not show it
     """
 
     node: Node
@@ -79,7 +85,7 @@ class Communication:
 
     @property
     def is_exchange(self) -> bool:
-        """True for what a model has for the sake of its experts, wherever it stands; sums and gathers serve others."""
+        """True for operations that only experts need; sums and gathers have other uses too."""
         return self.kind in _EXCHANGES
 
 
@@ -88,14 +94,14 @@ _EXCHANGES = {"all_to_all", "dispatch", "combine", EXPERTS_INSIDE}
 _LIBRARIES = {
     "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor", "symm_mem",
 }  # fmt: skip
-_OWN_RANK_ALONE = {
+_LOCAL_OPERATORS = {
     "wait_tensor", "_wrap_tensor_autograd", "check_for_nan", "mesh_get_process_group", "memset32_",
     "stream_write_value32_", "_async_input_mm", "_rendezvous",
 }  # fmt: skip
-# Operators of these have a meaning of their own here, whatever they are called.
+# Libraries whose operators do not communicate, even if their names contain one of the words below.
 _NO_COMMUNICATION = {"aten", "prims", "prim", "moepass", "transformers", "inductor"}
 _GROUP_ARGUMENTS = ("group_name", "process_group", "group", "pg")
-_WORDS = {
+_KIND_PATTERNS = {
     "all_to_all": r"all_?to_?all|all2all",
     "all_gather": r"all_?gather",
     "reduce_scatter": r"reduce_?scatter",
@@ -108,16 +114,16 @@ _WORDS = {
 
 
 def communication_of(node: Node) -> Communication | None:
-    """The communication of `node` with other ranks; None if it has none, or only waits for an answer."""
-    known = collective_of(node)
-    if known is not None:
-        return Communication(node, known.kind, known.group_name)
+    """Return the communication of `node` with other ranks, or None if it has none or only waits."""
+    collective = collective_of(node)
+    if collective is not None:
+        return Communication(node, collective.kind, collective.group_name)
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return None
     library, name = node.target.namespace, node.target._schema.name.split("::")[-1]
-    if library in _NO_COMMUNICATION or (library in _LIBRARIES and name in _OWN_RANK_ALONE):
+    if library in _NO_COMMUNICATION or (library in _LIBRARIES and name in _LOCAL_OPERATORS):
         return None
-    kind = next((kind for kind, words in _WORDS.items() if re.search(words, name)), "")
+    kind = next((kind for kind, words in _KIND_PATTERNS.items() if re.search(words, name)), "")
     group = _group_argument(node)
     if library not in _LIBRARIES and not kind and group is None:
         return None
@@ -130,20 +136,20 @@ def _group_argument(node: Node) -> object:
 
 
 def communications_of(graph: Graph) -> Iterator[Communication]:
-    """All communication of the graph, in host order."""
+    """Yield all communication of the graph, in host order."""
     for node in graph.nodes:
-        found = communication_of(node)
-        if found is not None:
-            yield found
+        communication = communication_of(node)
+        if communication is not None:
+            yield communication
 
 
 def group_names(graph: Graph) -> set[str]:
-    """Process groups that the graph talks to."""
-    return {found.group_name for found in communications_of(graph) if found.group_name}
+    """Return the names of the process groups of the graph."""
+    return {communication.group_name for communication in communications_of(graph) if communication.group_name}
 
 
 def _result(node: Node) -> Node:
-    """The last of a chain of waits (torch waits for some results twice), and of a copy into memory that was given."""
+    """Return the last of a chain of waits (torch waits for some results twice) and copies into the output tensor."""
     while True:
         onwards = [user for user in node.users if is_call(user, WAIT) or _is_copy_of(user, node)]
         if len(onwards) != 1 or len(node.users) != 1:
@@ -152,7 +158,7 @@ def _result(node: Node) -> Node:
 
 
 def _is_copy_of(node: Node, source: Node) -> bool:
-    """`copy_` of a result that torch.distributed was asked to write in place: the same values."""
+    """Return whether `node` is a `copy_` of a result that torch.distributed wrote in place, with the same values."""
     if not is_call(node, torch.ops.aten.copy.default) or node.args[1] is not source:
         return False
     copied, original = fake_value(node), fake_value(source)

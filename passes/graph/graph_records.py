@@ -1,6 +1,6 @@
-"""FX graphs as data and back: what a stored capture holds in place of code.
+"""FX graphs as data and back, for stored captures, which contain no code.
 
-A record names operators and functions; nothing in it is run to read it. Described values (`meta`) do not come along.
+A record names operators and functions, and reading it executes nothing. Fake values (`meta`) are not stored.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.ir.slot_operations import SLOT_OPS
 
-# Where the plan says what layers a segment serves.
+# Metadata key of the layers that a segment computes.
 LAYERS_KEY = "moepass_layers"
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -39,11 +39,11 @@ _CONSTANTS: tuple[tuple[str, type[Any]], ...] = (
 
 
 class NotStorableError(Exception):
-    """Something that a record cannot hold; the text says what."""
+    """Something that a record cannot store; the text names it."""
 
 
 class NodeRecord(msgspec.Struct, frozen=True, array_like=True):
-    """One node; `args` and `kwargs` as `_to_data` writes them."""
+    """One node; `args` and `kwargs` are written by `_to_data`."""
 
     op: str
     name: str
@@ -54,7 +54,7 @@ class NodeRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 def record_graph(graph: Graph) -> tuple[NodeRecord, ...]:
-    """Raises NotStorableError for constants, branches and functions that have no name here."""
+    """Return the records of a graph. Raises NotStorableError for constants, branches and unknown functions."""
     return tuple(
         NodeRecord(
             node.op,
@@ -69,7 +69,10 @@ def record_graph(graph: Graph) -> tuple[NodeRecord, ...]:
 
 
 def read_graph(records: tuple[NodeRecord, ...], modules: Mapping[str, torch.nn.Module]) -> GraphModule:
-    """The graph, which calls `modules` by their names. Raises ValueError where a record is none of `record_graph`."""
+    """Return the graph, which calls `modules` by their names.
+
+    Raises ValueError for records not made by `record_graph`.
+    """
     graph = Graph()
     nodes: dict[str, Node] = {}
     for record in records:
@@ -100,22 +103,25 @@ def _name_of_target(node: Node) -> str:
 
 
 def _target_of(name: str) -> Callable[..., Any]:
-    """Raises ValueError where there is no such operator or function."""
+    """Return the operator or function called `name`. Raises ValueError for an unknown name."""
     if name in _FUNCTIONS:
         return _FUNCTIONS[name]
     parts = name.split(".")
-    found: Any = torch.ops
+    target: Any = torch.ops
     if parts[:2] != ["torch", "ops"] or len(parts) != 5:
-        raise ValueError(f"{name} is no operator")
-    for part in parts[2:]:
-        found = getattr(found, part, None)
-    if not isinstance(found, torch._ops.OpOverload):
-        raise ValueError(f"{name} is no operator of this process")
-    return found
+        raise ValueError(f"{name} is not an operator")
+    for attribute in parts[2:]:
+        target = getattr(target, attribute, None)
+    if not isinstance(target, torch._ops.OpOverload):
+        raise ValueError(f"operator {name} is not registered in this process")
+    return target
 
 
 def _to_data(value: Any) -> Any:
-    """Numbers, texts and lists stand for themselves, everything else in a mapping of one key that says what it is."""
+    """Convert an argument to JSON data.
+
+    Numbers, strings and lists are unchanged; other values become a mapping with one key, which names their type.
+    """
     if isinstance(value, Node):
         return {"node": value.name}
     if value is None or isinstance(value, (bool, str)) or type(value) is int:

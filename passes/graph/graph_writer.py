@@ -1,4 +1,4 @@
-"""Append operator calls with their fake values, and take them out again."""
+"""Insertion of operator calls with their fake values, and their removal."""
 
 from __future__ import annotations
 
@@ -18,27 +18,32 @@ from moepass.passes.ir.slot_operations import gather
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-# Where a node comes from in the model.
-_PLACE = ("nn_module_stack", "stack_trace")
+# Metadata keys for the source location of a node in the model.
+_LOCATION_KEYS = ("nn_module_stack", "stack_trace")
 
 
 class GraphWriter:
-    """Inserts nodes in front of `like`, a node of `graph` that has a fake value."""
+    """A writer that inserts nodes before `like`, a node of `graph` with a fake value.
+
+    Written nodes have the source location of `like`.
+    """
 
     def __init__(self, graph: Graph, like: Node) -> None:
         self.graph = graph
         self.fake_mode = fake_value(like).fake_mode
-        # What is written says of itself that it comes from where `like` does.
-        self.meta = {key: like.meta[key] for key in _PLACE if key in like.meta}
+        self.meta = {key: like.meta[key] for key in _LOCATION_KEYS if key in like.meta}
         self.written: list[Node] = []
         self.like = like
 
     def emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-        """A call of `target`, with its fake value. Raises NotThisForm where it does not take these arguments."""
+        """Insert a call of `target`, and compute its fake value.
+
+        Raises NotThisForm if it does not accept these arguments.
+        """
         return self._append(target, args, kwargs)
 
     def _append(self, target: Callable[..., Any], args: Any, kwargs: Any, repeated: Node | None = None) -> Node:
-        """As `emit`; `repeated` is the node whose operation this is, if it is one's."""
+        """Insert a call; `repeated` is the node whose operation is repeated, if any."""
         node = self.graph.call_function(target, args, kwargs)
         node.meta.update(self.meta)
         fake_args, fake_kwargs = map_nodes((args, kwargs), fake_value)
@@ -46,12 +51,12 @@ class GraphWriter:
         try:
             with self.fake_mode:
                 node.meta["val"] = target(*fake_args, **fake_kwargs)
-        except Exception as error:  # whatever an operator says to arguments that do not fit it
+        except Exception as error:  # an operator may raise any exception for unfit arguments
             raise NotThisForm(self._unfit(node, fake_args, repeated, error)) from error
         return node
 
     def described(self, target: Callable[..., Any], args: Any, value: Any) -> Node:
-        """A call of `target`, whose fake value is known."""
+        """Insert a call of `target` with a known fake value."""
         node = self.graph.call_function(target, args)
         node.meta.update(self.meta)
         node.meta["val"] = value
@@ -59,65 +64,66 @@ class GraphWriter:
         return node
 
     def _unfit(self, node: Node, arguments: Any, repeated: Node | None, error: Exception) -> str:
-        """The reason why `node` does not take its `arguments`."""
+        """Return the reason why `node` does not accept its `arguments`."""
         return f"{node.target} does not take the rows of all experts together: {error}"
 
     def erase(self) -> None:
-        """Take out what was written, which nothing else reads."""
+        """Erase all written nodes, which nothing else may read."""
         for node in reversed(self.written):
             self.graph.erase_node(node)
         self.written.clear()
 
     def erase_unread(self) -> None:
-        """Take out what was written and nobody reads."""
+        """Erase the written nodes that nothing reads."""
         for node in reversed(self.written):
             if not node.users:
                 self.graph.erase_node(node)
         self.written.clear()
 
     def size(self, tensor: Node, dim: int) -> Any:
-        """A size of `tensor`: a number, or the node that reads it."""
+        """Return a size of `tensor`: a number, or a node."""
         size = fake_value(tensor).shape[dim]
         if isinstance(size, int):
             return size
-        # A size that the graph has already: whatever it is computed from, `tensor` need not be. Where the inputs tell
-        # it, at best one that is computed from sizes alone, since a length needs the tensor that it is read of.
-        equal = filter(functools.partial(self._gives, size), self.graph.nodes)
-        found = next(equal, None)
-        if found is not None and is_call(found, aten.sym_size.int) and not free_unbacked_symbols(size):
-            found = next((node for node in equal if not is_call(node, aten.sym_size.int)), found)
-        return self.emit(aten.sym_size.int, tensor, dim) if found is None else found
+        # Reuse a node with this size, so that `tensor` need not be computed. Sizes computed from other sizes are
+        # preferred, because `sym_size` needs its tensor.
+        equal = filter(functools.partial(self._has_size, size), self.graph.nodes)
+        existing = next(equal, None)
+        if existing is not None and is_call(existing, aten.sym_size.int) and not free_unbacked_symbols(size):
+            existing = next((node for node in equal if not is_call(node, aten.sym_size.int)), existing)
+        return self.emit(aten.sym_size.int, tensor, dim) if existing is None else existing
 
-    def _gives(self, size: torch.SymInt, node: Node) -> bool:
+    def _has_size(self, size: torch.SymInt, node: Node) -> bool:
         value = fake_value(node)
         return isinstance(value, torch.SymInt) and node < self.like and value.node.expr == size.node.expr
 
     def product(self, left: Any, right: Any) -> Any:
-        """Of two sizes, each a number or a node."""
+        """Return the product of two sizes, each a number or a node."""
         if isinstance(left, int) and isinstance(right, int):
             return left * right
         if left == 1 or right == 1:
             return right if left == 1 else left
         return self.emit(operator.mul, left, right)
 
-    def getitem(self, source: Node, place: int) -> Node:
-        return self.emit(operator.getitem, source, place)
+    def getitem(self, source: Node, index: int) -> Node:
+        """Insert the selection of an element of a tuple."""
+        return self.emit(operator.getitem, source, index)
 
     def arange(self, count: Any, device: torch.device) -> Node:
-        """0, 1, .. below `count`, a number or a node: int64."""
+        """Insert an int64 arange from 0 below `count`, a number or a node."""
         return self.emit(
             prims.iota.default, count, start=0, step=1, dtype=torch.int64, device=device, requires_grad=False
         )
 
     def viewed(self, source: Node, shape: Sequence[Any]) -> Node:
-        """`source` in another shape; itself where that is its own."""
+        """Return `source` in another shape, or unchanged if it already has this shape."""
         if [*map(size_expression, shape)] == [*map(size_expression, fake_value(source).shape)]:
             return source
         return self.emit(aten.reshape.default, source, list(shape))
 
 
 def describe_again(graph: Graph, *changed: Node) -> None:
-    """Fake values of what depends on `changed`, as far as their sizes are other ones now."""
+    """Recompute the fake values that depend on `changed`, where their sizes changed."""
     fresh = {*changed}
     with fake_value(changed[0]).fake_mode:
         for node in graph.nodes:
@@ -133,14 +139,14 @@ def describe_again(graph: Graph, *changed: Node) -> None:
 
 
 def described_sizes(value: Any) -> object:
-    """Sizes and strides as text: they may be symbols."""
+    """Return sizes and strides as text, because they may be symbols."""
     if isinstance(value, torch.Tensor):
         return str(tuple(value.shape)), str(value.stride())
     return [described_sizes(item) for item in value] if isinstance(value, (tuple, list)) else str(value)
 
 
 def erase_unread(graph: Graph, last: Node) -> None:
-    """Erase `last`, which nobody reads, and what only it read."""
+    """Erase `last`, which nothing reads, and nodes that only it reads."""
     pending = {last}
     while pending:
         node = pending.pop()

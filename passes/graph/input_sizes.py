@@ -1,4 +1,4 @@
-"""The sizes of a graph that its inputs show: which they are, and how to read them in a run."""
+"""Symbols of a graph that its inputs determine, and their values in a run."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from moepass.passes.graph.nodes import fake_value, graph_inputs
 
 @dataclasses.dataclass(frozen=True)
 class SizeSource:
-    """Input number `position` shows a size: it is that number, or has it as `dimension`."""
+    """The input that determines a size: its value, or its size in `dimension`."""
 
     position: int
     dimension: int | None
 
     def find(self, arguments: Sequence[Any]) -> Any:
-        """The size among the inputs, a number or, where these are described and not given, a symbol."""
+        """Return the size from the inputs: a number, or a symbol if they are fake values."""
         value = arguments[self.position]
         return value if self.dimension is None else value.shape[self.dimension]
 
     def read(self, arguments: Sequence[Any]) -> int:
+        """Return the size from the inputs of a run."""
         return int(self.find(arguments))
 
 
 def size_sources(graph: Graph) -> dict[str, SizeSource]:
-    """Position of each symbol among the inputs; symbols that occur only inside larger expressions are left out.
+    """Return the source of each symbol among the inputs, without symbols that only occur in larger expressions.
 
-    A size that turned out to be another one, or a constant, stands under the symbol that it had at first too.
+    A size that was later replaced by another size, or by a constant, is also listed under its first symbol.
     """
     sources: dict[str, SizeSource] = {}
     for position, node in enumerate(graph_inputs(graph)):
@@ -46,7 +47,7 @@ def size_sources(graph: Graph) -> dict[str, SizeSource]:
 
 
 def sizes_at_capture(graph: Graph) -> dict[str, int]:
-    """The value of each symbol of `size_sources` when the graph was captured."""
+    """Return the value of each symbol of `size_sources` at capture."""
     described = [fake_value(node) for node in graph_inputs(graph)]
     sizes = {name: source.find(described) for name, source in size_sources(graph).items()}
     return {name: int(size.node.hint if isinstance(size, torch.SymInt) else size) for name, size in sizes.items()}
@@ -60,7 +61,7 @@ def _add(sources: dict[str, SizeSource], size: object, source: SizeSource) -> No
 
 
 def size_expression(size: object) -> sympy.Expr:
-    """A size of a graph, or that which a node of it gives, as an expression in its symbols."""
+    """Return a size, or the value of a node that computes one, as an expression in the graph's symbols."""
     if isinstance(size, Node):
         size = fake_value(size)
     if isinstance(size, sympy.Expr):
@@ -69,5 +70,5 @@ def size_expression(size: object) -> sympy.Expr:
 
 
 def read_sizes(sources: Mapping[str, SizeSource], arguments: Sequence[Any]) -> dict[str, int]:
-    """The sizes of a run with these arguments, by name."""
+    """Return the sizes of a run with these arguments, by name."""
     return {name: source.read(arguments) for name, source in sources.items()}

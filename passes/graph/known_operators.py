@@ -1,7 +1,7 @@
-"""Tell operators whose results follow from their arguments alone from those that may compute anything.
+"""Distinction of pure operators, whose results depend only on their arguments, from those that may compute anything.
 
-Equal names of operators say that ranks compute the same only where an operator is known to be a pure function. One that
-a model registers may keep a state, ask for its rank or read a file.
+Equal operator names prove that ranks compute the same only for pure operators. An operator that a model registers may
+keep a state, query its rank or read a file.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ _PURE_OPERATORS = {
     "_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd",
 }  # fmt: skip
 _READ_FROM_FILES = {"aten::from_file"}
-# They read elements by their places in memory, in whatever order a tensor lies there.
+# These read elements by their positions in memory, which depend on the strides of the tensor.
 _READ_MEMORY = {"aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter", "aten::_reshape_alias"}
-# They compute over the step that runs on their rank, which is no argument.
+# These depend on the step that runs on their rank, which is not an argument.
 _READ_THE_STEP = {"moepass::trie_attention"}
-# They run graphs, which are looked into.
+# These run graphs, which are checked too.
 _RUN_GRAPHS = {"cond", "while_loop", "scan", "associative_scan", "map_impl", "flex_attention", "invoke_subgraph"}
-# Where functions of numbers come from, and elements of tuples.
+# Modules of functions on numbers, and of getitem.
 _PURE_MODULES = {"_operator", "math", "builtins"}
 
 
 def why_not_pure(node: Node) -> str | None:
-    """Why results of `node`, or of what it runs, may differ though all that it reads is equal; None where they cannot.
+    """Return why results of `node`, or of a graph that it runs, may differ for equal inputs; None if they cannot.
 
-    Collectives, and memory that nothing was written to, are looked at only inside of graphs that `node` runs: outside,
-    what surrounds them decides.
+    Collectives and uninitialised memory are checked only inside graphs that `node` runs. Outside of these, the callers
+    check them.
     """
     if node.op in ("placeholder", "get_attr", "output"):
         return None

@@ -1,4 +1,4 @@
-"""The arguments of a node by name, and the numbers that are written into them."""
+"""The arguments of a node by name, and the integers in them."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ from typing import Any
 
 from torch.fx import Node
 
-# Name of an argument if a Python operator has no names for them.
+# Name of an argument of a Python operator, which has no names for them.
 UNNAMED = "other"
 
 
 def named_arguments(node: Node, args: Any = None, kwargs: Any = None) -> dict[str, Any]:
-    """The arguments of a node, or `args` and `kwargs` in their place, by the names of its operator's schema.
+    """Return the arguments of a node, or `args` and `kwargs` instead, by the names of its operator's schema.
 
-    By place where it has no schema.
+    Without a schema, names are positions.
     """
     args, kwargs = (node.args, node.kwargs) if args is None else (args, kwargs)
     return {**dict(zip(_names(node), args, strict=False)), **kwargs}
 
 
 def all_arguments(node: Node) -> dict[str, Any]:
-    """The arguments of a node by name, in the order of its operator's schema, with defaults for what is not given."""
+    """Return the arguments of a node by name, in the order of its operator's schema, including defaults."""
     schema = getattr(node.target, "_schema", None)
-    given = named_arguments(node)
+    arguments = named_arguments(node)
     if schema is None:
-        return given
-    known = ((one.name, given.get(one.name, one.default_value)) for one in schema.arguments)
-    required = {one.name for one in schema.arguments if not one.has_default_value()}
-    return {name: value for name, value in known if name in given or name not in required}
+        return arguments
+    values = ((entry.name, arguments.get(entry.name, entry.default_value)) for entry in schema.arguments)
+    required = {entry.name for entry in schema.arguments if not entry.has_default_value()}
+    return {name: value for name, value in values if name in arguments or name not in required}
 
 
 def replace_numbers(node: Node, replace: Callable[[str, int, int], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The node's arguments with `replace(name, position, number)` for each whole number that is written into them.
+    """Return the node's arguments with each integer replaced by `replace(name, position, number)`.
 
-    `position` is that in a list, 0 outside. An argument without a name is called `UNNAMED`.
+    `position` is the index in a list, or 0 outside of lists. An argument without a name is called `UNNAMED`.
     """
     names = _names(node) if hasattr(node.target, "_schema") else [UNNAMED] * len(node.args)
 
     def changed(name: str, value: Any) -> Any:
         if isinstance(value, (list, tuple)):
-            parts = [replace(name, place, part) if _is_number(part) else part for place, part in enumerate(value)]
-            return tuple(parts) if isinstance(value, tuple) else parts
+            items = [replace(name, index, item) if _is_number(item) else item for index, item in enumerate(value)]
+            return tuple(items) if isinstance(value, tuple) else items
         return replace(name, 0, value) if _is_number(value) else value
 
     args = tuple(changed(name, value) for name, value in zip(names, node.args, strict=False))
@@ -55,5 +55,5 @@ def _is_number(value: object) -> bool:
 def _names(node: Node) -> list[str]:
     schema = getattr(node.target, "_schema", None)
     if schema is None:
-        return [str(place) for place in range(len(node.args))]
+        return [str(position) for position in range(len(node.args))]
     return [argument.name for argument in schema.arguments]

@@ -1,4 +1,4 @@
-"""Walking and copying FX graphs: what several passes need and none should write twice."""
+"""Helpers to walk and copy FX graphs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from moepass.passes.ir.segment import REGION_KEY
 
 aten = torch.ops.aten
 
-# Views whose schema declares no alias although they share memory with their input, always or for some arguments. Found
-# by running every operator of torch 2.13 (tests/helpers/graphs/undeclared_views.py).
+# Views whose schema declares no alias although they share memory with their input, always or for some arguments. The
+# list comes from running every operator of torch 2.13 (tests/helpers/graphs/undeclared_views.py).
 _UNDECLARED_VIEWS = {
     aten._unsafe_view.default,
     aten.unsafe_split.Tensor,
@@ -27,14 +27,14 @@ _UNDECLARED_VIEWS = {
 
 
 def copy_graph_module(module: GraphModule) -> GraphModule:
-    """A copy whose graph can be edited without touching the original's. Node names and metadata stay."""
+    """Return a copy whose graph can be edited without changing the original. Node names and metadata are kept."""
     graph = Graph()
     values: dict[Node, Node] = {}
     output = graph.graph_copy(module.graph, values)
     original_output = module.graph.output_node()
     copied = graph.output(output)
     copied.meta = dict(original_output.meta)
-    # Lazy: most copies are never run, and generating their code takes longer than copying them.
+    # Lazy, because most copies are never run, and generating their code takes longer than copying them.
     with _use_lazy_graph_module(True):
         fresh = _make_graph_module(module, graph)
     fresh.meta = dict(module.meta)
@@ -42,7 +42,7 @@ def copy_graph_module(module: GraphModule) -> GraphModule:
 
 
 def graphs_within(module: GraphModule) -> Iterator[Graph]:
-    """The graph of `module`, and of every branch or body that an operator of it runs, as `torch.cond` does."""
+    """Yield the graph of `module`, and of every branch or body that its operators run, such as `torch.cond`."""
     yield module.graph
     for node in module.graph.nodes:
         if node.op == "get_attr":
@@ -52,11 +52,12 @@ def graphs_within(module: GraphModule) -> Iterator[Graph]:
 
 
 def is_call(node: object, *targets: object) -> bool:
+    """Return whether `node` is a call of one of `targets`."""
     return isinstance(node, Node) and node.op == "call_function" and node.target in targets
 
 
 def is_view(node: Node) -> bool:
-    """True where the node's output shares memory with one of its inputs."""
+    """Return whether the node's output shares memory with one of its inputs."""
     if node.op != "call_function":
         return False
     if node.target is operator.getitem or node.target in _UNDECLARED_VIEWS:
@@ -66,17 +67,17 @@ def is_view(node: Node) -> bool:
 
 
 def mutates(node: Node) -> bool:
-    """True where the node writes into one of its inputs."""
+    """Return whether the node writes to one of its inputs."""
     schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
     return schema is not None and bool(schema.is_mutable)
 
 
 def draws_random_numbers(node: Node) -> bool:
-    """True where the node's result depends on a random generator."""
+    """Return whether the node's result depends on a random generator."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    # What draws numbers in training only carries the tag all the same: attention, for the dropout inside it.
+    # Operators that draw numbers only in training have the tag too, such as attention because of its dropout.
     values = {argument.name: argument.default_value for argument in target._schema.arguments}
     values.update(zip(values, node.args, strict=False))
     values.update(node.kwargs)
@@ -85,7 +86,7 @@ def draws_random_numbers(node: Node) -> bool:
 
 
 def view_source(node: Node) -> Node:
-    """The node whose memory `node` shows: itself where it is no view."""
+    """Return the node whose memory `node` views; `node` itself if it is not a view."""
     while is_view(node):
         inputs = node.all_input_nodes
         if not inputs:
@@ -95,7 +96,7 @@ def view_source(node: Node) -> Node:
 
 
 def readers(node: Node) -> Iterator[Node]:
-    """Every node that reads `node`'s memory, directly or through views (the views included), in no fixed order."""
+    """Yield every node that reads `node`'s memory, directly or through views, in no fixed order; views included."""
     seen: set[Node] = set()
     pending = [node]
     while pending:
@@ -108,64 +109,68 @@ def readers(node: Node) -> Iterator[Node]:
 
 
 def first_of_region(node: Node) -> Node:
-    """The first node of the region that `node` is in, which stand side by side; itself where it is in none."""
+    """Return the first node of the region of `node`, whose nodes are contiguous; `node` itself outside of regions."""
     while REGION_KEY in node.meta and node.prev.meta.get(REGION_KEY) == node.meta[REGION_KEY]:
         node = node.prev
     return node
 
 
 def last_of_region(node: Node) -> Node:
+    """Return the last node of the region of `node`; `node` itself outside of regions."""
     while REGION_KEY in node.meta and node.next.meta.get(REGION_KEY) == node.meta[REGION_KEY]:
         node = node.next
     return node
 
 
 def positions(graph: Graph) -> dict[Node, int]:
-    """Every node's place in host order."""
-    return {node: place for place, node in enumerate(graph.nodes)}
+    """Return every node's position in host order."""
+    return {node: position for position, node in enumerate(graph.nodes)}
 
 
 def module_path(node: Node) -> str:
-    """The path of the module that the node came from, as `model.layers.3.mlp.experts`; empty where unknown."""
+    """Return the path of the node's module, such as `model.layers.3.mlp.experts`; empty if unknown."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
-    # Dynamo begins it with the variable that held the model: L['self'].model, L['model'].model.
+    # Dynamo's path begins with the variable of the model: L['self'].model, L['model'].model.
     path = re.sub(r"L\['\w+'\]\.?", "", str(list(stack.values())[-1][0]))
     return path.split(".parametrizations.")[0]
 
 
 def fake_value(node: Node) -> Any:
+    """Return the fake value of a node, or None."""
     return node.meta.get("val")
 
 
 def map_nodes(value: Any, replace: Callable[[Node], Any]) -> Any:
+    """Return `value` with its nodes replaced."""
     return torch.fx.node.map_arg(value, replace)
 
 
 def nodes_in(value: Any) -> list[Node]:
-    """The nodes in arguments, each as often as it stands there."""
-    found: list[Node] = []
+    """Return the nodes in arguments, repeated as often as they occur."""
+    nodes: list[Node] = []
 
     def note(node: Node) -> Node:
-        found.append(node)
+        nodes.append(node)
         return node
 
     map_nodes(value, note)
-    return found
+    return nodes
 
 
 def constant_of(node: Node) -> Any:
-    """The value that a `get_attr` node reads."""
+    """Return the value that a `get_attr` node reads."""
     return operator.attrgetter(str(node.target))(node.graph.owning_module)
 
 
 def graph_inputs(graph: Graph) -> list[Node]:
+    """Return the placeholders of the graph."""
     return [node for node in graph.nodes if node.op == "placeholder"]
 
 
 def symbolic_sizes(nodes: Iterable[Node]) -> Iterator[torch.SymInt]:
-    """Every size and stride that is no number: of the nodes' values, and the values themselves."""
+    """Yield every symbolic size and stride of the nodes' values, and the values that are symbolic sizes."""
     for node in nodes:
         value = fake_value(node)
         for item in value if isinstance(value, (list, tuple)) else (value,):
@@ -175,7 +180,7 @@ def symbolic_sizes(nodes: Iterable[Node]) -> Iterator[torch.SymInt]:
 
 
 def unbacked_conditions(graph: Graph) -> list[str]:
-    """Known facts about sizes that only a run tells: their ranges, and the assertions on them."""
+    """Return the known ranges of data-dependent sizes, and the assertions on them."""
     ranges: dict[str, str] = {}
     asserted: dict[str, None] = {}
     for size in symbolic_sizes(graph.nodes):

@@ -1,4 +1,4 @@
-"""Names of a graph's operations, and the arguments that they index by."""
+"""Names of a graph's operations, and their index arguments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.fx import Node
 from moepass.passes.graph.node_arguments import all_arguments, named_arguments
 from moepass.passes.graph.nodes import fake_value
 
-# By their `base_operation`: the same numbers in another type; the same elements, copied or not; in another order of
+# Sets of `base_operation` names: operators that change the dtype; that keep all elements, copied or not; that permute
 # dimensions.
 CASTS = frozenset({"_to_copy", "convert_element_type"})
 COPIES = frozenset({"clone", "alias", "detach", "contiguous"})
@@ -18,7 +18,7 @@ TURNS = frozenset({"permute", "transpose", "t"})
 
 
 def operation(node: Node) -> str:
-    """The name of a node's operation with its variant and without its library, as `sum.dim_IntList`, or `view`."""
+    """Return the name of a node's operation with its overload, such as `sum.dim_IntList`, or `view`."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         name = target._schema.name.rsplit("::", 1)[-1]
@@ -27,40 +27,41 @@ def operation(node: Node) -> str:
 
 
 def base_operation(node: Node) -> str:
-    """The name of a node's operation, whichever variant."""
+    """Return the name of a node's operation without its overload."""
     return operation(node).split(".", 1)[0]
 
 
 def permutation(node: Node) -> list[int]:
-    """Of each dimension of the result of one of `TURNS`, which one of the operand it is."""
-    base, given = base_operation(node), all_arguments(node)
+    """Return for each dimension of the result of one of `TURNS` the dimension of its operand."""
+    base, arguments = base_operation(node), all_arguments(node)
     order = list(range(fake_value(node).dim()))
     if base == "permute":
-        return [dim % len(order) for dim in given["dims"]]
+        return [dim % len(order) for dim in arguments["dims"]]
     if base == "t":
         return order[::-1]
-    left, right = (given[name] % len(order) for name in ("dim0", "dim1"))
+    left, right = (arguments[name] % len(order) for name in ("dim0", "dim1"))
     order[left], order[right] = order[right], order[left]
     return order
 
 
 def adds_to_places(node: Node) -> bool:
-    """True for a write to places that adds to what is there."""
+    """Return whether `node` is an indexed write that accumulates."""
     return base_operation(node) in ("index_put", "_unsafe_index_put") and bool(named_arguments(node).get("accumulate"))
 
 
 def is_mask(index: Node) -> bool:
+    """Return whether `index` is a boolean mask."""
     return bool(fake_value(index).dtype is torch.bool)
 
 
 def indexed_dimensions(arguments: dict[str, Any]) -> list[tuple[int, Node]]:
-    """The dimensions that a lookup, or a write, of these `arguments` indexes, and by what."""
+    """Return the dimensions that a lookup or write with these `arguments` indexes, each with its index."""
     indices = arguments.get("indices")
     if indices is None:
         return [(arguments["dim"], arguments["index"])]
-    found, dim = [], 0
+    indexed, dim = [], 0
     for index in indices:
         if index is not None:
-            found.append((dim, index))
+            indexed.append((dim, index))
         dim += fake_value(index).dim() if index is not None and is_mask(index) else 1
-    return found
+    return indexed

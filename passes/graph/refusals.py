@@ -1,4 +1,4 @@
-"""Write refusals that a user can act on: where in the model, what was found, and that the collectives stay."""
+"""Refusals that a user can act on: with the place in the model, the reason, and a note on collectives."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from torch.fx import Graph, Node
 from moepass.passes.graph.source_lines import in_words, named, named_nodes, source_line
 from moepass.passes.ir.plan import Refusal
 
-# The end of the reason of every refusal of something that talks to other ranks.
+# The end of the reason of every refusal of a block that communicates with other ranks.
 COLLECTIVES_STAY = "; its collectives stay"
 
 
 def first_line(error: Exception) -> str:
-    """The first line of what `error` says, or its type where it says nothing."""
+    """Return the first line of the text of `error`, or its type if it has no text."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def why_it_stopped(error: Exception) -> str:
-    """Why a block could not be run on sample numbers. Internal error texts are replaced by an explanation."""
+    """Return why a block could not be run on sample numbers, with internal error texts replaced by an explanation."""
     first = str(error).splitlines()[0] if str(error) else ""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or ("alloc" in first and "memory" in first):
         return "the numbers that it would be proved with need more memory than is free; capture it with fewer tokens"
@@ -31,10 +31,10 @@ def why_it_stopped(error: Exception) -> str:
 
 
 def refusal_of(graph: Graph, reason: str, node: Node, where: str, group: str) -> Refusal:
-    """The refusal of something that talks to the ranks of `group` and goes on doing so.
+    """Return the refusal of something that continues to communicate with the ranks of `group`.
 
-    `reason` may name nodes as `name (operator)`: the first of them is what the refusal points to, else `node`. Raises
-    ValueError where there is none: nothing stays without a word.
+    `reason` may name nodes as `name (operator)`; the refusal points to the first of them, or else to `node`. Raises
+    ValueError for an empty reason, because nothing is refused silently.
     """
     if not reason.strip():
         raise ValueError(f"the refusal of {where} at {named(node)} gives no reason; this is a mistake in moepass")

@@ -1,4 +1,4 @@
-"""Tell which inputs of a graph it writes to, so that its next run finds other contents there."""
+"""Inputs of a graph that it writes to, so that the next run reads other contents."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from moepass.passes.graph.nodes import mutates, nodes_in, view_source
 
 
 def writes_to_inputs(graph: Graph) -> dict[Node, tuple[Node, ...]]:
-    """For each input, the nodes that write to it, or hold the values written to it, in host order.
+    """Return for each input the nodes that write to it, or whose values are written to it, in host order.
 
-    Such a node writes by itself, as `copy_` does, or is an output of the graph that whoever runs it writes to the
-    input: what AOTAutograd makes of writes that it cannot leave in the graph.
+    A node writes itself, like `copy_`, or it is an output that the caller writes to the input after the run:
+    AOTAutograd moves writes out of the graph in this way.
     """
-    found: dict[Node, list[Node]] = defaultdict(list)
+    writers: dict[Node, list[Node]] = defaultdict(list)
     for node in graph.nodes:
         for target in _written_by(node):
             if target.op == "placeholder":
-                found[target].append(node)
+                writers[target].append(node)
     for target, value in _written_outside(graph):
-        found[target].append(value)
-    return {node: tuple(values) for node, values in found.items()}
+        writers[target].append(value)
+    return {node: tuple(values) for node, values in writers.items()}
 
 
 def _written_by(node: Node) -> Iterator[Node]:
-    """The tensors that `node` writes to, views seen through."""
+    """Yield the tensors that `node` writes to, seen through views."""
     if not mutates(node):
         return
-    given = named_arguments(node)
+    arguments = named_arguments(node)
     for argument in node.target._schema.arguments:  # type: ignore[union-attr]
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from map(view_source, nodes_in(given.get(argument.name)))
+            yield from map(view_source, nodes_in(arguments.get(argument.name)))
 
 
 def _written_outside(graph: Graph) -> Iterator[tuple[Node, Node]]:
-    """Inputs, and the outputs that become their contents after a run."""
+    """Yield inputs with the outputs that are written to them after a run."""
     output = graph.output_node()
     values, descriptions = output.args[0], output.meta.get("desc")
     if not isinstance(values, (list, tuple)) or descriptions is None:

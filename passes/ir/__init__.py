@@ -1,4 +1,6 @@
-"""The records of a plan, the operations of its graphs, the contract of a pass, how banks are packed.
+"""Records and contracts of the compiler: plans, slot operations, bank layouts, and what a pass is.
+
+Start at `protocol.py` for passes and at `plan.py` for their result.
 
 May import machine.
 """

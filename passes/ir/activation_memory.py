@@ -1,4 +1,4 @@
-"""The record of how much memory a run's activations take at once."""
+"""Record of the memory that the activations of a run take."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from moepass.models.errors import InputError
 from moepass.models.formulas.text import evaluate_text
 from moepass.passes.ir.token_chunks import largest_chunk
 
-# Chunks that a plan may choose. [Empirical] GEMMs of fewer rows are slower on every device that was measured; more rows
-# than the most make none faster.
+# Chunks that a plan may choose. [Empirical] GEMMs of fewer rows are slower on every measured device, and more rows make
+# none faster.
 LEAST_CHUNK_TOKENS, MOST_CHUNK_TOKENS = 256, 8192
 
 
 @dataclasses.dataclass(frozen=True)
 class ActivationPeak:
-    """Bytes that are held while the operation at `where` runs, an expression in the graph's sizes.
+    """Bytes of activations while the operation at `where` runs, as an expression in the graph's sizes.
 
-    It may name `chunk_tokens`, the tokens of the largest chunk.
+    The expression may use `chunk_tokens`, the tokens of the largest chunk.
     """
 
     nbytes: str
@@ -29,9 +29,11 @@ class ActivationPeak:
 class ActivationMemory:
     """The most bytes that a run holds at once, beyond its inputs, weights and slots: the largest of `peaks`.
 
-    `source` says how they were found. `chunk_tokens` are the most that run at a time in what treats every token alone;
-    None: all of them. With `room_bytes` a run chooses chunks by its sizes, so that no more is held: the memory budget
-    without weights and slots.
+    Attributes:
+        source: how the peaks were determined
+        chunk_tokens: the most tokens that token-wise operations process at a time; None: all
+        room_bytes: memory budget without weights and slots. A run chooses its chunks by its sizes to stay within it.
+            None: runs choose no chunks
     """
 
     peaks: tuple[ActivationPeak, ...]
@@ -42,24 +44,29 @@ class ActivationMemory:
     def largest(
         self, sizes: Mapping[str, float], sequences: tuple[int, int] | None = None, chunk_tokens: int | None = None
     ) -> tuple[float, str]:
-        """The bytes for these sizes, and the operation that runs when they are held; 0 where nothing is.
+        """Return the peak bytes for these sizes and the operation that runs then; 0 if nothing is held.
 
-        `sequences` are the number of sequences and the tokens of each; None: not known, so that chunks count as full
-        ones. `chunk_tokens` stand in for those of this record. Raises InputError where a size is missing or below 0.
+        Args:
+            sizes: Values of the graph's symbols.
+            sequences: The number of sequences and the tokens of each; None if unknown, so that chunks count as full.
+            chunk_tokens: Replaces the `chunk_tokens` of this record.
+
+        Raises:
+            InputError: A size is missing or negative.
         """
         for name, size in sizes.items():
             if isinstance(size, (int, float)) and size < 0:
-                raise InputError(f"{name} is {size}, and no size is below 0", name=name, value=size, expected=0)
+                raise InputError(f"{name} is {size}; a size must be 0 or more", name=name, value=size, expected=0)
         most = self.chunk_tokens if chunk_tokens is None else chunk_tokens
         if most is not None:
             sizes = {**sizes, "chunk_tokens": most if sequences is None else largest_chunk(*sequences, most)}
-        found = [(float(evaluate_text(peak.nbytes, sizes)), peak.where) for peak in self.peaks]
-        return max(found, default=(0.0, ""))
+        candidates = [(float(evaluate_text(peak.nbytes, sizes)), peak.where) for peak in self.peaks]
+        return max(candidates, default=(0.0, ""))
 
     def chosen_chunk_tokens(self, sizes: Mapping[str, float], sequences: tuple[int, int] | None) -> tuple[int, float]:
-        """The largest chunk with which no more than `room_bytes` are held, and the bytes that are held then.
+        """Return the largest chunk that keeps the peak within `room_bytes`, and the peak.
 
-        Where none does, the least. Raises InputError where a size is missing.
+        Returns the smallest chunk if none fits. Raises InputError if a size is missing.
         """
         assert self.room_bytes is not None
         chunk = MOST_CHUNK_TOKENS

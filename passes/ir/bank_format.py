@@ -1,10 +1,10 @@
-"""A bank's bytes in three places: at rest in its home, on the link, and in the slot, where kernels read it.
+"""Sizes of a bank at rest in its home, on the link, and in the slot, where kernels read it.
 
-    home    the first `link_bytes` of what rests travel; behind them may be what the home alone needs
-    link    without a decoder the bytes go straight into the slot; else into the ring's encoded buffer
-    slot    what the decoder makes of the bytes in the encoded buffer, on the side of the copies
+    home    bytes at rest; the first `link_bytes` of them travel, and only the home needs the others
+    link    bytes that travel: into the slot if the format has no decoder, else into the ring's encoded buffer
+    slot    bytes that the decoder writes, on the stream or thread of the copies
 
-Sizes are those of a complete bank, in bytes, whatever the number of its shards.
+Sizes are in bytes and describe a complete bank, independent of the number of its shards.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from moepass.models.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class BankFormat:
-    """The three sizes of a bank; `decoder` names what makes slot bytes of link bytes, and is empty where they are the
-    same bytes.
+    """The three sizes of a bank, and the name of the decoder from link bytes to slot bytes.
 
-    Raises InputError where sizes without a decoder differ, or more would travel than rests.
+    `decoder` is empty if the bytes are the same everywhere. Raises InputError if sizes without a decoder differ, or if
+    more bytes would travel than rest.
     """
 
     home_bytes: int
@@ -30,21 +30,21 @@ class BankFormat:
     def __post_init__(self) -> None:
         if not 0 <= self.link_bytes <= self.home_bytes or self.slot_bytes < 0:
             raise InputError(
-                f"a bank of {self.home_bytes} bytes at rest, {self.link_bytes} on the link and {self.slot_bytes} in "
-                "the slot; no more can travel than rests, and no size is below 0"
+                f"a bank has {self.home_bytes} bytes at rest, {self.link_bytes} on the link and {self.slot_bytes} in "
+                "the slot; the link can have at most the bytes at rest, and no size can be negative"
             )
         if not self.decoder and not self.home_bytes == self.link_bytes == self.slot_bytes:
             raise InputError(
-                f"a bank of {self.home_bytes} bytes at rest, {self.link_bytes} on the link and {self.slot_bytes} in "
-                "the slot has no decoder; without one the three are equal"
+                f"a bank without a decoder has {self.home_bytes} bytes at rest, {self.link_bytes} on the link and "
+                f"{self.slot_bytes} in the slot; without a decoder the three must be equal"
             )
 
     @staticmethod
     def plain(nbytes: int) -> BankFormat:
-        """The same bytes everywhere."""
+        """Return the format without a decoder."""
         return BankFormat(nbytes, nbytes, nbytes)
 
     @property
     def is_encoded(self) -> bool:
-        """Whether a decode stands between copy and acquire."""
+        """True if a decode runs between copy and acquire."""
         return bool(self.decoder)

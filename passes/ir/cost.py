@@ -17,7 +17,7 @@ class Cost:
     communication_bytes: str = "0"
 
     def at(self, sizes: Mapping[str, float]) -> tuple[float, float, float]:
-        """The three numbers for these sizes. Raises InputError where one is missing."""
+        """Return the three numbers for these sizes. Raises InputError if a size is missing."""
         flops, memory, moved = (
             evaluate_text(text, sizes) for text in (self.flops, self.memory_bytes, self.communication_bytes)
         )

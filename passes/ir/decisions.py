@@ -1,17 +1,20 @@
-"""The planner's decisions for one model and its predictions: the record that every plan carries."""
+"""Decisions and predictions of the planner for one model, as every plan carries them."""
 
 from __future__ import annotations
 
 import dataclasses
 
 ASYNCEP, ALL_TO_ALL, RESIDENT = "asyncep", "all_to_all", "resident"
-# The source of what was decided or left open without knowing the machine.
+# The source of decisions that were made, or left open, without a hardware profile.
 STRUCTURAL = "structural default"
 
 
 @dataclasses.dataclass(frozen=True)
 class FormRange:
-    """The form of runs with `first_tokens` tokens per rank or more, and fewer than `end_tokens`; None: no end."""
+    """The form of runs with at least `first_tokens` and fewer than `end_tokens` tokens per rank.
+
+    Without `end_tokens` there is no upper limit.
+    """
 
     form: str
     first_tokens: int = 1
@@ -20,7 +23,10 @@ class FormRange:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes on one device: weights that stay (shards, resident banks), slots and staging buffers, activations."""
+    """Bytes on one device: resident weights (shards and resident banks), slots with staging buffers, and activations.
+
+    `kv_bytes` are those of cached keys and values.
+    """
 
     resident_bytes: float
     slot_bytes: float
@@ -29,6 +35,7 @@ class DeviceMemory:
 
     @property
     def peak_bytes(self) -> float:
+        """Sum of all bytes."""
         return self.resident_bytes + self.slot_bytes + self.activation_bytes + self.kv_bytes
 
 
@@ -36,17 +43,17 @@ class DeviceMemory:
 class Decisions:
     """One schedule of a model's layers, for `batch` sequences of `sequence` tokens on each rank.
 
-    What was decided:
+    Predictions are None if unknown. Seconds are those of one step in the steady state.
 
-    forms             which form runs with how many tokens take: asyncep, all_to_all or resident
-    resident_layers   layers whose experts stay on the device, by number
-    streamed_layers   the others, in the order in which their banks are copied
-    slots, slot_bytes of the ring
-
-    What is predicted, None where it is not known: `threshold_tokens` are the tokens per rank and step from which on
-    transfers are hidden; seconds are those of one step in the steady state; `memory` is that of one device.
-
-    `sources` says of each of these fields where its value comes from, `profile` is the machine's name (empty: none).
+    Attributes:
+        profile: name of the machine; empty if there is no profile
+        forms: which form (asyncep, all_to_all or resident) runs with how many tokens
+        resident_layers: numbers of the layers whose experts stay on the device
+        streamed_layers: numbers of all other layers, in the order in which their banks are copied
+        slots, slot_bytes: size of the ring
+        threshold_tokens: predicted tokens per rank and step from which transfers are hidden
+        memory: predicted memory of one device
+        sources: the source of each field's value
     """
 
     home: str
@@ -72,13 +79,13 @@ class Decisions:
         return self.batch * self.sequence
 
     def source(self, field: str) -> str:
-        """The source of the value of `field`. Raises KeyError for a field that has no source."""
+        """Return the source of the value of `field`. Raises KeyError for a field without a source."""
         return dict(self.sources)[field]
 
     def exchanged_below(self, crossover_tokens: int | None) -> Decisions:
-        """The same, for a model that has another form: tokens are exchanged below that number per rank; None: always.
+        """Return the decisions of a model that exchanges tokens below `crossover_tokens` per rank; None: always.
 
-        Raises ValueError where nothing is streamed, so that there is nothing to exchange instead.
+        Raises ValueError if no layer is streamed, so that nothing could be exchanged instead.
         """
         if not self.streamed_layers:
             raise ValueError("all layers are resident; tokens are exchanged instead of streaming banks")

@@ -1,7 +1,7 @@
-"""The process group that two axes of a mesh make together.
+"""The process group that two axes of a mesh form together.
 
-A rank of a mesh sees the ranks of its row, and those of its column. Whether these are a row and a column of one group
-it can tell for itself: by the places that they have in that group.
+A rank of a mesh sees the ranks of its row and those of its column. From their positions in a third group it can tell
+whether they are a row and a column of that group.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from moepass.passes.ir.protocol import Group
 
 @dataclasses.dataclass(frozen=True)
 class JointGroup:
-    """The group `name`, whose ranks are a grid: those of one axis that have the same place on the other are a group.
+    """A process group whose ranks form a grid of two axes.
 
-    `first` and `second` are the groups of this rank on either axis. In the order of the joint group the ranks of the
-    first axis lie side by side if it `is_inner`, else those of the second.
+    Attributes:
+        name: name of the joint group
+        group: the joint group as this rank sees it
+        first, second: this rank's groups along the two axes
+        is_inner: neighbours along the first axis are neighbours in the joint group; else those along the second
     """
 
     name: str
@@ -27,11 +30,11 @@ class JointGroup:
     is_inner: bool
 
     def rank_at(self, first: int, second: int) -> int:
-        """The rank in the group with these places on the axes."""
+        """Return the rank in the joint group at these coordinates of the grid."""
         return second * self.first.ranks + first if self.is_inner else first * self.second.ranks + second
 
     def rows(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of the group with the same place on the first axis, for each of these places."""
+        """Return, for each coordinate on the first axis, the ranks of the joint group there."""
         return tuple(
             tuple(self.rank_at(first, second) for second in range(self.second.ranks))
             for first in range(self.first.ranks)
@@ -39,24 +42,24 @@ class JointGroup:
 
 
 def joint_group(first: Group, second: Group, groups: Mapping[str, Group]) -> JointGroup | None:
-    """The first of `groups` that has all ranks of the grid of which this rank sees `first` and `second`."""
+    """Return the first of `groups` whose ranks are a grid with the axes `first` and `second`, or None."""
     for name, group in groups.items():
         if group.ranks != first.ranks * second.ranks:
             continue
         for is_inner in (False, True):
-            found = JointGroup(name, group, first, second, is_inner)
-            if _is_grid(found):
-                return found
+            joint = JointGroup(name, group, first, second, is_inner)
+            if _is_grid(joint):
+                return joint
     return None
 
 
-def _is_grid(found: JointGroup) -> bool:
-    """True where the ranks of both axes have the places in the group that they have in a grid."""
-    first, second, members = found.first, found.second, found.group.members
+def _is_grid(joint: JointGroup) -> bool:
+    """Return whether the ranks of both axes have the positions in the group that the grid requires."""
+    first, second, members = joint.first, joint.second, joint.group.members
     if not (first.members and second.members and members) or len(set(members)) != len(members):
         return False
-    if found.rank_at(first.rank, second.rank) != found.group.rank:
+    if joint.rank_at(first.rank, second.rank) != joint.group.rank:
         return False
-    of_first = [members[found.rank_at(place, second.rank)] for place in range(first.ranks)]
-    of_second = [members[found.rank_at(first.rank, place)] for place in range(second.ranks)]
-    return of_first == list(first.members) and of_second == list(second.members)
+    row = [members[joint.rank_at(position, second.rank)] for position in range(first.ranks)]
+    column = [members[joint.rank_at(first.rank, position)] for position in range(second.ranks)]
+    return row == list(first.members) and column == list(second.members)

@@ -1,4 +1,4 @@
-"""A model whose experts were brought to their home: what was decided then, and what its graphs need to plan alike."""
+"""Record of a model whose experts were moved to their home, for the plans of its graphs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from moepass.passes.machine.hardware import Hardware
 
 @dataclasses.dataclass(frozen=True)
 class PlacedModel:
-    """`banks` are those that are streamed, by name, with the number of the layer of each.
+    """The decisions for a model, and what its graphs need to plan consistently with them.
 
-    `architecture` is None where no formula knows the model's sizes, `hardware` where no profile is known; `unknown`
-    then says so. Links of `hardware` are emulated where those of the model are. `weights` are the bytes that rest on
-    the device whatever is decided, without activations; `bank_bytes` those of resident banks and of shards there.
+    Attributes:
+        banks: names of the streamed banks, each with the number of its layer
+        weights: bytes on the device that are independent of the decisions, without activations
+        bank_bytes: bytes of resident banks and of shards on the device
+        architecture: sizes of the model; None if no formula covers them
+        hardware: the machine, with the emulated links of the model; None without a profile
+        unknown: why the architecture or the hardware is missing
     """
 
     decisions: Decisions

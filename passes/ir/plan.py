@@ -1,4 +1,4 @@
-"""The records of a plan: what the compiler decided about one graph, as pure data."""
+"""Records of a plan: the compiler's decisions about one graph, as pure data."""
 
 from __future__ import annotations
 
@@ -20,18 +20,23 @@ from moepass.passes.ir.segment import Segment
 from moepass.passes.ir.weight_recipe import WeightRecipe
 
 PLAN_SCHEMA = "moepass.plan/2"
-# As many of a digest as fit a signed integer of 64 bits.
+# Leading bytes of a digest that fit into a signed integer of 64 bits.
 _DIGEST_BYTES = 7
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype as the plan writes it: torch's name without `torch.`."""
+    """Return torch's name of `dtype` without `torch.`, as plans write it."""
     return str(dtype).removeprefix("torch.")
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
-    """Place of one expert tensor in its bank. `shape` is [experts, ...]; `dtype` is torch's name without `torch.`."""
+    """Position of one expert tensor in its bank.
+
+    Attributes:
+        shape: [experts, ...]
+        dtype: torch's name without `torch.`
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -40,33 +45,35 @@ class TensorSpec:
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """The dtype as a torch object."""
         dtype = getattr(torch, self.dtype)
         assert isinstance(dtype, torch.dtype)
         return dtype
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the tensor."""
         return math.prod(self.shape) * self.torch_dtype.itemsize
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """The tensor in `memory`, flat uint8 bytes laid out like the bank."""
+        """Return a view of the tensor in `memory`, flat uint8 bytes in the layout of the bank."""
         return memory.narrow(0, self.offset_bytes, self.nbytes).view(self.torch_dtype).view(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class BankSpec:
-    """All expert weights of one MoE layer, packed into one buffer; `tensors` are views of it, as it is in a slot.
+    """All expert weights of one MoE layer, packed into one buffer.
 
-    Rank r's shard holds the experts [expert_bounds[r], expert_bounds[r + 1]) of every tensor; without bounds there is
-    one shard, the complete bank. Where this rank's shard consists of parameters of the graph itself, `group` is the
-    process group of the ranks that have the others.
-
-    `one_by_one` are positions of tensors of which this rank's shard comes as one parameter [..] for each of its
-    experts; all others come as one [experts of the rank, ..], but for those that `recipes` make of parameters. These
-    may read any parameters, which stand behind the others where they are nothing else.
-
-    `in_parts` are positions of tensors that a slot holds without this rank's experts: whoever reads these reads them
-    where they rest, and the others in the slot. See `slot_layout`.
+    Attributes:
+        tensors: layout of the bank in a slot
+        expert_bounds: rank r's shard holds the experts [expert_bounds[r], expert_bounds[r + 1]) of every tensor. Empty:
+            one shard, the complete bank
+        group: process group whose ranks hold the other shards, if this rank's shard consists of parameters of the graph
+        in_parts: positions of tensors that a slot holds without this rank's experts. Kernels read these experts in the
+            shard, and all others in the slot (see `slot_layout`)
+        one_by_one: positions of tensors whose shard is one parameter [...] per expert. All other tensors are one
+            parameter [experts of the rank, ...], unless a recipe computes them
+        recipes: how tensors are computed from parameters. Parameters that only recipes read follow all others
     """
 
     index: int
@@ -83,13 +90,15 @@ class BankSpec:
 
 @dataclasses.dataclass(frozen=True)
 class MoEBlock:
-    """One MoE block found in a graph.
+    """One MoE block of a graph.
 
-    `form` is how its expert GEMMs were written: `grouped_mm`, `batched_mm` or `dense_bmm`. `hidden` and
-    `intermediate` are widths of one expert. `top_k` is None where the form computes every expert for every token.
-    `bank` is None where the weights are ordinary resident tensors. `parallel` is the form of expert parallelism that
-    the block had, as `all_to_all`; empty where its experts were local from the start. `cost` is that of its expert
-    GEMMs.
+    Attributes:
+        form: how its expert GEMMs were written: `grouped_mm`, `batched_mm` or `dense_bmm`
+        top_k: None if the form computes every expert for every token
+        hidden, intermediate: widths of one expert
+        bank: index of its bank; None if the weights are ordinary resident tensors
+        parallel: form of expert parallelism before the rewrite, such as `all_to_all`; empty for local experts
+        cost: cost of its expert GEMMs
     """
 
     name: str
@@ -109,12 +118,15 @@ class MoEBlock:
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """Something that was not rewritten: where, and why. It runs unchanged.
+    """A part of the graph that was not rewritten and runs unchanged, with the reason.
 
-    `where` is the path of a module where that is known, `source_line` the line of the model that the node came from, as
-    `moe.py:123, in forward: rows = exchange(...)`. `group` names the process group whose other ranks must leave the
-    block unchanged too, since it still communicates with them; it is empty if it does not, or if all ranks refuse the
-    block for a reason that they all know. `crosses_ranks`: it still communicates with other ranks.
+    Attributes:
+        node: name of the node in the graph
+        where: path of the module, if known
+        source_line: line of the model, such as `moe.py:123, in forward: rows = exchange(...)`
+        group: process group whose other ranks must leave the block unchanged too, because it still communicates with
+            them. Empty if it does not, or if all ranks know the reason and refuse the block
+        crosses_ranks: the block still communicates with other ranks
     """
 
     node: str
@@ -133,10 +145,13 @@ class Refusal:
 class LocalBlock:
     """A block of expert parallelism that this rank can replace by its local form.
 
-    All ranks compare these fields before any of them does. `experts` is a digest of everything between a row and its
-    expert's output. `tokens` is a digest of how tokens, ids and weights are computed, if they must be the same on all
-    ranks, else empty. `weights` are types and shapes of the expert weights of all ranks together. Where only some ranks
-    of `group` must have the same tokens as each other, `alike` lists them.
+    All ranks compare these fields before any of them replaces the block.
+
+    Attributes:
+        experts: digest of everything between a row and its expert's output
+        tokens: digest of the computation of tokens, ids and weights, if these must be equal on all ranks; else empty
+        weights: types and shapes of the expert weights of all ranks together
+        alike: sets of ranks of `group` that must have equal tokens, if not all ranks must
     """
 
     name: str
@@ -149,6 +164,7 @@ class LocalBlock:
 
     @property
     def signature(self) -> str:
+        """Text that must be equal on all ranks."""
         return f"{self.experts} {self.tokens}"
 
 
@@ -156,8 +172,9 @@ class LocalBlock:
 class SlotStay:
     """One stay of a bank in a slot.
 
-    `after` is the position in `Plan.slot_stays` of the stay whose release must precede this prefetch; None where the
-    slot is fresh. `shards` are the graph inputs that the bank is copied from.
+    Attributes:
+        after: position in `Plan.slot_stays` of the stay whose release must precede this prefetch; None for a fresh slot
+        shards: graph inputs from which the bank is copied
     """
 
     block: str
@@ -169,7 +186,7 @@ class SlotStay:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One line of the schedule, in host order: `op` is the name of a slot operation, or segment, which has a cost."""
+    """One line of the schedule, in host order. `op` is a slot operation, or `segment`, which has a cost."""
 
     op: str
     name: str
@@ -180,13 +197,15 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Dispatch:
-    """When a run exchanges tokens, as the captured graph does, instead of gathering weights.
+    """The rule by which runs exchange tokens, as the captured graph does, instead of gathering weights.
 
-    It does below `crossover_tokens` tokens per rank, in the mean over ranks; once a form runs, it stays until the mean
-    is further from the crossover than the fraction `hysteresis` of it. `tokens` is this rank's number of tokens in a
-    block, an expression in the graph's sizes. `reason` says in one sentence where the crossover comes from. Where it
-    `is_estimated` from this graph, ranks and shapes may have crossovers of their own: the mean of tokens / crossover
-    decides.
+    Attributes:
+        crossover_tokens: tokens per rank, averaged over ranks, below which a run exchanges tokens
+        hysteresis: fraction of the crossover that the average must pass it by before the form changes
+        tokens: this rank's tokens in a block, as an expression in the graph's sizes
+        reason: the source of the crossover, in one sentence
+        is_estimated: estimated from this graph. Ranks and shapes may have different crossovers, so the average of
+            tokens / crossover decides
     """
 
     crossover_tokens: int
@@ -198,7 +217,7 @@ class Dispatch:
 
 @dataclasses.dataclass(frozen=True)
 class GatherSignature:
-    """Number of gathers and slots of a run, and a digest of which bank enters which slot in which order."""
+    """Numbers of gathers and slots of a run, and a digest of the order in which banks enter slots."""
 
     digest: int = 0
     gathers: int = 0
@@ -214,14 +233,19 @@ NO_GATHER_SIGNATURE = GatherSignature()
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The compiler's decisions about one graph. Pure data: the single source of truth for every number in it.
+    """The compiler's decisions about one graph. Pure data, and the only source of each number in it.
 
-    `cost` is that of the whole graph, in its sizes; `sizes` are these by name, with the values at capture. Operators
-    in `uncosted` count with their memory traffic only, because nobody knows what they compute. `dtype` is what the
-    graph computes in outside its blocks; empty where nothing tells. Without `dispatch` every
-    run follows the schedule. `replicated` are inputs of the graph that must hold the same on all ranks. `sequences` are
-    the number of sequences and the tokens of each, as expressions in the graph's sizes; empty where no input shows
-    them. `activations` is what a run holds at once. `decisions` are those of the planner, for the sizes at capture.
+    Attributes:
+        cost: cost of the complete graph, in its sizes
+        sizes: the graph's sizes by name, with their values at capture
+        uncosted: operators of unknown cost, of which only the memory traffic counts
+        dtype: dtype of the computation outside blocks; empty if unknown
+        dispatch: None if every run follows the schedule
+        replicated: inputs of the graph that must be equal on all ranks
+        sequences: the number of sequences and the tokens of each, as expressions in the graph's sizes; empty if no
+            input has these dimensions
+        activations: memory that a run holds at once
+        decisions: decisions of the planner, for the sizes at capture
     """
 
     schema: str = PLAN_SCHEMA
@@ -247,44 +271,45 @@ class Plan:
     decisions: Decisions | None = None
 
     def to_json(self) -> str:
+        """Return the plan as indented JSON."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()
 
     @staticmethod
     def from_json(text: str | bytes) -> Plan:
-        """Raises msgspec.ValidationError where `text` is not a plan of this schema."""
+        """Read a plan. Raises msgspec.ValidationError if `text` is not a plan of this schema."""
         plan = msgspec.json.decode(text, type=Plan)
         if plan.schema != PLAN_SCHEMA:
             raise msgspec.ValidationError(f"schema is {plan.schema!r}, this version reads {PLAN_SCHEMA!r}")
         return plan
 
     def digest(self) -> str:
-        """The plan's part of a cache key: equal exactly for equal plans, whatever the process."""
+        """Return the plan's part of a cache key, which is equal in all processes exactly if the plans are equal."""
         return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()
 
     def gathers(self) -> GatherSignature:
-        """The part of a plan that ranks compare before they gather together.
+        """Return the part of the plan that ranks compare before they gather together.
 
-        Banks count by their order alone, because layers that share code share a plan.
+        Banks count by their order only, because layers that share code share a plan.
         """
-        place = {bank: number for number, bank in enumerate(dict.fromkeys(stay.bank for stay in self.slot_stays))}
-        stays = [(place[stay.bank], stay.slot, stay.after) for stay in self.slot_stays]
+        order = {bank: number for number, bank in enumerate(dict.fromkeys(stay.bank for stay in self.slot_stays))}
+        stays = [(order[stay.bank], stay.slot, stay.after) for stay in self.slot_stays]
         digest = hashlib.sha256(repr((self.strategy, self.slots, stays)).encode()).digest()
         return GatherSignature(int.from_bytes(digest[:_DIGEST_BYTES], "big"), len(stays), self.slots)
 
     def sequence_counts(self, sizes: Mapping[str, float]) -> tuple[int, int] | None:
-        """The number of sequences and the tokens of each; None where the sizes do not tell."""
+        """Return the number of sequences and the tokens of each; None if the sizes do not determine them."""
         if not self.sequences:
             return None
         try:
             batch, sequence = (int(evaluate_text(text, sizes)) for text in self.sequences)
-        except InputError:  # a size that only a run tells
+        except InputError:  # a data-dependent size
             return None
         return (batch, sequence) if batch > 0 and sequence > 0 else None
 
     def largest_activations(self, sizes: Mapping[str, float]) -> tuple[float, str]:
-        """The most bytes that activations of a run with these sizes take at once, and in which operation.
+        """Return the peak bytes of activations for these sizes, and the operation that runs then.
 
-        Raises InputError where a size is missing or below 0, ValueError where pass activation_memory did not run.
+        Raises InputError if a size is missing or negative, and ValueError if pass activation_memory did not run.
         """
         if self.activations is None:
             raise ValueError("the plan has no activations: pass activation_memory is disabled")
@@ -294,7 +319,7 @@ class Plan:
         return self.activations.largest(sizes, counts, chunk)
 
     def bank(self, index: int) -> BankSpec:
-        """Raises KeyError where no bank of this graph has that index."""
+        """Return the bank with this index. Raises KeyError if the graph has none."""
         for spec in self.banks:
             if spec.index == index:
                 return spec
@@ -302,18 +327,18 @@ class Plan:
 
     @property
     def distinct_segments(self) -> int:
-        """How many segments are compiled, however often they are called."""
+        """Number of compiled segments; calls of equal segments count once."""
         return len(self.segments)
 
     @property
     def encoded_buffer_bytes(self) -> int:
-        """Bytes of the ring's encoded buffer: the largest encoded bank on its way; 0 where none is encoded."""
+        """Bytes of the ring's encoded buffer: the largest encoded bank on the link; 0 without encoded banks."""
         formats = [self.bank(stay.bank).format for stay in self.slot_stays]
-        return max((found.link_bytes for found in formats if found.is_encoded), default=0)
+        return max((encoded.link_bytes for encoded in formats if encoded.is_encoded), default=0)
 
     @property
     def device_bank_bytes(self) -> int:
-        """Bytes that streamed banks occupy on the compute device: the ring, whatever the depth."""
+        """Bytes of streamed banks on the compute device: the ring, independent of the number of layers."""
         return self.slots * self.slot_bytes + self.encoded_buffer_bytes
 
     @property

@@ -1,8 +1,8 @@
-"""How passes are written, ordered and watched.
+"""The interface of passes: how they are written, ordered and checked.
 
-A pass is a function `(module, plan, context) -> PassResult` with a `contract`. It never edits its input: it copies the
-graph first. `run_passes` checks the contracts before the first pass runs, skips what was disabled by name, verifies
-the graph after every pass, and hands every intermediate graph to an observer.
+A pass is a function `(module, plan, context) -> PassResult` with a `contract`. It copies the graph before it edits it.
+`run_passes` checks the contracts before the first pass runs, skips passes that are disabled by name, verifies the graph
+after every pass, and calls an observer with every intermediate graph.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moepass.passes.machine.hardware import Hardware
 
 
 class PassError(MoepassError):
-    """A pass produced or was given a graph that breaks an invariant. A bug of ours, never a silent change.
+    """A pass received or produced a graph that breaks an invariant: a bug in moepass.
 
     `name` is the pass, `expected` the invariant.
     """
@@ -34,38 +34,42 @@ class PlanError(MoepassError):
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """A process group as one of its ranks sees it; `members` are its ranks in the world, if known, in its own order."""
+    """A process group as one of its ranks sees it.
+
+    `members` are the global ranks in the group's order; empty if unknown.
+    """
 
     rank: int
     ranks: int
     members: tuple[int, ...] = ()
 
-    def has_members_of(self, other: Group) -> bool:
-        """True where both groups are known to hold the same ranks in the same order."""
-        return bool(self.members) and self == other
+    def has_members_of(self, group: Group) -> bool:
+        """Return whether both groups are known to have the same ranks in the same order."""
+        return bool(self.members) and self == group
 
 
 @dataclasses.dataclass(frozen=True)
 class CaptureNotes:
-    """Known facts about how a graph was captured.
+    """Facts about the capture of a graph, for the reasons of refusals.
 
-    `graph_break` says where and why Dynamo ended it early, in words; empty where it did not. `switches_off` are those
-    of Dynamo's settings that would have let it go on, as `torch._dynamo.config.capture_scalar_outputs`.
+    Attributes:
+        graph_break: where and why Dynamo ended the graph early, in words; empty if it did not
+        switches_off: Dynamo's settings that are off and would have avoided the break, such as
+            `torch._dynamo.config.capture_scalar_outputs`
     """
 
     graph_break: str = ""
     switches_off: tuple[str, ...] = ()
 
     def advice(self) -> str:
-        """Why the rest of a block may be in another graph, and what to do about it."""
+        """Explain why the missing half of a block may be in another graph, and what to do about it."""
         if self.graph_break:
             return f"the graph ends early: {self.graph_break}"
-        advice = "the rest may be in another graph: with fullgraph=True torch says where and why a graph breaks"
+        advice = "the missing half may be in another graph: with fullgraph=True torch says where and why a graph breaks"
         if self.switches_off:
-            are = "is" if len(self.switches_off) == 1 else "are"
             advice += (
-                f"; it does where sizes come from values (.item(), .tolist(), nonzero, masks) while "
-                f"{' and '.join(self.switches_off)} {are} False: set to True before the first run"
+                "; graphs break at sizes that come from values (.item(), .tolist(), nonzero, masks): set "
+                f"{' and '.join(self.switches_off)} to True before the first run"
             )
         return advice
 
@@ -75,16 +79,21 @@ NO_NOTES = CaptureNotes()
 
 @dataclasses.dataclass(frozen=True)
 class PassContext:
-    """Everything beside the graph that passes may know.
+    """Everything that passes may know besides the graph.
 
-    `slots` is the size of the ring that the banks stream through; `groups` are the process groups that the graph talks
-    to, by name, as this rank sees them. Runs of fewer than `all_to_all_below` tokens per rank are to keep their
-    exchanges; None: as many as `hardware` makes worth it, and without a profile none. `transport` is what will gather.
-    `placed` says what was decided when the model's experts were placed. `capture` is for the reasons of refusals alone.
-    `leave` are blocks of expert parallelism that not all ranks take alike, by name, and why. `runs_by_expert`: segments
-    of experts are lowered expert by expert, or to grouped GEMMs of ours, where they can be. `chunk_tokens`: what treats
-    every token alone runs at most so many tokens at a time; None: all at once. `chooses_chunks`: each run chooses by
-    its sizes, within the memory budget of `placed`.
+    Attributes:
+        slots: size of the ring through which banks stream
+        disabled: names of passes to skip
+        groups: process groups of the graph by name, as this rank sees them
+        all_to_all_below: runs of fewer tokens per rank keep their exchanges. None: decided from `hardware`; without a
+            profile no run does
+        transport: the transport that gathers banks
+        placed: decisions made when the model's experts were placed
+        capture: facts about the capture, used only in reasons of refusals
+        leave: names of blocks of expert parallelism that the ranks do not all treat alike, with the reason for each
+        runs_by_expert: expert segments are lowered expert by expert, or to our own grouped GEMM kernels, if possible
+        chunk_tokens: token-wise operations process at most this many tokens at a time; None: all
+        chooses_chunks: each run chooses its chunks by its sizes, within the memory budget of `placed`
     """
 
     slots: int = 2
@@ -103,9 +112,9 @@ class PassContext:
 
 @dataclasses.dataclass(frozen=True)
 class PassContract:
-    """Tags that must be there before (`requires`), must not (`conflicts`), and are there afterwards (`provides`).
+    """The tags that a pass requires before it, that conflict with it, and that it provides.
 
-    What a pass that `is_agreed` does must be the same on all ranks: they agree on what to leave.
+    If `is_agreed`, the pass must do the same on all ranks, so the ranks agree on which blocks to leave.
     """
 
     requires: frozenset[str] = frozenset()
@@ -117,6 +126,8 @@ class PassContract:
 
 @dataclasses.dataclass(frozen=True)
 class PassResult:
+    """The graph and plan after a pass, with descriptions of its matches and its refusals."""
+
     module: GraphModule
     plan: Plan
     matches: tuple[str, ...] = ()
@@ -124,10 +135,13 @@ class PassResult:
 
 
 class Pass(Protocol):
+    """A function with a contract, as `graph_pass` declares it."""
+
     __name__: str
     contract: PassContract
 
-    def __call__(self, module: GraphModule, plan: Plan, context: PassContext, /) -> PassResult: ...
+    def __call__(self, module: GraphModule, plan: Plan, context: PassContext, /) -> PassResult:
+        """Run the pass."""
 
 
 def graph_pass(
@@ -138,7 +152,7 @@ def graph_pass(
     reorders_collectives: bool = False,
     is_agreed: bool = False,
 ) -> Callable[[Callable[[GraphModule, Plan, PassContext], PassResult]], Pass]:
-    """Declare a function as a pass, with its contract. The function's name is the pass's only name."""
+    """Declare a function as a pass with this contract. The function's name is the name of the pass."""
     tags = frozenset(requires), frozenset(provides), frozenset(conflicts)
     contract = PassContract(*tags, reorders_collectives, is_agreed)
 
@@ -150,12 +164,12 @@ def graph_pass(
 
 
 Observer = Callable[[str, GraphModule, Plan], None]
-# Compares the graph that a pass gave with those of the other ranks: the blocks to leave, by name, and why.
+# Compares the result of a pass with those of the other ranks; returns the names of blocks to leave, with reasons.
 Agree = Callable[[GraphModule, Plan], Mapping[str, str]]
 
 
 def check_order(passes: Sequence[Pass], disabled: frozenset[str]) -> None:
-    """Raises OptionError where a disabled name is unknown, or where a later pass needs what a disabled one provides."""
+    """Raise OptionError if a disabled name is unknown, or if a later pass requires what a disabled one provides."""
     names = [function.__name__ for function in passes]
     unknown = disabled - set(names)
     if unknown:
@@ -172,7 +186,7 @@ def check_order(passes: Sequence[Pass], disabled: frozenset[str]) -> None:
         contract = function.contract
         missing = contract.requires - provided
         if missing:
-            providers = [other.__name__ for other in passes if other.contract.provides & missing]
+            providers = [provider.__name__ for provider in passes if provider.contract.provides & missing]
             raise OptionError(
                 f"pass {function.__name__} needs {one_of(missing)}, which {one_of(providers) or 'no pass'} provides: "
                 f"do not disable it, or disable {function.__name__} too",
@@ -197,10 +211,22 @@ def run_passes(
     observe: Observer | None = None,
     agree: Agree | None = None,
 ) -> PassResult:
-    """Run `passes` in order. Raises OptionError (wrong order), PlanError (no schedule), PassError (a broken graph).
+    """Run `passes` in order, and check the graph after each of them.
 
-    Where a pass has to do the same on all ranks, `agree` is asked, and the pass run again without what has to be left,
-    until there is nothing more to leave.
+    A pass with `is_agreed` runs again, without the blocks that other ranks leave, until `agree` returns no new ones.
+
+    Args:
+        passes: The passes in order.
+        module: The captured graph.
+        plan: The plan before the first pass.
+        context: What passes may know besides the graph.
+        observe: Called with the name, graph and plan after every pass, and with the captured graph.
+        agree: Compares this rank's result with those of the other ranks.
+
+    Raises:
+        OptionError: The passes are in the wrong order.
+        PlanError: No schedule is possible.
+        PassError: A pass broke an invariant.
     """
     check_order(passes, context.disabled)
     result = PassResult(module, plan)
@@ -211,12 +237,12 @@ def run_passes(
         ask = agree if function.contract.is_agreed else None
         if function.__name__ in context.disabled:
             if ask:
-                ask(result.module, result.plan)  # the others must hear that this rank takes nothing
+                ask(result.module, result.plan)  # tells the other ranks that this rank leaves every block
             continue
         before, plan_before = result.module, result.plan
         result = function(before, plan_before, context)
-        while ask and (found := ask(result.module, result.plan)).keys() - context.leave.keys():
-            context = dataclasses.replace(context, leave={**context.leave, **found})
+        while ask and (left := ask(result.module, result.plan)).keys() - context.leave.keys():
+            context = dataclasses.replace(context, leave={**context.leave, **left})
             result = function(before, plan_before, context)
         matches.extend(f"{function.__name__}: {match}" for match in result.matches)
         check_graph(before, result.module, function.__name__, function.contract)
@@ -226,7 +252,7 @@ def run_passes(
 
 
 def check_graph(before: GraphModule, after: GraphModule, name: str, contract: PassContract) -> None:
-    """Invariants of every pass. Raises PassError with the name of the pass and of the invariant that it broke."""
+    """Raise PassError, with the name of the pass and of the invariant, if `after` breaks an invariant."""
     for invariant, check in INVARIANTS.items():
         problem = check(before, after, contract)
         if problem:
@@ -246,8 +272,8 @@ def _values_present(before: GraphModule, after: GraphModule, contract: PassContr
         if node.op == "output" or node.target in SLOT_OPS:
             continue
         if node.op in ("placeholder", "call_function") and "val" not in node.meta:
-            had_one = any("val" in other.meta for other in before.graph.nodes if other.name == node.name)
-            if had_one or node.target is gather:
+            had_value = any("val" in old.meta for old in before.graph.nodes if old.name == node.name)
+            if had_value or node.target is gather:
                 return f'node {node.name} lost its meta["val"]'
     return None
 
@@ -261,12 +287,12 @@ def _same_interface(before: GraphModule, after: GraphModule, contract: PassContr
     return None
 
 
-# The signature of a size that only a run tells.
+# The signature of a data-dependent size.
 _ANY_SIZE = "any size"
 
 
 def _agree(old: Any, new: Any) -> bool:
-    """Equal, but for sizes of which nothing was known before."""
+    """Return whether two signatures are equal, ignoring sizes that were unknown before."""
     if isinstance(old, (list, tuple)) and isinstance(new, (list, tuple)):
         return len(old) == len(new) and all(map(_agree, old, new))
     return old in (new, _ANY_SIZE)
@@ -285,7 +311,7 @@ def _value_signature(value: object) -> Any:
 
 
 def _size_signature(size: object) -> str:
-    """What is known of a size before a run; sizes that are read from tensors are `_ANY_SIZE`."""
+    """Return a size as text, or `_ANY_SIZE` if it depends on values of tensors."""
     if isinstance(size, torch.SymInt):
         env = size.node.shape_env
         if any(env.is_unbacked_symint(symbol) for symbol in size.node.expr.free_symbols):
@@ -305,7 +331,7 @@ def _collectives(module: GraphModule) -> list[str]:
     for node in module.graph.nodes:
         called = module.get_submodule(str(node.target)) if node.op == "call_module" else None
         if isinstance(called, GraphModule):
-            # Equal segments are one module: what it holds runs as often as it is called.
+            # Equal segments share a module, whose collectives run at every call.
             order += _collectives(called)
         elif isinstance(node.target, torch._ops.OpOverload) and "_c10d_functional" in node.target.namespace:
             order.append(str(node.target))

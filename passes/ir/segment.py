@@ -1,4 +1,4 @@
-"""The segments of a graph: what each computes, which calls share it, and how it was lowered."""
+"""Records of segments: what each computes, which calls share it, and how it was lowered."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from moepass.passes.ir.cost import Cost
 
 EMBEDDING, ATTENTION, ROUTER, EXPERTS, DENSE, HEAD = "embedding", "attention", "router", "experts", "dense", "head"
-# Role of a segment with none of these parts: norms, sums, permutations, comparisons.
+# Role of a segment without any of these parts: norms, sums, permutations, comparisons.
 ELEMENTWISE = "elementwise"
-# Role of a segment with several of the parts that most of its time may go to.
+# Role of a segment with several expensive parts.
 MIXED = "mixed"
-# On a node of a segment: which of the parts it belongs to.
+# Metadata key of a node: the part to which it belongs.
 PART_KEY = "moepass_part"
-# On nodes that can run some tokens at a time: the number of their region; where tokens lie in what a node gives, also
-# of nodes that a region reads (`passes/tokens`); and on slices that leave out no token.
+# Metadata keys for regions that can run some tokens at a time (`passes/tokens`): the number of a node's region; the
+# token dimensions of a node's result, also for nodes that a region reads; a mark on slices that keep every token.
 REGION_KEY, TOKENS_KEY, ALL_TOKENS_KEY = "moepass_region", "moepass_tokens", "moepass_all_tokens"
 EAGER, INDUCTOR, EXPERT_LOOP, TRITON, TENSORRT = "eager", "inductor", "expert_loop", "triton", "tensorrt"
-# What a region wants beside one of these: to run some tokens at a time.
+# The request of a region to run some tokens at a time, in addition to one of these lowerings.
 TOKEN_LOOP = "token_loop"
 # Lowerings that read weights expert by expert.
 BY_EXPERT = (EXPERT_LOOP, TRITON)
@@ -27,8 +27,12 @@ _HEAVY = (ATTENTION, EXPERTS, DENSE, HEAD)
 
 @dataclasses.dataclass(frozen=True)
 class SegmentUse:
-    """One call of a segment. `layers` are the modules in which it begins and ends, `blocks` the MoE blocks whose expert
-    GEMMs it runs, by name."""
+    """One call of a segment.
+
+    Attributes:
+        layers: modules in which the call begins and ends
+        blocks: names of the MoE blocks whose expert GEMMs it runs
+    """
 
     layers: str = ""
     blocks: tuple[str, ...] = ()
@@ -36,7 +40,13 @@ class SegmentUse:
 
 @dataclasses.dataclass(frozen=True)
 class NotLowered:
-    """Why a segment was not lowered as wanted: the node that stands in the way, and the model's line it came from."""
+    """The reason why a segment was not lowered as requested.
+
+    Attributes:
+        wanted: the requested lowering
+        node: the node that prevents it
+        source_line: its line in the model
+    """
 
     wanted: str
     node: str
@@ -50,7 +60,12 @@ class NotLowered:
 
 @dataclasses.dataclass(frozen=True)
 class NotRecorded:
-    """Why a segment is no CUDA graph: the node that stands in the way, and the model's line it came from."""
+    """The reason why a segment is not recorded as a CUDA graph.
+
+    Attributes:
+        node: the node that prevents it
+        source_line: its line in the model
+    """
 
     node: str
     reason: str
@@ -63,29 +78,30 @@ class NotRecorded:
 
 @dataclasses.dataclass(frozen=True)
 class CudaGraphUse:
-    """That calls of a segment become CUDA graphs where shapes repeat; or, with a `refusal`, that they do not."""
+    """The decision to record calls of a segment as CUDA graphs when shapes repeat; a `refusal` says why not."""
 
     refusal: NotRecorded | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorrtChoice:
-    """Whether a segment is for TensorRT. `stays` says why not, and is empty where it is."""
+    """The decision whether a segment is for TensorRT; `stays` is empty if it is, else the reason why not."""
 
     stays: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Lowering:
-    """How a segment runs.
+    """The lowering of a segment.
 
-    `how` is `inductor`, `eager` (the captured operators, one by one), `expert_loop` (expert by expert, the GEMMs by a
-    library and the rest by Inductor), `triton` (grouped GEMMs as generated kernels, with the rest in them), or
-    `tensorrt` (an engine of TensorRT).
-    `refusal` is None where that is what was wanted.
-
-    With `chunk_tokens` it runs at most so many tokens at a time, or as many as a run chooses where the plan's
-    activations have `room_bytes`; and `experts` is how the experts in it run, empty where it has none.
+    Attributes:
+        how: `inductor`; `eager` (the captured operators, one by one); `expert_loop` (expert by expert, with GEMMs of a
+            library and the remaining operators by Inductor); `triton` (grouped GEMMs as generated kernels, with the
+            remaining operators fused into them); or `tensorrt` (a TensorRT engine)
+        refusal: why it is not lowered as requested; None if it is
+        chunk_tokens: it runs at most this many tokens at a time, or a number that each run chooses if the plan's
+            activations have `room_bytes`
+        experts: with chunks, how its experts run; empty if it has none
     """
 
     how: str
@@ -95,7 +111,7 @@ class Lowering:
 
     @property
     def reads_by_expert(self) -> bool:
-        """Whether weights of experts are read expert by expert."""
+        """True if expert weights are read expert by expert."""
         return (self.experts if self.chunk_tokens is not None else self.how) in BY_EXPERT
 
 
@@ -103,19 +119,21 @@ class Lowering:
 class Segment:
     """Nodes between two scheduling points, compiled once for all calls that compute the same.
 
-    `name` is that of its module in the top-level graph. `parts` are what it computes, in host order, each once:
+    Attributes:
+        name: name of its module in the top-level graph
+        parts: the parts of a model that it computes, in host order, each once:
 
-        embedding    lookups in the table of token embeddings
-        attention    scores and values, and the projections before and after them; also other GEMMs of activations
-                     with activations
-        router       the GEMM that scores experts, and the choice among them
-        experts      GEMMs with expert weights
-        head         the GEMM whose result is the graph's output, as that to the vocabulary
-        dense        every other GEMM with weights: MLPs, shared experts; convolutions
+            embedding    lookups in the table of token embeddings
+            attention    scores and values, the projections before and after them, and other GEMMs of two activations
+            router       the GEMM that scores experts, and the selection of experts
+            experts      GEMMs with expert weights
+            head         the GEMM whose result is the graph's output, such as the projection to the vocabulary
+            dense        every other GEMM with weights (MLPs, shared experts) and convolutions
 
-    `role` is its only part that takes long, `mixed` where it has several, `elementwise` where it has no part at all.
-    `cost` is that of one call, in the graph's sizes. `lowering` is None in a plan that was not compiled, and
-    `cuda_graph` and `tensorrt` where these were not asked for.
+        role: its only expensive part; `mixed` if there are several, `elementwise` if it has no part
+        cost: cost of one call, in the graph's sizes
+        lowering: None in a plan that was not compiled
+        cuda_graph, tensorrt: None if these were not requested
     """
 
     name: str
@@ -129,7 +147,7 @@ class Segment:
 
 
 def with_refused_recording(segments: Sequence[Segment], name: str, refusal: NotRecorded) -> tuple[Segment, ...]:
-    """`segments`, of which the one called `name` is not recorded."""
+    """Return `segments` with the one called `name` marked as not recorded."""
     return tuple(
         dataclasses.replace(segment, cuda_graph=CudaGraphUse(refusal)) if segment.name == name else segment
         for segment in segments
@@ -137,8 +155,8 @@ def with_refused_recording(segments: Sequence[Segment], name: str, refusal: NotR
 
 
 def role_of(parts: Sequence[str]) -> str:
-    """One word for `parts`."""
-    heavy = [part for part in parts if part in _HEAVY]
+    """Return the role of a segment with these parts."""
+    heavy = [name for name in parts if name in _HEAVY]
     if heavy:
         return heavy[0] if len(heavy) == 1 else MIXED
-    return next((part for part in (ROUTER, EMBEDDING) if part in parts), ELEMENTWISE)
+    return next((name for name in (ROUTER, EMBEDDING) if name in parts), ELEMENTWISE)

@@ -1,12 +1,12 @@
-"""How a bank lies in memory: packed whole, cut into one shard per rank, and put together again.
+"""Memory layouts of a bank: packed completely, cut into one shard per rank, and reassembled.
 
-    complete bank    every tensor [experts, ...] at the next aligned offset, in the order of `BankSpec.tensors`
-    shard of rank r  the same formula for its experts alone: every tensor [b[r + 1] - b[r], ...]
-    pieces of rank r what to copy from its shard to where in a buffer that has the layout of the complete bank
-    slot             the complete bank; tensors in parts, `BankSpec.in_parts`, lack the experts of the slot's own rank,
-                     and have room for as many as the rank lacks that has the fewest: all ranks have one layout
+    complete bank      every tensor [experts, ...] at the next aligned offset, in the order of `BankSpec.tensors`
+    shard of rank r    the same layout for this rank's experts: every tensor [b[r + 1] - b[r], ...]
+    pieces of rank r   byte ranges to copy from its shard into a buffer with the layout of the complete bank
+    slot               the complete bank, but tensors in `BankSpec.in_parts` lack the experts of the slot's own rank.
+                       All ranks share one layout, so these tensors are as large as on the rank with the fewest experts
 
-Experts are the first dimension, so the part of one tensor that a shard holds is one contiguous range in both layouts.
+Experts are the first dimension, so a shard's part of a tensor is one contiguous range in both layouts.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ import torch
 from moepass.models.errors import InputError
 from moepass.passes.ir.plan import BankSpec, TensorSpec, dtype_name
 
-# Tensors in a bank start at multiples of this: what vector loads and grouped GEMM kernels want at most.
+# Tensors in a bank start at multiples of this, the largest alignment of vector loads and grouped GEMM kernels.
 ALIGNMENT_BYTES = 256
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """`nbytes` contiguous bytes that go from an offset in their source to an offset in the slot."""
+    """A copy of `nbytes` contiguous bytes, from an offset in their source to an offset in the slot."""
 
     source_offset_bytes: int
     slot_offset_bytes: int
     nbytes: int
 
     def part(self, start: int, stop: int) -> Piece:
-        """Bytes [start, stop) of this piece."""
+        """Return bytes [start, stop) of this piece."""
         return Piece(self.source_offset_bytes + start, self.slot_offset_bytes + start, stop - start)
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardLayout:
-    """Position of each tensor's part in a shard of `nbytes`; the shapes are those of the parts."""
+    """The tensors of a shard of `nbytes`, with the shapes that they have in the shard."""
 
     nbytes: int
     tensors: tuple[TensorSpec, ...]
 
 
 def pack_layout(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> ShardLayout:
-    """The layout of tensors, given as (name, shape, dtype), that are packed one after the other."""
+    """Return the layout of tensors (name, shape, dtype), packed one after the other."""
     specs: list[TensorSpec] = []
     offset = 0
     for name, shape, dtype in tensors:
@@ -57,22 +57,22 @@ def pack_layout(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> 
 
 
 def expert_range(bank: BankSpec, rank: int) -> range:
-    """The experts in the shard of `rank`; all of them where the bank has one shard.
+    """Return the experts in the shard of `rank`; all of them if the bank has one shard.
 
-    Raises InputError where there is no such rank, or where the bounds do not fit the bank's experts.
+    Raises InputError if there is no such rank, or if the bounds do not fit the bank's experts.
     """
     experts = bank.tensors[0].shape[0] if bank.tensors else 0
     bounds = bank.expert_bounds or (0, experts)
     if bounds[0] != 0 or bounds[-1] != experts or any(stop < start for start, stop in itertools.pairwise(bounds)):
         raise InputError(
-            f"bank {bank.name} has {experts} experts; the bounds {list(bounds)} must rise from 0 to that",
+            f"bank {bank.name} has {experts} experts; the bounds {list(bounds)} must rise from 0 to {experts}",
             name=bank.name,
             value=tuple(bounds),
             expected=(0, experts),
         )
     if not 0 <= rank < len(bounds) - 1:
         raise InputError(
-            f"bank {bank.name} has shards of ranks 0..{len(bounds) - 2}; there is none of rank {rank}",
+            f"bank {bank.name} has no shard of rank {rank}; it has those of ranks 0..{len(bounds) - 2}",
             name=bank.name,
             rank=rank,
             expected=range(len(bounds) - 1),
@@ -81,50 +81,55 @@ def expert_range(bank: BankSpec, rank: int) -> range:
 
 
 def shard_layout(bank: BankSpec, rank: int) -> ShardLayout:
-    """The layout of the shard of `rank`; `bank` must list all of its tensors. Raises InputError as `expert_range`."""
+    """Return the layout of the shard of `rank`. Raises InputError as `expert_range`.
+
+    `bank` must list all of its tensors.
+    """
     count = len(expert_range(bank, rank))
     return pack_layout((tensor.name, (count, *tensor.shape[1:]), tensor.torch_dtype) for tensor in bank.tensors)
 
 
 def parameter_places(bank: BankSpec, rank: int) -> tuple[TensorSpec, ...]:
-    """The place in the shard of `rank` of each parameter that lies there, in order: a tensor's part, or an expert's.
+    """Return the position of each parameter in the shard of `rank`: a tensor's part, or that of a single expert.
 
-    Parameters behind these are read by recipes alone. `bank` must list all of its tensors. Raises InputError as
+    Parameters that only recipes read are not included. `bank` must list all of its tensors. Raises InputError as
     `expert_range`.
     """
     places: list[TensorSpec] = []
     computed = {recipe.position for recipe in bank.recipes}
-    for position, part in enumerate(shard_layout(bank, rank).tensors):
+    for position, tensor in enumerate(shard_layout(bank, rank).tensors):
         if position in computed:
             continue
         if position not in bank.one_by_one:
-            places.append(part)
+            places.append(tensor)
             continue
-        count, *shape = part.shape
-        expert_bytes = math.prod(shape) * part.torch_dtype.itemsize
+        count, *shape = tensor.shape
+        expert_bytes = math.prod(shape) * tensor.torch_dtype.itemsize
         places += [
-            TensorSpec(f"{part.name} {expert}", tuple(shape), part.dtype, part.offset_bytes + expert * expert_bytes)
+            TensorSpec(
+                f"{tensor.name} {expert}", tuple(shape), tensor.dtype, tensor.offset_bytes + expert * expert_bytes
+            )
             for expert in range(count)
         ]
     return tuple(places)
 
 
 def shard_pieces(bank: BankSpec, rank: int) -> tuple[Piece, ...]:
-    """The pieces that bring the shard of `rank` into a slot, one per tensor; none for a rank without experts.
+    """Return the pieces that copy the shard of `rank` into a slot, one per tensor; none for a rank without experts.
 
     `bank` must list all of its tensors. Raises InputError as `expert_range`.
     """
     first = expert_range(bank, rank).start
     pieces = []
-    for part, tensor in zip(shard_layout(bank, rank).tensors, bank.tensors, strict=True):
+    for shard, tensor in zip(shard_layout(bank, rank).tensors, bank.tensors, strict=True):
         expert_bytes = math.prod(tensor.shape[1:]) * tensor.torch_dtype.itemsize
-        if part.nbytes:
-            pieces.append(Piece(part.offset_bytes, tensor.offset_bytes + first * expert_bytes, part.nbytes))
+        if shard.nbytes:
+            pieces.append(Piece(shard.offset_bytes, tensor.offset_bytes + first * expert_bytes, shard.nbytes))
     return tuple(pieces)
 
 
 def slot_layout(bank: BankSpec) -> ShardLayout:
-    """The layout of `bank` in a slot; the shapes are those of the room that tensors have there.
+    """Return the layout of `bank` in a slot, with the shapes that the tensors have there.
 
     `bank` must list all of its tensors. Raises InputError as `expert_range`.
     """
@@ -132,24 +137,24 @@ def slot_layout(bank: BankSpec) -> ShardLayout:
         return ShardLayout(bank.format.slot_bytes, bank.tensors)
     fewest = min(len(expert_range(bank, rank)) for rank in range(max(1, len(bank.expert_bounds) - 1)))
     return pack_layout(
-        (tensor.name, (tensor.shape[0] - fewest * (place in bank.in_parts), *tensor.shape[1:]), tensor.torch_dtype)
-        for place, tensor in enumerate(bank.tensors)
+        (tensor.name, (tensor.shape[0] - fewest * (position in bank.in_parts), *tensor.shape[1:]), tensor.torch_dtype)
+        for position, tensor in enumerate(bank.tensors)
     )
 
 
 def pieces_in_slot(bank: BankSpec, own: range, pieces: Iterable[Piece]) -> tuple[Piece, ...]:
-    """`pieces` of a complete bank as they go into the slot of the rank that has the experts `own`."""
+    """Move `pieces` of a complete bank to their offsets in the slot of the rank that holds the experts `own`."""
     if not bank.in_parts:
         return tuple(pieces)
     moved: list[Piece] = []
     pieces = tuple(pieces)
-    for place, (tensor, room) in enumerate(zip(bank.tensors, slot_layout(bank).tensors, strict=True)):
+    for position, (tensor, in_slot) in enumerate(zip(bank.tensors, slot_layout(bank).tensors, strict=True)):
         begin, end = tensor.offset_bytes, tensor.offset_bytes + tensor.nbytes
         ranges = [(begin, end)]
-        if place in bank.in_parts:
+        if position in bank.in_parts:
             expert_bytes = math.prod(tensor.shape[1:]) * tensor.torch_dtype.itemsize
             ranges = [(begin, begin + own.start * expert_bytes), (begin + own.stop * expert_bytes, end)]
-        target = room.offset_bytes
+        target = in_slot.offset_bytes
         for start, stop in ranges:
             for piece in clip_pieces(pieces, start, stop):
                 moved.append(dataclasses.replace(piece, slot_offset_bytes=target + piece.slot_offset_bytes))
@@ -158,7 +163,7 @@ def pieces_in_slot(bank: BankSpec, own: range, pieces: Iterable[Piece]) -> tuple
 
 
 def clip_pieces(pieces: Iterable[Piece], start: int, stop: int) -> tuple[Piece, ...]:
-    """The part of `pieces` in bytes [start, stop) of the slot, for a buffer that holds only these bytes."""
+    """Return the parts of `pieces` in bytes [start, stop) of the slot, for a buffer that holds only these bytes."""
     clipped = []
     for piece in pieces:
         first = max(start, piece.slot_offset_bytes)

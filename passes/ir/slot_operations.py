@@ -1,4 +1,4 @@
-"""The operations that stand in the graphs of the compiler.
+"""Operations on banks in the graphs of the compiler.
 
 A bank passes through three forms of graph:
 
@@ -6,17 +6,17 @@ A bank passes through three forms of graph:
     canonical   gather                 the complete bank of a block, once per block (synchronous)
     scheduled   prefetch, decode, acquire, release   what the executor runs; each takes the event that it waits for
 
-`bank_tensor` is a real operator, because Dynamo and AOT trace through it. Its `shard` is the complete bank, or, where
-`expert_bounds` has more than one rank, this rank's part of it, which only the executor can complete. `format_bytes` and
-`decoder` are the `BankFormat` of the bank where the shard does not tell it. Of a bank with home `disk` nothing is in
-memory, and `shard` only identifies the bank.
+`bank_tensor` is a registered operator, because Dynamo and AOT trace through it. Its `shard` is the complete bank, or
+this rank's shard if `expert_bounds` covers several ranks; then only the executor can complete it. `format_bytes` and
+`decoder` describe the bank's `BankFormat` if it differs from the shard's size. A bank with home `disk` is not in
+memory, so its `shard` only identifies it.
 
-`expert_stack` gives the tensor [experts, ..] of parameters that a model keeps one by one for its experts, all of the
-same type and shape. As an operator it copies them. The executor moves them into one memory instead, once, and shows
-that.
+`expert_stack` stacks parameters of one type and shape, which a model keeps separately for each expert, into a tensor
+[experts, ...]. As an operator it copies them. The executor instead moves them into one buffer, once, and returns a view
+of it.
 
-Nothing traces the other graphs again, so their operations are plain functions. The executor replaces them by methods of
-its ring.
+The canonical and the scheduled graph are not traced, so their operations are plain functions. The executor replaces
+them by methods of its ring.
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ def _read_bank_tensor(
 ) -> torch.Tensor:
     if home_named(home).is_in_files:
         raise MoepassError(
-            f"bank {bank_name} rests in files, which this graph cannot read: compile with backend='asyncep', or call "
+            f"bank {bank_name} rests in files, which this graph cannot read; compile with backend='asyncep', or call "
             "the model uncompiled",
             name=bank_name,
         )
     if len(expert_bounds) > 2:
         raise MoepassError(
-            f"bank {bank_name} lies in shards on {len(expert_bounds) - 1} ranks, and this graph sees one of them: "
+            f"bank {bank_name} lies in shards on {len(expert_bounds) - 1} ranks, and this graph sees only one shard; "
             "compile with backend='asyncep', or call the model uncompiled",
             name=bank_name,
         )
     if decoder:
         raise MoepassError(
-            f"bank {bank_name} rests encoded, and decoder {decoder!r} is not in this graph: compile with "
+            f"bank {bank_name} rests encoded, and decoder {decoder!r} is not in this graph; compile with "
             "backend='asyncep', or call the model uncompiled",
             name=bank_name,
         )
@@ -104,7 +104,7 @@ _library.define("expert_stack(Tensor[] parts) -> Tensor")
 
 
 def _copied_stack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.stack([part.detach() for part in parts])
+    return torch.stack([parameter.detach() for parameter in parts])
 
 
 def _fake_stack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -119,43 +119,43 @@ EXPERT_STACK = torch.ops.moepass.expert_stack.default
 
 def _not_executable(name: str) -> NoReturn:
     raise MoepassError(
-        f"`{name}` stands in a graph that only the executor can run: bind the graph to a ring first", name=name
+        f"`{name}` is part of a graph that only the executor can run; bind the graph to a ring first", name=name
     )
 
 
 def gather(shards: Sequence[torch.Tensor], *, bank: int) -> tuple[torch.Tensor, ...]:
-    """The complete bank, as the tensors that its `BankSpec` lists. Canonical graphs only."""
+    """Return the complete bank, as the tensors that its `BankSpec` lists. Canonical graphs only."""
     _not_executable("gather")
 
 
 def prefetch(shards: Sequence[torch.Tensor], *, bank: int, slot: int, after: Any) -> Any:
-    """Start to copy `bank` once the event `after` (a release, or None for a fresh slot) has happened: into `slot`, or,
-    where its format has a decoder, into the encoded buffer.
+    """Start to copy `bank` after the event `after`, and return the event "the copy is done".
 
-    Gives the event "the copy is done".
+    `after` is a release, or None for a fresh slot. The target is `slot`, or the encoded buffer if the bank's format has
+    a decoder.
     """
     _not_executable("prefetch")
 
 
 def decode(copied: Any, *, bank: int, slot: int) -> Any:
-    """Fill `slot` with what the matching prefetch brought into the encoded buffer, on the side of the copies.
+    """Decode the encoded buffer into `slot`, and return the event "the slot is full".
 
-    Stands right behind that prefetch: the encoded buffer belongs to one bank at a time. Gives the event "the slot is
-    full".
+    Decoding runs on the stream or thread of the copies. It directly follows the matching prefetch, because the encoded
+    buffer holds one bank at a time.
     """
     _not_executable("decode")
 
 
 def acquire(filled: Any, *, bank: int, slot: int) -> tuple[torch.Tensor, ...]:
-    """Wait for the event `filled` of the matching decode, or prefetch where the format has no decoder.
+    """Wait for the event `filled`, and return the bank's tensors, which are views of the slot.
 
-    Gives the bank's tensors, views of the slot.
+    `filled` comes from the matching decode, or from the prefetch if the format has no decoder.
     """
     _not_executable("acquire")
 
 
 def release(tensors: Any, *, bank: int, slot: int) -> Any:
-    """The last reader of `tensors` (the acquire) stands before this; gives the event "all readers are done"."""
+    """Return the event "all readers are done". It follows the last reader of `tensors`, the result of the acquire."""
     _not_executable("release")
 
 

@@ -1,10 +1,10 @@
-"""Events by time and stream: one format for a simulated run and for a recorded one.
+"""Events by time and stream, in one format for simulated and recorded runs.
 
-A stream does one thing at a time, so its events never overlap. Streams are named by what they do:
+A stream does one thing at a time, so its events never overlap. The streams are:
 
-    compute   op "segment", a segment of the graph; "wait", an acquire that found its slot not yet full (exposed time)
-    copy      op "copy", a bank on its way into a slot; each link that works by itself is a stream of its own
-    host      op "run", one run of a graph
+    compute   op "segment": a segment of the graph; "wait": an acquire of a slot that is not yet full (exposed time)
+    copy      op "copy": the transfer of a bank into a slot; each independent link is a separate stream
+    host      op "run": one run of a graph
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ COMPUTE, COPY, HOST = "compute", "copy", "host"
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """`op` on `stream`, for what in the model (`layer`), from when to when; seconds since the timeline's zero."""
+    """`op` for `layer` on `stream`, between two times in seconds since the timeline's zero."""
 
     op: str
     layer: str
@@ -29,43 +29,46 @@ class Event:
 
     @property
     def seconds(self) -> float:
+        """Duration of the event."""
         return self.end_seconds - self.start_seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """Events in the order of their starts. `source` is that of its times: "measured", "emulated" or "derived".
+    """Events in the order of their starts. `source` is that of the times: "measured", "emulated" or "derived".
 
-    Zero is where the recording began, or the step that is shown; a copy for a step may start before zero, or end behind
-    the last computation, because slots fill across the boundary of two runs.
+    Zero is the start of the recording, or of the step that is shown. A copy for a step may start before zero or end
+    after the last computation, because slots fill across the boundary of two runs.
     """
 
     events: tuple[Event, ...]
     source: str
 
     def on(self, stream: str) -> tuple[Event, ...]:
+        """Return the events on `stream`."""
         return tuple(event for event in self.events if event.stream == stream)
 
     def seconds(self, op: str) -> float:
-        """Total seconds of the events of that kind: `seconds("wait")` is the exposed time."""
+        """Return the total seconds of the events of one kind: `seconds("wait")` is the exposed time."""
         return sum(event.seconds for event in self.events if event.op == op)
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """Host and compute first, then the links by name; only those on which something happened."""
+        """Streams with events: host, compute, then the links by name."""
         rank = {HOST: 0, COMPUTE: 1}
         return tuple(sorted({event.stream for event in self.events}, key=lambda name: (rank.get(name, 2), name)))
 
 
 def timeline_of(events: list[Event], source: str) -> Timeline:
+    """Return a timeline of `events`, sorted by start."""
     return Timeline(tuple(sorted(events, key=lambda event: (event.start_seconds, event.end_seconds))), source)
 
 
 def chrome_trace(timelines: Mapping[str, Timeline]) -> str:
-    """JSON in Chrome's trace event format, for Perfetto (ui.perfetto.dev) or chrome://tracing.
+    """Return JSON in Chrome's trace event format, for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-    Each timeline is a process called by its key, each stream a thread of it, so that a predicted run and a measured one
-    lie one below the other.
+    Each timeline is a process named by its key, and each stream a thread of it, so that a predicted and a measured run
+    are shown one below the other.
     """
     trace: list[dict[str, object]] = []
     for process, (name, timeline) in enumerate(timelines.items(), 1):
@@ -84,8 +87,8 @@ def _named(what: str, process: int, thread: int, name: str) -> dict[str, object]
 
 
 def _slice(event: Event, process: int, thread: int) -> dict[str, object]:
-    # Both ends are rounded before the difference is taken: successive events must not overlap by a nanosecond, or a
-    # viewer draws the later one inside the earlier one.
+    # Both ends are rounded before they are subtracted: if successive events overlapped by a nanosecond, a viewer would
+    # draw the later event inside the earlier one.
     start_ns, end_ns = round(event.start_seconds * 1e9), round(event.end_seconds * 1e9)
     return {
         "ph": "X",

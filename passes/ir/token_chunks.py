@@ -1,4 +1,4 @@
-"""How a number of tokens is cut into chunks."""
+"""Division of a number of tokens into chunks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from collections.abc import Iterator
 class Chunk:
     """Tokens [`first`, `first` + `tokens`) of each of the sequences [`sequence`, `sequence` + `sequences`).
 
-    More than one sequence come whole. There are `all_sequences`, with `length` tokens each."""
+    A chunk of more than one sequence has all of their tokens. In total there are `all_sequences` of `length` tokens.
+    """
 
     sequence: int
     sequences: int
@@ -21,28 +22,29 @@ class Chunk:
 
     @property
     def count(self) -> int:
+        """Number of tokens in the chunk."""
         return self.sequences * self.tokens
 
 
 def chunks_of(sequences: int, length: int, most: int) -> Iterator[Chunk]:
-    """Chunks of at most `most` tokens, of nearly equal sizes: of one sequence, or of several whole ones."""
+    """Yield chunks of at most `most` tokens and nearly equal sizes: parts of one sequence, or several complete ones."""
     if not sequences or not length:
         return
     if length > most:
         number = -(-length // most)
         for sequence in range(sequences):
-            for part in range(number):
-                first, end = part * length // number, (part + 1) * length // number
+            for index in range(number):
+                first, end = index * length // number, (index + 1) * length // number
                 yield Chunk(sequence, 1, first, end - first, sequences, length)
         return
     number = -(-sequences // (most // length))
-    for part in range(number):
-        first, end = part * sequences // number, (part + 1) * sequences // number
+    for index in range(number):
+        first, end = index * sequences // number, (index + 1) * sequences // number
         yield Chunk(first, end - first, 0, length, sequences, length)
 
 
 def largest_chunk(sequences: int, length: int, most: int) -> int:
-    """Tokens of the largest chunk of `chunks_of`; 0 where there are none."""
+    """Return the tokens of the largest chunk of `chunks_of`; 0 if there are no tokens."""
     if not sequences or not length:
         return 0
     if length > most:

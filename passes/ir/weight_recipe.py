@@ -1,4 +1,4 @@
-"""How a tensor of a bank is made of parameters: by casts, views and sums of them, once, when a rank gives its part."""
+"""Recipes that compute a tensor of a bank from parameters by casts, views and sums, when a rank packs its shard."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class WeightRecipe:
-    """What this rank computes its part [own experts, ..] of the tensor at `position` of a bank by.
+    """The computation of this rank's part [own experts, ...] of the tensor at `position` of a bank.
 
-    `inputs` are places among the parameters that the bank is made of. A step is a call of an operator, as JSON text:
-    `{"operator": "aten.permute.default", "args": [..], "kwargs": {..}}`, where `{"value": n}` stands for input n, or,
-    behind the inputs, for the result of an earlier step, and `{"dtype": "bfloat16"}` for a type. The last step gives
-    the part.
+    Attributes:
+        inputs: positions among the parameters of the bank
+        steps: calls of operators as JSON text, `{"operator": "aten.permute.default", "args": [..], "kwargs": {..}}`.
+            `{"value": n}` is input n, or the result of an earlier step, counted after the inputs; `{"dtype":
+            "bfloat16"}` is a type. The last step returns the part
     """
 
     position: int
@@ -20,7 +21,7 @@ class WeightRecipe:
     steps: tuple[str, ...]
 
 
-# What steps may be, by names without variant, of ATen and prims: their results follow from their arguments alone.
+# Pure operators of ATen and prims that a step may call, by their names without overload.
 RECIPE_OPERATIONS = frozenset({
     "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "slice", "select",
     "split", "split_with_sizes", "unbind", "getitem", "alias", "detach", "_to_copy", "convert_element_type", "clone",

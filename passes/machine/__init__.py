@@ -1,1 +1,4 @@
-"""Hardware profiles, tables of seconds, and the times of layers and transfers on a machine. Imports no other room."""
+"""Hardware profiles, tables of seconds, and formulas for the time of layers and transfers. Start at `hardware.py`.
+
+Imports no other room.
+"""

@@ -1,7 +1,7 @@
-"""Seconds of a model's layers on one rank that has all experts in memory, computed from sizes alone.
+"""Seconds of a model's layers on one rank with all experts in memory, computed from sizes alone.
 
-GEMMs take what `times.py` says for their shapes, the reading of weights included. Operations between them (norms,
-activations, residuals) take the time of the bytes that they read and write.
+`times.py` computes the seconds of each GEMM from its shape, including the time to read its weights. Operations between
+GEMMs (norms, activations, residuals) take the time of the bytes that they read and write.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from moepass.passes.machine.times import attention_seconds, gemm_seconds, groupe
 
 @dataclasses.dataclass(frozen=True)
 class Sequences:
-    """The work of a rank in a step: `count` sequences of `length` tokens, each after a prefix of `prefix` tokens.
+    """The work of a rank in a step: `count` sequences of `length` tokens, after cached prefixes of `prefix` tokens.
 
-    The prefix was computed before: its tokens cost nothing here, but attention sees them.
+    Prefix tokens cost nothing here, but attention sees them.
     """
 
     count: int
@@ -29,20 +29,21 @@ class Sequences:
 
     @property
     def tokens(self) -> int:
+        """Number of computed tokens."""
         return self.count * self.length
 
 
 def sequences_of(tokens: int, longest: int) -> Sequences:
-    """As many whole sequences of `longest` tokens as fit into `tokens`; one shorter sequence where none fits."""
+    """Return the sequences of `longest` tokens that fit into `tokens`, or one shorter sequence if none fits."""
     length = min(tokens, longest)
     return Sequences(tokens // length, length)
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerSeconds:
-    """One layer: GEMMs, attention scores, grouped GEMMs of experts, and passes over activations in memory.
+    """Seconds of one layer: GEMMs, attention scores, grouped GEMMs of experts, and passes over activations in memory.
 
-    `attention_*` runs before the bank is needed, the rest while the bank is read.
+    The `attention_*` fields run before the layer's bank is needed; the others run while it is read.
     """
 
     attention_gemms: float
@@ -54,22 +55,25 @@ class LayerSeconds:
 
     @property
     def attention(self) -> float:
+        """Seconds before the bank is needed."""
         return self.attention_gemms + self.attention_scores + self.attention_passes
 
     @property
     def mlp(self) -> float:
+        """Seconds while the bank is read."""
         return self.mlp_gemms + self.expert_gemms + self.mlp_passes
 
     @property
     def total(self) -> float:
+        """Seconds of the layer."""
         return self.attention + self.mlp
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Number of devices that share a layer's attention heads, MLP widths and experts.
+    """Numbers of devices that share a layer's attention heads, MLP widths and experts.
 
-    With `experts` a device has fewer experts, but computes the rows of all devices for them: as many rows as without.
+    With `experts`, a device holds fewer experts but computes their rows for all devices, so its number of rows stays.
     """
 
     attention: int = 1
@@ -81,14 +85,17 @@ WHOLE = Split()
 
 
 def activation_dtype(dtype: str) -> str:
-    """The dtype of activations if weights are `dtype`: GEMMs in fp8 read and write bf16."""
+    """Return the dtype of activations for weights of `dtype`: GEMMs in fp8 read and write bf16."""
     return "bf16" if dtype == "fp8" else dtype
 
 
 def layer_seconds(
     hardware: Hardware, layer: Layer, hidden: int, sequences: Sequences, dtype: str, split: Split = WHOLE
 ) -> LayerSeconds:
-    """Seconds of one device's part of `layer`; weights are in `dtype`. Raises InputError for a dtype without a rate."""
+    """Return the seconds of one device's share of `layer`; `dtype` is that of the weights.
+
+    Raises InputError for a dtype without a rate in the profile.
+    """
     tokens, wide = sequences.tokens, activation_dtype(dtype)
     attention = layer.attention
     output_width = attention.output_width / split.attention
@@ -125,5 +132,5 @@ def layer_seconds(
 
 
 def head_seconds(hardware: Hardware, architecture: Architecture, sequences: Sequences, dtype: str) -> float:
-    """The logits of the last token of each sequence, which is all that prefill-only work needs."""
+    """Return the seconds of the logits of each sequence's last token; prefill-only work needs no others."""
     return gemm_seconds(hardware, activation_dtype(dtype), sequences.count, architecture.hidden, architecture.vocab)

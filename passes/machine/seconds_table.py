@@ -1,9 +1,8 @@
-"""Tables of seconds by size or shape, and what lies between and beyond their points.
+"""Tables of seconds by size or shape, with interpolation and extrapolation.
 
-Times grow like powers of sizes over wide ranges, so everything here is done on logarithms: between the points of a
-table a straight line in log-log is exact for every power law. Beyond the largest point of an axis the rate stays what
-it is there: seconds grow in proportion. Below the smallest one they fall as they do between the first two points, at
-the least steep place of the table, and not faster than in proportion.
+Times grow like powers of sizes over wide ranges, so interpolation is linear in log-log, which is exact for every power
+law. Beyond the largest point of an axis, seconds grow in proportion to the size. Below the smallest point, they fall
+with the smallest slope found between the first two points of this axis, and at most in proportion.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ from moepass.models.limits import MOST_SECONDS, check_limit
 
 Array = npt.NDArray[np.float64]
 
-# Where a number comes from:
-#   measured     read off this machine, such as the size of its memory
-#   calibrated   timed on the machine that it describes, by `moepass calibrate`
-#   datasheet    what the vendor states
-#   empirical    reached on some machine, and assumed here
-#   emulated     made so for a measurement, such as the speed of an emulated link
+# The source of a number:
+#   measured     read from this machine, such as the size of its memory
+#   calibrated   timed on this machine by `moepass calibrate`
+#   datasheet    stated by the vendor
+#   empirical    measured on another machine, and assumed here
+#   emulated     set for an experiment, such as the speed of an emulated link
 #   user         from a user's own file
-#   derived      computed from others
+#   derived      computed from other numbers
 Source = Literal["measured", "calibrated", "datasheet", "empirical", "emulated", "user", "derived"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """One size that a table goes by: `points` are above 0 and increase."""
+    """One size by which a table is indexed; `points` are positive and increase."""
 
     name: str
     points: tuple[float, ...]
@@ -45,10 +44,12 @@ class Axis:
 
 @dataclasses.dataclass(frozen=True)
 class SecondsTable:
-    """Seconds for every combination of points of the axes, the last axis fastest.
+    """Seconds for every combination of points of the axes; the last axis varies fastest.
 
-    `spreads` has for each of `seconds` how wide the middle half of its measurements was, relative to their median; it
-    is empty where that is not known. Raises InputError where the numbers make no table.
+    Raises InputError if the numbers do not form a table.
+
+    Attributes:
+        spreads: width of the middle half of each measurement, relative to its median; empty if unknown
     """
 
     axes: tuple[Axis, ...]
@@ -59,7 +60,7 @@ class SecondsTable:
 
     def __post_init__(self) -> None:
         if not self.axes:
-            raise InputError("a table of seconds has no axes; it needs one or more")
+            raise InputError("a table of seconds has no axes; it must have one or more")
         for axis in self.axes:
             grows = all(before < after for before, after in itertools.pairwise(axis.points))
             if not axis.points or not grows or not all(_is_positive(point) for point in axis.points):
@@ -79,10 +80,13 @@ class SecondsTable:
             raise InputError(f"a table of {shape} has {len(self.spreads)} spreads; it must have {expected}, or none")
 
     def at(self, **sizes: float) -> float:
-        """Seconds at one size for each axis, all above 0. Raises TypeError where these are not the axes' names."""
+        """Return the seconds at one positive size for each axis.
+
+        Raises TypeError unless `sizes` names exactly the axes.
+        """
         names = [axis.name for axis in self.axes]
         if sorted(sizes) != sorted(names):
-            raise TypeError(f"sizes are given for {sorted(sizes)}; the table goes by {names}")
+            raise TypeError(f"sizes are given for {sorted(sizes)}; the axes of the table are {names}")
         values = self._log_seconds
         beyond = 0.0
         for axis, slope, logs in zip(self.axes, self._slopes_below, self._log_points, strict=True):
@@ -91,12 +95,12 @@ class SecondsTable:
             beyond += (position - inside) * (slope if position < inside else 1.0)
             upper = bisect.bisect_right(logs, inside, hi=len(logs) - 1)
             lower = max(0, upper - 1)
-            part = (inside - logs[lower]) / (logs[upper] - logs[lower]) if lower < upper else 0.0
-            values = values[lower] * (1.0 - part) + values[upper] * part
+            weight = (inside - logs[lower]) / (logs[upper] - logs[lower]) if lower < upper else 0.0
+            values = values[lower] * (1.0 - weight) + values[upper] * weight
         return math.exp(float(values) + beyond)
 
     def points(self) -> Iterator[tuple[dict[str, float], float]]:
-        """The size for each axis, and the seconds, of every point."""
+        """Yield the size on each axis and the seconds of every point."""
         sizes = itertools.product(*[axis.points for axis in self.axes])
         for point, seconds in zip(sizes, self.seconds, strict=True):
             yield {axis.name: size for axis, size in zip(self.axes, point, strict=True)}, seconds
@@ -111,7 +115,7 @@ class SecondsTable:
 
     @functools.cached_property
     def _slopes_below(self) -> list[float]:
-        """For each axis, by which power of a size below its first point seconds fall."""
+        """Exponent of the power law below the first point of each axis."""
         return [
             float(
                 np.clip(np.diff(self._log_seconds.take([0, 1], axis), axis=axis).min() / (logs[1] - logs[0]), 0.0, 1.0)
@@ -123,10 +127,14 @@ class SecondsTable:
 
 
 def without_dips(lengths: Sequence[int], seconds: Sequence[float]) -> tuple[float, ...]:
-    """The table of measured `seconds`, smoothed so that no larger size takes less time.
+    """Smooth measured `seconds` so that no larger size takes less time.
 
-    `lengths` are the numbers of points of its axes. Neighbours in the wrong order are noise and become their mean (of
-    logarithms), axis by axis, until none is left.
+    Neighbours in the wrong order are noise. They are replaced by their mean (of logarithms), axis by axis, until all
+    are in order.
+
+    Args:
+        lengths: The number of points of each axis.
+        seconds: One value for each combination of points; the last axis varies fastest.
     """
     logs: Array = np.log(seconds).reshape(lengths)
     for _ in range(_SWEEPS):
@@ -135,13 +143,13 @@ def without_dips(lengths: Sequence[int], seconds: Sequence[float]) -> tuple[floa
             logs = np.apply_along_axis(_isotonic, axis, logs)
         if np.array_equal(logs, before):
             break
-    # The remainder after rounding, or after the last sweep.
+    # Rounding, or stopping after the last sweep, can leave small dips.
     for axis in range(len(lengths)):
         logs = np.maximum.accumulate(logs, axis)
     return tuple(np.exp(logs).ravel().tolist())
 
 
-# Enough for noise: each sweep leaves a table less wrong than before.
+# Enough sweeps for measurement noise; each one reduces the dips.
 _SWEEPS = 50
 
 
@@ -152,7 +160,7 @@ def table_of(
     note: str = "",
     spreads: Sequence[float] = (),
 ) -> SecondsTable:
-    """A table from measurements, in the order of `itertools.product(*axes.values())`, without dips."""
+    """Build a table without dips from measurements, in the order of `itertools.product(*axes.values())`."""
     lengths = [len(points) for points in axes.values()]
     return SecondsTable(
         tuple(Axis(name, tuple(float(point) for point in points)) for name, points in axes.items()),
@@ -164,13 +172,13 @@ def table_of(
 
 
 def _isotonic(values: Array) -> list[float]:
-    """The nearest sequence (least squares) that does not fall: pools of neighbours that are in the wrong order."""
+    """Return the nearest non-decreasing sequence (least squares), by pooling neighbours that are in the wrong order."""
     pools: list[tuple[float, int]] = []
     for value in values.tolist():
         mean, size = value, 1
         while pools and pools[-1][0] > mean:
-            other, count = pools.pop()
-            mean, size = (mean * size + other * count) / (size + count), size + count
+            previous, count = pools.pop()
+            mean, size = (mean * size + previous * count) / (size + count), size + count
         pools.append((mean, size))
     return [mean for mean, size in pools for _ in range(size)]
 

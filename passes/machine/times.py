@@ -1,7 +1,7 @@
-"""Seconds on a machine: of transfers of banks, of computation, of collectives. One formula for each, here alone.
+"""Seconds of bank transfers, computation and collectives on a machine. The only formula for each of them.
 
-Every function takes a `Hardware` and plain numbers, and gives seconds. Tables that were measured are used where the
-profile has them; else rates, with what part of them is reached. Sizes of 0 take 0 seconds.
+Every function takes a `Hardware` and plain numbers, and returns seconds. A measured table is used if the profile has
+one; otherwise the peak rate times the fraction that is reached. Sizes of 0 take 0 seconds.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _ATTENTION: tuple[Work, ...] = ("attention", "masked_attention")
 # slice costs little; small enough that an abandoned copy ends within a millisecond or two.
 SLICE_BYTES = 4 << 20
 
-# [Empirical] The most slices of one bank that a stream is given. The host issues each of them beside the kernels of the
-# model: 19 to 24 microseconds on a busy CPU, measured without the driver's part. So a bank costs the host one or two
-# milliseconds, and eight ranks still change the rank that they read from nine times.
+# [Empirical] The most slices of one bank on a stream. The host issues each slice between the kernels of the model, in
+# 19 to 24 microseconds on a busy CPU, measured without the driver. So a bank costs the host one or two milliseconds,
+# and each of eight ranks still changes nine times the rank from which it reads.
 MOST_STREAM_SLICES = 64
 
-# Ranks tell each other numbers of rows in int64.
+# Ranks exchange numbers of rows as int64.
 _COUNT_BYTES = 8
 
-# Rows and columns of one tile of a GEMM on GPUs: those of CUTLASS's and DeepGEMM's kernels for large shapes.
-# FlashAttention's tiles have as many queries (of one head).
+# Rows and columns of one tile of a GEMM on GPUs, as in CUTLASS's and DeepGEMM's kernels for large shapes.
+# FlashAttention's tiles also have 128 queries (of one head).
 TILE_ROWS, TILE_COLUMNS = 128, 128
 
 
@@ -44,12 +44,15 @@ TILE_ROWS, TILE_COLUMNS = 128, 128
 
 
 def stream_slice_bytes(nbytes: float) -> int:
-    """Size of the slices in which a stream is given a bank of `nbytes`: those of a copy thread, or larger ones."""
+    """Return the slice size of a bank of `nbytes` on a stream; it grows where slices would be too many."""
     return SLICE_BYTES * max(1, math.ceil(nbytes / (SLICE_BYTES * MOST_STREAM_SLICES)))
 
 
 def transfer_seconds(link: TransferLink, nbytes: float, efficiency: float = 1.0) -> float:
-    """One transfer over `link`: a latency for each slice, and the bytes at `efficiency` of its rate."""
+    """Return the seconds of one transfer over `link`: a latency per slice, plus the bytes at the reached rate.
+
+    `efficiency` is the fraction of the link's rate that is reached.
+    """
     if nbytes <= 0:
         return 0.0
     if link.seconds is not None:
@@ -65,47 +68,48 @@ def transfer_seconds(link: TransferLink, nbytes: float, efficiency: float = 1.0)
 def pull_seconds(
     hardware: Hardware, bank_bytes: float, *, copies_own_shard: bool = False, link: LinkName = "peer"
 ) -> float:
-    """A bank from its shards on `hardware.ranks` devices: W (N - 1) / N over `link`.
+    """Return the seconds to pull a bank from its shards on `hardware.ranks` devices: W (N - 1) / N over `link`.
 
-    `copies_own_shard`: this rank's part is copied into the slot too, inside the device's memory, on the same stream;
-    else it is read where it rests. Raises InputError if the machine has no such link.
+    With `copies_own_shard` the rank also copies its own shard into the slot, inside the device's memory and on the same
+    stream. Otherwise the shard is read in place. Raises InputError if the machine has no such link.
     """
     ranks = hardware.ranks
-    own = bank_bytes / ranks
-    local = _local_copy_seconds(hardware, own) if copies_own_shard else 0.0
+    shard_bytes = bank_bytes / ranks
+    local = _local_copy_seconds(hardware, shard_bytes) if copies_own_shard else 0.0
     if ranks == 1:
         return local
     used = _link(hardware, link)
-    # An emulated link counts from the start of the copy, own part included.
+    # The time of an emulated link starts with the first copy, which includes the local one.
     true_link = dataclasses.replace(used, emulated_bytes_per_s=None)
-    copies = local + transfer_seconds(true_link, bank_bytes - own, hardware.efficiency.bandwidth.value)
-    return max(copies, _emulated_seconds(used, bank_bytes - own))
+    copies = local + transfer_seconds(true_link, bank_bytes - shard_bytes, hardware.efficiency.bandwidth.value)
+    return max(copies, _emulated_seconds(used, bank_bytes - shard_bytes))
 
 
 def _emulated_seconds(link: TransferLink | None, nbytes: float) -> float:
-    """The least that `nbytes` take over an emulated link; 0 where the link is none."""
+    """Return the lower bound for `nbytes` over an emulated link; 0 if the link is not emulated."""
     rate = None if link is None else link.emulated_bytes_per_s
     return 0.0 if rate is None else nbytes / rate.value
 
 
 def link_seconds(hardware: Hardware, bank_bytes: float, home: str) -> tuple[float, ...]:
-    """Seconds of each link for its part of a bank from `home` into a slot; the links work at the same time.
+    """Return the seconds of each link for its part of a bank from `home`. The links work at the same time.
 
-    Raises InputError for an unknown home, and where the machine lacks a link.
+    Raises InputError for an unknown home, and if the machine lacks a link.
     """
     return tuple(_use_seconds(hardware, bank_bytes, use) for use in home_named(home).travel)
 
 
 def gather_seconds(hardware: Hardware, bank_bytes: float, home: str, transport: str = PULL) -> float:
-    """A complete bank in its slot, from `home`. Raises as `link_seconds`, and InputError for an unknown transport.
+    """Return the seconds to bring a complete bank from `home` into its slot.
 
-    `transport` is how ranks exchange shards, where the home has more than one way.
+    `transport` is how ranks exchange shards, for homes that support several. Raises as `link_seconds`, and InputError
+    for an unknown transport.
     """
     if transport not in (PULL, COLLECTIVE):
         raise InputError.wrong("transport", transport, one_of((PULL, COLLECTIVE)))
     if transport == COLLECTIVE and COLLECTIVE in home_named(home).transports:
-        others = bank_bytes * (hardware.ranks - 1) / hardware.ranks
-        return max(collective_seconds(hardware, "bank_gather", bank_bytes), _emulated_seconds(hardware.peer, others))
+        received = bank_bytes * (hardware.ranks - 1) / hardware.ranks
+        return max(collective_seconds(hardware, "bank_gather", bank_bytes), _emulated_seconds(hardware.peer, received))
     return max((0.0, *link_seconds(hardware, bank_bytes, home)))
 
 
@@ -119,18 +123,18 @@ def _use_seconds(hardware: Hardware, bank_bytes: float, use: LinkUse) -> float:
 def _link(hardware: Hardware, name: LinkName) -> TransferLink:
     link: TransferLink | None = getattr(hardware, name)
     if link is None:
-        known = [other for other in LINKS if getattr(hardware, other) is not None]
+        links = [name for name in LINKS if getattr(hardware, name) is not None]
         raise InputError(
-            f"profile {hardware.name!r} has no {name} link (it has {one_of(known) or 'none'}); choose another home, or "
+            f"profile {hardware.name!r} has no {name} link (it has {one_of(links) or 'none'}); choose another home, or "
             f"add `{name}` to a profile of your own",
             name=name,
-            expected=known,
+            expected=links,
         )
     return link
 
 
 def _local_copy_seconds(hardware: Hardware, nbytes: float) -> float:
-    """Inside the memory of one device: every byte is read and written."""
+    """Return the seconds of a copy inside one device's memory, which reads and writes every byte."""
     if hardware.local is not None:
         return transfer_seconds(hardware.local, nbytes, hardware.efficiency.bandwidth.value)
     return memory_seconds(hardware, 2 * nbytes)
@@ -140,7 +144,7 @@ def _local_copy_seconds(hardware: Hardware, nbytes: float) -> float:
 
 
 def memory_seconds(hardware: Hardware, moved_bytes: float) -> float:
-    """Elementwise work on a device's memory: `moved_bytes` are read and written in all."""
+    """Return the seconds of elementwise work that reads and writes `moved_bytes` in total."""
     if moved_bytes <= 0:
         return 0.0
     if hardware.memory is not None:
@@ -149,11 +153,15 @@ def memory_seconds(hardware: Hardware, moved_bytes: float) -> float:
 
 
 def peak_flops_per_s(hardware: Hardware, dtype: str) -> Figure:
-    """The peak rate for `dtype`. Raises InputError where the profile has none, naming those that it has."""
+    """Return the peak rate for `dtype`.
+
+    Raises InputError, with the dtypes that the profile has, if it lacks this one.
+    """
     key = short_dtype(dtype)
     if key not in hardware.flops:
         raise InputError(
-            f"profile {hardware.name!r} has no {key} rate; it has {one_of(hardware.flops)}",
+            f"profile {hardware.name!r} has no {key} rate; it has {one_of(hardware.flops)}: choose one of these "
+            f"dtypes, or add `flops.{key}` to a profile of your own",
             name="dtype",
             value=key,
             expected=tuple(hardware.flops),
@@ -162,25 +170,25 @@ def peak_flops_per_s(hardware: Hardware, dtype: str) -> Figure:
 
 
 def reached_flops_per_s(hardware: Hardware, dtype: str, work: Work = "gemm") -> Figure:
-    """The rate that work of large shapes reaches: the best of the profile's table, else a part of the peak."""
+    """Return the rate of large shapes: that of the table's largest point, or a fraction of the peak."""
     table = hardware.compute.get(work, {}).get(short_dtype(dtype))
     if table is not None:
         last = {axis.name: axis.points[-1] for axis in table.axes}
         return Figure(work_flops(work, last) / table.at(**last), table.source, f"{work} of the largest measured shape")
     peak = peak_flops_per_s(hardware, dtype)
-    part = hardware.efficiency.dense_gemm if work == "gemm" else hardware.efficiency.irregular
-    note = f"{part.value:g} ({part.source}) of {peak.value:.4g} FLOP/s ({peak.source})"
-    return Figure(peak.value * part.value, "derived", note)
+    fraction = hardware.efficiency.dense_gemm if work == "gemm" else hardware.efficiency.irregular
+    note = f"{fraction.value:g} ({fraction.source}) of {peak.value:.4g} FLOP/s ({peak.source})"
+    return Figure(peak.value * fraction.value, "derived", note)
 
 
 def work_seconds(hardware: Hardware, dtype: str, flops: float, moved_bytes: float = 0.0, work: Work = "gemm") -> float:
-    """Work of no particular shape: FLOPs at the reached rate, and no less than its bytes take."""
+    """Return the seconds of work without a particular shape: FLOPs at the reached rate, or memory traffic if longer."""
     seconds = flops / reached_flops_per_s(hardware, dtype, work).value
     return max(seconds, _floor_seconds(hardware, moved_bytes))
 
 
 def gemm_seconds(hardware: Hardware, dtype: str, rows: float, inner: float, columns: float) -> float:
-    """[rows, inner] times [inner, columns]: by the table, and no less than reading and writing everything once."""
+    """Return the seconds of [rows, inner] times [inner, columns]: by the table, and at least its memory traffic."""
     flops = gemm_flops(rows, inner, columns)
     if flops <= 0:
         return 0.0
@@ -193,11 +201,11 @@ def gemm_seconds(hardware: Hardware, dtype: str, rows: float, inner: float, colu
 def grouped_gemm_seconds(
     hardware: Hardware, dtype: str, rows: float, experts: float, inner: float, columns: float
 ) -> float:
-    """`rows` in all, spread evenly over `experts`, each with weights [inner, columns] of its own.
+    """Return the seconds of `rows` spread evenly over `experts`, with weights [inner, columns] for each expert.
 
-    Where there are fewer rows than experts, only as many experts run. Kernels compute whole tiles, so without a table
-    that has measured it each expert is given half a tile more than its rows. Skew changes little else: rates are nearly
-    flat above a few hundred rows, and below them weights dominate.
+    With fewer rows than experts, only `rows` experts run. Kernels compute complete tiles, so without a measured table
+    each expert computes half a tile more than its rows. Skew changes little: rates are nearly flat above a few hundred
+    rows, and below that the weights dominate.
     """
     if min(rows, experts, inner, columns) <= 0:
         return 0.0
@@ -226,12 +234,20 @@ def attention_seconds(
     is_masked: bool = False,
     queries: float | None = None,
 ) -> float:
-    """Attention of `flops` in all; `sequence` (keys that a query sees at most) and `head_dim` say how fast it runs.
+    """Return the seconds of attention.
 
-    `queries` are those of all heads and sequences, which kernels take a tile at a time; None: it is not known how many.
+    A profile that has a table for only one of causal and masked attention uses its rate for both.
 
-    `is_masked`: by a mask, so `flops` are those of all pairs of queries and keys; else what a causal kernel leaves out
-    is not in `flops`. A profile without a table of one has the rate of the other.
+    Args:
+        hardware: The machine.
+        dtype: The dtype of queries, keys and values.
+        flops: FLOPs of all heads and sequences. With `is_masked` they count all pairs of queries and keys, else only
+            the pairs that a causal kernel computes.
+        moved_bytes: Memory traffic, which is a lower bound of the time.
+        sequence: The most keys that a query sees. With `head_dim` it selects the rate.
+        head_dim: Width of a head.
+        is_masked: The kernel applies a mask.
+        queries: Queries of all heads and sequences, of which kernels take a tile at a time; None if unknown.
     """
     if flops <= 0:
         return _floor_seconds(hardware, moved_bytes)
@@ -246,23 +262,23 @@ def attention_seconds(
 def _table_seconds(
     hardware: Hardware, dtype: str, work: Work, flops: float, tiles: float | None, **shape: float
 ) -> float:
-    """`flops` at the rate that the profile's table has for `shape`; at the reached rate where it has no table.
+    """Return the seconds of `flops` at the table's rate for `shape`, or at the reached rate if there is no table.
 
-    The reached rate is that of many `tiles`; None: it is not known how many there are.
+    The reached rate holds for many `tiles`; None means that their number is unknown.
     """
     table = hardware.compute.get(work, {}).get(short_dtype(dtype))
     if table is None:
         last_wave = 1.0 if tiles is None else _last_wave_factor(hardware, tiles)
         return last_wave * flops / reached_flops_per_s(hardware, dtype, work).value
-    # Beyond the table the rate stays, whatever power of a size FLOPs grow with.
-    known = {axis.name: min(shape[axis.name], axis.points[-1]) for axis in table.axes}
-    return table.at(**known) * flops / work_flops(work, known)
+    # Beyond the table the rate stays constant, even if FLOPs grow with the square of a size.
+    clipped = {axis.name: min(shape[axis.name], axis.points[-1]) for axis in table.axes}
+    return table.at(**clipped) * flops / work_flops(work, clipped)
 
 
 def _last_wave_factor(hardware: Hardware, tiles: float) -> float:
-    """How many times as long a kernel of that many tiles takes because of processors without one at its end.
+    """Return the factor by which processors without a tile at the end of a kernel of `tiles` tiles lengthen it.
 
-    Half a wave on average; where there is less than one wave, kernels cut their tiles smaller.
+    The last wave is half full on average. Kernels with less than one wave use smaller tiles.
     """
     if hardware.processors is None:
         return 1.0
@@ -271,14 +287,14 @@ def _last_wave_factor(hardware: Hardware, tiles: float) -> float:
 
 
 def work_flops(work: Work, shape: Mapping[str, float]) -> float:
-    """FLOPs of one point of a table of `work`, with a size for each of its axes."""
-    if work in _ATTENTION:  # one head, both GEMMs; the diagonal of a causal one is counted as half
+    """Return the FLOPs of one point of a table of `work`; `shape` has a size for each of its axes."""
+    if work in _ATTENTION:  # one head, both GEMMs; causal attention counts half of the diagonal
         return (2.0 if work == "attention" else 4.0) * shape["sequence"] ** 2 * shape["head_dim"]
     return float(gemm_flops(shape["rows"], shape["inner"], shape["columns"]))
 
 
 def _floor_seconds(hardware: Hardware, moved_bytes: float) -> float:
-    """Seconds of memory traffic at the full rate, without the caches and latencies that a table of memory includes."""
+    """Return the seconds of memory traffic at the full rate, without the caches and latencies of a measured table."""
     return max(0.0, moved_bytes) / (hardware.memory_bytes_per_s.value * hardware.efficiency.bandwidth.value)
 
 
@@ -286,16 +302,17 @@ def _floor_seconds(hardware: Hardware, moved_bytes: float) -> float:
 
 
 def collective_seconds(hardware: Hardware, kind: str, nbytes: float, ranks: int | None = None) -> float:
-    """A collective of `ranks` (all of the machine's, by default); what `nbytes` are is said in `hardware.COLLECTIVES`.
+    """Return the seconds of a collective on `ranks` ranks (by default all of the machine's).
 
-    By the profile's table where it has one (for bank_gather also by that of all_gather); for another number of ranks,
-    scaled by what crosses the link of one rank.
-    Else steps of latency, and the bytes that cross the link at the reached part of its rate: (N - 1) / N of `nbytes`,
-    twice that for all_reduce, all of them for p2p. Raises InputError for an unknown kind.
+    Uses the profile's table if it has one (that of all_gather for bank_gather), scaled to `ranks` by the bytes that
+    cross one rank's link. Otherwise adds up the latency of each step and the bytes that cross the link at its reached
+    rate: (N - 1) / N of `nbytes`, twice that for all_reduce, all of them for p2p.
+
+    `hardware.COLLECTIVES` lists the kinds and defines `nbytes` for each. Raises InputError for another kind.
     """
     if kind not in COLLECTIVES:
         raise InputError(
-            f"{kind!r} is no collective; they are {one_of(COLLECTIVES)}",
+            f"{kind!r} is not a collective; it must be one of {one_of(COLLECTIVES)}",
             name="collective",
             value=kind,
             expected=tuple(COLLECTIVES),
@@ -303,7 +320,7 @@ def collective_seconds(hardware: Hardware, kind: str, nbytes: float, ranks: int 
     count = hardware.ranks if ranks is None else ranks
     if count < 1:
         raise InputError(
-            f"a collective has {count} ranks; it needs 1 or more", name="ranks", value=count, expected="1 or more"
+            f"a collective has {count} ranks; it must have 1 or more", name="ranks", value=count, expected="1 or more"
         )
     if nbytes <= 0 or count == 1:
         return 0.0
@@ -314,17 +331,17 @@ def collective_seconds(hardware: Hardware, kind: str, nbytes: float, ranks: int 
             table = measured.seconds.get("all_gather")
         if table is not None:
             return table.at(bytes=nbytes * _link_share(kind, count) / _link_share(kind, measured.ranks))
-    link = hardware.peer or _link(hardware, "host")  # devices without a link of their own meet in host memory
+    link = hardware.peer or _link(hardware, "host")  # devices without peer links exchange through host memory
     rate = link.bytes_per_s.value * hardware.efficiency.bandwidth.value
     latency = _steps(kind, count) * hardware.collective_latency_seconds.value
     return latency + _link_share(kind, count) * nbytes / rate
 
 
 def token_exchange_seconds(hardware: Hardware, rows_bytes: float, experts: int) -> float:
-    """By AllToAll, `rows_bytes` of each device to the devices of their experts, and as many results back.
+    """Return the seconds of an AllToAll of `rows_bytes` per device to the experts, and of the results back.
 
-    Ranks tell each other first how many rows each expert gets. And rows arrive in the order of ranks: they are brought
-    into that of experts and back, read and written each time.
+    Ranks first exchange the number of rows for each expert. Rows arrive in the order of ranks; sorting them by expert,
+    and back, reads and writes them twice.
     """
     if hardware.ranks == 1 or rows_bytes <= 0:
         return 0.0
@@ -334,14 +351,14 @@ def token_exchange_seconds(hardware: Hardware, rows_bytes: float, experts: int) 
 
 
 def _link_share(kind: str, ranks: int) -> float:
-    """Bytes that leave one rank, for each byte of the collective."""
+    """Return the bytes that leave one rank for each byte of the collective."""
     if kind == "p2p":
         return 1.0
     return (2.0 if kind == "all_reduce" else 1.0) * (ranks - 1) / ranks
 
 
 def _steps(kind: str, ranks: int) -> int:
-    """Messages that follow one another: one where all links are used at once, trees for sums."""
+    """Return the number of successive messages: trees for sums, otherwise 1, because all links work at once."""
     if kind not in ("all_reduce", "reduce_scatter"):
         return 1
     return math.ceil(math.log2(ranks)) * (2 if kind == "all_reduce" else 1)

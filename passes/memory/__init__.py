@@ -1,4 +1,4 @@
-"""How much memory the activations of a run take at once, counted from the graph alone.
+"""Memory that the activations of a run take at once, counted from the graph alone. Start at `activation_memory.py`.
 
 May import segments, graph, ir.
 """

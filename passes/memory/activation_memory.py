@@ -1,13 +1,13 @@
-"""Predict how much memory the activations of a run take at once.
+"""Predict the memory that the activations of a run take at once.
 
 Contract
-    in    a top-level graph of segments, as they are wanted to run
-    out   the same graph, untouched; `plan.activations`. Where runs are to choose chunks, with what the memory budget
+    in    a top-level graph of segments, with the requested lowering
+    out   the same graph, untouched; `plan.activations`. If runs are to choose chunks, it has the memory that the budget
           leaves for activations
 
 Pseudo-code
-    the graph as operations on memory (graph_operations.py), in the order in which they run
-    the sums of what is held at once that may be the largest (held_bytes.py), as expressions in the graph's sizes
+    describe the graph as operations on memory (graph_operations.py), in the order in which they run
+    collect the sums of bytes held at once that may be the largest (held_bytes.py), as expressions in the graph's sizes
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from torch.fx import GraphModule
 from moepass.passes.ir.activation_memory import ActivationMemory, ActivationPeak
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
-from moepass.passes.memory.graph_operations import HowSegmentsRun, operations_of
+from moepass.passes.memory.graph_operations import SegmentExecution, operations_of
 from moepass.passes.memory.held_bytes import peaks
 
-COUNTED = "counted: what each operator of the graph gives, until its last reader"
-ESTIMATED = "estimated: what Inductor writes to memory by a model of its fusion, until its last reader"
+COUNTED = "counted: the results of each operator, until their last reader"
+ESTIMATED = "estimated: the values that Inductor writes to memory, by a model of its fusion, until their last reader"
 
 
 @graph_pass()
 def activation_memory(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
-    """Count what every operation holds."""
-    how = HowSegmentsRun(context.runs_by_expert, context.chunk_tokens)
+    """Count the bytes that are held during every operation."""
+    how = SegmentExecution(context.runs_by_expert, context.chunk_tokens)
     operations, returned = operations_of(module, how)
-    found = tuple(ActivationPeak(str(peak.expression), peak.where) for peak in peaks(operations, returned))
+    all_peaks = tuple(ActivationPeak(str(peak.expression), peak.where) for peak in peaks(operations, returned))
     source = ESTIMATED if how.is_fused else COUNTED
-    memory = ActivationMemory(found, source, context.chunk_tokens, _room_bytes(context))
+    memory = ActivationMemory(all_peaks, source, context.chunk_tokens, _room_bytes(context))
     return PassResult(module, dataclasses.replace(plan, activations=memory))
 
 
 def _room_bytes(context: PassContext) -> float | None:
-    """What the budget leaves beside weights, resident banks and slots; None where runs choose no chunks."""
+    """Return the budget without weights, resident banks and slots; None if runs choose no chunks."""
     if not context.chooses_chunks:
         return None
     assert context.placed is not None

@@ -1,12 +1,12 @@
-"""Which values Inductor writes to memory, and when.
+"""A model of Inductor's fusion: which values it writes to memory, and when.
 
-A model of `torch._inductor.lowering` and its scheduler, after their rules as of torch 2.13, not a run of them:
+It follows the rules of `torch._inductor.lowering` and its scheduler as of torch 2.13, without running them:
 
-    pointwise values, copies and lookups are computed by what reads them
-    written are: results of the graph; operands and results of what Inductor calls, as GEMMs, attention and sorts;
-        reductions; a value with several readers that reads more than a few others, or takes an exponential
-    values of equal sizes that are computed of the same ones are written by one kernel, as soon as the first is needed
-    what is computed or reduced between two calls runs as one kernel
+    pointwise values, copies and lookups are computed by the kernel that reads them
+    written are: results of the graph; operands and results of extern kernels, such as GEMMs, attention and sorts;
+        reductions; a value with several readers that reads more than a few others, or computes an exponential
+    values of equal size that are computed from the same inputs are written by one kernel, when the first is needed
+    everything that is computed or reduced between two extern kernels runs as one kernel
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _COMPUTED = frozenset({
     "new_ones", "new_zeros", "ones", "ones_like", "scalar_tensor", "select_scatter", "slice_scatter", "tril", "triu",
     "where", "zeros", "zeros_like", "rsub", "repeat", "flip", "roll", "silu", "gelu", "_unsafe_index", "unsafe_index",
 })  # fmt: skip
-# Written to memory by a kernel of Inductor's own, not by a call: reductions, and what others write their results into.
+# Written to memory by generated code, not by extern kernels: reductions, and buffers that other kernels write into.
 _WRITTEN = frozenset({
     "amax", "amin", "sum", "mean", "prod", "any", "all", "var", "var_mean", "std", "argmax", "argmin", "max", "min",
     "cat", "cumsum", "_softmax", "_log_softmax", "logsumexp", "native_layer_norm", "_fused_rms_norm",
@@ -39,7 +39,7 @@ _EXPENSIVE = frozenset({"exp", "sigmoid", "silu"})
 
 
 def is_computed(node: Node) -> bool:
-    """True for pointwise values, copies and lookups: each element is computed of some others."""
+    """Return whether `node` is pointwise, a copy or a lookup, so that each element is computed from a few others."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or not isinstance(fake_value(node), torch.Tensor):
         return False
@@ -47,13 +47,18 @@ def is_computed(node: Node) -> bool:
 
 
 def is_kernel(node: Node) -> bool:
-    """True for what Inductor writes code for; everything else is called."""
+    """Return whether Inductor generates code for `node`; otherwise it calls an extern kernel."""
     return is_computed(node) or base_operation(node) in _WRITTEN
 
 
 @dataclasses.dataclass(frozen=True)
 class Fusion:
-    """`hidden` are never in memory; `with_first` are written together with the node that each of them stands at."""
+    """The fusion of a segment.
+
+    Attributes:
+        hidden: nodes whose values are never in memory
+        with_first: for a node, the later nodes that the same kernel writes
+    """
 
     hidden: frozenset[Node]
     with_first: Mapping[Node, tuple[Node, ...]]
@@ -63,9 +68,9 @@ NO_FUSION = Fusion(frozenset(), {})
 
 
 def fusion_of(nodes: Sequence[Node]) -> Fusion:
-    """What Inductor makes of the nodes of a segment."""
+    """Return how Inductor fuses the nodes of a segment."""
     hidden: set[Node] = set()
-    # For values that are computed where they are read: what is read then.
+    # The values in memory that a fused value reads.
     reads: dict[Node, frozenset[Node]] = {}
     kernels: dict[tuple[frozenset[Node], str], list[Node]] = {}
     for node in nodes:
@@ -81,7 +86,7 @@ def fusion_of(nodes: Sequence[Node]) -> Fusion:
             else:
                 hidden.add(node)
                 reads[node] = read
-    return Fusion(frozenset(hidden), {first: tuple(others) for first, *others in kernels.values() if others})
+    return Fusion(frozenset(hidden), {first: tuple(later) for first, *later in kernels.values() if later})
 
 
 def _all_reads(node: Node, reads: Mapping[Node, frozenset[Node]]) -> frozenset[Node]:
@@ -89,8 +94,8 @@ def _all_reads(node: Node, reads: Mapping[Node, frozenset[Node]]) -> frozenset[N
 
 
 def _readers(node: Node) -> set[Node]:
-    """Who reads `node`, directly or through views; the graph's output too."""
-    found: set[Node] = set()
+    """Return the nodes that read `node`, directly or through views, including the graph's output."""
+    readers: set[Node] = set()
     for user in node.users:
-        found |= _readers(user) if is_view(user) and user.op == "call_function" else {user}
-    return found
+        readers |= _readers(user) if is_view(user) and user.op == "call_function" else {user}
+    return readers

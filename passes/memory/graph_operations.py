@@ -1,15 +1,15 @@
-"""Write a top-level graph of segments as operations on memory, in the order in which they run.
+"""Describe a top-level graph of segments as operations on memory, in the order in which they run.
 
 Contract
     in    a top-level graph, whether its segments are fused, and whether some run in chunks of tokens
     out   its operations (held_bytes.py), and the storages that the graph returns
 
-    eager       each operator of the captured graph is one operation; what is captured as a view takes nothing
-    fused       Inductor computes what it can where it is read (fusion.py). Experts are one operation for each kernel,
-                or one for the loop over them
-    chunks      a segment in chunks is one operation: all of its inputs and outputs, and the peaks of one chunk
+    eager       each operator of the captured graph is one operation; views take no memory
+    fused       Inductor computes some values in the kernels that read them (fusion.py). Experts are one operation for
+                each kernel, or one for the loop over experts
+    chunks      a segment in chunks is one operation, with all of its inputs and outputs, and the peaks of one chunk
 
-Inputs of the graph, weights and slots count nothing: they are there before a run and after it.
+Inputs of the graph, weights and slots do not count: they exist before and after a run.
 """
 
 from __future__ import annotations
@@ -55,23 +55,27 @@ from moepass.passes.segments.token_program import (
 # The tokens of the largest chunk, in expressions of a plan.
 CHUNK_TOKENS = sympy.Symbol("chunk_tokens", integer=True, positive=True)
 
-# What a node shows: storages of a tensor, or of each of several tensors.
+# The storages of a node's value: of a tensor, or of each of several tensors.
 Shown = frozenset[int] | tuple[frozenset[int], ...]
 _NOTHING: frozenset[int] = frozenset()
 Sizes = Mapping[sympy.Expr, sympy.Expr]
 
 
 @dataclasses.dataclass(frozen=True)
-class HowSegmentsRun:
-    """`is_fused`: by Inductor and kernels, not operator by operator. `chunk_tokens`: regions run in chunks, of at most
-    so many tokens; None: they do not."""
+class SegmentExecution:
+    """The lowering of segments that matters for memory.
+
+    Attributes:
+        is_fused: segments run as Inductor code and kernels, not operator by operator
+        chunk_tokens: regions run in chunks of at most this many tokens; None: they run all tokens at once
+    """
 
     is_fused: bool
     chunk_tokens: int | None = None
 
 
-def operations_of(top: GraphModule, how: HowSegmentsRun) -> tuple[list[Operation], frozenset[int]]:
-    """The operations of `top` in order, and the storages that it returns."""
+def operations_of(top: GraphModule, how: SegmentExecution) -> tuple[list[Operation], frozenset[int]]:
+    """Return the operations of `top` in order, and the storages that it returns."""
     writer = _OperationWriter(how)
     returned = writer.graph(top, {}, {})
     return writer.operations, _joined(returned)
@@ -79,7 +83,7 @@ def operations_of(top: GraphModule, how: HowSegmentsRun) -> tuple[list[Operation
 
 @dataclasses.dataclass(frozen=True)
 class _Body:
-    """What a segment does with a chunk of `tokens` tokens: `program`, and `top`, the segments that it is cut into."""
+    """A segment's computation for a chunk of `tokens` tokens: its program, and the segments of the program's body."""
 
     program: TokenProgram
     top: GraphModule
@@ -87,7 +91,7 @@ class _Body:
 
 
 def _body_of(segment: GraphModule, chunk_tokens: int) -> _Body | None:
-    """None where the segment cannot run in chunks."""
+    """Return the segment's body, or None if it cannot run in chunks."""
     try:
         program = read_token_program(segment)
         _, symbol = describe_body(program, segment, chunk_tokens)
@@ -97,24 +101,27 @@ def _body_of(segment: GraphModule, chunk_tokens: int) -> _Body | None:
 
 
 class _OperationWriter:
-    def __init__(self, how: HowSegmentsRun) -> None:
+    def __init__(self, how: SegmentExecution) -> None:
         self.how = how
         self.operations: list[Operation] = []
         self._numbers = itertools.count()
-        # Storages that several values are written into: Inductor overwrites none.
+        # Storages into which several values are written; Inductor does not reuse them in place.
         self._joined_into: set[int] = set()
-        # The kernel that the next operation may be a part of.
+        # The kernel that the next operation may join.
         self._kernel: int | None = None
-        # Layers share segments, and to describe the body of one takes most of the time of this pass.
+        # A cache, because layers share segments, and describing bodies takes most of the time of this pass.
         self._bodies: dict[GraphModule, _Body | None] = {}
 
     def graph(self, top: GraphModule, shown: dict[Node, Shown], sizes: Sizes) -> Sequence[Shown]:
-        """Add the operations of a graph of segments, whose inputs show what `shown` says. What its outputs show."""
+        """Add the operations of a graph of segments, and return the storages of its outputs.
+
+        `shown` has the storages of the graph's inputs.
+        """
         for node in top.graph.nodes:
             if node.op == "call_module":
                 segment = top.get_submodule(str(node.target))
                 assert isinstance(segment, GraphModule)
-                shown[node] = tuple(_joined([one]) for one in self._segment(node, segment, shown, sizes))
+                shown[node] = tuple(_joined([output]) for output in self._segment(node, segment, shown, sizes))
             elif node.op != "output":
                 self._node(node, shown, sizes)
         return _returned(top.graph, shown)
@@ -123,11 +130,11 @@ class _OperationWriter:
         self, call: Node, segment: GraphModule, outside: Mapping[Node, Shown], outer: Sizes
     ) -> Sequence[Shown]:
         inputs = graph_inputs(segment.graph)
-        given = list(call.args)
-        sizes = {**outer, **_sizes_within(inputs, given, outer)}
+        arguments = list(call.args)
+        sizes = {**outer, **_sizes_within(inputs, arguments, outer)}
         shown = {
             node: outside.get(value, _NOTHING) if isinstance(value, Node) else _NOTHING
-            for node, value in zip(inputs, given, strict=True)
+            for node, value in zip(inputs, arguments, strict=True)
         }
         if self.how.chunk_tokens is not None and is_region(segment):
             looped = self._in_chunks(segment, shown, sizes)
@@ -149,10 +156,10 @@ class _OperationWriter:
             shown.setdefault(node, _NOTHING)
             return
         if is_call(node, operator.getitem):
-            source, place = node.args
-            parts = shown[source]  # type: ignore[index]
-            shown[node] = parts[place] if isinstance(parts, tuple) else parts  # type: ignore[index]
-            self._add(node, _joined([parts]))
+            source, index = node.args
+            storages = shown[source]  # type: ignore[index]
+            shown[node] = storages[index] if isinstance(storages, tuple) else storages  # type: ignore[index]
+            self._add(node, _joined([storages]))
             return
         reads = _joined(shown.get(used, _NOTHING) for used in node.all_input_nodes)
         if node in fusion.hidden:
@@ -163,9 +170,9 @@ class _OperationWriter:
             self._add(node, reads)
             return
         makes: dict[int, sympy.Expr] = {}
-        for one in (node, *fusion.with_first.get(node, ())):
-            if one not in shown:
-                shown[one] = self._written(fake_value(one), sizes, makes)
+        for written in (node, *fusion.with_first.get(node, ())):
+            if written not in shown:
+                shown[written] = self._written(fake_value(written), sizes, makes)
         if not (self.how.is_fused and is_kernel(node)):
             self._kernel = None
         elif self._kernel is None:
@@ -177,9 +184,9 @@ class _OperationWriter:
         self._add(node, reads, makes, [workspace], reads - self._joined_into if may_overwrite else _NOTHING)
 
     def _written(self, value: Any, sizes: Sizes, makes: dict[int, sympy.Expr]) -> Shown:
-        """Storages for `value`, which are added to `makes`."""
+        """Return new storages for `value`, and add them to `makes`."""
         if isinstance(value, (tuple, list)):
-            return tuple(_joined([self._written(one, sizes, makes)]) for one in value)
+            return tuple(_joined([self._written(item, sizes, makes)]) for item in value)
         made = self._made(value, sizes)
         makes.update(made)
         return frozenset(made)
@@ -202,7 +209,7 @@ class _OperationWriter:
         self.operations.append(Operation(where, reads, makes or {}, temporary, overwrites, self._kernel))
 
     def _in_chunks(self, segment: GraphModule, shown: Mapping[Node, Shown], sizes: Sizes) -> Sequence[Shown] | None:
-        """None where the segment cannot run in chunks."""
+        """Add a segment that runs in chunks as one operation; return None if it cannot."""
         assert self.how.chunk_tokens is not None
         if segment not in self._bodies:
             self._bodies[segment] = _body_of(segment, self.how.chunk_tokens)
@@ -211,31 +218,30 @@ class _OperationWriter:
             return None
         program, body, symbol = described.program, described.top, described.tokens
         inner = _OperationWriter(self.how)
-        here = {symbol: CHUNK_TOKENS, **{key: value for key, value in sizes.items() if key != symbol}}
-        given: dict[Node, Shown] = {}
+        chunk_sizes = {symbol: CHUNK_TOKENS, **{key: value for key, value in sizes.items() if key != symbol}}
+        body_inputs: dict[Node, Shown] = {}
         copies: dict[int, sympy.Expr] = {}
         inputs = graph_inputs(segment.graph)
-        for node, place, dims in zip(graph_inputs(body.graph)[1:], program.tensors, program.inputs, strict=True):
+        for node, position, dims in zip(graph_inputs(body.graph)[1:], program.tensors, program.inputs, strict=True):
             copied = (
                 {}
-                if dims is None or _lies_in_one_piece(fake_value(inputs[place]), dims)
-                else inner._made(fake_value(node), here)
+                if dims is None or _lies_in_one_piece(fake_value(inputs[position]), dims)
+                else inner._made(fake_value(node), chunk_sizes)
             )
-            given[node] = frozenset(copied)
+            body_inputs[node] = frozenset(copied)
             copies.update(copied)
         first = next(iter(segment.graph.nodes))
         if copies:
             inner._add(first, _NOTHING, copies)
-        returned = inner.graph(body, given, here)
+        returned = inner.graph(body, body_inputs, chunk_sizes)
         temporary = [peak.expression for peak in peaks(inner.operations, _joined(returned))]
         outputs = [self._made(fake_value(node), sizes) for node in _outputs(segment.graph)]
-        makes = {number: nbytes for one in outputs for number, nbytes in one.items()}
         last = segment.graph.output_node().prev
-        self._add(last, _joined(shown.values()), makes, temporary)
-        return [frozenset(one) for one in outputs]
+        self._add(last, _joined(shown.values()), _merged(outputs), temporary)
+        return [frozenset(output) for output in outputs]
 
     def _by_expert(self, segment: GraphModule, shown: dict[Node, Shown], sizes: Sizes) -> Sequence[Shown] | None:
-        """None where the segment runs in one piece."""
+        """Add a segment that runs expert by expert; return None if it cannot."""
         try:
             program = read_program(segment)
             if fake_value(program.row_inputs[0]).device.type != "cpu":
@@ -252,11 +258,10 @@ class _OperationWriter:
             if node not in outputs
         ]
         rows = size_expression(fake_value(program.row_inputs[0]).shape[0]).xreplace(dict(sizes))
-        of_a_row = sympy.Add(*(row_bytes(fake_value(node)) for node in within))
-        makes = {number: nbytes for one in outputs.values() for number, nbytes in one.items()}
-        # As if one expert had all the rows that go through it together.
-        temporary = sympy.Min(rows, CHUNK_ROWS) * of_a_row
-        self._add(program.outputs[-1], _joined(shown.values()), makes, [temporary])
+        bytes_per_row = sympy.Add(*(row_bytes(fake_value(node)) for node in within))
+        # An upper bound: one expert has a full chunk of rows.
+        temporary = sympy.Min(rows, CHUNK_ROWS) * bytes_per_row
+        self._add(program.outputs[-1], _joined(shown.values()), _merged(outputs.values()), [temporary])
         return [frozenset(outputs[node]) for node in program.outputs]
 
     def _kernels(self, program: ExpertProgram, shown: dict[Node, Shown], sizes: Sizes) -> Sequence[Shown]:
@@ -267,36 +272,40 @@ class _OperationWriter:
             reads = _joined(shown.get(node, _NOTHING) for node in operands)
             made = [self._made(fake_value(node), sizes) for node in outputs]
             shown.update(zip(outputs, map(frozenset, made), strict=True))
-            self._add(outputs[-1], reads, {number: nbytes for one in made for number, nbytes in one.items()})
+            self._add(outputs[-1], reads, _merged(made))
         return [shown[node] for node in program.outputs]
 
 
 def _joined(shown: Iterable[Shown]) -> frozenset[int]:
-    return frozenset().union(*(part for one in shown for part in (one if isinstance(one, tuple) else (one,))))
+    return frozenset().union(*(item for value in shown for item in (value if isinstance(value, tuple) else (value,))))
+
+
+def _merged(storages: Iterable[Mapping[int, sympy.Expr]]) -> dict[int, sympy.Expr]:
+    return {number: nbytes for made in storages for number, nbytes in made.items()}
 
 
 def _outputs(graph: Graph) -> Sequence[Any]:
-    found: Any = graph.output_node().args[0]
-    return found if isinstance(found, (tuple, list)) else (found,)
+    returned: Any = graph.output_node().args[0]
+    return returned if isinstance(returned, (tuple, list)) else (returned,)
 
 
 def _returned(graph: Graph, shown: Mapping[Node, Shown]) -> Sequence[Shown]:
     return [shown.get(node, _NOTHING) if isinstance(node, Node) else _NOTHING for node in _outputs(graph)]
 
 
-def _sizes_within(inputs: Sequence[Node], given: Sequence[Any], outer: Sizes) -> dict[sympy.Expr, sympy.Expr]:
-    """Sizes of a segment that is called at several places are called as at the first one."""
-    found = {}
-    for node, value in zip(inputs, given, strict=True):
-        named = fake_value(node)
-        if isinstance(named, torch.SymInt):
-            shown = fake_value(value) if isinstance(value, Node) else value
-            found[size_expression(named)] = size_expression(shown).xreplace(dict(outer))
-    return found
+def _sizes_within(inputs: Sequence[Node], arguments: Sequence[Any], outer: Sizes) -> dict[sympy.Expr, sympy.Expr]:
+    """Return the sizes of this call by the symbols of the shared segment."""
+    sizes = {}
+    for node, argument in zip(inputs, arguments, strict=True):
+        inner_size = fake_value(node)
+        if isinstance(inner_size, torch.SymInt):
+            outer_size = fake_value(argument) if isinstance(argument, Node) else argument
+            sizes[size_expression(inner_size)] = size_expression(outer_size).xreplace(dict(outer))
+    return sizes
 
 
 def _lies_in_one_piece(value: torch.Tensor, dims: TokenDims) -> bool:
-    """True where the tokens of a chunk, which are of one sequence, lie side by side in memory: see `TokenLoop`."""
+    """Return whether the tokens of a chunk, which are of one sequence, are contiguous in memory (see `TokenLoop`)."""
     in_memory = (factor for dim in memory_order(value) for factor in dims.factors[dim])
     outermost = next((factor for factor in in_memory if factor not in (1, TokenFactor.SEQUENCES)), None)
     return outermost in (None, TokenFactor.TOKENS, TokenFactor.ALL_TOKENS)

@@ -1,13 +1,13 @@
-"""Follow a run's memory operation by operation: what each takes, and until when it is held.
+"""Track the memory of a run, operation by operation: what each allocates, and how long it is held.
 
-    storage     memory that one operation allocates; views of it hold it too
-    held        storages from the operation that makes them to the last one that reads them, itself or a view of it;
-                where that one is a part of a kernel, to the kernel's end
-    peak        the largest sum of what is held at once: while an operation runs its operands, its results, and what it
-                allocates only for itself
+    storage     memory that one operation allocates; views share it
+    held        a storage is held from the operation that makes it to the last one that reads it, or a view of it;
+                if the last reader is part of a kernel, to the end of the kernel
+    peak        the largest sum of bytes held at once: while an operation runs, its operands, its results, and the
+                memory that it allocates temporarily
 
-Bytes are sums of products of sizes (`Terms`). Which of two sums is larger may depend on the sizes, so that there are
-several peaks. A sum of which no term is larger than that of another sum is none.
+Bytes are sums of products of sizes (`Terms`). Which of two sums is larger may depend on the sizes, so there are several
+peaks. A sum is dropped if another sum is at least as large in every term.
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import sympy
 
-# Products of sizes, each with its factor.
+# A sum: products of sizes with their factors.
 Terms = Mapping[sympy.Expr, sympy.Expr]
 
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One operation of a run: the storages it `makes`, with their bytes, and those it reads.
+    """One operation of a run.
 
-    `temporary` are bytes that it allocates and gives back while it runs; several where it has several peaks of its own.
-    A result takes the place of one of `overwrites` of the same size that nothing reads afterwards. `kernel`: equal for
-    operations side by side that run as one; None: alone.
+    Attributes:
+        reads: storages that it reads
+        makes: storages that it allocates, with their bytes
+        temporary: bytes that it allocates and frees while it runs; several if it has several peaks
+        overwrites: storages that a result of equal size may reuse if nothing reads them afterwards
+        kernel: equal for consecutive operations that run as one kernel; None if it runs alone
     """
 
     where: str
@@ -41,52 +44,54 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """Bytes that are held while the operation at `where` runs, in which nothing is larger than in another peak."""
+    """Bytes held while the operation at `where` runs. No other peak is at least as large in every term."""
 
     terms: Terms
     where: str
 
     @property
     def expression(self) -> sympy.Expr:
+        """The bytes as one expression."""
         return sympy.Add(*(factor * product for product, factor in self.terms.items()))
 
 
-def peaks(operations: Sequence[Operation], kept: Iterable[int] = ()) -> list[Peak]:
-    """What may be the most that is held at once. Storages in `kept` are held to the end."""
-    last = {storage: place for place, operation in enumerate(operations) for storage in _touched(operation)}
-    last.update(dict.fromkeys(kept, len(operations)))
+def peaks(operations: Sequence[Operation], held_to_end: Iterable[int] = ()) -> list[Peak]:
+    """Return the sums that may be the largest. Storages in `held_to_end` are never freed."""
+    last = {storage: position for position, operation in enumerate(operations) for storage in _touched(operation)}
+    last.update(dict.fromkeys(held_to_end, len(operations)))
     ending: dict[int, list[int]] = {}
-    for storage, place in last.items():
-        ending.setdefault(place, []).append(storage)
+    for storage, position in last.items():
+        ending.setdefault(position, []).append(storage)
     held: dict[sympy.Expr, sympy.Expr] = {}
     size_of: dict[int, sympy.Expr] = {}
-    found: list[Peak] = []
-    # What the operations of a kernel read no more.
+    candidates: list[Peak] = []
+    # Storages of the current kernel that nothing reads afterwards.
     over: list[int] = []
-    for place, operation in enumerate(operations):
-        gone = [storage for storage in ending.get(place, ()) if storage in size_of]
+    for position, operation in enumerate(operations):
+        gone = [storage for storage in ending.get(position, ()) if storage in size_of]
         for size in operation.makes.values():
-            may = (storage for storage in gone if storage in operation.overwrites and size_of[storage] == size)
-            overwritten = next(may, None)
+            reusable = (storage for storage in gone if storage in operation.overwrites and size_of[storage] == size)
+            overwritten = next(reusable, None)
             if overwritten is not None:
                 gone.remove(overwritten)
                 _add(held, size_of.pop(overwritten), -1)
         for storage, size in operation.makes.items():
             size_of[storage] = size
             _add(held, size, 1)
-            if last[storage] == place:
+            if last[storage] == position:
                 gone.append(storage)
         if operation.makes or operation.temporary:
             for extra in operation.temporary or (sympy.Integer(0),):
-                sum_here = dict(held)
-                _add(sum_here, extra, 1)
-                _note(found, Peak(sum_here, operation.where))
+                total = dict(held)
+                _add(total, extra, 1)
+                _note(candidates, Peak(total, operation.where))
         over += gone
-        if operation.kernel is None or place + 1 == len(operations) or operations[place + 1].kernel != operation.kernel:
+        following = operations[position + 1].kernel if position + 1 < len(operations) else None
+        if operation.kernel is None or following != operation.kernel:
             for storage in over:
                 _add(held, size_of.pop(storage), -1)
             over = []
-    return found
+    return candidates
 
 
 def _touched(operation: Operation) -> Iterable[int]:
@@ -106,15 +111,15 @@ def _terms(size: sympy.Expr) -> Terms:
     return dict(sympy.expand(size).as_coefficients_dict())
 
 
-def _note(found: list[Peak], new: Peak) -> None:
-    if any(_is_within(new.terms, known.terms) for known in found):
+def _note(candidates: list[Peak], new: Peak) -> None:
+    if any(_is_within(new.terms, peak.terms) for peak in candidates):
         return
-    found[:] = [known for known in found if not _is_within(known.terms, new.terms)]
-    found.append(new)
+    candidates[:] = [peak for peak in candidates if not _is_within(peak.terms, new.terms)]
+    candidates.append(new)
 
 
 def _is_within(small: Terms, large: Terms) -> bool:
-    """True where `small` is no larger whatever the sizes are: none is below zero."""
+    """Return whether `small` is at most `large` for all nonnegative sizes."""
     return all(factor <= large.get(product, 0) for product, factor in small.items()) and all(
         factor >= 0 for product, factor in large.items() if product not in small
     )

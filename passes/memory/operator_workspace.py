@@ -1,7 +1,7 @@
-"""What operators allocate only for themselves, where that is as large as what they read.
+"""Temporary memory of operators, if it is as large as their operands.
 
-[Empirical] from torch 2.13 on a CPU, by the allocations that its profiler records. Operators that are not named here
-allocate nothing, or what does not grow with their operands (attention: a block of scores for each thread).
+[Empirical] from torch 2.13 on a CPU, by the allocations that its profiler records. Other operators allocate nothing, or
+memory that does not grow with their operands (attention: a block of scores for each thread).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from moepass.passes.memory.value_bytes import elements, tensor_bytes
 
 
 def workspace_bytes(node: Node) -> sympy.Expr:
-    """Bytes that `node` allocates and gives back while it runs."""
+    """Return the bytes that `node` allocates and frees while it runs."""
     source = next((value for used in node.all_input_nodes if isinstance(value := fake_value(used), torch.Tensor)), None)
     nothing = sympy.Integer(0)
     if source is None:
         return nothing
     name = base_operation(node)
     if name in ("sort", "argsort"):
-        # Whole numbers: a second copy of numbers and places. Others: of places alone.
+        # Sorting integers copies values and indices; sorting floating-point numbers copies only indices.
         numbers = nothing if source.dtype.is_floating_point else tensor_bytes(source)
         return numbers + elements(source) * torch.int64.itemsize
     if name == "mean" and source.dtype in (torch.bfloat16, torch.float16):

@@ -1,4 +1,4 @@
-"""Costs become decisions: simulation, search, strategies, the forecast of a model on a machine.
+"""The planner: from costs to decisions, by simulation, search and comparison of strategies. Start at `make_plan.py`.
 
 May import cost, machine, ir.
 """

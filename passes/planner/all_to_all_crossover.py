@@ -1,11 +1,12 @@
-"""The number of tokens from which gathered weights are faster than exchanged tokens, for one graph and machine.
+"""The number of tokens from which gathering weights is faster than exchanging tokens, for one graph and machine.
 
-    gathered(n)   the slower of the computation and the transfers of all banks; over one slot, experts hide no transfer
-    exchanged(n)  the computation, as much work on every rank, and what the blocks exchange; where all ranks have the
-                  same tokens (AllReduce), gathering makes each compute what they shared out, and may never pay
+    gathered(n)   the longer of the computation and the transfers of all banks. With a single slot, experts hide no
+                  transfer
+    exchanged(n)  the computation, equal on all ranks, plus the exchanges of the blocks. If all ranks have the same
+                  tokens (AllReduce), gathering repeats on each rank the work that they shared, and may never pay
 
-Both grow with n, and `exchanged` is the longer one from the crossover on. Computation is that of the whole graph at the
-reached rates, grouped GEMMs at theirs.
+Both grow with n, and `exchanged` is longer from the crossover on. Computation is that of the whole graph at the reached
+rates, with a separate rate for grouped GEMMs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MOST_TOKENS = 1 << 24
 
 @dataclasses.dataclass(frozen=True)
 class FormSeconds:
-    """Seconds of a run in both of its forms, and of the parts that they consist of."""
+    """Seconds of a run in both forms, and of its transfers and exchanges."""
 
     gathered: float
     exchanged: float
@@ -36,10 +37,17 @@ class FormSeconds:
 
 
 class CrossoverEstimate:
-    """Seconds of the runs of one graph, by tokens per rank.
+    """Seconds of the runs of one graph as a function of tokens per rank.
 
-    `plan` has costs, blocks with expert parallelism and their banks; `tokens` is the number of this rank's tokens in a
-    block, in the graph's sizes. `ranks` share the experts. Raises InputError where `hardware` lacks a rate or link.
+    Raises InputError if `hardware` lacks a rate or a link.
+
+    Args:
+        plan: The plan, with costs, blocks of expert parallelism and their banks.
+        tokens: This rank's tokens in a block, as an expression in the graph's sizes.
+        hardware: The machine.
+        ranks: The number of ranks that share the experts.
+        slots: Size of the ring.
+        transport: How ranks exchange shards.
     """
 
     def __init__(
@@ -51,11 +59,11 @@ class CrossoverEstimate:
         self.tokens = tokens
         self.blocks = [block for block in plan.blocks if block.parallel]
         self.dtype = short_dtype(self.blocks[0].dtype)
-        # All ranks have the same tokens then, and each runs them through its own experts alone.
+        # With AllReduce all ranks have the same tokens, and each runs only its own experts on them.
         self.are_tokens_shared = all(block.parallel == "all_reduce" for block in self.blocks)
-        # Only what is linear in one size can be asked for other numbers of tokens.
+        # Other numbers of tokens are reached by changing one size, in which `tokens` must be linear.
         symbols = sorted(tokens.free_symbols, key=str)
-        self.grows = next((one for one in symbols if tokens.diff(one).diff(one) == 0), None)
+        self.grows = next((symbol for symbol in symbols if tokens.diff(symbol).diff(symbol) == 0), None)
         self.captured_tokens = max(1.0, self._tokens_at(self.sizes))
         banks = [plan.bank(block.bank) for block in self.blocks if block.bank is not None]
         self.transfer = sum(
@@ -63,16 +71,16 @@ class CrossoverEstimate:
         )
 
     def seconds(self, tokens: float) -> FormSeconds:
-        """Both forms with `tokens` tokens on every rank."""
-        experts, others = self._computation(tokens)
+        """Return the seconds of both forms with `tokens` tokens on every rank."""
+        experts, dense = self._computation(tokens)
         exchange = sum(exchange_seconds(self.hardware, block, tokens) for block in self.blocks)
-        hiding = experts + others if self.slots > 1 else others
+        hiding = experts + dense if self.slots > 1 else dense
         gathered = max(hiding, self.transfer) + (0.0 if self.slots > 1 else experts)
-        own_experts = experts / (self.hardware.ranks if self.are_tokens_shared else 1)
-        return FormSeconds(gathered, own_experts + others + exchange, self.transfer, exchange)
+        local_experts = experts / (self.hardware.ranks if self.are_tokens_shared else 1)
+        return FormSeconds(gathered, local_experts + dense + exchange, self.transfer, exchange)
 
     def crossover_tokens(self) -> int:
-        """The least number of tokens per rank with which gathering takes no longer, up to `MOST_TOKENS`."""
+        """Return the smallest number of tokens per rank, up to `MOST_TOKENS`, for which gathering is not slower."""
         low, high = 0, MOST_TOKENS
         while high - low > 1:
             middle = (low + high) // 2
@@ -81,7 +89,7 @@ class CrossoverEstimate:
         return high
 
     def _computation(self, tokens: float) -> tuple[float, float]:
-        """Seconds of grouped GEMMs, and of everything else."""
+        """Return the seconds of grouped GEMMs, and of all other operators."""
         scale, sizes = 1.0, self.sizes
         if self.grows is None:
             scale = tokens / self.captured_tokens
@@ -104,7 +112,7 @@ class CrossoverEstimate:
 
 
 def exchange_seconds(hardware: Hardware, block: MoEBlock, tokens: float) -> float:
-    """What a block exchanges for `tokens` tokens of every rank."""
+    """Return the seconds of a block's exchanges for `tokens` tokens on every rank."""
     row = block.hidden * element_bytes(short_dtype(block.dtype))
     ranks = hardware.ranks
     if block.parallel == "all_gather":

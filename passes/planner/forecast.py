@@ -2,10 +2,10 @@
 
 Pseudo-code
     phases: every layer's attention, then its experts with their bank, then the head
-    memory left over beside dense weights, this rank's shards and activations goes to slots and resident banks
-    the schedule with the least exposed time that fits, simulated in its steady state
-    compared with all other strategies; the fastest that fits is chosen, and may be another one
-    the same schedule for other numbers of tokens: from where on does it pay?
+    memory left by dense weights, this rank's shards and activations goes to slots and resident banks
+    the schedule with the least exposed time that fits is simulated in its steady state
+    it is compared with all other strategies; the fastest that fits is chosen
+    the same schedule with other numbers of tokens: from which number on does it pay?
 """
 
 from __future__ import annotations
@@ -58,13 +58,19 @@ _MOST_POINTS = 9
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """`decisions`, `schedule` and `simulation` are those of asyncep, and None where not even one slot fits; `memory` is
-    then what two slots would need, and `host` the host memory of the machine with it.
+    """The planned schedule of asyncep, and its comparison with other strategies.
 
-    `saturation` is that of the typical layer with experts at the rate that it reaches there, `at_peak` that at the
-    peak rate.
-    `comparison` holds all strategies, asyncep and resident included; `chosen` is the fastest that fits. `mfu` is the
-    part of the peak rate that asyncep's step would use.
+    Attributes:
+        decisions, schedule, simulation: those of asyncep; None if not even one slot fits
+        memory: memory of one device; if nothing fits, the memory that two slots would need
+        host: host memory of the machine
+        saturation: saturation threshold of the typical MoE layer at its reached rate
+        at_peak: the same at the peak rate
+        comparison: costs of all strategies, including asyncep and resident
+        chosen: the fastest strategy that fits
+        runner_up: the next that fits, if any
+        reason: why `chosen` was chosen
+        mfu: fraction of the peak rate that asyncep's step would use
     """
 
     setting: Setting
@@ -85,12 +91,13 @@ class Forecast:
     mfu: float | None
 
     def cost(self, strategy: str) -> StrategyCost:
+        """Return the cost of the strategy with this name."""
         return next(cost for cost in self.comparison if cost.strategy == strategy)
 
 
 @dataclasses.dataclass(frozen=True)
 class CurvePoint:
-    """One number of tokens per rank: a step of asyncep, the part of it that waits for experts, a step of AllToAll."""
+    """Seconds for one number of tokens per rank: a step of asyncep, its exposed part, and a step of AllToAll."""
 
     tokens: int
     step_seconds: float
@@ -101,7 +108,7 @@ class CurvePoint:
 def forecast(setting: Setting, home: str, gamma: float = GAMMA, most_slots: int = MOST_SLOTS) -> Forecast:
     """Plan `setting` with experts at rest in `home`: device, peer, host, hybrid or disk.
 
-    Raises InputError where the machine lacks the link, where the model has no experts, or for a dtype without a rate;
+    Raises InputError if the machine lacks the link, if the model has no experts, or for a dtype without a rate, and
     ValueError for `most_slots` below 1.
     """
     architecture, hardware = setting.architecture, setting.hardware
@@ -153,34 +160,34 @@ def _plan(problem: PlanningProblem) -> MadePlan | None:
 
 
 def _two_slots(problem: PlanningProblem) -> DeviceMemory:
-    """What asyncep would need, where it does not fit. Two slots are the least that overlaps anything."""
+    """Return the memory of asyncep with two slots, the fewest that overlap copies and experts."""
     assert problem.resting is not None
     return device_memory(problem.resting, ring_schedule(problem.phases, DEFAULT_SLOTS, ()))
 
 
 def curve_point(planned: Forecast, tokens: int) -> CurvePoint:
-    """`planned`'s schedule with another number of tokens per rank and step, memory left out of account.
+    """Simulate `planned`'s schedule with another number of tokens per rank and step, ignoring memory.
 
     Sequences keep their length, and `tokens` is rounded down to whole sequences. A step of fewer tokens than one
-    sequence has one shorter sequence.
-    `all_to_all_seconds` are those of dp_ep; on one device, where nothing is exchanged, of all experts resident.
+    sequence has one shorter sequence. `all_to_all_seconds` are those of dp_ep, or of all experts resident on a single
+    device.
     """
     setting = dataclasses.replace(planned.setting, sequences=sequences_of(tokens, planned.setting.sequences.length))
     phases = model_phases(setting, planned.home)
-    machine, found = streaming_machine(setting, planned.home), planned.schedule
-    if found is not None:
-        run = simulate_phases(phases, found.slots, found.resident, machine)
+    machine, schedule = streaming_machine(setting, planned.home), planned.schedule
+    if schedule is not None:
+        run = simulate_phases(phases, schedule.slots, schedule.resident, machine)
     else:
-        # Two slots: the slower of link and computation sets the pace.
+        # With two slots, the slower of link and computation sets the pace.
         run = simulate_phases(phases, DEFAULT_SLOTS, machine=machine)
     exchanged = strategy_cost(setting, "dp_ep").step_seconds
     return CurvePoint(setting.sequences.tokens, run.step_seconds, run.exposed_seconds, exchanged)
 
 
 def crossover_tokens(planned: Forecast) -> int | None:
-    """Tokens per rank from which on asyncep, as planned, takes no longer than AllToAll (dp_ep), to within 1/256.
+    """Return the tokens per rank from which asyncep is not slower than AllToAll (dp_ep), to within 1/256.
 
-    None on one device, where nothing is exchanged, and where it never is so.
+    Returns None on a single device, which exchanges nothing, and if AllToAll is always faster.
     """
     if planned.setting.ranks == 1:
         return None
@@ -200,7 +207,12 @@ def crossover_tokens(planned: Forecast) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class ThresholdPoint:
-    """With `resident_layers` banks at rest beside two slots: bytes on one device, and tokens per rank and step."""
+    """The saturation threshold with a number of resident banks and two slots.
+
+    Attributes:
+        memory_bytes: memory of one device
+        tokens: threshold in tokens per rank and step
+    """
 
     resident_layers: int
     memory_bytes: float
@@ -208,10 +220,10 @@ class ThresholdPoint:
 
 
 def threshold_curve(planned: Forecast) -> tuple[ThresholdPoint, ...]:
-    """What memory buys: the saturation threshold from no bank at rest to all of them, in about equal steps.
+    """Return the saturation threshold for increasing numbers of resident banks, from none to all, ignoring the budget.
 
-    A bank that stays need not be moved, and its layer's computation hides the transfers of others: with R of L banks at
-    rest, what moves in the mean over layers is (L - R) / L of a bank. Whether the memory is there is not asked.
+    A resident bank is not transferred, and its layer's computation hides the transfers of others. With R of L banks
+    resident, (L - R) / L of a bank is transferred per layer, on average.
     """
     setting = planned.setting
     architecture = setting.architecture

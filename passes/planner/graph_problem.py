@@ -1,8 +1,8 @@
-"""The planning problem of one captured graph: what its plan says of banks and costs, for some sizes of its inputs.
+"""The planning problem of one captured graph, from its plan's banks and costs and the sizes of its inputs.
 
-A graph that runs a whole model of known sizes is planned by the formulas of these sizes: they know the shapes of its
-GEMMs, which a cost in FLOPs does not tell. Any other graph is planned by its costs: FLOPs at the reached rates, and no
-less than its bytes take.
+A graph that runs a complete model of known sizes is planned by the formulas of these sizes, because they know the
+shapes of its GEMMs. Any other graph is planned by its costs: FLOPs at the reached rates, and at least its memory
+traffic.
 """
 
 from __future__ import annotations
@@ -38,13 +38,21 @@ def plan_graph(
     transport: str = "pull",
     ranks: int = 1,
 ) -> Decisions:
-    """The decisions by which a graph with this plan runs, with these sizes of its inputs.
+    """Return the decisions by which a graph with this plan runs.
 
-    Of a `placed` model residents and slots are those that were decided when it was placed, and its profile is used; of
-    another one they are the plan's, and `hardware`, `transport` and `ranks` say where, how and between how many
-    devices banks travel.
+    A `placed` model provides the residents and slots that were decided when it was placed, and its profile. For other
+    models, slots come from the plan and nothing stays.
 
-    Raises InputError where the profile lacks a rate or a link.
+    Args:
+        plan: The plan of the graph.
+        sizes: Values of the graph's symbols.
+        placed: The model, if its experts were placed.
+        hardware: The machine, for a model that was not placed.
+        transport: How ranks exchange shards, for a model that was not placed.
+        ranks: The number of devices, for a model that was not placed.
+
+    Raises:
+        InputError: The profile lacks a rate or a link.
     """
     problem = None if placed is None else _model_problem(plan, sizes, placed)
     if problem is None:
@@ -70,8 +78,14 @@ def bank_phases(
     shard_bytes: Mapping[str, int] | None = None,
     read_in_place_bytes: Mapping[str, int] | None = None,
 ) -> tuple[LayerPhase, ...]:
-    """Phases of which nothing but the banks is known, given by name; `numbers` tells the layer of each, `shard_bytes`
-    what streamed ones keep on the device, `read_in_place_bytes` what of that their slots lack."""
+    """Return phases of which only the banks are known.
+
+    Args:
+        bank_bytes: Names and slot bytes of the banks.
+        numbers: The layer of each bank.
+        shard_bytes: Bytes that each streamed bank keeps on the device.
+        read_in_place_bytes: Bytes of the shard that are read in place, so that slots lack them.
+    """
     shards, in_place = shard_bytes or {}, read_in_place_bytes or {}
     return tuple(
         LayerPhase(
@@ -88,21 +102,21 @@ def bank_phases(
 
 
 def layer_numbers(paths: Iterable[str]) -> dict[str, int]:
-    """The number of the layer that each path of a module belongs to: the first in it, or its place without one."""
+    """Return the layer number of each module path: the first number in the path, or its index if it has none."""
     numbers = {}
-    for place, path in enumerate(paths):
-        found = re.search(r"(?<![^.])\d+(?![^.])", path)
-        numbers[path] = int(found[0]) if found else place
+    for index, path in enumerate(paths):
+        match = re.search(r"(?<![^.])\d+(?![^.])", path)
+        numbers[path] = int(match[0]) if match else index
     return numbers
 
 
 def _model_problem(plan: Plan, sizes: Mapping[str, float], placed: PlacedModel) -> PlanningProblem | None:
-    """By the model's sizes; None where they are not known, or the graph is not the whole model."""
+    """Pose the problem by the model's sizes; None if they are unknown or if the graph is not the complete model."""
     streamed = sorted(plan.bank(stay.bank).name for stay in plan.slot_stays)
     if placed.architecture is None or placed.hardware is None or streamed != sorted(name for name, _ in placed.banks):
         return None
     if not streamed and len(plan.blocks) < len(placed.architecture.moe_layers):
-        return None  # a part of the model, or blocks that were not recognised
+        return None  # the graph is a part of the model, or blocks were not recognised
     counts = plan.sequence_counts(sizes)
     if counts is None:
         return None
@@ -124,7 +138,7 @@ def _model_problem(plan: Plan, sizes: Mapping[str, float], placed: PlacedModel) 
             placed.weights, activation_bytes=_activation_bytes(plan, sizes, activations_bytes(setting))
         ),
     )
-    # The graph tells what its slots lack, and a formula only what they may lack.
+    # The graph shows which bytes its slots lack; the formula only knows which they can lack.
     numbers = dict(placed.banks)
     in_place = {numbers[bank.name]: _read_in_place_bytes(bank) for bank in plan.banks if bank.name in numbers}
     phases = (
@@ -141,7 +155,7 @@ def _read_in_place_bytes(bank: BankSpec) -> int:
 def _graph_problem(
     plan: Plan, sizes: Mapping[str, float], placed: PlacedModel | None, hardware: Hardware | None, transport: str
 ) -> PlanningProblem:
-    """By what the plan's steps cost."""
+    """Pose the problem by the costs of the plan's steps."""
     if placed is not None:
         hardware, transport = placed.hardware, placed.transport
     home = plan.bank(plan.slot_stays[0].bank).home if plan.slot_stays else "device"
@@ -178,7 +192,7 @@ def _graph_problem(
 
 
 def _activation_bytes(plan: Plan, sizes: Mapping[str, float], by_formula: float) -> float:
-    """What the graph shows, or the formula where it does not: a size may be one that only a run tells."""
+    """Return the activation bytes according to the graph, or `by_formula` if they depend on data-dependent sizes."""
     try:
         return by_formula if plan.activations is None else plan.largest_activations(sizes)[0]
     except InputError:
@@ -186,9 +200,9 @@ def _activation_bytes(plan: Plan, sizes: Mapping[str, float], by_formula: float)
 
 
 def _resting(plan: Plan, sizes: Mapping[str, float], placed: PlacedModel, tokens: int) -> DeviceMemory:
-    """What the whole model has on the device beside slots: other graphs of it may read the banks that stay."""
-    known = placed.architecture
-    by_formula = 0.0 if known is None else peak_activation_bytes(known, tokens, placed.dtype)
+    """Return the device memory of the complete model without slots; other graphs of it may read the resident banks."""
+    sizes_known = placed.architecture
+    by_formula = 0.0 if sizes_known is None else peak_activation_bytes(sizes_known, tokens, placed.dtype)
     return dataclasses.replace(
         placed.weights,
         resident_bytes=placed.weights.resident_bytes + placed.bank_bytes,
@@ -197,41 +211,43 @@ def _resting(plan: Plan, sizes: Mapping[str, float], placed: PlacedModel, tokens
 
 
 def memory_source(knows_activations: bool) -> str:
-    """Where the memory of a model comes from whose weights are there."""
+    """Return the source of the memory figures of a model whose weights are loaded."""
     if knows_activations:
-        return "predicted: weights as they are and the formula of activations"
-    return "predicted: weights as they are; activations are not counted, since the sizes of layers are not known"
+        return "predicted: weights as loaded, and the formula of activations"
+    return "predicted: weights as loaded; activations are not counted, because the sizes of layers are unknown"
 
 
 def _timed_phases(
     plan: Plan, sizes: Mapping[str, float], hardware: Hardware, home: str, transport: str, numbers: Mapping[str, int]
 ) -> tuple[tuple[LayerPhase, ...] | None, str, float]:
-    """The segments between slot operations, with the bank that they read; None where costs are not known, and why. Last
-    the part of their time that memory traffic takes.
+    """Return the segments between slot operations as phases, each with the bank that it reads.
+
+    Returns the phases, or None with the reason if costs are unknown, and the fraction of the time that is memory
+    traffic.
     """
     segments = [step for step in plan.steps if step.op == "segment"]
     if plan.cost is None or not segments:
         return (
             None,
-            f"the graph has no costs of segments, since pass {'partition' if plan.cost else 'cost'} is disabled",
+            f"the graph has no costs of segments, because pass {'partition' if plan.cost else 'cost'} is disabled",
             0.0,
         )
     try:
         costs = iter([(0.0, 0.0, 0.0) if step.cost is None else step.cost.at(sizes) for step in segments])
         of_blocks = [(0.0, 0.0, 0.0) if block.cost is None else block.cost.at(sizes) for block in plan.blocks]
     except InputError as error:
-        return None, f"the graph's costs cannot be told from its inputs: {error}", 0.0
+        return None, f"the graph's inputs do not determine its costs: {error}", 0.0
     if not plan.dtype:
-        return None, "the graph has no GEMMs and no floating point inputs, whose type would say how fast it runs", 0.0
+        return None, "the graph has no GEMMs and no floating-point inputs, whose dtype would determine its speed", 0.0
     try:
         peak_flops_per_s(hardware, plan.dtype)
     except InputError as error:
         return None, str(error), 0.0
-    # A layer that is applied twice is two blocks of one name, in the order in which they run.
+    # A layer that is applied twice is two blocks with the same name, in the order in which they run.
     experts: dict[str, deque[_BlockWork]] = {}
     for block, (flops, moved, _) in zip(plan.blocks, of_blocks, strict=True):
         experts.setdefault(block.name, deque()).append(_BlockWork(short_dtype(block.dtype), flops, moved))
-    timing = _Timing(hardware, short_dtype(plan.dtype))
+    timing = _WorkSeconds(hardware, short_dtype(plan.dtype))
     phases: list[LayerPhase] = []
     reading: list[tuple[int, _BlockWork | None]] = []
     for step in plan.steps:
@@ -251,19 +267,19 @@ def _timed_phases(
             )
             reading.append((step.bank, work))
         elif step.op == "release":
-            reading.remove(next(one for one in reading if one[0] == step.bank))
+            reading.remove(next(entry for entry in reading if entry[0] == step.bank))
         elif step.op == "segment":
             flops, moved, _ = next(costs)
             if not reading:
-                phases.append(LayerPhase(step.name, step.name, timing.others(flops, moved)))
+                phases.append(LayerPhase(step.name, step.name, timing.dense(flops, moved)))
                 continue
-            # Computation beside the grouped GEMMs of the segment's block, which are counted already, once.
+            # The grouped GEMMs of the segment's block were counted at the acquire, so they are subtracted once.
             bank_index, counted = reading[-1]
             if counted is not None:
                 flops, moved = max(0.0, flops - counted.flops), max(0.0, moved - counted.moved)
                 reading[-1] = (bank_index, None)
-            others = timing.others(flops, moved)
-            phases[-1] = dataclasses.replace(phases[-1], compute_seconds=phases[-1].compute_seconds + others)
+            dense = timing.dense(flops, moved)
+            phases[-1] = dataclasses.replace(phases[-1], compute_seconds=phases[-1].compute_seconds + dense)
     return tuple(phases), "", timing.memory_seconds / timing.seconds if timing.seconds else 0.0
 
 
@@ -277,8 +293,8 @@ class _BlockWork:
 
 
 @dataclasses.dataclass
-class _Timing:
-    """Seconds of work, and how many of them memory traffic took; `dtype` is that of work outside blocks."""
+class _WorkSeconds:
+    """Total seconds of work, and the seconds that are memory traffic; `dtype` is that of work outside blocks."""
 
     hardware: Hardware
     dtype: str
@@ -288,7 +304,7 @@ class _Timing:
     def experts(self, work: _BlockWork) -> float:
         return self._timed(work.dtype, work.flops, work.moved, "grouped_gemm")
 
-    def others(self, flops: float, moved: float) -> float:
+    def dense(self, flops: float, moved: float) -> float:
         return self._timed(self.dtype, flops, moved, "gemm")
 
     def _timed(self, dtype: str, flops: float, moved: float, kind: Work) -> float:

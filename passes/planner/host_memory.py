@@ -1,4 +1,4 @@
-"""Host memory of a machine: the banks that rest there, counted over all of its ranks."""
+"""Host memory of a machine: the banks that rest there, summed over all ranks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from moepass.passes.planner.strategies import Setting, banks_bytes
 class HostMemory:
     """Bytes of host memory on the machine of all ranks, while steps run.
 
-    `available_bytes` is None where the profile does not say how much there is. With `holds_devices` the machine
-    computes on its CPU: what ranks need as devices is part of both numbers.
+    Attributes:
+        available_bytes: None if the profile does not state it
+        holds_devices: the machine computes on its CPU, so both numbers include the memory of the ranks as devices
     """
 
     needed_bytes: float
@@ -22,14 +23,15 @@ class HostMemory:
 
     @property
     def fits(self) -> bool | None:
-        """None where the profile does not say how much there is."""
+        """True if there is enough memory; None if the profile does not state it."""
         return None if self.available_bytes is None else self.needed_bytes <= self.available_bytes
 
 
 def host_memory(setting: Setting, home: str, device_peak_bytes: float) -> HostMemory:
-    """What asyncep with experts at rest in `home` needs, where it needs `device_peak_bytes` on each device.
+    """Return the host memory of asyncep with experts at rest in `home`.
 
-    A machine holds banks in host memory once where they are spread in shards; else each rank has complete ones.
+    A machine holds banks in host memory once if they are sharded; else each rank holds complete ones.
+    `device_peak_bytes` is the memory of each device.
     """
     hardware, banks = setting.hardware, banks_bytes(setting)
     record, available = home_named(home), hardware.host_memory_bytes

@@ -1,15 +1,14 @@
-"""The planner: from what a model's layers cost on a machine to the decisions by which it runs.
+"""The planner: from the costs of a model's layers on a machine to the decisions by which it runs.
 
-`explain`, placement at load time and the compiler all come here. They differ in what they know: `model_problem.py`
-poses the problem from sizes alone, `graph_problem.py` from a captured graph, and either may say what is decided
-already.
+`explain`, placement at load time and the compiler all use it. `model_problem.py` poses the problem from sizes alone,
+`graph_problem.py` from a captured graph; either may contain earlier decisions.
 
 Pseudo-code
-    residents and slots were decided before: take them
-    no memory budget: everything is streamed
-    no hardware profile: fill the budget with layers that are spread evenly, beside two slots
+    residents and slots were decided before: use them
+    no memory budget: stream everything
+    no hardware profile: fill the budget with evenly spread resident layers and two slots
     else: search for the residents and slots with the least exposed time within the budget
-    simulate the schedule in its steady state, where seconds are known
+    simulate the schedule in its steady state, if seconds are known
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from moepass.passes.planner.simulate import Machine, Simulation, simulate_phases
 
 DEFAULT_SLOTS = 2
 MOST_SLOTS = 4
-# Relative differences below this count as equal. One resident bank less may cost the memory that its copy takes.
+# Relative differences below this count as equal, such as those of step times with and without one resident bank.
 ROUNDING = 1e-3
 
 NO_PROFILE = "no hardware profile"
@@ -34,7 +33,7 @@ _PLAIN = Machine()
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """What the profile of a machine is called, and where its figures come from."""
+    """Name of a machine's profile, and the sources of its figures."""
 
     name: str
     sources: str
@@ -44,15 +43,18 @@ class Profile:
 class PlanningProblem:
     """The input of the planner.
 
-    phases        one step, in order; `LayerPhase.number` tells the layer of a bank. Without `profile` seconds are 0
-    machine       how copies and computation act together, as far as that is known
-    resting       bytes on the device whatever is decided: dense weights, staging buffers, activations; None: not known
-    budget_bytes  that may be used on the device; None: no limit was given, so that nothing but `resident` stays
-    resident      positions of phases that stay, where that is decided already
-    slots         of the ring, where that is decided already; `most_slots` where it is not
-    threshold     tokens per rank and step from which on transfers are hidden
-    unknown       why seconds are not known, without `profile`
-    memory_source where the numbers of `resting` come from
+    Attributes:
+        phases: one step, in order; `LayerPhase.number` is the layer of a bank. Without `profile` seconds are 0
+        machine: how copies and computation act together, as far as known
+        resting: bytes on the device that are independent of the decisions: dense weights, staging buffers, activations;
+            None if unknown
+        budget_bytes: memory that may be used on the device; None: no limit, so that only `resident` stays
+        resident: positions of the phases that stay, if already decided
+        slots: size of the ring, if already decided
+        most_slots: the largest ring, if `slots` is not decided
+        threshold: tokens per rank and step from which transfers are hidden
+        unknown: why seconds are unknown, without `profile`
+        memory_source: source of the numbers in `resting`
     """
 
     phases: tuple[LayerPhase, ...]
@@ -73,7 +75,7 @@ class PlanningProblem:
 
 @dataclasses.dataclass(frozen=True)
 class MadePlan:
-    """The decisions, and what they were read off. `simulation` is None without a profile."""
+    """The decisions with the schedule and the simulation behind them. Without a profile there is no simulation."""
 
     decisions: Decisions
     schedule: RingSchedule
@@ -82,10 +84,10 @@ class MadePlan:
 
 
 def make_plan(problem: PlanningProblem) -> MadePlan:
-    """Decide what is not decided yet, and predict the step.
+    """Make the decisions that are still open, and predict the step.
 
-    Raises BudgetError where not even one slot fits into the budget, or `problem.slots` where that is given. ValueError
-    for `most_slots` below 1.
+    Raises BudgetError if not even one slot, or the decided number of slots, fits into the budget, and ValueError for
+    `most_slots` below 1.
     """
     schedule, why = _decide(problem)
     simulation = None
@@ -96,7 +98,7 @@ def make_plan(problem: PlanningProblem) -> MadePlan:
 
 
 def device_memory(resting: DeviceMemory, schedule: RingSchedule) -> DeviceMemory:
-    """Bytes on one device by `schedule`, where `resting` is there whatever is decided."""
+    """Return the bytes on one device with `schedule`; `resting` is independent of the schedule."""
     return dataclasses.replace(
         resting,
         resident_bytes=resting.resident_bytes + schedule.resident_bytes + schedule.shard_bytes,
@@ -105,72 +107,76 @@ def device_memory(resting: DeviceMemory, schedule: RingSchedule) -> DeviceMemory
 
 
 def _decide(problem: PlanningProblem) -> tuple[RingSchedule, dict[str, str]]:
-    """The schedule, and where its residents and slots come from."""
+    """Return the schedule, and the sources of its residents and slots."""
     phases = problem.phases
     if problem.resident is not None or problem.budget_bytes is None:
         slots = DEFAULT_SLOTS if problem.slots is None else problem.slots
         stay = GIVEN if problem.resident is not None else f"{STRUCTURAL}: no memory budget"
         why = {"resident_layers": stay, "slots": STRUCTURAL if problem.slots is None else GIVEN}
         return ring_schedule(phases, slots, problem.resident or ()), why
-    room = int(problem.budget_bytes - (0.0 if problem.resting is None else problem.resting.peak_bytes))
+    available = int(problem.budget_bytes - (0.0 if problem.resting is None else problem.resting.peak_bytes))
     if problem.profile is None:
-        resident, slots = _filled_evenly(phases, room, problem.slots, problem.machine.fills_ahead)
+        resident, slots = _filled_evenly(phases, available, problem.slots, problem.machine.fills_ahead)
         source = f"{STRUCTURAL}: {problem.unknown}; as many layers stay as fit, spread evenly"
         why = {"resident_layers": source, "slots": GIVEN if problem.slots is not None else f"{STRUCTURAL}"}
         return ring_schedule(phases, slots, resident), why
-    found: RingSchedule = search_schedule(phases, room, problem.most_slots, problem.slots, problem.machine)
+    schedule = search_schedule(phases, available, problem.most_slots, problem.slots, problem.machine)
     if problem.slots is None:
-        found = _with_second_slot(problem, found, room)
+        schedule = _with_second_slot(problem, schedule, available)
     searched = f"searched: the least exposed time within the budget, with profile {problem.profile.name}"
-    return found, {"resident_layers": searched, "slots": GIVEN if problem.slots is not None else searched}
+    return schedule, {"resident_layers": searched, "slots": GIVEN if problem.slots is not None else searched}
 
 
 def _filled_evenly(
-    phases: Sequence[LayerPhase], room: int, slots: int | None, fills_ahead: bool
+    phases: Sequence[LayerPhase], available: int, slots: int | None, fills_ahead: bool
 ) -> tuple[tuple[int, ...], int]:
-    """Positions that stay, spread evenly, beside `slots` slots: two, or one where two do not fit.
+    """Return evenly spread positions that stay, and the number of slots: `slots`, or two, or one if two do not fit.
 
-    Where slots fill across steps, no layer is the first of a steady stream: what counts is that every streamed bank has
-    computation before it to hide behind, as much as the others. Else the first layers have none, and one stays there.
+    If slots fill across steps, a steady stream has no first layer, so every streamed bank gets equal computation before
+    it to hide its transfer. Otherwise the first layers have no computation before them, and one of them stays.
     """
     banks = streamed_phases(phases)
     spreads = [spread_evenly(banks, number, fills_ahead) for number in range(len(banks) + 1)]
     for count in (DEFAULT_SLOTS, 1) if slots is None else (slots,):
-        # The even spread for as many as fit; what a smaller bank leaves is filled up.
-        fitting = [spread for spread in spreads if ring_schedule(phases, count, spread).memory_bytes <= room]
+        # Spread as many as fit evenly, then fill the memory that smaller banks leave.
+        fitting = [spread for spread in spreads if ring_schedule(phases, count, spread).memory_bytes <= available]
         if not fitting:
             continue
         resident = fitting[-1]
-        for place in banks:
-            if place not in resident and ring_schedule(phases, count, [*resident, place]).memory_bytes <= room:
-                resident.append(place)
+        for position in banks:
+            if (
+                position not in resident
+                and ring_schedule(phases, count, [*resident, position]).memory_bytes <= available
+            ):
+                resident.append(position)
         return tuple(sorted(resident)), min(count, len(banks) - len(resident))
     needed = min(ring_schedule(phases, slots or 1, spread).memory_bytes for spread in spreads)
     held = "one slot" if slots in (None, 1) else f"{slots} slots"
-    raise BudgetError(room, f"resident banks, shards and {held} for the others", needed)
+    raise BudgetError(available, f"resident banks, shards and {held} for the others", needed)
 
 
-def _with_second_slot(problem: PlanningProblem, found: RingSchedule, room: int) -> RingSchedule:
-    """`found`; where it has one slot, a second one takes the place of a resident bank if that costs no time.
+def _with_second_slot(problem: PlanningProblem, searched: RingSchedule, available: int) -> RingSchedule:
+    """Return `searched`, or a schedule with a second slot in place of a resident bank if that costs no time.
 
-    Behind one slot only attention hides a transfer. What the search cannot know is how well its times are known.
+    With one slot, only attention hides a transfer. The search assumes exact times, and a second slot makes errors in
+    them less costly.
     """
-    if found.slots != 1 or problem.most_slots < 2 or len(found.order) < 1:
-        return found
-    # With shards on the device, a bank that leaves frees less than a slot takes.
+    if searched.slots != 1 or problem.most_slots < 2 or len(searched.order) < 1:
+        return searched
+    # With shards on the device, one resident bank frees less than a slot needs.
     changed = next(
         (
             schedule
-            for count in range(len(found.resident), -1, -1)
-            if (schedule := ring_schedule(problem.phases, 2, found.resident[:count])).memory_bytes <= room
+            for count in range(len(searched.resident), -1, -1)
+            if (schedule := ring_schedule(problem.phases, 2, searched.resident[:count])).memory_bytes <= available
         ),
-        found,
+        searched,
     )
     before, after = (
-        simulate_phases(problem.phases, one.slots, one.resident, problem.machine).step_seconds
-        for one in (found, changed)
+        simulate_phases(problem.phases, schedule.slots, schedule.resident, problem.machine).step_seconds
+        for schedule in (searched, changed)
     )
-    return found if after > before * (1 + ROUNDING) else changed
+    return searched if after > before * (1 + ROUNDING) else changed
 
 
 def _decisions(
@@ -180,8 +186,8 @@ def _decisions(
     memory: DeviceMemory | None,
     why: dict[str, str],
 ) -> Decisions:
-    def layers(places: Sequence[int]) -> tuple[int, ...]:
-        return tuple(problem.phases[place].number for place in places)
+    def layers(positions: Sequence[int]) -> tuple[int, ...]:
+        return tuple(problem.phases[position].number for position in positions)
 
     if problem.profile is None:
         predicted = f"{STRUCTURAL}: {problem.unknown}"
@@ -193,7 +199,7 @@ def _decisions(
         if problem.threshold is not None
         else f"not known: {problem.unknown or 'it is predicted from the sizes of layers, which are not known'}",
         "step_seconds": predicted,
-        "memory": "not known: a graph does not tell what else is on the device"
+        "memory": "not known: a graph does not show what else is on the device"
         if memory is None
         else problem.memory_source,
     }

@@ -7,17 +7,18 @@ from collections.abc import Sequence
 
 from moepass.passes.machine.layer_times import Sequences
 
-# As many micro-batches are simulated as this, for each that is under way at once.
+# Simulated micro-batches for each one in flight.
 _ROUNDS = 24
-# Of a micro-batch through a stage. Beyond so many fewer rounds are simulated, but so many at least.
+# Limit on the simulated steps of a micro-batch through a stage; beyond it, fewer rounds are simulated, down to three.
 _MOST_STEPS = 4_000_000
 _FEWEST_ROUNDS = 3
 
 
 def micro_batches(sequence: int, tokens: int) -> tuple[Sequences, ...]:
-    """How sequences of `sequence` tokens are cut into micro-batches of about `tokens`: one round, which then repeats.
+    """Cut sequences of `sequence` tokens into micro-batches of about `tokens`, and return one round, which repeats.
 
-    Short sequences go together; a long one goes in chunks, each of which looks back at those before it.
+    Several short sequences form one micro-batch. A long sequence is cut into chunks, each of which attends to the
+    earlier ones.
     """
     if sequence <= tokens:
         return (Sequences(max(1, tokens // sequence), sequence),)
@@ -26,27 +27,27 @@ def micro_batches(sequence: int, tokens: int) -> tuple[Sequences, ...]:
 
 
 def slowest_seconds(micro_batch_seconds: Sequence[float], ranks: int) -> float:
-    """Expected seconds of the slowest of `ranks` in one step, `micro_batch_seconds` being those of one round.
+    """Return the expected seconds of the slowest of `ranks` in one step.
 
-    Each rank has sequences of its own, which arrive at any time. So at each moment a rank is at any micro-batch of
-    the round with the same probability, independently of the other ranks.
+    Sequences arrive at each rank independently, at any time. So at each moment a rank is at any micro-batch of the
+    round, whose seconds are `micro_batch_seconds`, with the same probability.
     """
     ordered, count = sorted(micro_batch_seconds), len(micro_batch_seconds)
     return sum(
-        seconds * (((place + 1) / count) ** ranks - (place / count) ** ranks) for place, seconds in enumerate(ordered)
+        seconds * (((index + 1) / count) ** ranks - (index / count) ** ranks) for index, seconds in enumerate(ordered)
     )
 
 
 def pipeline_seconds(stage_seconds: Sequence[float], stages: int) -> float:
-    """Seconds per round of micro-batches in the steady state, `stage_seconds` being what each takes on one device.
+    """Return the steady-state seconds per round of micro-batches, each of which takes `stage_seconds` on one device.
 
-    As many are under way as there are stages: the next enters once the first has left, because only then is it known
-    what comes next. So a long micro-batch holds up short ones behind and before it.
+    There are as many micro-batches in flight as stages: one enters when another leaves, because the next one is known
+    only then. So a long micro-batch delays the short ones before and after it.
     """
     if min(stage_seconds) == max(stage_seconds):
         return math.fsum(stage_seconds)  # every stage is always busy
     rounds = max(_ROUNDS, -(-_ROUNDS * stages // len(stage_seconds)))
-    # Long sequences on many stages: the mean of fewer rounds has to do.
+    # For long sequences on many stages, the mean of fewer rounds must be enough.
     rounds = max(_FEWEST_ROUNDS, min(rounds, _MOST_STEPS // (2 * len(stage_seconds) * stages)))
     ends = [0.0] * stages
     left: list[float] = []

@@ -1,6 +1,6 @@
-"""The planning problem of a model on a machine, posed from the sizes of its layers alone.
+"""The planning problem of a model on a machine, from the sizes of its layers alone.
 
-A bank is read from its router on, so attention is a phase of its own.
+A bank is read from the router on, so attention is a separate phase.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moepass.passes.planner.schedule_search import least_bank_bytes
 from moepass.passes.planner.simulate import Machine
 from moepass.passes.planner.strategies import Setting, activations_bytes, resident_cost
 
-# Of the threshold and its rate; a few are enough.
+# Iterations between the threshold and its rate; a few are enough.
 _MOST_ROUNDS = 50
 
 
@@ -39,13 +39,21 @@ def model_problem(
     resting: DeviceMemory | None = None,
     threshold_tokens: int | None = None,
 ) -> PlanningProblem:
-    """What is to be planned: `setting`, with experts at rest in `home`.
+    """Return the planning problem of `setting` with experts at rest in `home`.
 
-    `slots` and `resident_layers` are those that are decided already; `resting` is what is known of the device's memory
-    better than from sizes, `threshold_tokens` the threshold where it is known. A budget of infinity is none. With home
-    `device` everything stays, whether it fits or not.
+    With home `device` everything stays, whether it fits or not. An infinite budget means no budget.
 
-    Raises InputError where the machine lacks the link, where the model has no experts, or for a dtype without a rate.
+    Args:
+        setting: The model on the machine.
+        home: Where experts rest.
+        most_slots: The largest ring.
+        slots: Size of the ring, if already decided.
+        resident_layers: Layers that stay, if already decided.
+        resting: Memory of the device, if known better than from sizes.
+        threshold_tokens: The saturation threshold, if known.
+
+    Raises:
+        InputError: The machine lacks the link, the model has no experts, or the dtype has no rate.
     """
     phases = model_phases(setting, home)
     if threshold_tokens is None:
@@ -65,7 +73,7 @@ def model_problem(
         budget_bytes=setting.budget_bytes if math.isfinite(setting.budget_bytes) else None,
         resident=None
         if stay is None
-        else tuple(place for place, phase in enumerate(phases) if phase.bank_bytes and phase.number in stay),
+        else tuple(index for index, phase in enumerate(phases) if phase.bank_bytes and phase.number in stay),
         slots=slots,
         most_slots=most_slots,
         threshold=threshold_tokens,
@@ -73,13 +81,13 @@ def model_problem(
 
 
 def profile_of(hardware: Hardware) -> Profile:
-    """The profile as plans name it."""
+    """Return name and sources of a profile, for plans."""
     sources = sorted({text.partition(":")[0] for text in hardware.sources().values()})
     return Profile(hardware.name, ", ".join(sources))
 
 
 def model_phases(setting: Setting, home: str) -> tuple[LayerPhase, ...]:
-    """All layers in order; a bank is read from its router on, so attention is a phase of its own."""
+    """Return the phases of all layers in order: for each layer attention, then experts or MLP."""
     phases: list[LayerPhase] = []
     seconds = {layer: _seconds(setting, layer) for layer in setting.architecture.layer_counts}
     banks = {layer: bank_transfer(setting, layer, home) for layer in seconds}
@@ -106,36 +114,36 @@ def model_phases(setting: Setting, home: str) -> tuple[LayerPhase, ...]:
 
 
 def threshold(setting: Setting, layer: Layer, transfer: float, gamma: float = GAMMA) -> Saturation:
-    """The threshold at the rate that is reached with as many tokens, whatever number of them is planned.
+    """Return the threshold at the rate that its own number of tokens reaches, independent of the planned number.
 
-    Few tokens wait for memory, far below the rate of many: a threshold at their rate would be too low. From above the
-    rate comes down with the tokens until they agree.
+    A few tokens are limited by memory, far below the rate of many, so a threshold at their rate would be too low. The
+    iteration starts with the peak rate and lowers rate and tokens until they agree.
     """
-    found = saturation_at(setting, layer, transfer, peak_flops_per_s(setting.hardware, setting.dtype).value, gamma)
+    result = saturation_at(setting, layer, transfer, peak_flops_per_s(setting.hardware, setting.dtype).value, gamma)
     for _ in range(_MOST_ROUNDS):
-        last, rate = found.tokens, _reached_rate(setting, layer, max(1, found.tokens))
-        found = saturation_at(setting, layer, transfer, rate, gamma)
-        if abs(found.tokens - last) <= last * ROUNDING / 10:
+        last, rate = result.tokens, _reached_rate(setting, layer, max(1, result.tokens))
+        result = saturation_at(setting, layer, transfer, rate, gamma)
+        if abs(result.tokens - last) <= last * ROUNDING / 10:
             break
-    return found
+    return result
 
 
 def _reached_rate(setting: Setting, layer: Layer, tokens: int) -> float:
-    """FLOP/s that a layer reaches on average, without attention scores: the rate for n · f."""
+    """Return the average FLOP/s of a layer without attention scores: the rate for n · f."""
     seconds = _seconds(dataclasses.replace(setting, sequences=Sequences(tokens, 1)), layer)
     without_scores = seconds.total - seconds.attention_scores
     return tokens * flops_per_token(layer, setting.architecture.hidden) / without_scores
 
 
 def least_memory_bytes(setting: Setting, home: str) -> float:
-    """The least that asyncep needs on one device: what rests there, shards, activations, and one slot."""
+    """Return the least memory of asyncep on one device: resting weights, shards, activations, and one slot."""
     if home == "device":
         return resident_cost(setting).memory_bytes
     return resting_memory(setting, home).peak_bytes + least_bank_bytes(model_phases(setting, home))
 
 
 def resting_memory(setting: Setting, home: str) -> DeviceMemory:
-    """Bytes that every schedule needs: dense weights, staging buffers, activations."""
+    """Return the bytes that every schedule needs: dense weights, staging buffers, activations."""
     shards = [_largest_shard_bytes(setting, layer) for layer in setting.architecture.layer_counts]
     buffers = home_named(home).staging_buffers
     return resting_bytes(setting.dense_bytes, shards, buffers, activations_bytes(setting))
@@ -144,27 +152,30 @@ def resting_memory(setting: Setting, home: str) -> DeviceMemory:
 def resting_bytes(
     dense_bytes: float, shard_bytes: Iterable[int], staging_buffers: int, activation_bytes: float = 0.0
 ) -> DeviceMemory:
-    """The same, of a model with these shards: a staging buffer is as large as the largest of them."""
+    """Return the bytes that every schedule needs, for these shards.
+
+    A staging buffer is as large as the largest shard.
+    """
     return DeviceMemory(dense_bytes, float(staging_buffers * max(shard_bytes, default=0)), activation_bytes)
 
 
 def device_shard_bytes(setting: Setting, layer: Layer, home: str) -> int:
-    """Bytes of the largest shard of a layer's bank, where it rests on the device; else 0."""
+    """Return the bytes of the largest shard of a layer's bank if shards rest on the device; else 0."""
     return _largest_shard_bytes(setting, layer) if home_named(home).keeps_shards_on_device else 0
 
 
 def read_in_place_bytes(setting: Setting, layer: Layer, home: str) -> int:
-    """What a slot lacks of a layer's bank, because every rank reads its own experts where they rest.
+    """Return the bytes that a slot lacks of a layer's bank, because every rank reads its own experts in the shard.
 
-    Segments of experts that are not lowered expert by expert need more: their slots hold whole banks.
+    Expert segments that are not lowered expert by expert need complete banks in their slots.
     """
     if layer.experts is None or not home_named(home).keeps_shards_on_device:
         return 0
     sizes = setting.bank(layer.experts)
     if sizes.link_bytes != sizes.slot_bytes:
-        return 0  # encoded banks are decoded as a whole
+        return 0  # encoded banks are decoded completely
     matrices = mlp_parameters(setting.architecture.hidden, layer.experts.width, layer.experts.gated)
-    nbytes = layer.experts.count * matrices * element_bytes(setting.dtype)  # biases lie in slots as a whole
+    nbytes = layer.experts.count * matrices * element_bytes(setting.dtype)  # slots hold all biases
     return smallest_shard_bytes(nbytes, layer.experts.count, setting.ranks)
 
 
@@ -175,7 +186,7 @@ def _largest_shard_bytes(setting: Setting, layer: Layer) -> int:
 
 
 def streaming_machine(setting: Setting, home: str) -> Machine:
-    """How copies and computation act together, in the mean over the model's layers."""
+    """Return how copies and computation act together, averaged over the model's layers."""
     kinds = [(count, _seconds(setting, layer)) for layer, count in setting.architecture.layer_counts.items()]
     total = sum(count * seconds.total for count, seconds in kinds)
     passes = sum(count * (seconds.attention_passes + seconds.mlp_passes) for count, seconds in kinds)
@@ -186,11 +197,11 @@ def streaming_machine(setting: Setting, home: str) -> Machine:
 def machine_beside_copies(
     hardware: Hardware, home: str, transport: str, link_bytes: float, memory_share: float
 ) -> Machine:
-    """How copies of banks of `link_bytes` and computation act together.
+    """Return how copies of banks of `link_bytes` and computation act together.
 
-    Copies slow GEMMs and memory traffic down by different factors, of which `memory_share` of the computation's time is
-    the second: their mean. An emulated link is busy for longer than it copies, and slows nothing down while it waits:
-    the mean over that time too.
+    Copies slow GEMMs and memory traffic down by different factors. They are averaged, with `memory_share` as the
+    fraction of computing time that is memory traffic. An emulated link is busy for longer than it copies, and slows
+    nothing down while it waits, so the slowdown is averaged over that time too.
     """
     overlap = hardware.overlap
     slowdown = overlap.gemm.value * (1 - memory_share) + overlap.memory.value * memory_share
@@ -199,18 +210,18 @@ def machine_beside_copies(
     transfer = gather_seconds(hardware, link_bytes, home, transport)
     copying = gather_seconds(true, link_bytes, home, transport)
     if on_host and transport == PULL:
-        # A processor that computes makes one copy after the other; devices have an engine for each link.
+        # A CPU makes one copy after the other; devices have a copy engine for each link.
         copying = sum(link_seconds(true, link_bytes, home))
-    copied_part = min(1.0, copying / transfer) if transfer else 0.0
+    copied_fraction = min(1.0, copying / transfer) if transfer else 0.0
     return Machine(
-        copy_slowdown=1.0 + max(0.0, slowdown - 1.0) * copied_part,
+        copy_slowdown=1.0 + max(0.0, slowdown - 1.0) * copied_fraction,
         host_runs_ahead=not on_host,
         fills_ahead=transport != COLLECTIVE,
     )
 
 
 def bank_transfer(setting: Setting, layer: Layer, home: str) -> tuple[int, float]:
-    """Bytes of a layer's bank in a slot, and the seconds that it takes to get there."""
+    """Return the bytes of a layer's bank in a slot, and the seconds of its transfer."""
     if layer.experts is None:
         return 0, 0.0
     sizes = setting.bank(layer.experts)
@@ -218,7 +229,7 @@ def bank_transfer(setting: Setting, layer: Layer, home: str) -> tuple[int, float
 
 
 def link_bytes(setting: Setting, layer: Layer) -> int:
-    """Bytes of a layer's bank on its way into a slot."""
+    """Return the bytes of a layer's bank on the link."""
     return setting.bank(layer.experts).link_bytes if layer.experts is not None else 0
 
 
@@ -227,6 +238,7 @@ def _seconds(setting: Setting, layer: Layer) -> LayerSeconds:
 
 
 def saturation_at(setting: Setting, layer: Layer, transfer: float, rate: float, gamma: float) -> Saturation:
+    """Return the saturation threshold of `layer` at `rate` FLOP/s."""
     return saturation(
         layer,
         setting.architecture.hidden,

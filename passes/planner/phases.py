@@ -1,7 +1,7 @@
 """Input of the simulator: the steps of a schedule, each with its seconds.
 
-They come from a `Plan` and the seconds of its segments and banks, or, where there is no graph, from a sequence of
-phases: what a model of that architecture computes, one after the other, and the bank that each phase reads.
+They come from a `Plan` with the seconds of its segments and banks. Without a graph they come from a sequence of phases:
+the computations of a model of that architecture, one after the other, each with the bank that it reads.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from moepass.passes.ir.timeline import COPY
 
 @dataclasses.dataclass(frozen=True)
 class LayerPhase:
-    """A stretch of computation that reads at most one bank from its beginning to its end.
+    """A stretch of computation that reads at most one bank, from its beginning to its end.
 
-    `bank_bytes` is 0 where it reads none: attention, a dense layer. `transfer_seconds` is what it takes to bring the
-    bank into a slot. Banks with the same `link` come one after the other, over different links side by side. `number`
-    is that of the layer, -1 where it has none. `shard_bytes` are those of this rank's shard on the device, which a bank
-    has there only where it is streamed: one that stays is there as a whole. `read_in_place_bytes` of that shard are
-    read there, and a slot lacks them (see `passes/segments/bank_parts.py`).
+    Attributes:
+        bank_bytes: bytes of the bank; 0 for attention or a dense layer
+        transfer_seconds: seconds of the bank's transfer into a slot
+        link: banks with the same link are transferred one after the other, over different links at the same time
+        number: number of the layer; -1 if it has none
+        shard_bytes: bytes of this rank's shard on the device, if the bank is streamed; a resident bank is complete
+        read_in_place_bytes: bytes of the shard that are read in place, so that a slot lacks them (see
+            `passes/segments/bank_parts.py`)
     """
 
     name: str
@@ -38,12 +41,12 @@ class LayerPhase:
 
     @property
     def slot_bytes(self) -> int:
-        """What the bank takes in a slot."""
+        """Bytes of the bank in a slot."""
         return self.bank_bytes - self.read_in_place_bytes
 
     @property
     def stay_bytes(self) -> int:
-        """What the bank takes more where it stays, slots left out of account."""
+        """Additional bytes of the bank if it stays, without slots."""
         return self.bank_bytes - self.shard_bytes
 
 
@@ -51,8 +54,9 @@ class LayerPhase:
 class TimedStep:
     """One step of a schedule, in host order: `op` as in `Step`.
 
-    `seconds` is the compute time of a segment, or the transfer time of a prefetch. `nbytes` are those of the bank in a
-    slot.
+    Attributes:
+        seconds: compute time of a segment, or transfer time of a prefetch
+        nbytes: bytes of the bank in a slot
     """
 
     op: str
@@ -66,13 +70,18 @@ class TimedStep:
 def plan_steps(
     plan: Plan, segment_seconds: Sequence[float], transfer_seconds: Mapping[int, float]
 ) -> tuple[TimedStep, ...]:
-    """The steps of `plan`: seconds of its segments in the order in which they run, and of its banks by index.
+    """Return the steps of `plan` with their seconds.
 
-    Raises ValueError where there are not as many seconds as segments, KeyError where a bank has none.
+    Raises ValueError unless there is one number for each segment, and KeyError if a bank has none.
+
+    Args:
+        plan: The plan.
+        segment_seconds: Seconds of the segments, in the order in which they run.
+        transfer_seconds: Seconds of the banks' transfers, by index.
     """
     segments = sum(step.op == "segment" for step in plan.steps)
     if segments != len(segment_seconds):
-        raise ValueError(f"the plan has {segments} segments, and {len(segment_seconds)} have their seconds given")
+        raise ValueError(f"the plan has {segments} segments, but there are seconds for {len(segment_seconds)}")
     remaining = iter(segment_seconds)
     steps = []
     for step in plan.steps:
@@ -80,7 +89,7 @@ def plan_steps(
             steps.append(TimedStep("segment", step.name, next(remaining)))
             continue
         if step.op == "decode":
-            continue  # a part of the transfer, which is not timed by itself
+            continue  # part of the transfer, and not timed separately
         assert step.bank is not None
         assert step.slot is not None
         bank = plan.bank(step.bank)
@@ -90,15 +99,19 @@ def plan_steps(
 
 
 def streamed_phases(phases: Sequence[LayerPhase], resident: Collection[int] = ()) -> tuple[int, ...]:
-    """Positions of the phases whose bank passes through a slot: all with a bank, but those at positions `resident`."""
-    return tuple(place for place, phase in enumerate(phases) if phase.bank_bytes > 0 and place not in resident)
+    """Return the positions of the phases whose bank passes through a slot: all with a bank, except `resident`."""
+    return tuple(index for index, phase in enumerate(phases) if phase.bank_bytes > 0 and index not in resident)
 
 
 @dataclasses.dataclass(frozen=True)
 class RingSchedule:
-    """`resident` and `order` are positions of phases: the banks that stay, and the others in the order of need.
+    """The banks that stay, and those that are streamed, as positions of phases.
 
-    The others pass through `slots` slots of `slot_bytes`, and their shards take `shard_bytes`.
+    Attributes:
+        slots, slot_bytes: size of the ring
+        resident: phases whose banks stay
+        order: all other phases with a bank, in the order of need
+        shard_bytes: bytes of the shards of streamed banks on the device
     """
 
     slots: int
@@ -110,53 +123,54 @@ class RingSchedule:
 
     @property
     def distance(self) -> int:
-        """How many layers with experts ahead of its use a bank starts to move."""
+        """Number of MoE layers before its use at which a bank starts to move."""
         return max(0, self.slots - 1)
 
     @property
     def memory_bytes(self) -> int:
+        """Bytes of banks, shards and slots on the device."""
         return self.resident_bytes + self.shard_bytes + self.slots * self.slot_bytes
 
 
 def ring_schedule(phases: Sequence[LayerPhase], slots: int, resident: Collection[int]) -> RingSchedule:
-    """The schedule with these residents; no more slots than there are banks to stream."""
+    """Return the schedule with these residents. It has at most as many slots as streamed banks."""
     order = streamed_phases(phases, resident)
     return RingSchedule(
         slots=min(slots, len(order)),
-        slot_bytes=max((phases[place].slot_bytes for place in order), default=0),
+        slot_bytes=max((phases[position].slot_bytes for position in order), default=0),
         resident=tuple(sorted(resident)),
         order=order,
-        resident_bytes=sum(phases[place].bank_bytes for place in resident),
-        shard_bytes=sum(phases[place].shard_bytes for place in order),
+        resident_bytes=sum(phases[position].bank_bytes for position in resident),
+        shard_bytes=sum(phases[position].shard_bytes for position in order),
     )
 
 
 def phase_steps(phases: Sequence[LayerPhase], slots: int, resident: Collection[int] = ()) -> tuple[TimedStep, ...]:
-    """The schedule of `phases` over `slots` slots, as the passes plan and schedule would make it of a graph.
+    """Return the schedule of `phases` over `slots` slots, as passes `plan` and `schedule` would make it for a graph.
 
-    Banks are copied in the order in which phases need them, each as early as link and slots allow: copy k goes into
-    the slot of the copy k - slots, once its phase is done.
+    Banks are copied in the order of need, each as early as link and slots allow: copy k goes into the slot of copy
+    k - slots, after that copy's phase is done.
 
-    Raises PlanError where there is no slot for phases with banks.
+    Raises PlanError if there is no slot for phases with banks.
     """
     needed = streamed_phases(phases, resident)
     if needed and slots < 1:
         raise PlanError(
             f"slots is {slots}; phases with banks need 1 or more", name="slots", value=slots, expected="1 or more"
         )
-    turn_of = {place: turn for turn, place in enumerate(needed)}
+    turn_of = {position: turn for turn, position in enumerate(needed)}
 
-    def step(op: str, place: int, seconds: float = 0.0) -> TimedStep:
-        phase = phases[place]
-        return TimedStep(op, phase.layer, seconds, turn_of[place] % slots, phase.slot_bytes, phase.link)
+    def step(op: str, position: int, seconds: float = 0.0) -> TimedStep:
+        phase = phases[position]
+        return TimedStep(op, phase.layer, seconds, turn_of[position] % slots, phase.slot_bytes, phase.link)
 
-    steps = [step("prefetch", place, phases[place].transfer_seconds) for place in needed[:slots]]
-    for place, phase in enumerate(phases):
+    steps = [step("prefetch", position, phases[position].transfer_seconds) for position in needed[:slots]]
+    for position, phase in enumerate(phases):
         computing = TimedStep("segment", phase.name, phase.compute_seconds)
-        if place not in turn_of:
+        if position not in turn_of:
             steps.append(computing)
             continue
-        steps += [step("acquire", place), computing, step("release", place)]
-        for following in needed[turn_of[place] + slots : turn_of[place] + slots + 1]:
+        steps += [step("acquire", position), computing, step("release", position)]
+        for following in needed[turn_of[position] + slots : turn_of[position] + slots + 1]:
             steps.append(step("prefetch", following, phases[following].transfer_seconds))
     return tuple(steps)

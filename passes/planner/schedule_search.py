@@ -1,12 +1,12 @@
-"""Find which banks stay resident, and how many slots the others pass through.
+"""Search for the banks that stay resident, and for the number of slots that the others use.
 
-The best schedule is the one with the least exposed time within the memory budget; of equal ones that which moves less.
-Banks are copied in the order in which they are needed, as the ring does it, as early as link and slots allow.
+The best schedule has the least exposed time within the memory budget; among equal ones, the one that moves least. Banks
+are copied in the order of need, as the ring does it, as early as link and slots allow.
 
 Pseudo-code
     for each number of slots:
-        for each resident set that fills the budget (all of them where they are few, else one of each kind): its step
-    where not everything could be tried: exchange a resident and a streamed bank while that helps
+        for each resident set that fills the budget (all of them if there are few, else one per ranking): simulate it
+    if not everything could be tried: exchange a resident and a streamed bank while that helps
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from moepass.passes.ir.protocol import PlanError
 from moepass.passes.planner.phases import LayerPhase, RingSchedule, ring_schedule, streamed_phases
 from moepass.passes.planner.simulation_engine import Machine
 
-# Below this many schedules all are tried; above it, as many as this at most. 94 layers take about 0.3 ms each.
+# All schedules are tried if there are at most this many, else this many of them. 94 layers take about 0.3 ms each.
 MOST_TRIED = 1500
 _PERIODS = 12
-# Relative: what is smaller is rounding.
+# Smaller relative differences are rounding.
 _EPSILON = 1e-9
 _PLAIN = Machine()
 
 
 class BudgetError(PlanError):
-    """Nothing fits into `value` bytes; `needed_bytes`, which are `expected`, are the least that do."""
+    """Nothing fits into `value` bytes. `needed_bytes`, which is also `expected`, is the smallest budget that fits."""
 
-    def __init__(self, memory_bytes: int, what: str, needed_bytes: int) -> None:
+    def __init__(self, memory_bytes: int, contents: str, needed_bytes: int) -> None:
         super().__init__(
-            f"memory_bytes is {memory_bytes}; {what} need {needed_bytes}",
+            f"memory_bytes is {memory_bytes}; {contents} need {needed_bytes}",
             name="memory_bytes",
             value=memory_bytes,
             expected=needed_bytes,
@@ -49,20 +49,20 @@ def search_schedule(
     slots: int | None = None,
     machine: Machine = _PLAIN,
 ) -> RingSchedule:
-    """The best schedule of `phases` whose resident banks, shards and slots take `memory_bytes` together at most.
+    """Return the best schedule of `phases` whose resident banks, shards and slots take at most `memory_bytes`.
 
-    There are `slots` slots, or up to `most_slots` where that is None, but no more than banks to stream. Times are those
-    of a steady state over one link, on a `machine` that issues steps in no time.
+    There are `slots` slots, or by default up to `most_slots`, but at most as many as streamed banks. Times are those of
+    a steady state over one link, on a `machine` that issues steps in no time.
 
-    Raises BudgetError where not even one slot, or `slots` of them, fit; ValueError where there may be no slot or there
-    are several links.
+    Raises BudgetError if not even one slot, or `slots` of them, fit, and ValueError without slots or with several
+    links.
     """
     counts = range(1, most_slots + 1) if slots is None else range(slots, slots + 1)
     if not counts or counts[0] < 1:
-        raise ValueError(f"most_slots is {most_slots} and slots {slots}; there must be a slot or more")
-    links = {phases[place].link for place in streamed_phases(phases)}
+        raise ValueError(f"most_slots is {most_slots} and slots is {slots}; there must be at least one slot")
+    links = {phases[position].link for position in streamed_phases(phases)}
     if len(links) > 1:
-        raise ValueError(f"banks come over {len(links)} links, {', '.join(sorted(links))}; the search knows one")
+        raise ValueError(f"banks use {len(links)} links, {', '.join(sorted(links))}; the search supports one")
     search = _Search(phases, memory_bytes, counts, machine)
     if search.fits(counts[0], frozenset(search.banks)):
         return ring_schedule(phases, 0, search.banks)
@@ -74,38 +74,38 @@ def search_schedule(
 
 
 def least_bank_bytes(phases: Sequence[LayerPhase], slots: int = 1) -> int:
-    """The least that banks, shards and `slots` slots take on the device, whatever stays."""
+    """Return the least bytes of banks, shards and `slots` slots on the device, over all sets of residents."""
     return _Search(phases, 0, range(slots, slots + 1)).least_memory()
 
 
-def spread_evenly(places: Sequence[int], count: int, fills_ahead: bool = True) -> list[int]:
-    """`count` of `places`, so that as many of the others lie between two of them everywhere.
+def spread_evenly(positions: Sequence[int], count: int, fills_ahead: bool = True) -> list[int]:
+    """Choose `count` of `positions` with equal gaps between them.
 
-    Where nothing `fills_ahead`, the first of them is the first of `places`.
+    Unless slots `fills_ahead`, the first of `positions` is chosen.
     """
     shift = 1 if fills_ahead else 0
-    return [places[(2 * index + shift) * len(places) // (2 * count)] for index in range(count)]
+    return [positions[(2 * index + shift) * len(positions) // (2 * count)] for index in range(count)]
 
 
 def steady_step(
     phases: Sequence[LayerPhase], slots: int, resident: frozenset[int], machine: Machine = _PLAIN
 ) -> tuple[float, list[float]]:
-    """Seconds of a step in the steady state, and how long each phase waits for its bank in the last one looked at.
+    """Return the seconds of a step in the steady state, and how long each phase waits for its bank.
 
-    The same as `simulate_phases` gives for one link and a host that issues steps in no time, by a recurrence that is
-    quicker: copy k ends its transfer after copy k - 1 and after release k - slots, and where nothing is filled ahead it
-    does not start before its run.
+    The result equals that of `simulate_phases` for one link and a host that issues steps in no time, but a recurrence
+    is faster: copy k ends after copy k - 1 and after release k - slots, and without filling ahead it does not start
+    before its run.
     """
-    # For each streamed phase: compute in front of it, and its own. Then what follows the last one.
-    places = streamed_phases(phases, resident)
-    streamed = set(places)
-    transfers = [phases[place].transfer_seconds for place in places]
-    count = len(places)
+    # Compute seconds before each streamed phase, inside it, and after the last one (`gap`).
+    positions = streamed_phases(phases, resident)
+    streamed = set(positions)
+    transfers = [phases[position].transfer_seconds for position in positions]
+    count = len(positions)
     before: list[float] = []
     inside: list[float] = []
     gap = 0.0
-    for place, phase in enumerate(phases):
-        if place in streamed:
+    for index, phase in enumerate(phases):
+        if index in streamed:
             before.append(gap)
             inside.append(phase.compute_seconds)
             gap = 0.0
@@ -123,7 +123,7 @@ def steady_step(
     previous: list[float] = []
 
     def copy(turn: int) -> None:
-        """Into a slot that is free now."""
+        """Start a copy into a slot that is free now."""
         nonlocal link
         begun = link if link > now else now
         link = begun + transfers[turn % count]
@@ -137,20 +137,20 @@ def steady_step(
                 copy(turn)
         for index in range(count):
             now = _worked(now, before[index], busy, slowdown)
-            there = ready.popleft()
-            waits[places[index]] = there - now if there > now else 0.0
-            if there > now:
-                now = there
+            arrival = ready.popleft()
+            waits[positions[index]] = arrival - now if arrival > now else 0.0
+            if arrival > now:
+                now = arrival
             now = _worked(now, inside[index], busy, slowdown)
             if fills_ahead or index + slots < count:
                 copy(index + slots)
         now = _worked(now, gap, busy, slowdown)
         ends.append(now)
         if not fills_ahead:
-            return now, waits  # nothing is left over for the next run
+            return now, waits  # the next run starts from the same state
         state = [now - link, *(moment - now for moment in ready), *(now - begun for begun, _ in busy)]
         if len(state) == len(previous) and all(
-            abs(one - other) <= _EPSILON * now for one, other in zip(state, previous, strict=True)
+            abs(after - earlier) <= _EPSILON * now for after, earlier in zip(state, previous, strict=True)
         ):
             return ends[-1] - ends[-2], waits
         previous = state
@@ -159,7 +159,7 @@ def steady_step(
 
 
 def _worked(now: float, seconds: float, busy: deque[tuple[float, float]], slowdown: float) -> float:
-    """When computation of `seconds` ends that begins now: it takes `slowdown` times as long while the link is busy."""
+    """Return when computation of `seconds` that begins now ends; it is slower by `slowdown` while the link is busy."""
     while busy and seconds > 0:
         begun, ended = busy[0]
         if ended <= now:
@@ -185,13 +185,13 @@ class _Tried:
     resident: frozenset[int]
     waits: tuple[float, ...]
 
-    def is_better_than(self, other: _Tried | None) -> bool:
-        if other is None:
+    def is_better_than(self, best: _Tried | None) -> bool:
+        if best is None:
             return True
-        slack = _EPSILON * other.step_seconds
-        if abs(self.step_seconds - other.step_seconds) <= slack:
-            return self.moved_seconds < other.moved_seconds
-        return self.step_seconds < other.step_seconds
+        slack = _EPSILON * best.step_seconds
+        if abs(self.step_seconds - best.step_seconds) <= slack:
+            return self.moved_seconds < best.moved_seconds
+        return self.step_seconds < best.step_seconds
 
 
 class _Search:
@@ -202,13 +202,13 @@ class _Search:
         self.counts = counts
         self.banks = streamed_phases(phases)
         self.compute_seconds = sum(phase.compute_seconds for phase in phases)
-        # What a bank that stays saves of the link, for the memory that it takes more.
+        # Transfer seconds that a resident bank saves, per additional byte of memory.
         self.seconds_per_byte = {
-            place: phases[place].transfer_seconds / max(1, phases[place].stay_bytes) for place in self.banks
+            position: phases[position].transfer_seconds / max(1, phases[position].stay_bytes) for position in self.banks
         }
-        # Most layers of a model are of one size: it is the number of those that stay which takes memory.
+        # Most layers have the same size, so the memory depends on how many of each size stay.
         self._size_of = {
-            place: (phase.bank_bytes, phase.shard_bytes, phase.slot_bytes) for place, phase in enumerate(phases)
+            position: (phase.bank_bytes, phase.shard_bytes, phase.slot_bytes) for position, phase in enumerate(phases)
         }
         self._memory: dict[tuple[int, frozenset[tuple[object, int]]], int] = {}
         self.tried = 0
@@ -232,19 +232,19 @@ class _Search:
         return self.memory(slots, resident) <= self.memory_bytes
 
     def least_memory(self) -> int:
-        # Beside shards, all banks may take less than shards and slots do.
+        # All banks may take less memory than shards and slots.
         stays = (*self.largest_first(), self.banks)
         return min(self.memory(self.counts[0], frozenset(stay)) for stay in stays)
 
     def largest_first(self) -> Iterator[list[int]]:
-        """The smallest resident set for each size that a slot can have: everything that is larger stays."""
-        for size in sorted({self.phases[place].slot_bytes for place in self.banks}, reverse=True):
-            yield [place for place in self.banks if self.phases[place].slot_bytes > size]
+        """Yield the smallest resident set for each possible slot size: all banks that are larger stay."""
+        for size in sorted({self.phases[position].slot_bytes for position in self.banks}, reverse=True):
+            yield [position for position in self.banks if self.phases[position].slot_bytes > size]
 
     # ---- Bounds
 
     def least_step(self) -> float:
-        """No schedule within the budget is faster: what must move at least, over link and slots, or the computation."""
+        """Return a lower bound for every schedule within the budget: computation, link, or slots."""
         return min(
             max(
                 self.compute_seconds,
@@ -256,23 +256,23 @@ class _Search:
         )
 
     def _least(self, slots: int, must_stay: list[int], value: Callable[[LayerPhase], float]) -> float:
-        """The least sum of `value` over streamed banks, if parts of banks could stay too (a fractional knapsack)."""
+        """Return the least sum of `value` over streamed banks, if fractions of banks could stay (a knapsack bound)."""
         stay = frozenset(must_stay)
-        room = float(self.memory_bytes - self.memory(slots, stay))
-        if room < 0:
-            # Beside shards, few streamed banks in as many slots may fit where more in no more slots do not.
+        available = float(self.memory_bytes - self.memory(slots, stay))
+        if available < 0:
+            # With several slots, a schedule with fewer streamed banks than slots may still fit.
             return 0.0 if self.counts[0] > 1 else math.inf
         total = 0.0
-        streamed = [self.phases[place] for place in self.banks if place not in stay]
+        streamed = [self.phases[position] for position in self.banks if position not in stay]
         for phase in sorted(streamed, key=lambda phase: value(phase) / max(1, phase.stay_bytes), reverse=True):
-            part = 1.0 if phase.stay_bytes <= room else room / phase.stay_bytes
-            total += (1 - part) * value(phase)
-            room -= part * phase.stay_bytes
+            fraction = 1.0 if phase.stay_bytes <= available else available / phase.stay_bytes
+            total += (1 - fraction) * value(phase)
+            available -= fraction * phase.stay_bytes
         return total
 
     def pace(self, slots: int, resident: frozenset[int]) -> float:
-        """The bound for this resident set: longest path, link busy, slots busy."""
-        streamed = [self.phases[place] for place in self.banks if place not in resident]
+        """Return the lower bound for this resident set: computation, link busy, slots busy."""
+        streamed = [self.phases[position] for position in self.banks if position not in resident]
         link = sum(phase.transfer_seconds for phase in streamed)
         held = sum(phase.transfer_seconds + phase.compute_seconds for phase in streamed)
         return max(self.compute_seconds, link, held / slots)
@@ -294,7 +294,7 @@ class _Search:
 
     @property
     def is_done(self) -> bool:
-        """Nothing can be faster than the best so far, or enough was tried."""
+        """True if nothing can be faster than the best so far, or enough was tried."""
         if self.tried >= MOST_TRIED:
             self.is_exhaustive = False
             return True
@@ -304,16 +304,16 @@ class _Search:
     def _try(self, slots: int, resident: frozenset[int]) -> _Tried:
         self.tried += 1
         step, waits = steady_step(self.phases, slots, resident, self.machine)
-        moved = sum(self.phases[place].transfer_seconds for place in self.streamed(resident))
-        found = _Tried(step, moved, slots, resident, tuple(waits))
-        if found.is_better_than(self.best):
-            self.best = found
-        if found.is_better_than(self.best_with.get(slots)):
-            self.best_with[slots] = found
-        return found
+        moved = sum(self.phases[position].transfer_seconds for position in self.streamed(resident))
+        tried = _Tried(step, moved, slots, resident, tuple(waits))
+        if tried.is_better_than(self.best):
+            self.best = tried
+        if tried.is_better_than(self.best_with.get(slots)):
+            self.best_with[slots] = tried
+        return tried
 
     def _resident_sets(self, slots: int) -> Iterator[frozenset[int]]:
-        """Sets to which no further bank can be added: what stays never makes a step slower."""
+        """Yield sets to which no further bank can be added: a resident bank never makes a step slower."""
         if 2 ** min(len(self.banks), 64) * len(self.counts) <= MOST_TRIED:
             subsets = (
                 frozenset(chosen)
@@ -330,41 +330,43 @@ class _Search:
         for must_stay in self.largest_first():
             for ranking in self._rankings(slots, frozenset(must_stay)):
                 resident = frozenset(must_stay)
-                for place in ranking:
-                    if place not in resident and (
-                        self.fits(slots, resident | {place}) or not self.fits(slots, resident)
+                for position in ranking:
+                    if position not in resident and (
+                        self.fits(slots, resident | {position}) or not self.fits(slots, resident)
                     ):
-                        resident |= {place}
+                        resident |= {position}
                 if self.fits(slots, resident):
                     yield resident
 
     def _rankings(self, slots: int, must_stay: frozenset[int]) -> Iterator[list[int]]:
-        """In which order banks are made resident while there is room."""
-        movable = [place for place in self.banks if place not in must_stay]
+        """Yield orders in which banks become resident while memory is left."""
+        movable = [position for position in self.banks if position not in must_stay]
         yield sorted(movable, key=self.seconds_per_byte.__getitem__, reverse=True)
-        # Evenly spread, so that each streamed bank has as much computation to hide behind as the others.
-        room = self.memory_bytes - self.memory(slots, must_stay)
-        size = max(sum(self.phases[place].stay_bytes for place in movable) // len(movable), 1) if movable else 1
-        count = max(0, min(len(movable), room // size))
+        # Even spreads give every streamed bank the same computation to hide its transfer.
+        available = self.memory_bytes - self.memory(slots, must_stay)
+        size = max(sum(self.phases[position].stay_bytes for position in movable) // len(movable), 1) if movable else 1
+        count = max(0, min(len(movable), available // size))
         yield spread_evenly(movable, count, self.machine.fills_ahead) + movable
         yield movable
         yield movable[::-1]
-        yield sorted(movable, key=lambda place: self.phases[place].compute_seconds)
-        # Where the transfers wait, one after the other.
+        yield sorted(movable, key=lambda position: self.phases[position].compute_seconds)
+        # Greedily make the bank with the longest wait resident.
         ranking: list[int] = []
         while len(ranking) < count and self.tried < MOST_TRIED // 2:
             resident = must_stay | frozenset(ranking)
             self.tried += 1
             _, waits = steady_step(self.phases, slots, resident, self.machine)
-            worst = max(self.streamed(resident), key=lambda place: (waits[place], self.phases[place].transfer_seconds))
+            worst = max(
+                self.streamed(resident), key=lambda position: (waits[position], self.phases[position].transfer_seconds)
+            )
             if not waits[worst]:
                 break
             ranking.append(worst)
         yield ranking + movable
 
     def _exchange(self) -> None:
-        """Improve what was best with each number of slots step by step: first exchange that helps, until none does."""
-        for start in sorted(self.best_with.values(), key=lambda found: found.step_seconds):
+        """Improve the best schedule for each number of slots by exchanges, until none helps."""
+        for start in sorted(self.best_with.values(), key=lambda tried: tried.step_seconds):
             best: _Tried | None = start
             while best is not None and not self.is_done:
                 best = self._first_better(best)
@@ -375,35 +377,35 @@ class _Search:
                 return None
             if not self.fits(*neighbour):
                 continue
-            found = self._try(*neighbour)
-            if found.is_better_than(best):
-                return found
+            tried = self._try(*neighbour)
+            if tried.is_better_than(best):
+                return tried
         return None
 
     def _neighbours(self, best: _Tried) -> Iterator[tuple[int, frozenset[int]]]:
-        # A bank that waits changes places with a resident one, or takes the room of several, or of a slot.
-        waiting = sorted(self.streamed(best.resident), key=lambda place: -best.waits[place])
-        for place in waiting:
-            for other in sorted(best.resident, key=lambda other: abs(other - place)):
-                yield best.slots, best.resident - {other} | {place}
+        # Make a waiting bank resident in position of one or several residents, or of a slot.
+        waiting = sorted(self.streamed(best.resident), key=lambda position: -best.waits[position])
+        for entering in waiting:
+            for leaving in sorted(best.resident, key=lambda position: abs(position - entering)):
+                yield best.slots, best.resident - {leaving} | {entering}
         for slots in (best.slots, best.slots - 1, best.slots + 1):
             if slots in self.counts:
-                for place in waiting:
-                    yield slots, self._filled(slots, best.resident, place, None)
-                for place in best.resident:
-                    yield slots, self._filled(slots, best.resident, None, place)
+                for entering in waiting:
+                    yield slots, self._filled(slots, best.resident, entering, None)
+                for leaving in best.resident:
+                    yield slots, self._filled(slots, best.resident, None, leaving)
 
     def _filled(
         self, slots: int, resident: frozenset[int], entering: int | None, leaving: int | None
     ) -> frozenset[int]:
-        """`resident` with one bank more, or one less, and as many of the others as fit then."""
+        """Return `resident` with one bank added or removed, and then filled with as many others as fit."""
         value = self.seconds_per_byte
         changed = resident - {leaving} | ({entering} if entering is not None else set())
-        for place in sorted(changed - {entering}, key=value.__getitem__):
+        for position in sorted(changed - {entering}, key=value.__getitem__):
             if self.fits(slots, changed):
                 break
-            changed -= {place}
-        for place in sorted(set(self.banks) - changed - {leaving}, key=value.__getitem__, reverse=True):
-            if self.fits(slots, changed | {place}):
-                changed |= {place}
+            changed -= {position}
+        for position in sorted(set(self.banks) - changed - {leaving}, key=value.__getitem__, reverse=True):
+            if self.fits(slots, changed | {position}):
+                changed |= {position}
         return changed

@@ -1,16 +1,16 @@
-"""Run a schedule without a machine: when would what happen, in the long run.
+"""Simulation of a schedule in its steady state, without a machine.
 
-A discrete-event simulation of three actors, as the executor and the ring have them: the host issues steps in order, the
-compute stream runs segments in that order, each link brings one bank after the other into slots. Runs follow each other
-until they repeat themselves, and slots that a run has done with are filled for the next one, as the real ring does.
+A discrete-event simulation of three actors, as the executor and the ring have them. The host issues steps in order; the
+compute stream runs segments in that order; each link copies one bank after the other into slots. Runs are repeated
+until they are periodic. Slots that a run no longer needs are filled for the next run, as in the real ring.
 
 Pseudo-code
-    until a step begins in a state that an earlier one began in:
+    until a step begins in the same state as an earlier one:
         for each graph of the step, for each of its steps:
-            prefetch: the copy joins the queue of its link, unless the run before has started it already
+            prefetch: the copy joins the queue of its link, unless the previous run has already started it
             acquire: the compute stream waits for the copy
-            segment: the compute stream works, slower while a link is busy
-            release: the slot is free; the next run's copy follows where this run needs the slot no more
+            segment: the compute stream works, more slowly while a link is busy
+            release: the slot is free; if this run no longer needs it, the next run's copy follows
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from moepass.passes.ir.timeline import Event, Timeline, timeline_of
 from moepass.passes.planner.phases import LayerPhase, TimedStep, phase_steps, plan_steps
 from moepass.passes.planner.simulation_engine import Engine, Machine, SimulatedRun, never_filled, period_of
 
-# Runs nearly always repeat themselves after two or three steps. Where they do not, the mean of the last ones will do.
+# Runs are nearly always periodic after two or three steps. If they are not, the mean of the last steps is used.
 _MOST_STEPS = 48
 
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """Lower bounds of any schedule over this link and these slots, in seconds of one step.
+    """Lower bounds for any schedule over this link and these slots, in seconds per step.
 
-    path   the longest chain of things that must follow each other; with slots filled ahead, all computation
-    link   the busiest link's transfers
-    slots  all stays in slots, each from the start of its copy to its release, over the number of slots
+    Attributes:
+        path_seconds: the longest dependency chain; if slots are filled ahead, all computation
+        link_seconds: the busiest link's transfers
+        slots_seconds: all stays in slots, each from the start of its copy to its release, divided by the number of
+            slots
     """
 
     path_seconds: float
@@ -43,6 +45,7 @@ class Bounds:
 
     @property
     def step_seconds(self) -> float:
+        """The largest of the bounds."""
         return max(self.path_seconds, self.link_seconds, self.slots_seconds)
 
 
@@ -50,10 +53,11 @@ class Bounds:
 class Simulation:
     """One step in the steady state.
 
-    compute_seconds    what the segments take by themselves
-    exposed_seconds    time in which the compute stream waits for a copy
-    slowed_seconds     what segments take longer because copies run beside them
-    peak_slot_bytes    the most bytes of banks in slots at once; what the ring occupies is slots times slot size
+    Attributes:
+        compute_seconds: seconds of the segments alone
+        exposed_seconds: time in which the compute stream waits for a copy
+        slowed_seconds: additional seconds of segments while copies run
+        peak_slot_bytes: the most bytes of banks in slots at once; the ring itself occupies slots times slot size
     """
 
     timeline: Timeline
@@ -74,27 +78,27 @@ def simulate_phases(
     resident: Collection[int] = (),
     machine: Machine = _PLAIN,
 ) -> Simulation:
-    """A model that runs `phases` again and again. Raises as `phase_steps` and `simulate`."""
+    """Simulate a model that repeats `phases`. Raises as `phase_steps` and `simulate`."""
     return simulate([phase_steps(phases, slots, resident)], slots, machine)
 
 
 def simulate_plan(
     plan: Plan, segment_seconds: Sequence[float], transfer_seconds: Mapping[int, float], machine: Machine = _PLAIN
 ) -> Simulation:
-    """A model that is one graph with this plan. Raises as `plan_steps` and `simulate`."""
+    """Simulate a model that is one graph with this plan. Raises as `plan_steps` and `simulate`."""
     return simulate([plan_steps(plan, segment_seconds, transfer_seconds)], plan.slots, machine)
 
 
 def simulate(runs: Sequence[Sequence[TimedStep]], ring_slots: int = 0, machine: Machine = _PLAIN) -> Simulation:
-    """A model whose step consists of these runs, one for each of its graphs, over one ring.
+    """Simulate a model whose step consists of `runs`, one for each of its graphs, over one ring.
 
-    The ring has `ring_slots` slots, or as many as the largest run uses where that is more.
+    The ring has `ring_slots` slots, or as many as the largest run uses if that is more.
 
-    Raises PlanError where an acquire waits for ever, ValueError where seconds are negative or not finite.
+    Raises PlanError if an acquire would wait forever, and ValueError if seconds are negative or not finite.
     """
     for step in (step for run in runs for step in run):
         if not (math.isfinite(step.seconds) and step.seconds >= 0):
-            raise ValueError(f"{step.op} {step.layer} takes {step.seconds} seconds; it must be a time from 0 on")
+            raise ValueError(f"{step.op} {step.layer} takes {step.seconds} seconds; it must be a finite time from 0 on")
     engine = Engine([SimulatedRun(run) for run in runs], ring_slots, machine)
     boundaries = [engine.boundary()]
     period = 0
@@ -116,7 +120,7 @@ def simulate(runs: Sequence[Sequence[TimedStep]], ring_slots: int = 0, machine: 
 
 
 def step_bounds(runs: Sequence[Sequence[TimedStep]], slots: int, machine: Machine = _PLAIN) -> Bounds:
-    """The bounds of a step of these runs, over a ring of `slots` slots."""
+    """Return the bounds of a step of these runs, over a ring of `slots` slots."""
     issue = 0.0 if machine.host_runs_ahead else machine.issue_seconds
     links: dict[str, float] = {}
     path = occupied = 0.0
@@ -145,7 +149,7 @@ def step_bounds(runs: Sequence[Sequence[TimedStep]], slots: int, machine: Machin
 
 
 def _pairs(run: Sequence[TimedStep]) -> Iterator[tuple[int, int]]:
-    """Every acquire with its prefetch, as positions. Raises PlanError where an acquire has none before it."""
+    """Yield every acquire with its prefetch, as positions. Raises PlanError if an acquire has no prefetch before it."""
     filling: dict[int, int] = {}
     for index, step in enumerate(run):
         if step.op == "prefetch":
@@ -157,7 +161,7 @@ def _pairs(run: Sequence[TimedStep]) -> Iterator[tuple[int, int]]:
 
 
 def _shown(events: Sequence[tuple[str, str, str, float, float]], start: float, end: float) -> Timeline:
-    """What began in [start, end), which is shown as one step that begins at 0."""
+    """Return the events that began in [start, end), as one step that begins at 0."""
     return timeline_of(
         [
             Event(op, layer, stream, began - start, ended - start)

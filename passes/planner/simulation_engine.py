@@ -1,6 +1,6 @@
 """The actors of a simulated schedule: a host, a compute stream, and links with queues of copies.
 
-See `moepass.passes.planner.simulate` for what is simulated.
+`moepass.passes.planner.simulate` describes the simulation.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from moepass.passes.planner.phases import TimedStep
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """How host, compute and copies act together.
+    """The interaction of host, computation and copies.
 
-    copy_slowdown     factor by which computation takes longer while a link is busy; 1 where it does not feel it
-    issue_seconds     host time per step of the schedule
-    host_runs_ahead   True on a GPU: the host issues a run's steps without waiting for them. On a CPU the host computes,
-                      so that a copy starts when the host gets to its prefetch, and issuing takes compute time
-    fills_ahead       False for the transport `collective`: no copy starts before the run that asked for it
+    Attributes:
+        copy_slowdown: factor by which computation takes longer while a link is busy; 1 if copies cost nothing
+        issue_seconds: host time per step of the schedule
+        host_runs_ahead: True on a GPU: the host issues a run's steps without waiting for them. On a CPU the host
+            computes, so a copy starts when the host reaches its prefetch, and issuing takes compute time
+        fills_ahead: False for transport `collective`: no copy starts before the run that requested it
     """
 
     copy_slowdown: float = 1.0
@@ -33,18 +34,24 @@ class Machine:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.copy_slowdown) and self.copy_slowdown >= 1):
-            raise ValueError(f"copy_slowdown is {self.copy_slowdown}; it must be a factor from 1 on")
+            raise ValueError(f"copy_slowdown is {self.copy_slowdown}; it must be a finite factor from 1 on")
         if not (math.isfinite(self.issue_seconds) and self.issue_seconds >= 0):
-            raise ValueError(f"issue_seconds is {self.issue_seconds}; it must be a time from 0 on")
+            raise ValueError(f"issue_seconds is {self.issue_seconds}; it must be a finite time from 0 on")
 
 
 def never_filled(step: TimedStep) -> PlanError:
-    text = f"{step.op} of {step.layer} in slot {step.slot} waits for ever: no prefetch is before it"
+    """Return the error of a step whose slot has no prefetch before it."""
+    text = f"{step.op} of {step.layer} in slot {step.slot} waits forever: there is no prefetch before it"
     return PlanError(text, name=step.layer, value=step.slot)
 
 
 class SimulatedRun:
-    """The steps of one graph. `beginning` are the prefetches into fresh slots, `last` the last release of each slot."""
+    """The steps of one graph.
+
+    Attributes:
+        beginning: prefetches into fresh slots, by slot
+        last: positions of the last release of each slot
+    """
 
     def __init__(self, steps: Sequence[TimedStep]) -> None:
         self.steps = steps
@@ -61,7 +68,7 @@ class SimulatedRun:
             raise ValueError(f"a run fills slots {sorted(self.beginning)}; they must be numbered from 0 on")
 
 
-class _Release:
+class _ReleaseEvent:
     """The event that a release records."""
 
     __slots__ = ("done",)
@@ -73,7 +80,7 @@ class _Release:
 class _Copy:
     __slots__ = ("after", "done", "end", "not_before", "started", "step")
 
-    def __init__(self, step: TimedStep, after: _Release | None, not_before: float) -> None:
+    def __init__(self, step: TimedStep, after: _ReleaseEvent | None, not_before: float) -> None:
         self.step, self.after, self.not_before = step, after, not_before
         self.started = self.end = math.inf
         self.done = False
@@ -81,7 +88,7 @@ class _Copy:
 
 @dataclasses.dataclass(frozen=True)
 class StepBoundary:
-    """Between two steps: the clock, the totals so far, and what is still to come on each link."""
+    """The state between two steps: the clock, the totals so far, and the remaining copies of each link."""
 
     time: float
     waited: float
@@ -90,7 +97,7 @@ class StepBoundary:
 
 
 def period_of(boundaries: Sequence[StepBoundary]) -> int:
-    """After how many steps the last boundary repeats an earlier one; 0 where it repeats none of the last few."""
+    """Return after how many steps the last boundary repeats an earlier one; 0 if it repeats none of the last eight."""
     last = boundaries[-1]
     for period in range(1, min(len(boundaries), 9)):
         earlier = boundaries[-1 - period]
@@ -103,6 +110,8 @@ def period_of(boundaries: Sequence[StepBoundary]) -> int:
 
 
 class Engine:
+    """The simulation of runs, one after the other, over one ring."""
+
     def __init__(self, runs: Sequence[SimulatedRun], ring_slots: int, machine: Machine) -> None:
         self.runs, self.machine = runs, machine
         self.slots = max([ring_slots, *(run.slots for run in runs)])
@@ -113,10 +122,11 @@ class Engine:
         self._bytes = 0
         self._links: dict[str, deque[_Copy]] = {}
         self._free = list(range(self.slots))
-        self._freed: dict[int, _Release] = {}
+        self._freed: dict[int, _ReleaseEvent] = {}
         self._ahead: dict[int, _Copy] = {}
 
     def boundary(self) -> StepBoundary:
+        """Return the state between the last step and the next."""
         backlog = sorted((f"{copy.step.layer} is there", 0.0) for copy in self._ahead.values() if copy.done)
         for name, queue in self._links.items():
             for copy in queue:
@@ -125,6 +135,7 @@ class Engine:
         return StepBoundary(self.now, self.waited, self.slowed, tuple(backlog))
 
     def step(self) -> None:
+        """Simulate one step: every run once."""
         for number, run in enumerate(self.runs):
             self._run(run, self.runs[(number + 1) % len(self.runs)], f"graph {number}")
 
@@ -153,11 +164,11 @@ class Engine:
         self._in_slot: dict[int, _Copy] = {}
         self._fresh = run.slots
         self._copy_of: dict[int, _Copy] = {}
-        self._release_at: dict[int, tuple[_Release, _Copy]] = {}
-        self._released: dict[int, _Release] = {}
+        self._release_at: dict[int, tuple[_ReleaseEvent, _Copy]] = {}
+        self._released: dict[int, _ReleaseEvent] = {}
 
     def _issue(self, run: SimulatedRun, following: SimulatedRun, index: int, step: TimedStep, time: float) -> None:
-        """What the host does at a step: copies join their queues, events get their places."""
+        """Issue a step on the host: copies join their queues, and releases record their events."""
         if step.op == "segment":
             return
         if step.op != "prefetch" and step.slot not in self._in_slot:
@@ -178,7 +189,7 @@ class Engine:
         elif step.op == "acquire":
             self._copy_of[index] = self._in_slot[step.slot]
         else:
-            released = _Release()
+            released = _ReleaseEvent()
             self._released[step.slot] = self._freed[buffer] = released
             self._release_at[index] = (released, self._in_slot[step.slot])
             if index in run.last:
@@ -190,13 +201,13 @@ class Engine:
         if self.machine.fills_ahead and step is not None and buffer not in self._ahead:
             self._ahead[buffer] = self._enqueue(step, self._freed.get(buffer), time)
 
-    def _enqueue(self, step: TimedStep, after: _Release | None, time: float) -> _Copy:
+    def _enqueue(self, step: TimedStep, after: _ReleaseEvent | None, time: float) -> _Copy:
         copy = _Copy(step, after, time)
         self._links.setdefault(step.link, deque()).append(copy)
         return copy
 
     def _execute(self, index: int, step: TimedStep) -> None:
-        """What the compute stream does at a step."""
+        """Execute a step on the compute stream."""
         if step.op == "segment":
             begun = self.now
             self._work(step.seconds)
@@ -208,7 +219,7 @@ class Engine:
                 self._advance(math.inf)
                 if self.now == math.inf:
                     raise PlanError(
-                        f"acquire of {step.layer} in slot {step.slot} waits for ever: its copy waits for a release "
+                        f"acquire of {step.layer} in slot {step.slot} waits forever: its copy waits for a release "
                         "that comes later",
                         name=step.layer,
                         value=step.slot,
@@ -237,7 +248,7 @@ class Engine:
             seconds -= (self.now - begun) / factor
 
     def _advance(self, limit: float) -> None:
-        """Move the clock to `limit`, or to where something changes on a link if that comes first."""
+        """Move the clock to `limit`, or to the next change on a link if that comes first."""
         self._start_copies()
         change = limit
         for queue in self._links.values():
@@ -253,7 +264,7 @@ class Engine:
                 queue.popleft().done = True
 
     def _start_copies(self) -> bool:
-        """Start what may start now; True where a link is busy."""
+        """Start the copies that can start now, and return whether a link is busy."""
         busy = False
         for name, queue in self._links.items():
             if not queue:

@@ -1,13 +1,12 @@
-"""Seconds and memory of a step under each strategy: the comparison that explain shows.
+"""Seconds and memory of a step under each strategy: the comparison that `explain` shows.
 
 A step is `Setting.sequences` on each of N ranks. A strategy that splits every sequence over all ranks runs N such
 steps, one for each rank's sequences, so that all strategies do equal work. Routing is assumed to be even, and kernels
-to be the same everywhere. What differs is what is exchanged, how often weights are read, and who waits for whom.
+to be the same everywhere. Strategies differ in their exchanges, in how often they read weights, and in their waits.
 
 All sequences of a step are computed at once. Only a pipeline cuts them into micro-batches. With `Setting.engine_tokens`
-every strategy runs as serving engines run it: micro-batch by micro-batch, and a long sequence in chunks. Ranks with
-sequences of their own (dp) are then at different chunks, and at every layer all wait for the rank with the longest
-prefix.
+every strategy runs as in serving engines: micro-batch by micro-batch, with long sequences in chunks. Data-parallel
+ranks (dp) are then at different chunks, and in every layer all ranks wait for the one with the longest prefix.
 """
 
 from __future__ import annotations
@@ -36,17 +35,18 @@ from moepass.passes.machine.layer_times import (
 from moepass.passes.machine.times import collective_seconds, token_exchange_seconds
 from moepass.passes.planner.microbatches import micro_batches, pipeline_seconds, slowest_seconds
 
-# [Empirical] Tokens of a micro-batch: between the 2048 and 8192 tokens that serving engines schedule at
-# once by default. Smaller ones read experts more often than they compute on them, larger ones need more memory.
+# [Empirical] Tokens of a micro-batch, between the 2048 and 8192 that serving engines schedule at once by default.
+# Smaller micro-batches spend more time reading experts than computing with them; larger ones need more memory.
 MICRO_BATCH_TOKENS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
 class StrategyCost:
-    """`step_seconds` for the sequences of all ranks; bytes per device.
+    """Seconds of a step for the sequences of all ranks, and bytes per device.
 
-    `communication_bytes` are those of a typical layer with experts, by the table of arXiv 2605.02960; nothing hides
-    them. `background_bytes` are those of its experts that come beside the computation, where they are streamed.
+    Attributes:
+        communication_bytes: exposed bytes of a typical MoE layer, by the table of arXiv 2605.02960
+        background_bytes: bytes of its experts that are streamed during computation
     """
 
     strategy: str
@@ -59,12 +59,14 @@ class StrategyCost:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """The subject of a comparison: one model on one machine. `budget_bytes` of memory may be used on each device.
+    """The subject of a comparison: one model on one machine.
 
-    `dtype` is what GEMMs are computed in. With `stored` weights rest and travel as a checkpoint stores them, and
-    every strategy computes from that; None: they rest in `dtype`.
-    `engine_tokens` are those of a micro-batch of every strategy but asyncep; None: only pipelines have micro-batches.
-    `transport` is how ranks exchange the shards of banks.
+    Attributes:
+        dtype: dtype of GEMMs
+        budget_bytes: memory that may be used on each device
+        engine_tokens: tokens of a micro-batch of every strategy but asyncep; None: only pipelines have micro-batches
+        stored: how a checkpoint stores the weights, which rest and travel like this; None: in `dtype`
+        transport: how ranks exchange the shards of banks
     """
 
     architecture: Architecture
@@ -78,41 +80,44 @@ class Setting:
 
     @property
     def ranks(self) -> int:
+        """Number of devices."""
         return self.hardware.ranks
 
     @property
     def dense_bytes(self) -> int:
-        """Weights without the banks."""
+        """Bytes of the weights without the banks."""
         return dense_bytes(self.architecture, self.dtype, self.stored)
 
     def bank(self, experts: Experts) -> BankSizes:
+        """Return the sizes of the bank of a layer with these experts."""
         return bank_sizes(experts, self.architecture.hidden, self.dtype, self.stored)
 
     def row_bytes(self, tokens: float) -> float:
-        """Hidden states of that many tokens."""
+        """Return the bytes of the hidden states of `tokens`."""
         return tokens * self.architecture.hidden * element_bytes(activation_dtype(self.dtype))
 
     def collective(self, kind: str, nbytes: float) -> float:
+        """Return the seconds of a collective on this machine."""
         return collective_seconds(self.hardware, kind, nbytes)
 
 
 def homes_of(setting: Setting) -> tuple[str, ...]:
-    """Where experts may rest on this machine, the simplest first."""
+    """Return the homes that experts can have on this machine, the simplest first."""
     candidates = [home for home in HOMES.values() if home.is_candidate]
     return tuple(home.name for home in candidates if setting.ranks > 1 or not home.is_spread)
 
 
 def compare_strategies(setting: Setting) -> tuple[StrategyCost, ...]:
-    """Every strategy but asyncep, in the order of the table. On one device they differ from the resident one by
-    micro-batches alone (pp_pp).
+    """Return the costs of every strategy but asyncep, in the order of the table.
 
-    Raises InputError for a dtype that the machine has no rate for.
+    On a single device they differ from the resident strategy only by micro-batches (pp_pp). Raises InputError for a
+    dtype without a rate.
     """
     return tuple(strategy_cost(setting, name) for name in STRATEGIES if name != ASYNCEP)
 
 
 def resident_cost(setting: Setting) -> StrategyCost:
-    """All experts of all layers on every device: no exchange at all, where that much memory is there."""
+    """Return the cost of all experts on every device, without exchanges."""
     seconds = _over_layers(setting, lambda layer: _layer(setting, layer).total) + _head(setting)
     weights = setting.dense_bytes + banks_bytes(setting)
     memory = weights + activations_bytes(setting)
@@ -120,7 +125,10 @@ def resident_cost(setting: Setting) -> StrategyCost:
 
 
 def strategy_cost(setting: Setting, name: str) -> StrategyCost:
-    """A strategy of the table, but asyncep. Raises InputError as `compare_strategies`, KeyError for another name."""
+    """Return the cost of one strategy of the table, except asyncep.
+
+    Raises InputError as `compare_strategies`, and KeyError for another name.
+    """
     if name == "pp_pp":
         seconds = _pipeline(setting)
     elif setting.engine_tokens is None:
@@ -147,9 +155,9 @@ def _head(setting: Setting) -> float:
     return head_seconds(setting.hardware, setting.architecture, setting.sequences, setting.dtype)
 
 
-def _rounds(setting: Setting, parts: Sequence[Sequences]) -> float:
-    """How often `parts` are computed until all sequences of one rank are."""
-    return setting.sequences.tokens / sum(part.tokens for part in parts)
+def _rounds(setting: Setting, round_sequences: Sequence[Sequences]) -> float:
+    """Return how often `round_sequences` are computed until all sequences of one rank are done."""
+    return setting.sequences.tokens / sum(batch.tokens for batch in round_sequences)
 
 
 def _layer(setting: Setting, layer: Layer, sequences: Sequences | None = None, **split: int) -> LayerSeconds:
@@ -158,7 +166,7 @@ def _layer(setting: Setting, layer: Layer, sequences: Sequences | None = None, *
 
 
 # ---- Seconds of one layer for the sequences of all ranks -------------------------------------------------------------
-# Exchanges are those that carry each hidden state once: a device that holds 1/N of the tokens sends those alone.
+# Each hidden state is exchanged once: a device that holds 1/N of the tokens sends only these.
 
 
 def _dp_ep(setting: Setting, layer: Layer) -> float:
@@ -170,9 +178,9 @@ def _dp_ep(setting: Setting, layer: Layer) -> float:
 
 def _dp_tp(setting: Setting, layer: Layer) -> float:
     sequences, ranks = setting.sequences, setting.ranks
-    everybody = dataclasses.replace(sequences, count=sequences.count * ranks)
-    computing = _layer(setting, layer).attention + _layer(setting, layer, everybody, widths=ranks).mlp
-    return computing + _gather_and_scatter(setting, everybody.tokens)
+    all_sequences = dataclasses.replace(sequences, count=sequences.count * ranks)
+    computing = _layer(setting, layer).attention + _layer(setting, layer, all_sequences, widths=ranks).mlp
+    return computing + _gather_and_scatter(setting, all_sequences.tokens)
 
 
 def _tp_tp(setting: Setting, layer: Layer) -> float:
@@ -204,32 +212,35 @@ def _sp_ep(setting: Setting, layer: Layer) -> float:
 
 
 def _share(setting: Setting, layer: Layer, experts: int) -> LayerSeconds:
-    """One rank's share of the tokens of one step; a sequence may be cut, which changes the cost of scores alone."""
+    """Return the seconds of one rank's share of a step.
+
+    It may cut a sequence, which changes only the cost of scores.
+    """
     return _layer(setting, layer, Sequences(1, math.ceil(setting.sequences.tokens / setting.ranks)), experts=experts)
 
 
 def _exchange(setting: Setting, layer: Layer, tokens: float) -> float:
-    """Dispatch and combine of `tokens` on each device, top_k times each."""
+    """Return the seconds of dispatch and combine of `tokens` on each device, top_k times each."""
     assert layer.experts is not None
     rows = layer.experts.top_k * setting.row_bytes(tokens)
     return token_exchange_seconds(setting.hardware, rows, layer.experts.count)
 
 
 def _gather_and_scatter(setting: Setting, tokens: float) -> float:
-    """All hidden states to all devices, and the sums of what these make of them back to where each belongs."""
+    """Return the seconds of gathering all hidden states on all devices, and of reducing and scattering the results."""
     nbytes = setting.row_bytes(tokens)
     return setting.collective("all_gather", nbytes) + setting.collective("reduce_scatter", nbytes)
 
 
 def _key_values(setting: Setting, layer: Layer) -> float:
-    """Keys and values of the whole sequence to every device that holds a part of it."""
+    """Return the seconds of gathering keys and values of the whole sequence on every device."""
     nbytes = kv_bytes(
         layer.attention, setting.sequences.count, setting.sequences.length, activation_dtype(setting.dtype)
     )
     return setting.collective("all_gather", float(nbytes))
 
 
-# Each rank computes attention over sequences of its own.
+# Strategies in which each rank computes attention over different sequences.
 _DATA_PARALLEL = ("dp_ep", "dp_tp")
 
 _SECONDS: dict[str, Callable[[Setting, Layer], float]] = {
@@ -243,39 +254,42 @@ _SECONDS: dict[str, Callable[[Setting, Layer], float]] = {
 
 
 def _pipeline(setting: Setting) -> float:
-    """Layers shared out in order; the device with the most layers sets the pace, and sends its output to the next."""
+    """Return the seconds of a pipeline.
+
+    The device with the most layers sets the pace, and sends its output to the next.
+    """
     share = math.ceil(len(setting.architecture.layers) / setting.ranks) / len(setting.architecture.layers)
-    parts = _parts(setting)
+    batches = _micro_batches(setting)
     seconds = []
-    for part in parts:
-        computing = _over_layers(setting, lambda layer, part=part: _layer(setting, layer, part).total)  # type: ignore[misc]
+    for batch in batches:
+        computing = _over_layers(setting, lambda layer, batch=batch: _layer(setting, layer, batch).total)  # type: ignore[misc]
         # The layer's output and the residual stream are sent one after the other, as in vLLM.
-        seconds.append(share * computing + 2 * setting.collective("p2p", setting.row_bytes(part.tokens)))
-    return setting.ranks * _rounds(setting, parts) * pipeline_seconds(seconds, setting.ranks) + _head(setting)
+        seconds.append(share * computing + 2 * setting.collective("p2p", setting.row_bytes(batch.tokens)))
+    return setting.ranks * _rounds(setting, batches) * pipeline_seconds(seconds, setting.ranks) + _head(setting)
 
 
-def _parts(setting: Setting) -> tuple[Sequences, ...]:
-    """The micro-batches of one round: of no more tokens than all ranks have in a step."""
+def _micro_batches(setting: Setting) -> tuple[Sequences, ...]:
+    """Return the micro-batches of one round, of at most the tokens that all ranks have in a step."""
     tokens = min(setting.engine_tokens or MICRO_BATCH_TOKENS, setting.ranks * setting.sequences.tokens)
     return micro_batches(setting.sequences.length, tokens)
 
 
 def _micro_batched(setting: Setting, name: str) -> float:
-    """Micro-batches one after the other; data-parallel ranks wait for the slowest of them."""
-    parts = _parts(setting)
-    steps = [dataclasses.replace(setting, sequences=part) for part in parts]
+    """Return the seconds of successive micro-batches; data-parallel ranks wait for the slowest."""
+    batches = _micro_batches(setting)
+    steps = [dataclasses.replace(setting, sequences=batch) for batch in batches]
     seconds = sum(_over_layers(step, functools.partial(_SECONDS[name], step)) for step in steps)
     if name in _DATA_PARALLEL:
         attention = [_over_layers(step, lambda layer, step=step: _layer(step, layer).attention) for step in steps]  # type: ignore[misc]
-        seconds += len(parts) * slowest_seconds(attention, setting.ranks) - sum(attention)
-    return _rounds(setting, parts) * seconds + _head(setting)
+        seconds += len(batches) * slowest_seconds(attention, setting.ranks) - sum(attention)
+    return _rounds(setting, batches) * seconds + _head(setting)
 
 
 # ---- Memory of one device --------------------------------------------------------------------------------------------
 
 
 def banks_bytes(setting: Setting) -> int:
-    """Bytes of all experts of all layers, where they rest."""
+    """Return the bytes at rest of all experts of all layers."""
     return sum(
         count * setting.bank(layer.experts).home_bytes
         for layer, count in setting.architecture.layer_counts.items()
@@ -284,35 +298,35 @@ def banks_bytes(setting: Setting) -> int:
 
 
 def activations_bytes(setting: Setting, tokens: float | None = None) -> float:
-    """The most that activations of `tokens`, all of a rank's by default, take at once in any layer."""
+    """Return the peak activation bytes of any layer for `tokens`, by default all of a rank's."""
     tokens = setting.sequences.tokens if tokens is None else tokens
     return peak_activation_bytes(setting.architecture, tokens, setting.dtype)
 
 
 def peak_activation_bytes(architecture: Architecture, tokens: float, dtype: str) -> float:
-    """The most that activations of `tokens` take at once in any layer, where weights are `dtype`."""
+    """Return the peak activation bytes of any layer for `tokens`, with weights of `dtype`."""
     wide = activation_dtype(dtype)
     return max(float(activation_bytes(layer, architecture.hidden, tokens, wide)) for layer in architecture.layer_counts)
 
 
 def _memory(setting: Setting, name: str) -> float:
-    """Weights, the activations of the tokens that a device has, and keys and values of chunks where there are any."""
+    """Return the bytes of weights, of the activations of a device's tokens, and of keys and values of chunks."""
     ranks, tokens = setting.ranks, setting.sequences.tokens
     dense, banks = setting.dense_bytes, banks_bytes(setting)
-    parts = _parts(setting)
-    kept = max(part.count * (part.prefix + part.length) for part in parts)
-    kept_bytes = float(model_kv_bytes(setting.architecture, 1, kept, activation_dtype(setting.dtype)))
+    batches = _micro_batches(setting)
+    cached = max(batch.count * (batch.prefix + batch.length) for batch in batches)
+    cache_bytes = float(model_kv_bytes(setting.architecture, 1, cached, activation_dtype(setting.dtype)))
     if name == "pp_pp":
         share = math.ceil(len(setting.architecture.layers) / ranks) / len(setting.architecture.layers)
-        # N micro-batches are under way, each with the keys and values of a device's layers.
-        return share * (dense + banks + ranks * kept_bytes) + activations_bytes(setting, parts[0].tokens)
+        # N micro-batches are in flight, each with the keys and values of a device's layers.
+        return share * (dense + banks + ranks * cache_bytes) + activations_bytes(setting, batches[0].tokens)
     if setting.engine_tokens is None:
-        kept_bytes = 0.0
+        cache_bytes = 0.0
     else:
-        tokens = parts[0].tokens
-        kept_bytes /= 1 if name in _DATA_PARALLEL else ranks
+        tokens = batches[0].tokens
+        cache_bytes /= 1 if name in _DATA_PARALLEL else ranks
     sharded = name in ("tp_tp", "tp_ep")
     weights = (dense + banks) / ranks if sharded else dense + banks / ranks
-    everybody = tokens * ranks if name == "dp_tp" else tokens
+    mlp_tokens = tokens * ranks if name == "dp_tp" else tokens
     divisor = ranks if name in ("sp_ep", "tp_ep") else 1
-    return weights + kept_bytes + activations_bytes(setting, everybody / divisor)
+    return weights + cache_bytes + activations_bytes(setting, mlp_tokens / divisor)

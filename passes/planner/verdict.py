@@ -1,4 +1,4 @@
-"""The fastest strategy that fits, the next one, and one sentence on why."""
+"""The fastest strategy that fits, the next one, and a sentence that says why."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from moepass.passes.ir.decisions import ASYNCEP, RESIDENT
 from moepass.passes.planner.simulate import Simulation
 from moepass.passes.planner.strategies import StrategyCost
 
-# Order of equally fast strategies: first the one that moves nothing, then the one without rendezvous.
+# Preference among equally fast strategies: resident moves nothing, and asyncep needs no rendezvous.
 _PREFERRED = {RESIDENT: 0, ASYNCEP: 1}
-# A smaller share of waiting is reported as none.
+# A smaller fraction of waiting is reported as none.
 _NOTHING = 0.0005
 # [Empirical] How far a predicted step may be off: benchmarks/prediction.py. A smaller gain is a tie.
 MODEL_ERROR = 0.10
 
 
 def ranking(comparison: Sequence[StrategyCost], ranks: int) -> tuple[str, str | None]:
-    """The fastest that fits, and the next one; where nothing fits, the one that needs the least memory, and None.
+    """Return the fastest strategy that fits, and the next one.
 
-    On one device all strategies but asyncep are the resident one.
+    If nothing fits, returns the one with the least memory, and None. On a single device only asyncep and resident
+    count, because all other strategies equal the resident one.
     """
     candidates = [cost for cost in comparison if ranks > 1 or cost.strategy in _PREFERRED]
     fitting = sorted(
@@ -34,20 +35,20 @@ def ranking(comparison: Sequence[StrategyCost], ranks: int) -> tuple[str, str | 
 def reason(
     comparison: Sequence[StrategyCost], chosen: str, runner_up: str | None, simulation: Simulation | None
 ) -> str:
-    """Why `chosen` was chosen. `simulation` is that of asyncep, None where it does not fit."""
+    """Return why `chosen` was chosen. `simulation` is that of asyncep; None if it does not fit."""
     costs = {cost.strategy: cost for cost in comparison}
     if not costs[chosen].fits:
         needed = f"{costs[chosen].memory_bytes / 1e9:.1f} GB per device"
-        return f"no strategy keeps to the memory budget; {chosen} needs the least memory, {needed}"
+        return f"no strategy fits the memory budget; {chosen} needs the least memory, {needed}"
     gain = ""
     if runner_up is not None:
         ratio = costs[runner_up].step_seconds / costs[chosen].step_seconds
         if ratio >= 1 + MODEL_ERROR:
-            gain = f", {ratio:.2f} times as fast as {runner_up}, the next that fits"
+            gain = f", {ratio:.2f} times as fast as {runner_up}, the next strategy that fits"
         else:
             gain = (
-                f"; a tie with {runner_up}, the next that fits: predicted {ratio:.2f} times as fast, and predictions "
-                f"are up to {MODEL_ERROR:.0%} off"
+                f"; a tie with {runner_up}, the next strategy that fits: predicted {ratio:.2f} times as fast, and "
+                f"predictions are up to {MODEL_ERROR:.0%} off"
             )
     if chosen == RESIDENT:
         return f"all experts fit on every device, so nothing moves{gain}"
@@ -60,7 +61,7 @@ def reason(
     if simulation is None:
         instead = "asyncep does not fit"
     elif waits < _NOTHING:
-        instead = "asyncep would wait for nothing, but is slower all the same"
+        instead = "asyncep would wait for nothing, but would still be slower"
     else:
         instead = f"asyncep would wait {waits:.0%} of its time for experts at this number of tokens"
     return f"{instead}{gain}"

@@ -1,15 +1,16 @@
-"""Decide where every bank goes: which slot, and which release its prefetch waits for.
+"""Assign every bank to a slot, and to the release for which its prefetch waits.
 
 Contract
     in    canonical graph
-    out   the same graph, untouched; `plan.strategy`, `reason`, `slots`, `slot_bytes`, `slot_stays`, and `dispatch`,
-          or a refusal where it was asked for and cannot be
+    out   the same graph, untouched
+          `plan.strategy`, `reason`, `slots`, `slot_bytes` and `slot_stays`
+          `plan.dispatch`, or a refusal if it was requested but is impossible
 
 Pseudo-code
     if nothing is gathered: strategy resident
-    for each gather in the order in which they are first read, with its first and last reader:
-        give it the slot that has been free for longest; its prefetch follows the release of that slot's last content
-        if no slot is free when the gather is needed: refuse, and say how many slots would do
+    for each gather in the order of first reads, with its first and last reader:
+        assign the slot that has been free for longest; its prefetch waits for the release of the slot's last content
+        if no slot is free when the gather is needed: raise, and say how many slots would be enough
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ from moepass.passes.schedule.dispatch import plan_dispatch
 class Lifetime:
     """The host-order interval in which a gathered bank is read.
 
-    `views` are those in front of `first_reader`: they move no byte and depend on the gather alone, so they may stand
-    right in front of it, however early the model took them. What reads a bank for some tokens at a time reads it from
-    the beginning of its region to the end.
+    Attributes:
+        views: views before `first_reader`. They move no bytes and depend only on the gather, so they can be moved right
+            before it
+        first_reader, last_reader: for a region that processes some tokens at a time, its first and last node
     """
 
     gather: Node
@@ -47,18 +49,21 @@ class Lifetime:
 
 @graph_pass(requires={"canonical"}, provides={"planned"})
 def plan(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
-    """Choose strategy and slots. Raises PlanError where the ring has fewer slots than banks that are read at once."""
+    """Choose strategy and slots.
+
+    Raises PlanError if the ring has fewer slots than banks that are read at the same time.
+    """
     dispatch, refusals = plan_dispatch(module, plan, context)
     plan = dataclasses.replace(plan, dispatch=dispatch, refusals=plan.refusals + refusals)
     stays = lifetimes(module.graph)
     if not stays:
         reason = (
-            "every expert bank lies on the compute device already"
+            "every expert bank is already on the compute device"
             if plan.blocks
             else "the graph has no MoE block, so there is nothing to move"
         )
         if plan.banks:
-            reason = "banks are read, but only outside recognised blocks: they are gathered synchronously"
+            reason = "banks are read only outside recognised blocks, so they are gathered synchronously"
         reason = _with_what_stays(reason, module.graph, plan, context)
         decided = dataclasses.replace(plan, strategy="resident" if not plan.banks else "synchronous", reason=reason)
         return PassResult(module, decided, refusals=refusals)
@@ -80,13 +85,13 @@ def plan(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
 def _reason(stays: int, slots: int, homes: set[str]) -> str:
     where = " or ".join(home_named(home).banks_there for home in sorted(homes))
     if slots == 1:
-        return f"{stays} banks {where} and pass through 1 slot, refilled when the block before is done"
+        return f"{stays} banks {where} and pass through 1 slot, which is refilled after each block"
     return f"{stays} banks {where} and stream through {slots} slots while other layers compute"
 
 
 def _with_what_stays(reason: str, graph: Graph, plan: Plan, context: PassContext) -> str:
-    """`reason`, and how many collectives stay in the graph and why: experts are not just there while tokens travel."""
-    kinds = Counter(one.kind for one in communications_of(graph))
+    """Append to `reason` how many collectives stay in the graph, and why."""
+    kinds = Counter(communication.kind for communication in communications_of(graph))
     if not kinds:
         return reason
     number = kinds.total()
@@ -94,12 +99,12 @@ def _with_what_stays(reason: str, graph: Graph, plan: Plan, context: PassContext
     stay = f"{number} collective{'s' * (number > 1)} stay{'s' * (number == 1)} in the graph ({listed})"
     near = [refusal for refusal in plan.refusals if refusal.crosses_ranks]
     if near:
-        others = f", and {len(near) - 1} more refusals" if len(near) > 1 else ""
+        more = f", and {len(near) - 1} more refusals" if len(near) > 1 else ""
         moved = "" if not plan.banks else f"{reason}; "
-        return f"{moved}{stay}, because of {near[0].where}: {near[0].reason}{others}"
+        return f"{moved}{stay}, because of {near[0].where}: {near[0].reason}{more}"
     if "eliminate_expert_parallelism" in context.disabled:
         return (
-            f"{stay}, since pass eliminate_expert_parallelism is disabled"
+            f"{stay}, because pass eliminate_expert_parallelism is disabled"
             if plan.blocks and not plan.banks
             else f"{reason}; {stay}"
         )
@@ -107,38 +112,41 @@ def _with_what_stays(reason: str, graph: Graph, plan: Plan, context: PassContext
 
 
 def lifetimes(graph: Graph) -> list[Lifetime]:
-    """The gathers of a canonical graph, in the order in which they are first read."""
-    place = positions(graph)
+    """Return the gathers of a canonical graph in the order of their first reads."""
+    order = positions(graph)
     stays = []
     for node in graph.nodes:
         if is_call(node, gather):
-            found = sorted(readers(node), key=place.__getitem__)
-            # copy_ gives a view of what it writes to, but what it writes it reads.
-            reading = [reader for reader in found if not is_view(reader) or mutates(reader)]
-            first_reader, last_reader = first_of_region((reading or found)[0]), last_of_region(found[-1])
-            views = tuple(view for view in found if place[view] < place[first_reader])
+            users = sorted(readers(node), key=order.__getitem__)
+            # copy_ returns a view of its target, but it reads its source.
+            reading = [user for user in users if not is_view(user) or mutates(user)]
+            first_reader, last_reader = first_of_region((reading or users)[0]), last_of_region(users[-1])
+            views = tuple(view for view in users if order[view] < order[first_reader])
             bank = node.kwargs["bank"]
             assert isinstance(bank, int)
             block = str(node.meta.get("moepass_block", node.name))
             stays.append(Lifetime(node, bank, block, views, first_reader, last_reader))
-    return sorted(stays, key=lambda stay: place[stay.first_reader])
+    return sorted(stays, key=lambda stay: order[stay.first_reader])
 
 
-def assign_slots(stays: list[Lifetime], place: dict[Node, int], slots: int) -> list[SlotStay]:
-    """Slots in the order in which they fall free. `place` gives host order, `slots` the size of the ring."""
+def assign_slots(stays: list[Lifetime], order: dict[Node, int], slots: int) -> list[SlotStay]:
+    """Assign slots in the order in which they become free.
+
+    `order` are positions in host order, `slots` is the size of the ring.
+    """
     freed_by: list[int | None] = []
     slot_stays: list[SlotStay] = []
     for position, stay in enumerate(stays):
-        needed_at = place[stay.first_reader]
+        needed_at = order[stay.first_reader]
         if len(freed_by) < slots:
             slot, after = len(freed_by), None
             freed_by.append(position)
         else:
-            slot = min(range(slots), key=lambda index: place[stays[freed_by[index]].last_reader])  # type: ignore[index]
+            slot = min(range(slots), key=lambda index: order[stays[freed_by[index]].last_reader])  # type: ignore[index]
             after = freed_by[slot]
             assert after is not None
-            if place[stays[after].last_reader] >= needed_at:
-                live = _live(stays, place, needed_at)
+            if order[stays[after].last_reader] >= needed_at:
+                live = _live(stays, order, needed_at)
                 raise PlanError(
                     f"slots={slots} is too few: block {stay.block} needs its bank while {live} banks are being read; "
                     f"use slots={live + 1} or more"
@@ -149,5 +157,5 @@ def assign_slots(stays: list[Lifetime], place: dict[Node, int], slots: int) -> l
     return slot_stays
 
 
-def _live(stays: list[Lifetime], place: dict[Node, int], moment: int) -> int:
-    return sum(place[stay.first_reader] < moment <= place[stay.last_reader] for stay in stays)
+def _live(stays: list[Lifetime], order: dict[Node, int], moment: int) -> int:
+    return sum(order[stay.first_reader] < moment <= order[stay.last_reader] for stay in stays)

@@ -1,9 +1,8 @@
-"""Whether a run gathers weights or exchanges tokens: what the plan says about it, and the rule that a run follows.
+"""The choice between gathering weights and exchanging tokens: its record in the plan, and the rule that runs follow.
 
-A graph from which expert parallelism was taken has two forms: `gathered`, the schedule, and `exchanged`, the graph as
-it was captured. Below a number of tokens the second is faster. An exchange needs all ranks, so they all take the same
-form in the same run, whatever each of them brings: by the mean number of tokens per rank, since an exchange spreads the
-work evenly and takes as long as the mean says.
+After expert parallelism was eliminated, a graph has two forms: `gathered`, the schedule, and `exchanged`, the captured
+graph. Below a number of tokens, `exchanged` is faster. An exchange needs all ranks, so all ranks take the same form in
+the same run. The mean number of tokens per rank decides, because an exchange spreads the work evenly over ranks.
 """
 
 from __future__ import annotations
@@ -25,31 +24,38 @@ from moepass.passes.planner.all_to_all_crossover import CrossoverEstimate
 
 GATHERED, EXCHANGED = "gathered", "exchanged"
 
-# [Empirical] A guess, not measured: so much may a batch size vary around the crossover without a change of form.
+# [Empirical] A guess, not measured: the relative variation of a batch size around the crossover that changes no form.
 HYSTERESIS = 0.1
 
 
 def choose_form(tokens: float, ranks: int, crossover_tokens: int, hysteresis: float, last: str | None) -> str:
-    """The form of a run with `tokens` tokens on all `ranks` together; `last` is that of the run before, if any.
+    """Return the form of a run with `tokens` tokens on all `ranks` together.
 
-    Exchanged below the crossover, gathered from it on; near it, as the last time: what changes the form is a mean
-    beyond crossover_tokens · (1 ± hysteresis).
+    A run below the crossover is exchanged, any other is gathered. Near the crossover, the form of the last run stays
+    until the mean passes crossover_tokens · (1 ± hysteresis).
+
+    Args:
+        tokens: Tokens of all ranks together.
+        ranks: Number of ranks.
+        crossover_tokens: Tokens per rank from which runs are gathered.
+        hysteresis: Fraction of the crossover.
+        last: Form of the last run, or None for the first run.
     """
-    towards = {None: 0.0, GATHERED: -hysteresis, EXCHANGED: hysteresis}[last]
-    return EXCHANGED if tokens < crossover_tokens * (1 + towards) * ranks else GATHERED
+    shift = {None: 0.0, GATHERED: -hysteresis, EXCHANGED: hysteresis}[last]
+    return EXCHANGED if tokens < crossover_tokens * (1 + shift) * ranks else GATHERED
 
 
 def plan_dispatch(module: GraphModule, plan: Plan, context: PassContext) -> tuple[Dispatch | None, tuple[Refusal, ...]]:
-    """When runs of a canonical graph exchange; where that was asked for and cannot be, why.
+    """Return when runs of a canonical graph exchange tokens, or a refusal if that was requested but is impossible.
 
-    `plan` has the graph's blocks and costs. Raises InputError where the profile lacks a rate or a link.
+    `plan` has the graph's blocks and costs. Raises InputError if the profile lacks a rate or a link.
     """
     if context.all_to_all_below is None and context.hardware is None:
         return None, ()
     gathers = [node for node in module.graph.nodes if is_call(node, gather)]
     problem = _problem(module, gathers)
     if problem is None and context.all_to_all_below is None and plan.cost is None:
-        problem = "the graph has no costs, since pass cost is disabled"
+        problem = "the graph has no costs, because pass cost is disabled"
     if problem is not None:
         asked = context.hardware.name if context.all_to_all_below is None and context.hardware else ""
         option = "hardware" if asked else "all_to_all_below"
@@ -58,46 +64,46 @@ def plan_dispatch(module: GraphModule, plan: Plan, context: PassContext) -> tupl
     tokens = _mean_tokens(gathers)
     if context.all_to_all_below is not None:
         reason = (
-            f"below {context.all_to_all_below} tokens per rank on average the graph runs as it was captured, exchanges "
-            "and all, as option all_to_all_below says"
+            f"below {context.all_to_all_below} tokens per rank on average the graph runs as it was captured, with its "
+            "exchanges, because of option all_to_all_below"
         )
         return Dispatch(context.all_to_all_below, HYSTERESIS, str(tokens), reason), ()
     return _estimated(plan, tokens, context), ()
 
 
 def _estimated(plan: Plan, tokens: sympy.Expr, context: PassContext) -> Dispatch:
-    """By the profile: from where on gathering takes no longer."""
+    """Estimate the crossover from the hardware profile."""
     assert context.hardware is not None
     ranks = context.groups[next(bank.group for bank in plan.banks if bank.group)].ranks
     estimate = CrossoverEstimate(plan, tokens, context.hardware, ranks, context.slots, context.transport)
     crossover = estimate.crossover_tokens()
-    there = estimate.seconds(crossover)
+    at_crossover = estimate.seconds(crossover)
     reason = (
         f"below {crossover} tokens per rank on average the graph runs as it was captured: by profile "
-        f"{context.hardware.name} a gathered run takes no less than the {there.transfer:.3g} s of its transfers, and "
-        f"exchanging so many tokens takes {there.exchange:.3g} s"
+        f"{context.hardware.name} a gathered run takes at least the {at_crossover.transfer:.3g} s of its transfers, "
+        f"and exchanging {crossover} tokens per rank takes {at_crossover.exchange:.3g} s"
     )
     return Dispatch(crossover, HYSTERESIS, str(tokens), reason, is_estimated=True)
 
 
 def _problem(module: GraphModule, gathers: Sequence[Node]) -> str | None:
-    """What stands against running the graph as it was captured."""
+    """Return why the graph cannot run as it was captured, or None if it can."""
     if not gathers:
-        return "no expert parallelism was taken out of it, so it has one form only"
+        return "no expert parallelism was eliminated from the graph, so it has only one form"
     for node in gathers:
         name = node.meta.get("moepass_block", node.name)
         if TOKENS_KEY not in node.meta:
-            return f"block {name} asks for complete experts itself, and so would run with gathered weights in any form"
+            return f"block {name} itself asks for complete experts, so it would gather weights in both forms"
         if node.meta[TOKENS_KEY] is None:
-            return f"how many tokens block {name} routes cannot be told from the graph"
-    known = size_sources(module.graph)
+            return f"the graph does not determine how many tokens block {name} routes"
+    input_symbols = size_sources(module.graph)
     try:
-        evaluate_text(str(_mean_tokens(gathers)), dict.fromkeys(known, 2))
+        evaluate_text(str(_mean_tokens(gathers)), dict.fromkeys(input_symbols, 2))
     except InputError as error:
-        return f"its number of tokens cannot be told from its inputs ({error})"
+        return f"the graph's inputs do not determine its number of tokens ({error})"
     return None
 
 
 def _mean_tokens(gathers: Sequence[Node]) -> sympy.Expr:
-    """Tokens of a block, in the mean over blocks."""
+    """Return the tokens of a block, averaged over blocks."""
     return sympy.Add(*(node.meta[TOKENS_KEY] for node in gathers)) / len(gathers)

@@ -1,12 +1,12 @@
-"""Write down by which decisions the graph runs, and what they are predicted to take.
+"""Record the planner's decisions for the graph, and its predictions.
 
 Contract
-    in    a graph whose plan has slots where banks stream, and steps with their costs where pass partition ran
+    in    a graph and its plan: slots if banks stream, steps with costs if pass partition ran
     out   the same graph, untouched; `plan.sequences` and `plan.decisions`
 
 Pseudo-code
-    the number of sequences and their tokens: the sizes of the argument that holds token ids
-    the planner's decisions, with what was fixed before: residents when the model was placed, slots by its ring
+    read the number of sequences and their tokens from the sizes of the argument with token ids
+    ask the planner, with the decisions already made: residents from the placement of the model, slots from its ring
 """
 
 from __future__ import annotations
@@ -29,30 +29,31 @@ from moepass.passes.planner.graph_problem import plan_graph
 
 @graph_pass()
 def predict(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
-    """Ask the planner. Raises InputError where the profile lacks a rate or a link."""
+    """Ask the planner. Raises InputError if the profile lacks a rate or a link."""
     plan = dataclasses.replace(plan, sequences=_sequences(module.graph))
     decisions = decisions_for(plan, dict(plan.sizes), context)
     return PassResult(module, dataclasses.replace(plan, decisions=decisions))
 
 
 def decisions_for(plan: Plan, sizes: Mapping[str, float], context: PassContext) -> Decisions:
-    """By which decisions a run with these sizes goes. Raises InputError where the profile lacks a rate or a link."""
+    """Return the decisions for a run with these sizes. Raises InputError if the profile lacks a rate or a link."""
     bounds = next((bank.expert_bounds for bank in plan.banks if bank.group), (0, 0))
     ranks = len(bounds) - 1
     return plan_graph(plan, sizes, context.placed, context.hardware, context.transport, ranks)
 
 
 def _sequences(graph: Graph) -> tuple[str, ...]:
-    """Token ids are whole numbers [sequences, tokens], and so are masks and positions.
+    """Return the sizes [sequences, tokens] of the token ids as expressions, or an empty tuple.
 
-    Positions may be given once for all sequences, so the largest such argument counts; buffers of the model do not.
+    Token ids are integer arguments with two dimensions, like masks and positions. Positions may have one row for all
+    sequences, so the largest argument counts. Buffers of the model do not count.
     """
-    found = {}
+    elements = {}
     for node in graph_inputs(graph):
         value = fake_value(node)
         if not isinstance(value, torch.Tensor) or value.dim() != 2 or value.dtype not in (torch.int64, torch.int32):
             continue
         if node.meta.get(ARGUMENT_KEY, True):
-            known = [size.node.hint if isinstance(size, torch.SymInt) else size for size in value.shape]
-            found[tuple(str(size_expression(size)) for size in value.shape)] = math.prod(size or 0 for size in known)
-    return max(found, key=lambda sizes: found[sizes], default=())
+            hints = [size.node.hint if isinstance(size, torch.SymInt) else size for size in value.shape]
+            elements[tuple(str(size_expression(size)) for size in value.shape)] = math.prod(hint or 0 for hint in hints)
+    return max(elements, key=lambda sizes: elements[sizes], default=())

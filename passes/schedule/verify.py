@@ -1,21 +1,20 @@
-"""Prove that a scheduled graph is safe, whatever the timing.
+"""Prove that a scheduled graph is safe, independent of timing.
 
 Contract
     in    scheduled graph and its plan
-    out   the same graph, untouched; ScheduleError names the rule that it breaks and the node that breaks it
+    out   the same graph, untouched; ScheduleError names the broken rule and the node that breaks it
 
-What is proved. Three actors run at once: the host issues nodes in graph order, the compute stream runs what the host
-issued in that order, and the copy stream runs copies and decodes in the order in which they were issued. Host order
-orders neither these against computation nor the other way round; only events do. So the happens-before graph has an
-edge for
+Three actors run at once. The host issues nodes in graph order. The compute stream runs what the host issued, in that
+order. The copy stream runs copies and decodes in the order in which they were issued. Between the two streams, only
+events define an order, not the host. So the happens-before graph has an edge for
 
     compute order     between successive nodes on the compute stream
     copy order        between successive copies and decodes
     an event          from a release to the copy of the prefetch that names it in `after`,
                       and from a copy, or the decode of an encoded bank, to the acquire that takes it
 
-and a rule holds only if a path proves it. The copy of an encoded bank goes into the encoded buffer, of which there is
-one, and its decode into the slot.
+and a rule holds only if a path proves it. An encoded bank is copied into the only encoded buffer, and decoded from
+there into its slot.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from moepass.passes.ir.slot_operations import SLOT_OPS, acquire, decode, gather,
 
 
 class ScheduleError(PassError):
-    """A scheduled graph that is not safe. `rule` is the name of the broken rule in `RULES`."""
+    """An unsafe scheduled graph. `rule` is the name of the broken rule in `RULES`."""
 
     def __init__(self, rule: str, problem: str) -> None:
         super().__init__(
@@ -45,7 +44,7 @@ class ScheduleError(PassError):
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """`check` yields one sentence for every violation."""
+    """A property of safe schedules. `check` yields one sentence for every violation."""
 
     sentence: str
     check: Callable[[ScheduleFacts], Iterator[str]]
@@ -53,11 +52,16 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleFacts:
-    """A scheduled graph, read once: its slot operations by slot, and the happens-before relation."""
+    """The slot operations of a scheduled graph, and its happens-before relation.
+
+    Attributes:
+        host_order: position of each node in host order
+        order: the happens-before graph, of nodes on the compute stream and work on the copy stream
+    """
 
     graph: Graph
     plan: Plan
-    place: dict[Node, int]
+    host_order: dict[Node, int]
     prefetches: tuple[Node, ...]
     decodes: tuple[Node, ...]
     acquires: tuple[Node, ...]
@@ -65,29 +69,32 @@ class ScheduleFacts:
     order: networkx.DiGraph
 
     def happens_before(self, earlier: object, later: object) -> bool:
+        """Return whether a path proves that `earlier` happens before `later`."""
         return earlier in self.order and later in self.order and networkx.has_path(self.order, earlier, later)
 
     def decodes_of(self, copied: Node) -> list[Node]:
+        """Return the decodes of the prefetch `copied`."""
         return [node for node in self.decodes if node.args[0] is copied]
 
     def acquires_of(self, filled: Node) -> list[Node]:
-        """The acquires of the prefetch `filled`, or of a decode of it."""
+        """Return the acquires of the prefetch `filled`, or of a decode of it."""
         return [node for node in self.acquires if node.args[0] in (filled, *self.decodes_of(filled))]
 
     def slot_writes(self, filled: Node) -> list[SideWork]:
-        """The writes into the slot of the prefetch `filled`."""
+        """Return the writes of the prefetch `filled` into its slot."""
         decodes = self.decodes_of(filled)
         return [side_work(node) for node in decodes] if decodes else [side_work(filled)]
 
     def releases_of(self, tensors: Node) -> list[Node]:
+        """Return the releases of the acquire `tensors`."""
         return [node for node in self.releases if node.args[0] is tensors]
 
     def compute_readers(self, tensors: Node) -> list[Node]:
-        """Nodes that read the slot through `tensors`; the release only marks their end."""
+        """Return the nodes that read the slot through `tensors`, without its releases, which only mark the end."""
         return [node for node in readers(tensors) if node not in self.releases]
 
     def successive_fillings(self) -> Iterator[tuple[Node, Node]]:
-        """Prefetches into one slot, each with the next."""
+        """Yield each prefetch into a slot with the next one into the same slot."""
         previous: dict[object, Node] = {}
         for filled in self.prefetches:
             slot = filled.kwargs["slot"]
@@ -105,7 +112,7 @@ def verify(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
 
 
 def violations(graph: Graph, plan: Plan) -> Iterator[tuple[str, str]]:
-    """Every violation, as the name of its rule and a sentence. After the first, others may be its consequences."""
+    """Yield every violation: the name of its rule and a sentence. Later ones may be consequences of the first."""
     facts = schedule_facts(graph, plan)
     for name, rule in RULES.items():
         for problem in rule.check(facts):
@@ -113,11 +120,12 @@ def violations(graph: Graph, plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def schedule_facts(graph: Graph, plan: Plan) -> ScheduleFacts:
+    """Collect the facts that the rules check."""
     nodes = list(graph.nodes)
     return ScheduleFacts(
         graph=graph,
         plan=plan,
-        place=positions(graph),
+        host_order=positions(graph),
         prefetches=tuple(node for node in nodes if is_call(node, prefetch)),
         decodes=tuple(node for node in nodes if is_call(node, decode)),
         acquires=tuple(node for node in nodes if is_call(node, acquire)),
@@ -131,6 +139,7 @@ SideWork = tuple[str, Node]
 
 
 def side_work(node: Node) -> SideWork:
+    """Return the work on the copy stream that a prefetch or a decode starts."""
     return ("on the copy stream", node)
 
 
@@ -147,7 +156,7 @@ def _happens_before(nodes: list[Node]) -> networkx.DiGraph:
             last_work = work
             after = node.kwargs.get("after")
             if isinstance(after, Node) and after in order:
-                # The event is recorded where the release stands; to wait for one not yet recorded is no wait at all.
+                # The release records the event. Waiting for an event that is not yet recorded does not wait at all.
                 order.add_edge(after, work)
             continue
         order.add_node(node)
@@ -176,7 +185,7 @@ def _paired(facts: ScheduleFacts) -> Iterator[str]:
                 yield f"{tensors.name} has {len(releases)} releases"
     for tensors in facts.acquires:
         if tensors.args[0] not in (*facts.prefetches, *facts.decodes):
-            yield f"{tensors.name} takes no prefetch"
+            yield f"{tensors.name} acquires no prefetch"
     for decoded in facts.decodes:
         if decoded.args[0] not in facts.prefetches:
             yield f"{decoded.name} decodes no copy"
@@ -191,18 +200,18 @@ def _decoded(facts: ScheduleFacts) -> Iterator[str]:
     following = dict(itertools.pairwise(operations))
     for filled in facts.prefetches:
         bank, decodes = filled.kwargs["bank"], facts.decodes_of(filled)
-        found = formats.get(bank)  # type: ignore[arg-type]
-        expected = int(found is not None and found.is_encoded)
+        bank_format = formats.get(bank)  # type: ignore[arg-type]
+        expected = int(bank_format is not None and bank_format.is_encoded)
         if len(decodes) != expected:
-            rests = f"rests encoded ({found.decoder})" if found is not None and expected else "needs none"
-            yield f"{filled.name} has {len(decodes)} decodes, and bank {bank} {rests}"
+            state = f"is encoded ({bank_format.decoder})" if bank_format is not None and expected else "needs none"
+            yield f"{filled.name} has {len(decodes)} decodes, and bank {bank} {state}"
         for decoded in decodes:
             if following.get(filled) is not decoded:
-                # Whatever stands between may bring another bank into the encoded buffer.
-                yield f"{decoded.name} does not stand right behind {filled.name}, whose copy it decodes"
+                # An operation between them may copy another bank into the encoded buffer.
+                yield f"{decoded.name} does not directly follow {filled.name}, whose copy it decodes"
             for tensors in facts.acquires:
                 if tensors.args[0] is filled:
-                    yield f"{tensors.name} takes {filled.name}, which is not decoded yet, in place of {decoded.name}"
+                    yield f"{tensors.name} acquires {filled.name}, which is not yet decoded, instead of {decoded.name}"
 
 
 def _same_bank_and_slot(facts: ScheduleFacts) -> Iterator[str]:
@@ -219,9 +228,9 @@ def _same_bank_and_slot(facts: ScheduleFacts) -> Iterator[str]:
 
 def _follows_plan(facts: ScheduleFacts) -> Iterator[str]:
     planned = sorted((stay.bank, stay.slot) for stay in facts.plan.slot_stays)
-    found = sorted((node.kwargs["bank"], node.kwargs["slot"]) for node in facts.acquires)
-    if planned != found:
-        yield f"the plan has (bank, slot) {planned}, the graph {found}"
+    actual = sorted((node.kwargs["bank"], node.kwargs["slot"]) for node in facts.acquires)
+    if planned != actual:
+        yield f"the plan has (bank, slot) {planned}, the graph {actual}"
     sources = {stay.bank: stay.shards for stay in facts.plan.slot_stays}
     for filled in facts.prefetches:
         bank, shards = filled.kwargs["bank"], tuple(node.name for node in filled.args[0])  # type: ignore[union-attr]
@@ -239,9 +248,9 @@ def _read_after_write(facts: ScheduleFacts) -> Iterator[str]:
         for tensors in facts.acquires_of(filled):
             for write in facts.slot_writes(filled):
                 if not facts.happens_before(write, tensors):
-                    yield f"{tensors.name} stands before {write[1].name}, so that it waits for nothing"
+                    yield f"{tensors.name} precedes {write[1].name}, so that it waits for nothing"
             for reader in facts.compute_readers(tensors):
-                # Another acquire may happen to come late enough; the reader has its tensors from this one.
+                # The reader uses the tensors of this acquire, even if another acquire happens to be late enough.
                 if not facts.happens_before(tensors, reader):
                     yield f"{reader.name} may read slot {filled.kwargs['slot']} before {filled.name} has filled it"
 
@@ -257,8 +266,8 @@ def _read_before_release(facts: ScheduleFacts) -> Iterator[str]:
 def _write_after_read(facts: ScheduleFacts) -> Iterator[str]:
     for earlier, later in facts.successive_fillings():
         after = later.kwargs.get("after")
-        if isinstance(after, Node) and facts.place[after] > facts.place[later]:
-            yield f"{later.name} waits for {after.name}, which stands behind it, so that it waits for nothing"
+        if isinstance(after, Node) and facts.host_order[after] > facts.host_order[later]:
+            yield f"{later.name} waits for {after.name}, which comes after it, so that it waits for nothing"
         for tensors in facts.acquires_of(earlier):
             for reader in [tensors, *facts.compute_readers(tensors)]:
                 if not all(facts.happens_before(reader, write) for write in facts.slot_writes(later)):
@@ -270,12 +279,12 @@ def _waits_for_event(facts: ScheduleFacts) -> Iterator[str]:
     for filled in facts.prefetches:
         after = filled.kwargs.get("after")
         if filled not in refills and after is not None:
-            # The ring takes it for a refill, and forgets what it has brought into the slot before the run.
+            # The ring would treat it as a refill, and discard the slot's content from before the run.
             yield f"{filled.name} is the first to fill slot {filled.kwargs['slot']}, but waits for {_name(after)}"
     for earlier, later in facts.successive_fillings():
         after = later.kwargs.get("after")
         expected = [done for tensors in facts.acquires_of(earlier) for done in facts.releases_of(tensors)]
-        # A later release will do: it happens on the same stream.
+        # A later release is also safe, because it happens on the same stream.
         if after not in facts.releases or not any(facts.happens_before(done, after) for done in expected):
             yield (
                 f"{later.name} refills slot {later.kwargs['slot']} but waits for {_name(after)}, not for "
@@ -289,7 +298,7 @@ def _name(value: object) -> object:
 
 def _fits_ring(facts: ScheduleFacts) -> Iterator[str]:
     for unused in sorted(set(range(facts.plan.slots)) - {filled.kwargs["slot"] for filled in facts.prefetches}):
-        # A run takes as many slots from the ring as its plan says, and gives those back that it releases.
+        # A run takes the planned number of slots from the ring, and returns those that it releases.
         yield f"the plan has {facts.plan.slots} slots, and nothing fills slot {unused}, which the ring would lose"
     for filled in facts.prefetches:
         slot, bank = filled.kwargs["slot"], filled.kwargs["bank"]
@@ -305,8 +314,8 @@ def _fits_ring(facts: ScheduleFacts) -> Iterator[str]:
 def _source_outlives_copy(facts: ScheduleFacts) -> Iterator[str]:
     for filled in facts.prefetches:
         for source in filled.all_input_nodes:
-            if facts.place[source] > facts.place[filled] and source.op == "placeholder":
-                yield f"{filled.name} copies from {source.name}, which stands behind it"
+            if facts.host_order[source] > facts.host_order[filled] and source.op == "placeholder":
+                yield f"{filled.name} copies from {source.name}, which comes after it"
             if source is not filled.kwargs.get("after") and source.op != "placeholder":
                 yield f"{filled.name} copies from {source.name}, memory that the allocator may reuse during the copy"
 
@@ -318,7 +327,7 @@ def _stays_inside(facts: ScheduleFacts) -> Iterator[str]:
                 yield f"the graph returns memory of slot {tensors.kwargs['slot']}"
 
 
-# In this order: the later rules take for granted what the earlier ones say.
+# In this order: later rules assume the earlier ones.
 RULES: dict[str, Rule] = {
     "all_scheduled": Rule("no synchronous gather is left", _no_gather_left),
     "one_acquire_one_release": Rule("every prefetch has exactly one acquire and one release", _paired),

@@ -1,4 +1,6 @@
-"""The graph becomes segments, a segment of experts a program by expert, one of tokens a program for some of them.
+"""Segments of a graph, and programs that run a segment expert by expert or some tokens at a time.
+
+Start at `partition.py`.
 
 May import rows, blocks, cost, graph, ir.
 """

@@ -1,7 +1,7 @@
-"""Which segments can be CUDA graphs: those that compute on one GPU alone, and never ask the host.
+"""Decide which segments can be CUDA graphs: those that compute on a single GPU and never ask the host.
 
-A CUDA graph is recorded while the host issues work, and replayed without the host. So whatever the host decides by
-values, or does itself, would be missing or stale in a replay.
+A CUDA graph is recorded while the host issues work, and replayed without the host. So anything that the host computes,
+or decides from values, would be missing or stale in a replay.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from moepass.passes.ir.segment import TENSORRT, CudaGraphUse, NotRecorded, Segme
 
 aten = torch.ops.aten
 
-# Namespaces of operators whose CUDA kernels are torch's own. An operator of anybody else is code that the host runs.
+# Namespaces of operators whose CUDA kernels are torch's. Other operators may run any code on the host.
 _KNOWN = ("aten", "prims")
-# With a mask in their second argument, and only then, the host waits for the number of places.
+# With a mask as second argument, the host waits for the number of True elements.
 _INDEXING = (aten.index.Tensor, aten.index_put.default, aten._unsafe_index_put.default)
 _UNRECORDABLE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.cudagraph_unsafe)
 
 
 def with_cuda_graphs(segments: Sequence[Segment], top: GraphModule) -> tuple[Segment, ...]:
-    """The records of `segments`, which say now whether their modules in `top` become CUDA graphs, or why not."""
+    """Return `segments` with the decision whether their modules in `top` become CUDA graphs."""
     modules = dict(top.named_children())
-    found = []
+    decided = []
     for segment in segments:
         module = modules[segment.name]
         assert isinstance(module, GraphModule)
         refusal = recording_refusal(module)
         if segment.lowering is not None and segment.lowering.how == TENSORRT:
-            refusal = NotRecorded("", "TensorRT runs it, on a stream of its own")
-        found.append(dataclasses.replace(segment, cuda_graph=CudaGraphUse(refusal)))
-    return tuple(found)
+            refusal = NotRecorded("", "TensorRT runs it on a separate stream")
+        decided.append(dataclasses.replace(segment, cuda_graph=CudaGraphUse(refusal)))
+    return tuple(decided)
 
 
 def recording_refusal(segment: GraphModule) -> NotRecorded | None:
-    """Why `segment` cannot be a CUDA graph, by its first node that stands in the way; None where none does."""
+    """Return why `segment` cannot be a CUDA graph, for the first node that prevents it, or None."""
     for node in segment.graph.nodes:
         reason = _reason(node)
         if reason is not None:
@@ -58,13 +58,13 @@ def _reason(node: Node) -> str | None:
     for device in _devices(node):
         if device.type != "cuda":
             verb = "reads" if node.op in ("placeholder", "get_attr") else "makes"
-            return f"it {verb} a tensor on {device}, and a CUDA graph has work on the GPU alone"
+            return f"it {verb} a tensor on {device}, but a CUDA graph can only use GPU memory"
     if free_unbacked_symbols(_described(fake_value(node))):
-        return "a number in it is read from values, so that no two runs need have the same"
+        return "a size in it depends on values of tensors, so it may differ in every run"
     if node.op in ("placeholder", "get_attr") or is_call(node, operator.getitem):
         return None
     if communication_of(node) is not None:
-        return "it communicates, which ranks do run by run"
+        return "it communicates with other ranks, which moepass does not record"
     return _reason_of_operator(node)
 
 
@@ -72,15 +72,19 @@ def _reason_of_operator(node: Node) -> str | None:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         if isinstance(fake_value(node), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)):
-            return None  # arithmetic of sizes, which are the same in every run of a shape
-        return f"operator {target} runs code on the host, which a CUDA graph would leave out"
+            return None  # arithmetic of sizes, which are equal in all runs of a shape
+        return f"operator {target} runs code on the host, which a CUDA graph does not replay"
     if target.namespace not in _KNOWN:
-        return f"operator {target} is not torch's own, and what it does on the host a CUDA graph would leave out"
+        return (
+            f"operator {target} is not part of torch and may run code on the host, which a CUDA graph does not replay"
+        )
     if is_call(node, *_INDEXING):
         is_masked = any(_is_mask(index) for index in node.args[1])  # type: ignore[union-attr]
-        return f"for operator {target} with a mask the host waits for the number of places" if is_masked else None
+        return (
+            f"operator {target} with a mask makes the host wait for the number of True elements" if is_masked else None
+        )
     if any(tag in target.tags for tag in _UNRECORDABLE):
-        return f"for operator {target} the host waits for values of the device"
+        return f"operator {target} makes the host wait for values on the device"
     return None
 
 
@@ -96,7 +100,7 @@ def _devices(node: Node) -> Iterator[torch.device]:
 
 
 def _described(value: Any) -> Any:
-    """What of `value` may have symbols."""
+    """Return the values of `value` that may contain symbols."""
     kinds = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
     if isinstance(value, (list, tuple)):
         return [item for item in value if isinstance(item, kinds)]

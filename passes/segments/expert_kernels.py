@@ -1,21 +1,21 @@
-"""Read an expert program as kernels: each grouped GEMM, what its tiles load, and what is done before they are stored.
+"""Read an expert program as kernels: the grouped GEMMs, and the loads and computations of their tiles.
 
-A GEMM computes tiles of its result: some rows of one expert times some columns. Whatever else the program computes for
-these rows and columns can be done while the tile is in registers. So each value that has to be in memory is stored by
-the kernel of the last GEMM that it depends on, and is computed there from that GEMM's own result and from memory.
+A GEMM computes tiles of its result: some rows of one expert times some columns. Other operations of the program on
+these rows and columns can run while the tile is in registers. So each value that must be in memory is stored by the
+kernel of the last GEMM on which it depends, and is computed there from this GEMM's result and from memory.
 
-    in memory     the program's inputs and outputs, the rows that a GEMM multiplies (but for rows that are looked up in
-                  a table: those are read where they lie), and what a kernel needs of an earlier GEMM
+    in memory     the program's inputs and outputs, the rows that a GEMM multiplies (unless they are looked up in a
+                  table, from which the kernel reads them), and values of earlier GEMMs that a kernel needs
     tile value    one step of a tile's computation, for all its rows and columns; a kernel's values are in order, and
-                  later ones name earlier ones by their place
-    columns       a value may need other columns of its operand than its own: halves, or every second one
+                  later ones refer to earlier ones by index
+    columns       a value may need different columns of its operand, such as one half, or every second one
 
 Pseudo-code
-    against the program's order, for each GEMM
+    in reverse program order, for each GEMM
         for every value in memory that depends on it, and on no later GEMM
-            write down how it is computed, back to the GEMM's result and to memory
-            values of earlier GEMMs that are met on the way have to be in memory
-    what is in memory and depends on no GEMM is row work before the first kernel
+            record how it is computed, back to the GEMM's result and to memory
+            values of earlier GEMMs that it reads must be in memory
+    values in memory that depend on no GEMM are row work before the first kernel
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from moepass.passes.segments.expert_program import (
 aten = torch.ops.aten
 
 _CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
-# Which rows of an operand a tile loads: its own, or the one that is the same for all.
+# The rows of an operand that a tile loads: those of the tile, or a single row that is the same for all.
 OWN_ROWS, ONE_ROW = "own rows", "one row"
 
 
@@ -53,7 +53,7 @@ class Columns:
     step: int = 1
 
     def within(self, outer: Columns) -> Columns:
-        """The same columns, as columns of a value whose columns `outer` these ones count."""
+        """Return these columns of a value that is itself the columns `outer` of another value."""
         return Columns(outer.step * self.start + outer.start, outer.step * self.step)
 
 
@@ -62,7 +62,7 @@ ONE_COLUMN = Columns(0, 0)
 
 @dataclasses.dataclass(frozen=True)
 class Accumulated:
-    """Columns of the GEMM's own result."""
+    """Columns of the result of the kernel's GEMM."""
 
     columns: Columns
     dtype: torch.dtype
@@ -70,9 +70,11 @@ class Accumulated:
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """Columns of the memory of an operand, by its number.
+    """Columns of an operand in memory.
 
-    `rows` are OWN_ROWS, ONE_ROW, or the number of an operand that names one row for each row of the tile.
+    Attributes:
+        operand: index of the operand
+        rows: OWN_ROWS, ONE_ROW, or the index of an operand with one row index for each row of the tile
     """
 
     operand: int
@@ -83,14 +85,14 @@ class Loaded:
 
 @dataclasses.dataclass(frozen=True)
 class At:
-    """An argument of a function: the value at this place."""
+    """An argument of a function: the tile value with the index `place`."""
 
     place: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Computed:
-    """A pointwise operator on values and constants, one for each argument of its schema; a cast has its value alone."""
+    """A pointwise operator on values and constants, one for each argument of its schema. A cast has only its value."""
 
     operator: Any
     arguments: tuple[At | float | int | bool | str | None, ...]
@@ -102,16 +104,18 @@ TileValue = Accumulated | Loaded | Computed
 
 @dataclasses.dataclass(frozen=True)
 class GemmKernel:
-    """One grouped GEMM, and what is stored of it.
+    """One grouped GEMM, and the values that its kernel stores.
 
-    operands      memory that the kernel reads, beside the GEMM's weights and the ends of experts
-    rows          number of the operand that has the rows which are multiplied
-    row_numbers   number of the operand that names, for each row of the program, its row of `rows`; None: they are the
-                  program's own rows
-    values        what is computed for a tile, in order
-    outputs       what is stored, `places` where among `values` it stands, and `width` its columns, the tiles' columns;
-                  an output with one column is stored by the tiles of the first columns
-    orders        for each output the number of the operand that says which of its rows each row becomes; None: its own
+    Attributes:
+        operands: memory that the kernel reads, besides the GEMM's weights and the ends of experts
+        rows: index of the operand with the rows that are multiplied
+        row_numbers: index of the operand with the row of `rows` for each row of the program; None if they are the same
+        values: computations of a tile, in order
+        outputs: values that are stored
+        places: their indices among `values`
+        orders: for each output, the index of the operand with the target row of each row; None if they are the same
+        width: columns of an output and of the tiles. An output with one column is stored by the tiles of the first
+            columns
     """
 
     gemm: GroupedGemm
@@ -127,14 +131,14 @@ class GemmKernel:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertKernels:
-    """`before`, where there is any, and then `kernels` in order, compute the program's outputs."""
+    """Row work, if any, and then kernels in order, which compute the program's outputs."""
 
     before: RowWork | None
     kernels: tuple[GemmKernel, ...]
 
 
 def read_kernels(program: ExpertProgram) -> ExpertKernels:
-    """The kernels of `program`. Raises NotByExpertError for row work that no tile can do."""
+    """Return the kernels of `program`. Raises NotByExpertError for row work that no tile can do."""
     return _Reader(program).read()
 
 
@@ -145,25 +149,27 @@ class _Reader:
         self.work = [node for step in program.steps if isinstance(step, RowWork) for node in step.nodes]
         self.inputs = {*program.row_inputs, *program.fixed}
         self.last_gemm = self._last_gemms()
-        self.in_memory: dict[Node, None] = dict.fromkeys(program.outputs)  # a set that keeps its order
+        self.in_memory: dict[Node, None] = dict.fromkeys(program.outputs)  # an ordered set
         self.orders = {
             node: order for node, order in zip(program.outputs, program.orders, strict=True) if order is not None
         }
         for node in self.orders:
             if self.last_gemm[node] is None:
-                raise NotByExpertError(node, f"no GEMM comes before {named(node)}, whose rows are brought back")
+                raise NotByExpertError(
+                    node, f"no GEMM comes before {named(node)}, whose rows return to the order of tokens"
+                )
 
     def _last_gemms(self) -> dict[Node, Node | None]:
-        """For each value the last GEMM that it depends on."""
-        order = {node: place for place, node in enumerate(self.gemms)}
+        """Return for each value the last GEMM on which it depends."""
+        order = {node: index for index, node in enumerate(self.gemms)}
         last: dict[Node, Node | None] = dict.fromkeys(self.inputs)
         work = set(self.work)
         for node in self.program.ends.graph.nodes:
             if node in self.gemms:
                 last[node] = node
             elif node in work:
-                met = [found for used in node.all_input_nodes if (found := last[used]) is not None]
-                last[node] = max(met, key=order.__getitem__, default=None)
+                gemms = [gemm for used in node.all_input_nodes if (gemm := last[used]) is not None]
+                last[node] = max(gemms, key=order.__getitem__, default=None)
         return last
 
     def read(self) -> ExpertKernels:
@@ -193,7 +199,7 @@ class _Reader:
         outputs = [node for node in self.in_memory if node not in self.inputs and self.last_gemm[node] is gemm.node]
         widths = {self.width(node) for node in outputs}
         if len(widths - {1}) > 1:
-            reason = f"what is stored of {named(gemm.node)} has {' and '.join(map(str, sorted(widths)))} columns"
+            reason = f"the values stored after {named(gemm.node)} have {' and '.join(map(str, sorted(widths)))} columns"
             raise NotByExpertError(gemm.node, reason)
         places = [tile.value(node, Columns()) for node in outputs]
         orders = [None if node not in self.orders else tile.operand(self.orders[node]) for node in outputs]
@@ -210,15 +216,17 @@ class _Reader:
         )
 
     def from_memory(self, node: Node, reader: Node) -> Node:
-        """`node`, which the kernel of `reader` finds in memory."""
+        """Return `node`, and note that the kernel of `reader` loads it from memory."""
         if node not in self.inputs:
             if self.last_gemm[node] is reader:
-                raise NotByExpertError(node, f"{named(reader)} needs {named(node)} of other rows or columns of its own")
+                raise NotByExpertError(
+                    node, f"{named(reader)} needs {named(node)} of rows or columns that other tiles compute"
+                )
             self.in_memory.setdefault(node)
         return node
 
     def width(self, node: Node) -> int:
-        """Columns of a value. One number per row is one column; so is a value without dimensions."""
+        """Return the number of columns of a value. A vector with one number per row, or a scalar, has one column."""
         value = fake_value(node)
         with_rows = node not in self.program.fixed
         sizes = value.shape[1:] if with_rows else value.shape[-1:]
@@ -228,7 +236,7 @@ class _Reader:
 
 
 class _Tile:
-    """Writes down how the values of one GEMM's kernel are computed."""
+    """The computations of a tile of one GEMM's kernel."""
 
     def __init__(self, reader: _Reader, gemm: GroupedGemm) -> None:
         self.reader = reader
@@ -243,7 +251,7 @@ class _Tile:
         return self.operands.index(node)
 
     def value(self, node: Node, columns: Columns) -> int:
-        """The place of these columns of `node`."""
+        """Return the index of the tile value with these columns of `node`."""
         if self.reader.width(node) == 1:
             columns = ONE_COLUMN
         key = node, columns
@@ -261,43 +269,46 @@ class _Tile:
             return self._append(Loaded(number, rows, columns, fake_value(node).dtype))
         if node.target is operator.getitem:
             split, index = cast("tuple[Node, int]", node.args)
-            start = sum(int(part.shape[1]) for part in fake_value(split)[:index])
+            start = sum(int(chunk.shape[1]) for chunk in fake_value(split)[:index])
             return self.value(split.all_input_nodes[0], columns.within(Columns(start)))
-        given = _arguments(node)
+        arguments = _arguments(node)
         if is_call(node, aten.index.Tensor):
-            table, (chosen,) = given
+            table, (chosen,) = arguments
             numbers = self.operand(reader.from_memory(chosen, self.gemm.node))
             return self._append(Loaded(self.operand(table), numbers, columns, fake_value(node).dtype))
         if is_call(node, aten.slice.Tensor):
-            source, _, start, end, step = given
+            source, _, start, end, step = arguments
             return self.value(source, columns.within(Columns(slice(start, end).indices(reader.width(source))[0], step)))
         if is_call(node, aten.select.int):
-            source, _, index = given
+            source, _, index = arguments
             return self.value(source, Columns(index % reader.width(source), 0))
         if is_call(node, aten.unsqueeze.default):
-            return self.value(given[0], columns)
-        return self._append(Computed(node.target, self._computed_from(node, given, columns), fake_value(node).dtype))
+            return self.value(arguments[0], columns)
+        operands = self._computed_from(node, arguments, columns)
+        return self._append(Computed(node.target, operands, fake_value(node).dtype))
 
     def _append(self, value: TileValue) -> int:
         self.values.append(value)
         return len(self.values) - 1
 
-    def _computed_from(self, node: Node, given: Sequence[Any], columns: Columns) -> tuple[Any, ...]:
-        arguments: list[Any] = []
-        for value in given[:1] if is_call(node, *_CASTS) else given:
+    def _computed_from(self, node: Node, arguments: Sequence[Any], columns: Columns) -> tuple[Any, ...]:
+        operands: list[Any] = []
+        for value in arguments[:1] if is_call(node, *_CASTS) else arguments:
             if isinstance(value, Node):
                 number = constant_number(value)
-                arguments.append(At(self.value(value, columns)) if number is None else number)
+                operands.append(At(self.value(value, columns)) if number is None else number)
             elif value is None or isinstance(value, (bool, int, float, str)):
-                arguments.append(value)
+                operands.append(value)
             else:
-                raise NotByExpertError(node, f"{named(node)} takes {value!r}, which is no number")
-        return tuple(arguments)
+                raise NotByExpertError(
+                    node, f"{named(node)} has the argument {value!r}; it must be a tensor or a number"
+                )
+        return tuple(operands)
 
 
 def _arguments(node: Node) -> list[Any]:
-    """The arguments of a call in the order of its operator's schema, with defaults where none are given."""
+    """Return the arguments of a call in the order of its operator's schema, with defaults."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]
-    given = dict(zip((argument.name for argument in schema), node.args, strict=False))
-    given.update(node.kwargs)
-    return [given.get(argument.name, argument.default_value) for argument in schema]
+    values = dict(zip((argument.name for argument in schema), node.args, strict=False))
+    values.update(node.kwargs)
+    return [values.get(argument.name, argument.default_value) for argument in schema]

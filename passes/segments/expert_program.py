@@ -1,16 +1,15 @@
 """Read a segment of experts as a program for the rows of one expert.
 
-A grouped GEMM over all experts writes each of its results for all rows to memory, and the next operation reads it
-back. Most segments of experts can be run expert by expert instead, a few rows at a time, so that what lies between the
-GEMMs never leaves the cache. They can where every value has one row for each pair of a token and an expert, and no
-row depends on another one.
+A grouped GEMM over all experts writes its complete result to memory, and the next operation reads it back. Most
+segments of experts can instead run expert by expert, a few rows at a time, so that the values between the GEMMs stay in
+the cache. This is possible if every value has one row for each pair of a token and an expert, and rows are independent.
 
-    rows       values with one row per pair, sorted by expert; all outputs of the segment are such
+    rows       values with one row per pair, sorted by expert; all outputs of the segment are of this kind
     returns    outputs whose rows are brought back to the order of tokens: the program ends with the rows before that,
-               and says where each of them belongs
-    fixed      values that are the same for all rows: weights and their views, tables, where each expert's rows end
+               and has the target position of each row
+    fixed      values that are the same for all rows: weights and their views, tables, the end of each expert's rows
     GEMMs      the grouped GEMMs; one expert's rows times one expert's weights
-    row work   everything else: operations on single rows, grouped between the GEMMs
+    row work   all other operations, which work on single rows, grouped between the GEMMs
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ from moepass.passes.ir.segment import EXPERTS, PART_KEY
 aten = torch.ops.aten
 
 # [Empirical] Rows that go through an expert together on a CPU. Their values stay in the cache (1 MB each at a width of
-# 512 in fp32), and GEMMs of so many rows are as fast as larger ones: 256, 512 and 1024 differ by less than 2 %.
+# 512 in fp32), and GEMMs of 512 rows are as fast as larger ones: 256, 512 and 1024 rows differ by less than 2 %.
 CHUNK_ROWS = 512
 
-# Operations on rows that are no pointwise operators, with the place of the dimension that they work on.
+# Operations on rows that are not pointwise, with the position of the argument that is the dimension.
 _ALONG_A_DIMENSION: dict[Any, int] = {
     aten.split.Tensor: 2,
     aten.split_with_sizes.default: 2,
@@ -47,7 +46,7 @@ _ALONG_A_DIMENSION: dict[Any, int] = {
 
 
 class NotByExpertError(Exception):
-    """This segment cannot be run expert by expert: `node` stands in the way.
+    """This segment cannot run expert by expert, because of `node`.
 
     The text says why; like reasons of refusals, it names nodes as `name (operator)`.
     """
@@ -77,10 +76,14 @@ class RowWork:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertProgram:
-    """`steps` for the rows of one expert; `ends` [E] says where each expert's rows end.
+    """The computation of a segment for the rows of one expert.
 
-    `row_inputs` are the segment's inputs that have rows, `fixed` the values that the steps read whole. `orders` has for
-    each of `outputs` the value [n] that says which row of the result each row becomes; None: the same one.
+    Attributes:
+        ends: value [E] with the end of each expert's rows
+        row_inputs: inputs of the segment that have rows
+        fixed: values that the steps read completely
+        steps: GEMMs and row work, in order
+        orders: for each of `outputs` the value [n] with the target row of each row; None if rows stay in order
     """
 
     ends: Node
@@ -92,32 +95,32 @@ class ExpertProgram:
 
 
 def expert_gemms_in(segment: GraphModule) -> list[Node]:
-    """The GEMMs of `segment` with expert weights, in whatever form."""
+    """Return the GEMMs of `segment` with expert weights, grouped or not."""
     return [node for node in segment.graph.nodes if is_grouped_gemm(node) or node.meta.get(PART_KEY) == EXPERTS]
 
 
 def read_program(segment: GraphModule) -> ExpertProgram:
-    """The program of a segment that has GEMMs with expert weights. Raises NotByExpertError where there is none."""
+    """Return the program of a segment with expert GEMMs. Raises NotByExpertError if it cannot run expert by expert."""
     graph = segment.graph
     experts = expert_gemms_in(segment)
     for node in experts:
         if not is_grouped_gemm(node):
             reason = (
-                f"{named(node)} multiplies by the weights of experts and is no grouped GEMM; in transformers "
-                'set_experts_implementation("grouped_mm") gives grouped GEMMs'
+                f"{named(node)} multiplies by the weights of experts but is not a grouped GEMM; in transformers, call "
+                'set_experts_implementation("grouped_mm")'
             )
             raise NotByExpertError(node, reason)
     gemms = [_gemm(node) for node in experts]
-    (first, ends), *others = gemms
-    for gemm, other in others:
-        if other is not ends:
+    (first, ends), *later = gemms
+    for gemm, offsets in later:
+        if offsets is not ends:
             reason = f"{named(gemm.node)} and {named(first.node)} group rows by different offsets"
             raise NotByExpertError(gemm.node, reason)
     if ends.op != "placeholder":
-        # Whatever computes it would have to be told from row work.
+        # Its computation would have to be separated from row work.
         raise NotByExpertError(ends, f"it computes where each expert's rows end ({named(ends)})")
     results = cast("Sequence[Node]", graph.output_node().args[0])
-    returns = {node: found for node in results if (found := _return_by_output(node)) is not None}
+    returns = {node: back for node in results if (back := _return_by_output(node)) is not None}
     rows = _values_with_rows(graph, [gemm for gemm, _ in gemms], ends, returns)
     outputs: list[Node] = []
     orders: list[Node | None] = []
@@ -137,25 +140,25 @@ def read_program(segment: GraphModule) -> ExpertProgram:
 
 
 def _return_by_output(node: Node) -> TokenReturn | None:
-    """The return that `node`, an output, is, if nothing else reads its rows, or what makes their inverse order."""
-    found = token_return(node)
-    if found is None or found.order.op != "placeholder" or len(node.users) != 1:
+    """Return the token return of the output `node`, or None if something else reads its rows or their inverse order."""
+    back = token_return(node)
+    if back is None or back.order.op != "placeholder" or len(node.users) != 1:
         return None
-    return found if all(len(used.users) == 1 for used in (found.rows, *found.making_inverse)) else None
+    return back if all(len(used.users) == 1 for used in (back.rows, *back.making_inverse)) else None
 
 
 def _gemm(node: Node) -> tuple[GroupedGemm, Node]:
-    given = {**dict(zip(("rows", "weights", "ends"), node.args, strict=False)), **node.kwargs}
+    arguments = {**dict(zip(("rows", "weights", "ends"), node.args, strict=False)), **node.kwargs}
     extra = [value for value in [*node.args[3:], *node.kwargs.values()] if value is not None]
-    known = [value for value in given.values() if isinstance(value, Node)]
-    if len(known) != 3 or len(node.args) < 3 or extra:
+    operands = [value for value in arguments.values() if isinstance(value, Node)]
+    if len(operands) != 3 or len(node.args) < 3 or extra:
         raise NotByExpertError(node, f"{named(node)} does more than multiply rows by the weights of their experts")
-    rows, weights, ends = known
+    rows, weights, ends = operands
     value, result = fake_value(rows), fake_value(node)
     if value.dim() != 2:
-        raise NotByExpertError(node, f"{named(node)} takes rows of {value.dim()} dimensions, not [rows, width]")
+        raise NotByExpertError(node, f"{named(node)} reads rows of {value.dim()} dimensions, not [rows, width]")
     if value.dtype != result.dtype:
-        reason = f"{named(node)} takes rows in {dtype_name(value.dtype)} and gives {dtype_name(result.dtype)}"
+        reason = f"{named(node)} reads rows in {dtype_name(value.dtype)} and returns {dtype_name(result.dtype)}"
         raise NotByExpertError(node, reason)
     return GroupedGemm(node, rows, weights), ends
 
@@ -163,13 +166,13 @@ def _gemm(node: Node) -> tuple[GroupedGemm, Node]:
 def _values_with_rows(
     graph: Graph, gemms: list[GroupedGemm], ends: Node, returns: Mapping[Node, TokenReturn]
 ) -> set[Node]:
-    """All values with one row for each pair. Raises NotByExpertError where one of them depends on other rows."""
+    """Return all values with one row for each pair. Raises NotByExpertError if one of them depends on other rows."""
     count = fake_value(gemms[0].rows).shape[0]
     by_node = {gemm.node: gemm for gemm in gemms}
     rows: set[Node] = set()
-    # There may be as many experts as rows.
+    # The number of experts may equal the number of rows, so weights are excluded explicitly.
     weights = {view_source(gemm.weights) for gemm in gemms}
-    returning = set(returns).union(*(found.making_inverse for found in returns.values()))
+    returning = set(returns).union(*(back.making_inverse for back in returns.values()))
     for node in graph.nodes:
         if node in returning:
             continue
@@ -194,14 +197,14 @@ def _has_rows(node: Node, count: object) -> bool:
 
 
 def _same_size(left: object, right: object) -> bool:
-    # By their text: to ask a symbolic size would guard on the answer.
+    # Compared as text: comparing symbolic sizes would add a guard.
     return str(left) == str(right)
 
 
 def _row_counts(node: Node) -> list[object]:
     value = fake_value(node)
     values = value if isinstance(value, (list, tuple)) else [value]
-    return [one.shape[0] if isinstance(one, torch.Tensor) and one.dim() > 0 else None for one in values]
+    return [item.shape[0] if isinstance(item, torch.Tensor) and item.dim() > 0 else None for item in values]
 
 
 def _is_only_looked_up(node: Node) -> bool:
@@ -212,13 +215,13 @@ def _is_row_work(node: Node, rows: set[Node]) -> bool:
     if is_call(node, operator.getitem):
         return True
     if is_call(node, aten.index.Tensor):
-        # Rows of a table, chosen by one number for each row.
+        # A lookup of rows of a table by one index for each row.
         table, (chosen, *more) = cast("tuple[Node, Sequence[Node]]", node.args)
         is_vector = chosen in rows and fake_value(chosen).dim() == 1 and fake_value(chosen).dtype != torch.bool
         return table not in rows and not more and is_vector
     if node.target in _ALONG_A_DIMENSION:
-        place = _ALONG_A_DIMENSION[node.target]
-        dim = node.args[place] if len(node.args) > place else 0
+        position = _ALONG_A_DIMENSION[node.target]
+        dim = node.args[position] if len(node.args) > position else 0
         dims = fake_value(node.all_input_nodes[0]).dim() + is_call(node, aten.unsqueeze.default)
         return isinstance(dim, int) and dim % dims > 0 and not _reads_sizes(node)
     has_one_result = isinstance(fake_value(node), torch.Tensor)
@@ -230,7 +233,7 @@ def _reads_sizes(node: Node) -> bool:
 
 
 def _is_aligned(node: Node, rows: set[Node]) -> bool:
-    """True where rows meet rows, and what has none is the same for all of them."""
+    """Return whether inputs with rows have them in the same dimension, and all other inputs are equal for all rows."""
     dims = fake_value(node).dim()
     for used in node.all_input_nodes:
         value = fake_value(used)
@@ -253,7 +256,7 @@ def _is_dense(node: Node) -> bool:
 
 
 def _check_fixed(node: Node) -> None:
-    """Raises NotByExpertError for values that take work: it would be done without a compiler."""
+    """Raise NotByExpertError for a value that takes work, which would run without a compiler."""
     if not isinstance(fake_value(node), torch.Tensor):
         raise NotByExpertError(node, f"its rows read the size {named(node)}")
     if node.op == "placeholder":
@@ -266,17 +269,17 @@ def _check_fixed(node: Node) -> None:
 
 
 def _is_scalar_work(node: Node) -> bool:
-    """True for single numbers, such as the factor of an activation: they take no time."""
+    """Return whether `node` computes a single number, such as the factor of an activation, which takes no time."""
     return fake_value(node).dim() == 0 and (_is_pointwise(node) or constant_number(node) is not None)
 
 
 def constant_number(node: Node) -> float | bool | None:
-    """The number that `node` is a tensor of, as decompositions write what a mask fills in; None where it is none."""
+    """Return the number in a constant scalar tensor, such as a decomposition's fill value; None for other nodes."""
     value = node.args[0] if is_call(node, aten.scalar_tensor.default) else None
     if not isinstance(value, (bool, int, float)):
         return None
     dtype = fake_value(node).dtype
-    # A tensor of another type holds another number: 1 where 1.5 fills in integers.
+    # The tensor's dtype may change the number: 1.5 becomes 1 in an integer tensor.
     return bool(value) if dtype == torch.bool else float(value) if dtype.is_floating_point else int(value)
 
 
@@ -285,7 +288,7 @@ def _is_pointwise(node: Node) -> bool:
 
 
 def _steps(graph: Graph, rows: set[Node], gemms: dict[Node, GroupedGemm]) -> Iterator[GroupedGemm | RowWork]:
-    """Row work is put off until a GEMM needs it."""
+    """Yield GEMMs and row work; row work is delayed until a GEMM needs it."""
     work: list[Node] = []
     for node in graph.nodes:
         if node not in rows or node.op == "placeholder":

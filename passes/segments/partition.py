@@ -9,8 +9,8 @@ Pseudo-code
     walk the nodes in host order:
         slot operations, their elements, synchronous bank reads, expert stacks, updates of inputs and size arithmetic
         stay at the top level
-        a slot operation, an update, or the edge of a resident block, ends the current segment
-        a region that runs some tokens at a time is a segment, with the blocks in it
+        a slot operation, an update, or the edge of a resident block ends the current segment
+        a region that runs some tokens at a time is one segment, including the blocks in it
     for each segment: inputs are the values that it reads from outside, outputs those that are read after it
     segments with the same text (operations, constants, shapes of inputs) become one module
 """
@@ -51,12 +51,12 @@ from moepass.passes.segments.parts import parts_of_nodes
 
 @graph_pass(requires={"blocks"}, provides={"segments"})
 def partition(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
-    """Cut `module` into segments; fills `plan.steps` and `plan.segments`."""
+    """Cut `module` into segments, and set `plan.steps` and `plan.segments`."""
     left = [node.name for node in module.graph.nodes if is_call(node, gather)]
     if left:
         raise PlanError(
-            f"{one_of(left)} would run as a synchronous gather, which no executor knows: do not disable pass schedule, "
-            "or disable rewrite and plan too",
+            f"{one_of(left)} would run as a synchronous gather, which the executor does not support: do not disable "
+            "pass schedule, or disable rewrite and plan too",
             name="disable",
             value=sorted(context.disabled),
         )
@@ -67,7 +67,7 @@ def partition(module: GraphModule, plan: Plan, context: PassContext) -> PassResu
 
 @dataclasses.dataclass(frozen=True)
 class Segmented:
-    """A top-level graph, what it does step by step, and its distinct segments."""
+    """A top-level graph, its steps in order, and its distinct segments."""
 
     top: GraphModule
     steps: tuple[Step, ...]
@@ -75,9 +75,10 @@ class Segmented:
 
 
 def cut_into_segments(module: GraphModule, blocks: Sequence[MoEBlock] = (), within_regions: bool = False) -> Segmented:
-    """`module`, which stays as it is, in segments. A captured graph is cut at the edges of its blocks alone.
+    """Cut a copy of `module` into segments. A captured graph is cut only at the edges of its blocks.
 
-    `blocks` are those that were found in it. `within_regions`: what runs some tokens at a time is cut like the rest.
+    `blocks` are the detected blocks of the graph. With `within_regions`, regions that run some tokens at a time are cut
+    too.
     """
     sized = _with_symbol_nodes(module)
     builder = _TopLevel(sized, blocks)
@@ -117,14 +118,14 @@ def _runs(graph: Graph, within_regions: bool) -> list[NodeRun]:
                 close()
             runs.append(NodeRun((node,), is_segment=False))
         elif _is_size_arithmetic(node) or is_call(node, torch.ops.aten._assert_scalar.default):
-            # Sizes are plain integers at the top level, and what is asserted of them plain truths; a segment that needs
-            # a size derives it from the symbols.
+            # At the top level, sizes are plain integers and assertions on them plain booleans. A segment that needs a
+            # size computes it from the symbols.
             if any(used in current for used in node.all_input_nodes):
                 close()
             runs.append(NodeRun((node,), is_segment=False))
         elif is_call(node, *SLOT_OPS, BANK_TENSOR, EXPERT_STACK) or _is_slot_element(node) or mutates(node):
-            # An update of a buffer is a copy, which gains nothing from a compiler. Between segments it cannot reach an
-            # earlier copy of the buffer that Inductor has made a view of it (see LoweredSegment).
+            # An update of a buffer is a copy, which gains nothing from a compiler. Between segments, it cannot change
+            # an earlier copy of the buffer that Inductor turned into a view (see LoweredSegment).
             close()
             runs.append(NodeRun((node,), is_segment=False))
         else:
@@ -144,20 +145,26 @@ def _is_size_arithmetic(node: Node) -> bool:
 
 
 def _resident_block_edges(graph: Graph) -> set[Node]:
-    """Where blocks of resident experts begin and end: with cuts there, deep resident models compile as fast too."""
-    place = positions(graph)
+    """Return the first and last nodes of resident blocks.
+
+    Cuts there make deep resident models compile as fast as streamed ones.
+    """
+    position_of = positions(graph)
     order = list(graph.nodes)
     ends = block_ends(graph)
     edges: set[Node] = set()
     for match in find_blocks(graph).matches:
         edges.add(_first_of_block(match.gemms[0].node))
         last = match.gemms[-1].node
-        edges.add(order[place[ends.get(last, last)] + 1])
+        edges.add(order[position_of[ends.get(last, last)] + 1])
     return edges
 
 
 def _first_of_block(gemm: Node) -> Node:
-    """The lookup of the rows of `gemm` and the view of its weights belong to its segment, if they stand before it."""
+    """Return the first node of the segment of `gemm`.
+
+    This is the lookup of its rows or the view of its weights, if they directly precede it.
+    """
     first = gemm
     while is_view(first.prev) and first.prev is gemm.args[1]:
         first = first.prev
@@ -165,13 +172,13 @@ def _first_of_block(gemm: Node) -> Node:
 
 
 class _TopLevel:
-    """Builds the top-level graph run by run."""
+    """The builder of the top-level graph."""
 
     def __init__(self, module: GraphModule, blocks: Sequence[MoEBlock]) -> None:
         self.source = module
         self.parts = parts_of_nodes(module.graph, blocks)
-        for node, part in self.parts.items():
-            node.meta[PART_KEY] = part
+        for node, name in self.parts.items():
+            node.meta[PART_KEY] = name
         self.block_of = {name: block.name for block in blocks for name in block.gemms}
         self.graph = Graph()
         self.values: dict[Node, Node] = {}
@@ -179,7 +186,7 @@ class _TopLevel:
         self.segment_of_text: dict[str, Segment] = {}
         self.steps: list[Step] = []
         self.symbols = _symbol_sources(module.graph)
-        self.place = positions(module.graph)
+        self.host_order = positions(module.graph)
 
     def add(self, run: NodeRun) -> None:
         if run.is_segment:
@@ -203,17 +210,17 @@ class _TopLevel:
         return Segmented(top, tuple(self.steps), tuple(self.segment_of_text.values()))
 
     def _add_segment(self, nodes: tuple[Node, ...]) -> None:
-        segment = _Segment(self.source, nodes, self.symbols, self.place)
+        segment = _SegmentGraph(self.source, nodes, self.symbols, self.host_order)
         cost = total_cost(nodes)
-        known = self.segment_of_text.get(segment.text)
-        if known is None:
+        record = self.segment_of_text.get(segment.text)
+        if record is None:
             parts = tuple(dict.fromkeys(self.parts[node] for node in nodes if node in self.parts))
-            known = Segment(f"segment_{len(self.modules)}", role_of(parts), parts, cost=cost)
-            self.modules[known.name] = segment.module()
+            record = Segment(f"segment_{len(self.modules)}", role_of(parts), parts, cost=cost)
+            self.modules[record.name] = segment.module()
         blocks = tuple(dict.fromkeys(self.block_of[node.name] for node in nodes if node.name in self.block_of))
         use = SegmentUse(segment.layers, blocks)
-        self.segment_of_text[segment.text] = dataclasses.replace(known, uses=(*known.uses, use))
-        name = known.name
+        self.segment_of_text[segment.text] = dataclasses.replace(record, uses=(*record.uses, use))
+        name = record.name
         call = self.graph.call_module(name, tuple(self.values[node] for node in segment.inputs))
         call.meta["val"] = tuple(fake_value(node) for node in segment.outputs)
         call.meta["moepass_layers"] = segment.layers
@@ -225,31 +232,33 @@ class _TopLevel:
         self.steps.append(Step("segment", label, cost=cost))
 
 
-class _Segment:
-    """A run of nodes as a graph of its own. `text` is equal exactly for segments that one compilation can serve."""
+class _SegmentGraph:
+    """A run of nodes as a separate graph. Segments with equal `text` can share one compilation."""
 
     def __init__(
-        self, source: GraphModule, nodes: tuple[Node, ...], symbols: dict[str, Node], place: dict[Node, int]
+        self, source: GraphModule, nodes: tuple[Node, ...], symbols: dict[str, Node], host_order: dict[Node, int]
     ) -> None:
         inside = set(nodes)
         self.layers = _layers(nodes)
         self.outputs = [node for node in nodes if any(user not in inside for user in node.users)]
-        sizes = _size_arithmetic_of(nodes, place)
+        sizes = _size_arithmetic_of(nodes, host_order)
         constants = [node for node in _read_from_outside(nodes, inside) if node.op == "get_attr"]
         read = [node for node in _read_from_outside([*sizes, *nodes], inside | set(sizes)) if node.op != "get_attr"]
-        # Inductor reads a shape's symbols from inputs, so each symbol in sight comes in as an input of its own.
+        # Inductor reads the symbols of shapes from inputs, so each symbol in use becomes an input.
         needed = sorted(_free_symbols([*nodes, *read]))
-        # A symbol that is born inside the segment, as the number of nonzero elements is, cannot come in.
-        known = [symbols[name] for name in needed if name in symbols and place[symbols[name]] < place[nodes[0]]]
-        read += [symbol for symbol in known if symbol not in read]
-        self.inputs = sorted(read, key=place.__getitem__)
+        # A symbol that the segment itself defines, such as a number of nonzero elements, cannot be an input.
+        outer = [
+            symbols[name] for name in needed if name in symbols and host_order[symbols[name]] < host_order[nodes[0]]
+        ]
+        read += [symbol for symbol in outer if symbol not in read]
+        self.inputs = sorted(read, key=host_order.__getitem__)
 
         graph = Graph()
         values: dict[Node, Node] = {}
         for index, node in enumerate(self.inputs):
             values[node] = graph.placeholder(f"input_{index}")
             values[node].meta = dict(node.meta)
-            # An input brings its sizes and does not define them, nor is it a part of this segment.
+            # An input does not define its sizes, and does not belong to a part of this segment.
             for key in ("unbacked_bindings", PART_KEY, REGION_KEY):
                 values[node].meta.pop(key, None)
         for node in [*constants, *sizes, *nodes]:
@@ -268,34 +277,34 @@ def _read_from_outside(nodes: tuple[Node, ...] | list[Node], inside: set[Node]) 
     return list(dict.fromkeys(used for node in nodes for used in node.all_input_nodes if used not in inside))
 
 
-def _size_arithmetic_of(nodes: tuple[Node, ...], place: dict[Node, int]) -> list[Node]:
-    """The size arithmetic that `nodes` depend on, in host order, without the symbols that enter the graph."""
-    found: set[Node] = set()
+def _size_arithmetic_of(nodes: tuple[Node, ...], host_order: dict[Node, int]) -> list[Node]:
+    """Return the size arithmetic on which `nodes` depend, in host order, without the symbols that are graph inputs."""
+    sizes: set[Node] = set()
     pending = list(nodes)
     while pending:
         for used in pending.pop().all_input_nodes:
-            if _is_size_arithmetic(used) and used not in found and not _reads_tensor(used):
-                found.add(used)
+            if _is_size_arithmetic(used) and used not in sizes and not _reads_tensor(used):
+                sizes.add(used)
                 pending.append(used)
-    return sorted(found, key=place.__getitem__)
+    return sorted(sizes, key=host_order.__getitem__)
 
 
 def _reads_tensor(node: Node) -> bool:
-    """True for sizes that come out of a tensor: their value must be passed in, not computed again."""
+    """Return whether a size comes from a tensor, so that its value must be passed in and not computed again."""
     return any(isinstance(fake_value(used), torch.Tensor) for used in node.all_input_nodes)
 
 
 def _with_symbol_nodes(module: GraphModule) -> GraphModule:
-    """A copy in which every symbol of an input's shape has a node of its own, and elements stand behind their source.
+    """Return a copy with a node for every symbol of an input's shape, and with elements right after their source.
 
-    AOT passes some symbols as inputs; the others stand only in the shape of a tensor, and a segment that does not read
-    that tensor would have no way to learn them. And where a release stands between an operator with several results and
-    their getitems, a cut there would hand on a tuple, which no segment can return.
+    AOT passes some symbols as inputs. Other symbols appear only in the shape of a tensor, and a segment that does not
+    read this tensor could not use them. And if a release separates an operator with several results from their
+    getitems, a cut there would pass on a tuple, which no segment can return.
     """
     copied = copy_graph_module(module)
-    place = positions(copied.graph)
+    host_order = positions(copied.graph)
     for node in list(copied.graph.nodes):
-        for element in sorted(node.users, key=place.__getitem__, reverse=True):
+        for element in sorted(node.users, key=host_order.__getitem__, reverse=True):
             if is_call(element, operator.getitem) and element.args[0] is node:
                 node.append(element)
     inputs = graph_inputs(copied.graph)
@@ -315,7 +324,7 @@ def _with_symbol_nodes(module: GraphModule) -> GraphModule:
 
 
 def _symbol_sources(graph: Graph) -> dict[str, Node]:
-    """The node that carries each symbol of the graph's shapes."""
+    """Return the node that carries each symbol of the graph's shapes."""
     sources: dict[str, Node] = {}
     for node in graph.nodes:
         value = fake_value(node)
@@ -329,7 +338,7 @@ def _free_symbols(nodes: list[Node]) -> set[str]:
 
 
 def _layers(nodes: tuple[Node, ...]) -> str:
-    """The modules in which a segment begins and ends: what an error in it should name."""
+    """Return the modules in which a segment begins and ends, for error messages."""
     paths = [path for path in (module_path(node) for node in nodes) if path]
     if not paths:
         return ""
@@ -337,7 +346,7 @@ def _layers(nodes: tuple[Node, ...]) -> str:
 
 
 def _text(graph: Graph, constants: dict[str, object]) -> str:
-    """A canonical description of a segment: what it computes, on which kinds of inputs, with which constants."""
+    """Return a canonical description of a segment: its operations, input types and constants."""
 
     def describe(node: Node) -> str:
         if node.op == "get_attr":
@@ -352,6 +361,6 @@ def _text(graph: Graph, constants: dict[str, object]) -> str:
             text.add(node)
     if any(REGION_KEY in node.meta for node in graph.nodes):
         text.remark(*(f"tokens in {node.meta.get(TOKENS_KEY)}" for node in graph_inputs(graph)))
-    # Sizes that only a run tells come as inputs, whatever they are called; what is known of them is compiled in.
+    # Data-dependent sizes are inputs, so their names do not matter, but known bounds on them are compiled in.
     text.remark(*unbacked_conditions(graph))
     return str(text)

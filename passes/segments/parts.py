@@ -1,21 +1,21 @@
-"""Tell which part of a model the nodes of a graph belong to: attention, a router, experts, the head.
+"""Assign the nodes of a graph to parts of a model: attention, a router, experts, the head.
 
-Names of modules say nothing here; what a node computes, and what its result goes into, does.
+Module names do not count. The part follows from the computation of a node and from the use of its result.
 
-    anchors    every GEMM, attention operator, choice of experts (top-k) and lookup in a table of embeddings
-    up         of a node: the kinds of the anchors that are met first on the ways back from it
-    down       of a node: the kinds and parts of the anchors that are met first on the ways on from it
+    anchors    every GEMM, attention operator, selection of experts (top-k) and lookup in a table of embeddings
+    up         of a node: the kinds of the nearest anchors on the paths to its inputs
+    down       of a node: the kinds and parts of the nearest anchors on the paths to its users
 
 Pseudo-code
     in host order, with `up`:
         GEMMs of a block, and grouped GEMMs: experts
-        attention operators, GEMMs of two values that are no weights: attention
-            right after a choice of experts: the router, which dispatches or combines tokens by such a GEMM
+        attention operators, GEMMs of two values that are not weights: attention
+            right after a selection of experts: the router, which dispatches or combines tokens by such a GEMM
     against host order, with `down`:
-        a choice on the way to experts, or to masks for what computes them: the router
-        a GEMM with weights: attention, where it is next to attention or feeds nothing but GEMMs of attention
-            the router, where the experts are chosen by its results
-            the head, where it alone leads to the graph's output
+        a selection on the path to experts, or to masks for their computation: the router
+        a GEMM with weights: attention, if it is next to attention or feeds only GEMMs of attention
+            the router, if experts are selected by its results
+            the head, if it alone leads to the graph's output
             dense otherwise
 """
 
@@ -46,7 +46,7 @@ _ATTENTION = (
     *(aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default),
     aten._scaled_dot_product_fused_attention_overrideable.default,
 )
-# They may not be loaded.
+# Matched by name, because these operators may not be loaded.
 _ATTENTION_BY_NAME = ("flex_attention", "moepass.trie_attention")
 _CHOICES = (aten.topk.default, aten.argmax.default, aten.max.dim)
 _COPIES = (aten._to_copy.default, aten.clone.default, torch.ops.prims.convert_element_type.default)
@@ -56,7 +56,7 @@ _SCORES, _CHOICE, _WEIGHT_GEMM, _OUTPUT = "scores", "choice", "GEMM with weights
 
 
 def parts_of_nodes(graph: Graph, blocks: Sequence[MoEBlock] = ()) -> dict[Node, str]:
-    """The part of the model that each anchor of `graph` belongs to; `blocks` are those that were found in it."""
+    """Return the part of the model to which each anchor of `graph` belongs. `blocks` are the graph's MoE blocks."""
     weights = _weights(graph)
     kinds, up = _kinds(graph, weights, {name for block in blocks for name in block.gemms})
     experts = {block.experts for block in blocks}
@@ -85,18 +85,18 @@ def parts_of_nodes(graph: Graph, blocks: Sequence[MoEBlock] = ()) -> dict[Node, 
 
 
 def _weights(graph: Graph) -> set[Node]:
-    """Parameters, constants and tensors of banks, and what is made of such alone without a GEMM."""
+    """Return parameters, constants and tensors of banks, and values computed from these alone without a GEMM."""
     weights: set[Node] = set()
     for node in graph.nodes:
-        given = node.all_input_nodes
+        inputs = node.all_input_nodes
         if node.op in ("placeholder", "get_attr"):
             is_weight = not node.meta.get(ARGUMENT_KEY, False)
         elif is_call(node, *_LOOKUPS):
-            is_weight = given[0] in weights  # the weights of some experts, say
+            is_weight = inputs[0] in weights  # for example, the weights of some experts
         else:
             is_pointwise = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
             passes_on = is_view(node) or is_pointwise or is_call(node, *_COPIES)
-            is_made = passes_on and bool(given) and all(used in weights for used in given)
+            is_made = passes_on and bool(inputs) and all(used in weights for used in inputs)
             is_weight = is_made or is_call(node, BANK_TENSOR, EXPERT_STACK, gather, acquire)
         if is_weight:
             weights.add(node)
@@ -104,12 +104,12 @@ def _weights(graph: Graph) -> set[Node]:
 
 
 def _kinds(graph: Graph, weights: set[Node], expert_gemms: set[str]) -> tuple[dict[Node, str], dict[Node, set[str]]]:
-    """The kinds of the anchors, and `up` of every node."""
+    """Return the kinds of the anchors, and `up` of every node."""
     kinds: dict[Node, str] = {}
     up: dict[Node, set[str]] = {}
     for node in graph.nodes:
-        given = node.all_input_nodes
-        up[node] = set[str]().union(*({kinds[used]} if used in kinds else up[used] for used in given))
+        inputs = node.all_input_nodes
+        up[node] = set[str]().union(*({kinds[used]} if used in kinds else up[used] for used in inputs))
         if node.op == "output":
             kinds[node] = _OUTPUT
         elif node.name in expert_gemms or is_grouped_gemm(node):
@@ -120,7 +120,7 @@ def _kinds(graph: Graph, weights: set[Node], expert_gemms: set[str]) -> tuple[di
             kinds[node] = _CHOICE
         elif is_call(node, aten.embedding.default):
             kinds[node] = EMBEDDING
-        elif is_call(node, *_WITH_WEIGHTS) and any(used in weights for used in given):
+        elif is_call(node, *_WITH_WEIGHTS) and any(used in weights for used in inputs):
             kinds[node] = _WEIGHT_GEMM
         elif is_call(node, *_WITH_WEIGHTS):
             is_dispatch = up[node] & {_CHOICE, ROUTER} and _SCORES not in up[node]
@@ -131,7 +131,7 @@ def _kinds(graph: Graph, weights: set[Node], expert_gemms: set[str]) -> tuple[di
 def _met_at(
     user: Node, kinds: Mapping[Node, str], parts: Mapping[Node, str], down: Mapping[Node, set[str]]
 ) -> set[str]:
-    """What a way down meets first at `user`: its part, which is known by then, and its kind where that says more."""
+    """Return the part of the anchor `user`, and its kind if it adds information; for other nodes, `down` of `user`."""
     kind = kinds.get(user)
     if kind is None or (kind == _CHOICE and user not in parts):
         return down[user]
@@ -139,12 +139,12 @@ def _met_at(
 
 
 def _is_alone(gemm: Node, weights: set[Node]) -> bool:
-    """True where all that follows `gemm` is computed from its results, weights, indices and masks."""
+    """Return whether everything after `gemm` depends only on its results, weights, indices and masks."""
     reached, pending = {gemm}, [gemm]
     while pending:
         new = [user for user in pending.pop().users if user not in reached and user.op != "output"]
         reached.update(new)
         pending.extend(new)
-    others = {used for node in reached - {gemm} for used in node.all_input_nodes} - reached - weights
-    values = [fake_value(node) for node in others]
+    further_inputs = {used for node in reached - {gemm} for used in node.all_input_nodes} - reached - weights
+    values = [fake_value(node) for node in further_inputs]
     return not any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in values)

@@ -1,13 +1,13 @@
-"""Read a segment that treats every token alone as a program for some tokens.
+"""Read a segment that processes every token independently as a program for some of the tokens.
 
 Contract
-    in    a segment that is a region (`passes/tokens`), with the places of tokens in its values
-    out   the same computation for `tokens` tokens, whatever number that is, as a graph whose first input is that
-          number; and where tokens lie in inputs and outputs (TokenProgram)
-          NotByTokenError, with the node that stands in the way, where there is no such graph
+    in    a segment that is a region (`passes/tokens`), with the token dimensions of its values
+    out   the same computation for any number `tokens` of tokens, as a graph whose first input is this number, and the
+          token dimensions of its inputs and outputs (TokenProgram)
+          NotByTokenError, with the node that prevents it, if there is no such graph
 
-The program knows one sequence [1, tokens, ..]: tokens that are alone do not know where their sequence ends. Every size
-that is written into the segment and depends on the number of tokens, or of sequences, is computed of `tokens` instead.
+The program processes one sequence [1, tokens, ..], because independent tokens do not depend on where their sequence
+ends. Sizes in the segment that depend on the number of tokens or of sequences are computed from `tokens` instead.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from moepass.passes.rows.row_layout import Dimension, Layout, Part
 
 aten = torch.ops.aten
 _SHAPED = {"view": 1, "_unsafe_view": 1, "reshape": 1, "expand": 1, "new_empty": 1}
-# What is made for as many rows as there are.
+# Operators that make a value for the current number of rows.
 _MADE_AGAIN = (aten.arange.default, torch.ops.prims.iota.default, aten.empty.memory_format)
 
 
 class NotByTokenError(Exception):
-    """This segment cannot run some tokens at a time: `node` stands in the way. The text says why."""
+    """This segment cannot run some tokens at a time, because of `node`; the text says why."""
 
     def __init__(self, node: Node, reason: str) -> None:
         super().__init__(reason)
@@ -44,7 +44,7 @@ class NotByTokenError(Exception):
 
 
 class TokenFactor(enum.Enum):
-    """A factor of a dimension that has something for each sequence, for each token of one, or for each of all."""
+    """A factor of a dimension that counts sequences, tokens of one sequence, or all tokens."""
 
     SEQUENCES = enum.auto()
     TOKENS = enum.auto()
@@ -56,10 +56,12 @@ Factor = int | TokenFactor
 
 @dataclasses.dataclass(frozen=True)
 class TokenDims:
-    """Where the tokens of a value lie: `factors` of each dimension, outermost first, whose product is its size.
+    """The token dimensions of a value.
 
-    Either ALL_TOKENS stands in one place, or TOKENS in one and SEQUENCES in another one. Without SEQUENCES there is but
-    one sequence, or what there is for a token is the same in all of them. Whole numbers are elements of each token.
+    Attributes:
+        factors: factors of each dimension, outermost first, whose product is its size. Either ALL_TOKENS occurs once,
+            or TOKENS occurs once and SEQUENCES at most once. Without SEQUENCES there is only one sequence, or the value
+            is the same for all sequences. Integers count elements of each token
     """
 
     factors: tuple[tuple[Factor, ...], ...]
@@ -70,8 +72,8 @@ class TokenDims:
         return tuple(factor for factors in self.factors for factor in factors)
 
 
-# What stands in the factors of a value beside whole numbers, sorted by name.
-_TOKENS_IN_ONE_PLACE = (
+# The allowed token factors of a value, sorted by name.
+_TOKEN_FACTORS = (
     [TokenFactor.ALL_TOKENS],
     [TokenFactor.TOKENS],
     [TokenFactor.SEQUENCES, TokenFactor.TOKENS],
@@ -80,7 +82,7 @@ _TOKENS_IN_ONE_PLACE = (
 
 @dataclasses.dataclass(frozen=True)
 class BodySize:
-    """`factor` elements, or `factor` for each token."""
+    """`factor` elements, or `factor` elements for each token."""
 
     factor: int
     by_token: bool
@@ -88,10 +90,16 @@ class BodySize:
 
 @dataclasses.dataclass(frozen=True)
 class TokenProgram:
-    """`body` takes the number of tokens and then the segment's tensors, in their order; those with `inputs` cut.
+    """The computation of a region for some of its tokens.
 
-    `tensors` are the places of these inputs among the segment's; `inputs` and `outputs` say where tokens lie, None: the
-    value is the same for all. `shapes` are those of the body's tensors, `expected` those of what it computes.
+    Attributes:
+        body: graph whose inputs are the number of tokens and then the segment's tensors, in order; tensors with
+            `inputs` are cut
+        tensors: positions of these tensors among the segment's inputs
+        inputs, outputs: their token dimensions; None: the value is the same for all tokens
+        shapes: shapes of the body's tensors
+        expected: shapes of the values that the body computes
+        sequences, tokens_per_sequence: sizes of the segment
     """
 
     body: GraphModule
@@ -105,11 +113,12 @@ class TokenProgram:
 
 
 def is_region(segment: GraphModule) -> bool:
+    """Return whether `segment` is a region that can run some tokens at a time."""
     return any(REGION_KEY in node.meta for node in segment.graph.nodes)
 
 
 def read_token_program(segment: GraphModule) -> TokenProgram:
-    """Raises NotByTokenError."""
+    """Return the program of a region. Raises NotByTokenError if it cannot run some tokens at a time."""
     return _Writer(segment).write()
 
 
@@ -124,24 +133,24 @@ class _Writer:
 
     def write(self) -> TokenProgram:
         tensors, inputs, shapes = [], [], []
-        given = graph_inputs(self.segment.graph)
-        for place, node in enumerate(given):
+        segment_inputs = graph_inputs(self.segment.graph)
+        for position, node in enumerate(segment_inputs):
             value = fake_value(node)
             if not isinstance(value, torch.Tensor):
                 continue
             layout = node.meta.get(TOKENS_KEY)
             if layout is not None and not isinstance(layout, Layout):
-                raise NotByTokenError(node, f"{named(node)} is several values")
-            tensors.append(place)
+                raise NotByTokenError(node, f"{named(node)} is a tuple")
+            tensors.append(position)
             inputs.append(_token_dims(node, layout) if layout is not None and layout.has_rows else None)
             shapes.append(self._body_shape(node, layout, value.shape))
-            copied = self.graph.placeholder(f"input_{place}")
-            copied.meta = {key: kept for key, kept in node.meta.items() if key not in ("val", REGION_KEY)}
+            copied = self.graph.placeholder(f"input_{position}")
+            copied.meta = _kept_meta(node)
             self.values[node] = copied
         for node in self.segment.graph.nodes:
             if node.op == "get_attr":
                 if (layout := node.meta.get(TOKENS_KEY)) is not None and layout.has_rows:
-                    raise NotByTokenError(node, f"{named(node)} is written into the graph for each token")
+                    raise NotByTokenError(node, f"{named(node)} is a constant with an element for each token")
                 self.values[node] = self.graph.node_copy(node)
             elif node.op == "call_function" and not isinstance(fake_value(node), (torch.SymInt, int, torch.SymFloat)):
                 self._add(node)
@@ -150,19 +159,19 @@ class _Writer:
         for node in outputs:
             layout = node.meta.get(TOKENS_KEY)
             if not isinstance(layout, Layout) or not layout.has_rows:
-                raise NotByTokenError(node, f"{named(node)} has nothing for each token, and is read behind its region")
+                raise NotByTokenError(node, f"{named(node)} has no tokens, but is read after its region")
             places.append(_token_dims(node, layout))
             if any(isinstance(stride, int) and stride == 0 for stride in fake_value(node).stride()):
-                raise NotByTokenError(node, f"{named(node)} shows one number in several places")
+                raise NotByTokenError(node, f"{named(node)} is expanded: several elements share memory")
         self.graph.output(tuple(self.values[node] for node in outputs))
         body = GraphModule(self.segment, self.graph)
         _check_one_cut(self.segment.graph)
-        sequences, length = _sequence_sizes([*given, *outputs])
+        sequences, length = _sequence_sizes([*segment_inputs, *outputs])
         for node, dims in zip(outputs, places, strict=True):
-            found = dims.in_order
-            is_same_for_all = TokenFactor.ALL_TOKENS not in found and TokenFactor.SEQUENCES not in found
+            factors = dims.in_order
+            is_same_for_all = TokenFactor.ALL_TOKENS not in factors and TokenFactor.SEQUENCES not in factors
             if is_same_for_all and sequences != 1:
-                raise NotByTokenError(node, f"{named(node)} has one value for all sequences together")
+                raise NotByTokenError(node, f"{named(node)} has one value for all sequences")
         return TokenProgram(
             body, tuple(tensors), tuple(inputs), tuple(shapes), tuple(places), self.expected, sequences, length
         )
@@ -187,7 +196,7 @@ class _Writer:
         elif is_call(node, aten.slice.Tensor):
             args[2:4] = [bound if isinstance(bound, int) else None for bound in args[2:4]]
         made = self.graph.create_node("call_function", target, *self._mapped(node, tuple(args)), name=node.name)
-        made.meta = {key: kept for key, kept in node.meta.items() if key not in ("val", REGION_KEY)}
+        made.meta = _kept_meta(node)
         self.values[node] = made
         if isinstance(layout, Layout) and isinstance(value, torch.Tensor):
             self.expected[made] = self._body_shape(node, layout, value.shape)
@@ -218,21 +227,23 @@ class _Writer:
         )
 
     def _body_size(self, node: Node, dimension: Dimension, size: Any) -> BodySize:
-        """Sequences are one in the body, tokens of a sequence and all tokens are `tokens`."""
-        rows = [part for part in dimension if part.is_rows]
-        if not rows:
+        """Return the size of a dimension in the body.
+
+        It is 1 for sequences, and `tokens` both for the tokens of a sequence and for all tokens.
+        """
+        if not any(component.is_rows for component in dimension):
             return BodySize(_constant(node, size), False)
         factor, by_token = 1, False
-        for part in dimension:
-            if len(part.share or ()) > 1:
-                raise NotByTokenError(node, f"{named(node)} takes the tokens of a sequence apart")
-            if not part.is_rows:
-                factor *= _constant(node, part.size)
-            elif part.share == () or _is_second_share(part.share):
+        for component in dimension:
+            if len(component.share or ()) > 1:
+                raise NotByTokenError(node, f"{named(node)} divides the tokens of a sequence")
+            if not component.is_rows:
+                factor *= _constant(node, component.size)
+            elif component.share == () or _is_second_share(component.share):
                 by_token = True
-            elif not _is_sequences(part.share):
-                # Rows sorted by expert: as many for each token as there are experts of it.
-                by_token, factor = True, factor * self._rows_per_token(node, part.size)
+            elif not _is_sequences(component.share):
+                # Rows sorted by expert: one for each expert of a token.
+                by_token, factor = True, factor * self._rows_per_token(node, component.size)
         return BodySize(factor, by_token)
 
     def _rows_per_token(self, node: Node, size: sympy.Expr) -> int:
@@ -247,16 +258,20 @@ def _constant(node: Node, size: Any) -> int:
     if isinstance(size, sympy.Expr) and size.is_Integer:
         size = int(size)
     if not isinstance(size, int):
-        raise NotByTokenError(node, f"{named(node)} has a size that only a run tells, {size}, beside tokens")
+        raise NotByTokenError(node, f"{named(node)} has a data-dependent size, {size}, in addition to tokens")
     return size
 
 
+def _kept_meta(node: Node) -> dict[str, Any]:
+    return {key: value for key, value in node.meta.items() if key not in ("val", REGION_KEY)}
+
+
 def _squeezed(node: Node) -> list[int]:
-    """The dimensions that `node` leaves out, here where one token is not yet one element."""
+    """Return the dimensions that `node` removes in the segment, excluding tokens, which may have size 1 in the body."""
     shape = fake_value(node.all_input_nodes[0]).shape
-    given = all_arguments(node).get("dim", range(len(shape)))
-    wanted = [dim % len(shape) for dim in (given if isinstance(given, (list, tuple, range)) else [given])]
-    return [dim for dim in wanted if isinstance(shape[dim], int) and shape[dim] == 1]
+    argument = all_arguments(node).get("dim", range(len(shape)))
+    dims = [dim % len(shape) for dim in (argument if isinstance(argument, (list, tuple, range)) else [argument])]
+    return [dim for dim in dims if isinstance(shape[dim], int) and shape[dim] == 1]
 
 
 def _is_sequences(share: Any) -> bool:
@@ -268,30 +283,33 @@ def _is_second_share(share: Any) -> bool:
 
 
 def _token_dims(node: Node, layout: Layout) -> TokenDims:
-    """Raises NotByTokenError where it is not known which tokens lie where, or they lie in several places."""
-    dims = TokenDims(tuple(tuple(_factor(node, part) for part in dimension) for dimension in layout.dimensions))
-    found = sorted((factor for factor in dims.in_order if isinstance(factor, TokenFactor)), key=lambda one: one.name)
-    if found == [TokenFactor.SEQUENCES]:
+    """Return the token dimensions.
+
+    Raises NotByTokenError if they are unknown, or if tokens are in several dimensions.
+    """
+    dims = TokenDims(tuple(tuple(_factor(node, component) for component in dim) for dim in layout.dimensions))
+    factors = sorted((item for item in dims.in_order if isinstance(item, TokenFactor)), key=lambda item: item.name)
+    if factors == [TokenFactor.SEQUENCES]:
         raise NotByTokenError(node, f"{named(node)} has one value for each sequence")
-    if found not in _TOKENS_IN_ONE_PLACE:
-        raise NotByTokenError(node, f"tokens of {named(node)} lie in several places")
+    if factors not in _TOKEN_FACTORS:
+        raise NotByTokenError(node, f"{named(node)} has tokens in several dimensions")
     return dims
 
 
-def _factor(node: Node, part: Part) -> Factor:
-    if not part.is_rows:
-        return _constant(node, part.size)
-    if part.share == ():
+def _factor(node: Node, component: Part) -> Factor:
+    if not component.is_rows:
+        return _constant(node, component.size)
+    if component.share == ():
         return TokenFactor.ALL_TOKENS
-    if len(part.share or ()) == 1 and _is_sequences(part.share):
+    if len(component.share or ()) == 1 and _is_sequences(component.share):
         return TokenFactor.SEQUENCES
-    if len(part.share or ()) == 1 and _is_second_share(part.share):
+    if len(component.share or ()) == 1 and _is_second_share(component.share):
         return TokenFactor.TOKENS
-    raise NotByTokenError(node, f"tokens of {named(node)} are cut in a way that is not followed")
+    raise NotByTokenError(node, f"{named(node)} divides its tokens in a way that moepass does not follow")
 
 
 def _check_one_cut(graph: Graph) -> None:
-    """All tokens are taken apart into the same sequences, wherever they are."""
+    """Raise NotByTokenError unless all values divide their tokens into the same sequences."""
     first: str | None = None
     for node in graph.nodes:
         layouts = node.meta.get(TOKENS_KEY)
@@ -301,30 +319,31 @@ def _check_one_cut(graph: Graph) -> None:
                     continue
                 first = first or share[0][0]
                 if share[0][0] != first:
-                    reason = f"{named(node)} takes all tokens apart into {share[0][0]}, and other values into {first}"
+                    reason = f"{named(node)} divides all tokens into {share[0][0]}, but other values into {first}"
                     raise NotByTokenError(node, reason)
 
 
 def _sequence_sizes(nodes: Sequence[Node]) -> tuple[sympy.Expr, sympy.Expr]:
-    """The number of sequences, and the tokens of each. Where tokens of all lie in one dimension, one sequence.
+    """Return the number of sequences and the tokens of each; one sequence if one dimension has all tokens.
 
-    Raises NotByTokenError where neither can be told."""
+    Raises NotByTokenError if neither is known.
+    """
     shares: dict[Any, sympy.Expr] = {}
     flat: sympy.Expr | None = None
     for node in nodes:
         layouts = node.meta.get(TOKENS_KEY)
         for layout in layouts if isinstance(layouts, tuple) else (layouts,):
             for dimension in layout.dimensions if layout is not None else ():
-                for part in dimension:
-                    if part.share == ():
-                        flat = part.size
-                    elif part.is_rows and (_is_sequences(part.share) or _is_second_share(part.share)):
-                        shares[part.share[0][1]] = part.size
+                for component in dimension:
+                    if component.share == ():
+                        flat = component.size
+                    elif component.is_rows and (_is_sequences(component.share) or _is_second_share(component.share)):
+                        shares[component.share[0][1]] = component.size
     if len(shares) == 2:
         return shares[0], shares[1]
     if 1 in shares and flat is not None:
         return sympy.simplify(flat / shares[1]), shares[1]
     if flat is None:
         node = next(node for node in nodes if TOKENS_KEY in node.meta)
-        raise NotByTokenError(node, f"{named(node)} has tokens of which no sequence is known")
+        raise NotByTokenError(node, f"{named(node)} has tokens whose sequences are unknown")
     return sympy.Integer(1), flat

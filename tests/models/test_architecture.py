@@ -1,4 +1,4 @@
-"""Sizes read from configs: every parameter of every family is accounted for, and presets are what they are known as."""
+"""Sizes read from configs: every parameter of every family is counted, and presets have their published sizes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers.graphs.error_fields import refused
 from tests.helpers.graphs.tiny_configs import meta_model, tiny_config
 from tests.helpers.models.tiny import TINY_FAMILIES, discover_expert_families, discovered_tiny_model
 
-# Parameters in total and per token as their publishers give them, and what they count per token beside the layers.
+# Published total and active parameters, and which tables the publisher counts as active in addition to the layers.
 PUBLISHED = {
     "qwen3-235b-a22b": (235e9, 22e9, {}),
     "qwen3-30b-a3b": (30.5e9, 3.3e9, {}),
@@ -89,10 +89,10 @@ def test_presets_cut_short_are_models(name: str) -> None:
     architecture, config = preset(name, layers=2), preset_config(name, layers=2)
     assert formulas.model_parameters(architecture) == count_parameters(meta_model(config))
     assert architecture.moe_layers
-    whole = preset(name)
-    assert set(architecture.layers) == set(whole.layers)
-    assert whole.typical_moe_layer.experts == architecture.typical_moe_layer.experts
-    assert whole.dtype == "bf16"
+    complete = preset(name)
+    assert set(architecture.layers) == set(complete.layers)
+    assert complete.typical_moe_layer.experts == architecture.typical_moe_layer.experts
+    assert complete.dtype == "bf16"
 
 
 def test_published_figures_cover_every_preset() -> None:
@@ -121,8 +121,8 @@ def test_equal_layers_are_one_kind() -> None:
 
 
 def test_the_text_part_of_a_config_of_several_parts_is_read() -> None:
-    whole = transformers.Llama4Config(text_config=tiny_config("llama4").to_dict())
-    assert from_config(whole).layers == from_config(tiny_config("llama4")).layers
+    complete = transformers.Llama4Config(text_config=tiny_config("llama4").to_dict())
+    assert from_config(complete).layers == from_config(tiny_config("llama4")).layers
 
 
 def test_dtypes_have_one_short_name() -> None:
@@ -158,7 +158,7 @@ def test_errors_name_what_is_wrong() -> None:
         Layer(Attention("full", 1, 1, 1, 1), None, None)
 
 
-# Families without a hand-written tiny configuration, which share a reader with one that has: by their folder.
+# Families without a hand-written tiny configuration, by folder name; they share a reader with a family that has one.
 SHARING = ["deepseek_v2", "flex_olmo", "minimax_m2", "mistral4", "qwen3_vl_moe"]
 
 

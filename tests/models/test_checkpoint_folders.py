@@ -1,4 +1,4 @@
-"""Checkpoint folders load whole or not at all, and the error says in one line what is wrong with which value."""
+"""Checkpoint folders load completely or not at all, and errors name the wrong value in one line."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One whose file holds every expert by itself, so that loading merges them."""
+    """Save a checkpoint that stores every expert separately, so that loading merges them."""
     return save_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint") / "mixtral", "mixtral")
 
 
@@ -71,9 +71,9 @@ def _split(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     names = sorted(weights)
     parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
-    for file, own in parts.items():
-        save_file({name: weights[name] for name in own}, folder / file, metadata={"format": "pt"})
-    index = {"metadata": {}, "weight_map": {name: file for file, own in parts.items() for name in own}}
+    for file, keys in parts.items():
+        save_file({name: weights[name] for name in keys}, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, keys in parts.items() for name in keys}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "model.safetensors").unlink()
 
@@ -139,11 +139,11 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "left over": (
         edit_weights(lambda weights: weights.update(extra=torch.zeros(2))),
-        "holds weights that the config has no place for: extra",
+        "holds weights that the config does not use: extra",
     ),
     "shape": (edit_weights(_shrink_norm), r"model.norm.weight has shape \[63\], but the config asks for \[64\]"),
     "experts": (edit_config(num_local_experts=4, num_experts=4), r"experts.* has shape \[8, .*asks for \[4, "),
-    "layers": (edit_config(num_hidden_layers=1), "no place for: model.layers.1"),
+    "layers": (edit_config(num_hidden_layers=1), "does not use: model.layers.1"),
     "more layers": (edit_config(num_hidden_layers=9), "lacks weights that the config asks for: model.layers"),
     "malformed config": (
         lambda folder: (folder / "config.json").write_text('{"model_type": '),
@@ -226,9 +226,9 @@ def test_prompt_file(checkpoint: Path, tmp_path: Path) -> None:
         ('{"labels": [1]}', r"Expected `str`, got `int` - at `\$.labels"),
         ('{"lables": []}', "unknown field `lables`"),
         ('{"max_text_tokens": 0}', "max_text_tokens is 0; it must be 1 or more"),
-        ('{"probe": {"input": "x", "answers": ["a"], "expected": "a"}}', "two answers or more"),
-        ('{"probe": {"input": "x", "answers": ["a", "a"], "expected": "a"}}', "none of them twice"),
-        ('{"probe": {"input": "x", "answers": ["a", "b"], "expected": "c"}}', "the expected one among them"),
+        ('{"probe": {"input": "x", "answers": ["a"], "expected": "a"}}', "two or more different answers"),
+        ('{"probe": {"input": "x", "answers": ["a", "a"], "expected": "a"}}', "two or more different answers"),
+        ('{"probe": {"input": "x", "answers": ["a", "b"], "expected": "c"}}', "including the expected one"),
     ],
 )
 def test_wrong_prompt_file(content: str, message: str, tmp_path: Path) -> None:

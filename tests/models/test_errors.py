@@ -1,4 +1,4 @@
-"""Errors: what a handler may ask of them, also in another process."""
+"""Attributes of errors, also after they were sent to another process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FIELDS = ("name", "value", "expected", "path", "rank", "ranks")
 
 
 class RuleError(MoepassError):
-    """Takes other arguments than its text."""
+    """An error whose constructor takes other arguments than its text."""
 
     def __init__(self, rule: str, problem: int) -> None:
         super().__init__(f"rule {rule} is broken {problem} times", value=problem)
@@ -49,8 +49,8 @@ def test_a_field_that_does_not_apply_is_none() -> None:
 
 
 def test_what_is_no_plain_data_becomes_text_on_the_way() -> None:
-    given = {"on": [len, 1], "path": Path("x")}
-    again = _pickled(OptionError("no", name="hardware", value=given))
+    value = {"on": [len, 1], "path": Path("x")}
+    again = _pickled(OptionError("no", name="hardware", value=value))
     assert again.value == {"on": [repr(len), 1], "path": Path("x")}
 
 

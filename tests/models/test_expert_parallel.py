@@ -1,4 +1,4 @@
-"""The four forms of expert parallelism, on real ranks, against all experts in one process."""
+"""The four forms of expert parallelism on real ranks, compared with all experts in one process."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from tests.helpers.processes.ranks import RankError, run_ranks
 FORMS = tuple(EP_FORMS)
 DTYPES = (torch.float32, torch.bfloat16)
 CONFIG = StackConfig(max_tokens=16)
-# Sums over ranks round where the reference does not; outputs are of the order of 1.
+# Sums over ranks add rounding errors; outputs are of the order of 1.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Experts and routing of one layer; `tokens` of each rank, of which a shared batch takes the last number."""
+    """Experts and routing of one layer. `tokens` are those of each rank; a shared batch has the last number."""
 
     tokens: tuple[int, ...] = (5, 7)
     experts: int = 8
@@ -62,7 +62,7 @@ CASES = {
 
 
 def inputs(case: Case, dtype: torch.dtype, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states, expert ids and weights of `tokens` tokens."""
+    """Return hidden states, expert ids and weights of `tokens` tokens."""
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(tokens, CONFIG.hidden, generator=generator).to(dtype)
     scores = torch.rand(tokens, case.experts, generator=generator)
@@ -79,7 +79,7 @@ def rank_inputs(form: str, case: Case, dtype: torch.dtype, rank: int) -> tuple[t
 
 
 def reference(form: str, case: Case, dtype: torch.dtype) -> list[torch.Tensor]:
-    """What every rank should get, from all experts in this process, all ranks' tokens in one batch."""
+    """Return the expected result of every rank: all experts in this process, with all ranks' tokens in one batch."""
     experts = build_experts(case.config(dtype))
     if form == "all_reduce":
         return [experts(*rank_inputs(form, case, dtype, 0))] * case.ranks
@@ -90,7 +90,8 @@ def reference(form: str, case: Case, dtype: torch.dtype) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def run_eager(form: str, case: Case, dtype: torch.dtype) -> torch.Tensor:
-    # So set, torch fills uninitialised memory with NaN: the rows of a grouped product that belong to no expert.
+    # With this setting torch fills uninitialised memory with NaN, such as rows of a grouped GEMM that belong to no
+    # expert.
     torch.use_deterministic_algorithms(True)
     try:
         experts = build_experts(case.config(dtype), form)
@@ -105,7 +106,7 @@ Outcome = tuple[torch.Tensor, torch.Tensor, int]
 
 @torch.no_grad()
 def run_compiled(form: str, case: Case, dtype: torch.dtype, counts: Sequence[int]) -> list[Outcome]:
-    """For each number of tokens: the eager output, the compiled one, and how many graphs there were by then."""
+    """Return for each number of tokens the eager output, the compiled one, and the number of graphs so far."""
     experts = build_experts(case.config(dtype), form)
     compiled, graphs = compile_counting(experts)
     outcomes = []
@@ -118,18 +119,18 @@ def run_compiled(form: str, case: Case, dtype: torch.dtype, counts: Sequence[int
 
 @torch.no_grad()
 def run_stack(form: str, config: StackConfig, batches: Sequence[torch.Tensor]) -> list[Outcome]:
-    """As `run_compiled`, for a whole model, which runs rank r's part of each batch: `chunk` by rank."""
+    """Run a complete model on rank r's part of each batch, `chunk` by rank, and return the same as `run_compiled`."""
     model = build_stack(config, form)
     compiled, graphs = compile_counting(model)
     outcomes = []
     for batch in batches:
-        part = batch if form == "all_reduce" else batch.tensor_split(dist.get_world_size())[dist.get_rank()]
-        outcomes.append((model(part), compiled(part), len(graphs)))
+        chunk = batch if form == "all_reduce" else batch.tensor_split(dist.get_world_size())[dist.get_rank()]
+        outcomes.append((model(chunk), compiled(chunk), len(graphs)))
     return outcomes
 
 
 def compile_counting(model: nn.Module) -> tuple[Callable[..., torch.Tensor], list[GraphModule]]:
-    """The model compiled as one graph with a dynamic number of tokens, and the graphs so far."""
+    """Compile the model as one graph with a dynamic number of tokens, and count its graphs."""
     graphs: list[GraphModule] = []
 
     def keep(module: GraphModule, fake_inputs: Sequence[torch.Tensor]) -> Any:
@@ -173,7 +174,7 @@ def test_eager_equals_all_experts_in_one_process(form: str, case: Case, dtype: t
 def check_compiled(form: str, case: Case, dtype: torch.dtype) -> None:
     for outcomes in run_ranks(case.ranks, run_compiled, form, case, dtype, (6, 11, 0)):
         assert_equal([compiled for _, compiled, _ in outcomes], [eager for eager, _, _ in outcomes])
-        # Another number of tokens needs no other graph. None at all needs one: torch specialises on sizes 0 and 1.
+        # All numbers of tokens share a graph except 0 and 1, on which torch specialises.
         assert [graphs for _, _, graphs in outcomes] == [1, 1, 2]
 
 
@@ -194,7 +195,7 @@ def test_compiled_as_one_graph_equals_eager_in_every_case(form: str, case: Case,
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_a_model_of_several_layers(form: str) -> None:
-    # What the test above leaves out: bfloat16 and uneven shards. With top-1 no form rounds a sum.
+    # Bfloat16 and uneven shards, which the test above does not cover. With top-1 no form rounds a sum.
     config = StackConfig(experts=5, top_k=1, normalise=False, skew=0.5, dtype=torch.bfloat16, max_tokens=16)
     batches = [torch.randn(count, config.hidden).to(config.dtype) for count in (7, 13)]
     outcomes = run_ranks(2, run_stack, form, config, batches)
@@ -223,17 +224,17 @@ def test_beyond_the_capacity_the_last_tokens_of_an_expert_are_dropped() -> None:
         hidden, index, weights = inputs(case, config.dtype, case.tokens[rank], seed=rank)
         for expert in range(case.experts):
             chosen = (index == expert).nonzero()
-            for token, place in chosen[slots:]:
-                weights[token, place] = 0
+            for token, choice in chosen[slots:]:
+                weights[token, choice] = 0
         with torch.no_grad():
             assert_close([output], [build_experts(config)(hidden, index, weights)])
-    # Every token's first choice is expert 3, so the fourth token and those after it lost it.
+    # Every token's first choice is expert 3, so it was dropped from the fourth token on.
     assert case.tokens[0] > slots
 
 
 @torch.no_grad()
 def messages_of_wrong_uses(config: StackConfig) -> list[str]:
-    """The texts of the errors that wrong arguments raise, on every rank before any rank talks to another."""
+    """Return the messages for wrong arguments, which every rank raises before it communicates."""
     weights = build_experts(config)
     hidden, index, scores = inputs(Case(), config.dtype, 17, seed=0)
     uses: list[Callable[[], object]] = [
@@ -279,9 +280,9 @@ def test_shards_cover_every_expert_once_and_differ_by_one_at_most(experts: int, 
     placements = [ExpertPlacement(experts, ranks, rank) for rank in range(ranks)]
     assert bounds[0] == 0
     assert bounds[-1] == experts
-    assert [expert for place in placements for expert in place.owned] == list(range(experts))
+    assert [expert for placement in placements for expert in placement.owned] == list(range(experts))
     sizes = placements[0].shard_sizes
-    assert sizes == tuple(len(place.owned) for place in placements)
+    assert sizes == tuple(len(placement.owned) for placement in placements)
     assert max(sizes) - min(sizes) <= 1
     assert all(expert in placements[owner].owned for expert, owner in enumerate(placements[0].owners))
 
@@ -295,7 +296,7 @@ def test_impossible_placements_are_refused(experts: int, ranks: int, rank: int) 
 
 
 def fail_on_rank(rank: int, how: str) -> int:
-    """Misbehave on one rank while the others wait for it."""
+    """Fail on one rank while the others wait for it."""
     if dist.get_rank() == rank:
         if how == "raises":
             raise ValueError("wrong on purpose")

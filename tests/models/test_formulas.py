@@ -1,4 +1,4 @@
-"""The formulas: against counting one by one, against each other, and against the numbers of the literature."""
+"""The formulas, compared with brute-force counts, with each other, and with numbers from the literature."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def test_symbols_and_numbers_give_the_same(layer: Layer, batch: int, sequence: i
     prefix_symbol = sympy.Symbol("prefix", integer=True, nonnegative=True)
     expression = formulas.layer_flops(layer, 16, formulas.batch, formulas.sequence, prefix_symbol)
     assert formulas.evaluate(expression, batch=batch, sequence=sequence, prefix=prefix) == number
-    kept = formulas.kv_bytes(layer.attention, formulas.batch, formulas.sequence, "bf16")
+    cached = formulas.kv_bytes(layer.attention, formulas.batch, formulas.sequence, "bf16")
     expected = formulas.kv_bytes(layer.attention, batch, sequence, "bf16")
-    assert formulas.evaluate(kept, batch=batch, sequence=sequence) == expected
+    assert formulas.evaluate(cached, batch=batch, sequence=sequence) == expected
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)
@@ -76,8 +76,8 @@ def test_a_text_in_two_parts_costs_what_it_costs_whole(
     assert first + second == formulas.layer_flops(layer, 16, batch, sequence)
 
 
-def test_f_is_that_of_the_design() -> None:
-    """design.md: 2·(attention projections + H·E + k·3·H·h + 3·H·h shared)."""
+def test_flops_per_token_of_a_layer() -> None:
+    """Check f = 2·(attention projections + H·E + k·3·H·h + 3·H·h shared)."""
     qwen = preset("qwen3-235b-a22b")
     hidden, experts, width, top_k = 4096, 128, 1536, 8
     projections = 2 * hidden * 64 * 128 + 2 * hidden * 4 * 128
@@ -94,7 +94,7 @@ def test_f_is_that_of_the_design() -> None:
 
 
 def test_scores_are_half_of_the_square() -> None:
-    """4·S²·heads·head_dim for all pairs, and the causal half of it with its diagonal."""
+    """Check 4·S²·heads·head_dim for all pairs, and the causal half of it with its diagonal."""
     attention = preset("qwen3-235b-a22b").layers[0].attention
     assert formulas.attention_flops(attention, 3, 512) == 3 * 4 * 64 * 128 * 512 * 513 // 2
     latent = preset("deepseek-v3").layers[0].attention
@@ -115,7 +115,7 @@ def test_the_delta_rule_counts_the_products_of_a_chunk() -> None:
 def test_kv_bytes_are_two_l_b_s_nkv_dh_b() -> None:
     qwen = preset("qwen3-235b-a22b")
     assert formulas.model_kv_bytes(qwen, 7, 1000) == 2 * 94 * 7 * 1000 * 4 * 128 * 2
-    # Latent attention keeps 512 + 64 values per token and layer, whatever its heads.
+    # Latent attention caches 512 + 64 values per token and layer, for any number of heads.
     assert formulas.model_kv_bytes(preset("deepseek-v3"), 7, 1000) == 61 * 7 * 1000 * 576 * 2
     gpt = preset("gpt-oss-120b")
     assert formulas.model_kv_bytes(gpt, 1, 1000) == 2 * 8 * 64 * 2 * 18 * (1000 + 128)
@@ -127,7 +127,7 @@ def test_bank_bytes() -> None:
     assert formulas.bank_bytes(qwen.experts, 4096, "bf16") == 128 * 3 * 4096 * 1536 * 2
     gpt = preset("gpt-oss-120b").typical_moe_layer
     assert gpt.experts is not None
-    # Biases lie in the bank.
+    # Biases are part of the bank.
     assert formulas.bank_bytes(gpt.experts, 2880, "bf16") == 128 * (3 * 2880 * 2880 + 3 * 2880) * 2
     with refused(InputError, name="dtype", value="int4", expected=tuple(ELEMENT_BYTES)):
         formulas.bank_bytes(gpt.experts, 2880, "int4")
@@ -184,7 +184,7 @@ def test_products_against_their_definition() -> None:
     assert formulas.gemm_bytes(3, 5, 7, 2, count=4) == 4 * 2 * (15 + 35 + 21)
     assert formulas.grouped_gemm_flops(10, 5, 7) == formulas.gemm_flops(4, 5, 7) + formulas.gemm_flops(6, 5, 7)
     assert formulas.grouped_gemm_bytes(10, 5, 7, 2, 4) == 4 * (50 + 70 + 70)
-    # Substitution: row i takes i multiplications, as many subtractions less one division.
+    # Substitution: row i takes i multiplications, i - 1 subtractions and a division.
     assert formulas.triangular_solve_flops(6, 3) == 3 * sum(2 * i + 1 for i in range(6))
 
 
@@ -208,7 +208,7 @@ def test_traffic_is_at_least_the_weights_and_activations_hold_the_residual_strea
 
 
 def test_model_flops_are_twice_the_active_parameters_for_short_texts() -> None:
-    """The rule of thumb 2·n·parameters, which leaves the embedding and the length of texts out."""
+    """Check the rule of thumb 2·n·parameters, which ignores the embedding and the length of texts."""
     for name in preset_names():
         model: Architecture = preset(name)
         flops = formulas.model_flops(model, 1, 16, positions=16)

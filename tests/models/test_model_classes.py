@@ -1,4 +1,4 @@
-"""A checkpoint is loaded as the class that its configuration asks for."""
+"""A checkpoint is loaded as the class that its configuration names."""
 
 from __future__ import annotations
 

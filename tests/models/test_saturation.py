@@ -1,4 +1,4 @@
-"""The saturation threshold: solved, and searched for."""
+"""The saturation threshold, compared with a search."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def layer_of(kind: str, window: int | None = None) -> Layer:
 
 
 def smallest(needed_flops: float, flops_of: object) -> int:
-    """By bisection over a growing function."""
+    """Find the smallest number by bisection over an increasing function."""
     assert callable(flops_of)
     low, high = 0, 1
     while flops_of(high) < needed_flops:
@@ -43,12 +43,12 @@ def test_one_text_is_long_enough_and_one_token_less_is_not(
     kind: str, window: int | None, transfer_seconds: float, gamma: float
 ) -> None:
     layer, rate = layer_of(kind, window), 1e9
-    found = formulas.saturation(
+    threshold = formulas.saturation(
         layer, HIDDEN, transfer_seconds=transfer_seconds, flops_per_s=rate, gamma=gamma, one_sequence=True
     )
     needed = gamma * transfer_seconds * rate
-    assert found.tokens == smallest(needed, lambda count: formulas.layer_flops(layer, HIDDEN, 1, count))
-    assert found.flops >= needed
+    assert threshold.tokens == smallest(needed, lambda count: formulas.layer_flops(layer, HIDDEN, 1, count))
+    assert threshold.flops >= needed
 
 
 @pytest.mark.parametrize(("kind", "window"), [*KINDS, ("chunked", 5)])
@@ -56,41 +56,45 @@ def test_one_text_is_long_enough_and_one_token_less_is_not(
 @given(transfer_seconds=seconds, sequence=st.integers(1, 500))
 def test_texts_of_one_length(kind: str, window: int | None, transfer_seconds: float, sequence: int) -> None:
     layer, rate = layer_of(kind, window), 1e9
-    found = formulas.saturation(
+    threshold = formulas.saturation(
         layer, HIDDEN, transfer_seconds=transfer_seconds, flops_per_s=rate, gamma=1.5, sequence=sequence
     )
-    texts = -(-found.tokens // sequence)
+    texts = -(-threshold.tokens // sequence)
     needed = 1.5 * transfer_seconds * rate
     assert formulas.layer_flops(layer, HIDDEN, texts, sequence) >= needed * (1 - 1e-12)
     if texts > 1:
         assert formulas.layer_flops(layer, HIDDEN, texts - 1, sequence) < needed * (1 + 1e-12)
-    assert found.flops == pytest.approx(needed, abs=formulas.layer_flops(layer, HIDDEN, 1, sequence) / sequence * 1.01)
+    assert threshold.flops == pytest.approx(
+        needed, abs=formulas.layer_flops(layer, HIDDEN, 1, sequence) / sequence * 1.01
+    )
 
 
 @settings(deadline=None, derandomize=True, max_examples=30)
 @given(seconds, st.integers(1, 5000))
 def test_what_is_left_out_errs_to_the_safe_side(transfer_seconds: float, sequence: int) -> None:
-    known = {"transfer_seconds": transfer_seconds, "flops_per_s": 1e9}
+    arguments = {"transfer_seconds": transfer_seconds, "flops_per_s": 1e9}
     layer = layer_of("full")
-    without = formulas.saturation(layer, HIDDEN, **known)
-    assert without.tokens >= formulas.saturation(layer, HIDDEN, **known, sequence=sequence).tokens
-    assert without.tokens >= formulas.saturation(layer, HIDDEN, **known, one_sequence=True).tokens
+    without = formulas.saturation(layer, HIDDEN, **arguments)
+    assert without.tokens >= formulas.saturation(layer, HIDDEN, **arguments, sequence=sequence).tokens
+    assert without.tokens >= formulas.saturation(layer, HIDDEN, **arguments, one_sequence=True).tokens
 
 
-def test_the_formula_of_the_design() -> None:
-    """n·f ÷ F = γ·t: W·(N − 1)/N ÷ link of qwen3-235b-a22b on 8 devices at 450 GB/s and 989 TFLOP/s."""
+def test_the_threshold_of_a_published_model() -> None:
+    """Check n·f ÷ F = γ·t with W·(N − 1)/N ÷ link of qwen3-235b-a22b on 8 devices at 450 GB/s and 989 TFLOP/s."""
     model = preset("qwen3-235b-a22b")
     layer = model.typical_moe_layer
     assert layer.experts is not None
     moved = formulas.gathered_bytes(formulas.bank_bytes(layer.experts, model.hidden, "bf16"), 8)
-    found = formulas.saturation(layer, model.hidden, transfer_seconds=moved / 450e9, flops_per_s=989e12)
+    threshold = formulas.saturation(layer, model.hidden, transfer_seconds=moved / 450e9, flops_per_s=989e12)
     f = formulas.flops_per_token(layer, model.hidden)
-    assert found.tokens == pytest.approx(1.2 * moved / 450e9 * 989e12 / f, abs=1)
+    assert threshold.tokens == pytest.approx(1.2 * moved / 450e9 * 989e12 / f, abs=1)
     # 4.23 GB in 9.4 ms, hidden by 25 thousand tokens of 446 MFLOP each.
-    assert 24_500 < found.tokens < 25_500
-    assert found.formula == ("tokens = flops_per_s*gamma*transfer_seconds/(flops_per_token + score_flops_per_token)")
-    assert found.values["score_flops_per_token"] == 0
-    assert formulas.evaluate(found.expression, **found.values) == pytest.approx(found.tokens, abs=1)
+    assert 24_500 < threshold.tokens < 25_500
+    assert threshold.formula == (
+        "tokens = flops_per_s*gamma*transfer_seconds/(flops_per_token + score_flops_per_token)"
+    )
+    assert threshold.values["score_flops_per_token"] == 0
+    assert formulas.evaluate(threshold.expression, **threshold.values) == pytest.approx(threshold.tokens, abs=1)
 
 
 def test_a_transfer_of_nothing_needs_no_tokens() -> None:
@@ -99,8 +103,8 @@ def test_a_transfer_of_nothing_needs_no_tokens() -> None:
 
 def test_a_dense_layer_hides_a_transfer_too() -> None:
     dense = Layer(Attention("full", 4, 2, 16, 16), None, 256)
-    found = formulas.saturation(dense, HIDDEN, transfer_seconds=1e-3, flops_per_s=1e9, gamma=1)
-    assert found.tokens == -(-1_000_000 // formulas.flops_per_token(dense, HIDDEN))
+    threshold = formulas.saturation(dense, HIDDEN, transfer_seconds=1e-3, flops_per_s=1e9, gamma=1)
+    assert threshold.tokens == -(-1_000_000 // formulas.flops_per_token(dense, HIDDEN))
 
 
 @pytest.mark.parametrize(
@@ -115,9 +119,9 @@ def test_a_dense_layer_hides_a_transfer_too() -> None:
     ],
 )
 def test_errors_name_the_value(changes: dict[str, float], name: str) -> None:
-    known: dict[str, float] = {"transfer_seconds": 1, "flops_per_s": 1e9}
+    arguments: dict[str, float] = {"transfer_seconds": 1, "flops_per_s": 1e9}
     with refused(InputError, name=name, value=changes[name]):
-        formulas.saturation(layer_of("full"), HIDDEN, **{**known, **changes})  # type: ignore[arg-type]
+        formulas.saturation(layer_of("full"), HIDDEN, **{**arguments, **changes})  # type: ignore[arg-type]
 
 
 def test_one_text_in_chunks_has_no_formula() -> None:

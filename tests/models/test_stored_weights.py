@@ -1,4 +1,4 @@
-"""Checkpoints in fp8 and MXFP4: what their files hold, byte by byte, as configurations tell it."""
+"""Byte counts of fp8 and MXFP4 checkpoints, from their configurations."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def test_deepseek_with_its_prediction_layer_is_as_large_as_its_files() -> None:
     hidden, vocab = model.hidden, model.vocab
     with_prediction = dataclasses.replace(model, layers=(*model.layers, model.layers[-1]))
     # Two norms and the head's, the projection of both inputs, and copies of the embeddings and of the head: in bf16.
-    beside = 2 * (3 * hidden + 2 * hidden * hidden + 2 * vocab * hidden)
+    prediction_bytes = 2 * (3 * hidden + 2 * hidden * hidden + 2 * vocab * hidden)
     corrections = 59 * 256 * 4  # of the router, in fp32; transformers counts them as buffers
-    headers = PUBLISHED_DEEPSEEK_FILES - checkpoint_bytes(with_prediction) - beside - corrections
+    headers = PUBLISHED_DEEPSEEK_FILES - checkpoint_bytes(with_prediction) - prediction_bytes - corrections
     assert 100 * 91_991 < headers < 200 * 91_991
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "glm4_moe", "olmoe"])
 def test_fp8_sizes_are_those_of_the_tensors_that_transformers_makes(family: str) -> None:
-    # Fused matrices have the scales of their parts only where widths are whole blocks.
+    # Fused matrices have the scales of their parts only if widths are multiples of the block size.
     width = {"moe_intermediate_size": 128} if family != "olmoe" else {"intermediate_size": 128}
     config = tiny_config(family, hidden_size=320, **width)
     model = meta_model(config)
@@ -67,7 +67,7 @@ def test_fp8_sizes_are_those_of_the_tensors_that_transformers_makes(family: str)
     scales = sum(value.nbytes for name, value in model.named_parameters() if "scale_inv" in name)
     wide = sum(value.nbytes for value in model.parameters() if value.dtype == torch.float32) - scales
     config.quantization_config = FP8
-    # Tiny models are in fp32 where published ones are in bf16.
+    # Tiny models are in fp32, published ones in bf16.
     assert checkpoint_bytes(from_config(config)) == tensors + scales + wide // 2
 
 
@@ -79,7 +79,7 @@ def test_mxfp4_sizes_are_those_of_the_tensors_that_transformers_makes() -> None:
     biases = [value for name, value in experts.named_parameters() if name.endswith("bias")]
     assert packed
     assert {value.dtype for value in packed} == {torch.uint8}
-    # Two numbers to a byte, and a scale to 32 numbers; transformers makes the scales while it loads.
+    # A byte has two elements, and 32 elements share a scale; transformers computes the scales while it loads.
     blocks = sum(value.nbytes for value in packed)
     nbytes = blocks + blocks // 16 + 2 * sum(value.numel() for value in biases)
     config.quantization_config = {"quant_method": "mxfp4"}
@@ -106,7 +106,7 @@ def test_the_matrices_of_a_layer_are_all_of_its_matrices(family: str) -> None:
     architecture = from_config(tiny_config(family))
     for layer in architecture.layer_counts:
         listed = sum(
-            rows * columns for part, rows, columns in layer_matrices(layer, architecture.hidden) if part != EXPERTS
+            rows * columns for name, rows, columns in layer_matrices(layer, architecture.hidden) if name != EXPERTS
         )
         router = 0 if layer.experts is None else architecture.hidden * layer.experts.count
         router += layer.experts.count if layer.experts is not None and layer.experts.router_bias else 0
@@ -157,7 +157,7 @@ def test_what_a_configuration_leaves_out_stays_wide(left_out: list[str], missing
 def test_formats_of_some_layers_or_matrices_alone_are_not_guessed(left_out: list[str]) -> None:
     stored, unknown = read("qwen3_moe", {**FP8, "ignored_layers": left_out})
     assert stored is None
-    assert "a part of its attention only" in unknown
+    assert "only a part of its attention" in unknown
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The tiny models that the other tests stand on: built, deterministic, and with no weight that hides a mistake."""
+"""The tiny models of other tests can be built, are deterministic, and have no weights that hide a mistake."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_family_gives_finite_logits_that_depend_on_the_input(family: str) -> Non
     assert not model.config.use_cache
     assert logits.shape == (2, 12, 128)
     assert bool(logits.isfinite().all())
-    # At each vocabulary entry, the value changes from position to position: not a constant answer.
+    # Each logit changes from position to position, so the answer is not constant.
     assert float(logits.std(dim=1).min()) > 0.05
 
 
@@ -61,9 +61,9 @@ def test_the_seed_decides_the_weights_and_the_global_state_is_left_alone(family:
     torch.manual_seed(1)
     assert torch.equal(torch.rand(1), after)
     second = tiny.tiny_model(family, seed=3).state_dict()
-    other = tiny.tiny_model(family, seed=4).state_dict()
+    different = tiny.tiny_model(family, seed=4).state_dict()
     assert all(torch.equal(value, second[name]) for name, value in first.items())
-    assert not any(torch.equal(value, other[name]) for name, value in first.items())
+    assert not any(torch.equal(value, different[name]) for name, value in first.items())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -87,7 +87,7 @@ def test_expert_implementations_agree(implementation: str) -> None:
 
 def test_families_keep_their_structure() -> None:
     jamba = tiny.tiny_model("jamba")
-    kinds = [[type(part).__name__ for part in layer.children()] for layer in jamba.model.layers]
+    kinds = [[type(child).__name__ for child in layer.children()] for layer in jamba.model.layers]
     assert [any("Mamba" in kind for kind in layer) for layer in kinds] == [True, True, False, True]
     assert [any("Sparse" in kind for kind in layer) for layer in kinds] == [False, True, False, True]
     assert tiny.tiny_model("qwen3_next").config.layer_types.count("full_attention") == 1
@@ -118,20 +118,20 @@ def test_inputs() -> None:
 
 
 def test_discovery_finds_the_known_families_with_their_layouts() -> None:
-    found = {record.name: record for record in tiny.discover_expert_families()}
-    # llama4 has experts of its own, outside the interface.
-    assert set(FAMILIES) - {"llama4"} <= set(found)
-    assert "llama4" not in found
-    assert found["mixtral"].model_class == "MixtralForCausalLM"
-    assert found["mixtral"].experts == (tiny.ExpertsClass("MixtralExperts"),)
-    assert found["gpt_oss"].experts == (
+    families = {record.name: record for record in tiny.discover_expert_families()}
+    # The experts of llama4 do not use the interface.
+    assert set(FAMILIES) - {"llama4"} <= set(families)
+    assert "llama4" not in families
+    assert families["mixtral"].model_class == "MixtralForCausalLM"
+    assert families["mixtral"].experts == (tiny.ExpertsClass("MixtralExperts"),)
+    assert families["gpt_oss"].experts == (
         tiny.ExpertsClass("GptOssExperts", is_concatenated=False, is_transposed=True, has_bias=True),
     )
-    assert found["nemotron_h"].experts[0].has_gate is False
+    assert families["nemotron_h"].experts[0].has_gate is False
 
 
 def test_discovered_models_run_with_an_expert_class_each() -> None:
-    # A few of each kind only; the test of the whole pass walks through all of them.
+    # Only a few of each kind; the test of the pass runs all of them.
     for name in ("mixtral", "nemotron_h", "aria", "qwen3_vl_moe"):
         record = _record(name)
         model = tiny.discovered_tiny_model(record)

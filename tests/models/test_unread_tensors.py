@@ -1,4 +1,4 @@
-"""Tensors that are not read yet become what the same operations make of read ones, whole and row by row."""
+"""Operations on unread tensors give the same results as on read ones, completely and row by row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Tensors = dict[str, torch.Tensor]
 
 @pytest.fixture
 def stored(tmp_path: Path) -> tuple[Tensors, Tensors]:
-    """One tensor per expert and projection, and a stacked one: as numbers, and not read yet."""
+    """Save one tensor per expert and projection, and a stacked one; return them read and unread."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*sizes: int) -> torch.Tensor:
@@ -40,7 +40,7 @@ def _of(kind: str, tensors: Tensors) -> list[torch.Tensor]:
 
 
 def _converted(operations: list[ConversionOps], sources: dict[str, Any], target: list[str]) -> list[torch.Tensor]:
-    """As transformers runs the operations of a conversion, one after the other."""
+    """Run the operations of a conversion one after the other, as transformers does."""
     for operation in operations:
         sources = operation.convert(dict(sources), source_patterns=["gate", "up"], target_patterns=target)
     return list(sources.values())
@@ -78,9 +78,9 @@ def test_rows_are_those_of_the_whole(
     assert (tensor.shape, tensor.dtype) == (expected.shape, expected.dtype)
     assert torch.equal(tensor.recipe.read(), expected)
     for start, stop in [(0, EXPERTS), (1, 3), (EXPERTS - 1, EXPERTS), (2, 2)]:
-        place = torch.empty_like(expected[start:stop]).fill_(float("nan"))
-        place.copy_(tensor.detach()[start:stop])
-        assert torch.equal(place, expected[start:stop])
+        target = torch.empty_like(expected[start:stop]).fill_(float("nan"))
+        target.copy_(tensor.detach()[start:stop])
+        assert torch.equal(target, expected[start:stop])
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_what_needs_numbers_is_an_error(stored: tuple[Tensors, Tensors]) -> None
     _, not_read = stored
     with pytest.raises(InputError, match=r"fill_\.Scalar changes a weight that is not read yet"):
         not_read["stacked"].fill_(0.0)
-    with pytest.raises(InputError, match="needs the number of a weight that is not read yet"):
+    with pytest.raises(InputError, match="needs the value of a weight that is not read yet"):
         not_read["scale"].item()
 
 

@@ -260,7 +260,7 @@ def test_tensorrt_is_explained_without_its_package(monkeypatch: pytest.MonkeyPat
     stays = {segment.role: segment.tensorrt.stays for segment in plan.segments if segment.tensorrt}
     assert stays == {
         "attention": "it has attention, which stays with Inductor",
-        "experts": "it has GEMMs of experts, which have kernels of their own; TensorRT has no grouped GEMM",
+        "experts": "it has expert GEMMs, and TensorRT has no grouped GEMM",
         "head": "",
     }
     text = " ".join(report.text(width=200).split())

@@ -214,7 +214,9 @@ def test_a_folder_with_an_adapter_is_refused(checkpoint: Path, tmp_path: Path) -
 def test_more_experts_per_token_than_there_are(checkpoint: Path, tmp_path: Path) -> None:
     folder = broken_copy(checkpoint, tmp_path / "broken", edit_config(num_experts_per_tok=99))
     for words in (["score", folder, *QUICK], ["explain", folder]):
-        _assert_one_line(_run(*words), "num_experts_per_tok is 99, but num_experts is 8; a token meets 1 to 8 of them")
+        _assert_one_line(
+            _run(*words), "num_experts_per_tok is 99, but num_experts is 8; a token can use 1 to 8 experts"
+        )
 
 
 @pytest.mark.slow

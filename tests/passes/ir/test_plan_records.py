@@ -180,7 +180,7 @@ def test_graph_operations_say_that_only_an_executor_runs_them(operation: object)
     keywords = {"bank": 0} if operation is gather else {"bank": 0, "slot": 0}
     if operation is prefetch:
         keywords["after"] = None  # type: ignore[assignment]
-    with pytest.raises(MoepassError, match="stands in a graph that only the executor can run"):
+    with pytest.raises(MoepassError, match="is part of a graph that only the executor can run"):
         operation([torch.zeros(1)], **keywords)  # type: ignore[operator]
 
 
@@ -199,10 +199,10 @@ def test_bank_tensor_reads_one_tensor_of_a_shard(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("sizes", "decoder", "problem"),
     [
-        ((8, 8, 16), "", "has no decoder; without one the three are equal"),
-        ((16, 8, 8), "", "has no decoder; without one the three are equal"),
-        ((8, 9, 16), "packed", "9 on the link and 16 in the slot; no more can travel than rests"),
-        ((8, -1, 16), "packed", "no size is below 0"),
+        ((8, 8, 16), "", "without a decoder the three must be equal"),
+        ((16, 8, 8), "", "without a decoder the three must be equal"),
+        ((8, 9, 16), "packed", "9 on the link and 16 in the slot; the link can have at most the bytes at rest"),
+        ((8, -1, 16), "packed", "no size can be negative"),
     ],
 )
 def test_a_format_that_no_bank_can_have_is_refused(sizes: tuple[int, int, int], decoder: str, problem: str) -> None:

@@ -112,5 +112,5 @@ def test_numbers_that_make_no_table(axes: Any, seconds: Any, message: str) -> No
 
 
 def test_a_table_names_its_axes() -> None:
-    with pytest.raises(TypeError, match=r"given for \['rows'\]; the table goes by \['bytes'\]"):
+    with pytest.raises(TypeError, match=r"given for \['rows'\]; the axes of the table are \['bytes'\]"):
         table_of({"bytes": (1, 2)}, (1.0, 2.0), "user").at(rows=1)

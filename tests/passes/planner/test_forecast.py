@@ -97,7 +97,7 @@ def test_a_reason_names_the_memory_that_is_needed_if_nothing_fits() -> None:
     least = min(made.comparison, key=lambda cost: cost.memory_bytes)
     assert made.chosen == least.strategy
     assert made.reason == (
-        f"no strategy keeps to the memory budget; {least.strategy} needs the least memory, "
+        f"no strategy fits the memory budget; {least.strategy} needs the least memory, "
         f"{least.memory_bytes / 1e9:.1f} GB per device"
     )
 
@@ -253,7 +253,7 @@ def test_the_reason_for_another_strategy_that_is_faster_all_the_same() -> None:
     assert made.simulation is not None
     still = dataclasses.replace(made.simulation, exposed_seconds=0.0)
     text = reason(made.comparison, "dp_ep", None, still)
-    assert text == "asyncep would wait for nothing, but is slower all the same"
+    assert text == "asyncep would wait for nothing, but would still be slower"
     assert reason(made.comparison, "dp_ep", None, None) == "asyncep does not fit"
 
 
@@ -288,11 +288,15 @@ def test_a_profile_measured_on_a_cpu_has_a_host_that_computes_and_an_emulated_li
 @pytest.mark.parametrize(
     ("ratio", "expected"),
     [
-        (1.5, "all experts fit on every device, so nothing moves, 1.50 times as fast as dp_ep, the next that fits"),
+        (
+            1.5,
+            "all experts fit on every device, so nothing moves, 1.50 times as fast as dp_ep, the next strategy that "
+            "fits",
+        ),
         (
             1.04,
-            "all experts fit on every device, so nothing moves; a tie with dp_ep, the next that fits: predicted 1.04 "
-            "times as fast, and predictions are up to 10% off",
+            "all experts fit on every device, so nothing moves; a tie with dp_ep, the next strategy that fits: "
+            "predicted 1.04 times as fast, and predictions are up to 10% off",
         ),
     ],
 )

@@ -209,5 +209,5 @@ def test_of_unequal_banks_that_stays_which_saves_most() -> None:
 def test_invalid_searches_are_refused() -> None:
     with pytest.raises(ValueError, match="most_slots is 0"):
         search_schedule(_real(4), 10**6, most_slots=0)
-    with pytest.raises(ValueError, match=r"banks come over 2 links, copy, disk; the search knows one"):
+    with pytest.raises(ValueError, match=r"banks use 2 links, copy, disk; the search supports one"):
         search_schedule([phase(0, 1, 1, 1), LayerPhase("b", "b", 1, 1, 1, link="disk")], 1)

@@ -154,7 +154,7 @@ def test_an_encoded_bank_takes_its_size_in_the_slot_and_its_decode_is_part_of_th
 
 
 def test_wrong_numbers_of_seconds_are_refused() -> None:
-    with pytest.raises(ValueError, match="the plan has 5 segments, and 2 have their seconds given"):
+    with pytest.raises(ValueError, match="the plan has 5 segments, but there are seconds for 2"):
         plan_steps(_plan(), [1, 2], {0: 1.0, 1: 1.0})
     with pytest.raises(KeyError):
         plan_steps(_plan(), [1] * 5, {0: 1.0})
@@ -162,7 +162,7 @@ def test_wrong_numbers_of_seconds_are_refused() -> None:
 
 @pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf])
 def test_seconds_that_are_no_time_are_refused(seconds: float) -> None:
-    with pytest.raises(ValueError, match=r"segment phase 0 takes .* it must be a time from 0 on"):
+    with pytest.raises(ValueError, match=r"segment phase 0 takes .* it must be a finite time from 0 on"):
         simulate_phases([phase(0, seconds, 1)], slots=1)
     with pytest.raises(ValueError, match="copy_slowdown is"):
         Machine(copy_slowdown=seconds)
@@ -171,7 +171,7 @@ def test_seconds_that_are_no_time_are_refused(seconds: float) -> None:
 
 
 def test_endless_waits_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"acquire of a in slot 0 waits for ever: no prefetch is before it"):
+    with pytest.raises(PlanError, match=r"acquire of a in slot 0 waits forever: there is no prefetch before it"):
         simulate([[TimedStep("acquire", "a", slot=0)]])
     with refused(PlanError, name="a", value=0):
         simulate([[TimedStep("release", "a", slot=0)]])

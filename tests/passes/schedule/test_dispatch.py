@@ -104,7 +104,9 @@ def test_where_nothing_was_exchanged_the_plan_says_that_the_option_has_no_effect
     assert plan.dispatch is None
     (refusal,) = plan.refusals
     assert refusal.where == "option all_to_all_below"
-    assert refusal.reason == ("8 has no effect: no expert parallelism was taken out of it, so it has one form only")
+    assert refusal.reason == (
+        "8 has no effect: no expert parallelism was eliminated from the graph, so it has only one form"
+    )
     assert _run(Stack(depth=1))[0].refusals == ()
 
 
@@ -221,7 +223,7 @@ def test_a_machine_has_no_effect_on_graphs_without_exchanges() -> None:
     (plan,) = _run(Stack(depth=1), hardware="8xh100-80g")
     assert plan.dispatch is None
     assert [refusal.where for refusal in plan.refusals] == ["option hardware"]
-    assert plan.refusals[0].reason.startswith("8xh100-80g has no effect: no expert parallelism was taken out of it")
+    assert plan.refusals[0].reason.startswith("8xh100-80g has no effect: no expert parallelism was eliminated from")
 
 
 def _with_profile(form: str) -> Plan:

@@ -106,7 +106,7 @@ def test_inputs_stay_untouched() -> None:
 
 def test_a_resident_model_and_a_model_without_blocks_say_why_nothing_moves() -> None:
     resident = up_to("plan", capture(Stack(), tokens()).module).plan
-    assert (resident.strategy, resident.reason) == ("resident", "every expert bank lies on the compute device already")
+    assert (resident.strategy, resident.reason) == ("resident", "every expert bank is already on the compute device")
     dense = up_to("plan", capture(nn.Linear(4, 4).requires_grad_(False), torch.randn(2, 4)).module).plan
     assert (dense.strategy, dense.reason) == ("resident", "the graph has no MoE block, so there is nothing to move")
 
@@ -152,7 +152,7 @@ def test_too_few_slots_name_the_number_that_would_do(model: type[nn.Module]) -> 
 def test_a_plan_of_another_graph_is_an_error() -> None:
     three = up_to("plan", streamed(Stack(depth=3), tokens()).module)
     two = up_to("plan", streamed(Stack(depth=2), tokens()).module)
-    with pytest.raises(PassError, match=r"the plan schedules banks \[0, 1, 2\], the graph gathers \[0, 1\]"):
+    with pytest.raises(PassError, match=r"the plan schedules banks \[0, 1, 2\], but the graph gathers \[0, 1\]"):
         schedule(two.module, three.plan, PassContext())
 
 

@@ -187,7 +187,7 @@ def test_an_acquire_that_comes_late_enough_by_chance_is_caught() -> None:
     tensors = find(module, acquire)[1]
     filled = find(module, prefetch)[1]
     tensors.append(filled)
-    with pytest.raises(ScheduleError, match=r"read_after_write .*acquire_1 stands before prefetch_1"):
+    with pytest.raises(ScheduleError, match=r"read_after_write .*acquire_1 precedes prefetch_1"):
         _verify(module, scheduled().plan)
 
 

@@ -167,9 +167,9 @@ def _one_value_for_all_sequences(model: TokenModel, ids: torch.Tensor) -> torch.
     [
         (_value_of_each_sequence, "has one value for each sequence"),
         (_memory_for_more_tokens, "makes memory in which tokens have no place"),
-        (_windows, "takes the tokens of a sequence apart"),
-        (_other_sequences, "takes"),
-        (_one_value_for_all_sequences, "has tokens of which no sequence is known"),
+        (_windows, "divides the tokens of a sequence"),
+        (_other_sequences, "divides"),
+        (_one_value_for_all_sequences, "has tokens whose sequences are unknown"),
     ],
 )
 def test_values_that_depend_on_all_tokens_are_refused(forward: Forward, reason: str) -> None:
@@ -196,5 +196,5 @@ def test_chunks_have_one_token_dimension() -> None:
     )
     assert _tokens_of((heads, everything)).factors == ((4, TokenFactor.ALL_TOKENS),)
     for places in [((tokens,), (tokens,)), ((everything,), (sequences, tokens)), ((sequences,), (sequences, tokens))]:
-        with pytest.raises(NotByTokenError, match="lie in several places"):
+        with pytest.raises(NotByTokenError, match="has tokens in several dimensions"):
             _tokens_of(*places)

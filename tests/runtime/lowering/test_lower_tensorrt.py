@@ -194,7 +194,7 @@ def test_dense_segments_of_a_model_run_as_engines_and_its_experts_do_not(package
     assert len(package.given) == len(taken) < sum(len(segment.uses) for segment in taken)
     assert {"experts"} <= {segment.role for segment in first.segments} - {segment.role for segment in taken}
     # The second shape is captured with an open number of tokens.
-    assert any("it has open sizes (s" in stays for stays in _stays(second.segments).values())
+    assert any("it has dynamic sizes (s" in stays for stays in _stays(second.segments).values())
     assert not any(segment.lowering and segment.lowering.how == TENSORRT for segment in second.segments)
 
 
@@ -242,9 +242,9 @@ def test_segments_without_dense_gemms_stay_and_say_why() -> None:
         graphs = [captured_graph(Ids(), value), captured_graph(dense, value, torch.empty(()))]
     cuts = [cut_into_segments(graph) for graph in graphs]
     stays = [_stays(with_tensorrt_choices(cut.segments, cut.top)) for cut in cuts]
-    assert stays[0] == {"elementwise": "it has no GEMM with dense weights, which are what TensorRT is for"}
+    assert stays[0] == {"elementwise": "it has no GEMM with dense weights, and TensorRT is used only for these"}
     (on_cpu,) = stays[1].values()
-    assert "is on the CPU, and engines read memory of a GPU" in on_cpu
+    assert "is on the CPU, but engines read only GPU memory" in on_cpu
 
 
 @pytest.mark.usefixtures("package")
@@ -259,5 +259,5 @@ def test_engines_do_not_become_cuda_graphs() -> None:
     assert segment.cuda_graph is not None
     assert (segment.lowering.how, str(segment.cuda_graph.refusal)) == (
         TENSORRT,
-        "no CUDA graph: TensorRT runs it, on a stream of its own",
+        "no CUDA graph: TensorRT runs it on a separate stream",
     )

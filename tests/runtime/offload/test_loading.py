@@ -380,7 +380,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         "the weights of single experts do not merge",
     ),
     "missing norm": (edit_weights(lambda weights: weights.pop("model.norm.weight")), "lacks .*: model.norm.weight"),
-    "left over": (edit_weights(lambda weights: weights.update(extra=torch.zeros(2))), "has no place for: extra"),
+    "left over": (edit_weights(lambda weights: weights.update(extra=torch.zeros(2))), "does not use: extra"),
     "fewer experts": (edit_config(num_local_experts=4, num_experts=4), r"experts.* has shape \[8, .*asks for \[4, "),
     "more layers": (edit_config(num_hidden_layers=9), "lacks weights that the config asks for: model.layers"),
     "quantised": (

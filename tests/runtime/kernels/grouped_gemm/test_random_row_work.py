@@ -142,7 +142,7 @@ def _assert_right(counts: list[int], program: Program, returns: bool) -> None:
     if isinstance(lowered, NotLowered):
         # A tile has the columns of one output alone, outputs have the layout of some operand, and a vector of as many
         # features as there are rows looks like one number per row.
-        known = ["what is stored of", "is not one dense row"]
+        known = ["the values stored after", "is not one dense row"]
         known += ["rows may depend on each other"] if sum(counts) <= MOST_COLUMNS else []
         assert any(reason in lowered.reason for reason in known), lowered
         return
