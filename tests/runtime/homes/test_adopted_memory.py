@@ -7,6 +7,7 @@ import gc
 import os
 import re
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from moepass.runtime.homes.adopted_banks import AdoptedHome, adopted_banks
 from moepass.runtime.homes.peer_home import PeerPacker
 from moepass.runtime.homes.shared_parameters import is_movable
 from tests.helpers.models.moe_stack import MoEStack, build_stack
-from tests.helpers.processes.adopted_stacks import SMALL, compile_whole, hidden_rows, shard_bytes
+from tests.helpers.processes.adopted_stacks import SMALL, compile_whole, hidden_rows, ring_of, shard_bytes
 from tests.helpers.processes.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
@@ -203,11 +204,11 @@ def _models_come_and_go(models: int) -> None:
         with torch.no_grad():
             assert torch.equal(compiled(hidden), build_stack(config)(hidden)), f"seed {seed}"
         assert _shared_ranges()
+        ring = weakref.ref(ring_of(_home()))
         del model, compiled
         gc.collect()
         assert _shared_ranges() == []
-        assert _home().ring is not None
-        assert _home().ring() is None
+        assert ring() is None
         count = len(os.listdir("/proc/self/fd"))
         assert descriptors in (None, count)
         descriptors = count

@@ -275,7 +275,7 @@ def test_a_conversion_is_written_once(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(
         moepass.InputError,
         match=r"layers\.0\.mlp\.experts\.gate_up_proj is made by a conversion from torch\.float32 to torch\.bfloat16, "
-        r"and home='disk' needs its bytes in a file as they are; name a folder with room for \d+ bytes",
+        r"and home='disk' needs a file that contains its bytes; name a folder with \d+ free bytes",
     ):
         moepass.load_pretrained(checkpoint, home="disk", dtype=torch.bfloat16)
     told: list[tuple[int, int]] = []

@@ -243,7 +243,7 @@ def test_a_checkpoint_is_loaded_rank_by_rank(tmp_path: Path) -> None:
     ("arguments", "kind", "message"),
     [
         ({}, moepass.InputError, r"home='hybrid' spread experts over the ranks of torch\.distributed, which is not"),
-        ({"device": "meta"}, moepass.InputError, r"device is meta; home='hybrid' works on cpu and cuda only so far"),
+        ({"device": "meta"}, moepass.InputError, r"device is meta; home='hybrid' works on cpu and cuda only"),
     ],
 )
 def test_wrong_arguments_leave_the_model_alone(arguments: dict[str, Any], kind: type[Exception], message: str) -> None:

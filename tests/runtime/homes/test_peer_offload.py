@@ -289,7 +289,7 @@ def _in_a_subgroup() -> None:
         model = _stack(depth=1)
         expected = model(tokens())
         mine, other = groups[dist.get_rank() % 2], groups[1 - dist.get_rank() % 2]
-        with pytest.raises(moepass.InputError, match="no process group that this process belongs to"):
+        with pytest.raises(moepass.InputError, match="not a process group with this process in it"):
             moepass.offload_experts(model, home=moepass.Peer(group=other))
         report = moepass.offload_experts(model, home=moepass.Peer(group=mine, timeout_s=50))
         assert len(report.store.banks[0].spec.expert_bounds) == mine.size() + 1
@@ -358,7 +358,7 @@ def test_a_killed_rank_is_an_error_on_the_others_at_once_and_leaves_nothing(
         for _ in range(2):
             for worker in (first, last):
                 worker.tell("run")
-                assert worker.hear().startswith(f"rank 1 (process {pid}) is gone, by a signal or an error of its own")
+                assert worker.hear().startswith(f"rank 1 (process {pid}) is gone, after a signal or an error")
         # The survivors end by themselves.
         for worker in (first, last):
             worker.tell("end")

@@ -314,7 +314,7 @@ def test_a_rank_that_dies_while_others_wait_is_noticed_before_the_time_is_over()
         group.check_alive()
         group.make_segment(10)
         worker.kill()
-        with pytest.raises(PeerError, match=rf"^rank 1 \(process {process.pid}\) is gone, by a signal or an error"):
+        with pytest.raises(PeerError, match=rf"^rank 1 \(process {process.pid}\) is gone, after a signal or an error"):
             group.share()
 
 

@@ -84,8 +84,8 @@ def test_the_documentation_names_every_home_and_option(home: str) -> None:
         (moepass.Peer, "transport", 3, "one of collective, pull"),
         (moepass.Peer, "timeout_s", 0, "a number of seconds above 0"),
         (moepass.Hybrid, "timeout_s", 1e9, MOST_WAIT_SECONDS),
-        (moepass.Hybrid, "staging_buffers", 0, "a whole number from 1 on"),
-        (moepass.Hybrid, "staging_buffers", True, "a whole number from 1 on"),
+        (moepass.Hybrid, "staging_buffers", 0, "a whole number of at least 1"),
+        (moepass.Hybrid, "staging_buffers", True, "a whole number of at least 1"),
         (moepass.Hybrid, "host_link", "5e9", "`real` or `emulate:BYTES_PER_S`, as in `emulate:5e9`"),
         (moepass.Disk, "page_cache", "off", "one of drop, keep"),
         (moepass.Disk, "folder", 3, "the path of a folder, or None"),
@@ -195,5 +195,5 @@ def test_a_new_home_is_told_in_errors(attic: None) -> None:
         moepass.offload_experts(Stack(depth=2), "cellar")
     with pytest.raises(moepass.InputError, match="it must be one of attic, device, disk, host, hybrid, peer"):
         moepass.explain("demo", home="cellar")
-    with pytest.raises(moepass.InputError, match=r"device is meta; home='attic' works on cpu only so far"):
+    with pytest.raises(moepass.InputError, match=r"device is meta; home='attic' works on cpu only; use home='host'"):
         moepass.offload_experts(Stack(depth=2), "attic", device="meta")
