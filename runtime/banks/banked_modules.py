@@ -14,7 +14,7 @@ from moepass.models.errors import InputError
 from moepass.models.homes import home_named
 from moepass.passes.ir.plan import TensorSpec
 from moepass.passes.ir.slot_operations import BANK_TENSOR
-from moepass.runtime.banks.banks import BankStore
+from moepass.runtime.banks.banks import BankStore, refuse_copy
 from moepass.runtime.transfer.streams import finish_on
 
 # An attribute of the module's class: the derived classes by the names of their banked parameters. It must live as long
@@ -101,8 +101,8 @@ class BankedParameter(nn.Module):
             )
         if len(bank.spec.expert_bounds) > 2:
             raise InputError(
-                f"the experts of {bank.spec.name} lie in shards on {len(bank.spec.expert_bounds) - 1} ranks, and this "
-                "rank has only its part of them: take or load a state_dict before offload_experts, or use home='host'",
+                f"the experts of {bank.spec.name} are spread over {len(bank.spec.expert_bounds) - 1} ranks, and this "
+                "rank has only its own shard: take or load a state_dict before offload_experts, or use home='host'",
                 name=bank.spec.name,
             )
         if bank.spec.format.is_encoded:
@@ -122,8 +122,8 @@ class BankedParameter(nn.Module):
         probe = convert(torch.empty(0, dtype=dtype))
         if probe.dtype != dtype or probe.device not in (torch.device("cpu"), self.store.device):
             raise InputError(
-                f"offloaded experts stay {dtype} for {self.store.device}, but the model is being moved to "
-                f"{probe.dtype} on {probe.device}; convert and place the model before offload_experts",
+                f"offloaded experts are {dtype} for {self.store.device} and cannot be moved to {probe.dtype} on "
+                f"{probe.device}; convert and place the model before offload_experts",
                 value=(probe.dtype, probe.device),
                 expected=(dtype, self.store.device),
             )
@@ -209,10 +209,7 @@ def _banked_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Modu
 
 
 def _refuse_pickle(self: nn.Module, protocol: object) -> NoReturn:
-    raise InputError(
-        "a model with offloaded experts cannot be copied or pickled: its banks and its ring belong to it alone; copy "
-        "or save the model before offload_experts"
-    )
+    refuse_copy()
 
 
 def _shallow_copy(self: nn.Module) -> nn.Module:
@@ -302,20 +299,18 @@ class _CheckedApply:
         return type(module)._apply(module, fn, *arguments, **keywords)
 
     def __reduce__(self) -> NoReturn:
-        raise InputError(
-            "a model with offloaded experts cannot be copied or pickled; copy or save the model before offload_experts"
-        )
+        refuse_copy()
 
 
 def _banked_below(module: nn.Module) -> Iterator[BankedParameter]:
     return (child for child in module.modules() if isinstance(child, BankedParameter))
 
 
-def move_as_a_whole(model: nn.Module) -> None:
+def check_before_moving(model: nn.Module) -> None:
     """Let every module of `model` that contains banks check a move before it converts anything."""
     for module in model.modules():
         if not isinstance(module, BankedParameter) and next(_banked_below(module), None) is not None:
             module.__dict__["_apply"] = _CheckedApply(module)
 
 
-__all__ = ["BankedParameter", "bank_parameters", "banked_parameters", "move_as_a_whole"]
+__all__ = ["BankedParameter", "bank_parameters", "banked_parameters", "check_before_moving"]

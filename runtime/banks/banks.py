@@ -146,11 +146,7 @@ class BankStore:
         _stores[self.number] = self
 
     def __reduce__(self) -> NoReturn:
-        # copy.deepcopy, copy.copy and pickle call this.
-        raise InputError(
-            "a model with offloaded experts cannot be copied or pickled: its banks and its ring belong to it alone; "
-            "copy or save the model before offload_experts"
-        )
+        refuse_copy()
 
     @property
     def banks(self) -> list[Bank]:
@@ -277,8 +273,8 @@ class BankStore:
         if last is not None and not torch.equal(_sample(last[1]), last[2]):
             self._eager = None
             raise InputError(
-                "expert weights that were offloaded have been written to (merged adapters, perhaps), which changes a "
-                "copy of them and not the bank that the model reads; change or merge weights before offload_experts"
+                "offloaded expert weights have been written to, perhaps by merging adapters; this changed a copy, and "
+                "not the bank that the model reads: change or merge weights before offload_experts"
             )
         if last is not None and last[0] == key is not None and not is_other_stream:
             return last[1]
@@ -333,6 +329,14 @@ def _sample(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat([sample.contiguous().view(torch.uint8) for sample in numbers])
 
 
+def refuse_copy() -> NoReturn:
+    """Raise InputError: copy.deepcopy, copy.copy or pickle was called on a model with offloaded experts."""
+    raise InputError(
+        "a model with offloaded experts cannot be copied or pickled: its banks and its ring belong to it alone; copy or "
+        "save the model before offload_experts"
+    )
+
+
 def find_store(number: int) -> BankStore:
     """Return the store with that number. Raises KeyError if its model is gone."""
     return _stores[number]
@@ -350,5 +354,6 @@ def find_bank(bank: BankSpec, inputs: Sequence[torch.Tensor]) -> tuple[BankStore
 
 
 __all__ = [
-    "ALIGNMENT_BYTES", "Bank", "BankStore", "describe_bank", "find_bank", "find_store", "pack_bank", "write_parts",
+    "ALIGNMENT_BYTES", "Bank", "BankStore", "describe_bank", "find_bank", "find_store", "pack_bank", "refuse_copy",
+    "write_parts",
 ]  # fmt: skip

@@ -202,7 +202,8 @@ class BankAdopter:
             devices = {str(tensor.device) for tensor in tensors} - {str(self.device)}
             if devices:
                 raise InputError(
-                    f"experts of {spec.name} lie on {min(devices)}, but stream to {self.device}",
+                    f"experts of {spec.name} are on {min(devices)}, but stream to {self.device}; move the model to "
+                    f"{self.device} before its first run",
                     name=spec.name,
                     value=min(devices),
                     expected=str(self.device),
@@ -330,17 +331,18 @@ class BankAdopter:
         with self._locked():
             if any(memory in memories for of_tensors in self._agreed.living().values() for memory in of_tensors):
                 raise InputError(
-                    f"{type(model).__name__} is compiled with all_to_all_below, or its ranks add up the results of "
-                    "their experts, so that all of them agree on each run: let a rank without work call the model "
-                    "itself in place of gather_only_step, with no tokens, or with those of all where they add up"
+                    f"all ranks must agree on each run of {type(model).__name__}, because it is compiled with "
+                    "all_to_all_below, or its ranks add up the results of their experts: on a rank without work call "
+                    "the model itself instead of gather_only_step, with no tokens, or, if results are added up, with "
+                    "the tokens of all ranks"
                 )
             first_memories = [(bank.memories[0], bank.spec) for bank in self.home.banks()]
         spec_of = dict(first_memories)
         shared = [spec.name for memory, spec in first_memories if memory in memories and spec_of[memory] is not spec]
         if shared:
             raise InputError(
-                f"the experts of {one_of(shared)} and of another layer begin with one parameter, so that it does not "
-                "tell which of them a run gathers: call the model itself in place of gather_only_step, with no tokens"
+                f"the experts of {one_of(shared)} and of another layer have the same first parameter, so that "
+                "gather_only_step cannot distinguish them: call the model itself instead, with no tokens"
             )
         return [spec_of[memory] for memory in memories if memory in spec_of]
 

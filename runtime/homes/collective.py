@@ -83,7 +83,7 @@ class GatherPart:
             for rank, source in enumerate(self.sources)
             if rank != self.group.rank
         }
-        self.group.gather(self.request, send, receive, meanwhile=copy_own_part)
+        self.group.gather(self.request, send, receive, overlapped=copy_own_part)
         return started
 
     @property
@@ -114,6 +114,7 @@ class PendingGather(PendingCopy):
         raise_peer_error(self.error)
 
     def perform(self, link: Link) -> None:
+        """Gather with the other ranks, and wait as long as an emulated link takes."""
         started = self.part.gather(self.slot if self.wants else None, self._copy_own_part)
         if self.wants:
             self.wait_for_link(link, started)
@@ -154,9 +155,11 @@ class CollectiveTransport(Transport):
         self._banks[bank.index] = (bank, tuple(sources))
 
     def copy_thread(self, link: Link) -> CopyThread:
+        """Return the one thread that works on all gathers."""
         return self._copies
 
     def copy(self, bank: BankSpec, sources: Sequence[Source], slot: torch.Tensor) -> PendingGather:
+        """Return the next gather of this run, into `slot`."""
         return PendingGather(self._part_in_run(bank, sources), slot)
 
     def _part_in_run(self, bank: BankSpec, sources: Sequence[Source]) -> GatherPart:
@@ -168,12 +171,14 @@ class CollectiveTransport(Transport):
     def read(
         self, bank: BankSpec, sources: Sequence[Source], start: int, stop: int, device: torch.device
     ) -> torch.Tensor:
+        """Gather bytes [start, stop) of the complete bank outside of a ring, and wait for them."""
         memory = torch.empty(stop - start, dtype=torch.uint8, device=device)
         self._learn((bank.index, start, stop))
         self._copies.submit(self._gather_at_once(self._part((bank.index, start, stop)), memory)).wait()
         return memory
 
     def forget(self, bank: BankSpec) -> None:
+        """Remove a bank that no rank will gather again."""
         self._banks.pop(bank.index, None)
 
     def begin_forward(self) -> None:
@@ -187,6 +192,7 @@ class CollectiveTransport(Transport):
         self._run = None
 
     def begin_run(self, plan: GatherSignature = NO_GATHER_SIGNATURE) -> None:
+        """Begin a compiled run with the given order of gathers. Raises PeerError if gathering has failed before."""
         self._plan = plan
         if self._group is not None:
             self._group.check()
@@ -194,11 +200,13 @@ class CollectiveTransport(Transport):
             self._run = []
 
     def end_run(self) -> None:
+        """End the compiled run."""
         self._plan = NO_GATHER_SIGNATURE
         if not self._in_forward:
             self._run = None
 
     def fail(self, reason: str) -> None:
+        """End gathering on all ranks, because a run ended with an error."""
         self._plan = NO_GATHER_SIGNATURE
         self.end_forward()
         if self._group is not None:

@@ -41,6 +41,7 @@ class IssuedGather(IssuedCopy):
         raise_peer_error(self.error)
 
     def issue(self) -> None:
+        """Wait until the slot is free, and gather with the other ranks."""
         if isinstance(self.after, torch.cuda.Event):
             self.after.synchronize()
         self.part.gather(self.slot if self.wants else None, self._copy_own_part)
@@ -70,6 +71,7 @@ class DeviceCollectiveTransport(CollectiveTransport):
     def issued_copy(
         self, bank: BankSpec, sources: Sequence[Source], slot: torch.Tensor, lane: CopyLane, after: object
     ) -> IssuedCopy:
+        """Return the next gather of this run, into `slot`."""
         return IssuedGather(self._part_in_run(bank, sources), slot, lane, after)
 
     def _gather_at_once(self, part: GatherPart, memory: torch.Tensor | None) -> IssuedGather:

@@ -121,9 +121,9 @@ class SymmetricMemory:
             if isinstance(error, DistError) or "imeout" in str(error):
                 raise PeerError(f"a rank did not come to share its GPU's memory: {error}") from error
             raise SharedMemoryError(
-                f"the GPUs of the ranks cannot read each other's memory: {error}; each rank needs a GPU of its own, "
+                f"the GPUs of the ranks cannot read each other's memory: {error}; each rank needs its own GPU, "
                 "chosen by torch.cuda.set_device from GPUs that all ranks see (one CUDA_VISIBLE_DEVICES), on one "
-                "machine, with peer access to the others; else experts can stream from host memory only (home='host')"
+                "machine, with peer access to the others; without that, use home='host'"
             ) from error
         # Tensors over the memory of other ranks do not keep it mapped; the handle does.
         return [

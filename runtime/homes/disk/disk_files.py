@@ -69,7 +69,7 @@ class DiskFile:
         if now != self._stamp:
             raise CheckpointError(
                 f"{self.path} was changed while a model streams from it: it had {self._stamp.describe()}, now it has "
-                f"{now.describe()}; load the model again, and put new files in the place of old ones by renaming",
+                f"{now.describe()}; load the model again, and replace files by renaming new ones",
                 path=self.path,
             )
 
@@ -128,25 +128,30 @@ class FileSource(Source):
     over_link: bool = True
 
     def with_pieces(self, pieces: tuple[Piece, ...]) -> FileSource:
+        """Return the same source with other pieces."""
         return dataclasses.replace(self, pieces=pieces)
 
     def check_bounds(self) -> None:
+        """Raise ValueError if a piece ends after the end of the file."""
         end = max((piece.source_offset_bytes + piece.nbytes for piece in self.pieces), default=0)
         if self.file.header.nbytes < end:
             raise ValueError(f"{self.file.path} of {self.file.header.nbytes} bytes is read up to byte {end}")
 
     def copy(self, offset_bytes: int, nbytes: int, address: int) -> None:
+        """Read bytes of the file into host memory at `address`."""
         self.file.read(offset_bytes, nbytes, address)
         if not self.keeps_pages:
             self.file.forget(offset_bytes, nbytes)
 
     def read(self, offset_bytes: int, place: torch.Tensor) -> None:
+        """Read bytes of the file into `place`, on any device."""
         memory = place if place.device.type == "cpu" else torch.empty(place.shape, dtype=place.dtype)
         self.copy(offset_bytes, place.numel(), memory.data_ptr())
         if memory is not place:
             place.copy_(memory)
 
     def contents(self) -> Hashable:
+        """Return a value that is equal for equal contents."""
         # A source always has the same contents: if the file changes, every read raises.
         return self
 

@@ -87,6 +87,7 @@ class IssuedStagedCopy(IssuedCopy):
         self._bank = bank.index
 
     def issue(self) -> None:
+        """Wait until the slot is free, and copy all slices into it."""
         check_slot(self.sources, self.slot)
         for source in self.sources:
             source.check_bounds()
@@ -146,6 +147,7 @@ class DeviceStagedPull(StagedPull):
     def issued_copy(
         self, bank: BankSpec, sources: Sequence[Source], slot: torch.Tensor, lane: CopyLane, after: object
     ) -> IssuedCopy:
+        """Return a copy of `bank` into `slot`."""
         if self._stager is None:
             return super().issued_copy(bank, sources, slot, lane, after)
         return IssuedStagedCopy(self, self._stager, bank, sources, slot, lane, after)

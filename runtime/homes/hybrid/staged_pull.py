@@ -86,6 +86,7 @@ class StagedPull(Transport):
         self._stager = stager
 
     def copy(self, bank: BankSpec, sources: Sequence[Source], slot: torch.Tensor) -> PendingCopy:
+        """Return a copy of `bank` into `slot`."""
         if self._stager is None:
             return super().copy(bank, sources, slot)
         return StagedCopy(self, self._stager, bank, sources, slot)
@@ -97,10 +98,12 @@ class StagedPull(Transport):
             self._stager.show_running(True)
 
     def end_run(self) -> None:
+        """Show the other ranks that this rank is idle."""
         if self._stager is not None:
             self._stager.show_running(False)
 
     def fail(self, reason: str) -> None:
+        """End the run, which failed."""
         self.end_run()
 
     def asked_for(self, bank: BankSpec) -> None:

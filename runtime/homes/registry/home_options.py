@@ -102,6 +102,7 @@ class SpreadOptions(HomeOptions):
         check_wait("timeout_s", self.timeout_s)
 
     def route(self, device: torch.device) -> BankRoute:
+        """Return the route of banks to `device`, with the number of ranks."""
         # The size is -1 if this process is not in the group; the home refuses that later.
         ranks = dist.get_world_size(self.group) if dist.is_available() and dist.is_initialized() else 1
         return dataclasses.replace(super().route(device), ranks=max(1, ranks))
@@ -132,6 +133,7 @@ class Peer(SpreadOptions):
         check_transport(self.transport, HOMES[self.home])
 
     def route(self, device: torch.device) -> BankRoute:
+        """Return the route of banks to `device`, with the transport."""
         return dataclasses.replace(super().route(device), transport=self.transport)
 
 
@@ -164,9 +166,11 @@ class Hybrid(SpreadOptions):
             raise OptionError.wrong("staging_buffers", count, "a whole number of at least 1")
 
     def links(self) -> dict[LinkName, Link]:
+        """Return the links that banks travel over, with the link from host memory."""
         return {**super().links(), "host": parse_link(self.host_link)}
 
     def route(self, device: torch.device) -> BankRoute:
+        """Return the route of banks to `device`, with the number of staging buffers."""
         return dataclasses.replace(super().route(device), staging_buffers=self.staging_buffers)
 
 
