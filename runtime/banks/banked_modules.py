@@ -12,7 +12,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from moepass.models.errors import InputError
 from moepass.models.homes import home_named
-from moepass.passes.ir.plan import TensorSpec
+from moepass.passes.ir.plan import BankSpec, TensorSpec
 from moepass.passes.ir.slot_operations import BANK_TENSOR
 from moepass.runtime.banks.banks import BankStore, refuse_copy
 from moepass.runtime.transfer.streams import finish_on
@@ -23,7 +23,7 @@ _CLASSES = "_moepass_banked_classes"
 
 
 class BankedParameter(nn.Module):
-    """The parametrization of one expert tensor: reads the tensor of the complete bank.
+    """The parametrization of one expert tensor, which reads the tensor of the complete bank.
 
     In a captured graph a read becomes one `moepass::bank_tensor`, which the compiler turns into a prefetched gather. In
     eager mode it is a synchronous gather.
@@ -86,29 +86,11 @@ class BankedParameter(nn.Module):
     def resting(self) -> torch.Tensor:
         """Return the tensor as a view of the bank. Raises InputError if this process cannot write all of it."""
         bank = self.store.bank(self.bank)
-        home = home_named(bank.spec.home)
-        if home.is_in_files:
+        reason = _why_not_writable(bank.spec)
+        if reason:
             raise InputError(
-                f"the experts of {bank.spec.name} rest in files, which moepass only reads: take or load a state_dict "
-                "before offload_experts, or use home='host'",
-                name=bank.spec.name,
-            )
-        if home.staging_buffers:
-            raise InputError(
-                f"the experts of {bank.spec.name} are staged from shards that must not change: take or load a "
-                "state_dict before offload_experts, or use home='host'",
-                name=bank.spec.name,
-            )
-        if len(bank.spec.expert_bounds) > 2:
-            raise InputError(
-                f"the experts of {bank.spec.name} are spread over {len(bank.spec.expert_bounds) - 1} ranks, and this "
-                "rank has only its own shard: take or load a state_dict before offload_experts, or use home='host'",
-                name=bank.spec.name,
-            )
-        if bank.spec.format.is_encoded:
-            raise InputError(
-                f"the experts of {bank.spec.name} rest encoded ({bank.spec.format.decoder}): take or load a state_dict "
-                "before offload_experts",
+                f"the experts of {bank.spec.name} {reason}: take or load a state_dict before offload_experts, or use "
+                "home='host'",
                 name=bank.spec.name,
             )
         with torch.inference_mode(False):
@@ -131,6 +113,18 @@ class BankedParameter(nn.Module):
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
         self.check_move(fn)
         return self
+
+
+def _why_not_writable(bank: BankSpec) -> str:
+    """Return why this process cannot write the tensors of `bank`, as the end of a sentence; empty if it can."""
+    home = home_named(bank.home)
+    if home.is_in_files:
+        return "rest in files, which moepass only reads"
+    if home.staging_buffers:
+        return "are staged from shards that must not change"
+    if len(bank.expert_bounds) > 2:
+        return f"are spread over {len(bank.expert_bounds) - 1} ranks, and this rank has only its own shard"
+    return f"rest encoded ({bank.format.decoder})" if bank.format.is_encoded else ""
 
 
 class BankParametrizations(ParametrizationList):
@@ -168,10 +162,10 @@ class BankParametrizations(ParametrizationList):
         return tensor
 
 
-def adapter_refusal(name: str, what: str) -> str:
-    """Return the error text for `what`, which changes the expert parameter `name` in each forward."""
+def adapter_refusal(name: str, adapter: str) -> str:
+    """Return the error text for `adapter`, which changes the expert parameter `name` in each forward."""
     return (
-        f"{what} changes the expert weights `{name}` while the model runs, but they rest in a bank, which does not "
+        f"{adapter} changes the expert weights `{name}` while the model runs, but they rest in a bank, which does not "
         "change; merge adapters into the model before offload_experts (in peft: model = model.merge_and_unload())"
     )
 
@@ -283,7 +277,7 @@ def _load_experts(
 
 
 class _CheckedApply:
-    """Replaces `_apply` of a module that contains banks: a move that one bank refuses changes no module.
+    """A replacement of `_apply` in a module that contains banks: a move that one bank refuses changes no module.
 
     `_apply` works module by module, so a refusal in the middle would leave the modules before it converted.
     """

@@ -332,8 +332,8 @@ def _sample(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def refuse_copy() -> NoReturn:
     """Raise InputError: copy.deepcopy, copy.copy or pickle was called on a model with offloaded experts."""
     raise InputError(
-        "a model with offloaded experts cannot be copied or pickled: its banks and its ring belong to it alone; copy or "
-        "save the model before offload_experts"
+        "a model with offloaded experts cannot be copied or pickled: its banks and its ring belong to it alone; copy "
+        "or save the model before offload_experts"
     )
 
 

@@ -1,4 +1,4 @@
-"""Compute this rank's experts of bank tensors that recipes make from parameters."""
+"""Computation of bank tensors from parameters, by recipes, for this rank's experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check before every run that this rank's tensors of a bank are unchanged since the ranks agreed on it.
+"""A check before every run that this rank's tensors of a bank are unchanged since the ranks agreed on it.
 
 By default the check compares torch's version counters, which is free. They do not count writes through `.data` or
 numpy, `dist.recv` or `dist.broadcast` into a parameter, or writes to an inference tensor. With `debug` every run

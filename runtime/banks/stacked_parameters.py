@@ -1,4 +1,4 @@
-"""Store the parameters of single experts side by side, so that they can be read as one tensor [experts, ..].
+"""Parameters of single experts stored side by side, so that they can be read as one tensor [experts, ..].
 
 A graph whose loop over experts became grouped GEMMs reads one tensor; the model has a parameter for each expert. On the
 first read the parameters move into one allocation: the storage of each becomes a slice of it. A parameter stays the

@@ -157,7 +157,7 @@ class AdoptedHome(Home):
 
 
 class BankAdopter:
-    """Adopts the banks of one process group on one device; all of them stream through the ring of `store`.
+    """The adoption of banks by one process group on one device. All of them stream through the ring of `store`.
 
     Once the last bank is removed, the ring is freed, and a new store with other options may take its place.
     """

@@ -12,7 +12,7 @@ from moepass.runtime.transfer.home_protocol import Home
 
 
 class Packer(Protocol):
-    """Brings the banks of a model to a home: call `agree`, then `pack` for each bank, then `connect`."""
+    """The path of a model's banks to a home: call `agree`, then `pack` for each bank, then `connect`."""
 
     @property
     def home(self) -> Home:
@@ -29,7 +29,7 @@ class Packer(Protocol):
 
 
 class HostPacker:
-    """Packs complete banks in host memory, pinned if `pin`, so that a CUDA device can read them."""
+    """A packer of complete banks in host memory, pinned if `pin`, so that a CUDA device can read them."""
 
     def __init__(self, pin: bool) -> None:
         self.home = Home()

@@ -63,7 +63,7 @@ class PeerHome(Home):
 
 
 class PeerPacker:
-    """Spreads a model's banks over the ranks of `group`: call `agree`, then `pack` for each bank, then `connect`."""
+    """A packer that spreads a model's banks over the ranks of `group`, so that each stores 1/N of every bank."""
 
     home_name = "peer"
     # Staging buffers of each rank; only home `hybrid` has staging buffers.

@@ -1,4 +1,4 @@
-"""Move a model's parameters into the shard that contains a copy of them, so that their bytes are in memory once.
+"""The move of parameters into the shard that contains a copy of them, so that their bytes are in memory once.
 
 A parameter gets the shard as its storage. On a CPU the shard is mapped privately: a later write to the parameter is
 visible to this rank alone, as before, and other ranks still read the bytes that the ranks agreed on. The parameter

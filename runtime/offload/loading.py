@@ -1,4 +1,4 @@
-"""Load a model from a checkpoint folder, with its experts read straight into their home.
+"""Loading of a model from a checkpoint folder, with its experts read straight into their home.
 
     plan      transformers builds the model from tensors that are not read yet (unread_tensors.py)
     meet      homes `peer` and `hybrid`: all ranks check that they have the same checkpoint
@@ -134,10 +134,10 @@ def load_pretrained(
     with torch.inference_mode(False), torch.no_grad():
         with meeting.telling_failures() if meeting is not None else contextlib.nullcontext():
             residents = Residents(resident_bytes, resident_layers)
+            planning = PlanningOptions(memory_budget, hardware, tokens, slots, residents)
             unread_model = _build_unread(path, dtype, experts_implementation)
             compute_device = resolve_device(unread_model.model, device)
-            planning, route = PlanningOptions(memory_budget, hardware, tokens), options.route(compute_device)
-            placement = place_experts(unread_model.model, planning, route, residents, slots)
+            placement = place_experts(unread_model.model, planning, options.route(compute_device))
             # Resident experts are read like dense weights.
             unread_model = dataclasses.replace(unread_model, residents=placement.residents)
             own_bytes = unread_model.own_bytes(rank, ranks, home_named(options.home).is_in_files)
@@ -146,7 +146,7 @@ def load_pretrained(
         with shown_progress(progress, rank == 0, own_bytes) as on_read:
             unread_model.files.on_read = on_read
             report = move_experts(
-                unread_model.model, options, make_packer(options, compute_device), compute_device, residents, placement
+                unread_model.model, options, make_packer(options, compute_device), compute_device, planning, placement
             )
             unread_model.files.close()  # dense weights must not keep the experts' pages mapped
             _read_dense(unread_model.model, report.store.device)
@@ -159,17 +159,11 @@ def load_pretrained(
 
 def offload_report(model: nn.Module) -> OffloadReport:
     """Return the home and the bytes of a model's offloaded experts. Raises InputError for any other model."""
-    banked = [module for module in model.modules() if isinstance(module, BankedParameter)]
-    resident = tuple(find_expert_modules(model))
-    if not banked and (resident_store := whole_model_store(expert_weights(model))) is not None:
-        assert resident_store.placed is not None
-        return OffloadReport(resident_store, resident_store.placed.decisions.home, (), 0, 0, resident)
-    if not banked:
+    stores = (module.store for module in model.modules() if isinstance(module, BankedParameter))
+    store = next(stores, None) or whole_model_store(expert_weights(model))
+    if store is None:
         raise InputError(f"{type(model).__name__} has no offloaded experts; call offload_experts or load_pretrained")
-    store = banked[0].store
-    layers = tuple(bank.spec.name for bank in store.banks)
-    home = store.banks[0].spec.home
-    return OffloadReport(store, home, layers, store.home_bytes, store.ring_bytes, resident, store.home.staging_bytes)
+    return OffloadReport.of(store, tuple(find_expert_modules(model)))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Replace a model's expert parameters by banks, so that the unmodified forward streams them."""
+"""Replacement of a model's expert parameters by banks, so that the unmodified forward streams them."""
 
 from __future__ import annotations
 
@@ -59,6 +59,14 @@ class OffloadReport:
     resident_layers: tuple[str, ...] = ()
     staging_bytes: int = 0
 
+    @staticmethod
+    def of(store: BankStore, resident_layers: tuple[str, ...]) -> OffloadReport:
+        """Return the report on the banks in `store`, whose model keeps `resident_layers`."""
+        assert store.placed is not None, "a plan decides what moves"
+        home, layers = store.placed.decisions.home, tuple(bank.spec.name for bank in store.banks)
+        staging_bytes = store.home.staging_bytes
+        return OffloadReport(store, home, layers, store.home_bytes, store.ring_bytes, resident_layers, staging_bytes)
+
     @property
     def transport(self) -> str:
         """The transport that copies from the home into a slot: `host`, `pull` or `collective`."""
@@ -108,15 +116,14 @@ def split_layers(model: nn.Module, residents: Residents) -> tuple[dict[str, list
     return {path: modules for path, modules in banks.items() if path not in resident}, resident
 
 
-def place_experts(
-    model: nn.Module, planning: PlanningOptions, route: BankRoute, residents: Residents, slots: int | None
-) -> Placement:
+def place_experts(model: nn.Module, planning: PlanningOptions, route: BankRoute) -> Placement:
     """Decide which layers of `model` stay on the device, and the number of slots.
 
     Raises:
         OptionError: fewer than 1 slot, and as `place`.
         InputError: the model has no experts, and as `place`.
     """
+    slots: object = planning.slots
     if slots is not None and (not isinstance(slots, int) or isinstance(slots, bool) or slots < 1):
         raise OptionError(
             f"slots is {slots!r}; a ring needs at least 1, and 2 to overlap transfers with computation",
@@ -134,14 +141,8 @@ def place_experts(
             "have, or a module has parameters with different numbers of experts"
         )
         raise InputError(f"{type(model).__name__} has no expert weights to offload: {reason}")
-    return place(
-        model,
-        {path: expert_parameters(modules[0]) for path, modules in banks.items()},
-        planning,
-        route,
-        residents,
-        slots,
-    )
+    experts = {path: expert_parameters(modules[0]) for path, modules in banks.items()}
+    return place(model, experts, planning, route)
 
 
 def _in_banks(expert_modules: Mapping[str, nn.Module]) -> dict[str, list[nn.Module]]:
@@ -207,16 +208,16 @@ def offload_experts(
     """
     options = options_of(home)
     residents = Residents(resident_bytes, resident_layers)
+    planning = PlanningOptions(memory_budget, hardware, tokens, slots, residents)
     compute_device = resolve_device(model, device)
     route = options.route(compute_device)
     packer = make_packer(options, compute_device)
     meeting = packer.group.rendezvous if isinstance(packer, PeerPacker) else None
     with meeting.telling_failures() if meeting is not None else contextlib.nullcontext():
-        planning = PlanningOptions(memory_budget, hardware, tokens)
-        placement = place_experts(model, planning, route, residents, slots)
+        placement = place_experts(model, planning, route)
     if meeting is not None:
         deque(agree(meeting, _PLAN, placement.topics), maxlen=0)
-    return move_experts(model, options, packer, compute_device, residents, placement)
+    return move_experts(model, options, packer, compute_device, planning, placement)
 
 
 def move_experts(
@@ -224,7 +225,7 @@ def move_experts(
     options: HomeOptions,
     packer: Packer,
     device: torch.device,
-    requested: Residents,
+    planning: PlanningOptions,
     placement: Placement,
 ) -> OffloadReport:
     """Move the experts of `model` as `placement` says, which all ranks have agreed on. Raises as `offload_experts`.
@@ -234,17 +235,17 @@ def move_experts(
         options: the options of the home.
         packer: the packer that `make_packer` made from `options`.
         device: the compute device.
-        requested: the layers that the caller wants to keep resident.
+        planning: the user's planning options.
         placement: the layers that stay, and the number of slots.
     """
     banks, resident = split_layers(model, placement.residents)
-    if resident and not banks and requested.is_given:
-        raise requested.all_resident_error(len(resident))
+    if resident and not banks and planning.residents.is_given:
+        raise planning.residents.all_resident_error(len(resident))
     store = BankStore(device, placement.slots, parse_link(options.link), packer.home)
     store.placed = placement.placed
     if not banks:  # all experts fit into the memory budget
         keep_whole_model_store(expert_weights(model), store)
-        return OffloadReport(store, options.home, (), 0, 0, resident)
+        return OffloadReport.of(store, resident)
     with torch.inference_mode(False), torch.no_grad():
         packer.agree({path: expert_parameters(modules[0]) for path, modules in banks.items()})
         for index, (path, modules) in enumerate(banks.items()):
@@ -254,8 +255,7 @@ def move_experts(
     if isinstance(packer.home.transport, CollectiveTransport):
         _mark_forwards(model, packer.home.transport)
     keep_whole_model_store(expert_weights(model), None)
-    staging_bytes = packer.home.staging_bytes
-    return OffloadReport(store, options.home, tuple(banks), store.home_bytes, store.ring_bytes, resident, staging_bytes)
+    return OffloadReport.of(store, resident)
 
 
 def _bank(store: BankStore, packer: Packer, index: int, path: str, modules: Sequence[nn.Module]) -> None:

@@ -1,4 +1,4 @@
-"""Choose the layers that stay on the device and the number of slots for the others, by asking the planner.
+"""The planner's choice of the layers that stay on the device and of the number of slots for the others.
 
 Of the model, the planner gets its weights by shape and dtype, and its config if a formula covers the family. Of the
 machine, it gets the profile in the options, or else the one that `moepass calibrate` has stored.
@@ -52,20 +52,25 @@ Experts = Mapping[str, Mapping[str, nn.Parameter]]
 
 @dataclasses.dataclass(frozen=True)
 class PlanningOptions:
-    """The user's planning options: bytes of the device's memory, the machine, the tokens of a step.
+    """The user's planning options.
 
-    Raises:
-        OptionError: the number of bytes or tokens is wrong.
-        InputError: the machine is unknown.
+    Attributes:
+        memory_budget: bytes of the device's memory, as a number or as text.
+        hardware: the machine, a preset or a profile.
+        tokens: the tokens of a step, or the number of sequences and the tokens of each.
+        slots: the number of slots; None: the planner's choice.
+        residents: the layers that stay; by default the planner's choice.
     """
 
     memory_budget: str | float | None = None
     hardware: str | os.PathLike[str] | Hardware | None = None
     tokens: int | tuple[int, int] | None = None
+    slots: int | None = None
+    residents: Residents = dataclasses.field(default_factory=Residents)
 
     @property
     def budget_bytes(self) -> int | None:
-        """The memory budget in bytes; None without one."""
+        """The memory budget in bytes; None without one. Raises OptionError for a wrong number or text."""
         budget = self.memory_budget
         if budget is None:
             return None
@@ -80,7 +85,7 @@ class PlanningOptions:
 
     @property
     def sequences(self) -> Sequences:
-        """The sequences of a step to plan for."""
+        """The sequences of a step to plan for. Raises OptionError for wrong numbers."""
         tokens = DEFAULT_TOKENS if self.tokens is None else self.tokens
         counts = (1, tokens) if isinstance(tokens, int) else tokens
         if (
@@ -96,7 +101,10 @@ class PlanningOptions:
         return Sequences(*counts)
 
     def machine(self, device: torch.device, ranks: int) -> Hardware | None:
-        """Return the profile in the options, or else the stored one of this machine; None if there is no profile."""
+        """Return the profile in the options, or else the stored one of this machine; None if there is no profile.
+
+        Raises OptionError for a wrong type, and InputError for an unknown machine.
+        """
         if self.hardware is None:
             return stored_profile(device, ranks)
         if isinstance(self.hardware, Hardware):
@@ -129,24 +137,22 @@ def place(
     experts: Experts,
     planning: PlanningOptions,
     route: BankRoute,
-    residents: Residents,
-    slots: int | None,
 ) -> Placement:
-    """Decide which layers stay and how many slots there are, unless `residents` and `slots` say so.
+    """Decide which layers stay and how many slots there are, unless `planning` says so.
 
     Args:
         model: the model.
         experts: the expert weights of each bank, by path.
         planning: the user's planning options.
         route: the route of banks to the compute device.
-        residents: the layers that the user wants to keep resident.
-        slots: the number of slots; None: the planner's choice.
 
     Raises:
         OptionError: there is both a budget and residents, and as `PlanningOptions`.
         InputError: the budget is too small (the error names the least that suffices), or the profile lacks a link or
             rate.
     """
+    residents, slots = planning.residents, planning.slots
+    # Both are read first, so that wrong values raise even where the plan does not need them.
     budget, _ = planning.budget_bytes, planning.sequences
     if budget is not None and residents.is_given:
         raise OptionError(
@@ -172,16 +178,14 @@ def place(
         route.transport,
         inputs.unknown,
     )
-    topics = tuple(_topics(planning, inputs.hardware, residents, slots))
+    topics = tuple(_topics(planning, inputs.hardware))
     if slots is None:
         # The ring itself limits its slots to the number of banks; more banks may be added later.
         slots = DEFAULT_SLOTS if budget is None else max(1, made.decisions.slots)
     return Placement(Residents(paths=paths), slots, placed, topics)
 
 
-def _topics(
-    planning: PlanningOptions, hardware: Hardware | None, residents: Residents, slots: int | None
-) -> Iterator[Topic]:
+def _topics(planning: PlanningOptions, hardware: Hardware | None) -> Iterator[Topic]:
     """Yield the causes of the placement, from cause to effect. Without a budget these are only the residents."""
     budget, sequences = planning.budget_bytes, planning.sequences
     machine = None
@@ -190,13 +194,13 @@ def _topics(
     yield Topic("memory_budget in bytes", budget, "give every rank the same memory_budget")
     decided = {
         "tokens": ([sequences.count, sequences.length], "tokens"),
-        "slots": (slots, "slots"),
+        "slots": (planning.slots, "slots"),
         "the hardware profile (its name and a digest)": (machine, "hardware, as a preset or one profile's file"),
     }
     for name, (value, same) in decided.items():
         yield Topic(name, None if budget is None else value, f"give every rank the same {same}")
-    yield Topic("resident_bytes", residents.nbytes, "give every rank the same resident_bytes")
-    yield Topic("resident_layers", sorted(residents.layers), "give every rank the same resident_layers")
+    yield Topic("resident_bytes", planning.residents.nbytes, "give every rank the same resident_bytes")
+    yield Topic("resident_layers", sorted(planning.residents.layers), "give every rank the same resident_layers")
 
 
 @dataclasses.dataclass(frozen=True)

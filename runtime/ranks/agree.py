@@ -1,4 +1,4 @@
-"""Compare named topics between ranks: one exchange, and one error if values differ.
+"""Comparison of named topics between ranks: one exchange, and one error if values differ.
 
 A topic must have the same value on all ranks, or is a vote, which may differ and which all ranks learn. While ranks
 load or compile, topics go through their store (`agree`); before a run they go as one number each over separate
@@ -73,7 +73,7 @@ def check_equal(topic: str, values: Mapping[int, object], remedy: str) -> None:
 
 
 def agree(
-    meeting: Rendezvous, what: str, topics: Sequence[Topic], check: Callable[[], None] = no_check
+    meeting: Rendezvous, title: str, topics: Sequence[Topic], check: Callable[[], None] = no_check
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the votes of each rank, by name, once its topics were compared with those of rank 0, as the ranks come.
 
@@ -82,7 +82,7 @@ def agree(
 
     Args:
         meeting: the meeting of the ranks.
-        what: the name of all topics together, in errors.
+        title: the name of all topics together, in errors.
         topics: this rank's topics.
         check: called while this rank waits; may raise PeerError.
 
@@ -93,7 +93,7 @@ def agree(
     first: list[Topic] = []
     # Decoded as on the other ranks, so that tuples become lists.
     own_topics = msgspec.json.decode(msgspec.json.encode(list(topics)), type=list[Topic])
-    for rank, theirs in meeting.exchange(what, own_topics, list[Topic], check):
+    for rank, theirs in meeting.exchange(title, own_topics, list[Topic], check):
         first = first or theirs
         for topic, peer_topic in zip(first, theirs, strict=False):
             if not topic.is_vote:

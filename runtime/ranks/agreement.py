@@ -194,15 +194,15 @@ class RunCheck:
             return
         if not self._has_logged:
             self._has_logged = True
-            what = ", ".join(self._blocks) or "a graph with its exchanges"
+            blocks = ", ".join(self._blocks) or "a graph with its exchanges"
             logger.info(
-                "from now on ranks compare each run of %s: the group has other graphs that a rank could run", what
+                "from now on ranks compare each run of %s: the group has other graphs that a rank could run", blocks
             )
         agreement_of(group).compare(self._blocks, self._timeout_s)
 
 
 def taken_blocks(blocks: Sequence[LocalBlock]) -> tuple[str, ...]:
-    """Names of `blocks` with a digest of their experts; the same text on all ranks."""
+    """Return the names of `blocks` with a digest of their experts; the same texts on all ranks."""
     return tuple(
         f"{block.name} ({block.form} {hashlib.sha256(block.signature.encode()).hexdigest()[:_DIGITS]})"
         for block in blocks

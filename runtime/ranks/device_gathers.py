@@ -100,8 +100,8 @@ class DeviceGatherGroup(GatherGroup):
         overlapped()
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(self._device))
-        what = self._describe(request)
-        self._wait_together(done.query, f"end the gather of {what}", f"{what} was gathered")
+        bank = self._describe(request)
+        self._wait_together(done.query, f"end the gather of {bank}", f"{bank} was gathered")
 
     def fail(self, reason: PeerError) -> PeerError:
         """Close the connections on all ranks, and abort NCCL on this device."""

@@ -1,4 +1,4 @@
-"""Raise on all ranks if Dynamo falls back to eager on one of them, or if ranks missed each other.
+"""Errors on all ranks if Dynamo falls back to eager on one of them, or if ranks missed each other.
 
 In a rewritten graph no rank joins the exchanges any more. If Dynamo stops compiling a rank's model (recompile limit),
 that rank would run the exchanges uncompiled, and wait for ranks that never come. It raises an error instead; the others

@@ -77,28 +77,28 @@ class GatherGroup(Connections):
             PeerError: a rank does not come within the timeout, or has ended.
         """
         self.check()
-        what = self._describe(request)
+        bank = self._describe(request)
         late = (
-            f"did not come to gather {what} within {self._timeout_s:g} s. With transport 'collective' all ranks run "
+            f"did not come to gather {bank} within {self._timeout_s:g} s. With transport 'collective' all ranks run "
             "the same layers, equally often: call moepass.gather_only_step(model) on a rank that has no work for a "
             "step, and give ranks that compile longer than others a longer timeout_s"
         )
         topics = [
             Topic(
                 "what they gather",
-                _Described(request, what),
+                _Described(request, bank),
                 "with transport 'collective' all ranks run the same layers in the same order, and a rank without work "
                 "calls moepass.gather_only_step(model)",
             ),
             Topic(
-                f"the plan by which they gather {what}",
+                f"the plan by which they gather {bank}",
                 None if plan == NO_GATHER_SIGNATURE else plan,
                 "or they gather the same in another order: with transport 'collective' all ranks compile the same "
                 "model, with as many slots and the same graph breaks",
             ),
             Topic("wants the bytes", wants, is_vote=True),
         ]
-        votes = agree_on_run(self, topics, time.monotonic() + self._timeout_s, late, f"{what} was gathered")
+        votes = agree_on_run(self, topics, time.monotonic() + self._timeout_s, late, f"{bank} was gathered")
         return {rank: bool(votes[rank][0]) for rank in self.others}
 
     def gather(
@@ -113,7 +113,7 @@ class GatherGroup(Connections):
         `overlapped` is called while bytes are on their way. Once this has returned or raised, nothing is written to
         `receive` any more. Raises PeerError as `ask`.
         """
-        what = self._describe(request)
-        late = f"did not bring its part of {what} within {self._timeout_s:g} s (transport 'collective')"
+        bank = self._describe(request)
+        late = f"did not bring its part of {bank} within {self._timeout_s:g} s (transport 'collective')"
         deadline = time.monotonic() + self._timeout_s
-        self.exchange(receive, send, deadline, late, f"{what} was gathered", overlapped)
+        self.exchange(receive, send, deadline, late, f"{bank} was gathered", overlapped)

@@ -1,4 +1,4 @@
-"""Exchange small records through a store of torch.distributed: every wait ends, with a reason.
+"""Exchange of small records through a store of torch.distributed: every wait ends, with a reason.
 
 Either all ranks get each other's records, or all raise the same error. The first rank that knows the outcome writes it
 to the store. So a late rank learns that the others gave up, and does not take their records for an agreement.
@@ -103,20 +103,20 @@ class Rendezvous:
         self._group_store = store
         self._store = PrefixStore(_meeting(self.number), store)
 
-    def publish(self, what: str, record: object) -> None:
-        """Publish `record` as this rank's `what` for the other ranks."""
+    def publish(self, name: str, record: object) -> None:
+        """Publish `record` as this rank's `name` for the other ranks."""
         with _store_errors():
-            self._store.set(_key(what, self.rank), msgspec.json.encode(record).decode())
+            self._store.set(_key(name, self.rank), msgspec.json.encode(record).decode())
 
     def exchange(
-        self, what: str, own: T, kind: type[T], check: Callable[[], None] = no_check
+        self, name: str, own: T, kind: type[T], check: Callable[[], None] = no_check
     ) -> Iterator[tuple[int, T]]:
         """Publish `own`, and yield each rank with its record, in the order of ranks.
 
         Once all records were read, no other rank gets an error.
 
         Args:
-            what: the name of the records.
+            name: the name of the records.
             own: this rank's record.
             kind: the type of the records.
             check: called while this rank waits; may raise PeerError.
@@ -124,29 +124,29 @@ class Rendezvous:
         Raises:
             PeerError: ranks did not publish within `timeout_s`, or a rank has published a failure.
         """
-        self.publish(what, own)
+        self.publish(name, own)
         deadline = time.monotonic() + self.timeout_s
         for rank in range(self.size):
             if rank == self.rank:
                 yield rank, own
                 continue
             try:
-                self._wait(what, rank, deadline, check)
+                self._wait(name, rank, deadline, check)
             except KeyboardInterrupt:
                 with suppress(PeerError):
-                    reason = f"rank {self.rank} was interrupted while it waited for a {what}"
-                    self._give_up(what, PeerError(reason, rank=self.rank))
+                    reason = f"rank {self.rank} was interrupted while it waited for a {name}"
+                    self._give_up(name, PeerError(reason, rank=self.rank))
                 raise
             with _store_errors():
-                text = self._store.get(_key(what, rank))
+                text = self._store.get(_key(name, rank))
             try:
                 record = msgspec.json.decode(text, type=kind)
             except msgspec.DecodeError as error:
                 raise PeerError(
-                    f"rank {rank} sent a {what} that this version of moepass cannot read: {error}", rank=rank
+                    f"rank {rank} sent a {name} that this version of moepass cannot read: {error}", rank=rank
                 ) from error
             yield rank, record
-        outcome = self.publish_first(_outcome(what), _ALL_CAME)
+        outcome = self.publish_first(_outcome(name), _ALL_CAME)
         if outcome != _ALL_CAME:
             raise PeerError.from_store(outcome)
 
@@ -170,43 +170,43 @@ class Rendezvous:
                     self._store.set(_FAILURE, failure.to_store())
             raise
 
-    def publish_first(self, what: str, text: str) -> str:
-        """Set the `what` of all ranks to `text`, unless another rank has set it; return the stored text."""
+    def publish_first(self, name: str, text: str) -> str:
+        """Set the `name` of all ranks to `text`, unless another rank has set it; return the stored text."""
         with _store_errors():
-            stored: bytes = self._store.compare_set(what, "", text)
+            stored: bytes = self._store.compare_set(name, "", text)
             return stored.decode()
 
-    def outcome(self, what: str) -> str | None:
+    def outcome(self, name: str) -> str | None:
         """Return the text that `publish_first` has set; None if no rank has set it yet."""
         with _store_errors():
-            return self._store.get(what).decode() if self._store.check([what]) else None
+            return self._store.get(name).decode() if self._store.check([name]) else None
 
     def open_store(self, name: str) -> Store:
         """Return a store for this meeting's ranks alone."""
         return PrefixStore(name, self._store)
 
-    def _wait(self, what: str, rank: int, deadline: float, check: Callable[[], None]) -> None:
+    def _wait(self, name: str, rank: int, deadline: float, check: Callable[[], None]) -> None:
         pause = _FIRST_PAUSE_S
-        while not self._is_there(_key(what, rank)):
+        while not self._is_there(_key(name, rank)):
             try:
                 check()
             except PeerError as error:
-                self._give_up(what, error)
+                self._give_up(name, error)
             if self._is_there(_FAILURE):
                 with _store_errors():
                     raise PeerError.from_store(self._store.get(_FAILURE))
             if time.monotonic() > deadline:
                 # `rank` may come while the missing ranks are listed; it was late nevertheless.
-                missing = [peer for peer in range(self.size) if not self._is_there(_key(what, peer))] or [rank]
+                missing = [peer for peer in range(self.size) if not self._is_there(_key(name, peer))] or [rank]
                 ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-                text = f"{ranks} did not publish a {what} within {self.timeout_s:g} s; {self.title}"
-                self._give_up(what, PeerError(f"{text} (rank {self.rank} waited)", **about(missing)))
+                text = f"{ranks} did not publish a {name} within {self.timeout_s:g} s; {self.title}"
+                self._give_up(name, PeerError(f"{text} (rank {self.rank} waited)", **about(missing)))
             time.sleep(pause)
             pause = min(2 * pause, _LAST_PAUSE_S)
 
-    def _give_up(self, what: str, reason: PeerError) -> None:
+    def _give_up(self, name: str, reason: PeerError) -> None:
         """Raise PeerError on all ranks, with the first reason, unless all ranks came after all."""
-        outcome = self.publish_first(_outcome(what), reason.to_store())
+        outcome = self.publish_first(_outcome(name), reason.to_store())
         if outcome == _ALL_CAME:
             return
         first = PeerError.from_store(outcome)
@@ -225,12 +225,12 @@ class Rendezvous:
 _owners: weakref.WeakKeyDictionary[Store, OwnerProcess] = weakref.WeakKeyDictionary()
 
 
-def _key(what: str, rank: int) -> str:
-    return f"{what}/{rank}"
+def _key(name: str, rank: int) -> str:
+    return f"{name}/{rank}"
 
 
-def _outcome(what: str) -> str:
-    return f"{what}/outcome"
+def _outcome(name: str) -> str:
+    return f"{name}/outcome"
 
 
 def _counter(rank: int) -> str:

@@ -1,4 +1,4 @@
-"""Open checkpoint files, read straight into slots.
+"""Checkpoint files that are read straight into slots.
 
 A bank is read with `preadv`, not copied from a mapping of the file. Measured with warm pages, 512 MB in slices of 4 MB,
 reading reaches 13.5 to 14.3 GB/s; copying reaches 12.2 to 12.9 from a fresh mapping and 12.6 to 15 from a mapping that
@@ -53,7 +53,10 @@ class DiskFile:
         self.header = read_header(self.descriptor, path)
 
     def offset_bytes(self, tensor: StoredTensor) -> int:
-        """Return the offset of `tensor`. Raises CheckpointError if another file has taken the path since."""
+        """Return the offset of `tensor`.
+
+        Raises CheckpointError if the file has changed or was replaced since its header described `tensor`.
+        """
         entry = self.header.tensors.get(tensor.key)
         is_same = tensor.stamp == self._stamp
         if not is_same or entry is None or (DTYPES.get(entry.dtype), entry.shape) != (tensor.dtype, tensor.shape):

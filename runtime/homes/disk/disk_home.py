@@ -66,7 +66,7 @@ class DiskHome(Home):
 
 
 class DiskPacker:
-    """Finds, or writes, the files of a model's banks: call `agree`, then `pack` for each bank, then `connect`.
+    """A packer that finds, or writes, the files of a model's banks.
 
     Args:
         folder: where banks are written, if necessary; None: such banks are an error.

@@ -15,9 +15,9 @@ from moepass.runtime.system.background import run_in_background
 
 
 class ReadAhead:
-    """Announces sources on a thread, the latest first; older ones that are still waiting are skipped.
+    """A thread that announces sources, the latest first; older ones that are still waiting are skipped.
 
-    Announcing takes time, so it has a separate thread: the kernel allocates memory for every page, and blocks if the
+    Announcing takes time: the kernel allocates memory for every page, and blocks if the
     disk is busy. On platforms without these calls nothing is announced.
     """
 

@@ -108,7 +108,7 @@ class StagingBuffers:
 
 
 class Stager:
-    """Fills this rank's staging buffers on a thread that ends with this object.
+    """A thread that fills this rank's staging buffers, and ends with this object.
 
     Args:
         own: the buffers of this rank.
