@@ -1,4 +1,4 @@
-"""A module whose expert parameters rest in a bank: how it reads them, its state_dict, and how far it may move."""
+"""Modules whose expert parameters rest in a bank: reading, state_dict, and moves to other devices."""
 
 from __future__ import annotations
 
@@ -12,38 +12,43 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from moepass.models.errors import InputError
 from moepass.models.homes import home_named
-from moepass.passes.ir.plan import TensorSpec
+from moepass.passes.ir.plan import BankSpec, TensorSpec
 from moepass.passes.ir.slot_operations import BANK_TENSOR
-from moepass.runtime.banks.banks import BankStore
+from moepass.runtime.banks.banks import BankStore, refuse_copy
 from moepass.runtime.transfer.streams import finish_on
 
-# The class of a module with banked parameters, by the names of these; an attribute of the module's own class, so that
-# it lives as long as that.
+# An attribute of the module's class: the derived classes by the names of their banked parameters. It must live as long
+# as that class.
 _CLASSES = "_moepass_banked_classes"
 
 
 class BankedParameter(nn.Module):
-    """The parametrization of one expert tensor: gives the tensor of the complete bank whenever the model reads it.
+    """The parametrization of one expert tensor, which reads the tensor of the complete bank.
 
-    In a captured graph it leaves one `moepass::bank_tensor`, which the compiler turns into a prefetched gather. In
+    In a captured graph a read becomes one `moepass::bank_tensor`, which the compiler turns into a prefetched gather. In
     eager mode it is a synchronous gather.
+
+    Args:
+        store: the owner of the bank.
+        bank: the bank's index in the store.
+        index: the tensor's index in the bank.
     """
 
     shard: torch.Tensor
 
     def __init__(self, store: BankStore, bank: int, index: int) -> None:
         super().__init__()
-        self.register_buffer("shard", store.banks[bank].shard, persistent=False)
+        self.register_buffer("shard", store.bank(bank).shard, persistent=False)
         self.store = store
         self.bank = bank
         self.index = index
-        spec = store.banks[bank].spec
+        spec = store.bank(bank).spec
         tensor = self.spec
-        # Dynamo guards these: code is shared by parameters for which they are equal.
+        # Dynamo guards on the layout, so parameters with equal layouts share code.
         self.layout: tuple[Any, ...] = (
             index, tensor.name, tensor.offset_bytes, list(tensor.shape), tensor.torch_dtype, store.device,
         )  # fmt: skip
-        # Leave these out where the operator's defaults apply.
+        # The rest is left out where the operator's defaults apply.
         if spec.home != "host" or spec.expert_bounds or spec.format.is_encoded:
             sizes = [spec.format.home_bytes, spec.format.link_bytes, spec.format.slot_bytes]
             self.layout += (spec.home, list(spec.expert_bounds), sizes, spec.format.decoder)
@@ -51,20 +56,22 @@ class BankedParameter(nn.Module):
 
     @property
     def spec(self) -> TensorSpec:
-        return self.store.banks[self.bank].spec.tensors[self.index]
+        """Shape, dtype and offset of the tensor in its bank."""
+        return self.store.bank(self.bank).spec.tensors[self.index]
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def moepass_bank(self) -> tuple[int, int, str]:
-        """Which bank this is, as `moepass::bank_tensor` says it: a constant without a guard.
+        """Return store number, bank index and bank name, the arguments of `moepass::bank_tensor`, without a guard.
 
-        With a guard, Dynamo would compile each layer and each model anew, and give up after a few. A graph that serves
-        another bank than it was captured with is told so by its input, the shard: see `Executor`.
+        With a guard, Dynamo would recompile for each layer and each model, and reach its limit after a few. A graph
+        that runs with another bank than at capture recognises the bank by its input, the shard: see `Executor`.
         """
-        return self.store.number, self.bank, self.store.banks[self.bank].spec.name
+        return self.store.number, self.bank, self.store.bank(self.bank).spec.name
 
     def forward(self, original: torch.Tensor) -> torch.Tensor:
+        """Return the complete tensor; `original` is an empty placeholder. Raises InputError in training mode."""
         if torch.compiler.is_compiling():
-            # Reading `slots` makes Dynamo guard on it: the plan depends on it.
+            # Reading `slots` makes Dynamo guard on it, because the plan depends on it.
             assert self.slots >= 1
             store, bank, name = self.moepass_bank()
             read: torch.Tensor = BANK_TENSOR(self.shard, store, bank, name, *self.layout)
@@ -77,45 +84,28 @@ class BankedParameter(nn.Module):
         return self.store.gather_now(self.bank)[self.index]
 
     def resting(self) -> torch.Tensor:
-        """The tensor in the bank, a view. Raises InputError where this process has only a part of it."""
-        bank = self.store.banks[self.bank]
-        home = home_named(bank.spec.home)
-        if home.is_in_files:
+        """Return the tensor as a view of the bank. Raises InputError if this process cannot write all of it."""
+        bank = self.store.bank(self.bank)
+        reason = _why_not_writable(bank.spec)
+        if reason:
             raise InputError(
-                f"the experts of {bank.spec.name} rest in files, which are read and never written: take or load a "
-                "state_dict before offload_experts, or use home='host'",
-                name=bank.spec.name,
-            )
-        if home.staging_buffers:
-            raise InputError(
-                f"the experts of {bank.spec.name} are staged from shards that must not change: take or load a "
-                "state_dict before offload_experts, or use home='host'",
-                name=bank.spec.name,
-            )
-        if len(bank.spec.expert_bounds) > 2:
-            raise InputError(
-                f"the experts of {bank.spec.name} lie in shards on {len(bank.spec.expert_bounds) - 1} ranks, and this "
-                "rank has only its part of them: take or load a state_dict before offload_experts, or use home='host'",
-                name=bank.spec.name,
-            )
-        if bank.spec.format.is_encoded:
-            raise InputError(
-                f"the experts of {bank.spec.name} rest encoded ({bank.spec.format.decoder}): take or load a state_dict "
-                "before offload_experts",
+                f"the experts of {bank.spec.name} {reason}: take or load a state_dict before offload_experts, or use "
+                "home='host'",
                 name=bank.spec.name,
             )
         with torch.inference_mode(False):
             return self.spec.view(bank.shard)
 
     def check_move(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Raises InputError where `convert` would change the type or the place of the experts."""
-        # Banks rest where they are, so model.to(...) may only do what fits them. Tried on no bytes at all.
+        """Raise InputError if `convert` would change the dtype or the device of the experts."""
+        # Banks do not move, so model.to(...) must keep their dtype and device. Applying it to an empty tensor shows
+        # both.
         dtype = self.spec.torch_dtype
         probe = convert(torch.empty(0, dtype=dtype))
         if probe.dtype != dtype or probe.device not in (torch.device("cpu"), self.store.device):
             raise InputError(
-                f"offloaded experts stay {dtype} for {self.store.device}, but the model is being moved to "
-                f"{probe.dtype} on {probe.device}; convert and place the model before offload_experts",
+                f"offloaded experts are {dtype} for {self.store.device} and cannot be moved to {probe.dtype} on "
+                f"{probe.device}; convert and place the model before offload_experts",
                 value=(probe.dtype, probe.device),
                 expected=(dtype, self.store.device),
             )
@@ -125,12 +115,24 @@ class BankedParameter(nn.Module):
         return self
 
 
-class _OneBank(ParametrizationList):
-    """The parametrizations of one parameter: its bank, and nothing that would change what the model reads of it.
+def _why_not_writable(bank: BankSpec) -> str:
+    """Return why this process cannot write the tensors of `bank`, as the end of a sentence; empty if it can."""
+    home = home_named(bank.home)
+    if home.is_in_files:
+        return "rest in files, which moepass only reads"
+    if home.staging_buffers:
+        return "are staged from shards that must not change"
+    if len(bank.expert_bounds) > 2:
+        return f"are spread over {len(bank.expert_bounds) - 1} ranks, and this rank has only its own shard"
+    return f"rest encoded ({bank.format.decoder})" if bank.format.is_encoded else ""
 
-    Adapters (peft's `target_parameters`) add theirs in every forward and take it away afterwards. What takes it away
-    does not expect a bank beneath: peft leaves some behind, so that the next forward would add them twice, and torch
-    takes away the bank with them. A graph would keep those of the forward in which it was captured.
+
+class BankParametrizations(ParametrizationList):
+    """The parametrizations of one parameter: exactly its bank, with no second one on top.
+
+    Adapters (peft's `target_parameters`) add theirs in every forward and remove them afterwards. They do not expect a
+    bank underneath: peft leaves some parametrizations behind, so that the next forward would add them twice, and torch
+    would remove the bank with them. A graph would keep the adapters of the forward in which it was captured.
     """
 
     def __init__(self, name: str, bank: BankedParameter, nothing: nn.Parameter) -> None:
@@ -139,18 +141,18 @@ class _OneBank(ParametrizationList):
 
     @property
     def is_tensor(self) -> bool:
-        """What torch asks before it removes parametrizations, and puts back a parameter that is no more."""
+        """True if the parameter is one tensor. torch reads this before removing parametrizations, and gets an error."""
         if "name" not in vars(self):
-            return True  # while this is made
+            return True  # the constructor is running
         raise InputError(
             f"the parametrization of `{self.name}` is the bank that it was offloaded to, and cannot be removed; load "
-            "the model anew to have it without",
+            "the model again to get it without a bank",
             name=self.name,
         )
 
     @is_tensor.setter
     def is_tensor(self, value: bool) -> None:
-        """Set by torch, which tells by it how many tensors a parameter is made of."""
+        pass
 
     def append(self, module: nn.Module) -> NoReturn:
         raise InputError(adapter_refusal(self.name, type(module).__name__), name=self.name)
@@ -160,24 +162,24 @@ class _OneBank(ParametrizationList):
         return tensor
 
 
-def adapter_refusal(name: str, what: str) -> str:
-    """The remedy for `what`, which changes the expert parameter `name` in each forward."""
+def adapter_refusal(name: str, adapter: str) -> str:
+    """Return the error text for `adapter`, which changes the expert parameter `name` in each forward."""
     return (
-        f"{what} changes the expert weights `{name}` while the model runs, but these rest in a bank, which stays as it "
-        "is; merge adapters into the model before offload_experts (in peft: model = model.merge_and_unload())"
+        f"{adapter} changes the expert weights `{name}` while the model runs, but they rest in a bank, which does not "
+        "change; merge adapters into the model before offload_experts (in peft: model = model.merge_and_unload())"
     )
 
 
 def bank_parameters(module: nn.Module, banked: Mapping[str, BankedParameter]) -> None:
     """Let `module` read the parameters with these names from their bank.
 
-    The parameters themselves stay as they are, for whoever else holds them.
+    The parameter objects stay as they are: other code may hold them.
     """
     lists = {}
     for name, parametrization in banked.items():
         parameter = getattr(module, name)
         nothing = nn.Parameter(torch.empty(0, dtype=parameter.dtype, device=parameter.device), requires_grad=False)
-        lists[name] = _OneBank(name, parametrization, nothing).train(module.training)
+        lists[name] = BankParametrizations(name, parametrization, nothing).train(module.training)
     for name in banked:
         del module._parameters[name]
     if "parametrizations" not in module._modules:
@@ -189,35 +191,33 @@ def bank_parameters(module: nn.Module, banked: Mapping[str, BankedParameter]) ->
 
 
 def _banked_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """One class for all modules that are alike: Dynamo compiles anew for every class."""
+    """Return one class for all modules with the same base and names, because Dynamo recompiles for every class."""
     if _CLASSES not in vars(base):
         setattr(base, _CLASSES, {})
-    known: dict[tuple[str, ...], type[nn.Module]] = vars(base)[_CLASSES]
-    if names not in known:
+    classes: dict[tuple[str, ...], type[nn.Module]] = vars(base)[_CLASSES]
+    if names not in classes:
         members: dict[str, Any] = {name: _bank_property(name) for name in names}
         members |= {"__module__": base.__module__, "__reduce_ex__": _refuse_pickle, "__copy__": _shallow_copy}
-        known[names] = type(f"Parametrized{base.__name__}", (base,), members)
-    return known[names]
+        classes[names] = type(f"Parametrized{base.__name__}", (base,), members)
+    return classes[names]
 
 
 def _refuse_pickle(self: nn.Module, protocol: object) -> NoReturn:
-    raise InputError(
-        "a model with offloaded experts cannot be copied or pickled: its banks and its ring belong to it alone; copy "
-        "or save the model before offload_experts"
-    )
+    refuse_copy()
 
 
 def _shallow_copy(self: nn.Module) -> nn.Module:
-    """Another module with the same banks, as `copy.copy` makes it where no `__reduce_ex__` is in the way."""
+    """Return a module with the same banks, as `copy.copy` would without our `__reduce_ex__`."""
     twin = type(self).__new__(type(self))
     twin.__setstate__(dict(vars(self)))
     return twin
 
 
 def _bank_property(name: str) -> property:
-    """Not that of `parametrize`, whose closure keeps the module alive for as long as its class lives.
+    """Return a property that reads `name` from its bank.
 
-    Compiled code keeps the class alive, and with it would keep every bank of a model that is long gone.
+    The property of `torch.nn.utils.parametrize` has a closure that keeps the module alive as long as its class.
+    Compiled code keeps the class alive, and with it would keep the banks of a deleted model.
     """
 
     def read(self: nn.Module) -> torch.Tensor:
@@ -233,14 +233,14 @@ def _bank_property(name: str) -> property:
 
 
 def banked_parameters(module: nn.Module) -> Iterator[tuple[str, BankedParameter]]:
-    """The parameters of `module` itself that rest in a bank, by name."""
+    """Yield name and parametrization of each parameter of `module` itself that rests in a bank."""
     for name, parametrizations in getattr(module, "parametrizations", {}).items():
         if isinstance(parametrizations[0], BankedParameter):
             yield name, parametrizations[0]
 
 
 def _original(prefix: str, name: str) -> str:
-    """Where the state_dict of a parametrized module would have what it holds in place of the experts: nothing."""
+    """Return the state_dict key of the empty placeholder of a parametrized parameter."""
     return f"{prefix}parametrizations.{name}.original"
 
 
@@ -260,53 +260,51 @@ def _load_experts(
         if key not in state:
             missing.append(key)
             continue
-        value, place = state.pop(key), banked.resting()
-        if value.shape != place.shape:
+        value, target = state.pop(key), banked.resting()
+        if value.shape != target.shape:
             errors.append(
                 f"size mismatch for {key}: copying a param with shape {value.shape} from checkpoint, "
-                f"the shape in current model is {place.shape}."
+                f"the shape in current model is {target.shape}."
             )
             continue
         device = banked.store.device
-        # Copies of runs that were issued may still read the old values.
+        # Copies that were issued before may still read the old values.
         finish_on(device)
         with torch.no_grad():
-            place.copy_(value)
-        # The copy stream of a ring does not wait for what wrote here.
+            target.copy_(value)
+        # The copy stream of a ring does not wait for the stream of this write.
         finish_on(device)
 
 
-class _WholeMoves:
-    """Replaces `_apply` of a module with banks below it: if one of them refuses a move, the move does not begin.
+class _CheckedApply:
+    """A replacement of `_apply` in a module that contains banks: a move that one bank refuses changes no module.
 
-    `_apply` goes module by module, so without this whatever comes before the refusal would be converted.
+    `_apply` works module by module, so a refusal in the middle would leave the modules before it converted.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = weakref.ref(module)  # the module holds this object
+        self.module = weakref.ref(module)  # the module references this object
 
     def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], *arguments: Any, **keywords: Any) -> Any:
         module = self.module()
         assert module is not None
-        for banked in {(below.spec.dtype, below.store.device): below for below in _banked_below(module)}.values():
+        for banked in {(banked.spec.dtype, banked.store.device): banked for banked in _banked_below(module)}.values():
             banked.check_move(fn)
         return type(module)._apply(module, fn, *arguments, **keywords)
 
     def __reduce__(self) -> NoReturn:
-        raise InputError(
-            "a model with offloaded experts cannot be copied or pickled; copy or save the model before offload_experts"
-        )
+        refuse_copy()
 
 
 def _banked_below(module: nn.Module) -> Iterator[BankedParameter]:
-    return (below for below in module.modules() if isinstance(below, BankedParameter))
+    return (child for child in module.modules() if isinstance(child, BankedParameter))
 
 
-def move_as_a_whole(model: nn.Module) -> None:
-    """Let every module of `model` with banks below it refuse a move before anything is converted."""
+def check_before_moving(model: nn.Module) -> None:
+    """Let every module of `model` that contains banks check a move before it converts anything."""
     for module in model.modules():
         if not isinstance(module, BankedParameter) and next(_banked_below(module), None) is not None:
-            module.__dict__["_apply"] = _WholeMoves(module)
+            module.__dict__["_apply"] = _CheckedApply(module)
 
 
-__all__ = ["BankedParameter", "bank_parameters", "banked_parameters", "move_as_a_whole"]
+__all__ = ["BankedParameter", "bank_parameters", "banked_parameters", "check_before_moving"]

@@ -1,10 +1,11 @@
-"""Banks: the expert weights of one MoE layer, packed into one buffer at their home, and the store that keeps them."""
+"""Banks: the expert weights of one MoE layer, packed into one buffer at their home, and the store that owns them."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import logging
+import threading
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
@@ -19,25 +20,28 @@ from moepass.passes.ir.placed_model import PlacedModel
 from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.shards import ALIGNMENT_BYTES, pack_layout, parameter_places, shard_layout
 from moepass.runtime.banks.computed_parts import computed_part
-from moepass.runtime.banks.identity import BankKeeper, register_bank
+from moepass.runtime.banks.identity import MemoryTable, bank_key
 from moepass.runtime.kernels.decoders import codec_of
+from moepass.runtime.system.forking import OwnerProcess
 from moepass.runtime.transfer.home_protocol import Home
 from moepass.runtime.transfer.link import Link
-from moepass.runtime.transfer.ring import Ring
+from moepass.runtime.transfer.ring import Ring, make_ring
 from moepass.runtime.transfer.streams import current_stream
 
 logger = logging.getLogger("moepass")
 
-# Numbers sampled of each tensor that eager code reads: enough to see that all of it was changed.
+# Numbers sampled of each tensor that eager code reads. A write to the whole tensor always changes the sample.
 _SAMPLED_NUMBERS = 64
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Bank:
-    """One layer's experts at rest: `shard` is this process's part, flat uint8, and what a graph takes as its input.
+    """One layer's experts at rest.
 
-    Where the shard is not all of the bank, the home of the store knows the rest. A bank in files has a shard of one
-    byte, which stands for it in graphs.
+    Attributes:
+        spec: names, shapes and layout of the complete bank; `spec.index` is unique in its store.
+        shard: the bytes in this process, flat uint8. The home of the store knows the shards of other ranks. A bank in
+            files has a shard of one byte that only identifies it in graphs.
     """
 
     spec: BankSpec
@@ -45,18 +49,18 @@ class Bank:
 
     @property
     def home_bytes(self) -> int:
-        """Bytes at rest."""
+        """Bytes at rest in this process, or in files."""
         return self.spec.format.home_bytes if home_named(self.spec.home).is_in_files else self.shard.numel()
 
     def views(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The bank's tensors in `memory`, which holds the complete bank."""
+        """Return the bank's tensors as views of `memory`, the bytes of the complete bank."""
         return tuple(tensor.view(memory) for tensor in self.spec.tensors)
 
 
 def describe_bank(
     index: int, name: str, tensors: Mapping[str, torch.Tensor], *, home: str, expert_bounds: tuple[int, ...] = ()
 ) -> BankSpec:
-    """The bank that complete `tensors`, each [experts, ...], are packed into."""
+    """Return the spec of the bank that complete `tensors`, each [experts, ...], are packed into."""
     layout = pack_layout((key, tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items())
     return BankSpec(index, name, home, BankFormat.plain(layout.nbytes), layout.tensors, expert_bounds)
 
@@ -64,14 +68,15 @@ def describe_bank(
 def pack_bank(
     index: int, name: str, tensors: Mapping[str, torch.Tensor], *, home: str, pin: bool, decoder: str = ""
 ) -> Bank:
-    """Pack `tensors`, each [experts, ...], into one buffer in host memory; pinned where a CUDA device will read it.
+    """Pack `tensors`, each [experts, ...], into one buffer in host memory, pinned if `pin`.
 
-    With `decoder` it rests in the format of that name. Raises InputError where there is none, or it cannot hold them.
+    With `decoder` the bank rests in the format of that name. Raises InputError if there is no such format, or if it
+    cannot represent these tensors.
     """
     spec = describe_bank(index, name, tensors, home=home)
     bank_device = next(iter(tensors.values())).device
     home_device = bank_device if bank_device.type == "meta" else torch.device("cpu")
-    with torch.inference_mode(False):  # inference tensors have no version counter, which tells of changes in place
+    with torch.inference_mode(False):  # the shard needs a version counter, which shows writes in place
         shard = torch.empty(spec.format.slot_bytes, dtype=torch.uint8, device=home_device, pin_memory=pin)
         write_parts(spec, 0, list(tensors.values()), shard)
         if decoder:
@@ -82,14 +87,14 @@ def pack_bank(
 def _encoded(spec: BankSpec, plain: torch.Tensor, decoder: str, pin: bool) -> tuple[torch.Tensor, BankSpec]:
     codec = codec_of(decoder)
     shard = codec.encode(plain)
-    found = BankFormat(shard.numel(), codec.link_bytes(shard.numel()), plain.numel(), decoder)
-    return (shard.pin_memory() if pin else shard), dataclasses.replace(spec, format=found)
+    format = BankFormat(shard.numel(), codec.link_bytes(shard.numel()), plain.numel(), decoder)
+    return (shard.pin_memory() if pin else shard), dataclasses.replace(spec, format=format)
 
 
 def write_parts(spec: BankSpec, rank: int, parts: Sequence[torch.Tensor], shard: torch.Tensor) -> None:
-    """Write `parts`, the parameters that the shard of `rank` is made of, into `shard`, flat uint8."""
-    for place, part in zip(parameter_places(spec, rank), parts, strict=False):
-        place.view(shard).copy_(part.detach())
+    """Write `parts`, the parameters that make up the shard of `rank`, into `shard`, flat uint8."""
+    for tensor, parameter in zip(parameter_places(spec, rank), parts, strict=False):
+        tensor.view(shard).copy_(parameter.detach())
     layout = shard_layout(spec, rank)
     for recipe in spec.recipes:
         layout.tensors[recipe.position].view(shard).copy_(computed_part(recipe, parts))
@@ -97,106 +102,195 @@ def write_parts(spec: BankSpec, rank: int, parts: Sequence[torch.Tensor], shard:
 
 _store_numbers = itertools.count()
 _stores: weakref.WeakValueDictionary[int, BankStore] = weakref.WeakValueDictionary()
+# The table keeps no store alive.
+_banks_by_input: MemoryTable[tuple[weakref.ref[BankStore], BankSpec]] = MemoryTable()
+_banks_by_input_lock = threading.Lock()
 
 
-class BankStore(BankKeeper):
-    """The banks of one offloaded model, and the ring that they stream through.
+class BankStore:
+    """The banks of one home for one compute device, and the ring that they stream through.
 
-    The ring is made by the first compiled graph that needs it and shared by all graphs of the model, so that its memory
-    is `slots` times the largest bank, however many shapes are compiled; no more slots than there are banks. Eager mode
-    does not use it: there a bank is gathered into fresh memory, and only the last one is kept, because one layer reads
-    its bank several times.
+    The first compiled graph that needs the ring creates it, and all graphs share it. Its memory is `ring_slots` times
+    the largest bank, however many shapes are compiled. Eager mode does not use the ring: it gathers a bank into fresh
+    memory and caches the last one, because one layer reads its bank several times.
 
-    `placed` is what was decided for the model when its banks were brought here.
+    Args:
+        device: the compute device.
+        slots: the requested number of slots; `ring_slots` may be smaller.
+        link: the link that copies into the slots are emulated with, or the real one.
+        home: where the banks rest.
+
+    Attributes:
+        number: the store's number in graphs, see `find_store`.
+        placed: what the planner decided when the banks were brought to their home; None if there was no plan.
+        tells_of_uncompiled_calls: whether the first call of the uncompiled model logs a warning.
     """
 
     def __init__(self, device: torch.device, slots: int, link: Link, home: Home) -> None:
-        super().__init__(device)
-        self.number = next(_store_numbers)
+        self.device = device
         self.slots = slots
         self.link = link
         self.home = home
-        self.banks: list[Bank] = []
+        self.number = next(_store_numbers)
         self.placed: PlacedModel | None = None
-        self._eager: tuple[object, tuple[torch.Tensor, ...], torch.Tensor] | None = None
-        # On which it was gathered, and is read: its memory is free for that stream once it is let go.
-        self._eager_stream: torch.cuda.Stream | None = None
-        # Set to False where uncompiled calls are meant; the first is told otherwise.
         self.tells_of_uncompiled_calls = True
+        self._banks: dict[int, Bank] = {}
+        self._ring: Ring | None = None
+        self._ring_lock = threading.RLock()
+        self._owner = OwnerProcess()
+        # The last bank that eager mode gathered: its key, its tensors and a sample of them.
+        self._eager: tuple[object, tuple[torch.Tensor, ...], torch.Tensor] | None = None
+        # The stream on which it was gathered. The allocator reuses its memory on that stream.
+        self._eager_stream: torch.cuda.Stream | None = None
         self._has_warned_of_graph_breaks = False
         _stores[self.number] = self
 
     def __reduce__(self) -> NoReturn:
-        # Reached by copy.deepcopy, copy.copy and pickle.
-        raise InputError(
-            "a model with offloaded experts cannot be copied or pickled: its banks and its ring belong to it alone; "
-            "copy or save the model before offload_experts"
-        )
+        refuse_copy()
 
-    def add(self, bank: Bank) -> None:
-        """Take `bank`, whose index is the number of banks so far; compiled graphs then know it by its shard."""
-        self.banks.append(bank)
-        register_bank(self, bank.spec, [bank.shard])
+    @property
+    def banks(self) -> list[Bank]:
+        """The banks, in the order in which they were added."""
+        return list(self._banks.values())
 
-    def specs(self) -> Sequence[BankSpec]:
-        return [bank.spec for bank in self.banks]
+    def bank(self, index: int) -> Bank:
+        """Return the bank with that `spec.index`. Raises KeyError if the store has no such bank."""
+        return self._banks[index]
+
+    def add(self, bank: Bank, inputs: Sequence[torch.Tensor] | None = None) -> None:
+        """Add `bank`, which graphs identify by `inputs`; by default by its shard."""
+        inputs = [bank.shard] if inputs is None else inputs
+        self._banks[bank.spec.index] = bank
+        with _banks_by_input_lock:
+            _banks_by_input.add(bank_key(bank.spec, inputs), inputs, (weakref.ref(self), bank.spec))
+
+    def remove(self, bank: Bank) -> None:
+        """Remove a bank that no graph will read again. The ring goes with the last bank."""
+        del self._banks[bank.spec.index]
+        if not self._banks:
+            self._ring = None
 
     @property
     def home_bytes(self) -> int:
-        """Bytes that rest in this process: all banks, or its shards of them; for home `disk`, bytes in files."""
+        """Bytes at rest in this process: complete banks, or its shards of them; for home `disk`, bytes in files."""
         return sum(bank.home_bytes for bank in self.banks)
 
     @property
+    def ring_slots(self) -> int:
+        """Slots of the ring: as many as requested, but no more than there are banks."""
+        return min(self.slots, len(self._banks))
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot that can hold any bank completely."""
+        return max((bank.spec.format.slot_bytes for bank in self.banks), default=0)
+
+    @property
+    def encoded_buffer_bytes(self) -> int:
+        """Bytes of the ring's buffer for encoded banks: those of the largest; 0 if no bank is encoded."""
+        formats = (bank.spec.format for bank in self.banks)
+        return max((format.link_bytes for format in formats if format.is_encoded), default=0)
+
+    @property
     def ring_bytes(self) -> int:
-        """Bytes that the ring takes on the compute device at most: its slots for whole banks, and an encoded buffer."""
+        """Most bytes that the ring takes on the compute device: slots for complete banks, and an encoded buffer."""
         return self.ring_slots * self.slot_bytes + self.encoded_buffer_bytes
 
     @property
     def device_bytes(self) -> int:
-        """Bytes that banks occupy on the compute device now: the ring, once it is made, and what eager mode holds."""
-        held = sum(value.nbytes for value in self._eager[1]) if self._eager is not None else 0
-        return held + (0 if self._ring is None else self._ring.device_bytes)
+        """Bytes that banks take on the compute device now: those of the ring, and those that eager mode caches."""
+        cached = sum(value.nbytes for value in self._eager[1]) if self._eager is not None else 0
+        return cached + (0 if self._ring is None else self._ring.device_bytes)
+
+    @property
+    def current_ring(self) -> Ring | None:
+        """The ring, or None until a compiled graph needs one."""
+        return self._ring
 
     def ring(self, debug: bool = False, slot_bytes: int | None = None) -> Ring:
-        """The ring of the model, for a compiled graph. What eager mode held until now is let go."""
+        """Return the ring for a compiled graph; the first call creates it. Clears the cache of eager mode.
+
+        Args:
+            debug: whether released slots are filled with NaN. Once on, it stays on, because graphs share the ring.
+            slot_bytes: the size of the slots that the graph needs. None: the present size, or, in a new ring, slots for
+                any complete bank.
+        """
         self.forget_gathered()
-        return super().ring(debug, slot_bytes)
+        self._owner.check()
+        with self._ring_lock:
+            if self._ring is None:
+                size = self.slot_bytes if slot_bytes is None else slot_bytes
+                self._ring = make_ring(self.ring_slots, size, self.device, self.link, home=self.home)
+            # Banks may have been added since it was created, and this graph may need larger slots.
+            self._ring.reserve(self.ring_slots, slot_bytes or 0, self.encoded_buffer_bytes)
+            self._ring.debug = self._ring.debug or debug
+            return self._ring
 
-    def gather_now(self, bank: int) -> tuple[torch.Tensor, ...]:
-        """The complete bank on the compute device, in memory of its own: the synchronous gather of eager mode.
+    def read(self, bank: BankSpec, inputs: Sequence[torch.Tensor], start: int, stop: int) -> torch.Tensor:
+        """Return bytes [start, stop) of the complete `bank` as in a slot, in fresh memory on the device; synchronous.
 
-        Raises PeerError where a rank that holds a part of it is gone, and InputError where somebody wrote into what
-        the last call gave.
+        Args:
+            bank: the spec that this store has of the bank.
+            inputs: the graph inputs that the bank is read from.
+            start: the first byte.
+            stop: the byte after the last one.
+
+        Raises:
+            PeerError: a rank with one of the shards is gone.
         """
         self._owner.check()
-        shard = self.banks[bank].shard
-        key = None if shard.is_inference() else (bank, shard.data_ptr(), shard._version)
+        self.home.check()
+        sources = self.home.sources(bank, inputs)
+        self.home.copying(bank)
+        read, format = self.home.transport.read, bank.format
+        if not format.is_encoded:
+            return read(bank, sources, start, stop, self.device)
+        slot = torch.empty(format.slot_bytes, dtype=torch.uint8, device=self.device)
+        codec_of(format.decoder).decode(read(bank, sources, 0, format.link_bytes, self.device), slot)
+        return slot[start:stop]
+
+    def read_tensor(self, bank: BankSpec, inputs: Sequence[torch.Tensor], index: int) -> torch.Tensor:
+        """Return tensor `index` of the complete `bank`, in fresh memory on the device. Raises as `read`."""
+        tensor = bank.tensors[index]
+        memory = self.read(bank, inputs, tensor.offset_bytes, tensor.offset_bytes + tensor.nbytes)
+        return memory.view(tensor.torch_dtype).view(tensor.shape)
+
+    def gather_now(self, index: int) -> tuple[torch.Tensor, ...]:
+        """Return the tensors of a complete bank on the compute device: the synchronous gather of eager mode.
+
+        Raises:
+            PeerError: a rank with one of the shards is gone.
+            InputError: the tensors that the last call returned were written to.
+        """
+        self._owner.check()
+        bank = self._banks[index]
+        shard = bank.shard
+        key = None if shard.is_inference() else (index, shard.data_ptr(), shard._version)
         last, stream = self._eager, current_stream(self.device)
-        has_other_stream = stream != self._eager_stream
-        if stream is not None and self._eager_stream is not None and has_other_stream:
+        is_other_stream = stream != self._eager_stream
+        if stream is not None and self._eager_stream is not None and is_other_stream:
             stream.wait_stream(self._eager_stream)
         if last is not None and not torch.equal(_sample(last[1]), last[2]):
             self._eager = None
             raise InputError(
-                "expert weights that were offloaded have been written to (merged adapters, perhaps), which changes a "
-                "copy of them and not the bank that the model reads; change or merge weights before offload_experts"
+                "offloaded expert weights have been written to, perhaps by merging adapters; this changed a copy, and "
+                "not the bank that the model reads: change or merge weights before offload_experts"
             )
-        if last is not None and last[0] == key is not None and not has_other_stream:
+        if last is not None and last[0] == key is not None and not is_other_stream:
             return last[1]
-        self._warn_of_uncompiled_code(bank)
-        self._eager = last = None  # before the copy, so that at most one bank is held
+        self._warn_of_uncompiled_code(bank.spec.name)
+        self._eager = last = None  # freed before the copy, so that only one bank is in memory
         self._eager_stream = stream
-        with torch.inference_mode(False):  # what is held serves calls with gradients too
-            spec = self.banks[bank].spec
-            tensors = self.banks[bank].views(self.read(spec, [shard], 0, spec.format.slot_bytes))
+        with torch.inference_mode(False):  # calls with gradients use the cached tensors too
+            tensors = bank.views(self.read(bank.spec, [shard], 0, bank.spec.format.slot_bytes))
         self._eager = (key, tensors, _sample(tensors))
         return tensors
 
     def forget_gathered(self) -> None:
-        """Let the next `gather_now` be a gather, whichever bank was the last."""
+        """Clear the cache of eager mode, so that the next `gather_now` copies."""
         self._eager, self._eager_stream = None, None
 
-    def _warn_of_uncompiled_code(self, bank: int) -> None:
+    def _warn_of_uncompiled_code(self, name: str) -> None:
         if not _is_called_by_compiled_model():
             if self.tells_of_uncompiled_calls:
                 self.tells_of_uncompiled_calls = False
@@ -204,42 +298,62 @@ class BankStore(BankKeeper):
                     "%s: this call runs the uncompiled model, whose experts are copied layer by layer without overlap. "
                     "Compile it with torch.compile(model, backend='asyncep') and call the compiled model itself, "
                     "compiled(...): methods of it, such as compiled.generate(...), run the uncompiled model",
-                    self.banks[bank].spec.name,
+                    name,
                 )
             return
         if self._has_warned_of_graph_breaks:
             return
         self._has_warned_of_graph_breaks = True
         warnings.warn(
-            f"the experts of {self.banks[bank].spec.name} are copied without overlap, because Dynamo runs this part of "
-            "the compiled model uncompiled. Either it compiled the same code more often than "
+            f"the experts of {name} are copied without overlap, because Dynamo runs this code of the compiled model "
+            "uncompiled. Either it compiled the same code more often than "
             f"torch._dynamo.config.recompile_limit ({torch._dynamo.config.recompile_limit}) allows: raise that limit "
-            "(TORCH_LOGS=recompiles names the reasons). Or there is a part that it cannot compile "
+            "(TORCH_LOGS=recompiles lists the reasons). Or it cannot compile some of the code "
             "(TORCH_LOGS=graph_breaks)",
             stacklevel=2,
         )
 
 
 def _is_called_by_compiled_model() -> bool:
-    """True in code that Dynamo looked at and left as it is; false in a call of the model that was not compiled."""
+    """Return True in code that Dynamo skipped, and False in a call of a model that was not compiled."""
     return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
 
 
 def _sample(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Some bytes of each tensor, by which a write to all of it shows, as that of an adapter or of other weights."""
+    """Return some bytes of each tensor. A write to a whole tensor, as by an adapter, changes them."""
     with torch.no_grad():
         if any(value.is_meta for value in tensors):
-            return torch.empty(0)  # there is nothing to write to
+            return torch.empty(0)
         numbers = [value.flatten()[:: max(1, value.numel() // _SAMPLED_NUMBERS)] for value in tensors]
-        # As bytes: NaN is not equal to itself.
-        return torch.cat([some.contiguous().view(torch.uint8) for some in numbers])
+        # Bytes are compared, because NaN is not equal to itself.
+        return torch.cat([sample.contiguous().view(torch.uint8) for sample in numbers])
+
+
+def refuse_copy() -> NoReturn:
+    """Raise InputError: copy.deepcopy, copy.copy or pickle was called on a model with offloaded experts."""
+    raise InputError(
+        "a model with offloaded experts cannot be copied or pickled: its banks and its ring belong to it alone; copy "
+        "or save the model before offload_experts"
+    )
 
 
 def find_store(number: int) -> BankStore:
-    """The store with that number. Raises KeyError where its model is gone."""
+    """Return the store with that number. Raises KeyError if its model is gone."""
     return _stores[number]
 
 
+def find_bank(bank: BankSpec, inputs: Sequence[torch.Tensor]) -> tuple[BankStore, BankSpec] | None:
+    """Return the store of the bank that a graph reads from `inputs`, and the store's own spec of it.
+
+    `bank` is the spec in the graph's plan; the store's spec has another index and name where layers share code. Returns
+    None if no store has the bank.
+    """
+    entry = _banks_by_input.find(bank_key(bank, inputs))
+    store = None if entry is None else entry[0]()
+    return None if entry is None or store is None else (store, entry[1])
+
+
 __all__ = [
-    "ALIGNMENT_BYTES", "Bank", "BankStore", "describe_bank", "find_store", "pack_bank", "write_parts",
+    "ALIGNMENT_BYTES", "Bank", "BankStore", "describe_bank", "find_bank", "find_store", "pack_bank", "refuse_copy",
+    "write_parts",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Compute this rank's part of bank tensors that recipes make of parameters."""
+"""Computation of bank tensors from parameters, by recipes, for this rank's experts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from moepass.passes.ir.weight_recipe import RECIPE_OPERATIONS, WeightRecipe
 
 
 def computed_part(recipe: WeightRecipe, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The part [own experts, ..] that `recipe` makes of `parameters`, all those of its bank.
+    """Return the tensor [own experts, ..] that `recipe` computes from `parameters`, all parameters of its bank.
 
-    Raises InputError where a step is none of those that recipes may have.
+    Raises InputError for an operator that recipes may not use.
     """
-    values: list[Any] = [parameters[place].detach() for place in recipe.inputs]
+    values: list[Any] = [parameters[position].detach() for position in recipe.inputs]
     calls = [json.loads(step) for step in recipe.steps]
     first = len(values)
     last_reader: dict[int, int] = {}
@@ -33,13 +33,13 @@ def computed_part(recipe: WeightRecipe, parameters: Sequence[torch.Tensor]) -> t
             del args, kwargs
             for used in [used for used, reader in last_reader.items() if reader == number and used < first + number]:
                 values[used] = None  # converted weights of all experts may be large
-    part = values[-1]
-    assert isinstance(part, torch.Tensor)
-    return part
+    result = values[-1]
+    assert isinstance(result, torch.Tensor)
+    return result
 
 
 def computed_parts(bank: BankSpec, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The parts that the recipes of `bank` make, in their order."""
+    """Return the tensors that the recipes of `bank` compute, in their order."""
     return [computed_part(recipe, parameters) for recipe in bank.recipes]
 
 
@@ -47,26 +47,29 @@ def _operator(name: str) -> Any:
     if name == "getitem":
         return operator.getitem
     library, base, variant = (*name.split("."), "", "")[:3]
-    found = None
+    overload = None
     if library in ("aten", "prims") and base in RECIPE_OPERATIONS:
-        found = getattr(getattr(getattr(torch.ops, library), base), variant, None)
-    if not isinstance(found, torch._ops.OpOverload) or found._schema.is_mutable:
+        overload = getattr(getattr(getattr(torch.ops, library), base), variant, None)
+    if not isinstance(overload, torch._ops.OpOverload) or overload._schema.is_mutable:
         raise InputError(
-            f"a recipe computes weights by {name!r}", name="operator", value=name, expected=sorted(RECIPE_OPERATIONS)
+            f"a recipe computes weights by {name!r}; recipes may use {', '.join(sorted(RECIPE_OPERATIONS))}",
+            name="operator",
+            value=name,
+            expected=sorted(RECIPE_OPERATIONS),
         )
-    return found
+    return overload
 
 
 def _read(argument: Any, values: Sequence[Any]) -> Any:
     if isinstance(argument, list):
-        return [_read(part, values) for part in argument]
+        return [_read(item, values) for item in argument]
     if not isinstance(argument, dict):
         return argument
-    ((kind, found),) = argument.items()
-    return values[found] if kind == "value" else getattr(torch, found)
+    ((kind, value),) = argument.items()
+    return values[value] if kind == "value" else getattr(torch, value)
 
 
 def _values_in(argument: Any) -> list[int]:
     if isinstance(argument, list):
-        return [found for part in argument for found in _values_in(part)]
+        return [index for item in argument for index in _values_in(item)]
     return [argument["value"]] if isinstance(argument, dict) and "value" in argument else []

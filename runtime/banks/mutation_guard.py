@@ -1,12 +1,13 @@
-"""Check before every run that this rank's part of a bank is unchanged since the ranks agreed on it.
+"""A check before every run that this rank's tensors of a bank are unchanged since the ranks agreed on it.
 
-By default compare torch's version counters, which is free. They do not count writes through `.data` or numpy, by
-`dist.recv` or `dist.broadcast` into a parameter, nor any to an inference tensor. Under `debug` compare all bytes with
-the shard in every run. Compare them also if a counter changed: the same bits written again are no change.
+By default the check compares torch's version counters, which is free. They do not count writes through `.data` or
+numpy, `dist.recv` or `dist.broadcast` into a parameter, or writes to an inference tensor. With `debug` every run
+compares all bytes with the shard. A changed counter also leads to a comparison of all bytes: writing the same bits
+again is not a change.
 
-A parameter that is the shard itself, as on a GPU, has no second copy to compare with: any change of its counter is a
-change. Under `debug` some numbers of every expert are compared with their earlier values (`any_is_written`), for all
-parameters at once, since the host waits for the GPU.
+A parameter that is the shard itself, as on a GPU, has no second copy to compare with, so any change of its counter is
+a change. With `debug` a sample of every expert is compared with its earlier values (`any_is_written`), for all
+parameters at once, because the host waits for the GPU.
 """
 
 from __future__ import annotations
@@ -15,14 +16,22 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-# [Empirical] Numbers of each expert in a sample, along each of its dimensions. Any training, however short, changes
-# nearly all of them.
+# [Empirical] Numbers of each expert in a sample, along each of its dimensions. Even a short training changes nearly all
+# of them.
 SAMPLES = 8
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class MutationGuard:
-    """Watches this rank's tensors of one bank, each [own experts, ...]."""
+    """A check of this rank's tensors of one bank, each [own experts, ...].
+
+    Args:
+        parts: the parameters that the bank was made from.
+        shard: the present values of the first of `parts`, in memory that is never written to.
+        are_shard: for each tensor of `shard`, whether the parameter is that memory itself. None: no parameter is.
+        compute: the function that makes further tensors of the bank from `parts`.
+        computed: the present results of `compute`, in memory that is never written to.
+    """
 
     def __init__(
         self,
@@ -32,55 +41,52 @@ class MutationGuard:
         compute: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] = lambda parts: (),
         computed: Sequence[torch.Tensor] = (),
     ) -> None:
-        """`shard` is what the first of `parts` are now, in memory that nobody writes to; `are_shard` tells which of
-        them are that memory themselves. `computed` is what `compute` makes of `parts` now, in such memory too.
-        """
         self._shard = list(shard)
         self._are_shard = [False] * len(self._shard) if are_shard is None else list(are_shard)
         self._compute, self._computed = compute, list(computed)
         self._samples = [
-            sample_of(kept) if is_shard else None for kept, is_shard in zip(shard, self._are_shard, strict=True)
+            sample_of(tensor) if is_shard else None for tensor, is_shard in zip(shard, self._are_shard, strict=True)
         ]
         self._versions = _versions(parts)
 
     def written(self) -> list[torch.Tensor]:
-        """Whether somebody wrote into each part that is the shard itself, as its sample shows: bools on its device."""
+        """Return a bool tensor for each parameter that is the shard itself: whether its sample changed."""
         return [
-            (_bits(_strided_sample(kept)) != _bits(sample)).any()
-            for kept, sample in zip(self._shard, self._samples, strict=True)
+            (_bits(_strided_sample(tensor)) != _bits(sample)).any()
+            for tensor, sample in zip(self._shard, self._samples, strict=True)
             if sample is not None
         ]
 
     def are_unchanged(self, parts: Sequence[torch.Tensor], debug: bool = False) -> bool:
-        """Whether `parts`, the same tensors in the same order, hold the same bits, wherever they lie by now.
+        """Return whether `parts`, the same tensors in the same order, have the same bits, even if they were moved.
 
-        Without `debug`, writes that torch does not count are not noticed.
+        Without `debug`, writes that torch does not count go unnoticed.
         """
         versions = _versions(parts)
         if self._versions == versions and not debug:
             return True
-        for place, (part, kept) in enumerate(zip(parts, self._shard, strict=False)):
-            if self._are_shard[place]:
-                if versions[place] != self._versions[place]:
+        for index, (tensor, original) in enumerate(zip(parts, self._shard, strict=False)):
+            if self._are_shard[index]:
+                if versions[index] != self._versions[index]:
                     return False
-            elif not _same_bits(part, kept):
+            elif not _same_bits(tensor, original):
                 return False
-        for made, kept in zip(self._compute(parts) if self._computed else (), self._computed, strict=True):
-            if not _same_bits(made, kept):
+        for computed, original in zip(self._compute(parts) if self._computed else (), self._computed, strict=True):
+            if not _same_bits(computed, original):
                 return False
         self._versions = versions
         return True
 
 
-def any_is_written(watches: Sequence[MutationGuard]) -> bool:
-    """Whether somebody wrote into a part that is the shard itself; waits for its device, if there is one."""
-    written = [flag for watch in watches for flag in watch.written()]
+def any_is_written(guards: Sequence[MutationGuard]) -> bool:
+    """Return whether the sample of a parameter that is the shard itself changed. Waits for its device."""
+    written = [flag for guard in guards for flag in guard.written()]
     return bool(written) and bool(torch.stack(written).any())
 
 
 def sample_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Some numbers of every expert of `tensor` [experts, ...], along each dimension, in memory of their own."""
-    # Not contiguous(), which leaves dimensions of size 1 with any stride.
+    """Return a contiguous copy of some numbers of every expert of `tensor` [experts, ...], along each dimension."""
+    # contiguous() would leave dimensions of size 1 with any stride.
     return _strided_sample(tensor).clone(memory_format=torch.contiguous_format)
 
 
@@ -89,16 +95,16 @@ def _strided_sample(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()[tuple(steps)]
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
+def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if left.shape != right.shape or left.dtype != right.dtype or left.device != right.device:
         return False
-    return torch.equal(_bits(one), _bits(other))
+    return torch.equal(_bits(left), _bits(right))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits as integers: as numbers, NaN differs from itself."""
+    """Return the bits as integers: as numbers, NaN differs from itself."""
     return tensor.detach().view(_BITS[tensor.dtype.itemsize])
 
 
 def _versions(parts: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
-    return tuple((part.data_ptr(), 0 if part.is_inference() else part._version) for part in parts)
+    return tuple((tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in parts)

@@ -1,5 +1,7 @@
-"""Models of which no bank was moved, because all of them fit into the memory budget: how they were planned is found
-again by their expert weights."""
+"""The stores of models whose experts all fit into the memory budget, so that none was moved into a bank.
+
+Their expert weights lead to the store, which has the planner's decisions.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ _stores: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def keep_whole_model_store(experts: Iterable[torch.Tensor], store: BankStore | None) -> None:
-    """From now on `experts` lead to `store`, which has no banks; None: to nothing, as after some of them were moved."""
+    """Associate `experts` with `store`, which has no banks. None removes the association."""
     for weight in experts:
         _stores.pop(weight, None)
         if store is not None:
@@ -22,6 +24,6 @@ def keep_whole_model_store(experts: Iterable[torch.Tensor], store: BankStore | N
 
 
 def whole_model_store(tensors: Iterable[object]) -> BankStore | None:
-    """The store of the model that one of `tensors` is an expert weight of; None for other tensors."""
-    found = (_stores.get(value) for value in tensors if isinstance(value, torch.Tensor))
-    return next((store for store in found if store is not None), None)
+    """Return the store associated with the first expert weight among `tensors`; None if there is no such weight."""
+    stores = (_stores.get(value) for value in tensors if isinstance(value, torch.Tensor))
+    return next((store for store in stores if store is not None), None)

@@ -25,7 +25,8 @@ from moepass.passes.ir.plan import BankSpec, Plan, Refusal
 from moepass.passes.ir.segment import NotRecorded, with_refused_recording
 from moepass.passes.ir.slot_operations import BANK_TENSOR, EXPERT_STACK, SLOT_OPS, acquire, decode, prefetch, release
 from moepass.passes.ir.timeline import COMPUTE, HOST
-from moepass.runtime.banks.identity import MemoryTable, find_bank, memories_of
+from moepass.runtime.banks.banks import find_bank
+from moepass.runtime.banks.identity import MemoryTable, memories_of
 from moepass.runtime.banks.stacked_parameters import StackedParameters
 from moepass.runtime.cuda_graphs.segment_graphs import SegmentGraphs
 from moepass.runtime.execute.dispatching import CapturedFallback, Dispatcher, FormStatistics
@@ -88,10 +89,11 @@ class ReadTensor(torch.nn.Module):
         self.bank = bank
 
     def forward(self, shard: torch.Tensor, store: int, bank: int, bank_name: str, index: int, *_: Any) -> torch.Tensor:
-        found = find_bank(self.bank, [shard])
-        if found is None:
+        match = find_bank(self.bank, [shard])
+        if match is None:
             raise InputError(_GONE)
-        return found.keeper.read_tensor(found.spec, [shard], index)
+        owner, spec = match
+        return owner.read_tensor(spec, [shard], index)
 
 
 class SegmentCall(TakesList):
@@ -399,20 +401,20 @@ class Executor:
         """
         if self._adopt is not None:
             self._adopt(self._banks, inputs)
-        found = [find_bank(bank, of_bank) for bank, of_bank in zip(self._banks, inputs, strict=True)]
-        known = [handle for handle in found if handle is not None]
-        if len(known) < len(found):
+        matches = [find_bank(bank, of_bank) for bank, of_bank in zip(self._banks, inputs, strict=True)]
+        stored = [match for match in matches if match is not None]
+        if len(stored) < len(matches):
             raise InputError(_GONE)
-        keeper = known[0].keeper
-        if any(handle.keeper is not keeper for handle in known):
+        store = stored[0][0]
+        if any(owner is not store for owner, _ in stored):
             raise InputError(
                 "one graph reads the banks of several offload_experts calls; offload the whole model with one call"
             )
-        ring = keeper.ring(self._is_debug, self.plan.slot_bytes)
+        ring = store.ring(self._is_debug, self.plan.slot_bytes)
         ring.reserve(self.plan.slots, 0)
         specs = {
-            planned.index: dataclasses.replace(planned, index=handle.spec.index, name=handle.spec.name)
-            for planned, handle in zip(self._banks, known, strict=True)
+            planned.index: dataclasses.replace(planned, index=spec.index, name=spec.name)
+            for planned, (_, spec) in zip(self._banks, stored, strict=True)
         }
         with self._lock:
             is_own = self._own.ring is not None and self._own.ring() is ring

@@ -47,6 +47,6 @@ def _offloaded_parts(model: nn.Module) -> list[tuple[Transport, list[BankSpec]]]
     found: dict[BankStore, list[BankSpec]] = {}
     for _, module in model.named_modules(remove_duplicate=False):
         for _, banked in banked_parameters(module):
-            found.setdefault(banked.store, []).append(banked.store.banks[banked.bank].spec)
+            found.setdefault(banked.store, []).append(banked.store.bank(banked.bank).spec)
             break
     return [(store.home.transport, banks) for store, banks in found.items()]

@@ -1,7 +1,6 @@
-"""Transport `collective`: all ranks bring their parts of a bank at the same time, over a network.
+"""Transport `collective`: all ranks gather a bank at the same time, over a network.
 
-The order in which a rank asks for banks is the order in which its copies are submitted, by the ring and by eager code
-alike: one copy thread works on them all.
+One copy thread works on all gathers of a rank, in the order in which the ring and eager code submit them.
 """
 
 from __future__ import annotations
@@ -28,9 +27,15 @@ from moepass.runtime.transfer.transports import Transport
 
 @dataclasses.dataclass(frozen=True)
 class GatherPart:
-    """This rank's part in one gather: it sends `own` whole, and its slot gets the pieces of `sources`.
+    """This rank's share of one gather: it sends all of `own`, and its slot gets the pieces of `sources`.
 
-    These are those of all ranks by rank; that of this rank is not over a link. `label` is the bank's name.
+    Attributes:
+        group: the connections to the other ranks.
+        request: the bank's index and the requested bytes.
+        own: the bytes that this rank sends.
+        sources: what goes into this rank's slot, by rank; this rank's own source is not over a link.
+        label: the bank's name.
+        plan: the order of gathers in the present run, which ranks compare.
     """
 
     group: GatherGroup
@@ -41,10 +46,17 @@ class GatherPart:
     plan: GatherSignature = NO_GATHER_SIGNATURE
 
     def gather(self, slot: torch.Tensor | None, copy_own_part: Callable[[], None]) -> float:
-        """Gather with the other ranks; `copy_own_part` brings what is not over a link.
+        """Gather with the other ranks.
 
-        Without a slot this rank sends, and receives nothing. Gives when bytes began to move, of `time.perf_counter`.
-        Raises PeerError, which all ranks get.
+        Args:
+            slot: the memory to fill; None: this rank sends, and receives nothing.
+            copy_own_part: copies this rank's own bytes into the slot.
+
+        Returns:
+            When bytes began to move, in the time of `time.perf_counter`.
+
+        Raises:
+            PeerError: the gather failed; all ranks get this error.
         """
         try:
             return self._gather(slot, copy_own_part)
@@ -55,13 +67,13 @@ class GatherPart:
             raise self.group.fail(PeerError(reason, rank=self.group.rank)) from error
 
     def _gather(self, slot: torch.Tensor | None, copy_own_part: Callable[[], None]) -> float:
-        own = self.own
-        own.check_bounds()
+        self.own.check_bounds()
         if slot is not None:
             check_slot(self.sources, slot)
         wanted_by = self.group.ask(self.request, slot is not None, self.plan)
         started = time.perf_counter()
-        parts = [own.memory.narrow(0, piece.source_offset_bytes, piece.nbytes) for piece in own.pieces]
+        memory = self.own.memory
+        parts = [memory.narrow(0, piece.source_offset_bytes, piece.nbytes) for piece in self.own.pieces]
         send = {rank: parts for rank, wants in wanted_by.items() if wants}
         if slot is None:
             self.group.gather(self.request, send, {})
@@ -71,17 +83,17 @@ class GatherPart:
             for rank, source in enumerate(self.sources)
             if rank != self.group.rank
         }
-        self.group.gather(self.request, send, receive, meanwhile=copy_own_part)
+        self.group.gather(self.request, send, receive, overlapped=copy_own_part)
         return started
 
     @property
     def not_over_link(self) -> Source:
-        """What of `own` goes into the slot of this rank."""
+        """The bytes of `own` that go into the slot of this rank."""
         return self.sources[self.group.rank]
 
 
 def raise_peer_error(error: BaseException | None) -> None:
-    """Raises PeerError where a gather failed by `error`."""
+    """Raise PeerError if a gather failed with `error`; None means that it succeeded."""
     if isinstance(error, PeerError):
         raise copy.copy(error) from error
     if error is not None:
@@ -97,22 +109,23 @@ class PendingGather(PendingCopy):
         self.wants = slot is not None
 
     def wait(self) -> None:
-        """Block until the slot is full. Raises PeerError where the gather failed."""
+        """Block until the slot is full. Raises PeerError if the gather failed."""
         self.end()
         raise_peer_error(self.error)
 
     def perform(self, link: Link) -> None:
+        """Gather with the other ranks, and wait as long as an emulated link takes."""
         started = self.part.gather(self.slot if self.wants else None, self._copy_own_part)
         if self.wants:
             self.wait_for_link(link, started)
 
     def _copy_own_part(self) -> None:
-        for source, offset, size, place in slices(self.part.not_over_link):
-            source.copy(offset, size, self.slot.data_ptr() + place)
+        for source, offset, size, slot_offset in slices(self.part.not_over_link):
+            source.copy(offset, size, self.slot.data_ptr() + slot_offset)
 
 
 class CollectiveTransport(Transport):
-    """Gathers on connections of the ranks' own, which `connect` makes; all ranks gather the same, in the same order."""
+    """Gathers over connections that `connect` makes. All ranks gather the same banks in the same order."""
 
     is_one_sided = False
 
@@ -121,16 +134,16 @@ class CollectiveTransport(Transport):
         self._copies = CopyThread(link)
         self._group: GatherGroup | None = None
         self._banks: dict[int, tuple[BankSpec, tuple[Source, ...]]] = {}
-        # Gathers of past runs, by the first gather of the run; the last run stands last.
+        # Gathers of past runs by the first gather of each run, the last run last.
         self._runs: dict[Request, list[Request]] = {}
         self._run: list[Request] | None = None
-        # An eager forward of the whole model is under way: what runs within it is a part of that run.
+        # True during an eager forward of the whole model, which is one run.
         self._in_forward = False
-        # Plan of the present compiled run.
+        # The order of gathers in the present compiled run.
         self._plan = NO_GATHER_SIGNATURE
 
     def connect(self, rendezvous: Rendezvous) -> None:
-        """Make the connections, where that is still to be done. Raises as the group of `_make_group`."""
+        """Make the connections on the first call. Raises as the group of `_make_group`."""
         if self._group is None:
             self._group = self._make_group(rendezvous, functools.partial(_describe, self._banks))
 
@@ -138,17 +151,19 @@ class CollectiveTransport(Transport):
         return GatherGroup(rendezvous, describe)
 
     def add(self, bank: BankSpec, sources: Sequence[Source]) -> None:
-        """From now on `bank` can be gathered; `sources` are the parts of all ranks, by rank."""
+        """Make `bank` available for gathers; `sources` are the shards of all ranks, by rank."""
         self._banks[bank.index] = (bank, tuple(sources))
 
     def copy_thread(self, link: Link) -> CopyThread:
+        """Return the one thread that works on all gathers."""
         return self._copies
 
     def copy(self, bank: BankSpec, sources: Sequence[Source], slot: torch.Tensor) -> PendingGather:
+        """Return the next gather of this run, into `slot`."""
         return PendingGather(self._part_in_run(bank, sources), slot)
 
     def _part_in_run(self, bank: BankSpec, sources: Sequence[Source]) -> GatherPart:
-        """The next gather of this run; `sources` are the parts of all ranks as they go into a slot."""
+        """Return the next gather of this run; `sources` are the shards of all ranks as they go into a slot."""
         request = (bank.index, 0, bank.format.link_bytes)
         self._learn(request)
         return self._part(request, sources)
@@ -156,25 +171,28 @@ class CollectiveTransport(Transport):
     def read(
         self, bank: BankSpec, sources: Sequence[Source], start: int, stop: int, device: torch.device
     ) -> torch.Tensor:
+        """Gather bytes [start, stop) of the complete bank outside of a ring, and wait for them."""
         memory = torch.empty(stop - start, dtype=torch.uint8, device=device)
         self._learn((bank.index, start, stop))
         self._copies.submit(self._gather_at_once(self._part((bank.index, start, stop)), memory)).wait()
         return memory
 
     def forget(self, bank: BankSpec) -> None:
+        """Remove a bank that no rank will gather again."""
         self._banks.pop(bank.index, None)
 
     def begin_forward(self) -> None:
-        """An eager forward of the model begins: what is gathered until `end_forward` is one run."""
+        """Begin an eager forward of the model: all gathers until `end_forward` belong to one run."""
         self._in_forward = True
         self._run = []
 
     def end_forward(self) -> None:
-        """The forward ended, with or without an error."""
+        """End the forward, with or without an error."""
         self._in_forward = False
         self._run = None
 
     def begin_run(self, plan: GatherSignature = NO_GATHER_SIGNATURE) -> None:
+        """Begin a compiled run with the given order of gathers. Raises PeerError if gathering has failed before."""
         self._plan = plan
         if self._group is not None:
             self._group.check()
@@ -182,11 +200,13 @@ class CollectiveTransport(Transport):
             self._run = []
 
     def end_run(self) -> None:
+        """End the compiled run."""
         self._plan = NO_GATHER_SIGNATURE
         if not self._in_forward:
             self._run = None
 
     def fail(self, reason: str) -> None:
+        """End gathering on all ranks, because a run ended with an error."""
         self._plan = NO_GATHER_SIGNATURE
         self.end_forward()
         if self._group is not None:
@@ -197,23 +217,26 @@ class CollectiveTransport(Transport):
     def join(self, banks: Sequence[BankSpec]) -> None:
         """Take part in the gathers of one forward that reads `banks`, without receiving anything.
 
-        They come in the order of the last forward, else in that of `banks`. Raises PeerError as a gather; InputError,
-        before anything is gathered, where a bank comes several times and no forward was one run.
+        The gathers come in the order of the last forward, or of `banks` before the first one.
+
+        Raises:
+            PeerError: a gather failed.
+            InputError: a bank appears several times and no forward was one run. Nothing was gathered then.
         """
         indices = {bank.index for bank in banks}
         runs = [run for first, run in self._runs.items() if first[0] in indices]
         if len(indices) < len(banks) and not _is_forward(runs, indices):
-            again = next(bank for place, bank in enumerate(banks) if bank in banks[:place])
-            what = (
+            shared = next(bank for index, bank in enumerate(banks) if bank in banks[:index])
+            reason = (
                 "the last forward on this rank ran in parts: compile the model as one graph, or let this rank run a "
                 "forward in place of gather_only_step"
                 if runs
                 else "this rank has run no forward yet: let every rank run one before the first gather_only_step"
             )
             raise InputError(
-                f"the order in which a forward gathers banks is not known, because layers share bank {again.name}, and "
-                + what,
-                name=again.name,
+                "the order in which a forward gathers banks is not known, because layers share bank "
+                f"{shared.name}, and {reason}",
+                name=shared.name,
             )
         requests = [request for run in runs for request in run] or [
             (bank.index, 0, bank.format.link_bytes) for bank in banks
@@ -222,11 +245,11 @@ class CollectiveTransport(Transport):
             gather.wait()
 
     def _gather_at_once(self, part: GatherPart, memory: torch.Tensor | None) -> PendingCopy:
-        """A gather outside of a ring, into `memory`; None: this rank sends, and receives nothing."""
+        """Return a gather outside of a ring, into `memory`; None: this rank sends, and receives nothing."""
         return PendingGather(part, memory)
 
     def _part(self, request: Request, into_slot: Sequence[Source] | None = None) -> GatherPart:
-        """`into_slot` are the parts of all ranks as they go into a slot; None: into a buffer of the requested bytes."""
+        """Return a gather of the requested bytes; `into_slot` are all ranks' shards as they go into a slot, if any."""
         assert self._group is not None, "connect comes first"
         bank, sources = self._banks[request[0]]
         start, stop = request[1:]
@@ -236,7 +259,7 @@ class CollectiveTransport(Transport):
         return GatherPart(self._group, request, own, tuple(into_slot or clipped), bank.name, self._plan)
 
     def _learn(self, request: Request) -> None:
-        # Also what was the beginning of a run once, where it is inside a longer one now.
+        # The request may have begun a shorter run that is contained in this one.
         self._runs.pop(request, None)
         if self._run:
             self._run.append(request)
@@ -248,11 +271,11 @@ class CollectiveTransport(Transport):
 
 
 def _is_forward(runs: Sequence[Sequence[Request]], banks: Set[int]) -> bool:
-    """Whether one run gathers all `banks`. Of several, those that begin with the same bank are known once only."""
+    """Return whether a single run gathers all `banks`. Runs with the same first bank are recorded only once."""
     return len(runs) == 1 and len(runs[0]) > 1 and {bank for bank, _, _ in runs[0]} == banks
 
 
-# Not a method: connections must end with their transport, at once.
+# A method would keep the transport alive, and its connections must close as soon as it is freed.
 def _describe(banks: Mapping[int, tuple[BankSpec, object]], request: Request) -> str:
     index, start, stop = request
     if index not in banks:

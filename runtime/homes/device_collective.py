@@ -1,11 +1,11 @@
-"""Transport `collective` on CUDA: banks are gathered from device memory into device memory, beside the computation.
+"""Transport `collective` on CUDA: banks are gathered from device memory into device memory, during the computation.
 
 The copy thread agrees with the other ranks and issues the gather to the copy stream, behind the event "the slot is
-free". It begins once that has happened on all ranks, so that no kernel of NCCL takes processors only to wait. Then it
-waits until the gather has ended: a run comes beyond its acquire when the bank is there, and gets an error where it will
-never be.
+free". The gather begins once this has happened on all ranks, so that no NCCL kernel occupies processors only to wait.
+Then the thread waits until the gather has ended: a run passes its acquire when the bank is complete, and gets an error
+if the gather failed.
 
-Unmeasured: tests run this on emulated streams, and it has not been on a GPU yet.
+Unmeasured: tests run this on emulated streams. It has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -36,22 +36,23 @@ class IssuedGather(IssuedCopy):
         self.wants = slot is not None
 
     def wait(self) -> None:
-        """Block until the slot is full. Raises PeerError where the gather failed."""
+        """Block until the slot is full. Raises PeerError if the gather failed."""
         self.finished.wait()
         raise_peer_error(self.error)
 
     def issue(self) -> None:
+        """Wait until the slot is free, and gather with the other ranks."""
         if isinstance(self.after, torch.cuda.Event):
             self.after.synchronize()
         self.part.gather(self.slot if self.wants else None, self._copy_own_part)
 
     def _copy_own_part(self) -> None:
-        for source, offset, size, place in slices_for_stream([self.part.not_over_link]):
-            self.lane.bring(source, offset, self.slot.narrow(0, place, size))
+        for source, offset, size, slot_offset in slices_for_stream([self.part.not_over_link]):
+            self.lane.bring(source, offset, self.slot.narrow(0, slot_offset, size))
 
 
 class DeviceCollectiveTransport(CollectiveTransport):
-    """As `CollectiveTransport`, into the memory of `device`, which has an index; `connect` connects the devices."""
+    """The collective transport into the memory of `device`, which has an index. `connect` connects the devices."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class DeviceCollectiveTransport(CollectiveTransport):
     ) -> None:
         super().__init__(link)
         self._device, self._connect = device, connect
-        # Of gathers outside of a ring.
+        # The lane of gathers outside of a ring, created by the first of them.
         self._lane: CopyLane | None = None
 
     def _make_group(self, rendezvous: Rendezvous, describe: Callable[[Request], str]) -> GatherGroup:
@@ -70,10 +71,11 @@ class DeviceCollectiveTransport(CollectiveTransport):
     def issued_copy(
         self, bank: BankSpec, sources: Sequence[Source], slot: torch.Tensor, lane: CopyLane, after: object
     ) -> IssuedCopy:
+        """Return the next gather of this run, into `slot`."""
         return IssuedGather(self._part_in_run(bank, sources), slot, lane, after)
 
     def _gather_at_once(self, part: GatherPart, memory: torch.Tensor | None) -> IssuedGather:
         self._lane = self._lane or CopyLane(torch.cuda.Stream(self._device, priority=-1))
-        # Who had `memory` before may still use it on the current stream.
+        # The previous user of `memory` may still use it on the current stream.
         after = None if memory is None else recorded_event(torch.cuda.current_stream(self._device))
         return IssuedGather(part, memory, self._lane, after)

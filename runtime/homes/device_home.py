@@ -1,10 +1,10 @@
-"""Shards on GPUs: every rank keeps 1/N of each bank in its GPU's memory, from which the other GPUs copy.
+"""Home `peer` on GPUs: every rank stores 1/N of each bank in its GPU's memory, and the other GPUs copy from there.
 
 torch's symmetric memory maps the memory of all ranks into the addresses of each GPU, so a copy from another rank is an
-ordinary copy on the ring's own stream: no rank takes part in what another one copies. By CUDA's rules for memory that
-was mapped from another process, it stays for as long as anybody has it mapped, as shared memory of the host does.
+ordinary copy on the ring's stream, in which the other rank takes no part. By CUDA's rules, memory that another process
+has mapped stays allocated until that process unmaps it, as host shared memory does.
 
-Two ranks on one H100 have run it; how fast GPUs copy from each other is unmeasured.
+Two ranks on one H100 have run it; the speed of copies between GPUs is unmeasured.
 """
 
 from __future__ import annotations
@@ -45,98 +45,107 @@ _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 class RankMemory(Protocol):
     """Memory of equal size on all ranks, each of which can read that of the others."""
 
-    # The kind of device on which it is.
+    # The type of the devices that the memory is on.
     device_type: str
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """This rank's, flat uint8. Raises SharedMemoryError where there is none."""
+        """Return this rank's memory, flat uint8. Raises SharedMemoryError if the device has too little."""
 
     def exchange(self) -> tuple[Sequence[torch.Tensor], object]:
-        """That of all ranks by rank, and what keeps that of others: without it they must not be read any more.
+        """Return the memory of all ranks, by rank, and an object that must live as long as it is read.
 
-        All ranks come here. Raises PeerError where some do not, SharedMemoryError where their memory cannot be read.
+        All ranks must call this.
+
+        Raises:
+            PeerError: some ranks do not call it.
+            SharedMemoryError: their memory cannot be read.
         """
 
     def finish_writing(self) -> None:
-        """Return when what was written to this rank's can be read by others."""
+        """Return when other ranks can read everything that was written to this rank's memory."""
 
     def with_own_storage(self, memory: torch.Tensor, when_freed: Callable[[], None]) -> torch.Tensor:
-        """The same bytes of this rank's, flat uint8; `when_freed` is called once nobody has them in this way."""
+        """Return a tensor over the same bytes with a separate storage. Freeing that storage calls `when_freed`."""
 
 
 class SymmetricMemory:
-    """`RankMemory` on the CUDA device of each rank of `group`, which must all be on one machine, and different."""
+    """`RankMemory` on the CUDA devices of the ranks of `group`: all on one machine, and no two on the same device."""
 
     device_type = "cuda"
 
     def __init__(self, group: ProcessGroup, device: torch.device, timeout_s: float) -> None:
         self._device, self._timeout_s = device, timeout_s
         self._own: torch.Tensor | None = None
-        # Until the exchange: nothing that is kept longer may keep it.
+        # Released by the exchange: long-lived objects must not keep the group alive.
         self._group: ProcessGroup | None = group
 
     def allocate(self, nbytes: int) -> torch.Tensor:
+        """Return this rank's memory. Raises SharedMemoryError if torch uses another backend or lacks memory."""
         from torch._C._distributed_c10d import _SymmetricMemory
 
         backend = _SymmetricMemory.get_backend(self._device)
         if backend != "CUDA":
             raise SharedMemoryError(
-                f"torch's symmetric memory uses {backend}, from which ranks cannot pull experts; unset TORCH_SYMMMEM",
+                f"torch's symmetric memory uses backend {backend}, but ranks can pull experts only with CUDA; unset "
+                "TORCH_SYMMMEM",
                 name="TORCH_SYMMMEM",
                 value=backend,
                 expected="CUDA",
             )
-        # It does not come from torch's allocator, which may hold what is free.
+        # This memory does not come from torch's caching allocator, which may hold all free memory.
         torch.cuda.empty_cache()
         try:
-            # Not `symmetric_memory.empty`: memory of a pool may be another tensor's while ranks still read it.
+            # `symmetric_memory.empty` uses a pool, which may reuse memory while ranks still read it.
             self._own = _SymmetricMemory.empty_strided_p2p([nbytes], [1], torch.uint8, self._device)
         except RuntimeError as error:
             raise SharedMemoryError(
-                f"{self._device} has no {nbytes} bytes for other GPUs to read: {error}",
+                f"{self._device} cannot allocate {nbytes} bytes for other GPUs to read: {error}",
                 name=str(self._device),
                 value=nbytes,
             ) from error
         return self._own
 
     def exchange(self) -> tuple[list[torch.Tensor], object]:
+        """Return the memory of all ranks, and the handle that keeps it mapped. Can be called once."""
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        own, group = self._own, self._group
-        assert own is not None, "allocate comes first"
+        memory, group = self._own, self._group
+        assert memory is not None, "allocate comes first"
         assert group is not None, "memory is exchanged once"
         self._own, self._group = None, None
         try:
             # Setting up multicast blocks until all GPUs behind the switch have joined. torch reads this on each call.
             with _waiting_at_most(group, self._timeout_s), environment_variable(_NO_MULTICAST, "1"):
-                handle = symmetric_memory.rendezvous(own, group)
+                handle = symmetric_memory.rendezvous(memory, group)
         except RuntimeError as error:
             if isinstance(error, DistError) or "imeout" in str(error):
                 raise PeerError(f"a rank did not come to share its GPU's memory: {error}") from error
             raise SharedMemoryError(
-                f"the GPUs of the ranks cannot read each other's memory: {error}; each rank needs a GPU of its own, "
+                f"the GPUs of the ranks cannot read each other's memory: {error}; each rank needs its own GPU, "
                 "chosen by torch.cuda.set_device from GPUs that all ranks see (one CUDA_VISIBLE_DEVICES), on one "
-                "machine, with peer access to the others; else experts can stream from host memory only (home='host')"
+                "machine, with peer access to the others; without that, use home='host'"
             ) from error
-        # Torch's tensors of what other ranks have keep nothing.
+        # Tensors over the memory of other ranks do not keep it mapped; the handle does.
         return [
-            own if rank == group.rank() else handle.get_remote_tensor(rank, own.shape, own.dtype)
+            memory if rank == group.rank() else handle.get_remote_tensor(rank, memory.shape, memory.dtype)
             for rank in range(group.size())
         ], handle
 
     def finish_writing(self) -> None:
+        """Wait for the device."""
         torch.cuda.synchronize(self._device)
 
     def with_own_storage(self, memory: torch.Tensor, when_freed: Callable[[], None]) -> torch.Tensor:
+        """Return a tensor over the same bytes with a separate storage."""
         exported = _Exported(memory)
         weakref.finalize(exported, when_freed).atexit = False
         return torch.as_tensor(exported, device=self._device)
 
 
 class _Exported:
-    """Memory of this rank's GPU, flat uint8, as libraries hand it to each other: whoever takes it keeps this object.
+    """This rank's GPU memory, flat uint8, with the CUDA array interface. A tensor made from it keeps this object alive.
 
-    (Not for memory of other GPUs: torch would take it for a tensor on that GPU, or copy it.)
+    Memory of other GPUs cannot be exported this way: torch would take it for memory of this GPU, or copy it.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
@@ -148,7 +157,7 @@ class _Exported:
 
 @contextmanager
 def _waiting_at_most(group: ProcessGroup, timeout_s: float) -> Iterator[None]:
-    """Torch's own wait is that of the group's store: 10 minutes, or 30."""
+    """Limit torch's wait to `timeout_s`. By default it is the timeout of the group's store, 10 or 30 minutes."""
     store = store_of(group)
     before = store.timeout  # type: ignore[attr-defined]
     store.set_timeout(datetime.timedelta(seconds=timeout_s))
@@ -159,10 +168,11 @@ def _waiting_at_most(group: ProcessGroup, timeout_s: float) -> Iterator[None]:
 
 
 class DevicePacker(PeerPacker):
-    """As `PeerPacker`, with shards in memory that `make_memory` makes: for all banks at once, so that what can fail
-    leaves the model as it is, or `bank_by_bank`, so that what is moved into a shard makes room for the next one.
+    """A packer with shards in memory that `make_memory` makes. Its segment of shared memory serves only to say goodbye.
 
-    The segment of shared memory is there for goodbyes alone.
+    By default it allocates memory for all banks at once, so that a failure leaves the model unchanged. With
+    `bank_by_bank` it allocates for one bank at a time, so that parameters that move into a shard free memory for the
+    next one.
     """
 
     is_copied_on_write = False
@@ -183,16 +193,18 @@ class DevicePacker(PeerPacker):
     def tensors_in_shard(
         self, index: int, positions: Sequence[int], when_freed: Callable[[], None]
     ) -> list[torch.Tensor]:
-        shard, places = self._memory(index), self.parameters(index)
+        """Return parameters of this rank's shard as tensors in the shard's memory."""
+        shard, specs = self._memory(index), self.parameters(index)
         return [
             self._taken[index]
-            .memory.with_own_storage(shard.narrow(0, part.offset_bytes, part.nbytes), when_freed)
-            .view(part.torch_dtype)
-            .view(part.shape)
-            for part in (places[position] for position in positions)
+            .memory.with_own_storage(shard.narrow(0, spec.offset_bytes, spec.nbytes), when_freed)
+            .view(spec.torch_dtype)
+            .view(spec.shape)
+            for spec in (specs[position] for position in positions)
         ]
 
     def spread(self, banks: Sequence[Bank]) -> dict[int, tuple[Source, ...]]:
+        """Return the shards of each bank, by its index, once every rank can read them."""
         for memory in {id(taken.memory): taken.memory for taken in self._taken.values()}.values():
             memory.finish_writing()
         return super().spread(banks)
@@ -203,18 +215,18 @@ class DevicePacker(PeerPacker):
             self._take(range(len(self._specs)))
 
     def _take(self, indices: Sequence[int]) -> None:
-        """Take memory for these banks, and exchange it: all ranks come here."""
+        """Allocate memory for these banks and exchange it. All ranks must call this."""
         size, memory = self.group.size, self._make_memory()
         layouts = [[shard_layout(self._specs[index], rank).nbytes for index in indices] for rank in range(size)]
-        places = [[0, *itertools.accumulate(map(in_pages, of_rank))] for of_rank in layouts]
-        own = memory.allocate(max(of_rank[-1] for of_rank in places))
+        offsets = [[0, *itertools.accumulate(map(in_pages, of_rank))] for of_rank in layouts]
+        allocated = memory.allocate(max(of_rank[-1] for of_rank in offsets))
         self.group.check_alive()
-        memories, keeps = memory.exchange() if size > 1 else ([own], None)
+        memories, keeps = memory.exchange() if size > 1 else ([allocated], None)
         for number, index in enumerate(indices):
-            shards = [memories[rank].narrow(0, places[rank][number], layouts[rank][number]) for rank in range(size)]
+            shards = [memories[rank].narrow(0, offsets[rank][number], layouts[rank][number]) for rank in range(size)]
             if not shards[self.group.rank].numel():
-                # A storage of its own, by which the bank is known.
-                shards[self.group.rank] = torch.empty_like(own[:0])
+                # A bank is identified by its storage, so an empty shard needs one too.
+                shards[self.group.rank] = torch.empty_like(allocated[:0])
             self._taken[index] = _TakenShards(shards, memory, keeps)
 
     def _memory(self, index: int) -> torch.Tensor:
@@ -232,7 +244,13 @@ class DevicePacker(PeerPacker):
 
 @dataclasses.dataclass(frozen=True)
 class _TakenShards:
-    """The shards of one bank by rank, the memory that this rank's lies in, and what keeps those of the others."""
+    """The shards of one bank.
+
+    Attributes:
+        shards: the shard of each rank.
+        memory: the memory that contains this rank's shard.
+        keeps: an object that must live as long as the shards of the other ranks are read.
+    """
 
     shards: Sequence[torch.Tensor]
     memory: RankMemory
@@ -246,8 +264,14 @@ def packer_on(
     transport: Transport,
     bank_by_bank: bool = False,
 ) -> PeerPacker:
-    """Brings banks to the ranks of `group`, which are those of `process_group`, for copies by `transport` to `device`,
-    which `check_transport_to` lets pass. `bank_by_bank`: see `DevicePacker`; elsewhere memory is taken so anyway.
+    """Return the packer for copies by `transport` to `device`.
+
+    Args:
+        device: the compute device, which `check_transport_to` accepts.
+        process_group: the process group of the ranks.
+        group: the same ranks, as they meet and watch each other.
+        transport: the transport that copies banks into slots.
+        bank_by_bank: see `DevicePacker`; other packers always allocate bank by bank.
     """
     if isinstance(transport, CollectiveTransport):
         return GatherPacker(group, transport, device)
@@ -258,19 +282,19 @@ def packer_on(
 
 
 def make_transport(name: str, link: Link, device: torch.device) -> Transport:
-    """The transport with that name, of a home that each rank reads from the others, to `device`, as for `packer_on`."""
+    """Return the transport `pull` or `collective` to `device`, which `check_transport_to` accepts."""
     if name != COLLECTIVE:
         return Transport(name)
     return CollectiveTransport(link) if device.type == "cpu" else DeviceCollectiveTransport(link, with_index(device))
 
 
 def check_transport_to(device: torch.device, transport: str) -> None:
-    """Raises InputError where no experts of other ranks come to `device` by that transport."""
+    """Raise InputError if that transport cannot bring the experts of other ranks to `device`."""
     kinds = ("cpu", "cuda")
     if device.type not in kinds:
         raise InputError(
-            f"device is {device}; transport={transport!r} brings experts of other ranks to {' and '.join(kinds)} only "
-            "so far",
+            f"device is {device}; transport={transport!r} brings experts of other ranks to {' and '.join(kinds)} only; "
+            "use home='host'",
             name="device",
             value=str(device),
             expected=kinds,

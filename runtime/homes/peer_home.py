@@ -1,7 +1,7 @@
-"""Home `peer`: every rank keeps 1/N of each bank.
+"""Home `peer`: every rank stores 1/N of each bank.
 
-Transport `pull`: in shared memory, so that each copies what it lacks whenever it wants. Transport `collective`: in
-memory of its own, of the host or of its device, from which it sends what the others lack when all gather.
+With transport `pull` the shards lie in shared memory, and each rank copies at any time. With transport `collective`
+they lie in private memory of the host or the device, and all ranks gather together.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class PeerHome(Home):
         self._spread: dict[int, tuple[Source, ...]] = {}
 
     def check(self) -> None:
-        """Raises PeerError where a rank is gone."""
+        """Raise PeerError if a rank has ended."""
         self.group.check_alive()
 
     def sources(self, bank: BankSpec, shards: Sequence[torch.Tensor]) -> tuple[Source, ...]:
-        """The shards of all ranks. Raises PeerError where they were never brought together."""
+        """Return the shards of all ranks. Raises PeerError if the ranks never connected them."""
         if bank.index not in self._spread:
             raise PeerError(
                 f"bank {bank.name} is not complete, because offload_experts failed; start all ranks again",
@@ -54,22 +54,23 @@ class PeerHome(Home):
         return self._spread[bank.index]
 
     def rank_of(self, bank: BankSpec) -> int:
+        """Return this process's rank in the group."""
         return self.group.rank
 
     def connect(self, spread: Mapping[int, tuple[Source, ...]]) -> None:
-        """Record that banks are complete: `spread` says by index where each of them lies."""
+        """Record the shards of each bank, by its index: the banks are complete now."""
         self._spread = dict(spread)
 
 
 class PeerPacker:
-    """Spreads the banks of a model over the ranks of `group`: `agree`, then `pack` each bank, then `connect`."""
+    """A packer that spreads a model's banks over the ranks of `group`, so that each stores 1/N of every bank."""
 
     home_name = "peer"
-    # Staging buffers of each rank; only home `hybrid` has any.
+    # Staging buffers of each rank; only home `hybrid` has staging buffers.
     staging_buffers = 0
-    # Where shards lie.
+    # The type of the devices that shards are on.
     device_type = "cpu"
-    # Whether what somebody writes to `tensors_in_shard` is seen by this rank alone.
+    # Whether a write to `tensors_in_shard` changes them on this rank only.
     is_copied_on_write = True
 
     def __init__(self, group: PeerGroup, transport: Transport = _PULL) -> None:
@@ -79,9 +80,11 @@ class PeerPacker:
         self._segment: SharedSegment | None = None
 
     def agree(self, banks: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Make sure that all ranks have the same banks, given as name and tensors [experts, ...]; changes nothing.
+        """Check that all ranks have the same banks, given as tensors [experts, ...] by bank name. Changes nothing.
 
-        Raises PeerError where ranks differ or are missing, SharedMemoryError where the machine has no shared memory.
+        Raises:
+            PeerError: ranks have different banks, or are missing.
+            SharedMemoryError: the machine has no shared memory left.
         """
         specs: list[BankSpec] = []
         for index, (name, tensors) in enumerate(banks.items()):
@@ -91,19 +94,19 @@ class PeerPacker:
         self.agree_on(specs, [weights_digest(tensors) for tensors in banks.values()])
 
     def agree_on(self, specs: Sequence[BankSpec], digests: Sequence[str]) -> None:
-        """As `agree`, for banks that are described already; `digests` is a word for each that all ranks must share."""
+        """Check that all ranks have banks with these specs and digests, and allocate memory. Raises as `agree`."""
         self._specs = list(specs)
         self.group.agree(self._specs, digests, self.staging_buffers, self.device_type)
         with self.group.rendezvous.telling_failures():
             self._reserve()
 
     def pack(self, index: int, name: str, tensors: Mapping[str, torch.Tensor]) -> Bank:
-        """Bank `index` with this rank's experts in shared memory; it cannot be read before `connect`."""
+        """Return bank `index` with this rank's experts in shared memory. It can be read after `connect`."""
         experts = expert_range(self._specs[index], self.group.rank)
         return self.pack_part(index, [tensor.detach()[experts.start : experts.stop] for tensor in tensors.values()])
 
     def pack_part(self, index: int, parts: Sequence[torch.Tensor]) -> Bank:
-        """As `pack`, from the parameters that this rank's shard is made of: see `parameter_places`."""
+        """Return bank `index`, packed from the parameters of this rank's shard, as `parameter_places` lists them."""
         spec, rank = self._specs[index], self.group.rank
         with self.group.rendezvous.telling_failures():
             shard = self._memory(index)
@@ -113,52 +116,60 @@ class PeerPacker:
     def tensors_in_shard(
         self, index: int, positions: Sequence[int], when_freed: Callable[[], None]
     ) -> list[torch.Tensor]:
-        """The parameters of this rank's shard of bank `index` at `positions`, where the shard lies.
+        """Return the parameters at `positions` of this rank's shard of bank `index`, as tensors in the shard's memory.
 
-        Each has a storage of its own, as savers of models expect; none may be empty. `when_freed` is called once the
-        last is gone, or with each of them, in any thread. Raises SharedMemoryError where the shard cannot be mapped.
+        Each has a separate storage, as savers of models expect. None may be empty.
+
+        Args:
+            index: the bank.
+            positions: positions among the shard's parameters.
+            when_freed: called once the last of the tensors is freed, or for each of them; in any thread.
+
+        Raises:
+            SharedMemoryError: the shard cannot be mapped.
         """
         assert self._segment is not None, "agree comes first"
-        place = self._places(self.group.rank)[index]
-        mapping = self._segment.map_privately(place, self.layout(index).nbytes)
+        start = self._offsets(self.group.rank)[index]
+        mapping = self._segment.map_privately(start, self.layout(index).nbytes)
         weakref.finalize(mapping, when_freed).atexit = False
         return [
-            torch.frombuffer(mapping, dtype=torch.uint8, count=part.nbytes, offset=part.offset_bytes)
-            .view(part.torch_dtype)
-            .view(part.shape)
-            for part in (self.parameters(index)[position] for position in positions)
+            torch.frombuffer(mapping, dtype=torch.uint8, count=spec.nbytes, offset=spec.offset_bytes)
+            .view(spec.torch_dtype)
+            .view(spec.shape)
+            for spec in (self.parameters(index)[position] for position in positions)
         ]
 
     def layout(self, index: int) -> ShardLayout:
-        """The layout of this rank's shard of bank `index`."""
+        """Return the layout of this rank's shard of bank `index`."""
         return shard_layout(self._specs[index], self.group.rank)
 
     def parameters(self, index: int) -> tuple[TensorSpec, ...]:
-        """The places of the parameters in this rank's shard of bank `index`."""
+        """Return shape and offset of each parameter in this rank's shard of bank `index`."""
         return parameter_places(self._specs[index], self.group.rank)
 
     def connect(self, banks: Sequence[Bank]) -> None:
-        """Make `banks` complete, by the shards of all other ranks. Raises PeerError where ranks are gone or late."""
+        """Complete `banks` with the shards of all other ranks. Raises PeerError if ranks have ended or are late."""
         self.home.connect(self.spread(banks))
 
     def _reserve(self) -> None:
-        """Make room for this rank's shards."""
-        self._segment = self.group.make_segment(self._places(self.group.rank)[-1] - PAGE_BYTES)
+        """Allocate memory for this rank's shards."""
+        self._segment = self.group.make_segment(self._offsets(self.group.rank)[-1] - PAGE_BYTES)
 
     def _memory(self, index: int) -> torch.Tensor:
-        """Room for this rank's shard of bank `index`, flat uint8."""
+        """Return the memory of this rank's shard of bank `index`, flat uint8."""
         assert self._segment is not None, "agree comes first"
         rank = self.group.rank
-        return self._segment.map(self._places(rank)[index], shard_layout(self._specs[index], rank).nbytes)
+        return self._segment.map(self._offsets(rank)[index], shard_layout(self._specs[index], rank).nbytes)
 
     def spread(self, banks: Sequence[Bank]) -> dict[int, tuple[Source, ...]]:
-        """Positions of the shards of each bank, by its index, once every rank has mapped them. Raises as `connect`."""
+        """Return the shards of each bank, by its index, once every rank has mapped them. Raises as `connect`."""
         shards = {self.group.rank: [bank.shard for bank in banks]}
         for rank, segment in self.group.share().items():
             with self.group.rendezvous.telling_failures():
                 shards[rank] = self._open(rank, segment)
         self.group.settle()
-        # Every rank begins at another one, so that no shard is read by all at once; its own comes last.
+        # Each rank starts with a different shard and ends with its own, so that ranks do not all read one shard at
+        # once.
         order = [(self.group.rank + 1 + step) % self.group.size for step in range(self.group.size)]
         return {
             spec.index: tuple(self._source(spec, rank, shards[rank][number]) for rank in order)
@@ -166,23 +177,23 @@ class PeerPacker:
         }
 
     def _open(self, rank: int, segment: SharedSegment) -> list[torch.Tensor]:
-        """The shards of another rank, bank by bank; `segment` is what that rank has made."""
+        """Return the shards of another rank, bank by bank, from its `segment`."""
         layouts = [shard_layout(spec, rank) for spec in self._specs]
-        return [segment.map(place, at.nbytes) for place, at in zip(self._places(rank), layouts, strict=False)]
+        return [segment.map(start, layout.nbytes) for start, layout in zip(self._offsets(rank), layouts, strict=False)]
 
     def _source(self, spec: BankSpec, rank: int, shard: torch.Tensor) -> Source:
         return MemorySource(shard, shard_pieces(spec, rank), over_link=rank != self.group.rank)
 
-    def _places(self, rank: int) -> list[int]:
-        """Where each bank's shard begins in the segment of `rank`, and after them the end of the segment."""
-        places = [PAGE_BYTES]
+    def _offsets(self, rank: int) -> list[int]:
+        """Return the offset of each bank's shard in the segment of `rank`, and then the end of the segment."""
+        offsets = [PAGE_BYTES]
         for spec in self._specs:
-            places.append(places[-1] + in_pages(shard_layout(spec, rank).nbytes))
-        return places
+            offsets.append(offsets[-1] + in_pages(shard_layout(spec, rank).nbytes))
+        return offsets
 
 
 class GatherPacker(PeerPacker):
-    """As `PeerPacker`, where ranks cannot read each other's memory: shards lie in memory of `device`."""
+    """A packer for ranks that cannot read each other's memory: shards lie in memory of `device`."""
 
     def __init__(self, group: PeerGroup, transport: CollectiveTransport, device: torch.device) -> None:
         super().__init__(group, transport)
@@ -198,7 +209,7 @@ class GatherPacker(PeerPacker):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def spread(self, banks: Sequence[Bank]) -> dict[int, tuple[Source, ...]]:
-        """The parts of all ranks by rank, once every rank is ready to send its own. Raises as `connect`."""
+        """Return the shards of each bank, by rank, once every rank can send its own. Raises as `connect`."""
         spread: dict[int, tuple[Source, ...]] = {}
         for bank in banks:
             spread[bank.spec.index] = tuple(
@@ -208,7 +219,7 @@ class GatherPacker(PeerPacker):
                 for rank in range(self.group.size)
             )
             self._collective.add(bank.spec, spread[bank.spec.index])
-        # Streams that send shards do not wait for those that wrote them.
+        # The streams that send shards do not wait for the streams that wrote them.
         finish_on(self._device)
         self.group.settle()
         self._collective.connect(self.group.rendezvous)
@@ -216,9 +227,9 @@ class GatherPacker(PeerPacker):
 
 
 def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """A word that is equal for equal weights, of a sample from every expert: different checkpoints differ in it.
+    """Return a digest of a sample from every expert; different checkpoints have different digests.
 
-    Of weights that are not read yet it says only what they are made of: a rank reads no experts of others.
+    For weights that are not read yet it covers only their recipes, because a rank does not read the experts of others.
     """
     digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors.values():

@@ -1,9 +1,9 @@
-"""The ranks that share the experts of one model: they agree once, map each other's shards, then work alone.
+"""The ranks that share the experts of one model: they agree once, map each other's shards, then work independently.
 
-agree    every rank says what it has; differences are one error, the same on every rank
+agree    every rank publishes its banks; a difference is one error, the same on every rank
 share    every rank publishes its shards and opens those of the others
-settle   all have mapped what they need: from here on nobody can take it away
-check    before every run: is somebody gone?  No rank ever waits for another here.
+settle   all ranks have mapped the shards; from then on they stay readable even if a rank ends
+check    before every run: has a rank failed?  No rank ever waits for another here.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from moepass.runtime.torch_private import default_group, store_of
 
 DEFAULT_TIMEOUT_S = 60.0
 
-# Keys of the records that ranks publish, in this order.
+# Keys of the records that ranks publish, in the order of publication.
 _BANKS, _SHARDS, _MAPPED = "list of banks", "segment of shards", "note that all is mapped"
 _PROCESS = "process"
-# The first byte of a segment, which is zero at first: whether its rank has said goodbye.
+# Value of a segment's first byte once its rank has said goodbye; zero before.
 _LEFT = 1
 OFFLOADING = "every rank of the group must call offload_experts with the same home, and with the same group"
 
@@ -51,10 +51,22 @@ OFFLOADING = "every rank of the group must call offload_experts with the same ho
 class PeerGroup:
     """This rank among the ranks of a group, all on one machine unless the transport is `collective`.
 
-    With transport `pull` a rank that ends without an error, or drops its model, is not missed: its shards stay mapped
-    in those that need them. A rank that is killed, or ends by an exception that nobody caught, makes `check_alive`
-    raise on the others. (A process without exit handlers, such as a forked worker of multiprocessing, must call
-    `leave` to end quietly.)
+    With transport `pull` a rank may end without an error, or drop its model: its shards stay mapped in the ranks that
+    need them. A rank that is killed, or ends by an uncaught exception, makes `check_alive` raise on the others. (A
+    process without exit handlers, such as a forked worker of multiprocessing, must call `leave` to end quietly.)
+
+    Args:
+        store: the store where ranks meet. Every rank makes its groups on it in the same order.
+        rank: this rank.
+        size: the number of ranks.
+        timeout_s: seconds that ranks wait for each other.
+        title: the advice in the error about missing ranks: what every rank must do.
+        transport: `pull` or `collective`.
+        watch: the watch over the processes of the ranks; groups of the same ranks may share it.
+
+    Raises:
+        OptionError: the timeout is not a positive number, or is above MOST_WAIT_SECONDS.
+        PeerError: the store is gone.
     """
 
     def __init__(
@@ -67,13 +79,6 @@ class PeerGroup:
         transport: str = PULL,
         watch: ProcessWatch | None = None,
     ) -> None:
-        """Does not block. Every rank makes its groups on `store` in the same order; `title` says how.
-
-        Groups of the same ranks may share a `watch`.
-
-        Raises OptionError for a timeout that is no positive number or beyond MOST_WAIT_SECONDS, PeerError where the
-        store is gone.
-        """
         check_wait("timeout_s", timeout_s)
         self.rank = rank
         self.size = size
@@ -94,8 +99,10 @@ class PeerGroup:
         transport: str = PULL,
         watch: ProcessWatch | None = None,
     ) -> PeerGroup:
-        """The ranks of `group`, by default all. Raises InputError where torch.distributed is not initialised, or where
-        this process is not in the group, and what the constructor raises.
+        """Return the ranks of `group`, by default all ranks. Raises as the constructor.
+
+        Raises:
+            InputError: torch.distributed is not initialised, or this process is not in the group.
         """
         if not torch.distributed.is_initialized():
             spread = " and ".join(f"home={home.name!r}" for home in HOMES.values() if home.is_spread)
@@ -107,7 +114,10 @@ class PeerGroup:
             group = default_group()
         if not isinstance(group, ProcessGroup) or torch.distributed.get_rank(group) < 0:
             raise InputError(
-                f"group is {group!r}, which is no process group that this process belongs to", name="group", value=group
+                f"group is {group!r}, which is not a process group with this process in it; give the group that "
+                "torch.distributed.new_group returned on a member, or None for all ranks",
+                name="group",
+                value=group,
             )
         store = store_of(group)
         return PeerGroup(store, group.rank(), group.size(), timeout_s, title, transport, watch)
@@ -115,11 +125,17 @@ class PeerGroup:
     def agree(
         self, banks: Sequence[BankSpec], digests: Sequence[str], staging_buffers: int = 0, device_type: str = "cpu"
     ) -> None:
-        """Wait until every rank has come here with the same banks, `digests` of which are one word each, as many
-        `staging_buffers`, and shards on the same kind of device.
+        """Wait until every rank has published the same banks, staging buffers and kind of device.
 
-        Raises PeerError: one that names what differs, with both values and ranks, the same on every rank; or one that
-        names the ranks that did not come within the timeout, or are gone.
+        Args:
+            banks: this rank's banks.
+            digests: for each bank a digest of its weights.
+            staging_buffers: staging buffers of this rank.
+            device_type: the kind of device that has the shards.
+
+        Raises:
+            PeerError: ranks differ (the error names both values and ranks, and is the same on every rank), do not come
+                within the timeout, or have ended.
         """
         process = this_process() if self.transport == PULL else None
         topics = list(self._topics(process, banks, digests, staging_buffers, device_type))
@@ -127,7 +143,7 @@ class PeerGroup:
             if rank != self.rank and votes[_PROCESS] is not None:
                 self._processes[rank] = msgspec.convert(votes[_PROCESS], ProcessIdentity)
                 self._watch.add(rank, self._processes[rank])
-        # A rank's records stay in the store when it is gone.
+        # The store keeps the records of a rank that has ended.
         self.check_alive()
 
     def _topics(
@@ -138,9 +154,9 @@ class PeerGroup:
         staging_buffers: int,
         device_type: str,
     ) -> Iterator[Topic]:
-        """`digests` have one word per bank, equal for equal weights. Counts come first."""
-        place = " on one machine" if self.transport == PULL else ""
-        remedy = f"give every rank the same model and checkpoint, in one group{place}"
+        """Yield the topics that ranks compare; counts come first. `digests` has one digest per bank."""
+        where = " on one machine" if self.transport == PULL else ""
+        remedy = f"give every rank the same model and checkpoint, in one group{where}"
         yield Topic("the number of ranks", self.size, remedy)
         yield Topic("the transport", self.transport, remedy)
         yield Topic("the machine", None if process is None else process.machine, remedy)
@@ -154,26 +170,26 @@ class PeerGroup:
             yield Topic(f"the experts of each rank in bank {bank.name}", list(bank.expert_bounds), remedy)
             yield Topic(f"the format of bank {bank.name}", bank.format, remedy)
             yield Topic(f"the weights of bank {bank.name} (a digest)", digest, remedy)
-        # By which ranks watch each other.
+        # Ranks watch each other's processes.
         yield Topic(_PROCESS, process, is_vote=True)
 
     def make_segment(self, nbytes: int) -> SharedSegment:
-        """Shared memory of this rank, of which `nbytes` from `PAGE_BYTES` on are free to use.
+        """Return shared memory of this rank with `nbytes` usable bytes from `PAGE_BYTES` on.
 
-        Raises SharedMemoryError where there is none.
+        Raises SharedMemoryError if the machine has none left.
         """
         self._segment = create_segment(PAGE_BYTES + nbytes, f"moepass-rank-{self.rank}")
-        # Not by torch, which may be tracing a graph when the garbage collector finds this object.
+        # numpy, because torch may be tracing a graph when the garbage collector frees this object.
         state = self._segment.map(0, 1).numpy()
         self._leave = finalize_in_owner(self, state.fill, _LEFT)
-        self._leave.atexit = False  # `_leave_all` does it then
+        self._leave.atexit = False  # `_leave_all` runs at exit
         _groups.add(self)
         return self._segment
 
     def share(self) -> dict[int, SharedSegment]:
-        """Publish this rank's segment and open those of the others, by rank.
+        """Publish this rank's segment and return those of the others, by rank.
 
-        Raises PeerError where a rank is gone or does not come within the timeout.
+        Raises PeerError if a rank has ended or does not come within the timeout.
         """
         assert self._segment is not None, "make_segment comes first"
         segments: dict[int, SharedSegment] = {}
@@ -186,21 +202,18 @@ class PeerGroup:
                 segments[rank] = open_segment(address)
                 self._states[rank] = segments[rank].map(0, 1).numpy()
             except SharedMemoryError as error:
-                # It may have given up because of one that is gone: that one is the cause.
+                # The rank may have closed its segment because a third rank ended, which is then the cause.
                 self.check_alive()
                 raise PeerError(f"the shards of {self._name(rank)} cannot be opened: {error}", rank=rank) from error
         return segments
 
     def settle(self) -> None:
-        """Wait until every rank has mapped what it needs; then no process needs to open anything of another's again.
-
-        Raises PeerError as `share`.
-        """
+        """Wait until every rank has mapped the shards; later no process opens memory of another. Raises as `share`."""
         deque(self.rendezvous.exchange(_MAPPED, True, bool, self.check_alive), maxlen=0)
         self._segment = None
 
     def check_alive(self) -> None:
-        """Raises PeerError where a rank has ended that did not say goodbye. One system call; waits for nothing."""
+        """Raise PeerError if a rank has ended without saying goodbye. Makes one system call and never waits."""
         self._owner.check()
         missed = [
             rank for rank in sorted(self._watch.gone()) if rank not in self._states or self._states[rank][0] != _LEFT
@@ -208,13 +221,13 @@ class PeerGroup:
         if missed:
             verb = "is" if len(missed) == 1 else "are"
             raise PeerError(
-                f"{' and '.join(map(self._name, missed))} {verb} gone, by a signal or an error of its own; see its "
-                "output, and start all ranks again",
+                f"{' and '.join(map(self._name, missed))} {verb} gone, after a signal or an error; see its output, and "
+                "start all ranks again",
                 **about(missed),
             )
 
     def leave(self) -> None:
-        """Tell the others that this rank is done; it also happens when this object goes and when the process ends."""
+        """Say goodbye to the other ranks. This also happens when this object is freed and when the process ends."""
         if self._leave is not None:
             self._leave()
 
@@ -227,7 +240,7 @@ _groups: weakref.WeakSet[PeerGroup] = weakref.WeakSet()
 
 @atexit.register
 def _leave_all() -> None:
-    # Set where an exception ends the process, which is no good end.
+    # `last_value` is set if an uncaught exception ends the process; the other ranks must notice that.
     if getattr(sys, "last_value", None) is None:
         for group in list(_groups):
             group.leave()

@@ -1,8 +1,8 @@
-"""Move a model's parameters into the shard that holds their copy, so that their bytes are held once.
+"""The move of parameters into the shard that contains a copy of them, so that their bytes are in memory once.
 
-A parameter gets the shard as its storage. On a CPU that is mapped privately: what somebody writes to it later is seen
-by this rank alone, as before, and other ranks go on reading what was agreed on. It stays the same object with the same
-shape, strides and version, so no guard of compiled code notices.
+A parameter gets the shard as its storage. On a CPU the shard is mapped privately: a later write to the parameter is
+visible to this rank alone, as before, and other ranks still read the bytes that the ranks agreed on. The parameter
+stays the same object with the same shape, strides and version, so no guard of compiled code fails.
 """
 
 from __future__ import annotations
@@ -18,17 +18,28 @@ from moepass.runtime.system.tensor_users import are_only_users
 def share_parts(
     packer: PeerPacker, index: int, parts: Sequence[torch.Tensor], when_freed: Callable[[], None]
 ) -> list[bool]:
-    """Move `parts`, which were packed as bank `index`, into its shard; gives which of them could be moved.
+    """Move `parts`, which were packed as bank `index`, into its shard.
 
-    `when_freed` is called once nothing lies there any more, in any thread. No other thread may read `parts` meanwhile.
-    Raises SharedMemoryError where the shard cannot be mapped.
+    No other thread may read `parts` during the call.
+
+    Args:
+        packer: the packer of the bank.
+        index: the bank.
+        parts: the parameters.
+        when_freed: called once no parameter uses the shard any more; in any thread.
+
+    Returns:
+        For each parameter, whether it was moved.
+
+    Raises:
+        SharedMemoryError: the shard cannot be mapped.
     """
-    # What lies behind these in `parts` was read by recipes alone.
-    lie_in_shard = len(packer.parameters(index))
-    movable = [place < lie_in_shard and is_movable(part, packer.device_type) for place, part in enumerate(parts)]
+    # The parameters after these are not in the shard; only recipes read them.
+    count = len(packer.parameters(index))
+    movable = [number < count and is_movable(tensor, packer.device_type) for number, tensor in enumerate(parts)]
     positions = [position for position, is_free in enumerate(movable) if is_free]
     if positions:
-        with torch.inference_mode(False):  # inference tensors have no version
+        with torch.inference_mode(False):  # the new tensors need a version
             shared = packer.tensors_in_shard(index, positions, when_freed)
         for position, tensor in zip(positions, shared, strict=True):
             parts[position].data = tensor.view(parts[position].shape)
@@ -36,9 +47,7 @@ def share_parts(
 
 
 def is_movable(tensor: torch.Tensor, device_type: str = "cpu") -> bool:
-    """True where nothing but `tensor` itself can reach its memory, and its bytes lie there as they do in a shard that
-    is on a device of `device_type`.
-    """
+    """Return whether only `tensor` can reach its memory, and a shard on a `device_type` device can replace it."""
     if tensor.device.type != device_type or tensor.is_inference() or not tensor.is_contiguous():
         return False
     return are_only_users([tensor])

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from moepass.models.errors import InputError
 from moepass.passes.blocks.lower_complete_experts import COMPLETE_EXPERTS, complete_bank
-from moepass.runtime.banks.identity import find_bank
+from moepass.runtime.banks.banks import find_bank
 from moepass.runtime.homes.adopted_banks import adopted_banks
 from moepass.runtime.homes.peers import DEFAULT_TIMEOUT_S
 
@@ -55,15 +55,16 @@ class CompleteExperts:
         with self._lock:
             given = parts if stay else self._copied(parts)
         spec = complete_bank(self.name, given, self.bounds, self.group_name)
-        found = find_bank(spec, given)
-        if found is None:
+        match = find_bank(spec, given)
+        if match is None:
             group = self._group()
             if group is None:
                 raise InputError(f"the process group of {self.name} was destroyed; load the model anew", name=self.name)
             adopted_banks(group, given[0].device).adopt(group, [spec], [given], timeout_s=self.timeout_s)
-            found = find_bank(spec, given)
-            assert found is not None, "it was adopted right now"
-        return [found.keeper.read_tensor(found.spec, given, place) for place in range(len(given))]
+            match = find_bank(spec, given)
+            assert match is not None, "it was adopted right now"
+        store, stored_spec = match
+        return [store.read_tensor(stored_spec, given, place) for place in range(len(given))]
 
     def _copied(self, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """`parts` of the first call, in memory that stays."""

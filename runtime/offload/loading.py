@@ -1,12 +1,12 @@
-"""`load_pretrained`: a model from a checkpoint folder, its experts brought straight to their home.
+"""Loading of a model from a checkpoint folder, with its experts read straight into their home.
 
     plan      transformers builds the model from tensors that are not read yet (unread_tensors.py)
-    meet      homes `peer` and `hybrid`: all ranks have the same checkpoint
-    experts   `offload_experts` copies what belongs to this process into its banks; only that is read
+    meet      homes `peer` and `hybrid`: all ranks check that they have the same checkpoint
+    experts   `move_experts` copies this process's experts into its banks; only these are read
     dense     every other weight is read, once
 
-No process ever holds all experts, and nothing is held twice: a stored tensor is copied from the mapped file to its
-place in the bank.
+No process ever has all experts in memory, and nothing is in memory twice: a stored tensor is copied from the mapped
+file to its offset in the bank.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from moepass.runtime.offload.offload import (
     resolve_device,
     split_layers,
 )
-from moepass.runtime.offload.placement import PlanWish
+from moepass.runtime.offload.placement import PlanningOptions
 from moepass.runtime.offload.residents import Residents
 from moepass.runtime.ranks.agree import Topic, agree
 
@@ -88,32 +88,40 @@ def load_pretrained(
     experts_implementation: str = "grouped_mm",
     progress: Progress | None = None,
 ) -> PreTrainedModel:
-    """The model in the checkpoint folder `path`, its experts at `home`; `offload_report(model)` says what is where.
+    """Return the model in the checkpoint folder `path`, with its experts at `home`.
 
-    What it computes is what `from_pretrained` and `offload_experts` would have given, but each process reads the dense
-    weights and its own experts only: all of them with home `host`, those of its rank with `peer` and `hybrid`, where
-    all ranks call this, none with `disk`. Beyond these bytes it takes memory for one expert at most. On the CPU dense
-    weights are views of the mapped file, as they are with from_pretrained; ranks on one machine share them.
+    The model computes the same as after `from_pretrained` and `offload_experts`, but each process reads only the dense
+    weights and its own experts: all experts with home `host`, those of its rank with `peer` and `hybrid`, where all
+    ranks must call this, and none with `disk`. Beyond these bytes it needs memory for one expert at most. On the CPU
+    dense weights are views of the mapped file, as with from_pretrained; ranks on one machine share them.
 
-    While it loads, no file of the checkpoint may change. (A file that is truncated just while dense weights are read
-    from it ends the process by SIGBUS.)
+    No file of the checkpoint may change while it is loaded. (Truncating a file while dense weights are read from it
+    ends the process with SIGBUS.)
+
+    `offload_report(model)` returns the home and the bytes of the experts.
 
     Args:
         path: a checkpoint folder.
-        home, device, slots, resident_bytes, resident_layers, memory_budget, hardware, tokens: as of `offload_experts`;
-            `device` None is the CPU. Ranks wait `timeout_s` for each other before and after they read their experts:
-            give more than what one rank may need longer than another.
-        dtype: of the weights. None: what the checkpoint says.
-        experts_implementation: how transformers runs the experts.
-        progress: called with (bytes read, bytes in all), on any rank that gives it. None: a bar on a terminal, on
-            rank 0.
+        home: where the experts rest, see `offload_experts`. Ranks wait `timeout_s` for each other before and after they
+            read their experts, so it must exceed the difference between the fastest and the slowest rank.
+        device: where the model computes. None: the CPU.
+        slots: buffers on `device`, see `offload_experts`.
+        resident_bytes: bytes of experts that stay on `device`, see `offload_experts`.
+        resident_layers: layers whose experts stay on `device`, see `offload_experts`.
+        memory_budget: bytes on `device` for this process, see `offload_experts`.
+        hardware: the machine to plan for, see `offload_experts`.
+        tokens: the tokens of a step to plan for, see `offload_experts`.
+        dtype: the dtype of the weights. None: the one in the checkpoint's config.
+        experts_implementation: the implementation of experts in transformers.
+        progress: a function of (bytes read, total bytes), called on every rank that passes one. None: a progress bar on
+            rank 0 if stderr is a terminal.
 
     Raises:
-        CheckpointError: `path` is no checkpoint; files or tensors are missing, truncated, or do not fit the config; a
-            file is replaced or changed before all is read.
-        InputError: experts cannot be read one by one (quantised weights, a family whose conversion mixes experts).
-        PeerError: ranks bring different checkpoints, fail or do not come.
-        And what `offload_experts` raises.
+        CheckpointError: `path` is not a checkpoint; files or tensors are missing, truncated, or do not fit the config;
+            or a file changed while it was read.
+        InputError: single experts cannot be read (quantised weights, a family whose conversion mixes experts).
+        PeerError: ranks have different checkpoints, fail or do not come.
+        And the errors of `offload_experts`.
     """
     options = options_of(home)
     _check_options(dtype, progress)
@@ -125,48 +133,42 @@ def load_pretrained(
     rank, ranks = (meeting.rank, meeting.size) if meeting is not None else (0, 1)
     with torch.inference_mode(False), torch.no_grad():
         with meeting.telling_failures() if meeting is not None else contextlib.nullcontext():
-            given = Residents(resident_bytes, resident_layers)
-            plan = _plan(path, dtype, experts_implementation)
-            compute_device = resolve_device(plan.model, device)
-            wish, route = PlanWish(memory_budget, hardware, tokens), options.route(compute_device)
-            placement = place_experts(plan.model, wish, route, given, slots)
-            # The weights that stay are read as dense ones are.
-            plan = dataclasses.replace(plan, residents=placement.residents)
-            own_bytes = plan.own_bytes(rank, ranks, home_named(options.home).is_in_files)
+            residents = Residents(resident_bytes, resident_layers)
+            planning = PlanningOptions(memory_budget, hardware, tokens, slots, residents)
+            unread_model = _build_unread(path, dtype, experts_implementation)
+            compute_device = resolve_device(unread_model.model, device)
+            placement = place_experts(unread_model.model, planning, options.route(compute_device))
+            # Resident experts are read like dense weights.
+            unread_model = dataclasses.replace(unread_model, residents=placement.residents)
+            own_bytes = unread_model.own_bytes(rank, ranks, home_named(options.home).is_in_files)
             if meeting is not None:
-                deque(agree(meeting, _CHECKPOINT, [*placement.topics, *plan.topics()]), maxlen=0)
+                deque(agree(meeting, _CHECKPOINT, [*placement.topics, *unread_model.topics()]), maxlen=0)
         with shown_progress(progress, rank == 0, own_bytes) as on_read:
-            plan.files.on_read = on_read
+            unread_model.files.on_read = on_read
             report = move_experts(
-                plan.model, options, make_packer(options, compute_device), compute_device, given, placement
+                unread_model.model, options, make_packer(options, compute_device), compute_device, planning, placement
             )
-            plan.files.close()  # dense weights must not keep the pages mapped that experts were copied from
-            _read_dense(plan.model, report.store.device)
-            if not report.layers:  # its experts were read as dense weights are
-                keep_whole_model_store(expert_weights(plan.model), report.store)
-            plan.files.close()
-            plan.files.check()
-    return plan.model
+            unread_model.files.close()  # dense weights must not keep the experts' pages mapped
+            _read_dense(unread_model.model, report.store.device)
+            if not report.layers:  # all experts are resident, and reading them made new parameters
+                keep_whole_model_store(expert_weights(unread_model.model), report.store)
+            unread_model.files.close()
+            unread_model.files.check()
+    return unread_model.model
 
 
 def offload_report(model: nn.Module) -> OffloadReport:
-    """Homes and bytes of a model whose experts were offloaded. Raises InputError for any other model."""
-    banked = [module for module in model.modules() if isinstance(module, BankedParameter)]
-    resident = tuple(find_expert_modules(model))
-    if not banked and (whole := whole_model_store(expert_weights(model))) is not None:
-        assert whole.placed is not None
-        return OffloadReport(whole, whole.placed.decisions.home, (), 0, 0, resident)
-    if not banked:
+    """Return the home and the bytes of a model's offloaded experts. Raises InputError for any other model."""
+    stores = (module.store for module in model.modules() if isinstance(module, BankedParameter))
+    store = next(stores, None) or whole_model_store(expert_weights(model))
+    if store is None:
         raise InputError(f"{type(model).__name__} has no offloaded experts; call offload_experts or load_pretrained")
-    store = banked[0].store
-    layers = tuple(bank.spec.name for bank in store.banks)
-    home = store.banks[0].spec.home
-    return OffloadReport(store, home, layers, store.home_bytes, store.ring_bytes, resident, store.home.staging_bytes)
+    return OffloadReport.of(store, tuple(find_expert_modules(model)))
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """A model whose weights are not read yet, and the files that they come from."""
+class _UnreadModel:
+    """A model whose weights are not read yet, and the files that contain them."""
 
     folder: Path
     files: CheckpointFiles
@@ -174,31 +176,32 @@ class _Plan:
     residents: Residents
 
     def experts(self) -> dict[str, UnreadTensor]:
-        """The tensors that go into banks, by name; those that modules share once."""
-        found = {
+        """Return the tensors that go into banks, by name. Tensors that modules share appear once."""
+        named = {
             id(value): (f"{path}.{name}", value)
             for path, modules in split_layers(self.model, self.residents)[0].items()
             for module in modules
             for name, value in expert_parameters(module).items()
             if isinstance(value, UnreadTensor)
         }
-        return dict(found.values())
+        return dict(named.values())
 
     def dense(self) -> dict[str, UnreadTensor]:
-        """All others, tied ones once; experts that stay resident are among them."""
+        """Return all other tensors, with tied ones once. They include experts that stay resident."""
         experts = {id(tensor) for tensor in self.experts().values()}
         weights = (*self.model.named_parameters(), *self.model.named_buffers())
         return {name: value for name, value in weights if isinstance(value, UnreadTensor) and id(value) not in experts}
 
     def in_files(self) -> set[int]:
-        """The tensors, by id, that stay in the checkpoint's files with home `disk`."""
+        """Return the ids of the tensors that stay in the checkpoint's files with home `disk`."""
         banks = [expert_parameters(module) for module in find_expert_modules(self.model).values()]
         return {id(value) for bank in banks if streams_as_it_is(bank) for value in bank.values()}
 
     def own_bytes(self, rank: int, ranks: int, stays_in_files: bool) -> int:
-        """Bytes of the files that `rank` reads to load the model; `stays_in_files`: what banks can be read from.
+        """Return the bytes of the files that `rank` reads to load the model.
 
-        Raises InputError where a rank's experts cannot be read alone.
+        With `stays_in_files` it reads no banks that the checkpoint's files contain byte for byte. Raises InputError if
+        a rank's experts cannot be read alone.
         """
         recipes = [tensor.recipe for tensor in self.dense().values()]
         unread = self.in_files() if stays_in_files else set()
@@ -211,16 +214,17 @@ class _Plan:
                 tensor.recipe.rows(0, 1)
             except UnfollowedError as error:
                 raise InputError(
-                    f"{name} of family {self.model.config.model_type!r} is made by {error.operation}, through which "
-                    "single experts cannot be read; use from_pretrained, then moepass.offload_experts",
+                    f"{name} of family {self.model.config.model_type!r} is computed by {error.operation}, which mixes "
+                    "experts, so single experts cannot be read; use from_pretrained, then moepass.offload_experts",
                     name=name,
                     value=error.operation,
                 ) from error
         return sum(stored.nbytes for recipe in recipes for stored in recipe.stored())
 
     def topics(self) -> list[Topic]:
-        """What all ranks must have in common, from cause to effect. Of the weights that are samples of the dense ones,
-        since no rank reads all experts.
+        """Return the topics that all ranks must agree on, from cause to effect.
+
+        The weights are compared by samples of the dense ones, because no rank reads all experts.
         """
         config = hashlib.blake2b((self.folder / checkpoints.CONFIG_FILE).read_bytes(), digest_size=8).hexdigest()
         sources = [stored for tensor in self.dense().values() for stored in tensor.recipe.stored()]
@@ -237,7 +241,7 @@ class _Plan:
         ]
 
 
-def _plan(path: str | Path, dtype: torch.dtype | None, experts_implementation: str) -> _Plan:
+def _build_unread(path: str | Path, dtype: torch.dtype | None, experts_implementation: str) -> _UnreadModel:
     """Let transformers build the model from unread tensors. Raises CheckpointError and InputError."""
     folder = checkpoints.resolve_model(path)
     stamps = FileStamps(folder / name for name in (checkpoints.CONFIG_FILE, INDEX_FILE, _GENERATION_FILE))
@@ -255,7 +259,7 @@ def _plan(path: str | Path, dtype: torch.dtype | None, experts_implementation: s
                 config=config,
                 state_dict=unread(files),
                 dtype="auto" if dtype is None else dtype,
-                # Mismatches then come as records, and are refused below in one line.
+                # Mismatches are then returned in `info`, and refused below in one line.
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
                 trust_remote_code=False,
@@ -267,12 +271,12 @@ def _plan(path: str | Path, dtype: torch.dtype | None, experts_implementation: s
             "from_pretrained, then moepass.offload_experts",
             path=folder,
         ) from error
-    except Exception as error:  # transformers raises many kinds for one cause: the files do not fit the config
+    except Exception as error:  # transformers raises many types if the files do not fit the config
         raise CheckpointError(f"{folder} cannot be loaded: {_cause(error)}", path=folder) from error
     check_loading(folder, info)
     _name_after(model, folder)
     model.requires_grad_(False)
-    return _Plan(folder, files, model.eval(), Residents())
+    return _UnreadModel(folder, files, model.eval(), Residents())
 
 
 def _check_options(dtype: object, progress: object) -> None:
@@ -283,13 +287,13 @@ def _check_options(dtype: object, progress: object) -> None:
 
 
 def _refuse_quantised(folder: Path, config: Any) -> None:
-    for part in (config, config.get_text_config()):
-        quantised = getattr(part, "quantization_config", None)
+    for section in (config, config.get_text_config()):
+        quantised = getattr(section, "quantization_config", None)
         if quantised:
             method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
             raise InputError(
-                f"{folder} holds {config.model_type!r} weights quantised by {method or 'an unknown method'}, of which "
-                "load_pretrained reads none; use from_pretrained, dequantised, then moepass.offload_experts",
+                f"{folder} contains {config.model_type!r} weights quantised by {method or 'an unknown method'}, which "
+                "load_pretrained cannot read; use from_pretrained, dequantised, then moepass.offload_experts",
                 name="quant_method",
                 value=method,
                 path=folder,
@@ -297,16 +301,16 @@ def _refuse_quantised(folder: Path, config: Any) -> None:
 
 
 def _cause(error: Exception) -> str:
-    if "automatic conversion" in str(error):  # the report that it points to is one of the silenced warnings
+    if "automatic conversion" in str(error):  # it refers to a report that is silenced here
         return (
-            "the weights of single experts do not merge into one bank per layer; one of them is missing, or has "
-            "another shape than the rest"
+            "the weights of single experts do not merge into one bank per layer; an expert is missing, or has another "
+            "shape than the others"
         )
     return one_line(error)
 
 
 def _name_after(model: PreTrainedModel, folder: Path) -> None:
-    """Give `model` its name and generation configuration, as from_pretrained does."""
+    """Set the name and the generation config of `model`, as from_pretrained does."""
     from transformers import GenerationConfig
 
     model.name_or_path = model.config.name_or_path = str(folder)
@@ -314,13 +318,13 @@ def _name_after(model: PreTrainedModel, folder: Path) -> None:
         try:
             with checkpoints.quiet_transformers():
                 model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-        except Exception as error:  # as it may be malformed in any way
+        except Exception as error:  # transformers raises many types for a malformed file
             file = folder / _GENERATION_FILE
             raise CheckpointError(f"{file} cannot be read: {one_line(error)}", path=file) from error
 
 
 def _read_dense(model: nn.Module, device: torch.device) -> None:
-    """Put numbers into every weight that has none yet; tied ones stay tied."""
+    """Read every weight that is not read yet. Tied weights stay tied."""
     read: dict[int, torch.Tensor] = {}
     for tensors, name, tensor in _unread(model):
         if id(tensor) not in read:
@@ -329,7 +333,7 @@ def _read_dense(model: nn.Module, device: torch.device) -> None:
             read[id(tensor)] = nn.Parameter(numbers, requires_grad=False) if is_parameter else numbers
         tensors[name] = read[id(tensor)]
     if device.type != "cpu":
-        model.to(device)  # buffers that no checkpoint holds
+        model.to(device)  # moves buffers that are not in the checkpoint
 
 
 def _unread(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, UnreadTensor]]:

@@ -1,4 +1,4 @@
-"""Progress of reading a checkpoint: a bar on a terminal, or a caller's function of two numbers."""
+"""Progress of reading a checkpoint: a bar on a terminal, or calls of a function of two numbers."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-# Takes (bytes read so far, bytes in all).
+# A function of (bytes read so far, total bytes).
 Progress = Callable[[int, int], object]
 
 
 @contextmanager
 def shown_progress(hook: Progress | None, is_first: bool, total_bytes: int) -> Iterator[Callable[[int], None] | None]:
-    """The function to call with the number of bytes that were read just now; None if no progress is wanted.
+    """Yield the function to call with the bytes of each read; None if progress is not shown.
 
-    `hook` is told the sum. Without one there is a progress bar, where `is_first` and stderr is a terminal.
+    Args:
+        hook: called with (bytes read, total bytes). None: a progress bar if `is_first` and stderr is a terminal.
+        is_first: whether this is rank 0.
+        total_bytes: all bytes to read.
     """
     if hook is not None:
         yield _summing(hook, total_bytes)

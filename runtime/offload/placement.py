@@ -1,7 +1,7 @@
-"""Which layers stay on the device and through how many slots the others stream: the planner, asked of a real model.
+"""The planner's choice of the layers that stay on the device and of the number of slots for the others.
 
-What is known of the model: its weights by shape and type, its config where a formula knows the family. What is known of
-the machine: the profile that was given, else the one that `moepass calibrate` has stored.
+Of the model, the planner gets its weights by shape and dtype, and its config if a formula covers the family. Of the
+machine, it gets the profile in the options, or else the one that `moepass calibrate` has stored.
 """
 
 from __future__ import annotations
@@ -44,31 +44,39 @@ from moepass.runtime.ranks.agree import Topic
 
 logger = logging.getLogger("moepass")
 
-# One sequence of so many tokens is planned for where nobody says another number.
+# The default step to plan for: the number of sequences, and the tokens of each.
 DEFAULT_TOKENS = (1, 4096)
 
 Experts = Mapping[str, Mapping[str, nn.Parameter]]
 
 
 @dataclasses.dataclass(frozen=True)
-class PlanWish:
-    """What the user says of the plan: bytes of the device's memory, the machine, the tokens of a step.
+class PlanningOptions:
+    """The user's planning options.
 
-    Raises OptionError for what is no number of bytes or tokens, InputError for an unknown machine.
+    Attributes:
+        memory_budget: bytes of the device's memory, as a number or as text.
+        hardware: the machine, a preset or a profile.
+        tokens: the tokens of a step, or the number of sequences and the tokens of each.
+        slots: the number of slots; None: the planner's choice.
+        residents: the layers that stay; by default the planner's choice.
     """
 
     memory_budget: str | float | None = None
     hardware: str | os.PathLike[str] | Hardware | None = None
     tokens: int | tuple[int, int] | None = None
+    slots: int | None = None
+    residents: Residents = dataclasses.field(default_factory=Residents)
 
     @property
     def budget_bytes(self) -> int | None:
-        given = self.memory_budget
-        if given is None:
+        """The memory budget in bytes; None without one. Raises OptionError for a wrong number or text."""
+        budget = self.memory_budget
+        if budget is None:
             return None
-        wrong = OptionError.wrong("memory_budget", given, "bytes above 0, such as 6e9, '6GB' or '512MiB'")
+        wrong = OptionError.wrong("memory_budget", budget, "bytes above 0, such as 6e9, '6GB' or '512MiB'")
         try:
-            number = parse_bytes(given) if isinstance(given, str) else given
+            number = parse_bytes(budget) if isinstance(budget, str) else budget
         except InputError as error:
             raise wrong from error
         if not isinstance(number, (int, float)) or isinstance(number, bool) or not 0 < number < math.inf:
@@ -77,22 +85,26 @@ class PlanWish:
 
     @property
     def sequences(self) -> Sequences:
-        given = DEFAULT_TOKENS if self.tokens is None else self.tokens
-        counts = (1, given) if isinstance(given, int) else given
+        """The sequences of a step to plan for. Raises OptionError for wrong numbers."""
+        tokens = DEFAULT_TOKENS if self.tokens is None else self.tokens
+        counts = (1, tokens) if isinstance(tokens, int) else tokens
         if (
             not isinstance(counts, Sequence)
             or len(counts) != 2
             or not all(isinstance(count, int) and not isinstance(count, bool) and count >= 1 for count in counts)
         ):
             expected = (
-                "a number of tokens from 1 on, or a pair: the number of sequences in a step, and the tokens of each"
+                "a number of tokens of at least 1, or a pair: the number of sequences in a step, and the tokens of each"
             )
             raise OptionError.wrong("tokens", self.tokens, expected)
         check_limit("tokens", counts[0] * counts[1], MOST_TOKENS, "share the sequences out over several steps")
         return Sequences(*counts)
 
     def machine(self, device: torch.device, ranks: int) -> Hardware | None:
-        """The profile that was given, else that of this machine; None where there is none."""
+        """Return the profile in the options, or else the stored one of this machine; None if there is no profile.
+
+        Raises OptionError for a wrong type, and InputError for an unknown machine.
+        """
         if self.hardware is None:
             return stored_profile(device, ranks)
         if isinstance(self.hardware, Hardware):
@@ -105,8 +117,14 @@ class PlanWish:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """`residents` stay as they are; the others stream through `slots` slots. By `topics` ranks find out why theirs
-    differ."""
+    """The result of planning.
+
+    Attributes:
+        residents: the layers that stay as they are.
+        slots: the number of slots that the others stream through.
+        placed: the decisions, for the plans of graphs.
+        topics: the causes of the decision, by which ranks find out why theirs differ.
+    """
 
     residents: Residents
     slots: int
@@ -115,70 +133,95 @@ class Placement:
 
 
 def place(
-    model: nn.Module, experts: Experts, wish: PlanWish, route: BankRoute, residents: Residents, slots: int | None
+    model: nn.Module,
+    experts: Experts,
+    planning: PlanningOptions,
+    route: BankRoute,
 ) -> Placement:
-    """Decide what stays and how many slots there are, as far as `residents` and `slots` do not say so.
+    """Decide which layers stay and how many slots there are, unless `planning` says so.
 
-    `experts` are the expert weights of each bank, by path.
+    Args:
+        model: the model.
+        experts: the expert weights of each bank, by path.
+        planning: the user's planning options.
+        route: the route of banks to the compute device.
 
-    Raises OptionError where both a budget and residents are given, and what `PlanWish` raises; InputError where the
-    budget is too small, with the least that would do, and where the profile lacks a link or a rate.
+    Raises:
+        OptionError: there is both a budget and residents, and as `PlanningOptions`.
+        InputError: the budget is too small (the error names the least that suffices), or the profile lacks a link or
+            rate.
     """
-    budget, _ = wish.budget_bytes, wish.sequences
+    residents, slots = planning.residents, planning.slots
+    # Both are read first, so that wrong values raise even where the plan does not need them.
+    budget, _ = planning.budget_bytes, planning.sequences
     if budget is not None and residents.is_given:
         raise OptionError(
-            f"memory_budget is {wish.memory_budget!r}, and {residents}: the plan decides which layers stay; "
+            f"memory_budget is {planning.memory_budget!r}, and {residents}: the plan decides which layers stay; "
             "give one of the two",
             name="memory_budget",
-            value=wish.memory_budget,
+            value=planning.memory_budget,
         )
-    known = _Known.of(model, experts, wish, route)
-    stay = residents.among(known.bank_bytes) if residents.is_given else None
-    made = known.plan(stay, slots)
-    by_number = {number: path for path, number in known.numbers.items()}
+    inputs = _PlanningInputs.of(model, experts, planning, route)
+    stay = residents.among(inputs.bank_bytes) if residents.is_given else None
+    made = inputs.plan(stay, slots)
+    by_number = {number: path for path, number in inputs.numbers.items()}
     paths = tuple(by_number[number] for number in made.decisions.resident_layers)
-    streamed = tuple((path, number) for path, number in known.numbers.items() if path not in paths)
+    streamed = tuple((path, number) for path, number in inputs.numbers.items() if path not in paths)
     placed = PlacedModel(
         made.decisions,
         streamed,
-        known.weights(),
+        inputs.weights(),
         made.schedule.resident_bytes + made.schedule.shard_bytes,
-        known.dtype,
-        known.architecture,
-        known.hardware,
+        inputs.dtype,
+        inputs.architecture,
+        inputs.hardware,
         route.transport,
-        known.unknown,
+        inputs.unknown,
     )
-    topics = tuple(_topics(wish, known.hardware, residents, slots))
+    topics = tuple(_topics(planning, inputs.hardware))
     if slots is None:
-        # A ring has no more slots than banks, whatever is asked for; banks may come later.
+        # The ring itself limits its slots to the number of banks; more banks may be added later.
         slots = DEFAULT_SLOTS if budget is None else max(1, made.decisions.slots)
     return Placement(Residents(paths=paths), slots, placed, topics)
 
 
-def _topics(wish: PlanWish, hardware: Hardware | None, residents: Residents, slots: int | None) -> Iterator[Topic]:
-    """What decides how layers are placed, from cause to effect; without a budget only what stays by name or bytes."""
-    budget, sequences = wish.budget_bytes, wish.sequences
+def _topics(planning: PlanningOptions, hardware: Hardware | None) -> Iterator[Topic]:
+    """Yield the causes of the placement, from cause to effect. Without a budget these are only the residents."""
+    budget, sequences = planning.budget_bytes, planning.sequences
     machine = None
     if hardware is not None:
         machine = f"{hardware.name} ({hashlib.blake2b(profile_json(hardware), digest_size=8).hexdigest()})"
     yield Topic("memory_budget in bytes", budget, "give every rank the same memory_budget")
     decided = {
         "tokens": ([sequences.count, sequences.length], "tokens"),
-        "slots": (slots, "slots"),
+        "slots": (planning.slots, "slots"),
         "the hardware profile (its name and a digest)": (machine, "hardware, as a preset or one profile's file"),
     }
     for name, (value, same) in decided.items():
         yield Topic(name, None if budget is None else value, f"give every rank the same {same}")
-    yield Topic("resident_bytes", residents.nbytes, "give every rank the same resident_bytes")
-    yield Topic("resident_layers", sorted(residents.layers), "give every rank the same resident_layers")
+    yield Topic("resident_bytes", planning.residents.nbytes, "give every rank the same resident_bytes")
+    yield Topic("resident_layers", sorted(planning.residents.layers), "give every rank the same resident_layers")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Known:
-    """What is known of a model and its machine."""
+class _PlanningInputs:
+    """The model's sizes and the machine, as far as they are known.
 
-    wish: PlanWish
+    Attributes:
+        planning: the user's planning options.
+        route: the route of banks to the compute device.
+        bank_bytes: bytes of each complete bank, by path.
+        shard_bytes: bytes of the largest shard of each bank.
+        read_in_place_bytes: bytes of the smallest shard that kernels may read without a copy in the slot.
+        numbers: the number of each bank's layer.
+        dense_bytes: bytes of all other parameters and buffers.
+        dtype: the dtype of the expert weights.
+        architecture: the model's sizes; None if no formula knows them.
+        hardware: the machine's profile; None without a stored one.
+        unknown: why the architecture or the hardware is missing.
+    """
+
+    planning: PlanningOptions
     route: BankRoute
     bank_bytes: dict[str, int]
     shard_bytes: dict[str, int]
@@ -191,7 +234,7 @@ class _Known:
     unknown: str
 
     @staticmethod
-    def of(model: nn.Module, experts: Experts, wish: PlanWish, route: BankRoute) -> _Known:
+    def of(model: nn.Module, experts: Experts, planning: PlanningOptions, route: BankRoute) -> _PlanningInputs:
         banks = {path: sum(value.nbytes for value in values.values()) for path, values in experts.items()}
         counts = {path: next(iter(values.values())).shape[0] for path, values in experts.items()}
         shards = {path: largest_shard_bytes(nbytes, counts[path], route.ranks) for path, nbytes in banks.items()}
@@ -201,24 +244,26 @@ class _Known:
         }
         numbers = layer_numbers(banks)
         if len(set(numbers.values())) < len(numbers):  # several banks in one layer
-            numbers = {path: place for place, path in enumerate(banks)}
+            numbers = {path: index for index, path in enumerate(banks)}
         in_banks = {id(value) for values in experts.values() for value in values.values()}
-        others = {id(value): value.nbytes for value in (*model.parameters(), *model.buffers())}
-        dense = sum(nbytes for key, nbytes in others.items() if key not in in_banks)
+        all_bytes = {id(value): value.nbytes for value in (*model.parameters(), *model.buffers())}
+        dense = sum(nbytes for key, nbytes in all_bytes.items() if key not in in_banks)
         dtype = _dtype_of(experts)
-        hardware, unknown = _machine(wish, route, dtype)
+        hardware, unknown = _machine(planning, route, dtype)
         architecture = None
-        if hardware is not None or wish.budget_bytes is not None:
+        if hardware is not None or planning.budget_bytes is not None:
             architecture, why = _architecture(model, experts, numbers, dtype)
             unknown = unknown or why
-        return _Known(wish, route, banks, shards, in_place, numbers, dense, dtype, architecture, hardware, unknown)
+        return _PlanningInputs(
+            planning, route, banks, shards, in_place, numbers, dense, dtype, architecture, hardware, unknown
+        )
 
     def weights(self) -> DeviceMemory:
-        """What rests on the device whatever is decided, but activations."""
+        """Return the bytes on the device under every decision, without activations."""
         return resting_bytes(self.dense_bytes, self.shard_bytes.values(), self.route.staging_buffers)
 
     def plan(self, stay: tuple[str, ...] | None, slots: int | None) -> MadePlan:
-        """The plan, with the layers that `stay` where that is decided."""
+        """Return the plan. `stay` are the layers that stay, and `slots` the slots, if they are already decided."""
         if self.hardware is not None and self.architecture is not None:
             return self._made(self._by_sizes(self.hardware, self.architecture, stay, slots))
         return self._made(self._by_bytes(stay, slots))
@@ -226,11 +271,11 @@ class _Known:
     def _by_sizes(
         self, hardware: Hardware, architecture: Architecture, stay: tuple[str, ...] | None, slots: int | None
     ) -> PlanningProblem:
-        budget = self.wish.budget_bytes
+        budget = self.planning.budget_bytes
         setting = Setting(
             architecture,
             hardware,
-            self.wish.sequences,
+            self.planning.sequences,
             self.dtype,
             math.inf if budget is None else budget,
             transport=self.route.transport,
@@ -244,8 +289,8 @@ class _Known:
         )
 
     def _by_bytes(self, stay: tuple[str, ...] | None, slots: int | None) -> PlanningProblem:
-        """Without times. Activations are those of the formula where it knows the model, else left out."""
-        sequences = self.wish.sequences
+        """Return the problem without times. Activations are left out if no formula knows the model."""
+        sequences = self.planning.sequences
         weights = self.weights()
         if self.architecture is not None:
             activations = peak_activation_bytes(self.architecture, sequences.tokens, self.dtype)
@@ -253,8 +298,8 @@ class _Known:
         has_shards = home_named(self.route.home).keeps_shards_on_device
         shards, in_place = (self.shard_bytes, self.read_in_place_bytes) if has_shards else ({}, {})
         phases = bank_phases(self.bank_bytes.items(), self.numbers, shards, in_place)
-        places = None if stay is None else tuple(place for place, one in enumerate(phases) if one.name in stay)
-        budget = self.wish.budget_bytes
+        resident = None if stay is None else tuple(index for index, phase in enumerate(phases) if phase.name in stay)
+        budget = self.planning.budget_bytes
         return PlanningProblem(
             phases=phases,
             home=self.route.home,
@@ -263,7 +308,7 @@ class _Known:
             sequence=sequences.length,
             machine=Machine(fills_ahead=self.route.transport != COLLECTIVE),
             budget_bytes=None if budget is None else float(budget),
-            resident=places,
+            resident=resident,
             slots=slots,
             unknown=self.unknown,
             memory_source=memory_source(self.architecture is not None),
@@ -277,33 +322,33 @@ class _Known:
             resting = problem.resting
             enough_bytes = math.ceil(resting.peak_bytes) + error.needed_bytes
             raise InputError(
-                f"memory_budget is {self.wish.memory_budget!r}, which is too small: dense weights and staging buffers "
-                f"take {resting.resident_bytes + resting.slot_bytes:.0f} bytes, activations of {problem.batch} "
+                f"memory_budget is {self.planning.memory_budget!r}, which is too small: dense weights and staging "
+                f"buffers take {resting.resident_bytes + resting.slot_bytes:.0f} bytes, activations of {problem.batch} "
                 f"sequences of {problem.sequence} tokens {resting.activation_bytes:.0f}, and slots and shards "
-                f"{error.needed_bytes}; {enough_bytes} bytes would do, and less with fewer tokens",
+                f"{error.needed_bytes}; use at least {enough_bytes} bytes, or fewer tokens",
                 name="memory_budget",
-                value=self.wish.memory_budget,
+                value=self.planning.memory_budget,
                 expected=enough_bytes,
             ) from error
 
 
 def _weight_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of what grouped GEMMs multiply by, and so may read where it rests; biases lie in slots as a whole."""
+    """Return the bytes of matrices, which grouped GEMMs may read from the shard; slots always contain the biases."""
     return sum(value.nbytes for value in tensors if value.dim() == 3)
 
 
-def _machine(wish: PlanWish, route: BankRoute, dtype: str) -> tuple[Hardware | None, str]:
-    """The machine as this model uses it, with the ranks and the emulated links that it has; None and why without one.
+def _machine(planning: PlanningOptions, route: BankRoute, dtype: str) -> tuple[Hardware | None, str]:
+    """Return the profile with this model's ranks and emulated links; or None and the reason.
 
-    Raises InputError where the profile that was given has no link from the home, or no rate for `dtype`.
+    Raises InputError if the profile in the options has no link from the home, or no rate for `dtype`.
     """
     command = calibrate_command(route.device, route.ranks)
     try:
-        hardware = wish.machine(route.device, route.ranks)
+        hardware = planning.machine(route.device, route.ranks)
     except InputError as error:
-        if wish.hardware is not None:
+        if planning.hardware is not None:
             raise
-        # A profile that nobody asked for: damaged, or of another version.
+        # The user did not choose this stored profile, so a damaged or outdated one is no error.
         unknown = f"the stored profile of this machine is not used: {error}; {command} stores another one"
         logger.warning("%s", unknown)
         return None, unknown
@@ -317,14 +362,14 @@ def _machine(wish: PlanWish, route: BankRoute, dtype: str) -> tuple[Hardware | N
         if dtype:
             peak_flops_per_s(hardware, dtype)
     except InputError as error:
-        if wish.hardware is not None:
+        if planning.hardware is not None:
             raise
-        return None, str(error)  # as above
+        return None, str(error)  # the stored profile is no error, see above
     return hardware, ""
 
 
 def _dtype_of(experts: Experts) -> str:
-    """Of the expert weights, by the short name where formulas know the type."""
+    """Return the short name of the expert weights' dtype, or torch's name if formulas do not know it."""
     value = next((value for values in experts.values() for value in values.values()), None)
     if value is None:
         return ""
@@ -337,13 +382,13 @@ def _dtype_of(experts: Experts) -> str:
 def _architecture(
     model: nn.Module, experts: Experts, numbers: Mapping[str, int], dtype: str
 ) -> tuple[Architecture | None, str]:
-    """The sizes of the model: attention by its config, experts as they are; None and why where no formula knows them.
+    """Return the model's sizes, attention by its config and experts as they are; or None and the reason.
 
     Layers may have been changed since the config was written: fewer experts in some, or narrower ones.
     """
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
-        return None, f"the sizes of {type(model).__name__} are not known, which has no transformers config"
+        return None, f"the sizes of {type(model).__name__} are not known, because it has no transformers config"
     try:
         read = from_config(config, dtype=dtype or None)
     except InputError as error:
@@ -364,7 +409,7 @@ def _architecture(
 def _with_experts(
     model: nn.Module, path: str, values: Mapping[str, nn.Parameter], layer: Layer, read: Architecture
 ) -> Layer | None:
-    """`layer` with experts as wide and as many as there are; None where their bytes cannot be explained."""
+    """Return `layer` with the width and number of the actual experts; None if their bytes do not fit any."""
     if layer.experts is None:
         return None
     nbytes = sum(value.nbytes for value in values.values())
@@ -373,12 +418,12 @@ def _with_experts(
     weights = sum(math.prod(value.shape[1:]) for value in matrices)
     width = weights // (read.hidden * (3 if experts.gated else 2))
     top_k = min(count, _top_k(model.get_submodule(path.rpartition(".")[0]), experts.top_k))
-    found = dataclasses.replace(layer, experts=dataclasses.replace(experts, count=count, width=width, top_k=top_k))
-    assert found.experts is not None
-    return found if bank_bytes(found.experts, read.hidden, read.dtype) == nbytes else None
+    actual = dataclasses.replace(experts, count=count, width=width, top_k=top_k)
+    fits = bank_bytes(actual, read.hidden, read.dtype) == nbytes
+    return dataclasses.replace(layer, experts=actual) if fits else None
 
 
 def _top_k(block: nn.Module, default: int) -> int:
-    """Experts of each token as the block's router has it."""
-    given = [getattr(module, "top_k", None) for module in block.modules()]
-    return next((value for value in given if isinstance(value, int) and not isinstance(value, bool)), default)
+    """Return the number of experts of each token, as the block's router has it."""
+    values = [getattr(module, "top_k", None) for module in block.modules()]
+    return next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), default)

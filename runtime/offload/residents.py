@@ -1,4 +1,4 @@
-"""Which layers keep their experts: as many of the first as fit into some bytes, or those that a plan names."""
+"""Layers whose experts stay on the device: the first ones that fit into a number of bytes, or named ones."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from moepass.models.limits import MOST_LAYERS
 
 @dataclasses.dataclass(frozen=True)
 class Residents:
-    """The first layers whose experts fit into `nbytes` together, or `layers` by the numbers in their modules' paths, or
-    what a plan decided: `paths`.
+    """Layers that stay on the device. At most one of the three fields is set.
 
-    Raises OptionError for what is no number of bytes or layer, and for both at once.
+    Attributes:
+        nbytes: the first layers whose experts fit into this many bytes together.
+        layers: layers by the numbers in their modules' paths.
+        paths: layers by path, as a plan decided.
+
+    Raises:
+        OptionError: `nbytes` or `layers` is not a number of bytes or a list of layers, or both are set.
     """
 
     nbytes: int = 0
@@ -45,17 +50,17 @@ class Residents:
             )
 
     def among(self, bank_bytes: Mapping[str, int]) -> tuple[str, ...]:
-        """The paths that stay, of banks that are given by path, in the model's order.
+        """Return the paths that stay, in the model's order, of banks that are given as bytes by path.
 
-        Raises InputError where a layer has no bank.
+        Raises InputError if a layer has no bank.
         """
         if self.paths:
             return tuple(path for path in bank_bytes if path in self.paths)
         if not self.layers:
             ends = itertools.accumulate(bank_bytes.values())
             return tuple(path for path, end in zip(bank_bytes, ends, strict=True) if end <= self.nbytes)
-        found = tuple(path for path in bank_bytes if not _numbers(path).isdisjoint(self.layers))
-        missing = sorted(set(self.layers) - {number for path in found for number in _numbers(path)})
+        stay = tuple(path for path in bank_bytes if not _numbers(path).isdisjoint(self.layers))
+        missing = sorted(set(self.layers) - {number for path in stay for number in _numbers(path)})
         if missing:
             raise InputError(
                 f"resident_layers has {one_of(missing)}, but no module with experts has that number in its path; "
@@ -64,23 +69,24 @@ class Residents:
                 value=missing,
                 expected=tuple(bank_bytes),
             )
-        return found
+        return stay
 
     @property
     def is_given(self) -> bool:
+        """True if the user has chosen layers."""
         return bool(self.nbytes or self.layers)
 
     def __str__(self) -> str:
         return f"resident_layers is {list(self.layers)}" if self.layers else f"resident_bytes is {self.nbytes}"
 
-    def complaint(self, layers: int) -> InputError:
-        """That all `layers` would stay."""
+    def all_resident_error(self, layers: int) -> InputError:
+        """Return the error for a choice that keeps all `layers` layers on the device."""
         name, value = ("resident_layers", self.layers) if self.layers else ("resident_bytes", self.nbytes)
         if self.layers:
-            what = f"resident_layers names all {layers} layers with experts"
+            reason = f"resident_layers names all {layers} layers with experts"
         else:
-            what = f"resident_bytes is {self.nbytes}, into which the experts of all {layers} layers fit"
-        return InputError(f"{what}; leave the model as it is, or give less", name=name, value=value)
+            reason = f"resident_bytes is {self.nbytes}, and the experts of all {layers} layers fit into it"
+        return InputError(f"{reason}; do not offload the model, or keep fewer layers", name=name, value=value)
 
 
 def _is_count(value: object) -> bool:

@@ -1,12 +1,12 @@
-"""The ranks of a process group agree on each run: on its form, gathered weights or exchanged tokens, and on its layers.
+"""Agreement of the ranks of a process group on each run: on its form and on its layers.
 
-An exchange needs all ranks, and each knows its own tokens only. So where a plan has a dispatch, every run begins with
-a few bytes from every rank to every other, over gloo connections of the group's own: no device waits for them, and
-every wait ends. So does every run where ranks may otherwise run different experts at a time (`RunCheck`), and every one
-that relies on equal tokens (`replicas.py`). What follows is computed alike on all ranks, from what was agreed alone;
-the last form of the group's runs, by which a form stays near the crossover, is a part of that.
+A run either gathers weights or exchanges tokens. An exchange needs all ranks, and each rank knows only its own tokens.
+So if a plan has a dispatch, every run begins with a few bytes from every rank to every other, over gloo connections of
+the group: no device waits for them, and every wait ends. The same applies to runs in which ranks may otherwise run
+different experts (`RunCheck`), and to runs that rely on equal tokens (`replicas.py`). All ranks then compute the same
+form from the agreed numbers and the form of the group's last run, which the form keeps near the crossover.
 
-Which of a rank's graphs takes part does not matter: ranks compile for different shapes.
+It does not matter which of a rank's graphs takes part: ranks compile for different shapes.
 """
 
 from __future__ import annotations
@@ -36,21 +36,26 @@ from moepass.runtime.torch_private import store_of
 
 logger = logging.getLogger("moepass")
 
-# Hex digits of a digest that are compared and shown.
+# The hex digits of a digest that ranks compare and errors show.
 _DIGITS = 12
-# Crossover of a graph that never exchanges.
+# The crossover of a graph that never exchanges.
 _NO_CROSSOVER = -1
-# Meeting number of a rank whose inputs were not compared yet.
+# The meeting number of a rank whose inputs were not compared yet.
 NEVER_COMPARED = -1
 
 
 @dataclasses.dataclass(frozen=True)
 class RunVote:
-    """A rank's vote on a run: its tokens in a block, the crossover of its graph, and the blocks that are about to run.
+    """A rank's vote on a run.
 
-    `blocks` describe the blocks; equal blocks have equal descriptions on all ranks. If the crossover `is_estimated`,
-    tokens and crossover are in units of it, so that it is 1. `compared_in` is the number of the meeting in which the
-    present inputs of the run were compared with those of the other ranks; 0 if no comparison is needed.
+    Attributes:
+        tokens: the rank's tokens in a block.
+        crossover_tokens: the crossover of its graph.
+        hysteresis: the fraction of the crossover within which the last form is kept.
+        blocks: descriptions of the blocks that are about to run; equal blocks have equal descriptions on all ranks.
+        is_estimated: whether the crossover is estimated; tokens and crossover are then in units of it, so that it is 1.
+        compared_in: the number of the meeting in which the present inputs were compared with those of other ranks; 0 if
+            no comparison is needed.
     """
 
     tokens: float
@@ -62,12 +67,13 @@ class RunVote:
 
     @staticmethod
     def of(dispatch: Dispatch, tokens: float, blocks: tuple[str, ...]) -> RunVote:
-        """Estimated crossovers differ between ranks and shapes: their tokens count in parts of the crossover."""
+        """Return the vote for `dispatch`. If its crossover is estimated, ranks vote with tokens divided by it."""
         if dispatch.is_estimated:
             return RunVote(tokens / dispatch.crossover_tokens, 1, dispatch.hysteresis, blocks, is_estimated=True)
         return RunVote(tokens, dispatch.crossover_tokens, dispatch.hysteresis, blocks)
 
     def topics(self) -> list[Topic]:
+        """Return the topics of this vote."""
         return [
             *_shared_topics(self.blocks, self.crossover_tokens, self.hysteresis),
             Topic("tokens", self.tokens, is_vote=True),
@@ -75,7 +81,7 @@ class RunVote:
         ]
 
 
-# Made again in every run otherwise.
+# Cached, because every run needs the same topics.
 @functools.lru_cache(maxsize=256)
 def _shared_topics(blocks: tuple[str, ...], crossover_tokens: int, hysteresis: float) -> tuple[Topic, Topic]:
     crossover = "none" if crossover_tokens == _NO_CROSSOVER else crossover_tokens
@@ -95,30 +101,31 @@ def _shared_topics(blocks: tuple[str, ...], crossover_tokens: int, hysteresis: f
 
 
 class Agreement:
-    """This rank's part in the agreements of one process group. One run of the group agrees after the other."""
+    """This rank's side of the agreements of one process group. The group agrees on one run at a time."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.rank, self.size = group.rank(), group.size()
         self._store = store_of(group)
         self._connections: Connections | None = None
-        # The last form, by crossover and hysteresis: graphs with another crossover have their own.
+        # The last form, by crossover and hysteresis, because graphs with another crossover choose separately.
         self._last: dict[tuple[int, float], str] = {}
         self._lock = threading.Lock()
 
     def compare(self, blocks: tuple[str, ...], timeout_s: float, compared_in: int = 0) -> bool:
         """Check that all ranks are about to run the same blocks. Raises PeerError as `agree` does.
 
-        True where also all come with the same `compared_in`, and none with NEVER_COMPARED.
+        Returns True if all ranks also have the same `compared_in`, and it is not NEVER_COMPARED.
         """
         with self._lock:
             votes = self._exchange(RunVote(0.0, _NO_CROSSOVER, 0.0, blocks, compared_in=compared_in), timeout_s)
-        return compared_in != NEVER_COMPARED and all(other == compared_in for _, other in votes)
+        return compared_in != NEVER_COMPARED and all(comparison == compared_in for _, comparison in votes)
 
     def agree(self, own: RunVote, timeout_s: float) -> str:
-        """The form of the next run, the same on all ranks.
+        """Return the form of the next run, the same on all ranks.
 
-        Raises PeerError: the same text on all ranks where their crossovers differ, or the layers that they are about to
-        run; one that names a rank which is gone, or did not come within `timeout_s`. Then no rank agrees any more.
+        Raises:
+            PeerError: ranks have different crossovers or layers (the same text on all ranks), or a rank has ended or
+                did not come within `timeout_s`. No rank can agree any more.
         """
         with self._lock:
             tokens = sum(tokens for tokens, _ in self._exchange(own, timeout_s))
@@ -135,7 +142,7 @@ class Agreement:
         return form
 
     def _exchange(self, own: RunVote, timeout_s: float) -> list[list[float]]:
-        """Tokens and last comparison of all ranks, by rank."""
+        """Return tokens and last comparison of all ranks, by rank."""
         if self.size == 1:
             return [[own.tokens, own.compared_in]]
         connections = self._connect(timeout_s)
@@ -153,42 +160,49 @@ class Agreement:
         if self._connections is None:
             if not torch.distributed.is_gloo_available():
                 raise InputError(
-                    "ranks agree on each run of these layers over gloo, which this build of torch lacks; leave "
-                    "all_to_all_below out, let layers of one name compute the same, and disable "
-                    "eliminate_expert_parallelism where ranks add up the results of their experts (all_reduce)"
+                    "ranks agree on each run of these layers over gloo, which this build of torch lacks; do not use "
+                    "all_to_all_below, let layers of one name compute the same, and disable "
+                    "eliminate_expert_parallelism if ranks add up the results of their experts (all_reduce)"
                 )
             rendezvous = Rendezvous(self._store, self.rank, self.size, timeout_s, MEETING)
-            # Exchange once through the store first: gloo does not name a missing rank.
+            # Ranks first exchange a record through the store, because gloo does not name a missing rank.
             deque(rendezvous.exchange("first word on a run", self.rank, int), maxlen=0)
             self._connections = Connections(rendezvous, "agreements", "agreements on runs")
         return self._connections
 
 
 class RunCheck:
-    """Compares before a run of one graph, where it has to be, which blocks the ranks run without their exchanges."""
+    """A check before each run of one graph, if necessary, that ranks run the same blocks without their exchanges.
+
+    Args:
+        group: the ranks.
+        own: this rank's proposal, which the ranks decided on.
+        timeout_s: seconds that ranks wait for each other.
+    """
 
     def __init__(self, group: Callable[[], ProcessGroup], own: Proposal, timeout_s: float) -> None:
-        """`own` is what ranks decided on for the graph."""
         self._group = group
         self._own = own
         self._blocks = taken_blocks(own.takes)
         self._timeout_s = timeout_s
-        self._is_told = False
+        self._has_logged = False
 
     def __call__(self) -> None:
-        """Raises PeerError where ranks are about to run different blocks, are gone or do not come."""
+        """Raise PeerError if ranks are about to run different blocks, have ended or do not come."""
         group = self._group()
         if not decisions_of(group).must_agree(self._own):
             return
-        if not self._is_told:
-            self._is_told = True
-            what = ", ".join(self._blocks) or "a graph with its exchanges"
-            logger.info("from now on ranks compare each run of %s: the group has others that they could run", what)
+        if not self._has_logged:
+            self._has_logged = True
+            blocks = ", ".join(self._blocks) or "a graph with its exchanges"
+            logger.info(
+                "from now on ranks compare each run of %s: the group has other graphs that a rank could run", blocks
+            )
         agreement_of(group).compare(self._blocks, self._timeout_s)
 
 
 def taken_blocks(blocks: Sequence[LocalBlock]) -> tuple[str, ...]:
-    """Names of `blocks` with a digest of their experts; the same text on all ranks."""
+    """Return the names of `blocks` with a digest of their experts; the same texts on all ranks."""
     return tuple(
         f"{block.name} ({block.form} {hashlib.sha256(block.signature.encode()).hexdigest()[:_DIGITS]})"
         for block in blocks

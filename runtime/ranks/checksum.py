@@ -1,11 +1,11 @@
-"""A number that is equal for tensors with equal contents, and by all likelihood for no others."""
+"""A checksum of the contents of a tensor."""
 
 from __future__ import annotations
 
 import torch
 
-# Words of 8 bytes that are mixed at a time: two copies of a chunk stay in a processor's cache, and on a device a chunk
-# is large enough to be worth its launches.
+# Words of 8 bytes in a chunk. On a CPU two chunks fit into the cache; on a device a chunk is large enough to hide the
+# launch overhead.
 _CHUNK_WORDS_CPU = 2**16
 _CHUNK_WORDS_DEVICE = 2**22
 _ALL_BITS = 2**64 - 1
@@ -16,48 +16,47 @@ _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """A number of 64 bits from all bits of `tensor`, in the order of its elements, computed on its device.
+    """Return 64 bits computed from all bits of `tensor`, in the order of its elements, on its device.
 
-    The sum modulo 2^64 of what `_mix` makes of each word of 8 bytes, which depends on the word's place. A mere weighted
-    sum would not do: in it two flipped signs cancel out. A difference in one word always shows, others by all
-    likelihood. No protection against somebody who looks for equal checksums. Beside the tensor itself it takes the
-    memory of two chunks, and that of a copy where the tensor is not contiguous.
+    It is the sum modulo 2^64 of `_mix` of each word of 8 bytes and its position. (In a plain weighted sum two flipped
+    signs could cancel out.) A difference in a single word always changes it, other differences almost certainly. It is
+    not secure against chosen inputs. It needs the memory of two chunks, and of a copy if the tensor is not contiguous.
     """
     octets = _octets(tensor)
-    whole = octets.numel() // 8 * 8
-    # Memory of a view need not begin where an integer of 8 bytes may.
-    aligned = octets[:whole] if octets.storage_offset() % 8 == 0 else octets[:whole].clone()
+    whole_bytes = octets.numel() // 8 * 8
+    # A view may begin at an address that is not a multiple of 8.
+    aligned = octets[:whole_bytes] if octets.storage_offset() % 8 == 0 else octets[:whole_bytes].clone()
     words = aligned.view(torch.int64)
     length = _CHUNK_WORDS_CPU if words.device.type == "cpu" else _CHUNK_WORDS_DEVICE
-    places = torch.arange(min(length, words.numel()), device=words.device, dtype=torch.int64).mul_(_signed(_STEP))
-    mixed, shifted = torch.empty_like(places), torch.empty_like(places)
+    steps = torch.arange(min(length, words.numel()), device=words.device, dtype=torch.int64).mul_(_signed(_STEP))
+    mixed, shifted = torch.empty_like(steps), torch.empty_like(steps)
     total = torch.zeros((), device=words.device, dtype=torch.int64)
     for start in range(0, words.numel(), length):
         chunk = words[start : start + length]
-        part = mixed[: chunk.numel()]
-        torch.add(places[: chunk.numel()], _signed((start + 1) * _STEP), out=part)
-        part.bitwise_xor_(chunk)
-        _mix(part, shifted[: chunk.numel()])
-        total += part.sum()
-    rest = int.from_bytes(bytes(octets[whole:].tolist()), "little")
-    return (int(total) + _mixed(rest ^ _mixed(octets.numel()))) & _ALL_BITS
+        result = mixed[: chunk.numel()]
+        torch.add(steps[: chunk.numel()], _signed((start + 1) * _STEP), out=result)
+        result.bitwise_xor_(chunk)
+        _mix(result, shifted[: chunk.numel()])
+        total += result.sum()
+    tail = int.from_bytes(bytes(octets[whole_bytes:].tolist()), "little")
+    return (int(total) + _mixed(tail ^ _mixed(octets.numel()))) & _ALL_BITS
 
 
 def _octets(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes [bytes] of `tensor`, in the order of its elements."""
-    # Conjugates and negatives may be views of other numbers.
+    """Return the bytes of `tensor`, in the order of its elements."""
+    # A conjugate or negative may be a view that stores other bits.
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
     return flat.view(torch.uint8) if flat.numel() else flat.new_zeros(0, dtype=torch.uint8)
 
 
 def _mix(words: torch.Tensor, shifted: torch.Tensor) -> None:
-    """Replace each of `words` (int64), one to one, by a number whose every bit depends on all of its bits.
+    """Replace each of `words` (int64) by a number, one to one, so that every bit depends on all of its bits.
 
-    `shifted` is memory of the same size to work in.
+    `shifted` is scratch memory of the same size.
     """
     for shift, factor in zip(_SHIFTS, (*_FACTORS, None), strict=True):
-        # Shifts of signed numbers bring copies of the sign, which do not belong there.
+        # A shift of a signed number inserts copies of its sign, which are masked out.
         torch.bitwise_right_shift(words, shift, out=shifted)
         words.bitwise_xor_(shifted.bitwise_and_(_ALL_BITS >> shift))
         if factor is not None:
@@ -65,13 +64,13 @@ def _mix(words: torch.Tensor, shifted: torch.Tensor) -> None:
 
 
 def _mixed(word: int) -> int:
-    """The result of `_mix` for one number below 2^64."""
+    """Return the result of `_mix` for one number below 2^64."""
     for shift, factor in zip(_SHIFTS, (*_FACTORS, 1), strict=True):
         word = (word ^ (word >> shift)) * factor & _ALL_BITS
     return word
 
 
 def _signed(word: int) -> int:
-    """The signed number of 64 bits with the same bits."""
+    """Return the signed 64-bit number with the same bits."""
     word &= _ALL_BITS
     return word - 2**64 if word >> 63 else word

@@ -1,16 +1,16 @@
-"""The ranks of a process group decide together which blocks of expert parallelism are taken out of their graphs.
+"""Decisions of a process group on the blocks of expert parallelism that are taken out of its ranks' graphs.
 
 A block that one rank takes and another leaves cannot run: one would wait at an AllToAll that the other never joins. A
 block that two ranks take with different experts would be wrong. So every rank that captured a graph with collectives
-comes here before anything is compiled, whatever it found in it, and all come out with the same decision.
+comes here before it compiles, even with a graph without blocks, and all ranks get the same decision.
 
 A decision holds for the life of the group. A rank that captures the same block again, for another shape, keeps it and
-does not wait. A block that no rank rewrote stays unchanged in all later graphs of the group, even where it could be
-rewritten, such as in another branch of the model: ranks that run their old graphs exchange, and would not notice.
+does not wait. A block that no rank rewrote stays unchanged in all later graphs of the group, even if it could be
+rewritten there, as in another branch of the model: ranks that run their old graphs exchange, and would not notice.
 
-Several layers can have one name, where they are compiled one by one, and one layer can be captured in several ways,
-where a Python flag chooses what its experts compute. Once ranks took such a name in two ways, or left some exchanges
-and took others, only a run tells which of these a rank runs: then they compare before each run, too (`must_agree`).
+Several layers can have one name if they are compiled one by one, and one layer can be captured in several forms if a
+Python flag chooses what its experts compute. Once ranks took such a name in two forms, or left some exchanges and took
+others, only a run shows which of these a rank runs: the ranks then also compare before each run (`must_agree`).
 """
 
 from __future__ import annotations
@@ -40,17 +40,18 @@ MEETING = (
 
 _STAYS = "all ranks left it unchanged in a graph that they compiled before, and leave it in all graphs since: "
 
-# The texts behind the digests `experts` and `tokens` of a block.
+# The texts behind a block's digests `experts` and `tokens`.
 Texts = tuple[Sequence[str], Sequence[str]]
 
 
 class BlockDecisions:
-    """The decisions of one group's ranks so far, as one of them knows them."""
+    """The decisions of one group's ranks, as this rank knows them."""
 
     def __init__(self) -> None:
-        # By name and signature of a block, which is empty for one that a rank cannot take: why it is left, or None.
+        # Why a block is left, or None, by its name and signature. The signature is empty if a rank cannot take the
+        # block.
         self._decided: dict[tuple[str, str], str | None] = {}
-        # By name of a block: the signatures with which it is taken, each with the shapes of its experts' weights.
+        # The signatures with which a block is taken, each with the shapes of its experts' weights, by the block's name.
         self._taken: dict[str, dict[str, tuple[str, ...]]] = defaultdict(dict)
         self._has_left_exchanges = False
         self._is_alone = False
@@ -60,11 +61,18 @@ class BlockDecisions:
     def decide(
         self, group: ProcessGroup, own: Proposal, texts_of: Callable[[LocalBlock], Texts], timeout_s: float
     ) -> dict[str, str]:
-        """The blocks among those that `own` takes which all ranks leave unchanged, by name, with the reason: equal on
-        every rank.
+        """Return the blocks of `own.takes` that all ranks leave unchanged, by name, with the reasons.
 
-        Waits for the other ranks where something of `own` was not decided yet. Raises PeerError naming ranks that do
-        not come within `timeout_s`, and where ranks differ in the number of tokens below which they exchange.
+        The result is the same on all ranks. Waits for the other ranks if a block in `own` is not decided yet.
+
+        Args:
+            group: the ranks.
+            own: this rank's proposal.
+            texts_of: returns the texts behind a block's digests, which explain a difference between ranks.
+            timeout_s: seconds that ranks wait for each other.
+
+        Raises:
+            PeerError: ranks do not come within `timeout_s`, or have different crossovers.
         """
         self._owner.check()
         with self._lock:
@@ -76,9 +84,9 @@ class BlockDecisions:
             return {name: reason for name, reason in left.items() if reason is not None}
 
     def must_agree(self, own: Proposal) -> bool:
-        """Whether other ranks may run something else while this one runs the graph for which `own` was decided.
+        """Return whether other ranks may run something else while this rank runs the graph that `own` was decided for.
 
-        The same on all ranks. A rank that could not compare a graph with others is not asked about its runs either.
+        The result is the same on all ranks. A rank that could not compare a graph with others does not take part.
         """
         keys = _keys(own)
         if any(key not in self._decided for key in keys):
@@ -88,10 +96,10 @@ class BlockDecisions:
         return any(self._is_ambiguous(name, signature) for name, signature in keys)
 
     def _is_ambiguous(self, name: str, signature: str) -> bool:
-        """Whether a rank may take another block of that name for this one.
+        """Return whether a rank may take another block of that name for this one.
 
-        Weights of other shapes are of another model, which no rank runs in the place of this one: with exchanges that
-        would have failed as well.
+        Weights of other shapes belong to another model, which no rank runs in place of this one: the model's own
+        exchanges would fail as well.
         """
         taken = self._taken.get(name, {})
         return signature in taken and sum(weights == taken[signature] for weights in taken.values()) > 1
@@ -114,7 +122,7 @@ class BlockDecisions:
                 raise
             self._go_alone(own, str(error))
             return
-        crossovers = {other: proposal.crossover for other, proposal in enumerate(proposals) if proposal.takes}
+        crossovers = {peer: proposal.crossover for peer, proposal in enumerate(proposals) if proposal.takes}
         check_equal(
             "the tokens per rank below which runs are exchanged",
             crossovers,
@@ -133,12 +141,12 @@ class BlockDecisions:
         names: Sequence[str],
         texts_of: Callable[[LocalBlock], Texts],
     ) -> dict[str, str]:
-        """Where the blocks with these names differ between ranks; every rank takes all of them."""
+        """Return the differences between ranks in the blocks with these names, all of which every rank takes."""
         texts = {block.name: texts_of(block) for block in own.takes if block.name in names}
-        by_rank = [found for _, found in rendezvous.exchange("description of blocks", texts, dict[str, Texts])]
+        by_rank = [theirs for _, theirs in rendezvous.exchange("description of blocks", texts, dict[str, Texts])]
         reasons = {}
         for name in names:
-            experts, tokens = ([texts[name][part] for texts in by_rank] for part in (0, 1))
+            experts, tokens = ([texts[name][index] for texts in by_rank] for index in (0, 1))
             reasons[name] = (
                 explain_difference(experts, "its experts compute differently: they")
                 or explain_difference(
@@ -153,17 +161,17 @@ class BlockDecisions:
         left = {name: reason for name, _ in keys if (reason := self._why_stays(name)) is not None} | dict(left)
         shapes = {name: proposal.weights(name) for proposal in proposals for name, _ in _keys(proposal)}
         for name, signature in keys:
-            reason = left.get(name) or (None if signature else _why_nobody_takes(name, proposals))
+            reason = left.get(name) or (None if signature else _why_left_by_all(name, proposals))
             self._decided[name, signature] = reason
             if reason is None:
                 self._taken[name][signature] = shapes[name]
             else:
                 self._has_left_exchanges = True
-        # A rank that cannot take such a block in another graph either need not ask again.
+        # A rank that cannot take the block in another graph needs no second meeting.
         self._decided |= {(name, ""): reason for name, reason in left.items()}
 
     def _why_stays(self, name: str) -> str | None:
-        """Why a block of that name, which was decided on and never taken, stays as it comes; the same on all ranks."""
+        """Return why a decided block of that name, never taken, stays unchanged, or None; the same on all ranks."""
         return None if name in self._taken else self._decided.get((name, ""))
 
     def _why_left(self, name: str, signature: str) -> str | None:
@@ -173,7 +181,7 @@ class BlockDecisions:
         return self._decided.get((name, signature))
 
     def _change(self, own: Proposal) -> str | None:
-        """The first difference between `own` and what all ranks had before, in words; None if there is none."""
+        """Return the first difference between `own` and earlier decisions, in words; None if they agree."""
         for block in own.leaves:
             if block.name in self._taken:
                 return (
@@ -186,12 +194,12 @@ class BlockDecisions:
         return None
 
     def _go_alone(self, own: Proposal, reason: str) -> None:
-        """Leave this rank's graphs unchanged; then nothing that it does depends on other ranks."""
+        """Leave this rank's graphs unchanged from now on, so that it does not depend on other ranks."""
         self._is_alone = True
         logger.warning("blocks that run unchanged could not be compared with the other ranks: %s", reason)
 
 
-def _why_nobody_takes(name: str, proposals: Sequence[Proposal]) -> str:
+def _why_left_by_all(name: str, proposals: Sequence[Proposal]) -> str:
     reasons = [
         f"rank {rank} cannot take it: {block.reason}"
         for rank, proposal in enumerate(proposals)
@@ -202,11 +210,11 @@ def _why_nobody_takes(name: str, proposals: Sequence[Proposal]) -> str:
 
 
 def _keys(proposal: Proposal) -> list[tuple[str, str]]:
-    """The keys of a proposal that need a decision, for all shapes that the graph is captured for."""
+    """Return the keys of a proposal that need a decision, for all shapes that the graph is captured for."""
     names = dict.fromkeys(block.name for block in proposal.takes)
     keys = [(name, " ".join(proposal.signatures(name))) for name in names]
     keys += [(block.name, "") for block in proposal.leaves if block.name not in names]
-    # Others may have found a block where this rank sees collectives alone.
+    # Other ranks may find a block in the collectives of a graph where this rank finds none.
     return keys or [("\n".join(proposal.exchanges), "")]
 
 
@@ -215,5 +223,5 @@ decisions_of = OfGroup(lambda group: BlockDecisions())
 
 
 def has_others(group: ProcessGroup) -> bool:
-    """Whether there are other ranks to talk to: torch's fake groups only pretend."""
+    """Return whether the group has other ranks to talk to. torch's fake groups only pretend to."""
     return group.size() > 1 and dist.get_backend(group) != "fake"

@@ -1,11 +1,11 @@
-"""Ranks that gather banks together in the memory of their devices: gloo agrees, NCCL moves the bytes.
+"""Gathers of banks in the memory of devices: hosts agree over gloo, NCCL moves the bytes.
 
-ask       as on a CPU, between hosts
-gather    the bytes go from device to device; all hosts wait until they are there
+ask       between hosts, as on a CPU
+gather    the bytes go from device to device; all hosts wait for them
 
-Nothing ends a transfer of NCCL whose other side is gone, and a stream that waits for it waits for ever. So the host of
-every rank waits for each gather, with a deadline, before the computation may read it. Where that is over, hosts tell
-each other whose part has ended, by which they know who is missing, and abort NCCL.
+If a rank ends, the NCCL transfer with it never ends, and a stream behind it waits for ever. So the host of every rank
+waits for each gather, with a deadline, before the computation may read it. After the deadline, hosts tell each other
+whose transfers have ended, by which they find the missing rank, and abort NCCL.
 """
 
 from __future__ import annotations
@@ -21,15 +21,25 @@ from moepass.runtime.ranks.gather_group import GatherGroup, Request
 from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous, about
 from moepass.runtime.system.background import run_in_background
 
-# Between two looks at the device; and between two looks into the store, whether another rank has failed.
-_PAUSE_S, _LOOK_S = 0.0001, 0.05
-# [Empirical] The deadlines of all ranks begin once all of them have come. So much later each host knows what became of
-# its own part, and says so.
+# Seconds between two queries of the device, and between two reads of the store.
+_PAUSE_S, _STORE_PAUSE_S = 0.0001, 0.05
+# [Empirical] The ranks' deadlines start when all of them have come. This long after its deadline every host has
+# reported whether its transfer has ended.
 _GRACE_S = 2.0
 
 
 class DeviceGatherGroup(GatherGroup):
-    """As `GatherGroup`, for parts in the memory of `device`."""
+    """A gather group for tensors in the memory of `device`.
+
+    Args:
+        rendezvous: the meeting of the ranks.
+        describe: returns the name of a request, in errors.
+        device: the device, with its index.
+        connect: connects the devices; all ranks call it together.
+
+    Raises:
+        PeerError: devices cannot be connected, or not within the rendezvous's timeout; and as `GatherGroup`.
+    """
 
     def __init__(
         self,
@@ -38,9 +48,6 @@ class DeviceGatherGroup(GatherGroup):
         device: torch.device,
         connect: Callable[[Rendezvous, torch.device], DeviceLinks],
     ) -> None:
-        """`connect` connects the devices; all ranks come to it together. Raises as `GatherGroup`, and PeerError where
-        devices cannot be connected, or not within the rendezvous's timeout.
-        """
         self._device = device
         self._links: DeviceLinks | None = None
         super().__init__(rendezvous, describe)
@@ -51,7 +58,7 @@ class DeviceGatherGroup(GatherGroup):
             raise
 
     def _connect(self, connect: Callable[[], DeviceLinks]) -> None:
-        """Not in this thread, which may not wait for ever."""
+        """Connect the devices on another thread, because this one must not wait for ever."""
         links: list[DeviceLinks] = []
         errors: list[Exception] = []
         has_ended = threading.Event()
@@ -80,47 +87,47 @@ class DeviceGatherGroup(GatherGroup):
         request: Request,
         send: Mapping[int, Sequence[torch.Tensor]],
         receive: Mapping[int, Sequence[torch.Tensor]],
-        meanwhile: Callable[[], None] = lambda: None,
+        overlapped: Callable[[], None] = lambda: None,
     ) -> None:
-        """As `GatherGroup.gather`, behind what was issued to the current stream of the device.
+        """Gather after the work on the current stream of the device, and wait until all of it has ended.
 
-        What `meanwhile` issues there is waited for too. Where this raises, the stream may still write to `receive`, but
-        not behind what is issued to it afterwards.
+        This includes the work that `overlapped` issues. After an error the stream may still write to `receive`, but
+        before any work that is issued to it later.
         """
         assert self._links is not None, "devices are connected"
         self.check()
         self._links.exchange(send, receive)
-        meanwhile()
+        overlapped()
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(self._device))
-        what = self._describe(request)
-        self._wait_together(done.query, f"end the gather of {what}", f"{what} was gathered")
+        bank = self._describe(request)
+        self._wait_together(done.query, f"end the gather of {bank}", f"{bank} was gathered")
 
     def fail(self, reason: PeerError) -> PeerError:
+        """Close the connections on all ranks, and abort NCCL on this device."""
         first = super().fail(reason)
         if self._links is not None:
             self._links.abort()
         return first
 
     def _wait_together(self, is_done: Callable[[], bool], aim: str, lost: str) -> None:
-        """Return when `is_done` on all ranks. Raises PeerError where one of them fails, or the timeout is over."""
+        """Return when `is_done` on all ranks. Raises PeerError if a rank fails, or after the timeout."""
         deadline = time.monotonic() + self._timeout_s
-        next_look = time.monotonic() + _LOOK_S
+        next_read = time.monotonic() + _STORE_PAUSE_S
         while not (has_ended := is_done()) and time.monotonic() < deadline:
             self.check()
-            if time.monotonic() >= next_look:
-                self._look_for_failures()
-                next_look = time.monotonic() + _LOOK_S
+            if time.monotonic() >= next_read:
+                self._raise_published_failure()
+                next_read = time.monotonic() + _STORE_PAUSE_S
             time.sleep(_PAUSE_S)
         late = f"did not {aim} within {self._timeout_s:g} s (transport 'collective')"
-        own = torch.tensor([float(has_ended)])
-        ended = self.share(own, deadline + _GRACE_S, late, lost)
+        ended = self.share(torch.tensor([float(has_ended)]), deadline + _GRACE_S, late, lost)
         missing = [rank for rank in range(self.size) if not ended[rank].item()]
         if missing:
             ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
             raise self.fail(PeerError(f"{ranks} {late}, though all ranks are there", **about(missing)))
 
-    def _look_for_failures(self) -> None:
-        reason = self.rendezvous.told(self._end_key)
+    def _raise_published_failure(self) -> None:
+        reason = self.rendezvous.outcome(self._end_key)
         if reason is not None:
             raise self.fail(PeerError.from_store(reason))

@@ -1,13 +1,13 @@
-"""Raise on all ranks if Dynamo falls back to eager on one of them, or if ranks missed each other.
+"""Errors on all ranks if Dynamo falls back to eager on one of them, or if ranks missed each other.
 
 In a rewritten graph no rank joins the exchanges any more. If Dynamo stops compiling a rank's model (recompile limit),
 that rank would run the exchanges uncompiled, and wait for ranks that never come. It raises an error instead; the others
 find the error in the store of the group before a later run. (If Dynamo cannot capture a function for another shape, it
-still compiles the function's parts, and these reach `decisions.py`.) If `torch.compiler.set_stance` sends new shapes to
-eager mode, no code of ours runs at that moment, so an earlier run refuses that setting.
+still compiles the function in pieces, which reach `decisions.py`.) If `torch.compiler.set_stance` sends new shapes to
+eager mode, none of our code runs at that moment, so an earlier run refuses that setting.
 
-A rank may wait in vain for a meeting that it alone began. The others were computing with its experts until then, and
-their results may be wrong. They find the error in the same way.
+A rank may also wait in vain for a meeting that it alone began. The other ranks computed with its experts until then,
+and their results may be wrong. They find the error in the same store.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from moepass.runtime.torch_private import (
 )
 
 _FAILED = "moepass/failed"
-# A rank looks for failures of others no more often: the store is another process, perhaps on another machine.
-LOOK_SECONDS = 1.0
+# The least time between two reads of the store, which is another process, perhaps on another machine.
+FAILURE_CHECK_SECONDS = 1.0
 
 _REMEDY = (
     "; let one compilation serve all shapes (torch._dynamo.mark_dynamic on the token dimension, or dynamic=True in "
@@ -42,19 +42,19 @@ _REMEDY = (
 
 
 class EagerWatch:
-    """The Python functions whose graphs had their exchanges taken out, and the groups that these belonged to."""
+    """The Python functions whose graphs had their exchanges taken out, and the groups of these exchanges."""
 
     def __init__(self) -> None:
         self._groups: weakref.WeakKeyDictionary[CodeType, frozenset[str]] = weakref.WeakKeyDictionary()
         self._is_registered = False
 
     def watch(self, groups: Iterable[str]) -> None:
-        """The exchanges of `groups`, perhaps none, were taken out of the function that Dynamo compiles now."""
+        """Record that the exchanges of `groups` were taken out of the function that Dynamo compiles now."""
         code = compiled_code()
-        if code is None:  # a graph that somebody gave the backend by hand: nothing falls back to eager mode
+        if code is None:  # the backend was called without Dynamo, so nothing can fall back to eager mode
             return
         self._groups[code] = frozenset(groups)
-        # Dynamo compiles one function at a time.
+        # No lock is needed, because Dynamo compiles one function at a time.
         if not self._is_registered:
             self._is_registered = True
             on_recompilation(self._check_limit)
@@ -65,45 +65,46 @@ class EagerWatch:
         limit = exceeded_recompile_limit() if groups else None
         if limit is None:
             return
-        known = process_groups_by_name()
-        told: list[PeerError] = []
-        for group in [known[name] for name in sorted(groups & known.keys())]:
+        groups_by_name = process_groups_by_name()
+        failures: list[PeerError] = []
+        for group in [groups_by_name[name] for name in sorted(groups & groups_by_name.keys())]:
             failure = PeerError(
-                f"torch.compile gave up compiling the model for this shape on rank {group.rank()}, after as many "
-                f"compilations as torch._dynamo.config.{limit} allows, and would run it in eager mode, where it waits "
-                f"at an exchange that no other rank joins{_REMEDY}",
+                f"torch.compile reached torch._dynamo.config.{limit} on rank {group.rank()} and would run it in eager "
+                f"mode, where it waits at an exchange that no other rank joins{_REMEDY}",
                 rank=group.rank(),
             )
-            told.append(tell_failure(group, failure))
-        if told:
-            raise told[0]
+            failures.append(publish_failure(group, failure))
+        if failures:
+            raise failures[0]
 
 
-def tell_failure(group: ProcessGroup, failure: PeerError) -> PeerError:
-    """Raise `failure` on all ranks of `group` from now on, unless there is an earlier error; return the one that
-    holds."""
-    told: bytes = store_of(group).compare_set(_FAILED, "", failure.to_store())
-    return PeerError.from_store(told)
+def publish_failure(group: ProcessGroup, failure: PeerError) -> PeerError:
+    """Raise `failure` on all ranks of `group` from now on, unless they have an earlier error.
+
+    Returns the error that they raise.
+    """
+    stored: bytes = store_of(group).compare_set(_FAILED, "", failure.to_store())
+    return PeerError.from_store(stored)
 
 
 class FailureLook:
-    """Tells a rank whether another one of its group failed for good. Costs next to nothing between two looks."""
+    """A check whether another rank of a group failed for good. It reads the store at most once per interval."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._store: Store = store_of(group)
-        self._next_look = 0.0
+        self._next_read = 0.0
 
     def check(self) -> None:
-        """Raises PeerError with what the first rank said that failed, or that waited for others in vain."""
+        """Raise the PeerError of the first rank that failed, or that waited for others in vain."""
         now = time.monotonic()
-        if now < self._next_look:
+        if now < self._next_read:
             return
-        self._next_look = now + LOOK_SECONDS
+        self._next_read = now + FAILURE_CHECK_SECONDS
         try:
             failure = PeerError.from_store(self._store.get(_FAILED)) if self._store.check([_FAILED]) else None
             ended = why_ended(self._store)
-        except DistError:  # whoever held the store has ended; whether well or badly, others tell
-            self._next_look = float("inf")
+        except DistError:  # the process with the store has ended; other checks report whether it failed
+            self._next_read = float("inf")
             return
         if failure is not None:
             raise failure
@@ -117,13 +118,12 @@ class FailureLook:
 
 
 def refuse_eager_stance() -> None:
-    """Raises InputError where Dynamo would run the next new shape in eager mode: it asks nobody when it does."""
+    """Raise InputError if `torch.compiler.set_stance` would make Dynamo run the next new shape in eager mode."""
     stance = eager_stance()
     if stance is not None:
         raise InputError(
-            f"torch.compiler.set_stance({stance!r}) would run the model in eager mode for a shape that was not "
-            "compiled: where other ranks have another shape it waits at an exchange that none of them joins; use "
-            "set_stance('fail_on_recompile')",
+            f"torch.compiler.set_stance({stance!r}) would run the model in eager mode for a new shape, and this rank "
+            "would wait at an exchange that no other rank joins; use set_stance('fail_on_recompile')",
             name="stance",
             value=stance,
             expected="fail_on_recompile",

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class OfGroup(Generic[T]):
-    """One object for each process group, made when it is asked for first; it lives as long as the group."""
+    """One object for each process group, created by `make` on first use; it lives as long as the group."""
 
     def __init__(self, make: Callable[[ProcessGroup], T]) -> None:
         self._make = make
@@ -21,6 +21,7 @@ class OfGroup(Generic[T]):
         self._lock = threading.Lock()
 
     def __call__(self, group: ProcessGroup) -> T:
+        """Return the object of `group`."""
         with self._lock:
             if group not in self._found:
                 self._found[group] = self._make(group)

@@ -1,12 +1,11 @@
-"""Exchange small records through a store of torch.distributed: every wait ends, with a reason.
+"""Exchange of small records through a store of torch.distributed: every wait ends, with a reason.
 
 Either all ranks get each other's records, or all raise the same error. The first rank that knows the outcome writes it
-to the store. So a rank that comes late learns that the others gave up, and does not take their records for an
-agreement.
+to the store. So a late rank learns that the others gave up, and does not take their records for an agreement.
 
 After a failed meeting the ranks no longer know which of their meetings belong together: a rank may have tried twice
-what another missed. So the group ends, and every later meeting raises at once and says why. Ranks that only run what
-they compiled before check for it too (`eager_watch.py`).
+while another rank tried once. So the group ends, and every later meeting raises at once and gives the reason. Ranks
+that only run compiled code check for it too (`eager_watch.py`).
 """
 
 from __future__ import annotations
@@ -26,58 +25,67 @@ from moepass.runtime.system.forking import OwnerProcess
 
 T = TypeVar("T")
 
-# [Empirical] The pause between two looks into the store, growing: a meeting of ranks that come together is over in a
-# few milliseconds, and a long wait costs the store's server nothing to speak of.
+# [Empirical] The first and last pause between two reads of the store. A meeting takes a few milliseconds if all ranks
+# come at once, and a long wait must not load the store's server.
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.05
 _FAILURE = "failure"
 _ENDED, _ABANDONED = "moepass/ended", "abandoned"
 _ALL_CAME = "all came"
 
 
-def wait_for_nothing() -> None:
-    """The check of a meeting at which nothing else is watched."""
+def no_check() -> None:
+    """Do nothing: the default check while a rank waits."""
 
 
 class PeerError(MoepassError, RuntimeError):
-    """Another rank is gone, did not come, or does not fit this one. `rank` or `ranks`: which, on all ranks the same."""
+    """Another rank has ended, did not come, or does not fit this one.
+
+    `rank` or `ranks` name it or them, the same on all ranks.
+    """
 
     def to_store(self) -> str:
-        """What other ranks read it from with `from_store`."""
+        """Return the error as text, for `from_store` on other ranks."""
         return msgspec.json.encode((str(self), self.rank, self.ranks)).decode()
 
     @staticmethod
-    def from_store(told: str | bytes) -> PeerError:
-        """The same text and ranks; whatever else the error of the other rank had stays there."""
-        text, rank, ranks = msgspec.json.decode(told, type=tuple[str, int | None, list[int] | None])
+    def from_store(stored: str | bytes) -> PeerError:
+        """Return an error with the text and the ranks of another rank's error."""
+        text, rank, ranks = msgspec.json.decode(stored, type=tuple[str, int | None, list[int] | None])
         return PeerError(text, rank=rank, ranks=ranks)
 
 
 def about(ranks: Sequence[int]) -> dict[str, Any]:
-    """The field of an error about `ranks`: `rank` where it is one, else `ranks`."""
+    """Return the field of an error about `ranks`: `rank` for one rank, else `ranks`."""
     return {"rank": ranks[0]} if len(ranks) == 1 else {"ranks": ranks}
 
 
 class Rendezvous:
-    """One meeting of `size` ranks of which this is `rank`; records are dataclasses, encoded by msgspec.
+    """One meeting of ranks. Records are dataclasses, encoded by msgspec.
 
-    Every rank opens its meetings in the same order: they are told apart by a number, counted in the store itself.
-    No single wait takes longer than `timeout_s`. All methods raise PeerError where the store is gone.
+    Every rank opens its meetings in the same order, so a counter in the store identifies a meeting. No single wait
+    takes longer than `timeout_s`. All methods raise PeerError if the store is gone.
+
+    Args:
+        store: the store of the group.
+        rank: this rank.
+        size: the number of ranks.
+        timeout_s: seconds that ranks wait for each other.
+        title: what ranks must do to come here; the error of a failed meeting quotes it.
+        is_optional: whether a failure is ignored if all ranks that came passed True.
+
+    Raises:
+        PeerError: ranks of this store missed each other before.
     """
 
     def __init__(
         self, store: Store, rank: int, size: int, timeout_s: float, title: str, is_optional: bool = False
     ) -> None:
-        """`title` says what ranks must do to come here; the error of a failed meeting quotes it.
-
-        If all ranks that came marked the meeting as optional and it fails, it is ignored. Raises PeerError if ranks of
-        this store missed each other before.
-        """
         self.rank = rank
         self.size = size
         self.timeout_s = timeout_s
         self.title = title
         self._is_optional = is_optional
-        # A forked child has the same connection to the store as its parent.
+        # A forked child shares its parent's connection to the store, and must not use it.
         _owners.setdefault(store, OwnerProcess()).check()
         with _store_errors():
             ended = why_ended(store)
@@ -90,113 +98,121 @@ class Rendezvous:
             )
         skip_abandoned(store, rank)
         with _store_errors():
-            # The same on all ranks of a meeting, and in no other one of this group.
+            # The number is the same on all ranks, and unique among the meetings of the group.
             self.number = store.add(_counter(rank), 1)
         self._group_store = store
         self._store = PrefixStore(_meeting(self.number), store)
 
-    def publish(self, what: str, record: object) -> None:
-        """Publish `record` as this rank's `what` for the other ranks."""
+    def publish(self, name: str, record: object) -> None:
+        """Publish `record` as this rank's `name` for the other ranks."""
         with _store_errors():
-            self._store.set(_key(what, self.rank), msgspec.json.encode(record).decode())
+            self._store.set(_key(name, self.rank), msgspec.json.encode(record).decode())
 
     def exchange(
-        self, what: str, own: T, kind: type[T], check: Callable[[], None] = wait_for_nothing
+        self, name: str, own: T, kind: type[T], check: Callable[[], None] = no_check
     ) -> Iterator[tuple[int, T]]:
-        """Publish `own`; gives what each rank published as `what`, with its rank, in the order of ranks.
+        """Publish `own`, and yield each rank with its record, in the order of ranks.
 
-        `check` is called while waiting and may raise PeerError. Raises PeerError naming the ranks that did not publish
-        within `timeout_s`, and as soon as a rank says that it failed. Once all were read, no other rank gets an error.
+        Once all records were read, no other rank gets an error.
+
+        Args:
+            name: the name of the records.
+            own: this rank's record.
+            kind: the type of the records.
+            check: called while this rank waits; may raise PeerError.
+
+        Raises:
+            PeerError: ranks did not publish within `timeout_s`, or a rank has published a failure.
         """
-        self.publish(what, own)
+        self.publish(name, own)
         deadline = time.monotonic() + self.timeout_s
         for rank in range(self.size):
             if rank == self.rank:
                 yield rank, own
                 continue
             try:
-                self._wait(what, rank, deadline, check)
+                self._wait(name, rank, deadline, check)
             except KeyboardInterrupt:
                 with suppress(PeerError):
-                    reason = f"rank {self.rank} was interrupted while it waited for a {what}"
-                    self._give_up(what, PeerError(reason, rank=self.rank))
+                    reason = f"rank {self.rank} was interrupted while it waited for a {name}"
+                    self._give_up(name, PeerError(reason, rank=self.rank))
                 raise
             with _store_errors():
-                text = self._store.get(_key(what, rank))
+                text = self._store.get(_key(name, rank))
             try:
                 record = msgspec.json.decode(text, type=kind)
             except msgspec.DecodeError as error:
                 raise PeerError(
-                    f"rank {rank} sent a {what} that this version of moepass cannot read: {error}", rank=rank
+                    f"rank {rank} sent a {name} that this version of moepass cannot read: {error}", rank=rank
                 ) from error
             yield rank, record
-        told = self.tell_first(_outcome(what), _ALL_CAME)
-        if told != _ALL_CAME:
-            raise PeerError.from_store(told)
+        outcome = self.publish_first(_outcome(name), _ALL_CAME)
+        if outcome != _ALL_CAME:
+            raise PeerError.from_store(outcome)
 
     def end(self, reason: PeerError) -> None:
-        """End all meetings of this group's ranks because of `reason`, unless they ended before.
+        """End all meetings of this group's ranks because of `reason`, unless they have ended before.
 
-        Before every meeting ranks look for it, and now and then before a run; in a meeting they do not.
+        Ranks look for this before every meeting, and now and then before a run, but not during a meeting.
         """
         with _store_errors():
             self._group_store.compare_set(_ENDED, "", reason.to_store())
 
     @contextmanager
     def telling_failures(self) -> Iterator[None]:
-        """An exception inside the block is told to the ranks that wait for this one, and raised on."""
+        """Publish an exception inside the block to the ranks that wait for this one, and re-raise it."""
         try:
             yield
         except Exception as error:
-            if not isinstance(error, PeerError):  # the others find out for themselves
+            if not isinstance(error, PeerError):  # the other ranks get this error on their own
                 failure = PeerError(f"rank {self.rank} failed: {type(error).__name__}: {error}", rank=self.rank)
                 with _store_errors():
                     self._store.set(_FAILURE, failure.to_store())
             raise
 
-    def tell_first(self, what: str, text: str) -> str:
-        """Set the `what` of all ranks to `text`, unless another rank has set it; return the text that holds."""
+    def publish_first(self, name: str, text: str) -> str:
+        """Set the `name` of all ranks to `text`, unless another rank has set it; return the stored text."""
         with _store_errors():
-            told: bytes = self._store.compare_set(what, "", text)
-            return told.decode()
+            stored: bytes = self._store.compare_set(name, "", text)
+            return stored.decode()
 
-    def told(self, what: str) -> str | None:
-        """What `tell_first` has set; None where no rank has set it yet."""
+    def outcome(self, name: str) -> str | None:
+        """Return the text that `publish_first` has set; None if no rank has set it yet."""
         with _store_errors():
-            return self._store.get(what).decode() if self._store.check([what]) else None
+            return self._store.get(name).decode() if self._store.check([name]) else None
 
     def open_store(self, name: str) -> Store:
-        """A store for this meeting's ranks alone."""
+        """Return a store for this meeting's ranks alone."""
         return PrefixStore(name, self._store)
 
-    def _wait(self, what: str, rank: int, deadline: float, check: Callable[[], None]) -> None:
+    def _wait(self, name: str, rank: int, deadline: float, check: Callable[[], None]) -> None:
         pause = _FIRST_PAUSE_S
-        while not self._is_there(_key(what, rank)):
+        while not self._is_there(_key(name, rank)):
             try:
                 check()
             except PeerError as error:
-                self._give_up(what, error)
+                self._give_up(name, error)
             if self._is_there(_FAILURE):
                 with _store_errors():
                     raise PeerError.from_store(self._store.get(_FAILURE))
             if time.monotonic() > deadline:
-                # One that comes while this is counted was late too.
-                missing = [other for other in range(self.size) if not self._is_there(_key(what, other))] or [rank]
+                # `rank` may come while the missing ranks are listed; it was late nevertheless.
+                missing = [peer for peer in range(self.size) if not self._is_there(_key(name, peer))] or [rank]
                 ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-                text = f"{ranks} did not publish a {what} within {self.timeout_s:g} s; {self.title}"
-                self._give_up(what, PeerError(f"{text} (rank {self.rank} waited)", **about(missing)))
+                text = f"{ranks} did not publish a {name} within {self.timeout_s:g} s; {self.title}"
+                self._give_up(name, PeerError(f"{text} (rank {self.rank} waited)", **about(missing)))
             time.sleep(pause)
             pause = min(2 * pause, _LAST_PAUSE_S)
 
-    def _give_up(self, what: str, reason: PeerError) -> None:
-        """Raises PeerError on all ranks, with the first reason, unless all ranks came after all."""
-        told = self.tell_first(_outcome(what), reason.to_store())
-        if told == _ALL_CAME:
+    def _give_up(self, name: str, reason: PeerError) -> None:
+        """Raise PeerError on all ranks, with the first reason, unless all ranks came after all."""
+        outcome = self.publish_first(_outcome(name), reason.to_store())
+        if outcome == _ALL_CAME:
             return
-        first = PeerError.from_store(told)
+        first = PeerError.from_store(outcome)
         if self._is_optional:
             with _store_errors():
-                self._store.set(_ABANDONED, told)
+                self._store.set(_ABANDONED, outcome)
         else:
             self.end(first)
         raise first
@@ -209,16 +225,16 @@ class Rendezvous:
 _owners: weakref.WeakKeyDictionary[Store, OwnerProcess] = weakref.WeakKeyDictionary()
 
 
-def _key(what: str, rank: int) -> str:
-    return f"{what}/{rank}"
+def _key(name: str, rank: int) -> str:
+    return f"{name}/{rank}"
 
 
-def _outcome(what: str) -> str:
-    return f"{what}/outcome"
+def _outcome(name: str) -> str:
+    return f"{name}/outcome"
 
 
 def _counter(rank: int) -> str:
-    """The store's key for the number of a rank's meetings."""
+    """Return the store's key for the number of a rank's meetings."""
     return f"moepass/meetings/{rank}"
 
 
@@ -227,7 +243,7 @@ def _meeting(number: int) -> str:
 
 
 def why_ended(store: Store) -> PeerError | None:
-    """Why the ranks of this store cannot meet any more, or None. Raises DistError where the store is gone."""
+    """Return why the ranks of this store cannot meet any more, or None. Raises DistError if the store is gone."""
     return PeerError.from_store(store.get(_ENDED)) if store.check([_ENDED]) else None
 
 
@@ -250,4 +266,4 @@ def _store_errors() -> Iterator[None]:
         yield
     except DistError as error:
         text = str(error).splitlines()[0]
-        raise PeerError(f"the store of torch.distributed is gone, and with it most likely rank 0: {text}") from error
+        raise PeerError(f"the store of torch.distributed is gone, probably because rank 0 has ended: {text}") from error

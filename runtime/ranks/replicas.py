@@ -1,21 +1,21 @@
-"""Whether all ranks run a graph on the same tokens, where a plan relies on it.
+"""A check that all ranks run a graph on the same tokens, for plans that rely on it.
 
 Results of masked experts may be added up over ranks only if every rank has the same tokens, experts and weights. The
-ranks compared how these are computed when they compiled. What they are computed from, parameters, buffers and inputs,
-they compare here, by checksums: in the first run of a graph, in the next one after parameters changed on any rank, and
-in every run while any rank has `debug` on.
+ranks compared the computation of these when they compiled. Here they compare its inputs (parameters, buffers and other
+inputs) by checksums: in the first run of a graph, in the next one after parameters changed on any rank, and in every
+run while any rank has `debug` on.
 
 A rank cannot see changes on another rank. So in every run each rank sends the number of the comparison that covers its
 parameters. If the numbers differ, all ranks compare again. All ranks run such a graph equally often, since all have the
 same tokens.
 
-How a rank notices that a parameter changed:
+A rank notices a changed parameter by:
 
-memory    where it lies
-version   torch counts writes in place; not those through `.data` or numpy, by `dist.recv` or `dist.broadcast`, nor any
-          to an inference tensor
-sample    of a parameter on a CPU: a few hundred bytes. Weights that were loaded or received show, a few numbers of a
-          large parameter may not. On other devices, for which the host would have to wait, there is none
+memory    its address
+version   torch's count of writes in place, which misses those through `.data` or numpy, by `dist.recv` or
+          `dist.broadcast`, and to an inference tensor
+sample    of a parameter on a CPU: a few hundred bytes. It shows weights that were loaded or received, but may miss a
+          change of a few numbers. Other devices have no sample, because the host would have to wait
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _COMPARISON = (
 )
 
 
-class _State(NamedTuple):
-    """The experts and other parameters of a run, and what tells them from others, and whether they were changed."""
+class _RunInputs(NamedTuple):
+    """The experts and other parameters of a run, the key that identifies them, and a summary that shows changes."""
 
     tensors: tuple[torch.Tensor, ...]
     key: object
@@ -51,7 +51,7 @@ class _State(NamedTuple):
 
 
 class _Compared(NamedTuple):
-    """The result of the meeting `number` for parameters with these `contents`: what differed, or None."""
+    """The result of the meeting `number` for parameters with these `contents`: the difference, or None."""
 
     number: int
     difference: str | None
@@ -64,27 +64,37 @@ class _Compared(NamedTuple):
 
 
 class Comparisons:
-    """The last comparison for each graph and its parameters, of the ranks of one group, as one of them knows them."""
+    """The last comparison for each graph and its parameters, of the ranks of one group, as this rank knows them."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self._last: dict[object, _Compared] = {}
 
-    def find(self, state: _State) -> _Compared | None:
-        """The comparison of these parameters, unless one of them changed since."""
-        found = self._last.get(state.key)
-        return found if found is not None and found.is_alive and found.contents == state.contents else None
+    def find(self, state: _RunInputs) -> _Compared | None:
+        """Return the comparison of these parameters; None if there was none, or one of them changed since."""
+        last = self._last.get(state.key)
+        return last if last is not None and last.is_alive and last.contents == state.contents else None
 
-    def remember(self, state: _State, number: int, difference: str | None) -> None:
+    def remember(self, state: _RunInputs, number: int, difference: str | None) -> None:
+        """Record the result of a comparison, and remove results for freed parameters."""
         storages = tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in state.tensors)
         living = {key: compared for key, compared in self._last.items() if compared.is_alive}
         self._last = {**living, state.key: _Compared(number, difference, state.contents, storages)}
 
 
 class ReplicaCheck:
-    """Compares the inputs of one graph that its replicated tokens are computed from.
+    """A comparison between ranks of the inputs that one graph computes its replicated tokens from.
 
-    A rank that captures its model again, alone, knows what ranks found before: comparisons belong to the group.
+    Comparisons belong to the group, so a rank that captures its model again uses the earlier ones.
+
+    Args:
+        group: the ranks.
+        inputs: for each input to compare, its position among the graph's inputs and its description.
+        signature: a digest of the computation, different for different graphs.
+        blocks: descriptions of the blocks that the graph runs without exchanges, equal on all ranks.
+        timeout_s: seconds that ranks wait for each other.
+        debug: whether to compare in every run.
+        alike: groups of ranks that must have the same inputs; empty if all ranks must.
     """
 
     def __init__(
@@ -97,10 +107,6 @@ class ReplicaCheck:
         debug: bool,
         alike: Sequence[Sequence[int]] = (),
     ) -> None:
-        """`inputs` are their places among the graph's inputs, with words for each; `signature` tells graphs apart that
-        compute differently. `blocks` are those that the graph runs without exchanges, in words that all ranks have in
-        common. `alike` are the ranks that must have the same as each other; empty where all must.
-        """
         self._group = group
         self._inputs = dict(sorted(inputs.items()))
         self._signature = signature
@@ -110,43 +116,48 @@ class ReplicaCheck:
         self._alike = alike
 
     def difference(self, arguments: Sequence[Any], experts: Sequence[torch.Tensor]) -> str | None:
-        """The difference between ranks, in the same words on all; None if there is none.
+        """Return the difference between ranks, in the same words on all, or None.
 
-        `experts` are this rank's tensors of the banks. Waits for the other ranks to come to the same run, and for their
-        checksums where these are needed. Raises PeerError where ranks are about to run different blocks, are gone, or
-        do not come within the timeout.
+        Waits for the other ranks to come to the same run, and for their checksums if these are needed.
+
+        Args:
+            arguments: the inputs of the graph.
+            experts: this rank's tensors of the banks.
+
+        Raises:
+            PeerError: ranks are about to run different blocks, have ended, or do not come within the timeout.
         """
         group = self._group()
         comparisons = comparisons_of(group)
         state = self._state(arguments, experts)
         with comparisons.lock:
-            known = comparisons.find(state)
-            is_enough = known is not None and not (self._debug and known.difference is None)
-            compared_in = known.number if known is not None and is_enough else NEVER_COMPARED
-            # The meeting is the same on all ranks, and so is what they found in it.
-            if agreement_of(group).compare(self._blocks, self._timeout_s, compared_in) and known is not None:
-                return known.difference
+            last = comparisons.find(state)
+            is_enough = last is not None and not (self._debug and last.difference is None)
+            compared_in = last.number if last is not None and is_enough else NEVER_COMPARED
+            # All ranks had this meeting, and got the same result in it.
+            if agreement_of(group).compare(self._blocks, self._timeout_s, compared_in) and last is not None:
+                return last.difference
             number, difference = self._compare(group, arguments)
             comparisons.remember(state, number, difference)
             return difference
 
-    def _state(self, arguments: Sequence[Any], experts: Sequence[torch.Tensor]) -> _State:
-        values = (arguments[place] for place in self._inputs)
+    def _state(self, arguments: Sequence[Any], experts: Sequence[torch.Tensor]) -> _RunInputs:
+        values = (arguments[index] for index in self._inputs)
         parameters = [value for value in values if isinstance(value, torch.nn.Parameter)]
-        # Writes into experts are not checked here: see MutationGuard.
+        # Writes to experts are checked by MutationGuard.
         tensors = (*experts, *parameters)
         key = self._signature, tuple(self._inputs.items()), *map(memory_of, tensors)
         versions = [0 if parameter.is_inference() else parameter._version for parameter in parameters]
         samples = [sampled_bytes(parameter) for parameter in parameters if parameter.device.type == "cpu"]
-        return _State(tensors, key, (versions, hash(b"".join(samples))))
+        return _RunInputs(tensors, key, (versions, hash(b"".join(samples))))
 
     def _compare(self, group: ProcessGroup, arguments: Sequence[Any]) -> tuple[int, str | None]:
-        """The number of the meeting, and what differs."""
-        own = [self._signature] + [f"{words}: {describe(arguments[place])}" for place, words in self._inputs.items()]
+        """Return the number of the meeting, and the difference or None."""
+        texts = [self._signature] + [f"{words}: {describe(arguments[index])}" for index, words in self._inputs.items()]
         rendezvous = Rendezvous(store_of(group), group.rank(), group.size(), self._timeout_s, _COMPARISON)
-        found = dict(rendezvous.exchange("list of checksums", own, list[str]))
-        of_ranks = ({rank: found[rank] for rank in ranks} for ranks in self._alike or (sorted(found),))
-        differences = (explain_difference(texts, "the inputs that it is computed from") for texts in of_ranks)
+        by_rank = dict(rendezvous.exchange("list of checksums", texts, list[str]))
+        groups = ({rank: by_rank[rank] for rank in ranks} for ranks in self._alike or (sorted(by_rank),))
+        differences = (explain_difference(group, "the inputs that it is computed from") for group in groups)
         return rendezvous.number, next(filter(None, differences), None)
 
 
@@ -155,7 +166,7 @@ comparisons_of = OfGroup(lambda group: Comparisons())
 
 
 def describe(value: Any) -> str:
-    """A text that is equal for equal inputs: type, shape and checksum of a tensor, or the number itself."""
+    """Return a text that is equal for equal inputs: dtype, shape and checksum of a tensor, or the number itself."""
     if not isinstance(value, torch.Tensor):
         return str(value)
     return f"{value.dtype} {tuple(value.shape)}, checksum {checksum(value):016x}"

@@ -18,7 +18,7 @@ from moepass.runtime.homes.adopted_banks import adopted_banks
 from moepass.runtime.ranks.checksum import checksum
 from tests.helpers.graphs.backend_helper import Stack, tokens
 from tests.helpers.models.moe_stack import StackConfig, build_stack
-from tests.helpers.processes.adopted_stacks import shard_bytes
+from tests.helpers.processes.adopted_stacks import ring_of, shard_bytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -158,8 +158,7 @@ def _parallel(rank: int, store: str, ranks: int) -> None:
     home = adopted_banks(c10d._get_default_group(), device).home
     assert shard_bytes(home) == sum(parameter.nbytes for layer in model.moe for parameter in layer.experts.parameters())
     assert home.held_twice_bytes == 0
-    ring = home.ring and home.ring()
-    assert ring is not None
+    ring = ring_of(home)
     assert 0 < ring.statistics.link_bytes < ring.statistics.copied_bytes
     _leave()
 

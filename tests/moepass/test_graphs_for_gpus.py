@@ -77,9 +77,7 @@ def test_what_does_not_come_to_a_gpu_yet_is_an_error() -> None:
     assert adoption(result.plan, DEVICE, AdoptionOptions()) is not None
     with (
         mock.patch.object(torch.distributed, "is_nccl_available", return_value=False),
-        pytest.raises(
-            InputError, match=r"transport='collective' needs NCCL where device is cuda:0, .* transport='pull'"
-        ),
+        pytest.raises(InputError, match=r"transport='collective' on cuda:0 needs NCCL, .* transport='pull'"),
     ):
         adoption(result.plan, DEVICE, AdoptionOptions(transport=COLLECTIVE))
     with pytest.raises(OptionError, match="exists for device cpu only; the device is cuda:0"):

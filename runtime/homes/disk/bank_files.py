@@ -1,11 +1,11 @@
-"""Banks written to a folder: one safetensors file for each, whose metadata says what it was made of.
+"""Banks written to a folder: one safetensors file for each, with a digest of its sources in the metadata.
 
 A file is complete or absent: it is written under a temporary name, flushed to the disk, and renamed. A file is reused
-if it was made in the same way from unchanged files. Its contents are not checked, so only trusted users may write to
-the folder. Processes that use the same folder take turns, and the first one writes.
+if it was made by the same recipe from unchanged files. Its contents are not checked, so only trusted users may write to
+the folder. Processes that use the same folder lock it, and the first one writes.
 
 A file is unchanged if it has the same path, inode, size and time of the last write. A copied or renamed checkpoint
-counts as another one: its banks are written again.
+counts as a different one: its banks are written again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moepass.models.checkpoint.unread_tensors import UnreadTensor
 from moepass.models.errors import CheckpointError, InputError
 from moepass.runtime.homes.disk.disk_files import DiskFile
 
-# The entry of a file's metadata that says what it was made of. Another way of writing files needs another name.
+# The metadata key of the digest of a file's sources. A change of the file format needs a new key.
 _MADE_OF = "moepass_bank_1"
 _LOCK_FILE = ".moepass-lock"
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -37,36 +37,47 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class BankFolder:
-    """A folder with files of banks, made when the first one is written."""
+    """A folder with files of banks, created when the first bank is written."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def write(self, banks: Mapping[str, Tensors]) -> dict[str, DiskFile]:
-        """The files of `banks`, given as name and tensors [experts, ...]: written, or as they are where they still fit.
+        """Return the file of each bank; write those that are missing or out of date.
 
-        In a file tensors are called BANK.TENSOR. Of tensors that are not read yet, one expert at a time is in memory.
+        In a file, tensors are called BANK.TENSOR. Tensors that are not read yet are in memory one expert at a time.
 
-        Raises InputError where the folder cannot be written to, is too small, or holds such a file of somebody else;
-        CheckpointError where the checkpoint is changed while it is read.
+        Args:
+            banks: for each bank name its tensors [experts, ...].
+
+        Raises:
+            InputError: the folder cannot be written to, is too small, or contains a file with that name that moepass
+                did not write.
+            CheckpointError: the checkpoint changed while it was read.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with self._locked():
                 made_of = {name: _made_of(tensors) for name, tensors in banks.items()}
-                files = {name: self._found(name, made_of[name], tensors) for name, tensors in banks.items()}
-                self._check_room([banks[name] for name, file in files.items() if file is None])
+                files = {name: self._existing(name, made_of[name], tensors) for name, tensors in banks.items()}
+                self._check_space([banks[name] for name, file in files.items() if file is None])
                 return {name: file or self._written(name, made_of[name], banks[name]) for name, file in files.items()}
         except OSError as error:
             raise InputError(
-                f"folder {self.folder} cannot be written to: {error.strerror or error}", name="folder", path=self.folder
+                f"folder {self.folder} cannot be written to: {error.strerror or error}; name a folder that this user "
+                "can write to",
+                name="folder",
+                path=self.folder,
             ) from error
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{quote(name or 'experts', safe='')}.safetensors"
 
-    def _found(self, name: str, made_of: str, tensors: Tensors) -> DiskFile | None:
-        """The file that is there, if it was made of the same. Raises InputError where it was not made here at all."""
+    def _existing(self, name: str, made_of: str, tensors: Tensors) -> DiskFile | None:
+        """Return the existing file if it has the same sources, else None.
+
+        Raises InputError for a file that moepass did not write.
+        """
         path = self._path(name)
         if not path.exists():
             return None
@@ -75,22 +86,25 @@ class BankFolder:
         except CheckpointError:
             file = None
         if file is None or _MADE_OF not in file.header.metadata:
-            raise InputError(f"{path} is no bank that moepass wrote; give a folder of its own", path=path)
+            raise InputError(
+                f"{path} exists, but moepass did not write it; name a folder that only moepass uses", path=path
+            )
         if file.header.metadata[_MADE_OF] != made_of:
             return None
         for tensor in tensors.values():
             if isinstance(tensor, UnreadTensor):
                 for stored in tensor.recipe.stored():
                     if stored.files.on_read is not None:
-                        stored.files.on_read(stored.nbytes)  # it need not be read, and so is done
+                        stored.files.on_read(stored.nbytes)  # counts as read, because the file is reused
         return file
 
-    def _check_room(self, banks: list[Tensors]) -> None:
+    def _check_space(self, banks: list[Tensors]) -> None:
         needed = sum(tensor.nbytes for tensors in banks for tensor in tensors.values())
         free = shutil.disk_usage(self.folder).free
         if needed > free:
             raise InputError(
-                f"folder {self.folder} has room for {free} bytes, but the banks need {needed}",
+                f"folder {self.folder} has {free} free bytes, but the banks need {needed}; free some space or name "
+                "another folder",
                 name="folder",
                 value=free,
                 expected=needed,
@@ -99,9 +113,9 @@ class BankFolder:
 
     def _written(self, name: str, made_of: str, tensors: Tensors) -> DiskFile:
         path = self._path(name)
-        part = path.with_name(f".{path.name}.part")
+        temporary = path.with_name(f".{path.name}.part")
         try:
-            with open(part, "wb") as opened:
+            with open(temporary, "wb") as opened:
                 described = {
                     f"{name}.{key}": (_NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes)
                     for key, tensor in tensors.items()
@@ -116,15 +130,15 @@ class BankFolder:
                 raise CheckpointError(
                     f"the checkpoint of {name} was changed while it was read; load the model again", name=name
                 )
-            os.replace(part, path)
+            os.replace(temporary, path)
         finally:
-            part.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         return DiskFile(path)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """One process at a time; the kernel lets go of the lock however a process ends."""
-        import fcntl  # not there on every platform, where home `disk` is not either
+        """Lock the folder for one process. The kernel releases the lock even if the process is killed."""
+        import fcntl  # missing on platforms that do not support home `disk`
 
         with open(self.folder / _LOCK_FILE, "wb") as opened:
             fcntl.flock(opened, fcntl.LOCK_EX)
@@ -132,7 +146,7 @@ class BankFolder:
 
 
 def _rows(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The bytes of each row, in memory that the next row overwrites."""
+    """Yield the bytes of each row, in memory that the next row overwrites."""
     row = torch.empty((1, *tensor.shape[1:]), dtype=tensor.dtype)
     for index in range(tensor.shape[0]):
         row.copy_(tensor.detach()[index : index + 1])
@@ -144,9 +158,9 @@ def _is_unread(tensors: Tensors) -> bool:
 
 
 def _made_of(tensors: Tensors) -> str:
-    """A word that is equal where tensors are made in the same way of the same files, unchanged since.
+    """Return a digest of the recipes and of the files they read; equal digests mean equal banks.
 
-    What only memory holds equals nothing.
+    Tensors in memory get a digest that equals no other.
     """
     if not _is_unread(tensors):
         return uuid.uuid4().hex

@@ -1,9 +1,9 @@
-"""Open checkpoint files, read straight into slots.
+"""Checkpoint files that are read straight into slots.
 
 A bank is read with `preadv`, not copied from a mapping of the file. Measured with warm pages, 512 MB in slices of 4 MB,
-reading reaches 13.5 to 14.3 GB/s, copying 12.2 to 12.9 from a fresh mapping and 12.6 to 15 from one that was touched
-before. And a file that is truncated under a mapping ends the process by a signal, where a read says so; nor are page
-tables filled and emptied as banks come and go.
+reading reaches 13.5 to 14.3 GB/s; copying reaches 12.2 to 12.9 from a fresh mapping and 12.6 to 15 from a mapping that
+was touched before. If a mapped file is truncated, the process gets a signal; a read returns an error. And reading does
+not fill and empty page tables with every bank.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from moepass.models.errors import CheckpointError
 from moepass.passes.ir.shards import Piece
 from moepass.runtime.transfer.sources import Source
 
-# The kernel starts to read no more of an announced range than its read-ahead window, of which this is the usual size:
-# what is announced in larger steps is left out. [Empirical] With a window of 8 MB, smaller steps cost nothing more.
+# The kernel reads at most its read-ahead window of an announced range and ignores the rest. This is the usual size of
+# the window. [Empirical] With a window of 8 MB, steps of this size cost nothing more.
 _ANNOUNCED_AT_ONCE_BYTES = 128 << 10
-# Whether bytes are in the cache is asked once for so many: to announce what is there takes a third of the time that it
-# takes to copy it. [Empirical] 12 ms for 512 MB.
+# One byte in this many is looked up in the cache: announcing cached bytes takes a third of the time of copying them.
+# [Empirical] 12 ms for 512 MB.
 _ASKED_AT_ONCE_BYTES = 4 << 20
 
 
@@ -37,10 +37,12 @@ class DiskFile:
 
     Deleting or replacing the file is harmless. Changing it in place raises CheckpointError. A new name, owner or mode
     does not count as a change.
+
+    Raises:
+        CheckpointError: the file cannot be opened, or is not a complete safetensors file.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError where it cannot be opened, or is no complete safetensors file."""
         self.path = path
         try:
             self.descriptor = os.open(path, os.O_RDONLY)
@@ -51,33 +53,36 @@ class DiskFile:
         self.header = read_header(self.descriptor, path)
 
     def offset_bytes(self, tensor: StoredTensor) -> int:
-        """Offset of `tensor`. Raises CheckpointError if the file is not the one whose header described it."""
-        found = self.header.tensors.get(tensor.key)
+        """Return the offset of `tensor`.
+
+        Raises CheckpointError if the file has changed or was replaced since its header described `tensor`.
+        """
+        entry = self.header.tensors.get(tensor.key)
         is_same = tensor.stamp == self._stamp
-        if not is_same or found is None or (DTYPES.get(found.dtype), found.shape) != (tensor.dtype, tensor.shape):
+        if not is_same or entry is None or (DTYPES.get(entry.dtype), entry.shape) != (tensor.dtype, tensor.shape):
             raise CheckpointError(
                 f"{self.path} was changed or replaced while the model was loaded from it; load it again", path=self.path
             )
-        return found.offset_bytes
+        return entry.offset_bytes
 
     def check(self) -> None:
-        """Raises CheckpointError where somebody has changed the file. One system call."""
-        # Stamp of the open file; another file may have its name by now.
+        """Raise CheckpointError if the file was changed. Makes one system call."""
+        # The stamp of the open file, because another file may have its name by now.
         now = FileStamp.of(self.descriptor)
         if now != self._stamp:
             raise CheckpointError(
                 f"{self.path} was changed while a model streams from it: it had {self._stamp.describe()}, now it has "
-                f"{now.describe()}; load the model again, and put new files in the place of old ones by renaming",
+                f"{now.describe()}; load the model again, and replace files by renaming new ones",
                 path=self.path,
             )
 
     def read(self, offset_bytes: int, nbytes: int, address: int) -> None:
-        """Read `nbytes` into memory at `address`. Raises CheckpointError where they are not there, or were changed."""
+        """Read `nbytes` into memory at `address`. Raises CheckpointError if the file is too short or was changed."""
         done = 0
         while done < nbytes:
-            place = (ctypes.c_char * (nbytes - done)).from_address(address + done)
+            buffer = (ctypes.c_char * (nbytes - done)).from_address(address + done)
             try:
-                count = os.preadv(self.descriptor, [place], offset_bytes + done)
+                count = os.preadv(self.descriptor, [buffer], offset_bytes + done)
             except OSError as error:
                 raise CheckpointError(
                     f"bytes {offset_bytes} to {offset_bytes + nbytes} of {self.path} cannot be read: {error.strerror}",
@@ -86,16 +91,16 @@ class DiskFile:
             if count == 0:
                 break
             done += count
-        # After reading: what was written into the file before that shows in its time.
+        # Checked after the read: a write before the read has changed the file's time.
         self.check()
         if done < nbytes:
             end, needed = offset_bytes + done, offset_bytes + nbytes
             raise CheckpointError(
-                f"{self.path} ends at byte {end}, before {needed}", path=self.path, value=end, expected=needed
+                f"{self.path} ends at byte {end}, before byte {needed}", path=self.path, value=end, expected=needed
             )
 
     def announce(self, offset_bytes: int, nbytes: int) -> None:
-        """Let the kernel begin to read these bytes into its cache, unless they seem to be there."""
+        """Let the kernel start to read these bytes into its cache, unless they seem to be cached."""
         stop = offset_bytes + nbytes
         for start in range(offset_bytes, stop, _ASKED_AT_ONCE_BYTES):
             if self._is_cached(start):
@@ -105,10 +110,10 @@ class DiskFile:
                 os.posix_fadvise(self.descriptor, step, count, os.POSIX_FADV_WILLNEED)
 
     def _is_cached(self, offset_bytes: int) -> bool:
-        """Whether this byte is in the kernel's cache; false where that cannot be told."""
+        """Return whether this byte is in the kernel's cache; False if the file system cannot say."""
         try:
             return os.preadv(self.descriptor, [bytearray(1)], offset_bytes, os.RWF_NOWAIT) == 1
-        except OSError:  # not cached, or a file system that does not say
+        except OSError:  # not cached, or a file system without this call
             return False
 
     def forget(self, offset_bytes: int, nbytes: int) -> None:
@@ -118,7 +123,7 @@ class DiskFile:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FileSource(Source):
-    """Pieces of a file, in the file's order. `keeps_pages`: what was read stays in the kernel's cache while it can."""
+    """Pieces of a file, in the file's order. With `keeps_pages`, pages stay in the kernel's cache after a read."""
 
     file: DiskFile
     pieces: tuple[Piece, ...]
@@ -126,30 +131,35 @@ class FileSource(Source):
     over_link: bool = True
 
     def with_pieces(self, pieces: tuple[Piece, ...]) -> FileSource:
+        """Return the same source with other pieces."""
         return dataclasses.replace(self, pieces=pieces)
 
     def check_bounds(self) -> None:
+        """Raise ValueError if a piece ends after the end of the file."""
         end = max((piece.source_offset_bytes + piece.nbytes for piece in self.pieces), default=0)
         if self.file.header.nbytes < end:
             raise ValueError(f"{self.file.path} of {self.file.header.nbytes} bytes is read up to byte {end}")
 
     def copy(self, offset_bytes: int, nbytes: int, address: int) -> None:
+        """Read bytes of the file into host memory at `address`."""
         self.file.read(offset_bytes, nbytes, address)
         if not self.keeps_pages:
             self.file.forget(offset_bytes, nbytes)
 
     def read(self, offset_bytes: int, place: torch.Tensor) -> None:
+        """Read bytes of the file into `place`, on any device."""
         memory = place if place.device.type == "cpu" else torch.empty(place.shape, dtype=place.dtype)
         self.copy(offset_bytes, place.numel(), memory.data_ptr())
         if memory is not place:
             place.copy_(memory)
 
     def contents(self) -> Hashable:
-        # The file does not change, or everything that reads it raises.
+        """Return a value that is equal for equal contents."""
+        # A source always has the same contents: if the file changes, every read raises.
         return self
 
     def announce(self) -> None:
-        """Let the kernel begin to read all pieces into its cache."""
+        """Let the kernel start to read all pieces into its cache."""
         start = stop = 0
         for piece in self.pieces:
             if piece.source_offset_bytes != stop:

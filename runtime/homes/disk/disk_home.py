@@ -1,7 +1,7 @@
 """Home `disk`: experts stay in files, and a bank is read into its slot when the schedule asks for it.
 
-A bank whose tensors lie in the checkpoint's files as they are, byte for byte, in however many parts, is read from
-there. One that has to be made (transposed, converted) is written to a folder once, and read from there.
+If the checkpoint's files contain all tensors of a bank byte for byte, in any number of ranges, the bank is read from
+there. A bank that must be made (transposed, converted) is written to a folder once, and read from there.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from moepass.runtime.transfer.sources import Source
 
 
 class DiskHome(Home):
-    """Banks in files. While one is copied, the one that follows is announced to the kernel.
+    """Banks in files. While one is copied, the next one is announced to the kernel.
 
-    What follows is what followed the last time, and before that, the next layer.
+    The next bank is the one that followed the last time; in the first run it is the next layer.
     """
 
     needs_host = True
@@ -44,19 +44,21 @@ class DiskHome(Home):
         self._order: LearnedOrder[int, int] = LearnedOrder()
 
     def add(self, bank: BankSpec, sources: Sequence[FileSource]) -> None:
-        """`bank` lies there from now on."""
+        """Record the files of `bank`."""
         self._sources[bank.index] = tuple(sources)
         self._files = list({id(s.file): s.file for each in self._sources.values() for s in each}.values())
 
     def check(self) -> None:
-        """Raises CheckpointError where somebody has changed one of the files. One system call for each."""
+        """Raise CheckpointError if one of the files was changed. Makes one system call for each file."""
         for file in self._files:
             file.check()
 
     def sources(self, bank: BankSpec, shards: Sequence[torch.Tensor]) -> tuple[Source, ...]:
+        """Return the ranges of files that contain the bank."""
         return self._sources[bank.index]
 
     def copying(self, bank: BankSpec) -> None:
+        """Learn the order of banks, and announce the next one to the kernel."""
         self._order.learn(bank.index, bank.index)
         following = self._order.after(bank.index, bank.index + 1)
         if self.announces and following != bank.index and following in self._sources:
@@ -64,13 +66,17 @@ class DiskHome(Home):
 
 
 class DiskPacker:
-    """Finds, or makes, the files of a model's banks: `agree`, then `pack` each bank, then `connect`."""
+    """A packer that finds, or writes, the files of a model's banks.
+
+    Args:
+        folder: where banks are written, if necessary; None: such banks are an error.
+        keeps_pages: whether pages stay in the kernel's cache after a read.
+
+    Raises:
+        InputError: the platform cannot read into a slot.
+    """
 
     def __init__(self, folder: str | os.PathLike[str] | None, *, keeps_pages: bool) -> None:
-        """`folder` is where banks are written, if need be; `keeps_pages`: in the kernel's cache.
-
-        Raises InputError where the platform cannot read into a slot.
-        """
         if not hasattr(os, "preadv"):
             raise InputError(
                 "this platform has no preadv, which home='disk' needs; use home='host'", name="home", value="disk"
@@ -81,17 +87,18 @@ class DiskPacker:
         self._files: dict[Path, DiskFile] = {}
 
     def agree(self, banks: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Write what must be written, and know where all banks lie; the model is not changed.
+        """Find the files of all banks, and write those that must be written. Does not change the model.
 
-        Raises InputError where banks would have to be written and no folder is given, or has not enough room;
-        CheckpointError where files are not what they were.
+        Raises:
+            InputError: banks must be written, but there is no folder, or too little disk space.
+            CheckpointError: files were changed.
         """
         made = {name: reason for name, tensors in banks.items() if (reason := _why_made(tensors))}
         needed = sum(value.nbytes for name in made for value in banks[name].values())
         if made and self._folder is None:
             name, reason = next(iter(made.items()))
             raise InputError(
-                f"{name}{reason}; name a folder with room for {needed} bytes, where such banks are written once: "
+                f"{name}{reason}; name a folder with {needed} free bytes, where moepass writes such banks once: "
                 "home=moepass.Disk(folder=...)",
                 name="folder",
             )
@@ -108,39 +115,41 @@ class DiskPacker:
             )
 
     def pack(self, index: int, name: str, tensors: Mapping[str, torch.Tensor]) -> Bank:
+        """Return the bank, with a placeholder of one byte as its shard."""
         experts = next(iter(tensors.values())).shape[0]
         spec = describe_bank(index, name, tensors, home="disk", expert_bounds=(0, experts))
         return Bank(spec, torch.zeros(1, dtype=torch.uint8))
 
     def connect(self, banks: Sequence[Bank]) -> None:
+        """Do nothing: `agree` has found the files."""
         return
 
     def _pieces_of_checkpoint(self, spec: BankSpec, tensors: Mapping[str, torch.Tensor]) -> dict[DiskFile, list[Piece]]:
         pieces: dict[DiskFile, list[Piece]] = defaultdict(list)
-        for place, tensor in zip(spec.tensors, tensors.values(), strict=True):
+        for tensor_spec, tensor in zip(spec.tensors, tensors.values(), strict=True):
             assert isinstance(tensor, UnreadTensor)
-            slot_offset = place.offset_bytes
-            for part in tensor.recipe.file_ranges():
-                file = self._opened(part)
-                pieces[file].append(Piece(file.offset_bytes(part.tensor) + part.start, slot_offset, part.nbytes))
-                slot_offset += part.nbytes
-            assert slot_offset == place.offset_bytes + place.nbytes, f"{place.name} is not what its parts are"
+            slot_offset = tensor_spec.offset_bytes
+            for stored in tensor.recipe.file_ranges():
+                file = self._opened(stored)
+                pieces[file].append(Piece(file.offset_bytes(stored.tensor) + stored.start, slot_offset, stored.nbytes))
+                slot_offset += stored.nbytes
+            assert slot_offset == tensor_spec.offset_bytes + tensor_spec.nbytes, f"{tensor_spec.name} is incomplete"
         return pieces
 
-    def _opened(self, part: FileRange) -> DiskFile:
-        path = part.tensor.file
+    def _opened(self, stored: FileRange) -> DiskFile:
+        path = stored.tensor.file
         if path not in self._files:
             self._files[path] = DiskFile(path)
         return self._files[path]
 
 
 def streams_as_it_is(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether the bank that `tensors` form can be read from the checkpoint's files, with nothing written anywhere."""
+    """Return whether the bank of `tensors` can be read from the checkpoint's files, without writing it anywhere."""
     return not _why_made(tensors)
 
 
 def _why_made(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Why this bank does not lie in files as it is, as the rest of a sentence; empty where it does."""
+    """Return why this bank must be written, as the end of a sentence; empty if files contain it byte for byte."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, UnreadTensor):
             return " is in memory, and home='disk' needs it in files"
@@ -148,7 +157,7 @@ def _why_made(tensors: Mapping[str, torch.Tensor]) -> str:
             for _ in tensor.recipe.file_ranges():
                 pass
         except UnfollowedError as error:
-            return f".{name} is made by {error.operation}, and home='disk' needs its bytes in a file as they are"
+            return f".{name} is made by {error.operation}, and home='disk' needs a file that contains its bytes"
     return ""
 
 
@@ -163,7 +172,7 @@ def _pieces_of_bank_file(spec: BankSpec, file: DiskFile) -> dict[DiskFile, list[
 
 
 def in_file_order(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """The same bytes to the same places, in the order of the file, with neighbours on both sides as one piece."""
+    """Return the pieces in the order of the file, with pieces that are adjacent in file and slot merged."""
     return tuple(_merged(sorted(pieces, key=lambda piece: piece.source_offset_bytes)))
 
 

@@ -1,4 +1,4 @@
-"""A thread that announces files to the kernel, so that a disk reads the next bank while this one is copied."""
+"""A thread that announces files to the kernel, so that a disk reads the next bank during the copy of this one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from moepass.runtime.system.background import run_in_background
 
 
 class ReadAhead:
-    """Announces what it is given, the latest first; what is overtaken before its turn is left out.
+    """A thread that announces sources, the latest first; older ones that are still waiting are skipped.
 
-    A thread of its own, because announcing takes time of its own: the kernel makes room for every page, and waits where
-    the disk has enough to do. Where the platform has no such call, nothing happens, and nothing is slower than before.
+    Announcing takes time: the kernel allocates memory for every page, and blocks if the
+    disk is busy. On platforms without these calls nothing is announced.
     """
 
     _queue: queue.SimpleQueue[Sequence[FileSource] | None]
@@ -28,14 +28,14 @@ class ReadAhead:
         self._has_started = False
 
     def announce(self, sources: Sequence[FileSource]) -> None:
-        """Returns at once."""
+        """Queue `sources`; returns at once."""
         if not (hasattr(os, "posix_fadvise") and hasattr(os, "RWF_NOWAIT")):
             return
         with self._lock:
             if not self._has_started:
                 self._has_started = True
                 self._queue = queue.SimpleQueue()
-                # The thread must not keep its owner alive, so it knows only the queue.
+                # The thread references only the queue, so that it does not keep its owner alive.
                 stop = functools.partial(self._queue.put, None)
                 run_in_background(functools.partial(_run, self._queue), stop, "moepass-read-ahead")
                 weakref.finalize(self, stop)
@@ -47,7 +47,7 @@ def _run(announcements: queue.SimpleQueue[Sequence[FileSource] | None]) -> None:
         if not announcements.empty():
             continue
         for source in sources:
-            # Advice only: a file that cannot be read says so to those who read it.
+            # Announcing is advice. A later read of the file reports the error.
             with contextlib.suppress(OSError):
                 source.announce()
         del sources

@@ -1,4 +1,4 @@
-"""Home `hybrid` where GPUs compute: shards in pinned host memory, staging buffers in memory that the GPUs share."""
+"""Home `hybrid` on GPUs: shards in pinned host memory, staging buffers in memory that the GPUs share."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from moepass.runtime.homes.peers import PeerGroup
 from moepass.runtime.system.shared_memory import SharedMemoryError, SharedSegment, in_pages
 from moepass.runtime.transfer.sources import MemorySource, Source
 
-# Of the CUDA runtime: for all devices of the process, and memory that this process may only read.
+# Flags of cudaHostRegister: for all devices of the process, and for memory that this process may only read.
 _PORTABLE, _READ_ONLY = 1, 8
 
 
 class DeviceHybridPacker(HybridPacker):
-    """As `HybridPacker`, with staging buffers in memory that `make_memory` makes, which a stream of `device` fills."""
+    """A hybrid packer with staging buffers in memory that `make_memory` makes; a stream of `device` fills them."""
 
     def __init__(
         self,
@@ -37,11 +37,12 @@ class DeviceHybridPacker(HybridPacker):
         self.device_type = make_memory().device_type
         self._make_memory = make_memory
         self._device = device
-        # The staging buffers of each rank, one after the other; and what keeps those of the others.
+        # The staging buffers of each rank, one after the other, and the object that keeps them mapped.
         self._memories: Sequence[torch.Tensor] = ()
         self._keeps: object = None
 
     def spread(self, banks: Sequence[Bank]) -> dict[int, tuple[Source, ...]]:
+        """Return the shards of each bank, by its index, pinned for the GPU."""
         spread = super().spread(banks)
         for sources in spread.values():
             for source in sources:
@@ -55,9 +56,9 @@ class DeviceHybridPacker(HybridPacker):
     def _reserve(self) -> None:
         size = max(self._buffer_bytes(rank) for rank in range(self.group.size))
         memory = self._make_memory()
-        own = memory.allocate(self.staging_buffers * in_pages(size))
+        allocated = memory.allocate(self.staging_buffers * in_pages(size))
         self.group.check_alive()
-        self._memories, self._keeps = memory.exchange() if self.group.size > 1 else ([own], None)
+        self._memories, self._keeps = memory.exchange() if self.group.size > 1 else ([allocated], None)
         super()._reserve()
 
     def _buffers_in_segment(self, rank: int) -> int:
@@ -74,9 +75,9 @@ class DeviceHybridPacker(HybridPacker):
 
 
 def pin_shard(owner: object, shard: torch.Tensor, *, is_own: bool) -> None:
-    """Let GPUs read `shard`, mapped memory of the host, without the host's help, for as long as `owner` lives.
+    """Pin `shard`, mapped host memory, so that GPUs can read it; it stays pinned as long as `owner` lives.
 
-    A process may only read the shards of other ranks. Raises SharedMemoryError where the CUDA runtime refuses.
+    The shards of other ranks (not `is_own`) are pinned read-only. Raises SharedMemoryError if the CUDA runtime refuses.
     """
     if not shard.numel():
         return

@@ -1,7 +1,7 @@
-"""Home `hybrid`: every rank keeps 1/N of each bank in host memory, and copies some shards ahead into staging buffers.
+"""Home `hybrid`: every rank stores 1/N of each bank in host memory, and copies some shards ahead into staging buffers.
 
     segment of a rank   its shards of all banks, one after the other                     (host memory)
-                        its board: what its staging buffers hold, which banks it wants   (host memory)
+                        its board: contents of its staging buffers, banks it needs next  (host memory)
                         its staging buffers, each as long as its largest shard           (memory of the compute device)
 
 On a CPU all three are shared memory of the machine. On CUDA host memory is pinned, and staging buffers lie in memory
@@ -37,16 +37,20 @@ class HybridHome(PeerHome):
         self._staged = transport
 
     def copying(self, bank: BankSpec) -> None:
+        """Let the stager learn the order of banks."""
         self._staged.asked_for(bank)
 
 
 class HybridPacker(PeerPacker):
-    """As `PeerPacker`, with `staging_buffers` buffers on each rank."""
+    """A packer with `staging_buffers` buffers on each rank.
+
+    Raises:
+        InputError: on this processor, readers may miss that a buffer was refilled.
+    """
 
     home_name = "hybrid"
 
     def __init__(self, group: PeerGroup, transport: StagedPull, staging_buffers: int) -> None:
-        """Raises InputError on a processor on which readers could not see that a buffer was refilled."""
         check_machine()
         super().__init__(group, transport)
         self.home = HybridHome(group, transport)
@@ -55,10 +59,10 @@ class HybridPacker(PeerPacker):
         self._staging_of: dict[int, StagingBuffers] = {}
 
     def agree_on(self, specs: Sequence[BankSpec], digests: Sequence[str]) -> None:
-        """Raises InputError for more banks than a board has numbers for; else as `PeerPacker`."""
+        """Check that all ranks have these banks. Raises InputError if a board cannot number them all."""
         if len(specs) > MOST_BANKS:
             raise InputError(
-                f"home='hybrid' takes {MOST_BANKS} banks at most, and the model has {len(specs)}",
+                f"the model has {len(specs)} banks; home='hybrid' supports at most {MOST_BANKS}: use home='peer'",
                 name="the number of banks",
                 value=len(specs),
                 expected=MOST_BANKS,
@@ -66,17 +70,18 @@ class HybridPacker(PeerPacker):
         super().agree_on(specs, digests)
 
     def connect(self, banks: Sequence[Bank]) -> None:
+        """Complete `banks`, and start to fill this rank's staging buffers."""
         spread = self.spread(banks)
-        own = self._staging_of[self.group.rank]
-        others = [staging.board for rank, staging in self._staging_of.items() if rank != self.group.rank]
+        buffers = self._staging_of[self.group.rank]
+        boards = [staging.board for rank, staging in self._staging_of.items() if rank != self.group.rank]
         shards = [whole(bank.shard) for bank in banks]
-        self._staged.connect(Stager(own, others, shards, self._staged.host_link))
+        self._staged.connect(Stager(buffers, boards, shards, self._staged.host_link))
         self.home.connect(spread)
 
     def _reserve(self) -> None:
         rank = self.group.rank
         self._segment = self.group.make_segment(self._end_of_board(rank) + self._buffers_in_segment(rank) - PAGE_BYTES)
-        # Mapped now: if there is no memory for the buffers, the error comes before anything is changed.
+        # Mapped now, so that a lack of memory raises before the model changes.
         self._map_staging(rank, self._segment)
 
     def _open(self, rank: int, segment: SharedSegment) -> list[torch.Tensor]:
@@ -84,28 +89,28 @@ class HybridPacker(PeerPacker):
         return super()._open(rank, segment)
 
     def _map_staging(self, rank: int, segment: SharedSegment) -> None:
-        place = self._places(rank)[-1]
-        board = StagingBoard(segment.map(place, board_bytes(self.staging_buffers)), self.staging_buffers)
+        start = self._offsets(rank)[-1]
+        board = StagingBoard(segment.map(start, board_bytes(self.staging_buffers)), self.staging_buffers)
         self._staging_of[rank] = self._buffers(rank, segment, board)
         if rank == self.group.rank:
             self.home.staging_bytes = self.staging_buffers * self._buffer_bytes(rank)
 
     def _end_of_board(self, rank: int) -> int:
-        """Where the board ends in the segment of `rank`."""
-        return self._places(rank)[-1] + in_pages(board_bytes(self.staging_buffers))
+        """Return the offset of the end of the board in the segment of `rank`."""
+        return self._offsets(rank)[-1] + in_pages(board_bytes(self.staging_buffers))
 
     def _buffers_in_segment(self, rank: int) -> int:
-        """Bytes of the segment of `rank` behind its board, for staging buffers."""
+        """Return the bytes behind the board in the segment of `rank`, for staging buffers."""
         return self.staging_buffers * in_pages(self._buffer_bytes(rank))
 
     def _buffers(self, rank: int, segment: SharedSegment, board: StagingBoard) -> StagingBuffers:
-        """The staging buffers of `rank`, which `board` describes."""
-        place, nbytes = self._end_of_board(rank), self._buffer_bytes(rank)
-        memories = [segment.map(place + number * in_pages(nbytes), nbytes) for number in range(self.staging_buffers)]
+        """Return the staging buffers of `rank`, which `board` describes."""
+        start, nbytes = self._end_of_board(rank), self._buffer_bytes(rank)
+        memories = [segment.map(start + number * in_pages(nbytes), nbytes) for number in range(self.staging_buffers)]
         return StagingBuffers(board, memories)
 
     def _buffer_bytes(self, rank: int) -> int:
-        """Bytes of one staging buffer of `rank`."""
+        """Return the bytes of one staging buffer of `rank`."""
         return max((shard_layout(spec, rank).nbytes for spec in self._specs), default=0)
 
     def _source(self, spec: BankSpec, rank: int, shard: torch.Tensor) -> Source:

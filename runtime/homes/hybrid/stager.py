@@ -26,17 +26,17 @@ from moepass.runtime.transfer.learned_order import LearnedOrder
 from moepass.runtime.transfer.link import BusyLink
 from moepass.runtime.transfer.sources import Source
 
-# [Empirical] Pauses between two looks at what other ranks want. A bank takes longer to copy than the first. The second
-# is what an idle rank loses at most when it runs again.
-_BUSY_PAUSE_S, _REST_PAUSE_S = 0.002, 0.05
+# [Empirical] Pauses between two reads of the other ranks' needs. The first is shorter than the copy of a bank. The
+# second is the longest delay of an idle rank that begins a run.
+_BUSY_PAUSE_S, _IDLE_PAUSE_S = 0.002, 0.05
 
 
 class StagerError(MoepassError, RuntimeError):
-    """The thread that fills the staging buffers of this rank ended."""
+    """The thread that fills the staging buffers of this rank ended with an error."""
 
 
 class Found(enum.Enum):
-    """The result of an attempt to copy from a staging buffer."""
+    """The result of looking for bytes in staging buffers."""
 
     COPIED = "copied"
     COMING = "not there yet, but on its way"
@@ -45,7 +45,7 @@ class Found(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """A buffer that holds what somebody wants, and its state when they looked."""
+    """A buffer that holds the requested bytes, and its state when it was looked up."""
 
     buffer: int
     state: StagingState
@@ -54,8 +54,11 @@ class Held:
 class StagingBuffers:
     """The staging buffers of one rank, as readers see them.
 
-    `memories` are flat uint8, each as long as the rank's largest shard. They are filled in slices of `slice_bytes`,
-    the same on all ranks. `keeps` is what must be there for as long as they are read.
+    Args:
+        board: the board that describes them.
+        memories: the buffers, flat uint8, each as long as the rank's largest shard.
+        slice_bytes: the size of the slices in which they are filled, the same on all ranks.
+        keeps: an object that must live as long as the buffers are read.
     """
 
     def __init__(
@@ -71,11 +74,11 @@ class StagingBuffers:
         self._keeps = keeps
 
     def slices(self, nbytes: int) -> int:
-        """Number of slices in `nbytes`."""
+        """Return the number of slices in `nbytes`."""
         return -(-nbytes // self.slice_bytes)
 
     def look_for(self, bank: int, offset_bytes: int, nbytes: int) -> Held | Found:
-        """The buffer that holds these bytes of the rank's shard of `bank`; COMING or ABSENT where none does."""
+        """Return the buffer that holds these bytes of the rank's shard of `bank`, or COMING, or ABSENT."""
         for buffer in range(len(self.memories)):
             state = self.board.state(buffer)
             if state.bank == bank:
@@ -83,8 +86,8 @@ class StagingBuffers:
         return Found.ABSENT
 
     def still_holds(self, held: Held) -> bool:
-        """Whether no byte of the buffer was overwritten since it was found; ask once its bytes were read."""
-        # A writer changes the word before it overwrites any of them.
+        """Return whether no byte of the buffer was overwritten since `look_for`. Call it after reading the bytes."""
+        # A writer changes the word before it overwrites a byte.
         now = self.board.state(held.buffer)
         return (now.bank, now.generation) == (held.state.bank, held.state.generation)
 
@@ -100,46 +103,53 @@ class StagingBuffers:
         return Found.COPIED if self.still_holds(held) else Found.ABSENT
 
     def write(self, buffer: int, shard: Source, offset_bytes: int, nbytes: int) -> None:
-        """Copy bytes of `shard` to where they belong in a buffer of this rank; they are there on return."""
+        """Copy bytes of `shard` to their offset in a buffer of this rank. The copy is complete on return."""
         shard.copy(offset_bytes, nbytes, self.memories[buffer].data_ptr() + offset_bytes)
 
 
 class Stager:
-    """Fills this rank's staging buffers on a thread of its own, which ends with this object."""
+    """A thread that fills this rank's staging buffers, and ends with this object.
+
+    Args:
+        own: the buffers of this rank.
+        others: the boards of the other ranks.
+        shards: this rank's shards of all banks, by index; the pieces of each cover all its bytes.
+        link: the link from host memory.
+    """
 
     def __init__(
         self, own: StagingBuffers, others: Sequence[StagingBoard], shards: Sequence[Source], link: BusyLink
     ) -> None:
-        """`shards` are this rank's shards of all banks, by index, each with one piece for every byte of it."""
         self._own = own
         self._order: LearnedOrder[int, int] = LearnedOrder()
         self._banks = len(shards)
         self._work = _StagerWork(own, others, shards, link)
-        # The thread holds no reference to this object, so that it does not keep this object alive.
+        # The thread must not keep this object alive, so it has no reference to it.
         stop = functools.partial(_stop, self._work)
         run_in_background(functools.partial(_run, self._work), stop, "moepass-stager")
         finalize_in_owner(self, stop)
 
     def check(self) -> None:
-        """Raises StagerError where the thread ended by an error."""
+        """Raise StagerError if the thread ended with an error."""
         if self._work.error is not None:
             raise StagerError(
                 f"the staging buffers of this rank are no longer filled: {self._work.error}"
             ) from self._work.error
 
     def learn(self, bank: int) -> None:
-        """A copy of `bank` was asked for."""
+        """Record that a copy of `bank` was requested."""
         self._order.learn(bank, bank)
 
     def reading(self, bank: int) -> None:
-        """This rank copies `bank` into a slot now."""
+        """Show the other ranks that this rank copies `bank` into a slot now."""
         self._show([bank, *self._following(bank)])
 
     def has_read(self, bank: int) -> None:
-        """Show what this rank needs next: the copy of `bank` is over."""
+        """Show the banks that this rank needs next: the copy of `bank` has ended."""
         self._show(self._following(bank))
 
     def show_running(self, is_running: bool) -> None:
+        """Show whether this rank is in a run."""
         self._own.board.show_running(is_running)
         self._work.changed.set()
 
@@ -147,7 +157,7 @@ class Stager:
         following: list[int] = []
         for _ in range(min(len(self._own.memories), self._banks - 1)):
             bank = self._order.after(bank, bank + 1)
-            # After the last one the next run begins.
+            # The next run begins after the last bank.
             bank = bank if bank < self._banks else 0
             following.append(bank)
         return following
@@ -164,8 +174,8 @@ class _StagerWork:
         self, own: StagingBuffers, others: Sequence[StagingBoard], shards: Sequence[Source], link: BusyLink
     ) -> None:
         slices = [own.slices(shard.nbytes) for shard in shards]
-        assert len(shards) <= MOST_BANKS, "the index of a bank fits its part of a word"
-        assert max(slices, default=0) <= MOST_SLICES, "so does the number of slices"
+        assert len(shards) <= MOST_BANKS, "the index of a bank fits its bits of a word"
+        assert max(slices, default=0) <= MOST_SLICES, "the number of slices fits its bits of a word"
         self.own = own
         self.boards = (own.board, *others)
         self.shards = tuple(shards)
@@ -176,10 +186,10 @@ class _StagerWork:
         self.error: BaseException | None = None
 
     def step(self) -> bool:
-        """Copy the slice that is needed most urgently; false where all is there."""
+        """Copy the most urgent slice. Returns False if all slices are in the buffers."""
         wants = [board.wants() for board in self.boards]
         for buffer in self.plan.choose(choose_banks(wants, len(self.own.memories))):
-            # Before the first byte: see `StagingBuffers.copy`.
+            # The word changes before the first byte does, see `StagingBuffers.copy`.
             self.own.board.show_state(buffer, self.plan.states[buffer])
         fill = self.plan.next_fill()
         if fill is None:
@@ -196,7 +206,8 @@ class _StagerWork:
         return True
 
     def pause_seconds(self) -> float:
-        return _BUSY_PAUSE_S if any(board.wants().is_running for board in self.boards) else _REST_PAUSE_S
+        """Return the time until the thread looks again at the needs of other ranks."""
+        return _BUSY_PAUSE_S if any(board.wants().is_running for board in self.boards) else _IDLE_PAUSE_S
 
 
 def _run(work: _StagerWork) -> None:
@@ -205,7 +216,7 @@ def _run(work: _StagerWork) -> None:
             work.changed.clear()
             if not work.step():
                 work.changed.wait(work.pause_seconds())
-    except BaseException as error:  # handed to the thread that begins the next run, which raises it
+    except BaseException as error:  # the next `check` raises it
         work.error = error
 
 

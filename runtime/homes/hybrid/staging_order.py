@@ -1,8 +1,8 @@
-"""Decides what the staging buffers of a rank hold, and what is copied into them next. No memory and no thread.
+"""The choice of the contents of a rank's staging buffers, and of the next slice to copy; without memory or threads.
 
-All ranks read the buffers of a rank. The bank that each rank reads next comes first, and ranks in a run come before
-idle ones. So a rank that runs ahead of another one keeps the banks that the other one still needs, as long as there
-are buffers enough for both.
+All ranks read the buffers of a rank. The next bank of each rank has the highest priority, and ranks in a run have
+priority over idle ones. So a rank that runs ahead of another one keeps the banks that the slower rank still needs, as
+long as there are enough buffers for both.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Wants:
-    """The banks that a rank will copy, the next one first; `is_running` while it is in a run."""
+    """The banks that a rank will copy, the next one first, and whether it is in a run."""
 
     banks: tuple[int, ...]
     is_running: bool
 
 
 def choose_banks(wants: Sequence[Wants], buffers: int) -> tuple[int, ...]:
-    """The banks that `buffers` buffers should hold, the most urgent one first. `wants` begins with this rank's own."""
+    """Return the banks that `buffers` buffers should hold, the most urgent first. This rank's `wants` come first."""
     chosen: dict[int, None] = {}
     for is_running in (True, False):
         of_ranks = [want.banks for want in wants if want.is_running == is_running]
@@ -32,9 +32,9 @@ def choose_banks(wants: Sequence[Wants], buffers: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class StagingState:
-    """Contents of a buffer: the first `filled_slices` of a rank's shard of `bank`, or nothing.
+    """The contents of a buffer: the first `filled_slices` of a rank's shard of `bank`, or nothing.
 
-    `generation` counts how often the buffer was given to a bank. While it stays the same, no byte is overwritten.
+    `generation` counts how often the buffer was assigned to a bank. While it stays the same, no byte is overwritten.
     """
 
     bank: int | None = None
@@ -44,7 +44,7 @@ class StagingState:
 
 @dataclasses.dataclass(frozen=True)
 class Fill:
-    """The next thing to copy: slice `slice_number` of this rank's shard of `bank`, into buffer number `buffer`."""
+    """The next slice to copy: slice `slice_number` of this rank's shard of `bank`, into buffer number `buffer`."""
 
     buffer: int
     bank: int
@@ -52,20 +52,24 @@ class Fill:
 
 
 class StagingPlan:
-    """Contents of a rank's buffers, and which slice goes into which buffer next."""
+    """The contents of a rank's buffers, and the order in which slices go into them.
+
+    Args:
+        buffers: the number of buffers.
+        slices: for each bank the number of slices of this rank's shard.
+    """
 
     def __init__(self, buffers: int, slices: Sequence[int]) -> None:
-        """`slices` says for each bank of how many slices this rank's shard consists."""
         self.states = [StagingState() for _ in range(buffers)]
         self._slices = tuple(slices)
         self._chosen: tuple[int, ...] = ()
-        # Buffer numbers; the one that has held its bank for longest comes first.
+        # Buffer numbers, in the order in which they were assigned to their banks.
         self._by_age = list(range(buffers))
 
     def choose(self, chosen: Sequence[int]) -> list[int]:
-        """The buffers should hold the banks `chosen`, the most urgent one first; no more banks than buffers.
+        """Assign buffers to the banks `chosen`, the most urgent first; no more banks than buffers.
 
-        Returns the buffers that were given to another bank. Their bytes may be overwritten from now on.
+        Returns the buffers that were assigned to another bank. Their bytes may be overwritten from now on.
         """
         self._chosen = tuple(chosen)
         held = {state.bank for state in self.states}
@@ -79,7 +83,7 @@ class StagingPlan:
         return taken
 
     def next_fill(self) -> Fill | None:
-        """The next slice to copy: of the most urgent bank that is not complete; None if all are."""
+        """Return the next slice of the most urgent incomplete bank, or None if all banks are complete."""
         buffer_of = {state.bank: buffer for buffer, state in enumerate(self.states)}
         for bank in self._chosen:
             state = self.states[buffer_of[bank]]
@@ -88,6 +92,6 @@ class StagingPlan:
         return None
 
     def filled(self, buffer: int) -> None:
-        """The slice that `next_fill` named for `buffer` was copied."""
+        """Record that the slice that `next_fill` returned for `buffer` was copied."""
         state = self.states[buffer]
         self.states[buffer] = dataclasses.replace(state, filled_slices=state.filled_slices + 1)

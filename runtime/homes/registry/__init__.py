@@ -1,4 +1,4 @@
-"""The homes that can run: their options, and what packs the banks of a model for them.
+"""The options of each home, and the packer that each of them creates. Start with `home_options.py`.
 
 May import homes, homes/hybrid, homes/disk, banks, ranks, transfer, kernels, system.
 """

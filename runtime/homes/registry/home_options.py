@@ -1,4 +1,4 @@
-"""The options of each home, checked when they are made."""
+"""The options of each home, checked by their constructors."""
 
 from __future__ import annotations
 
@@ -23,10 +23,15 @@ PAGE_CACHES = ("keep", "drop")
 
 @dataclasses.dataclass(frozen=True)
 class BankRoute:
-    """How banks of a model travel: from which home, between how many ranks, by which transport.
+    """The route of a model's banks to the compute device.
 
-    `links` has the bytes per second of those that are emulated, by their names in a hardware profile.
-    `staging_buffers` is 0 for homes that have none.
+    Attributes:
+        home: the home's name.
+        device: the compute device.
+        ranks: the number of ranks that have shards.
+        transport: `pull` or `collective`.
+        links: bytes per second of each emulated link, by its name in a hardware profile.
+        staging_buffers: buffers of each rank; 0 for homes without staging.
     """
 
     home: str
@@ -42,13 +47,13 @@ class HomeOptions:
     """The options that all homes have.
 
     Args:
-        link: how fast bytes come into the slots: `"real"`, or `"emulate:BYTES_PER_S"` to see what a slower link would
-            do (CPU only).
+        link: the speed of copies into the slots: `"real"`, or `"emulate:BYTES_PER_S"` to try a slower link (CPU only).
 
-    Raises OptionError for a malformed link.
+    Raises:
+        OptionError: the link is malformed.
     """
 
-    # Its name in `moepass.models.homes`.
+    # The home's name in `moepass.models.homes`.
     home: ClassVar[str]
 
     link: str = "real"
@@ -57,11 +62,11 @@ class HomeOptions:
         parse_link(self.link)
 
     def links(self) -> dict[LinkName, Link]:
-        """The links that banks travel over, by their names in a hardware profile."""
+        """Return the links that banks travel over, by their names in a hardware profile."""
         return {use.link: parse_link(self.link) for use in HOMES[self.home].travel}
 
     def route(self, device: torch.device) -> BankRoute:
-        """How its banks travel to `device` with these options."""
+        """Return the route of banks to `device` with these options."""
         rates = {name: link.bytes_per_s for name, link in self.links().items() if link.bytes_per_s is not None}
         return BankRoute(self.home, device, links=rates)
 
@@ -71,7 +76,7 @@ class Host(HomeOptions):
     """Complete banks in the memory of this process, pinned where a CUDA device reads them. The default home.
 
     Args:
-        link: as of all homes.
+        link: the speed of copies into the slots, see `HomeOptions`.
     """
 
     home = "host"
@@ -79,13 +84,14 @@ class Host(HomeOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpreadOptions(HomeOptions):
-    """Homes that spread every bank over the ranks of a process group.
+    """Options of homes that spread every bank over the ranks of a process group.
 
     Args:
         group: the ranks; by default all of torch.distributed, which must be initialised.
         timeout_s: seconds that ranks wait for each other while the model is offloaded.
 
-    Raises OptionError for a timeout that is not a positive number.
+    Raises:
+        OptionError: the timeout is not a positive number.
     """
 
     group: ProcessGroup | None = None
@@ -96,22 +102,26 @@ class SpreadOptions(HomeOptions):
         check_wait("timeout_s", self.timeout_s)
 
     def route(self, device: torch.device) -> BankRoute:
-        # -1 if this process is not in the group, which the home refuses.
+        """Return the route of banks to `device`, with the number of ranks."""
+        # The size is -1 if this process is not in the group; the home refuses that later.
         ranks = dist.get_world_size(self.group) if dist.is_available() and dist.is_initialized() else 1
         return dataclasses.replace(super().route(device), ranks=max(1, ranks))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Peer(SpreadOptions):
-    """Each of N ranks keeps 1/N of every bank, and gets the rest from the other ranks.
+    """Each of N ranks stores 1/N of every bank, and copies the remaining experts from the other ranks.
 
     Args:
-        transport: `"pull"`: each rank copies what it lacks when it needs it; ranks of one machine. `"collective"`: all
-            ranks gather each bank together, over a network. They must then run equally many steps, and `timeout_s`
-            holds for every gather.
-        link, group, timeout_s: as of all homes that spread banks.
+        transport: `"pull"`: each rank copies when it needs to; all ranks are on one machine. `"collective"`: all ranks
+            gather each bank together, over a network. Ranks must then run equally many steps, and `timeout_s` applies
+            to every gather.
+        link: the speed of copies into the slots, see `HomeOptions`.
+        group: the ranks; by default all of torch.distributed, which must be initialised.
+        timeout_s: seconds that ranks wait for each other while the model is offloaded.
 
-    Raises OptionError for an unknown transport, and as `SpreadOptions`.
+    Raises:
+        OptionError: the transport is unknown, the link is malformed, or the timeout is not a positive number.
     """
 
     home = "peer"
@@ -123,20 +133,24 @@ class Peer(SpreadOptions):
         check_transport(self.transport, HOMES[self.home])
 
     def route(self, device: torch.device) -> BankRoute:
+        """Return the route of banks to `device`, with the transport."""
         return dataclasses.replace(super().route(device), transport=self.transport)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hybrid(SpreadOptions):
-    """Each of N ranks keeps 1/N of every bank in host memory, and copies it ahead to the compute device for all ranks.
+    """Each of N ranks stores 1/N of every bank in host memory, and copies it ahead to the compute device for all ranks.
 
     Args:
-        staging_buffers: buffers of each rank, each as large as one shard. With more of them ranks may be more banks
-            apart and still share what was copied.
-        host_link: as `link`, for the link between host memory and the staging buffers.
-        link, group, timeout_s: as of all homes that spread banks.
+        staging_buffers: buffers of each rank, each as large as one shard. With more buffers, ranks may be more banks
+            apart and still share copies.
+        host_link: the speed of copies from host memory into the staging buffers, in the form of `link`.
+        link: the speed of copies into the slots, see `HomeOptions`.
+        group: the ranks; by default all of torch.distributed, which must be initialised.
+        timeout_s: seconds that ranks wait for each other while the model is offloaded.
 
-    Raises OptionError for fewer staging_buffers than 1, a malformed host_link, and as `SpreadOptions`.
+    Raises:
+        OptionError: staging_buffers is below 1, a link is malformed, or the timeout is not a positive number.
     """
 
     home = "hybrid"
@@ -147,14 +161,16 @@ class Hybrid(SpreadOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         parse_link(self.host_link, "host_link")
-        given: object = self.staging_buffers
-        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-            raise OptionError.wrong("staging_buffers", given, "a whole number from 1 on")
+        count: object = self.staging_buffers
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise OptionError.wrong("staging_buffers", count, "a whole number of at least 1")
 
     def links(self) -> dict[LinkName, Link]:
+        """Return the links that banks travel over, with the link from host memory."""
         return {**super().links(), "host": parse_link(self.host_link)}
 
     def route(self, device: torch.device) -> BankRoute:
+        """Return the route of banks to `device`, with the number of staging buffers."""
         return dataclasses.replace(super().route(device), staging_buffers=self.staging_buffers)
 
 
@@ -163,13 +179,14 @@ class Disk(HomeOptions):
     """Banks stay in the files of the checkpoint, and are read into the slots.
 
     Args:
-        folder: where banks are written once that no file holds as they are: experts that are converted or transposed,
-            or come from a model in memory. None: such banks are an error.
-        page_cache: `"keep"`: what was read stays in the kernel's cache while there is room. `"drop"`: it goes at once,
-            for machines where others need that cache more.
-        link: as of all homes.
+        folder: where moepass writes, once, the banks that no file contains byte for byte: experts that are converted or
+            transposed, or that come from a model in memory. None: such banks raise an error.
+        page_cache: `"keep"`: pages that were read stay in the kernel's cache while there is memory for them. `"drop"`:
+            they leave it at once, for machines where other processes need that cache more.
+        link: the speed of copies into the slots, see `HomeOptions`.
 
-    Raises OptionError for an unknown page_cache or a folder that is no path, and as `HomeOptions`.
+    Raises:
+        OptionError: page_cache is unknown, folder is not a path, or the link is malformed.
     """
 
     home = "disk"

@@ -25,7 +25,7 @@ from moepass.runtime.transfer.link import check_link_to, parse_link
 
 @dataclasses.dataclass(frozen=True)
 class RunningHome:
-    """A home that can run: the class of its options, and what makes a packer of them for a compute device."""
+    """The class of a home's options, and the function that makes a packer from them for a compute device."""
 
     options: type[HomeOptions]
     make_packer: Callable[[Any, torch.device], Packer]
@@ -60,7 +60,7 @@ def _disk(options: Disk, device: torch.device) -> Packer:
     return DiskPacker(options.folder, keeps_pages=options.page_cache == "keep")
 
 
-# By their names in `moepass.models.homes`.
+# The homes by their names in `moepass.models.homes`.
 RUNNING_HOMES: dict[str, RunningHome] = {
     home.options.home: home
     for home in (
@@ -73,7 +73,10 @@ RUNNING_HOMES: dict[str, RunningHome] = {
 
 
 def options_of(home: str | HomeOptions) -> HomeOptions:
-    """The options of a home that is given by its name, with all defaults. Raises OptionError for anything else."""
+    """Return `home` if it is an options object, else the default options of the home with that name.
+
+    Raises OptionError if it is neither.
+    """
     if isinstance(home, HomeOptions):
         return home
     if not isinstance(home, str) or home not in RUNNING_HOMES:
@@ -83,16 +86,16 @@ def options_of(home: str | HomeOptions) -> HomeOptions:
 
 
 def make_packer(options: HomeOptions, device: torch.device) -> Packer:
-    """The packer that brings banks to that home, for a model that computes on `device`.
+    """Return the packer that brings the banks of a model that computes on `device` to a home.
 
-    Raises InputError where `device` cannot compute from that home yet, and what the home raises: InputError where this
-    machine or process cannot have it, PeerError where the group of ranks cannot meet any more.
+    Raises:
+        InputError: `device` cannot compute from that home yet, or this machine or process cannot have it.
+        PeerError: the ranks of the group cannot meet any more.
     """
     devices = home_named(options.home).devices
     if device.type not in devices:
         raise InputError(
-            f"device is {device}; home={options.home!r} works on {' and '.join(devices)} only so far, use home='host' "
-            "there",
+            f"device is {device}; home={options.home!r} works on {' and '.join(devices)} only; use home='host'",
             name="device",
             value=str(device),
             expected=devices,

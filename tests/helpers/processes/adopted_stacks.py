@@ -14,6 +14,7 @@ from moepass.passes.graph.nodes import fake_value
 from moepass.passes.ir.shards import shard_layout
 from moepass.runtime.execute.executor import Executor
 from moepass.runtime.homes.adopted_banks import AdoptedHome
+from moepass.runtime.transfer.ring import Ring
 from tests.helpers.models.moe_stack import StackConfig, build_stack
 
 FORBIDDEN = ("_c10d_functional", "aten._local_scalar_dense", "aten._assert_scalar", "aten.nonzero")
@@ -33,6 +34,14 @@ def compile_whole(model: torch.nn.Module, **options: Any) -> Callable[..., Any]:
 def shard_bytes(home: AdoptedHome) -> int:
     """Return the bytes of this rank's shards."""
     return sum(shard_layout(bank.spec, bank.group.rank).nbytes for bank in home.banks())
+
+
+def ring_of(home: AdoptedHome) -> Ring:
+    """Return the ring of the store whose home this is; it must exist."""
+    store = home.store()
+    assert store is not None
+    assert store.current_ring is not None
+    return store.current_ring
 
 
 def hidden_rows(config: StackConfig, tokens: int, seed: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Adapters of expert weights that come and go with every forward, as peft's `target_parameters` do it."""
+"""Adapters of expert weights that are added and removed in every forward, as by peft's `target_parameters`."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class _Delta(nn.Module):
 
 
 class _OtherDelta(_Delta):
-    """What peft registers for a single adapter, and then does not find when it takes adapters away."""
+    """The parametrization that peft registers for a single adapter and does not find when it removes adapters."""
 
 
 class ParameterAdapter(nn.Module):
-    """peft 0.21's `ParamWrapper` in short: around `base`, whose parameter `name` it changes in each forward."""
+    """A short version of peft 0.21's `ParamWrapper`: wraps `base` and changes its parameter `name` in each forward."""
 
     def __init__(self, base: nn.Module, name: str, seed: int) -> None:
         super().__init__()
         self.base, self.name = base, name
         self.experts, height, width = self.weight().shape
         generator = torch.Generator().manual_seed(seed)
-        # Matrices, as there: what has a first dimension of experts would be a bank of its own.
+        # Matrices as in peft: a tensor [experts, ., .] would become a bank.
         self.lora_a = nn.Parameter(torch.randn(RANK * self.experts, width, generator=generator), requires_grad=False)
         self.lora_b = nn.Parameter(torch.randn(height, RANK * self.experts, generator=generator), requires_grad=False)
 
@@ -109,12 +109,12 @@ def expected() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_an_adapter_that_comes_and_goes_is_refused_with_the_way_out(compiled: bool, expected: torch.Tensor) -> None:
+def test_a_temporary_adapter_is_refused_with_a_remedy(compiled: bool, expected: torch.Tensor) -> None:
     model = adapted()
     moepass.offload_experts(model)
     run = torch.compile(model, backend="asyncep", options={"lower": "eager"}) if compiled else model
     for _ in range(3):
-        # The outermost adapter comes first, and nothing may be left of one that was refused.
+        # The outermost adapter comes first. A refused adapter must leave nothing behind.
         with pytest.raises(
             moepass.InputError, match=r"_OtherDelta changes .*`down`.* merge adapters .* before offload"
         ):
@@ -129,7 +129,7 @@ def test_an_adapter_of_a_layer_that_stays_works(expected: torch.Tensor) -> None:
         torch.testing.assert_close(model(tokens()), expected)
 
 
-def test_merged_adapters_are_what_is_offloaded(expected: torch.Tensor) -> None:
+def test_merged_adapters_are_offloaded(expected: torch.Tensor) -> None:
     model = merged(adapted())
     moepass.offload_experts(model)
     compiled = torch.compile(model, backend="asyncep", options={"lower": "eager"})
@@ -140,12 +140,12 @@ def test_merged_adapters_are_what_is_offloaded(expected: torch.Tensor) -> None:
 def test_merging_into_offloaded_weights_is_noticed() -> None:
     model = adapted()
     moepass.offload_experts(model)
-    with pytest.raises(moepass.InputError, match=r"have been written to .*change or merge weights before"):
+    with pytest.raises(moepass.InputError, match=r"have been written to.*change or merge weights before"):
         merged(model)
 
 
 @pytest.mark.parametrize("write", [torch.Tensor.zero_, lambda up: up.data.mul_(2), lambda up: up.data.copy_(up + 1)])
-def test_a_write_into_what_eager_code_reads_is_noticed_in_the_next_forward(write: object) -> None:
+def test_a_write_to_the_tensors_of_eager_code_is_noticed_in_the_next_forward(write: object) -> None:
     model = plain()
     expected = model(tokens())
     moepass.offload_experts(model)
@@ -153,7 +153,7 @@ def test_a_write_into_what_eager_code_reads_is_noticed_in_the_next_forward(write
     write(model.blocks[0].up)
     with pytest.raises(moepass.InputError, match="have been written to"):
         model(tokens())
-    assert torch.equal(model(tokens()), expected)  # the banks are as they were
+    assert torch.equal(model(tokens()), expected)  # the banks are unchanged
 
 
 def test_weights_with_nan_are_no_write() -> None:

@@ -1,4 +1,4 @@
-"""What recipes make of parameters is what the graph makes of them in every run, to the last bit."""
+"""Recipes compute the same tensors from parameters as the graph does in every run, bit by bit."""
 
 from __future__ import annotations
 
@@ -43,17 +43,18 @@ def _parameters() -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
-# Of masters [experts, out, in], a flat matrix [experts · out, in], scales [experts, 1, in], and a pair of LoRA.
+# Functions of stacked weights [experts, out, in], a flat matrix [experts · out, in], scales [experts, 1, in], and a
+# pair of LoRA.
 WEIGHTS: dict[str, Weights] = {
     "cast": lambda stack, flat, scale, a, b: stack.bfloat16(),
     "through float16": lambda stack, flat, scale, a, b: stack.half().bfloat16().float(),
     "flat": lambda stack, flat, scale, a, b: flat.view(OWN, OUTER, INNER),
     "flat, experts in turn": lambda stack, flat, scale, a, b: flat.view(OUTER, OWN, INNER).transpose(0, 1),
-    "chunks": lambda stack, flat, scale, a, b: torch.stack([part.t() for part in flat.chunk(OWN)]),
+    "chunks": lambda stack, flat, scale, a, b: torch.stack([chunk.t() for chunk in flat.chunk(OWN)]),
     "slices": lambda stack, flat, scale, a, b: torch.cat(
-        [flat[OUTER * one : OUTER * (one + 1)].to(torch.float16).unsqueeze(0) for one in range(OWN)]
+        [flat[OUTER * e : OUTER * (e + 1)].to(torch.float16).unsqueeze(0) for e in range(OWN)]
     ),
-    "one by one": lambda stack, flat, scale, a, b: torch.stack([stack[one].bfloat16() for one in range(OWN)]),
+    "one by one": lambda stack, flat, scale, a, b: torch.stack([stack[e].bfloat16() for e in range(OWN)]),
     "scaled": lambda stack, flat, scale, a, b: stack.bfloat16() * scale.bfloat16(),
     "divided": lambda stack, flat, scale, a, b: -(stack - 1) / 3 + scale,
     "LoRA": lambda stack, flat, scale, a, b: stack + 0.5 * (a @ b),
@@ -62,10 +63,10 @@ WEIGHTS: dict[str, Weights] = {
 
 
 def _graph(weights: Weights) -> tuple[Node, list[torch.Tensor]]:
-    """The node that gives `weights` of parameters in a graph, and these parameters."""
+    """Return the node that computes `weights` from parameters in a graph, and these parameters."""
     parameters = _parameters()
     with FakeTensorMode() as mode:
-        fakes = [mode.from_tensor(one) for one in parameters]
+        fakes = [mode.from_tensor(parameter) for parameter in parameters]
         module = make_fx(weights)(*fakes)
     for node in graph_inputs(module.graph):
         node.meta[ARGUMENT_KEY] = False
@@ -74,10 +75,10 @@ def _graph(weights: Weights) -> tuple[Node, list[torch.Tensor]]:
 
 
 def _recipe(result: Node, parameters: list[torch.Tensor]) -> tuple[WeightRecipe, list[torch.Tensor]]:
-    """With the parameters that it reads."""
+    """Return the recipe of `weights`, and the parameters that it reads."""
     inputs = graph_inputs(result.graph)
     read = parameters_behind(result)
-    recipe = recipe_of(result, 0, {node: place for place, node in enumerate(read)})
+    recipe = recipe_of(result, 0, {node: position for position, node in enumerate(read)})
     return recipe, [parameters[inputs.index(node)] for node in read]
 
 
@@ -87,20 +88,20 @@ def _bank(recipe: WeightRecipe, part: torch.Tensor) -> BankSpec:
 
 
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
-def test_a_recipe_gives_what_the_graph_gives(weights: Weights) -> None:
+def test_a_recipe_computes_the_same_as_the_graph(weights: Weights) -> None:
     result, parameters = _graph(weights)
     recipe, read = _recipe(result, parameters)
-    wanted = weights(*parameters)
-    found = computed_part(recipe, read)
-    assert found.dtype is wanted.dtype
-    assert torch.equal(found, wanted)
-    # Plans are stored.
-    bank = _bank(recipe, wanted)
+    expected = weights(*parameters)
+    computed = computed_part(recipe, read)
+    assert computed.dtype is expected.dtype
+    assert torch.equal(computed, expected)
+    # Plans are stored, so the recipe must survive encoding.
+    bank = _bank(recipe, expected)
     stored = Plan.from_json(Plan(banks=(bank,)).to_json()).banks[0]
     assert stored == bank
     shard = torch.empty(shard_layout(stored, 0).nbytes, dtype=torch.uint8)
     write_parts(stored, 0, read, shard)
-    assert torch.equal(stored.tensors[0].view(shard), wanted)
+    assert torch.equal(stored.tensors[0].view(shard), expected)
 
 
 @settings(max_examples=30, deadline=None)
@@ -109,8 +110,8 @@ def test_recipes_of_several_tensors_may_read_the_same_parameters(names: list[str
     first, second = (WEIGHTS[name] for name in names)
 
     def both(*given: torch.Tensor) -> torch.Tensor:
-        one, other = (weights(*given).flatten().float() for weights in (first, second))
-        return one + other if is_summed else torch.cat([one, other])
+        left, right = (weights(*given).flatten().float() for weights in (first, second))
+        return left + right if is_summed else torch.cat([left, right])
 
     result, parameters = _graph(both)
     recipe, read = _recipe(result, parameters)
@@ -133,10 +134,10 @@ REFUSED: dict[str, tuple[Weights, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_else_weights_are_computed_by_is_named(case: str) -> None:
+def test_other_operators_that_compute_weights_are_named(case: str) -> None:
     weights, reason = REFUSED[case]
     result, parameters = _graph(weights)
-    if not reason:  # what a recipe can do, it does right
+    if not reason:  # an accepted recipe must compute the right tensor
         recipe, read = _recipe(result, parameters)
         assert torch.equal(computed_part(recipe, read), weights(*parameters))
         return
@@ -168,7 +169,7 @@ def test_no_other_operator_runs(name: str) -> None:
 
 
 @pytest.mark.parametrize("debug", [False, True])
-def test_writes_to_what_recipes_read_are_noticed(debug: bool) -> None:
+def test_writes_to_inputs_of_recipes_are_noticed(debug: bool) -> None:
     result, parameters = _graph(WEIGHTS["scaled"])
     recipe, read = _recipe(result, parameters)
 

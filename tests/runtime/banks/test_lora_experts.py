@@ -1,4 +1,4 @@
-"""Experts with low-rank adapters by expert, written into the model: adapters read the same rows as the experts do."""
+"""Experts with low-rank adapters for each expert in the model's code: adapters read the same rows as the experts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RANK = 4
 
 
 class AdaptedBlock(BLOCKS["grouped_mm"]):  # type: ignore[misc, name-defined]
-    """`up` is changed by a product of two narrow matrices of each expert, computed before the experts or after."""
+    """A block that adds a product of two narrow matrices of each expert to `up`, before the experts or after."""
 
     adapter_first = True
 

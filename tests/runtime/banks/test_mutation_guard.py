@@ -1,4 +1,4 @@
-"""Changes of this rank's part of a bank: by default those that torch counts, under `debug` all of them."""
+"""Detection of changed expert weights: by default those that torch counts, with `debug` all of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _parts() -> list[torch.Tensor]:
 
 def _watched() -> tuple[list[torch.Tensor], MutationGuard]:
     parts = _parts()
-    return parts, MutationGuard(parts, [part.clone() for part in parts])
+    return parts, MutationGuard(parts, [tensor.clone() for tensor in parts])
 
 
 def _in_inference_mode(part: torch.Tensor) -> None:
@@ -63,7 +63,7 @@ def test_other_writes_are_noticed_under_debug_alone(how: str, place: int) -> Non
         assert not watch.are_unchanged(parts, debug=True)
 
 
-def test_what_changes_nothing_is_no_change() -> None:
+def test_writing_the_same_bits_is_no_change() -> None:
     parts, watch = _watched()
     parts[0].mul_(2)
     assert not watch.are_unchanged(parts)
@@ -72,10 +72,10 @@ def test_what_changes_nothing_is_no_change() -> None:
     parts[2].share_memory_()
     for debug in (False, True):
         assert watch.are_unchanged(parts, debug)
-    for part, before in zip(parts, _parts(), strict=True):
-        part.add_(1)
+    for tensor, before in zip(parts, _parts(), strict=True):
+        tensor.add_(1)
         assert not watch.are_unchanged(parts)
-        part.copy_(before)
+        tensor.copy_(before)
         assert watch.are_unchanged(parts)
 
 
@@ -90,7 +90,7 @@ def test_tensors_without_a_version_are_watched_under_debug() -> None:
 def test_numbers_that_differ_from_themselves_are_no_change() -> None:
     parts = _parts()
     parts[0][0, 0, 0] = torch.nan
-    watch = MutationGuard(parts, [part.clone() for part in parts])
+    watch = MutationGuard(parts, [tensor.clone() for tensor in parts])
     assert watch.are_unchanged(parts)
     parts[0].add_(0)
     assert watch.are_unchanged(parts)
@@ -98,13 +98,13 @@ def test_numbers_that_differ_from_themselves_are_no_change() -> None:
 
 def test_a_rank_without_experts_and_transposed_tensors_are_watched() -> None:
     parts = [torch.empty(0, 4, 5), torch.randn(2, 5, 4).transpose(1, 2), torch.randn(2, 9, 1, dtype=torch.bfloat16)]
-    watch = MutationGuard(parts, [part.clone() for part in parts])
+    watch = MutationGuard(parts, [tensor.clone() for tensor in parts])
     assert watch.are_unchanged(parts)
     parts[1][1].neg_()
     assert not watch.are_unchanged(parts)
 
 
-def test_parts_that_are_the_shard_are_told_by_versions_and_samples() -> None:
+def test_parameters_that_are_the_shard_are_checked_by_versions_and_samples() -> None:
     parts = _parts()
     watch = MutationGuard(parts, [parts[0], parts[1].clone(), parts[2]], are_shard=[True, False, True])
     assert watch.are_unchanged(parts)

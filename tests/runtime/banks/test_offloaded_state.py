@@ -1,4 +1,4 @@
-"""What goes in and out of an offloaded model: its state_dict, checkpoints, and moves that are refused as a whole."""
+"""The state_dict and checkpoints of an offloaded model, and moves that are refused before anything is converted."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_loading_writes_into_the_banks(assign: bool) -> None:
     for run in (target, compiled, compiled, compiled):
         assert not torch.equal(run(tokens()), expected)
     assert target.load_state_dict(source.state_dict(), assign=assign) == ([], [])
-    # What eager mode holds, and what was copied ahead, is old now.
+    # The tensors that eager mode caches, and those that were prefetched, are outdated now.
     for run in (target, compiled, compiled):
         assert torch.equal(run(tokens()), expected)
 
@@ -110,7 +110,7 @@ MOVES: list[Callable[[nn.Module], object]] = [
 @pytest.mark.parametrize("part", ["", "layers", "layers.0"])
 def test_a_refused_move_changes_nothing(move: Callable[[nn.Module], object], part: str) -> None:
     class Layer(nn.Module):
-        """Converts its dense part first: the experts are its last child."""
+        """A layer with its experts as the last child, so that a move converts the dense weights first."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -135,7 +135,7 @@ def test_a_refused_move_changes_nothing(move: Callable[[nn.Module], object], par
     model = Model().eval()
     expected = model(tokens())
     moepass.offload_experts(model)
-    with pytest.raises(moepass.InputError, match=r"offloaded experts stay torch\.float32 for cpu"):
+    with pytest.raises(moepass.InputError, match=r"offloaded experts are torch\.float32 for cpu"):
         move(model.get_submodule(part))
     assert {value.dtype for value in model.parameters()} == {torch.float32}
     assert {value.device.type for value in model.parameters()} == {"cpu"}
@@ -144,8 +144,8 @@ def test_a_refused_move_changes_nothing(move: Callable[[nn.Module], object], par
     assert torch.equal(model.float().cpu()(tokens()), expected)
 
 
-def test_an_offloaded_model_goes_with_its_last_reference() -> None:
-    """Without the garbage collector, which may come late: the hooks make no cycle."""
+def test_an_offloaded_model_is_freed_with_its_last_reference() -> None:
+    """Free the model without the garbage collector: its hooks must not form a cycle."""
     model = Stack("dense_bmm", depth=2)
     gone = weakref.ref(moepass.offload_experts(model).store)
     model(tokens())

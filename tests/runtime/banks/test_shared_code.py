@@ -1,4 +1,4 @@
-"""Compiled code is shared by layers and models that are alike, and says so where it is not used."""
+"""Equal layers and equal models share compiled code, and a warning appears where uncompiled code runs instead."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _compiled(model: nn.Module) -> Any:
 
 
 def _other(seed: int, depth: int = 2, form: str = "dense_bmm") -> Stack:
-    """A model like all others of that form and depth, with weights of its own."""
+    """Return a model of the usual form with different weights."""
     torch.manual_seed(seed)
     model = Stack(form, depth=depth)
     for number, block in enumerate(model.blocks):
@@ -121,7 +121,7 @@ def test_tied_layers_run_code_that_was_compiled_for_untied_ones() -> None:
 
 
 def test_an_exception_names_the_bank_that_this_run_reads() -> None:
-    """Although the code was compiled for another layer."""
+    """Raise in code that was compiled for another layer."""
     model = _other(1, depth=2)
     report = moepass.offload_experts(model)
     with moepass.record_compilations() as compilations:
@@ -171,15 +171,15 @@ def test_an_uncompiled_call_of_a_compiled_model_is_no_reason_to_warn() -> None:
 def test_code_of_one_model_refuses_the_banks_of_two_in_one_graph() -> None:
     def joined(*models: Stack) -> Stack:
         model = Stack("dense_bmm", depth=2)
-        model.blocks = nn.ModuleList(part.blocks[0] for part in models)
+        model.blocks = nn.ModuleList(source.blocks[0] for source in models)
         return model
 
     model = joined(_other(1), _other(2))
     moepass.offload_experts(model)
     _compiled(model)(tokens())
     parts = [_other(3), _other(4)]
-    for part in parts:
-        moepass.offload_experts(part)
+    for source in parts:
+        moepass.offload_experts(source)
     mixed = joined(*parts)
     with pytest.raises(moepass.InputError, match="one graph reads the banks of several offload_experts calls"):
         _compiled(mixed)(tokens())

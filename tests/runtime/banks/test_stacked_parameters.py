@@ -1,4 +1,4 @@
-"""Parameters of single experts lie in one memory after the first run, and a run reads what they hold, come what may."""
+"""Parameters of single experts lie in one allocation after the first run, and runs always read their present values."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def memories(tensors: list[torch.Tensor]) -> set[int]:
 
 def check(of: StackedParameters, parts: list[torch.Tensor]) -> torch.Tensor:
     together = of(parts)
-    assert torch.equal(together, torch.stack([part.detach() for part in parts]))
+    assert torch.equal(together, torch.stack([parameter.detach() for parameter in parts]))
     assert together.is_contiguous()
     return together
 
@@ -54,15 +54,25 @@ def check(of: StackedParameters, parts: list[torch.Tensor]) -> torch.Tensor:
 def test_parameters_move_once_and_stay_what_they_were() -> None:
     model, of = experts(), stacked()
     parts = weights(model)
-    before = [(id(part), part._version, part.stride(), part.requires_grad, part.detach().clone()) for part in parts]
+    before = [
+        (id(parameter), parameter._version, parameter.stride(), parameter.requires_grad, parameter.detach().clone())
+        for parameter in parts
+    ]
     together = check(of, parts)
     assert len(memories(parts)) == 1
-    assert parts[0].untyped_storage().nbytes() == sum(part.nbytes for part in parts)  # nothing is held twice
-    for part, (key, version, stride, needs_gradients, value) in zip(parts, before, strict=True):
-        assert (id(part), part._version, part.stride(), part.requires_grad) == (key, version, stride, needs_gradients)
-        assert torch.equal(part, value)
+    assert parts[0].untyped_storage().nbytes() == sum(
+        parameter.nbytes for parameter in parts
+    )  # no bytes are in memory twice
+    for parameter, (key, version, stride, needs_gradients, value) in zip(parts, before, strict=True):
+        assert (id(parameter), parameter._version, parameter.stride(), parameter.requires_grad) == (
+            key,
+            version,
+            stride,
+            needs_gradients,
+        )
+        assert torch.equal(parameter, value)
     assert of(parts).data_ptr() == together.data_ptr() == parts[0].data_ptr()
-    # Another graph reads the same memory, and one of fewer experts a part of it.
+    # Another graph reads the same memory, and a graph of fewer experts reads a slice of it.
     assert stacked()(parts).data_ptr() == together.data_ptr()
     assert stacked()(parts[1:3]).data_ptr() == parts[1].data_ptr()
 
@@ -100,12 +110,12 @@ def exchanged(model: nn.ModuleList) -> None:
 @pytest.mark.parametrize(
     "change", [copied, assigned, one_assigned, written, written_past_torch, other_memory, exchanged]
 )
-def test_a_run_reads_what_the_parameters_hold(change: Callable[[nn.ModuleList], None]) -> None:
+def test_a_run_reads_the_present_values_of_the_parameters(change: Callable[[nn.ModuleList], None]) -> None:
     model, of = experts(), stacked()
     check(of, weights(model))
     change(model)
     check(of, weights(model))
-    assert len(memories(weights(model))) == 1  # those that came later moved too
+    assert len(memories(weights(model))) == 1  # the new parameters moved too
     check(of, weights(model))
 
 
@@ -120,7 +130,7 @@ def test_no_memory_stays_behind() -> None:
 
 
 def tied(model: nn.ModuleList) -> object:
-    """Another parameter in the memory of one."""
+    """Return a second parameter in the memory of the first."""
     return nn.Parameter(model[1].weight.data)
 
 
@@ -136,34 +146,34 @@ def seen_by_numpy(model: nn.ModuleList) -> object:
 
 
 def seen_by_processes(model: nn.ModuleList) -> object:
-    """A process that was forked writes to it, and this one reads what it wrote."""
+    """Put a parameter into memory that forked processes share."""
     return model.share_memory()
 
 
 def other_loop(model: nn.ModuleList) -> object:
-    """Some of them lie together already, in another order."""
-    other = stacked()
-    other([model[2].weight, model[0].weight])
-    return other
+    """Let another loop move two of the parameters together, in another order."""
+    stack = stacked()
+    stack([model[2].weight, model[0].weight])
+    return stack
 
 
 @pytest.mark.parametrize("share", [tied, one_buffer, seen_by_numpy, seen_by_processes, other_loop])
-def test_memory_that_something_else_reaches_is_copied_and_told(
+def test_memory_with_other_users_is_copied_with_a_warning(
     share: Callable[[nn.ModuleList], object], caplog: pytest.LogCaptureFixture
 ) -> None:
     model, of = experts(), stacked()
-    other = share(model)
-    before = [part.data_ptr() for part in weights(model)]
+    second_user = share(model)
+    before = [parameter.data_ptr() for parameter in weights(model)]
     with caplog.at_level(logging.WARNING, "moepass"):
         check(of, weights(model))
         check(of, weights(model))
-    assert [part.data_ptr() for part in weights(model)] == before
+    assert [parameter.data_ptr() for parameter in weights(model)] == before
     (record,) = caplog.records  # once
     assert "0.weight and 3 others are copied together in each run" in record.getMessage()
     with torch.no_grad():
         model[1].weight.fill_(3)
     check(of, weights(model))
-    del other
+    del second_user
 
 
 @pytest.mark.parametrize("change", [assigned, one_assigned, other_memory])
@@ -176,7 +186,7 @@ def test_two_graphs_that_read_the_same_move_new_parameters_once(change: Callable
         change(model)
 
 
-def test_a_graph_that_is_gone_holds_nothing_together() -> None:
+def test_a_freed_graph_keeps_no_parameters_together() -> None:
     model = experts()
     other_loop(model)
     check(stacked(), weights(model))
@@ -208,11 +218,11 @@ def test_parameters_of_inference_mode_stay_that() -> None:
         parts = weights(model)
         check(stacked(), parts)
     assert len(memories(parts)) == 1
-    assert all(part.is_inference() for part in parts)
+    assert all(parameter.is_inference() for parameter in parts)
     later, of = experts(), stacked()
     with torch.inference_mode():
         check(of, weights(later))
-    assert not any(part.is_inference() for part in weights(later))
+    assert not any(parameter.is_inference() for parameter in weights(later))
     with torch.no_grad():
         later[0].weight.add_(1)
     check(of, weights(later))
@@ -221,9 +231,9 @@ def test_parameters_of_inference_mode_stay_that() -> None:
 def test_models_are_copied_and_stored_as_before() -> None:
     model, of = experts(), stacked()
     check(of, weights(model))
-    other = copy.deepcopy(model)
-    check(of, weights(other))
-    assert memories(weights(other)).isdisjoint(memories(weights(model)))
+    twin = copy.deepcopy(model)
+    check(of, weights(twin))
+    assert memories(weights(twin)).isdisjoint(memories(weights(model)))
     stream = io.BytesIO()
     torch.save(model.state_dict(), stream)
     stream.seek(0)
@@ -235,13 +245,13 @@ def test_models_are_copied_and_stored_as_before() -> None:
 def test_a_plan_says_which_parameters_are_copied_in_each_run() -> None:
     torch.manual_seed(0)
     model = MixtralLoop().eval()
-    model.other = model.experts[1].w1.weight.detach()[0]  # shows memory of one expert
+    model.other = model.experts[1].w1.weight.detach()[0]  # a view of one expert's memory
     switches = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
     with torch._dynamo.config.patch(switches), moepass.record_compilations() as compilations:
         compiled = torch.compile(model, backend="asyncep", dynamic=True, options={"lower": "eager"})
         for number in (5, 7):
-            given = torch.randn(number, HIDDEN)
-            torch.testing.assert_close(compiled(given), model(given), rtol=1e-5, atol=1e-5)
+            rows = torch.randn(number, HIDDEN)
+            torch.testing.assert_close(compiled(rows), model(rows), rtol=1e-5, atol=1e-5)
     (compilation,) = compilations
     (refusal,) = compilation.executor.plan.refusals
     assert "copied together in each run" in refusal.reason
@@ -262,7 +272,7 @@ def test_stacks_of_parameters_are_described_on_a_gpu() -> None:
         graph = run_passes(passes, module, Plan(), PassContext()).module.graph
         stacks = [node for node in graph.nodes if is_call(node, EXPERT_STACK)]
         for node in stacks:
-            described = EXPERT_STACK([fake_value(part) for part in node.args[0]])
+            described = EXPERT_STACK([fake_value(operand) for operand in node.args[0]])
             assert described.shape == fake_value(node).shape
             assert described.device.type == fake_value(node).device.type == "cuda"
     assert len(stacks) == 3

@@ -1,4 +1,4 @@
-"""Experts of adopted models are held once, in shared memory that goes with the model."""
+"""Experts of adopted models are in memory once, in shared memory that is freed with the model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import gc
 import os
 import re
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,21 +23,21 @@ from moepass.runtime.homes.adopted_banks import AdoptedHome, adopted_banks
 from moepass.runtime.homes.peer_home import PeerPacker
 from moepass.runtime.homes.shared_parameters import is_movable
 from tests.helpers.models.moe_stack import MoEStack, build_stack
-from tests.helpers.processes.adopted_stacks import SMALL, compile_whole, hidden_rows, shard_bytes
+from tests.helpers.processes.adopted_stacks import SMALL, compile_whole, hidden_rows, ring_of, shard_bytes
 from tests.helpers.processes.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
 
 
 def _shared_ranges() -> list[tuple[int, int]]:
-    """Addresses of this process that are memory of some rank's shards."""
+    """Return the address ranges of this process that map a rank's shards."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8")
-    found = re.findall(r"^(\w+)-(\w+) .*memfd:moepass", maps, re.MULTILINE)
-    return [(int(start, 16), int(stop, 16)) for start, stop in found]
+    ranges = re.findall(r"^(\w+)-(\w+) .*memfd:moepass", maps, re.MULTILINE)
+    return [(int(start, 16), int(stop, 16)) for start, stop in ranges]
 
 
 def _shared_segments() -> set[str]:
-    """Device and inode of each rank's shards that this process has mapped, however often."""
+    """Return device and inode of each segment of shards that this process has mapped."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8")
     return set(re.findall(r"^\S+ \S+ \S+ (\S+ \d+) .*memfd:moepass", maps, re.MULTILINE))
 
@@ -102,7 +103,7 @@ def test_adopting_holds_one_bank_more_than_the_experts_at_most() -> None:
 
 
 def _writes_too_late() -> None:
-    """What one rank writes into its parameters, the others must never read."""
+    """Check that other ranks never read what a rank writes into its parameters later."""
     model, full = build_stack(SMALL, "all_to_all"), build_stack(SMALL)
     compiled, hidden = compile_whole(model), hidden_rows(SMALL, 16, 0)
     with torch.no_grad():
@@ -158,12 +159,12 @@ def test_a_parameter_moves_only_where_nothing_else_reaches_its_memory() -> None:
 
     assert is_movable(parameter())
     for keep in KEPT:
-        kept = parameter()
-        holder = keep(kept)
-        assert not is_movable(kept), keep.__name__
+        weight = parameter()
+        holder = keep(weight)
+        assert not is_movable(weight), keep.__name__
         if keep in (_with_view, _with_storage, _with_dlpack):
             del holder
-            assert is_movable(kept), keep.__name__
+            assert is_movable(weight), keep.__name__
     with torch.inference_mode():
         assert not is_movable(torch.randn(2, 3, 4))
     assert not is_movable(torch.nn.Parameter(torch.empty(2, 3, 4, device="meta")))
@@ -172,15 +173,15 @@ def test_a_parameter_moves_only_where_nothing_else_reaches_its_memory() -> None:
 
 def _stays(number: int) -> None:
     model, full = build_stack(SMALL, "all_to_all"), build_stack(SMALL)
-    kept = model.moe[1].experts.down_proj
-    holder = KEPT[number](kept)
-    address = kept.data_ptr()
+    weight = model.moe[1].experts.down_proj
+    holder = KEPT[number](weight)
+    address = weight.data_ptr()
     compiled, hidden = compile_whole(model), hidden_rows(SMALL, 16, 0)
     with torch.no_grad():
         for _ in range(2):
             assert torch.equal(compiled(hidden), full(hidden))
-        assert kept.data_ptr() == address
-        assert _home().held_twice_bytes == kept.nbytes
+        assert weight.data_ptr() == address
+        assert _home().held_twice_bytes == weight.nbytes
         if isinstance(holder, torch.Tensor):
             holder.mul_(2.0)
             with pytest.raises(moepass.InputError, match="were changed after their first run"):
@@ -189,7 +190,7 @@ def _stays(number: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1, 5])
-def test_what_cannot_move_is_copied_and_counted(number: int) -> None:
+def test_parameters_that_cannot_move_are_copied_and_counted(number: int) -> None:
     run_ranks(2, _stays, number)
 
 
@@ -203,11 +204,11 @@ def _models_come_and_go(models: int) -> None:
         with torch.no_grad():
             assert torch.equal(compiled(hidden), build_stack(config)(hidden)), f"seed {seed}"
         assert _shared_ranges()
+        ring = weakref.ref(ring_of(_home()))
         del model, compiled
         gc.collect()
         assert _shared_ranges() == []
-        assert _home().ring is not None
-        assert _home().ring() is None
+        assert ring() is None
         count = len(os.listdir("/proc/self/fd"))
         assert descriptors in (None, count)
         descriptors = count
@@ -221,9 +222,9 @@ def test_models_that_are_gone_give_their_shared_memory_back(models: int) -> None
 
 
 def _one_stays() -> None:
-    """A model that stays shares the ring with some that go; their shards go with its next run.
+    """Run models that come and go next to one that stays and shares their ring.
 
-    Where parameters could not move, the next meeting finds out that they are gone.
+    The next run of that model frees their shards; if parameters could not move, the next meeting does.
     """
     hidden = hidden_rows(SMALL, 8, 0)
     stays = build_stack(SMALL, "all_to_all")
@@ -235,13 +236,13 @@ def _one_stays() -> None:
         assert segments
         for seed in range(1, 4):
             config = dataclasses.replace(SMALL, seed=seed)
-            other: Any = build_stack(config, "all_to_all")
-            kept = [parameter.numpy() for parameter in _experts(other)] if seed == 2 else None
+            model: Any = build_stack(config, "all_to_all")
+            arrays = [parameter.numpy() for parameter in _experts(model)] if seed == 2 else None
             for _ in range(2):
-                assert torch.equal(compile_whole(other)(hidden), build_stack(config)(hidden))
+                assert torch.equal(compile_whole(model)(hidden), build_stack(config)(hidden))
                 assert torch.equal(compiled(hidden), expected)
             assert _shared_segments() > segments
-            del other, kept
+            del model, arrays
             gc.collect()
             for _ in range(2):
                 assert torch.equal(compiled(hidden), expected)
@@ -257,15 +258,15 @@ def test_shards_of_one_model_go_while_another_one_runs() -> None:
 def _other_options() -> None:
     hidden = hidden_rows(SMALL, 8, 0)
     model: Any = build_stack(SMALL, "all_to_all")
-    other = dataclasses.replace(SMALL, seed=1)
+    second_config = dataclasses.replace(SMALL, seed=1)
     with torch.no_grad():
         compile_whole(model)(hidden)
         with pytest.raises(moepass.InputError, match="share one ring; compile every model of that group with the same"):
-            compile_whole(build_stack(other, "all_to_all"), slots=3)(hidden)
+            compile_whole(build_stack(second_config, "all_to_all"), slots=3)(hidden)
         del model
         gc.collect()
-        model = build_stack(other, "all_to_all")
-        assert torch.equal(compile_whole(model, slots=3)(hidden), build_stack(other)(hidden))
+        model = build_stack(second_config, "all_to_all")
+        assert torch.equal(compile_whole(model, slots=3)(hidden), build_stack(second_config)(hidden))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The folder with written banks: what is there is used if it was made of the same, and never half a file."""
+"""The folder of written banks: a complete file with the same sources is reused, and other files are written again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Tensors = dict[str, torch.Tensor]
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
-    """A checkpoint file with stacked experts."""
+    """Save a checkpoint file with stacked experts."""
     path = tmp_path / "weights.safetensors"
     generator = torch.Generator().manual_seed(0)
     save_file({name: torch.randn(3, 4, 6, generator=generator).bfloat16() for name in ("up", "down")}, path)
@@ -42,9 +42,9 @@ def _inode(folder: Path, name: str = "layer") -> int:
 
 
 def _check_content(file: Path, weights: Path) -> None:
-    found = load_file(file)
+    written = load_file(file)
     for name, expected in load_file(weights).items():
-        assert torch.equal(found[f"layer.{name}"], expected.transpose(1, 2))
+        assert torch.equal(written[f"layer.{name}"], expected.transpose(1, 2))
 
 
 def test_a_written_bank_is_a_safetensors_file(weights: Path, tmp_path: Path) -> None:
@@ -63,12 +63,12 @@ def test_tensors_in_memory_are_written_as_they_are_seen(dtype: torch.dtype, tmp_
     tensors = {"up": torch.nn.Parameter(up, requires_grad=False), "bias": torch.randn(4).to(dtype)}
     file = BankFolder(tmp_path).write({"a/b": tensors})["a/b"]
     assert file.path.parent == tmp_path
-    found = load_file(file.path)
-    assert torch.equal(found["a/b.up"].float(), up.float())
-    assert torch.equal(found["a/b.bias"].float(), tensors["bias"].float())
+    written = load_file(file.path)
+    assert torch.equal(written["a/b.up"].float(), up.float())
+    assert torch.equal(written["a/b.bias"].float(), tensors["bias"].float())
 
 
-def test_what_was_made_of_the_same_is_used_again(weights: Path, tmp_path: Path) -> None:
+def test_a_bank_of_the_same_sources_is_reused(weights: Path, tmp_path: Path) -> None:
     folder = BankFolder(tmp_path / "banks")
     folder.write({"layer": _transposed(weights)})
     inode = _inode(folder.folder)
@@ -78,9 +78,9 @@ def test_what_was_made_of_the_same_is_used_again(weights: Path, tmp_path: Path) 
 
 def _double(weights: Path) -> None:
     stored = {name: tensor * 2 for name, tensor in load_file(weights).items()}
-    other = weights.with_name("other")
-    save_file(stored, other)
-    os.replace(other, weights)
+    replacement = weights.with_name("other")
+    save_file(stored, replacement)
+    os.replace(replacement, weights)
 
 
 def _double_with_the_old_time(weights: Path) -> None:
@@ -95,9 +95,7 @@ def _double_with_the_old_time(weights: Path) -> None:
         _double, _double_with_the_old_time, lambda weights: os.utime(weights, (1, 1)),
     ],
 )  # fmt: skip
-def test_what_was_made_of_other_files_is_written_again(
-    weights: Path, tmp_path: Path, change: Callable[[Path], None]
-) -> None:
+def test_a_bank_of_other_files_is_written_again(weights: Path, tmp_path: Path, change: Callable[[Path], None]) -> None:
     folder = BankFolder(tmp_path / "banks")
     held = folder.write({"layer": _transposed(weights)})["layer"]
     inode = _inode(folder.folder)
@@ -105,10 +103,10 @@ def test_what_was_made_of_other_files_is_written_again(
     folder.write({"layer": _transposed(weights)})
     assert _inode(folder.folder) != inode
     _check_content(folder.folder / "layer.safetensors", weights)
-    held.check()  # who streams from the old file goes on
+    held.check()  # readers of the old file continue
 
 
-def test_what_was_made_in_another_way_is_written_again(weights: Path, tmp_path: Path) -> None:
+def test_a_bank_with_another_recipe_is_written_again(weights: Path, tmp_path: Path) -> None:
     folder = BankFolder(tmp_path / "banks")
     folder.write({"layer": {name: tensor.float() for name, tensor in _transposed(weights).items()}})
     folder.write({"layer": _transposed(weights)})

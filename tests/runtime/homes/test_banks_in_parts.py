@@ -1,4 +1,4 @@
-"""Banks in parts on real ranks: own experts are read where they rest, and no number changes."""
+"""Slots without this rank's experts, on real ranks: own experts are read from the shard, with equal results."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _ring(compilation: Compilation) -> Ring:
 
 def _matrices_in_parts(compilation: Compilation) -> bool:
     return all(
-        {bank.tensors[place].shape for place in bank.in_parts} == {t.shape for t in bank.tensors if len(t.shape) == 3}
+        {bank.tensors[index].shape for index in bank.in_parts} == {t.shape for t in bank.tensors if len(t.shape) == 3}
         for bank in compilation.plan.banks
     )
 
@@ -63,23 +63,25 @@ def _parts_equal_whole_banks(transport: str) -> None:
         plan, ring = compilation.plan, _ring(compilation)
         fewest = EXPERTS // ranks
         for bank in plan.banks:
-            whole = bank.format.slot_bytes
-            matrices = sum(bank.tensors[place].nbytes for place in bank.in_parts)
-            assert slot_layout(bank).nbytes == whole - matrices * fewest // EXPERTS
+            slot_bytes = bank.format.slot_bytes
+            matrices = sum(bank.tensors[position].nbytes for position in bank.in_parts)
+            assert slot_layout(bank).nbytes == slot_bytes - matrices * fewest // EXPERTS
         assert ring.device_bytes == plan.slots * plan.slot_bytes
         assert plan.slot_bytes < report.store.slot_bytes or fewest == 0
-        # Tables lie in slots as a whole, so this rank's part of them is copied, beside what comes from other ranks.
-        own = len(expert_range(plan.banks[0], rank))
-        tables = sum(t.nbytes * own // EXPERTS for t in plan.banks[0].tensors if len(t.shape) < 3)
+        # Slots contain complete tables, so this rank's rows of them are copied too.
+        experts_here = len(expert_range(plan.banks[0], rank))
+        tables = sum(t.nbytes * experts_here // EXPERTS for t in plan.banks[0].tensors if len(t.shape) < 3)
         assert ring.statistics.copied_bytes - ring.statistics.link_bytes == tables * ring.statistics.copies
 
         with moepass.record_compilations() as compilations:
             as_whole = _compiled(model, disable=["bank_parts"])
             outputs += [as_whole(tokens()) for _ in range(2)]
         assert not any(bank.in_parts for bank in compilations[0].plan.banks)
-        assert ring.device_bytes == plan.slots * report.store.slot_bytes  # grown, for the graph that needs more
-        outputs += [in_parts(tokens()) for _ in range(2)]  # its banks in slots that are larger than they need
-        # Poison filled every slot that was done, and never a shard.
+        assert (
+            ring.device_bytes == plan.slots * report.store.slot_bytes
+        )  # the ring grew for the graph that needs larger slots
+        outputs += [in_parts(tokens()) for _ in range(2)]  # slots are larger than these banks need
+        # Debug mode filled every released slot with NaN, but no shard.
         outputs.append(model(tokens()))
     for output in outputs:
         torch.testing.assert_close(output, expected, rtol=0.0, atol=1e-5)
@@ -100,7 +102,7 @@ def _parts_equal_whole_banks(transport: str) -> None:
         pytest.param(5, "collective", marks=pytest.mark.slow),
     ],
 )
-def test_parts_give_what_whole_banks_give(ranks: int, transport: str) -> None:
+def test_slots_without_own_experts_give_the_same_results(ranks: int, transport: str) -> None:
     run_ranks(ranks, _parts_equal_whole_banks, transport, timeout=200)
 
 

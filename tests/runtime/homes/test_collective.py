@@ -1,4 +1,4 @@
-"""Transport `collective` on real ranks: exact, in step with each other; what has no work gathers only."""
+"""Transport `collective` on real ranks: exact, in step with each other, also with ranks that have no work."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _offloaded_model_stays_exact(family: str, overrides: dict[str, Any]) -> None
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     with torch.no_grad(), pytest.MonkeyPatch.context() as patched:
-        # What several machines do not have in common.
+        # Ranks on several machines cannot use these.
         patched.setattr(peers, "create_segment", _no_shared_memory)
         patched.setattr(peers, "this_process", _no_watch)
         expected = run(model)
@@ -64,16 +64,16 @@ def _offloaded_model_stays_exact(family: str, overrides: dict[str, Any]) -> None
             for _ in range(3):
                 assert torch.equal(run(compiled), expected)
     assert len(compilations) == 1
-    own = complete = 0
+    shard_bytes = complete = 0
     for bank in report.store.banks:
         bounds = bank.spec.expert_bounds
-        own += sum(t.nbytes // t.shape[0] * (bounds[rank + 1] - bounds[rank]) for t in bank.spec.tensors)
+        shard_bytes += sum(t.nbytes // t.shape[0] * (bounds[rank + 1] - bounds[rank]) for t in bank.spec.tensors)
         complete += sum(tensor.nbytes for tensor in bank.spec.tensors)
     statistics = report.store.ring().statistics
     assert len(bounds) == ranks + 1
     assert statistics.copies == 3 * len(report.layers)
     assert statistics.copied_bytes == 3 * complete
-    assert statistics.link_bytes == 3 * (complete - own)
+    assert statistics.link_bytes == 3 * (complete - shard_bytes)
 
 
 @pytest.mark.slow
@@ -93,7 +93,7 @@ def test_offloaded_models_stay_exact_without_memory_in_common(
 
 
 def _adopted_model_stays_exact(config: StackConfig, counts: list[list[int]]) -> None:
-    """`counts[step][rank]` tokens in each step; below 0 the rank joins without work."""
+    """Run `counts[step][rank]` tokens in each step; with a negative number the rank joins without work."""
     rank = dist.get_rank()
     full = build_stack(config)
     with torch.no_grad(), moepass.record_compilations() as compilations:
@@ -143,7 +143,7 @@ def test_checkpoints_load_for_collective_too(tmp_path: Path) -> None:
 
 
 def _idle_ranks_join(depth: int) -> int:
-    """Rank 1 has work now and then, rank 0 in every step; in eager mode first, then compiled."""
+    """Run rank 0 in every step and rank 1 in some of them; first in eager mode, then compiled."""
     rank = dist.get_rank()
     with torch.no_grad():
         model = bias_stack(depth=depth)
@@ -178,7 +178,7 @@ def _tie(model: Stack, how: str) -> None:
 
 
 def _idle_ranks_of_tied_models_join(how: str) -> int:
-    """As `_idle_ranks_join`; a form of running is changed on both ranks at once."""
+    """Run as `_idle_ranks_join`, with a change from eager mode to compiled code on both ranks at once."""
     rank = dist.get_rank()
     with torch.no_grad():
         model = bias_stack(depth=4)
@@ -205,7 +205,7 @@ def test_layers_that_come_twice_are_gathered_twice(how: str) -> None:
 
 
 class _InParts(nn.Module):
-    """A stack whose layers are graphs of their own."""
+    """A stack whose layers are separate graphs."""
 
     def __init__(self, stack: Stack) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ def _an_order_that_is_not_known_ends_nothing() -> None:
             assert torch.equal(compiled(tokens()), expected)
 
 
-def test_an_order_that_is_not_known_ends_nothing() -> None:
+def test_an_unknown_order_does_not_end_gathering() -> None:
     run_ranks(2, _an_order_that_is_not_known_ends_nothing)
 
 
@@ -258,9 +258,9 @@ def test_gathering_only_makes_neither_a_ring_nor_a_bank() -> None:
 
 def _idle_ranks_of_adopted_models_join() -> None:
     rank = dist.get_rank()
-    other = dataclasses.replace(SMALL, seed=1, experts=6)
+    second_config = dataclasses.replace(SMALL, seed=1, experts=6)
     with torch.no_grad():
-        for config in (SMALL, other):
+        for config in (SMALL, second_config):
             compiled, full, hidden = adopted_model(config), build_stack(config), hidden_states(config, 8, rank)
             with pytest.raises(moepass.InputError, match="run it once, compiled with backend='asyncep'"):
                 moepass.gather_only_step(compiled)  # type: ignore[arg-type]

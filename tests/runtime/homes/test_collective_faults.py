@@ -1,4 +1,4 @@
-"""Transport `collective` where something fails: one clear error on every rank, in time, and nothing left behind."""
+"""Failures with transport `collective`: one clear error on every rank, in time, and no process left behind."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.helpers.processes.workers import Worker, join_group
 
 
 def _errors(*attempts: Callable[[], object]) -> list[str]:
-    """What each of them raises, one after the other."""
+    """Return the error that each of the calls raises, one after the other."""
     errors = []
     with torch.no_grad():
         for attempt in attempts:
@@ -72,7 +72,7 @@ def _plans_differ() -> list[str]:
     offload_collective(model, slots=2 + dist.get_rank())
     with torch.no_grad():
         if dist.get_rank() == 0:
-            moepass.gather_only_step(model)  # follows no plan, so it goes with any
+            moepass.gather_only_step(model)  # has no plan, so it matches every plan
         else:
             compiled_model(model)(tokens())
     return _errors(lambda: compiled_model(model)(tokens()), lambda: model(tokens()))
@@ -134,11 +134,13 @@ def _one_drops_its_model() -> str:
 @pytest.mark.slow
 def test_a_model_that_is_dropped_leaves_nothing_and_is_missed() -> None:
     text, _ = run_ranks(2, _one_drops_its_model)
-    assert text.startswith("rank 1 is gone, or its model is: the connection to it (transport 'collective') was lost")
+    assert text.startswith(
+        "rank 1 has ended or dropped its model: the connection to it (transport 'collective') was lost"
+    )
 
 
 def _run_on_and_on(run: Callable[..., Any]) -> None:
-    """Where another rank fails at the end of a step, this one still finishes it."""
+    """Run steps until another rank fails at the end of one, which this rank still finishes."""
     while True:
         run(tokens())
 
@@ -149,7 +151,7 @@ class _Broken(nn.Module):
 
 
 def _one_fails_in_the_middle(number: int) -> list[str]:
-    """Errors of three calls, and that they come at once; rank 1 fails in segment `number` of its second run."""
+    """Return the errors of three calls, which must come at once; rank 1 fails in segment `number` of its second run."""
     rank = dist.get_rank()
     model = bias_stack(depth=4)
     with torch.no_grad():
@@ -209,7 +211,7 @@ def _transports_differ() -> str:
     return str(caught.value)
 
 
-def test_ranks_with_different_transports_are_told() -> None:
+def test_ranks_with_different_transports_get_an_error() -> None:
     assert set(run_ranks(2, _transports_differ)) == {
         "ranks disagree on the transport: pull on rank 0, collective on rank 1; give every rank the same model and "
         "checkpoint, in one group on one machine"
@@ -217,7 +219,7 @@ def test_ranks_with_different_transports_are_told() -> None:
 
 
 def _serve(connection: Connection, store: str, rank: int, size: int, mode: str) -> None:
-    """A rank that runs a step whenever it is told to, and says what came of it."""
+    """Run a step on each command, and answer with its outcome."""
     join_group(store, rank, size)
     step: Callable[..., Any]
     if mode == "adopted":
@@ -260,7 +262,7 @@ def test_a_killed_rank_is_one_error_on_the_others_at_once(mode: str, tmp_path: P
             texts |= {worker.hear() for worker in survivors}
         (text,) = texts
         assert text.startswith(
-            "rank 1 is gone, or its model is: the connection to it (transport 'collective') was lost"
+            "rank 1 has ended or dropped its model: the connection to it (transport 'collective') was lost"
         )
         for worker in survivors:
             worker.tell("end")
@@ -295,7 +297,7 @@ def test_a_rank_may_be_killed_at_any_moment(attempt: int, tmp_path: Path) -> Non
     ):
         for worker in (first, killed, last):
             assert worker.hear() == "joined"
-        time.sleep(moment)  # not to wait for anything: the moment is what is tested
+        time.sleep(moment)  # the rank is killed at this moment of its run
         killed.kill()
         for worker in (first, last):
             text = worker.hear()

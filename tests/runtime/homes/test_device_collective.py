@@ -1,4 +1,4 @@
-"""Transport `collective` on CUDA: real ranks, each with a CUDA that is emulated, and gloo on its streams for NCCL."""
+"""Transport `collective` on CUDA: real ranks, each with an emulated CUDA, and gloo on its streams in place of NCCL."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from moepass.runtime.homes.registry.packers import make_packer
 from moepass.runtime.offload import offload
 from moepass.runtime.ranks.connections import Connections
 from moepass.runtime.ranks.device_gathers import DeviceGatherGroup
-from moepass.runtime.ranks.device_links import PartsByRank
+from moepass.runtime.ranks.device_links import TensorsByRank
 from moepass.runtime.ranks.gather_group import GatherGroup, Request
 from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous
 from moepass.runtime.transfer.home_protocol import Home
@@ -53,28 +53,28 @@ SCRATCH = 7
 
 
 def _whole_bank(index: int) -> Bank:
-    """All experts of a bank of at most SLOT_BYTES; every number in it is another one."""
+    """Return a bank of at most SLOT_BYTES with all experts, in which all numbers are different."""
     up = torch.arange(EXPERTS * 20.0).reshape(EXPERTS, 20) + 1000 * index
     return pack_bank(index, f"layers.{index}", {"up": up, "down": -up[:, :3]}, home="host", pin=False)
 
 
 @dataclasses.dataclass
 class _Emulation:
-    """The CUDA of this rank, at this moment; `random` decides how late its copy thread is."""
+    """The emulated CUDA of this rank; `random` decides how late its copy thread is."""
 
     random: random.Random
     cuda: FakeCuda | None = None
 
 
 class _Links:
-    """Gloo moves the bytes when a stream of its own comes to it, as NCCL does in torch."""
+    """Links by gloo, which move bytes when a separate stream reaches them, as NCCL does in torch."""
 
     def __init__(self, rendezvous: Rendezvous, emulation: _Emulation) -> None:
         self._connections = Connections(rendezvous, "devices", "emulated NCCL")
         self._emulation = emulation
         self._streams: dict[FakeCuda, Any] = {}
 
-    def exchange(self, send: PartsByRank, receive: PartsByRank) -> None:
+    def exchange(self, send: TensorsByRank, receive: TensorsByRank) -> None:
         cuda = self._emulation.cuda
         assert cuda is not None
         stream = self._streams.setdefault(cuda, cuda.stream())
@@ -91,7 +91,7 @@ class _Links:
 
 
 class _Group(DeviceGatherGroup):
-    """Tensors of the host are no work for the emulated device. Without one, all memory is the host's."""
+    """A gather group whose host tensors are not work for the emulated device. None: all memory is host memory."""
 
     emulation: _Emulation
 
@@ -137,10 +137,10 @@ def _cuda(emulation: _Emulation, seed: int) -> Iterator[FakeCuda]:
 
 
 def _spread(emulation: _Emulation, wholes: Sequence[Bank]) -> tuple[GatherPacker, list[Bank]]:
-    """This rank's part of the banks, once it is connected to all other ranks."""
+    """Return this rank's packer and banks, connected to all other ranks."""
     packer = GatherPacker(PeerGroup.of(None, 50, transport="collective"), _Transport(emulation), CPU)
     tensors = {
-        bank.spec.name: dict(zip([one.name for one in bank.spec.tensors], bank.views(bank.shard), strict=True))
+        bank.spec.name: dict(zip([tensor.name for tensor in bank.spec.tensors], bank.views(bank.shard), strict=True))
         for bank in wholes
     }
     packer.agree(tensors)
@@ -150,8 +150,10 @@ def _spread(emulation: _Emulation, wholes: Sequence[Bank]) -> tuple[GatherPacker
 
 
 def _wrong_reads(seeds: int, order: list[int]) -> int:
-    """How many banks were read wrong, in runs over four banks each, of which the first is one of `order`. In each
-    third run one rank has no work."""
+    """Return the number of wrong reads in runs over four banks, which begin with the banks in `order`.
+
+    In every third run one rank has no work.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     emulation = _Emulation(random.Random(rank))
     wholes = [_whole_bank(index) for index in range(5)]
@@ -176,13 +178,13 @@ def _wrong_reads(seeds: int, order: list[int]) -> int:
             for number, first in enumerate(order):
                 of_run = [banks[(first + step) % len(banks)] for step in range(4)]
                 if number % 3 == 2 and rank == seed % ranks:
-                    transport._runs.clear()  # this run is another one than the last
-                    transport.join([one.spec for one in of_run])
+                    transport._runs.clear()  # this run differs from the last one
+                    transport.join([bank_in_run.spec for bank_in_run in of_run])
                 else:
                     run_banks(ring, first, of_run, slots, read)
             wrong += _wrong_bytes(cuda, transport, packer, banks[0], wholes[0])
             del ring
-            # Somebody else is given the memory of the slots.
+            # Other tensors reuse the memory of the slots.
             memories = [cuda.empty(SLOT_BYTES) for _ in range(4)]
             for memory in memories:
                 memory.fill_(0x55)
@@ -199,21 +201,21 @@ def _bytes(bank: Bank) -> int:
 def _wrong_bytes(
     cuda: FakeCuda, transport: DeviceCollectiveTransport, packer: GatherPacker, bank: Bank, whole: Bank
 ) -> list[str]:
-    """Eager code reads a bank into memory that the computation has used before."""
+    """Return the number of wrong bytes that eager code reads, into memory that the computation used before."""
     scratch = cuda.empty(_bytes(bank))
     for _ in range(5):
         scratch.fill_(SCRATCH)
     del scratch
-    found = transport.read(bank.spec, packer.home.sources(bank.spec, []), 0, _bytes(bank), CPU)
+    gathered = transport.read(bank.spec, packer.home.sources(bank.spec, []), 0, _bytes(bank), CPU)
     cuda.finish()
     with _disable_current_modes():
-        found_tensors = tuple(tensor.view(found) for tensor in bank.spec.tensors)
+        found_tensors = tuple(tensor.view(gathered) for tensor in bank.spec.tensors)
         return [] if holds(found_tensors, whole) else ["read"]
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_every_bank_is_read_as_it_is(ranks: int) -> None:
-    """Five experts: shards of different sizes."""
+def test_every_bank_is_read_correctly(ranks: int) -> None:
+    """Five experts give shards of different sizes."""
     assert run_ranks(ranks, _wrong_reads, 4, [0, 0, 3, 1, 2]) == [0] * ranks
 
 
@@ -222,7 +224,7 @@ def _ring_of_streams(slots: int, slot_bytes: int, device: torch.device, link: Li
 
 
 def _runs_that_differ(seeds: int) -> int:
-    """Of a compiled model: how many of its outputs are not those of the model as it was."""
+    """Return the number of outputs of a compiled model that differ from those of the original."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     emulation = _Emulation(random.Random(rank))
     torch.manual_seed(0)
@@ -312,7 +314,7 @@ def test_a_torch_without_nccl_is_an_error_before_anything_moves() -> None:
 
 
 class _Never:
-    """An event of a gather that does not end."""
+    """The event of a gather that does not end."""
 
     def record(self, stream: object) -> None:
         pass
@@ -339,4 +341,6 @@ def test_a_rank_that_is_killed_in_a_gather_is_named_within_the_timeout(tmp_path:
     with Worker(_gather_without_end, store, 0) as first, Worker(_gather_without_end, store, 1) as killed:
         assert {worker.hear() for worker in (first, killed)} == {"all ranks have come"}
         killed.kill()
-        assert first.hear().startswith("rank 1 is gone, or its model is: the connection to it (transport 'collective')")
+        assert first.hear().startswith(
+            "rank 1 has ended or dropped its model: the connection to it (transport 'collective')"
+        )

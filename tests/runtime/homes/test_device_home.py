@@ -1,4 +1,4 @@
-"""Home `peer` with shards in device memory, which other memory stands for here, as there is no GPU."""
+"""Home `peer` with shards in device memory, emulated with host memory because there is no GPU."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _stays_exact() -> int:
 @pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_model_stays_exact(ranks: int) -> None:
-    """Four experts on three ranks: parts of different sizes, in memory of one size."""
+    """Four experts on three ranks give shards of different sizes, in memory of one size."""
     assert len(set(run_ranks(ranks, _stays_exact))) == (2 if ranks == 3 else 1)
 
 
@@ -99,12 +99,12 @@ def _sources_are_all_that_is_kept() -> None:
     sources = report.store.home.sources(bank, ())
     del model, report
     gc.collect()
-    whole = read_range(sources, 0, bank.format.slot_bytes, torch.device("cpu"))
+    complete = read_range(sources, 0, bank.format.slot_bytes, torch.device("cpu"))
     for tensor, value in zip(bank.tensors, expected, strict=True):
-        assert torch.equal(tensor.view(whole), value)
+        assert torch.equal(tensor.view(complete), value)
 
 
-def test_what_is_read_later_keeps_the_memory_of_other_ranks() -> None:
+def test_later_reads_keep_the_memory_of_other_ranks() -> None:
     run_ranks(2, _sources_are_all_that_is_kept)
 
 
@@ -122,7 +122,7 @@ def test_ranks_on_different_devices_are_one_error() -> None:
 def _exchange(
     memory: SymmetricMemory, rendezvous: Callable[..., Any], backend: str = "CUDA"
 ) -> tuple[torch.Tensor, list[torch.Tensor], object]:
-    """Exchange `memory` with a torch that does that when ranks meet for it; also gives what was allocated."""
+    """Return the allocated memory and the result of its exchange, in which torch calls `rendezvous`."""
     allocator = mock.Mock()
     allocator.get_backend.return_value = backend
     allocator.empty_strided_p2p.return_value = torch.full((4,), 7, dtype=torch.uint8)
@@ -130,8 +130,8 @@ def _exchange(
         mock.patch("torch._C._distributed_c10d._SymmetricMemory", allocator),
         mock.patch.object(symmetric_memory, "rendezvous", rendezvous),
     ):
-        own = memory.allocate(4)
-        return own, *memory.exchange()
+        allocated = memory.allocate(4)
+        return allocated, *memory.exchange()
 
 
 def _memory(timeout_s: float) -> SymmetricMemory:
@@ -139,7 +139,7 @@ def _memory(timeout_s: float) -> SymmetricMemory:
 
 
 class _Handle:
-    """As torch's: what it shows of other ranks keeps nothing."""
+    """A stand-in for torch's handle: its tensors of other ranks do not keep their memory mapped."""
 
     def get_remote_tensor(self, rank: int, shape: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.full(shape, rank, dtype=dtype)
@@ -147,16 +147,16 @@ class _Handle:
 
 def _keeps_others() -> None:
     memory = _memory(timeout_s=50)
-    own, tensors, keeps = _exchange(memory, lambda memory, group: _Handle())
+    allocated, tensors, keeps = _exchange(memory, lambda memory, group: _Handle())
     rank = dist.get_rank()
-    assert tensors[rank] is own
+    assert tensors[rank] is allocated
     assert tensors[1 - rank].tolist() == [1 - rank] * 4
     assert isinstance(keeps, _Handle)
-    # No path leads from memory to the group, which may go.
+    # The memory has no reference to the group, which can be freed.
     assert c10d._get_default_group() not in vars(memory).values()
 
 
-def test_memory_of_other_ranks_comes_with_what_keeps_it() -> None:
+def test_memory_of_other_ranks_comes_with_an_object_that_keeps_it() -> None:
     run_ranks(2, _keeps_others)
 
 
@@ -176,7 +176,7 @@ def _exchanges() -> None:
         _exchange(_memory(timeout_s=0.5), wait_in_vain)
     assert seen == ["1"]
     assert "TORCH_SYMM_MEM_DISABLE_MULTICAST" not in os.environ
-    with pytest.raises(SharedMemoryError, match=r"overlapping devices .*each rank needs a GPU of its own"):
+    with pytest.raises(SharedMemoryError, match=r"overlapping devices .*each rank needs its own GPU"):
         _exchange(_memory(timeout_s=0.5), refuse)
     assert store.timeout == before
     with refused(SharedMemoryError, name="TORCH_SYMMMEM", value="NVSHMEM", expected="CUDA"):

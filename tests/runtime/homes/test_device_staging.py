@@ -61,7 +61,7 @@ def _small_slices() -> Iterator[None]:
 
 
 class _Late(DeviceStagedPull):
-    """Copies are issued by a thread that may be late, which waits for no buffer to be filled."""
+    """A copier with a thread that may issue copies late, and does not wait for buffers to be filled."""
 
     def __init__(self, random: random.Random) -> None:
         super().__init__(Link())
@@ -75,7 +75,7 @@ class _Late(DeviceStagedPull):
 
 
 class _Wants:
-    """What the stager of the reading rank does when that rank reads."""
+    """A stand-in for the stager of the reading rank."""
 
     def __init__(self, board: StagingBoard) -> None:
         self._board = board
@@ -97,7 +97,7 @@ class _Wants:
 
 
 class _Cuda(FakeCuda):
-    """Work on streams takes time, in which the stagers of all ranks go on."""
+    """An emulated CUDA on which the stagers of all ranks continue while work on streams takes time."""
 
     meanwhile: Callable[[], object] | None = None
 
@@ -112,7 +112,7 @@ class _Cuda(FakeCuda):
 
 
 class _Machine(Home):
-    """Two ranks on one emulated GPU, the first of which reads; the other wants banks of its own."""
+    """Two ranks on one emulated GPU. The first one reads; the second one wants different banks."""
 
     needs_host = True
 
@@ -152,9 +152,9 @@ class _Machine(Home):
 
 
 def _run(seed: int, slots: int, order: list[int]) -> tuple[int, int, int]:
-    """How many banks were read wrong, and the bytes that came from staging buffers and from host memory."""
+    """Return the number of wrong reads, and the bytes from staging buffers and from host memory."""
     wrong: list[str] = []
-    # With one buffer each rank holds what it wants itself.
+    # With one buffer, each rank holds the bank that it wants itself.
     buffers = 1 + seed % 2
     boards = [StagingBoard(torch.zeros(board_bytes(buffers), dtype=torch.uint8), buffers) for _ in range(RANKS)]
 
@@ -182,7 +182,7 @@ def _run(seed: int, slots: int, order: list[int]) -> tuple[int, int, int]:
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 1 << 30), slots=st.integers(1, 3), order=st.lists(st.integers(0, 4), max_size=4))
-def test_every_bank_is_read_as_it_is(seed: int, slots: int, order: list[int]) -> None:
+def test_every_bank_is_read_correctly(seed: int, slots: int, order: list[int]) -> None:
     wrong, staged, unstaged = _run(seed, slots, order)
     assert wrong == 0
     assert staged + unstaged >= len(order) * 4 * BANK_BYTES
@@ -195,7 +195,7 @@ def test_banks_come_from_staging_buffers_and_from_host_memory() -> None:
 
 
 class _Shared(Segments):
-    """Memory that all ranks see at once, as that of GPUs."""
+    """Memory that all ranks can read at once, like that of GPUs."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         super().allocate(nbytes)
@@ -207,12 +207,12 @@ class _Shared(Segments):
         dist.all_gather_object(addresses, self.own.address())
         opened = [open_segment(address) for address in addresses]
         dist.barrier()
-        others = [segment.map(0, segment.nbytes) for segment in opened]
-        return [self.late if rank == dist.get_rank() else memory for rank, memory in enumerate(others)], opened
+        memories = [segment.map(0, segment.nbytes) for segment in opened]
+        return [self.late if rank == dist.get_rank() else memory for rank, memory in enumerate(memories)], opened
 
 
 class _OnCpu(DeviceHybridPacker):
-    """Its buffers are filled and read by threads, and nothing has to be pinned."""
+    """A packer whose buffers threads fill and read, without pinned memory."""
 
     pinned = 0
 
@@ -247,7 +247,7 @@ def _model_stays_exact() -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_model_stays_exact_with_buffers_in_memory_of_all_ranks(ranks: int) -> None:
-    """Four experts on three ranks: shards of different sizes, buffers in memory of one size."""
+    """Four experts on three ranks give shards of different sizes, and buffers of one size."""
     assert len(set(run_ranks(ranks, _model_stays_exact))) == (2 if ranks == 3 else 1)
 
 
@@ -263,7 +263,7 @@ def test_staging_buffers_lie_on_the_gpu_where_a_gpu_computes() -> None:
 
 
 class _Runtime:
-    """As the CUDA runtime."""
+    """A stand-in for the CUDA runtime."""
 
     def __init__(self, result: int = 0) -> None:
         self.result = result

@@ -1,4 +1,4 @@
-"""Reading banks from files: every byte comes from its place, and a file that somebody changes is an error."""
+"""Reads of banks from files: every byte arrives at its offset, and a changed file is an error."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Tensors = dict[str, torch.Tensor]
 
 @pytest.fixture
 def file(tmp_path: Path) -> DiskFile:
-    """A tensor of the bytes 0 to 255, twice."""
+    """Save a tensor of the bytes 0 to 255, twice."""
     save_file({"a": torch.arange(512).to(torch.uint8)}, tmp_path / "a.safetensors")
     return DiskFile(tmp_path / "a.safetensors")
 
@@ -58,9 +58,9 @@ def test_pieces_go_where_they_belong(file: DiskFile, monkeypatch: pytest.MonkeyP
     assert read_range([source], 7, 10, CPU).tolist() == expected[7:10]
 
 
-def test_a_read_that_gives_less_goes_on(file: DiskFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, places, offset: whole(fd, [memoryview(places[0])[:3]], offset))
+def test_a_short_read_is_continued(file: DiskFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, places, offset: preadv(fd, [memoryview(places[0])[:3]], offset))
     begin = file.header.tensors["a"].offset_bytes
     assert _copied(FileSource(file, (Piece(begin, 0, 10),)), 10) == list(range(10))
 
@@ -88,18 +88,18 @@ def test_a_file_that_is_changed_in_place_is_an_error(
 
 def test_a_file_that_ends_early_is_an_error(file: DiskFile) -> None:
     end = file.header.nbytes
-    place = torch.empty(10, dtype=torch.uint8)
+    buffer = torch.empty(10, dtype=torch.uint8)
     with refused(moepass.CheckpointError, path=file.path, value=end, expected=end + 6):
-        file.read(end - 4, 10, place.data_ptr())
+        file.read(end - 4, 10, buffer.data_ptr())
     with pytest.raises(copying.CopyError, match=f"of {end} bytes is read up to byte {end + 1}"):
         _copied(FileSource(file, (Piece(end - 4, 0, 5),)), 10)
 
 
 def test_a_file_that_is_replaced_or_deleted_is_still_there(file: DiskFile, tmp_path: Path) -> None:
     begin = file.header.tensors["a"].offset_bytes
-    other = tmp_path / "b.safetensors"
-    save_file({"a": torch.zeros(512, dtype=torch.uint8)}, other)
-    os.replace(other, file.path)
+    replacement = tmp_path / "b.safetensors"
+    save_file({"a": torch.zeros(512, dtype=torch.uint8)}, replacement)
+    os.replace(replacement, file.path)
     file.check()
     assert _copied(FileSource(file, (Piece(begin, 0, 4),)), 4) == [0, 1, 2, 3]
     file.path.unlink()
@@ -122,8 +122,8 @@ def test_a_file_that_was_replaced_while_loading_is_an_error(tmp_path: Path) -> N
     save_file({"a": torch.zeros(4, 3)}, path)
     described = CheckpointFiles([path]).tensors["a"]
     zeros = torch.zeros(4, 3)
-    for other in ({"b": zeros}, {"a": zeros.view(3, 4)}, {"a": zeros.double()}, {"a": zeros + 1}):
-        save_file(other, tmp_path / "other")
+    for replacement in ({"b": zeros}, {"a": zeros.view(3, 4)}, {"a": zeros.double()}, {"a": zeros + 1}):
+        save_file(replacement, tmp_path / "other")
         os.replace(tmp_path / "other", path)
         with pytest.raises(moepass.CheckpointError, match="was changed or replaced while the model was loaded from it"):
             DiskFile(path).offset_bytes(described)
@@ -150,7 +150,7 @@ def test_descriptors_are_closed_with_their_last_user(tmp_path: Path) -> None:
         (make_header({"a": ("U8", (4,), 4)}, {}) + b"abc", r"has \d+ bytes, but its header says \d+: it is truncated"),
     ],
 )
-def test_what_is_no_complete_file_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+def test_an_incomplete_file_is_named(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "a.safetensors").write_bytes(content)
     with pytest.raises(moepass.CheckpointError, match=rf"a\.safetensors .*{message}"):
         DiskFile(tmp_path / "a.safetensors")
@@ -167,9 +167,9 @@ def test_headers_are_those_of_the_format(tmp_path: Path) -> None:
         assert opened.get_tensor("b").tolist() == [[1.5], [2.5]]
         assert opened.get_tensor("c").tolist() == [7, 8, 9]
     with path.open("rb") as opened:
-        found = read_header(opened.fileno(), path)
-    assert (found.metadata, found.nbytes) == ({"key": "value"}, path.stat().st_size)
-    assert (found.tensors["c"].offset_bytes, found.tensors["c"].nbytes) == (len(header) + 8, 3)
+        file_header = read_header(opened.fileno(), path)
+    assert (file_header.metadata, file_header.nbytes) == ({"key": "value"}, path.stat().st_size)
+    assert (file_header.tensors["c"].offset_bytes, file_header.tensors["c"].nbytes) == (len(header) + 8, 3)
 
 
 def _calls(monkeypatch: pytest.MonkeyPatch, advice: int) -> list[tuple[int, int]]:
@@ -196,21 +196,19 @@ def test_every_byte_that_is_not_cached_is_announced_in_small_steps(
 
     monkeypatch.setattr(DiskFile, "_is_cached", is_cached)
     ranges = _calls(monkeypatch, os.POSIX_FADV_WILLNEED)
-    # The second piece follows the first one in the file, wherever they go.
+    # The second piece follows the first one in the file, but not in the slot.
     FileSource(file, (Piece(100, 0, 60), Piece(160, 900, 25), Piece(300, 500, 5))).announce()
     assert asked == [100, 140, 180, 300]
     assert ranges == [(100, 10), (110, 10), (120, 10), (130, 10), (180, 5), (300, 5)]
 
 
-def test_what_was_just_written_is_cached(file: DiskFile) -> None:
+def test_bytes_just_written_are_cached(file: DiskFile) -> None:
     assert file._is_cached(0)
     assert not file._is_cached(1 << 20)
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_pages_are_dropped_where_they_are_not_kept(
-    file: DiskFile, keeps: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_are_dropped_with_page_cache_drop(file: DiskFile, keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ranges = _calls(monkeypatch, os.POSIX_FADV_DONTNEED)
     _copied(FileSource(file, (Piece(300, 0, 10), Piece(100, 10, 5)), keeps_pages=keeps), 20)
     assert ranges == ([] if keeps else [(300, 10), (100, 5)])
@@ -254,14 +252,14 @@ def test_the_thread_ends_with_its_owner(file: DiskFile) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 30)), max_size=8), st.randoms(use_true_random=False))
 def test_pieces_in_file_order_bring_the_same_bytes(parts: list[tuple[int, int]], random: object) -> None:
-    """Pieces that lie one behind the other with gaps, in the file and, in another order, in the slot."""
+    """Draw pieces with gaps between them, in the file and, in another order, in the slot."""
     order = list(range(len(parts)))
     random.shuffle(order)  # type: ignore[attr-defined]
     in_slot: dict[int, int] = {}
-    place = 0
+    slot_offset = 0
     for index in order:
-        in_slot[index] = place
-        place += parts[index][1]
+        in_slot[index] = slot_offset
+        slot_offset += parts[index][1]
     pieces = []
     offset = 0
     for index, (gap, nbytes) in enumerate(parts):
@@ -283,17 +281,17 @@ def test_pieces_in_file_order_bring_the_same_bytes(parts: list[tuple[int, int]],
 
 
 EXPERTS = 3
-_WAYS: dict[str, Callable[[Tensors, str, list[int]], torch.Tensor]] = {
+_LAYOUTS: dict[str, Callable[[Tensors, str, list[int]], torch.Tensor]] = {
     "stacked": lambda t, kind, widths: t[f"{kind}.all"],
     "per expert": lambda t, kind, widths: torch.stack([t[f"{kind}.{e}.0"] for e in range(EXPERTS)]),
     "joined": lambda t, kind, widths: torch.cat(
         [torch.stack([t[f"{kind}.{e}.{p}"] for e in range(EXPERTS)]) for p in range(len(widths))], dim=1
     ),
-    "joined twice": lambda t, kind, widths: torch.cat([_WAYS["joined"](t, kind, widths), t[f"{kind}.all"]], dim=1),
+    "joined twice": lambda t, kind, widths: torch.cat([_LAYOUTS["joined"](t, kind, widths), t[f"{kind}.all"]], dim=1),
     "viewed": lambda t, kind, widths: t[f"{kind}.all"].view(EXPERTS, -1, 1).clone(),
-    # Of two experts only.
+    # These are the tensors of two experts.
     "rows": lambda t, kind, widths: torch.cat([t[f"{kind}.all"][1:], t[f"{kind}.all"][:2]], dim=1),
-    "same type": lambda t, kind, widths: _WAYS["joined"](t, kind, widths).to(t[f"{kind}.all"].dtype),
+    "same type": lambda t, kind, widths: _LAYOUTS["joined"](t, kind, widths).to(t[f"{kind}.all"].dtype),
 }
 _MADE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "transpose": lambda bank: bank.transpose(1, 2),
@@ -306,27 +304,27 @@ _MADE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_bank_in_a_slot_is_what_its_recipes_make(tmp_path: Path, data: st.DataObject) -> None:
+def test_a_bank_in_a_slot_equals_the_result_of_its_recipes(tmp_path: Path, data: st.DataObject) -> None:
     draw = data.draw
     kinds = ["up", "down", "bias"][: draw(st.integers(1, 3))]
     hidden = draw(st.integers(1, 5))
     widths = {kind: draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)) for kind in kinds}
     numbers: Tensors = {}
     for kind in kinds:
-        for part, width in enumerate(widths[kind]):
+        for position, width in enumerate(widths[kind]):
             for expert in range(EXPERTS):
-                numbers[f"{kind}.{expert}.{part}"] = torch.randn(width, hidden).bfloat16()
+                numbers[f"{kind}.{expert}.{position}"] = torch.randn(width, hidden).bfloat16()
         numbers[f"{kind}.all"] = torch.randn(EXPERTS, sum(widths[kind]), hidden).bfloat16()
     count = draw(st.integers(1, 3))
-    place = {key: draw(st.integers(0, count - 1)) for key in numbers}
+    file_of = {key: draw(st.integers(0, count - 1)) for key in numbers}
     paths = [tmp_path / f"{number}.safetensors" for number in range(count)]
     for number, path in enumerate(paths):
         path.unlink(missing_ok=True)
-        save_file({key: value for key, value in numbers.items() if place[key] == number}, path)
+        save_file({key: value for key, value in numbers.items() if file_of[key] == number}, path)
     not_read = unread(CheckpointFiles(paths))
-    chosen = {kind: draw(st.sampled_from(sorted(_WAYS))) for kind in kinds}
-    bank = {kind: _WAYS[way](not_read, kind, widths[kind]) for kind, way in chosen.items()}
-    expected = {kind: _WAYS[way](numbers, kind, widths[kind]) for kind, way in chosen.items()}
+    chosen = {kind: draw(st.sampled_from(sorted(_LAYOUTS))) for kind in kinds}
+    bank = {kind: _LAYOUTS[layout](not_read, kind, widths[kind]) for kind, layout in chosen.items()}
+    expected = {kind: _LAYOUTS[layout](numbers, kind, widths[kind]) for kind, layout in chosen.items()}
     packer = DiskPacker(None, keeps_pages=draw(st.booleans()))
     packer.agree({"layer": bank})
     spec = packer.pack(0, "layer", bank).spec
@@ -342,11 +340,11 @@ def test_any_bank_in_a_slot_is_what_its_recipes_make(tmp_path: Path, data: st.Da
 
 
 @pytest.mark.parametrize("operation", _MADE)
-def test_what_has_to_be_made_is_refused_without_a_folder(operation: str, tmp_path: Path) -> None:
+def test_a_bank_that_must_be_written_needs_a_folder(operation: str, tmp_path: Path) -> None:
     save_file({"up.all": torch.randn(EXPERTS, 4, 6).bfloat16()}, tmp_path / "a.safetensors")
     tensor = _MADE[operation](unread(CheckpointFiles([tmp_path / "a.safetensors"]))["up.all"])
     with pytest.raises(
         moepass.InputError,
-        match=rf"layer\.up is made by {operation}, and home='disk' needs .*folder with room for {tensor.nbytes} b",
+        match=rf"layer\.up is made by {operation}, and home='disk' needs .*folder with {tensor.nbytes} free b",
     ):
         DiskPacker(None, keeps_pages=True).agree({"layer": {"up": tensor}})

@@ -1,4 +1,4 @@
-"""Experts that stay in files: the same results as from memory, in whatever layout the checkpoint has them."""
+"""Experts that stay in files: the same results as from memory, with every layout of the checkpoint."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="home disk advises the Linux kernel"),
 ]
 OPTIONS = {"lower": "eager", "debug": True}
-# They store the rows of gate and up in turns.
+# These families store rows of gate and up alternately.
 HAVE_TO_BE_MADE = {"inkling2"}
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers, one stored tensor per expert and projection, in one file."""
+    """Save two layers, with one stored tensor per expert and projection, in one file."""
     return save_tiny_checkpoint(tmp_path_factory.mktemp("checkpoint") / "whole")
 
 
@@ -52,7 +52,8 @@ def _home(model: torch.nn.Module) -> DiskHome:
 
 
 def _reference(folder: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    # Offloaded too: in a mapped file matrices may lie at odd addresses, where products round in another way.
+    # The reference is offloaded too: a mapped file may have matrices at unaligned addresses, where products round
+    # differently.
     model = load_model(folder, dtype=dtype)
     moepass.offload_experts(model)
     return model
@@ -147,7 +148,7 @@ def test_another_backend_says_that_it_cannot_read_files(tmp_path: Path) -> None:
 
 
 class _Recorded:
-    """In place of the thread that announces."""
+    """A stand-in for the thread that announces files."""
 
     def __init__(self, home: DiskHome) -> None:
         self.home, self.banks = home, []
@@ -156,7 +157,7 @@ class _Recorded:
     banks: list[int]
 
     def announce(self, sources: tuple[FileSource, ...]) -> None:
-        (bank,) = (index for index, known in self.home._sources.items() if known is sources)
+        (bank,) = (index for index, announced in self.home._sources.items() if announced is sources)
         self.banks.append(bank)
 
 
@@ -169,13 +170,14 @@ def test_the_bank_that_follows_is_announced(is_compiled: bool, tmp_path: Path) -
     run: Any = torch.compile(model, backend="asyncep", options=OPTIONS) if is_compiled else model
     for _ in range(3):
         assert torch.equal(run(tokens()), expected)
-    # By the order of layers at first, nothing behind the last one; then by the order that was seen. Each copy announces
-    # one bank, and in the third run of a ring with two slots the last two copies are those for a fourth.
+    # Announced in the order of layers at first, with nothing after the last one, and then in the order of the last run.
+    # Each copy announces one bank. In the third run of a ring with two slots the last two copies belong to a fourth
+    # run.
     begin = [1, 2, 3]
     assert recorded.banks[:3] == begin
-    rest = recorded.banks[3:]
-    assert rest == [(rest[0] + step) % 4 for step in range(len(rest))]
-    assert rest[:2] == [1, 2] if not is_compiled else len(rest) >= 8
+    later_banks = recorded.banks[3:]
+    assert later_banks == [(later_banks[0] + step) % 4 for step in range(len(later_banks))]
+    assert later_banks[:2] == [1, 2] if not is_compiled else len(later_banks) >= 8
 
 
 def test_an_order_that_changes_is_learned_again(tmp_path: Path) -> None:
@@ -186,7 +188,7 @@ def test_an_order_that_changes_is_learned_again(tmp_path: Path) -> None:
     banks = [bank.spec for bank in moepass.offload_report(model).store.banks]
     for index in (0, 2, 1, 0, 2, 1, 1, 0, 2):
         home.copying(banks[index])
-    # 0 -> 1 and 1 -> 2 are guesses; what follows 2 is learned, and that 1 follows itself needs no announcement.
+    # 0 -> 1 and 1 -> 2 are guesses, the successor of 2 is learned, and 1 after itself needs no announcement.
     assert recorded.banks == [1, 2, 2, 1, 0, 2, 1]
     home.announces = False
     home.copying(banks[0])
@@ -202,7 +204,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_checkpoint_that_is_changed_is_an_error_in_the_next_run(change: str, tmp_path: Path) -> None:
-    # Compiled: in eager mode dense weights, which are mapped, are read before any expert.
+    # Compiled, because eager mode reads dense weights, which are mapped, before any expert.
     tiny_model("qwen3_moe", num_hidden_layers=1).save_pretrained(tmp_path)
     model = moepass.load_pretrained(tmp_path, home="disk")
     inputs = tiny_inputs(model)
@@ -247,7 +249,7 @@ def test_a_checkpoint_may_be_replaced_and_deleted(tmp_path: Path) -> None:
 def test_weights_in_files_are_not_written(checkpoint: Path) -> None:
     model = moepass.load_pretrained(checkpoint, home="disk")
     state = load_model(checkpoint).state_dict()
-    message = r"experts of model\.layers\.0\.mlp\.experts rest in files, which are read and never written.*home='host'"
+    message = r"experts of model\.layers\.0\.mlp\.experts rest in files, which moepass only reads.*home='host'"
     with pytest.raises(moepass.InputError, match=message):
         model.load_state_dict(state)
     with pytest.raises(moepass.InputError, match=message):
@@ -275,18 +277,18 @@ def test_a_conversion_is_written_once(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(
         moepass.InputError,
         match=r"layers\.0\.mlp\.experts\.gate_up_proj is made by a conversion from torch\.float32 to torch\.bfloat16, "
-        r"and home='disk' needs its bytes in a file as they are; name a folder with room for \d+ bytes",
+        r"and home='disk' needs a file that contains its bytes; name a folder with \d+ free bytes",
     ):
         moepass.load_pretrained(checkpoint, home="disk", dtype=torch.bfloat16)
-    told: list[tuple[int, int]] = []
+    progress: list[tuple[int, int]] = []
 
     def load() -> PreTrainedModel:
-        told.clear()
+        progress.clear()
         return moepass.load_pretrained(
             checkpoint,
             home=moepass.Disk(folder=tmp_path),
             dtype=torch.bfloat16,
-            progress=lambda done, total: told.append((done, total)),
+            progress=lambda done, total: progress.append((done, total)),
         )
 
     reference = _reference(checkpoint, torch.bfloat16)
@@ -294,25 +296,25 @@ def test_a_conversion_is_written_once(checkpoint: Path, tmp_path: Path) -> None:
     inodes = []
     for _ in range(2):
         _check_same(load(), reference)
-        assert told[-1][0] == told[-1][1]
-        totals.append(told[-1][1])
+        assert progress[-1][0] == progress[-1][1]
+        totals.append(progress[-1][1])
         inodes.append([path.stat().st_ino for path in sorted(tmp_path.glob("*.safetensors"))])
     assert totals[0] == totals[1]
     assert inodes[0] == inodes[1]
     assert len(inodes[0]) == 2
 
 
-def test_nothing_is_written_where_the_checkpoint_will_do(checkpoint: Path, tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
+def test_nothing_is_written_if_the_checkpoint_suffices(checkpoint: Path, tmp_path: Path) -> None:
+    progress: list[tuple[int, int]] = []
     model = moepass.load_pretrained(
         checkpoint,
         home=moepass.Disk(folder=tmp_path / "banks"),
-        progress=lambda done, total: told.append((done, total)),
+        progress=lambda done, total: progress.append((done, total)),
     )
     assert not (tmp_path / "banks").exists()
-    # No expert was read.
-    assert told[-1] == (told[-1][1],) * 2
-    assert told[-1][1] == sum({value.data_ptr(): value.nbytes for value in model.parameters()}.values())
+    # The process read no expert.
+    assert progress[-1] == (progress[-1][1],) * 2
+    assert progress[-1][1] == sum({value.data_ptr(): value.nbytes for value in model.parameters()}.values())
 
 
 def _load_on_a_rank(checkpoint: Path, folder: Path) -> tuple[int, float]:
@@ -350,7 +352,7 @@ def test_one_of_many_processes_writes(checkpoint: Path, tmp_path: Path) -> None:
         (
             {"home": "disk", "device": "meta"},
             moepass.InputError,
-            r"device is meta; home='disk' works on cpu and cuda only so",
+            r"device is meta; home='disk' works on cpu and cuda only; use",
         ),
     ],
 )
@@ -371,7 +373,7 @@ def _anonymous_bytes() -> int:
 
 
 def _memory_of_a_run(folder: Path) -> tuple[int, int, int]:
-    """Anonymous memory that loading and running took at most, bytes of the ring, and bytes of all banks."""
+    """Return the peak anonymous memory of loading and running, the bytes of the ring, and those of all banks."""
     before = peak = _anonymous_bytes()
     done = threading.Event()
 
@@ -411,5 +413,5 @@ def test_a_process_takes_memory_for_its_slots_alone(tmp_path: Path) -> None:
     Qwen3MoeForCausalLM._from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     ((taken, ring_bytes, home_bytes),) = run_ranks(1, _memory_of_a_run, tmp_path)
     assert home_bytes == 3 * ring_bytes == 6 * 16 * 3 * 512 * 512 * 4
-    # Dense weights are views of the file. What else it takes is for compiling: less than one bank (30 MB were seen).
+    # Dense weights are views of the file. Compiling takes less than one bank (measured: 30 MB).
     assert taken < ring_bytes + ring_bytes // 2 + 15_000_000

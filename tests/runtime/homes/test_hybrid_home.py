@@ -1,4 +1,4 @@
-"""Home `hybrid` on real ranks: exact whatever is staged, and never waiting for a rank that rests."""
+"""Home `hybrid` on real ranks: exact with every state of the buffers, and without waiting for idle ranks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _stack(form: str = "dense_bmm", depth: int = 3) -> Stack:
 
 
 def _check_figures(store: BankStore) -> None:
-    """All bytes of runs came from staging buffers or from shards; what was copied ahead for a next run is left out."""
+    """Check that all bytes of runs came from staging buffers or shards, without those copied ahead for the next run."""
     statistics = store.ring().statistics
     used = statistics.staged_bytes + statistics.unstaged_bytes
     assert 0 < used <= statistics.copied_bytes
@@ -100,12 +100,12 @@ def test_models_stay_exact_on_every_rank(ranks: int, family: str, overrides: dic
     run_ranks(ranks, _model_stays_exact, family, overrides, buffers)
 
 
-def _one_runs_and_one_rests() -> None:
+def _one_runs_and_one_is_idle() -> None:
     store = dist.distributed_c10d._get_default_store()
     with torch.no_grad():
         model = _stack(depth=4)
         expected = model(tokens())
-        # Slower than this machine, so that what is staged is there before it is asked for.
+        # The link is slower than this machine, so that staged bytes arrive before they are requested.
         banks = moepass.offload_experts(
             model, home=moepass.Hybrid(link="emulate:1e7", host_link="emulate:2e7", timeout_s=50)
         )
@@ -113,7 +113,7 @@ def _one_runs_and_one_rests() -> None:
         if dist.get_rank() == 0:
             for _ in range(10):
                 assert torch.equal(compiled(tokens()), expected)
-            # From the staging buffers of an idle rank, too.
+            # The bytes also come from the staging buffers of an idle rank.
             statistics = banks.store.ring().statistics
             assert statistics.staged_bytes > statistics.unstaged_bytes
             store.set("ten steps", "done")
@@ -136,12 +136,12 @@ def _one_runs_and_one_rests() -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_rests_neither_waits_nor_is_waited_for_and_its_stages_serve_the_others() -> None:
-    run_ranks(2, _one_runs_and_one_rests)
+def test_an_idle_rank_neither_waits_nor_is_waited_for_and_its_buffers_serve_the_others() -> None:
+    run_ranks(2, _one_runs_and_one_is_idle)
 
 
 def _at_different_layers() -> None:
-    """Ranks drift apart, because one of them computes for longer between its steps."""
+    """Let ranks drift apart: one of them computes longer between its steps."""
     with torch.no_grad():
         model = _stack(depth=5)
         expected = model(tokens())
@@ -160,7 +160,7 @@ def test_ranks_that_drift_apart_stay_exact() -> None:
 
 
 def _all_is_overwritten_while_it_is_copied() -> None:
-    """Every copy from a staging buffer finds afterwards that the buffer was refilled; its bytes were another bank's."""
+    """Refill every staging buffer with another bank's bytes during the copy from it."""
     with torch.no_grad():
         model = _stack()
         expected = model(tokens())
@@ -184,7 +184,7 @@ def _all_is_overwritten_while_it_is_copied() -> None:
         assert statistics.staged_bytes == 0 < statistics.unstaged_bytes
 
 
-def test_what_is_overwritten_while_it_is_copied_is_fetched_again() -> None:
+def test_bytes_overwritten_during_a_copy_are_fetched_again() -> None:
     run_ranks(2, _all_is_overwritten_while_it_is_copied)
 
 
@@ -216,8 +216,9 @@ def test_shards_cannot_be_loaded_into_because_stages_would_not_see_it() -> None:
 
 
 def _load(folder: Path) -> tuple[int, tuple[int, int]]:
-    told: list[tuple[int, int]] = []
-    model = moepass.load_pretrained(folder, home=moepass.Hybrid(timeout_s=50), progress=lambda *now: told.append(now))
+    progress: list[tuple[int, int]] = []
+    home = moepass.Hybrid(timeout_s=50)
+    model = moepass.load_pretrained(folder, home=home, progress=lambda *now: progress.append(now))
     reference = load_model(folder)
     moepass.offload_experts(reference)
     inputs = tiny_inputs(model)
@@ -230,7 +231,7 @@ def _load(folder: Path) -> tuple[int, tuple[int, int]]:
     report = moepass.offload_report(model)
     assert report.home == "hybrid"
     assert report.staging_bytes == 2 * max(bank.shard.numel() for bank in report.store.banks)
-    return report.home_bytes, told[-1]
+    return report.home_bytes, progress[-1]
 
 
 @pytest.mark.slow
@@ -243,7 +244,7 @@ def test_a_checkpoint_is_loaded_rank_by_rank(tmp_path: Path) -> None:
     ("arguments", "kind", "message"),
     [
         ({}, moepass.InputError, r"home='hybrid' spread experts over the ranks of torch\.distributed, which is not"),
-        ({"device": "meta"}, moepass.InputError, r"device is meta; home='hybrid' works on cpu and cuda only so far"),
+        ({"device": "meta"}, moepass.InputError, r"device is meta; home='hybrid' works on cpu and cuda only"),
     ],
 )
 def test_wrong_arguments_leave_the_model_alone(arguments: dict[str, Any], kind: type[Exception], message: str) -> None:

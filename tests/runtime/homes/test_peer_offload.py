@@ -1,4 +1,4 @@
-"""Home `peer` on real ranks: exact, never waiting for each other after the start, and clear when a rank is lost."""
+"""Home `peer` on real ranks: exact, without waits for each other after the start, with clear errors for lost ranks."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ def _stack(form: str = "dense_bmm", depth: int = 2) -> Stack:
 
 
 def _check_figures(store: BankStore, rank: int, ranks: int) -> None:
-    """Bytes at rest, and over the link: all but this rank's own."""
-    own = complete = 0
+    """Check the bytes at rest, and those over the link: all but this rank's own."""
+    shard_bytes = complete = 0
     for bank in store.banks:
         bounds = bank.spec.expert_bounds
         assert len(bounds) == ranks + 1
         assert bank.spec.home == "peer"
         for tensor in bank.spec.tensors:
             complete += tensor.nbytes
-            own += tensor.nbytes // tensor.shape[0] * (bounds[rank + 1] - bounds[rank])
-    assert own <= store.home_bytes <= own + 256 * sum(len(bank.spec.tensors) for bank in store.banks)
+            shard_bytes += tensor.nbytes // tensor.shape[0] * (bounds[rank + 1] - bounds[rank])
+    assert shard_bytes <= store.home_bytes <= shard_bytes + 256 * sum(len(bank.spec.tensors) for bank in store.banks)
     statistics = store.ring().statistics
-    assert statistics.copied_bytes * (complete - own) == statistics.link_bytes * complete
+    assert statistics.copied_bytes * (complete - shard_bytes) == statistics.link_bytes * complete
 
 
 def _model_stays_exact(family: str, overrides: dict[str, Any]) -> None:
@@ -79,7 +79,7 @@ def _model_stays_exact(family: str, overrides: dict[str, Any]) -> None:
     (compilation,) = compilations
     assert [bank.expert_bounds for bank in compilation.plan.banks] == [b.spec.expert_bounds for b in report.store.banks]
     assert not compilation.plan.refusals
-    # Every layer has banks of one size, so that whatever the ring copied, the same part of it came from others.
+    # All banks have one size, so the same fraction of every copy came from other ranks.
     _check_figures(report.store, dist.get_rank(), dist.get_world_size())
 
 
@@ -144,9 +144,9 @@ def _complete_experts_are_freed() -> None:
     gc.collect()
     assert [storage() for storage in weights if storage() is not None] == []
     assert not any("blocks" in name and value.numel() for name, value in model.named_parameters())
-    with pytest.raises(moepass.InputError, match=r"rank 0|this rank has only its part"):
+    with pytest.raises(moepass.InputError, match=r"rank 0|this rank has only its own shard"):
         model.state_dict()
-    with pytest.raises(moepass.InputError, match="this rank has only its part"):
+    with pytest.raises(moepass.InputError, match="this rank has only its own shard"):
         model.load_state_dict({"blocks.0.up": torch.zeros(1)}, strict=False)
     assert model.load_state_dict(model.linears.state_dict(prefix="linears."), strict=False).unexpected_keys == []
     assert report.home_bytes < report.store.slot_bytes * len(report.layers) * 0.6
@@ -156,7 +156,7 @@ def test_only_the_own_shards_stay() -> None:
     run_ranks(2, _complete_experts_are_freed)
 
 
-def _one_runs_and_one_rests() -> None:
+def _one_runs_and_one_is_idle() -> None:
     store = dist.distributed_c10d._get_default_store()
     with torch.no_grad():
         model = _stack()
@@ -182,12 +182,12 @@ def _one_runs_and_one_rests() -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_rests_neither_waits_nor_is_waited_for() -> None:
-    run_ranks(2, _one_runs_and_one_rests)
+def test_an_idle_rank_neither_waits_nor_is_waited_for() -> None:
+    run_ranks(2, _one_runs_and_one_is_idle)
 
 
 def _differs(what: str) -> tuple[str, bool]:
-    """The error of this rank, and whether its model is as it was."""
+    """Return the error of this rank, and whether its model is unchanged."""
     rank = dist.get_rank()
     model: nn.Module = _stack(depth=2 + (rank if what == "depth" else 0))
     if what == "weights":
@@ -257,7 +257,7 @@ def test_a_rank_that_never_offloads_is_named() -> None:
 
 
 def _comes_too_late(transport: str) -> list[str]:
-    """After rank 0 gave up; the error of each attempt. No attempt changes the model."""
+    """Return the error of each attempt after rank 0 has given up. No attempt changes the model."""
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 1:
         store.wait(["rank 0 gave up"], timedelta(seconds=50))
@@ -288,9 +288,9 @@ def _in_a_subgroup() -> None:
     with torch.no_grad():
         model = _stack(depth=1)
         expected = model(tokens())
-        mine, other = groups[dist.get_rank() % 2], groups[1 - dist.get_rank() % 2]
-        with pytest.raises(moepass.InputError, match="no process group that this process belongs to"):
-            moepass.offload_experts(model, home=moepass.Peer(group=other))
+        mine, foreign = groups[dist.get_rank() % 2], groups[1 - dist.get_rank() % 2]
+        with pytest.raises(moepass.InputError, match="not a process group with this process in it"):
+            moepass.offload_experts(model, home=moepass.Peer(group=foreign))
         report = moepass.offload_experts(model, home=moepass.Peer(group=mine, timeout_s=50))
         assert len(report.store.banks[0].spec.expert_bounds) == mine.size() + 1
         assert torch.equal(model(tokens()), expected)
@@ -316,7 +316,7 @@ def test_wrong_arguments_leave_the_model_alone(arguments: dict[str, Any], kind: 
 
 
 def _serve(connection: Connection, store: str, rank: int, size: int, mode: str, home: str = "peer") -> None:
-    """A rank that does what it is told: `run` gives what came of a step, `leave` drops the model."""
+    """Follow commands: `run` answers with the outcome of a step, `leave` drops the model."""
     join_group(store, rank, size)
     model: nn.Module | None = _stack()
     expected = model(tokens())
@@ -358,8 +358,8 @@ def test_a_killed_rank_is_an_error_on_the_others_at_once_and_leaves_nothing(
         for _ in range(2):
             for worker in (first, last):
                 worker.tell("run")
-                assert worker.hear().startswith(f"rank 1 (process {pid}) is gone, by a signal or an error of its own")
-        # The survivors end by themselves.
+                assert worker.hear().startswith(f"rank 1 (process {pid}) is gone, after a signal or an error")
+        # The survivors end without a signal.
         for worker in (first, last):
             worker.tell("end")
             worker.process.join(20)
@@ -394,12 +394,12 @@ def test_a_rank_may_be_killed_at_any_moment(attempt: int, home: str, tmp_path: P
     ):
         for worker in (first, killed, last):
             assert worker.hear() == "joined"
-        time.sleep(moment)  # not to wait for anything: the moment is what is tested
+        time.sleep(moment)  # the rank is killed at this moment of its meeting
         killed.kill()
-        told = [first.hear(), last.hear()]
-        # A slow survivor may find that the other one has given up, before it has met the one that was killed.
-        assert any("rank 1" in text for text in told)
-        assert all("rank 1" in text or "is gone" in text for text in told)
+        errors = [first.hear(), last.hear()]
+        # A slow survivor may first notice that the other survivor has given up.
+        assert any("rank 1" in text for text in errors)
+        assert all("rank 1" in text or "is gone" in text for text in errors)
         for worker in (first, last):
             worker.process.join(20)
             assert worker.process.exitcode == 0
@@ -421,11 +421,11 @@ def test_a_rank_that_drops_its_model_and_ends_is_not_missed(tmp_path: Path) -> N
         assert stays.hear() == "exact"
 
 
-_SCRIPT = "import sys, test_peer_offload; test_peer_offload.script(*sys.argv[1:])"
+_SCRIPT = f"import sys; from {__name__} import script; script(*sys.argv[1:])"
 
 
 def script(store: str, rank: str, how: str) -> None:
-    """Rank 1 ends in some way while its model lives; rank 0 then says what came of a step."""
+    """Return a script in which rank 1 ends while its model lives, and rank 0 prints the outcome of a step."""
     join_group(store, int(rank), 2)
     with torch.no_grad():
         model = _stack()

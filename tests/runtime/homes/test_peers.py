@@ -1,15 +1,14 @@
-"""Ranks agree once, or all say the same of what is wrong; nobody waits without an end, and the dead are noticed."""
+"""Meetings of ranks: all agree or get the same error, every wait ends, and a rank that dies is noticed."""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -29,9 +28,9 @@ from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous
 from moepass.runtime.system.processes import ProcessIdentity, this_process
 from moepass.runtime.system.shared_memory import PAGE_BYTES
 from tests.helpers.graphs.error_fields import refused
+from tests.helpers.processes.rank_threads import on_rank_threads
 from tests.helpers.processes.workers import Worker
 
-T = TypeVar("T")
 ENDED = "the ranks of this group missed each other before, and cannot meet any more: "
 
 
@@ -42,19 +41,6 @@ def _bank(index: int = 0, **changes: Any) -> BankSpec:
 
 
 BANKS = (_bank(0), _bank(1))
-
-
-def _on_ranks(ranks: int, function: Callable[[int], T]) -> list[T | PeerError]:
-    """`function(rank)` on a thread per rank: results, or the errors that it raised."""
-
-    def run(rank: int) -> T | PeerError:
-        try:
-            return function(rank)
-        except PeerError as error:
-            return error
-
-    with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(run, range(ranks)))
 
 
 def _messages(outcomes: Sequence[object]) -> set[str]:
@@ -69,7 +55,7 @@ def _share(store: HashStore, rank: int, size: int) -> tuple[PeerGroup, dict[int,
     group.agree(BANKS, ["a", "b"])
     segment = group.make_segment(100)
     segment.map(PAGE_BYTES, 100).fill_(rank + 1)
-    memories = {other: opened.map(PAGE_BYTES, 100) for other, opened in group.share().items()}
+    memories = {peer: opened.map(PAGE_BYTES, 100) for peer, opened in group.share().items()}
     group.settle()
     return group, memories
 
@@ -77,12 +63,12 @@ def _share(store: HashStore, rank: int, size: int) -> tuple[PeerGroup, dict[int,
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_every_rank_sees_the_memory_of_all_others(ranks: int) -> None:
     store = HashStore()
-    for _ in range(2):  # a second group on the same store is another meeting
-        for rank, outcome in enumerate(_on_ranks(ranks, lambda rank: _share(store, rank, ranks))):
+    for _ in range(2):  # a second group on the same store has a separate meeting
+        for rank, outcome in enumerate(on_rank_threads(ranks, lambda rank: _share(store, rank, ranks))):
             assert not isinstance(outcome, PeerError)
             group, memories = outcome
-            assert {other: memory.tolist() for other, memory in memories.items()} == {
-                other: [other + 1] * 100 for other in range(ranks) if other != rank
+            assert {peer: memory.tolist() for peer, memory in memories.items()} == {
+                peer: [peer + 1] * 100 for peer in range(ranks) if peer != rank
             }
             group.check_alive()
 
@@ -107,18 +93,18 @@ def test_different_banks_are_the_same_error_on_every_rank(banks: tuple[BankSpec,
     store = HashStore()
 
     def run(rank: int) -> None:
-        own = banks if rank == 2 else BANKS
-        PeerGroup(store, rank, 3, timeout_s=20).agree(own, ["digest"] * len(own))
+        own_banks = banks if rank == 2 else BANKS
+        PeerGroup(store, rank, 3, timeout_s=20).agree(own_banks, ["digest"] * len(own_banks))
 
-    (text,) = _messages(_on_ranks(3, run))
+    (text,) = _messages(on_rank_threads(3, run))
     with pytest.raises(PeerError, match=message):
         raise PeerError(text)
 
 
-def test_different_weights_are_told_by_their_digest() -> None:
+def test_different_weights_differ_in_their_digest() -> None:
     store = HashStore()
     (text,) = _messages(
-        _on_ranks(2, lambda rank: PeerGroup(store, rank, 2, timeout_s=20).agree(BANKS, ["same", f"own{rank}"]))
+        on_rank_threads(2, lambda rank: PeerGroup(store, rank, 2, timeout_s=20).agree(BANKS, ["same", f"own{rank}"]))
     )
     assert "the weights of bank layers.1 (a digest): own0 on rank 0, own1 on rank 1; give every rank the same" in text
 
@@ -126,7 +112,9 @@ def test_different_weights_are_told_by_their_digest() -> None:
 @pytest.mark.parametrize("sizes", [(2, 3, 3), (3, 2, 3), (2, 4, 3)])
 def test_different_world_sizes_are_an_error_that_names_both(sizes: tuple[int, ...]) -> None:
     store = HashStore()
-    outcomes = _on_ranks(3, lambda rank: PeerGroup(store, rank, sizes[rank], timeout_s=20).agree(BANKS, ["a", "b"]))
+    outcomes = on_rank_threads(
+        3, lambda rank: PeerGroup(store, rank, sizes[rank], timeout_s=20).agree(BANKS, ["a", "b"])
+    )
     (text,) = _messages(outcomes)
     assert f"ranks disagree on the number of ranks: {sizes[0]} on rank 0, {sizes[1]} on rank 1" in text
     with refused(DisagreementError, name="the number of ranks", ranks=(0, 1)):
@@ -137,7 +125,9 @@ def test_other_machines_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     store, real = HashStore(), this_process()
     names = iter(["here", "there"])
     monkeypatch.setattr(peers, "this_process", lambda: dataclasses.replace(real, machine=next(names)))
-    (text,) = _messages(_on_ranks(2, lambda rank: PeerGroup(store, rank, 2, timeout_s=20).agree(BANKS, ["a", "b"])))
+    (text,) = _messages(
+        on_rank_threads(2, lambda rank: PeerGroup(store, rank, 2, timeout_s=20).agree(BANKS, ["a", "b"]))
+    )
     assert "ranks disagree on the machine: " in text
     assert "in one group on one machine" in text
 
@@ -150,11 +140,11 @@ def test_other_machines_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         ((2,), "ranks 0, 1", (None, (0, 1))),
     ],
 )
-def test_ranks_that_do_not_come_are_named_when_the_time_is_over(
+def test_ranks_that_do_not_come_are_named_after_the_timeout(
     came: tuple[int, ...], missing: str, fields: tuple[int | None, tuple[int, ...] | None]
 ) -> None:
     store = HashStore()
-    outcomes = _on_ranks(
+    outcomes = on_rank_threads(
         3, lambda rank: PeerGroup(store, rank, 3, timeout_s=0.3).agree(BANKS, ["a", "b"]) if rank in came else None
     )
     (text,) = _messages([outcomes[rank] for rank in came])
@@ -162,7 +152,7 @@ def test_ranks_that_do_not_come_are_named_when_the_time_is_over(
     assert (outcomes[came[0]].rank, outcomes[came[0]].ranks) == fields  # type: ignore[union-attr]  # it is an error
 
 
-def test_a_rank_that_comes_after_the_others_gave_up_gets_their_error_and_nothing_happens() -> None:
+def test_a_rank_that_comes_after_the_others_gave_up_gets_their_error() -> None:
     store = HashStore()
     group = PeerGroup(store, 0, 2, timeout_s=0.1)
     late = PeerGroup(store, 1, 2, timeout_s=20)
@@ -191,8 +181,8 @@ def test_ranks_that_come_at_the_last_moment_all_agree_or_all_fail(delays_s: list
             time.sleep(delays_s[rank - 1])
         PeerGroup(store, rank, len(delays_s) + 1, timeout_s=0.05).agree(BANKS, ["a", "b"])
 
-    outcomes = _on_ranks(len(delays_s) + 1, run)
-    # Who came after all was over finds the group ended, for the same reason.
+    outcomes = on_rank_threads(len(delays_s) + 1, run)
+    # A rank that comes after the failure gets an error with the same reason.
     reasons = {str(error).removeprefix(ENDED).split("; ")[0] if error else "" for error in outcomes}
     assert len(reasons) == 1, outcomes
 
@@ -203,8 +193,8 @@ def test_after_the_same_error_on_all_ranks_they_can_try_again() -> None:
     def run(rank: int) -> None:
         with refused(DisagreementError, name="the number of banks"):
             PeerGroup(store, rank, 2, timeout_s=20).agree(BANKS[rank:], ["a", "b"][rank:])
-        told = pytest.raises(MemoryError) if rank else refused(PeerError, rank=1)
-        with told:  # type: ignore[attr-defined]  # both are context managers
+        raises = pytest.raises(MemoryError) if rank else refused(PeerError, rank=1)
+        with raises:  # type: ignore[attr-defined]  # both are context managers
             rendezvous = PeerGroup(store, rank, 2, timeout_s=20).rendezvous
             with rendezvous.telling_failures():
                 if rank:
@@ -212,7 +202,7 @@ def test_after_the_same_error_on_all_ranks_they_can_try_again() -> None:
                 list(rendezvous.exchange("word", "", str))
         PeerGroup(store, rank, 2, timeout_s=20).agree(BANKS, ["a", "b"])
 
-    assert _on_ranks(2, run) == [None, None]
+    assert on_rank_threads(2, run) == [None, None]
 
 
 def test_a_meeting_that_was_dispensable_and_in_vain_leaves_no_trace() -> None:
@@ -226,10 +216,10 @@ def test_a_meeting_that_was_dispensable_and_in_vain_leaves_no_trace() -> None:
         meeting = Rendezvous(store, rank, 2, 20, "come")
         return dict(meeting.exchange("word", f"from {rank}", str))[1 - rank]
 
-    assert _on_ranks(2, run) == ["from 1", "from 0"]
+    assert on_rank_threads(2, run) == ["from 1", "from 0"]
 
 
-def test_a_rank_that_fails_tells_the_others_at_once() -> None:
+def test_a_failure_of_a_rank_reaches_the_others_at_once() -> None:
     store = HashStore()
 
     def run(rank: int) -> None:
@@ -242,15 +232,15 @@ def test_a_rank_that_fails_tells_the_others_at_once() -> None:
         group.make_segment(10)
         group.share()
 
-    waiting, failed = _on_ranks(2, run)
+    waiting, failed = on_rank_threads(2, run)
     assert failed is None
     assert str(waiting) == "rank 1 failed: MemoryError: no room for the shard"
     assert isinstance(waiting, PeerError)
     assert waiting.rank == 1
 
 
-def test_a_group_that_goes_while_torch_traces_says_goodbye_and_is_in_no_graph() -> None:
-    """The garbage collector finds groups at any moment."""
+def test_a_group_freed_while_torch_traces_says_goodbye_and_is_in_no_graph() -> None:
+    """The garbage collector may free a group at any moment."""
 
     def ends_a_group(rows: torch.Tensor) -> torch.Tensor:
         group.leave()
@@ -265,8 +255,8 @@ def test_a_group_that_goes_while_torch_traces_says_goodbye_and_is_in_no_graph() 
 
 def test_a_record_of_another_version_is_an_error() -> None:
     store = HashStore()
-    other = Rendezvous(store, 1, 2, 5.0, "come")
-    other.publish("list of banks", {"ranks": 2, "words": []})
+    peer = Rendezvous(store, 1, 2, 5.0, "come")
+    peer.publish("list of banks", {"ranks": 2, "words": []})
     with pytest.raises(PeerError, match=r"rank 1 sent a list of banks that this version of moepass cannot read"):
         PeerGroup(store, 0, 2, timeout_s=5).agree(BANKS, ["a", "b"])
 
@@ -298,13 +288,13 @@ def _introduce(connection: Connection) -> None:
 
 
 def _introduce_as_second(store: HashStore, process: ProcessIdentity) -> None:
-    """What `process` would publish as rank 1 of 2."""
+    """Publish the records of `process` as rank 1 of 2."""
     group = PeerGroup(store, 1, 2, 5.0)
     group.rendezvous.publish("list of banks", list(group._topics(process, BANKS, ("a", "b"), 0, "cpu")))
 
 
 def test_a_rank_that_dies_while_others_wait_is_noticed_before_the_time_is_over() -> None:
-    """It came to the first meeting, and is killed before it publishes its shards."""
+    """The rank comes to the first meeting, and is killed before it publishes its shards."""
     store = HashStore()
     with Worker(_introduce) as worker:
         process = worker.hear()
@@ -314,7 +304,7 @@ def test_a_rank_that_dies_while_others_wait_is_noticed_before_the_time_is_over()
         group.check_alive()
         group.make_segment(10)
         worker.kill()
-        with pytest.raises(PeerError, match=rf"^rank 1 \(process {process.pid}\) is gone, by a signal or an error"):
+        with pytest.raises(PeerError, match=rf"^rank 1 \(process {process.pid}\) is gone, after a signal or an error"):
             group.share()
 
 
@@ -332,18 +322,18 @@ def _interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def test_a_rank_that_is_interrupted_while_it_waits_tells_those_that_come_later() -> None:
+def test_an_interrupt_of_a_waiting_rank_reaches_ranks_that_come_later() -> None:
     store = HashStore()
     with pytest.raises(KeyboardInterrupt):
         list(Rendezvous(store, 0, 2, 20, "come").exchange("word", "", str, _interrupt))
     with pytest.raises(
         PeerError, match="rank 0 was interrupted while it waited for a word; start all ranks again"
-    ) as told:
+    ) as caught:
         Rendezvous(store, 1, 2, 20, "come")
-    assert told.value.rank == 0
+    assert caught.value.rank == 0
 
 
-def test_digests_tell_weights_apart_and_nothing_else() -> None:
+def test_digests_depend_on_the_weights_alone() -> None:
     weights = {
         "up": torch.randn(4, 30, 50),
         "down": torch.randn(4, 50, 30).to(torch.bfloat16),

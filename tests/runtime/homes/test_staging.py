@@ -1,4 +1,4 @@
-"""StagingBuffers without processes: what they hold, who is waited for, and that no bank is ever taken for another."""
+"""Staging buffers without processes: their contents, the waits for them, and that no bank is mistaken for another."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _staging(count: int, nbytes: int) -> StagingBuffers:
 
 
 def _shard(bank: int, nbytes: int) -> torch.Tensor:
-    """Bytes that no other bank has."""
+    """Return a shard of a byte that no other bank has."""
     return torch.full((nbytes,), bank + 1, dtype=torch.uint8)
 
 
@@ -65,7 +65,7 @@ def test_the_nearest_needs_come_first_and_those_of_running_ranks_before_others(
     assert len(chosen) == len(set(chosen)) == min(count, len(wanted))
 
     def rank_of(bank: int) -> tuple[bool, int]:
-        """How urgent a bank is, by the rank that needs it most; smaller is more urgent."""
+        """Return the urgency of a bank for the rank that needs it most; smaller is more urgent."""
         return min((not want.is_running, want.banks.index(bank)) for want in of_ranks if bank in want.banks)
 
     assert [rank_of(bank) for bank in chosen] == sorted(rank_of(bank) for bank in wanted)[: len(chosen)]
@@ -138,7 +138,7 @@ def test_a_fresh_board_says_nothing_and_keeps_what_is_shown() -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _HalfwaySource(MemorySource):
-    """Calls `halfway` when half of what is copied is there."""
+    """A source that calls `halfway` when half of a copy is done."""
 
     halfway: Callable[[], None] = lambda: None
 
@@ -152,8 +152,8 @@ class _HalfwaySource(MemorySource):
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_bytes_of_another_bank_are_never_taken_whatever_is_overwritten_meanwhile(data: st.DataObject) -> None:
-    """The stager works on while somebody has read half of what he reads, and is itself interrupted by readers."""
+def test_bytes_of_another_bank_are_never_used(data: st.DataObject) -> None:
+    """Let the stager continue when a reader has read half of its bytes, and let readers interrupt the stager."""
     sizes = data.draw(st.lists(st.integers(1, 3 * SLICE), min_size=2, max_size=3), label="bytes of the shards")
     numbers = st.integers(0, len(sizes) - 1)
     staging = _staging(data.draw(st.integers(1, 2), label="buffers"), max(sizes))
@@ -162,7 +162,7 @@ def test_bytes_of_another_bank_are_never_taken_whatever_is_overwritten_meanwhile
         bank = data.draw(numbers, label="bank")
         start = data.draw(st.integers(0, sizes[bank] - 1), label="from")
         nbytes = data.draw(st.integers(1, sizes[bank] - start), label="bytes")
-        place = torch.zeros(nbytes, dtype=torch.uint8)
+        target_memory = torch.zeros(nbytes, dtype=torch.uint8)
 
         def halfway(target: int, source: int, nbytes: int) -> None:
             half = nbytes // 2
@@ -172,9 +172,9 @@ def test_bytes_of_another_bank_are_never_taken_whatever_is_overwritten_meanwhile
 
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(stager, "ctypes", SimpleNamespace(memmove=halfway))
-            found = staging.copy(bank, start, nbytes, place.data_ptr())
-        if found is Found.COPIED:
-            assert set(place.tolist()) == {bank + 1}
+            result = staging.copy(bank, start, nbytes, target_memory.data_ptr())
+        if result is Found.COPIED:
+            assert set(target_memory.tolist()) == {bank + 1}
 
     def read_between() -> None:
         if data.draw(st.booleans(), label="somebody reads"):
@@ -201,7 +201,7 @@ def test_a_stage_that_is_overwritten_in_the_middle_of_a_copy_is_not_believed(
 ) -> None:
     staging = _staging(1, 2 * SLICE)
     work = _StagerWork(staging, [], [whole(_shard(bank, 2 * SLICE)) for bank in range(2)], BusyLink(Link()))
-    place = torch.zeros(SLICE, dtype=torch.uint8)
+    target_memory = torch.zeros(SLICE, dtype=torch.uint8)
 
     def fill(bank: int, steps: int = 3) -> None:
         staging.board.show_wants((bank,))
@@ -209,9 +209,9 @@ def test_a_stage_that_is_overwritten_in_the_middle_of_a_copy_is_not_believed(
             work.step()
 
     fill(0)
-    assert staging.copy(0, 0, SLICE, place.data_ptr()) is Found.COPIED
-    assert place.tolist() == [1] * SLICE
-    assert staging.copy(1, 0, SLICE, place.data_ptr()) is Found.ABSENT
+    assert staging.copy(0, 0, SLICE, target_memory.data_ptr()) is Found.COPIED
+    assert target_memory.tolist() == [1] * SLICE
+    assert staging.copy(1, 0, SLICE, target_memory.data_ptr()) is Found.ABSENT
     real = ctypes.memmove
 
     def overwritten(target: int, source: int, nbytes: int) -> None:
@@ -220,10 +220,10 @@ def test_a_stage_that_is_overwritten_in_the_middle_of_a_copy_is_not_believed(
         real(target, source, nbytes)
 
     monkeypatch.setattr(ctypes, "memmove", overwritten)
-    assert staging.copy(0, 0, SLICE, place.data_ptr()) is Found.ABSENT
-    assert place.tolist() == [2] * SLICE  # the other bank's bytes, which nobody must use
-    assert staging.copy(1, 0, SLICE, place.data_ptr()) is Found.COPIED
-    assert staging.copy(1, SLICE, SLICE, place.data_ptr()) is Found.COMING
+    assert staging.copy(0, 0, SLICE, target_memory.data_ptr()) is Found.ABSENT
+    assert target_memory.tolist() == [2] * SLICE  # the other bank's bytes, which no reader may use
+    assert staging.copy(1, 0, SLICE, target_memory.data_ptr()) is Found.COPIED
+    assert staging.copy(1, SLICE, SLICE, target_memory.data_ptr()) is Found.COMING
 
 
 def test_a_bank_that_left_its_stage_and_came_back_while_it_was_copied_is_not_believed(
@@ -231,7 +231,7 @@ def test_a_bank_that_left_its_stage_and_came_back_while_it_was_copied_is_not_bel
 ) -> None:
     staging = _staging(1, 2 * SLICE)
     work = _StagerWork(staging, [], [whole(_shard(bank, 2 * SLICE)) for bank in range(2)], BusyLink(Link()))
-    place = torch.zeros(SLICE, dtype=torch.uint8)
+    target_memory = torch.zeros(SLICE, dtype=torch.uint8)
 
     def leave_and_come_back(target: int, source: int, nbytes: int) -> None:
         for bank, steps in ((1, 2), (0, 1)):
@@ -244,11 +244,11 @@ def test_a_bank_that_left_its_stage_and_came_back_while_it_was_copied_is_not_bel
     work.step()
     work.step()
     monkeypatch.setattr(stager, "ctypes", SimpleNamespace(memmove=leave_and_come_back))
-    assert staging.copy(0, SLICE, SLICE, place.data_ptr()) is Found.ABSENT
-    assert place.tolist() == [2] * SLICE
+    assert staging.copy(0, SLICE, SLICE, target_memory.data_ptr()) is Found.ABSENT
+    assert target_memory.tolist() == [2] * SLICE
 
 
-def test_nobody_is_waited_for_who_does_not_move_or_for_longer_than_fetching_takes() -> None:
+def test_no_copy_waits_for_a_stalled_rank_or_longer_than_fetching_takes() -> None:
     stalled: dict[object, int] = {}
     patience = Patience(1.0, 0.1, stalled)
     assert patience.waits_for("a", 5, 10.0)
@@ -258,7 +258,7 @@ def test_nobody_is_waited_for_who_does_not_move_or_for_longer_than_fetching_take
     assert not patience.waits_for("a", 6, 10.26)
     assert stalled == {"a": 6}
     assert patience.waits_for("b", 1, 10.3)
-    # Others do not wait for it either, until it moves.
+    # No other copy waits for that rank until it makes progress.
     later = Patience(1.0, 0.1, stalled)
     assert not later.waits_for("a", 6, 20.0)
     assert later.waits_for("a", 7, 20.0)
@@ -279,40 +279,40 @@ def _stagers() -> int:
     return sum(thread.name == "moepass-stager" for thread in threading.enumerate())
 
 
-def test_a_stager_fills_what_is_wanted_here_and_elsewhere_and_ends_with_its_owner(small_slices: None) -> None:
-    own, other = _staging(2, 3 * SLICE), _board(2)
+def test_a_stager_fills_the_banks_that_any_rank_wants_and_ends_with_its_owner(small_slices: None) -> None:
+    staging, peer_board = _staging(2, 3 * SLICE), _board(2)
     shards = [whole(_shard(bank, 2 * SLICE + 5)) for bank in range(5)]
     before = _stagers()
-    filler = Stager(own, [other], shards, BusyLink(Link()))
+    filler = Stager(staging, [peer_board], shards, BusyLink(Link()))
 
     def complete() -> set[int | None]:
-        states = [own.board.state(buffer) for buffer in range(2)]
+        states = [staging.board.state(buffer) for buffer in range(2)]
         return {state.bank for state in states if state.filled_slices == 3}
 
     filler.reading(2)
     _wait_until(lambda: complete() == {2, 3})
     filler.has_read(2)
     _wait_until(lambda: complete() == {3, 4})
-    # Another rank is in a run, and this one rests.
-    other.show_wants((1, 0))
-    other.show_running(True)
+    # Another rank is in a run, and this one is idle.
+    peer_board.show_wants((1, 0))
+    peer_board.show_running(True)
     _wait_until(lambda: complete() == {1, 0})
-    # The last bank is followed by the first; after a run in another order, by what it was followed by.
+    # The last bank is followed by the first, or, after a run in another order, by its successor in that run.
     filler.show_running(True)
     filler.reading(4)
     _wait_until(lambda: complete() == {4, 1})
-    assert own.board.wants().banks == (4, 0)
+    assert staging.board.wants().banks == (4, 0)
     for bank in (4, 2, 4):
         filler.learn(bank)
     filler.has_read(4)
-    assert own.board.wants().banks == (2, 4)
+    assert staging.board.wants().banks == (2, 4)
     filler.check()
     reference = weakref.ref(filler)
     del filler
     gc.collect()
     assert reference() is None
     _wait_until(lambda: _stagers() == before)
-    assert own.board.wants() == Wants((), False)
+    assert staging.board.wants() == Wants((), False)
 
 
 def test_a_stager_that_fails_says_so_in_the_next_run(small_slices: None) -> None:
@@ -334,7 +334,7 @@ def test_a_stager_that_fails_says_so_in_the_next_run(small_slices: None) -> None
 
 
 class _Ranks:
-    """Two ranks in one process: this one, with a stager, and another whose buffers a test fills by hand."""
+    """Two ranks in one process: this one with a stager, and another whose buffers the test fills by hand."""
 
     def __init__(self, nbytes: int = 3 * SLICE, host_link: Link = Link()) -> None:  # noqa: B008
         self.transport = StagedPull(host_link)
@@ -352,13 +352,13 @@ class _Ranks:
             self.work.step()
 
     def copy(self, bank: int, slot: torch.Tensor) -> StagedCopy:
-        own, other = (shards[bank] for shards in self.shards)
-        size = own.numel()
+        shard, peer_shard = (shards[bank] for shards in self.shards)
+        size = shard.numel()
         copy = self.transport.copy(
             BankSpec(bank, f"layers.{bank}", "hybrid", BankFormat.plain(2 * size), ()),
             [
-                StagedSource(other, (Piece(0, size, size),), True, bank, self.other),
-                StagedSource(own, (Piece(0, 0, size),), False, bank, self.own),
+                StagedSource(peer_shard, (Piece(0, size, size),), True, bank, self.other),
+                StagedSource(shard, (Piece(0, 0, size),), False, bank, self.own),
             ],
             slot,
         )
@@ -391,7 +391,7 @@ def test_a_copy_follows_a_stage_that_is_being_filled(small_slices: None) -> None
     ranks.work.step()  # one slice of three
     slot = torch.zeros(6 * SLICE, dtype=torch.uint8)
     thread = CopyThread(Link())
-    # What waiting may cost here is nothing that this test is about.
+    # The limit on waiting is irrelevant in this test.
     ranks.transport.patience = lambda nbytes: Patience(10.0, 10.0, {})  # type: ignore[method-assign]
     copy = thread.submit(ranks.copy(1, slot))
     time.sleep(0.01)
@@ -399,7 +399,7 @@ def test_a_copy_follows_a_stage_that_is_being_filled(small_slices: None) -> None
     ranks.fill_other(1)
     copy.wait()
     assert torch.equal(slot, ranks.expected(1))
-    assert copy.unstaged_bytes <= 3 * SLICE  # of this rank's own shard
+    assert copy.unstaged_bytes <= 3 * SLICE  # slices of this rank's own shard
 
 
 def test_a_stage_that_stops_half_way_delays_a_copy_once(small_slices: None) -> None:
@@ -440,10 +440,10 @@ def test_a_stage_that_is_overwritten_while_it_is_copied_costs_time_alone(
     assert copy.unstaged_bytes >= 2 * SLICE
 
 
-def test_links_take_their_time_one_thing_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_carry_one_copy_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = EmulatedClock(monkeypatch)
     link, never = BusyLink(Link(1000.0)), clock.event()
-    for _ in range(2):  # both ask at the same time
+    for _ in range(2):  # both copies wait at the same time
         link.moved(50, 0.0, never)
     assert clock.seconds == pytest.approx(0.1)
     assert link.expected_seconds(1000) >= 1.0
@@ -463,6 +463,6 @@ def test_only_bytes_past_a_stage_take_time_on_the_host_link(
     ranks.transport.host_link = BusyLink(Link(1.0))  # a second for each byte
     clock = EmulatedClock(monkeypatch)
     copy = ranks.copy(1, slot)
-    copy.perform(Link(3 * SLICE / 0.1))  # for this rank's own shard none
+    copy.perform(Link(3 * SLICE / 0.1))  # no time for this rank's own shard
     assert clock.seconds == pytest.approx(0.1)
     assert copy.unstaged_bytes == 0

@@ -1,4 +1,4 @@
-"""`load_pretrained` gives what from_pretrained and offload_experts give, and each rank reads its own experts alone."""
+"""`load_pretrained` is equivalent to from_pretrained and offload_experts, and each rank reads only its own experts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from tests.helpers.models.tiny import (
 )
 from tests.helpers.processes.ranks import run_ranks
 
-# Their code writes into single numbers of weights after they were loaded.
+# The code of these families writes to single numbers of loaded weights.
 CHANGE_LOADED_WEIGHTS = {"hy_v4", "zaya"}
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
 
@@ -57,7 +57,7 @@ def _save(folder: Path, family: str, dtype: torch.dtype = torch.float32, max_sha
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers of 8 experts, one stored tensor per expert and projection, in several files."""
+    """Save two layers of 8 experts, with one stored tensor per expert and projection, in several files."""
     folder = tmp_path_factory.mktemp("checkpoint") / "parts"
     tiny_model("qwen3_moe", num_hidden_layers=2).save_pretrained(folder, max_shard_size="100KB")
     assert (folder / "model.safetensors.index.json").is_file()
@@ -75,7 +75,7 @@ def _reference(folder: Path, dtype: torch.dtype | None = None) -> tuple[PreTrain
 
 
 def _check_same(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None = None) -> None:
-    """Every bit and every attribute that `from_pretrained` and `offload_experts` give."""
+    """Check that every bit and attribute is the same as after `from_pretrained` and `offload_experts`."""
     reference, report = _reference(folder, dtype)
     banks = moepass.offload_report(model).store.banks
     for bank, expected in zip(banks, report.store.banks, strict=True):
@@ -94,10 +94,10 @@ def _check_same(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None 
 
 def _check_dense_same(model: PreTrainedModel, reference: PreTrainedModel) -> None:
     for tensors in ("named_parameters", "named_buffers"):
-        found, expected = (dict(getattr(each, tensors)()) for each in (model, reference))
-        assert list(found) == list(expected)
+        actual, expected = (dict(getattr(each, tensors)()) for each in (model, reference))
+        assert list(actual) == list(expected)
         for name, wanted in expected.items():
-            tensor = found[name]
+            tensor = actual[name]
             assert (type(tensor), tensor.dtype, tensor.stride()) == (type(wanted), wanted.dtype, wanted.stride())
             assert name.endswith("shard") or torch.equal(tensor, wanted)
     assert not any(parameter.requires_grad for parameter in model.parameters())
@@ -137,7 +137,7 @@ def test_every_family_of_transformers_is_the_same_or_refused(family: str, tmp_pa
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "granitemoe"])
 def test_another_type_is_converted_to_as_from_pretrained_does(family: str, tmp_path: Path) -> None:
-    # deepseek_v3 keeps a part of its router in float32; granitemoe stores experts stacked.
+    # deepseek_v3 has router weights in float32; granitemoe stores experts stacked.
     folder = _save(tmp_path, family)
     _check_same(moepass.load_pretrained(folder, dtype=torch.bfloat16), folder, torch.bfloat16)
 
@@ -161,7 +161,7 @@ def test_a_loaded_model_compiles_with_no_refusal(checkpoint: Path) -> None:
 
 
 class _Counted:
-    """In place of `safe_open`: counts the bytes that are taken out of each stored tensor."""
+    """A replacement of `safe_open` that counts the bytes read from each stored tensor."""
 
     def __init__(self, file: Any, counts: Counter[str]) -> None:
         self.file, self.counts = file, counts
@@ -181,9 +181,9 @@ class _CountedSlice:
         return getattr(self.stored, name)
 
     def __getitem__(self, rows: Any) -> torch.Tensor:
-        part: torch.Tensor = self.stored[rows]
-        self.counts[self.key] += part.nbytes
-        return part
+        tensor: torch.Tensor = self.stored[rows]
+        self.counts[self.key] += tensor.nbytes
+        return tensor
 
 
 def _count_reads(patched: pytest.MonkeyPatch) -> Counter[str]:
@@ -194,12 +194,12 @@ def _count_reads(patched: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def _load_on_a_rank(folder: Path, compiles: bool) -> tuple[dict[str, int], int, list[tuple[int, int]]]:
-    """The bytes read of each stored tensor, those of its shards, and what the progress hook was told."""
-    told: list[tuple[int, int]] = []
+    """Return the bytes read from each stored tensor, the bytes of the shards, and the calls of the progress hook."""
+    progress: list[tuple[int, int]] = []
     with pytest.MonkeyPatch.context() as patched:
         counts = _count_reads(patched)
         model = moepass.load_pretrained(
-            folder, home=moepass.Peer(timeout_s=50), progress=lambda done, total: told.append((done, total))
+            folder, home=moepass.Peer(timeout_s=50), progress=lambda done, total: progress.append((done, total))
         )
     report = moepass.offload_report(model)
     assert report.home == "peer"
@@ -212,7 +212,7 @@ def _load_on_a_rank(folder: Path, compiles: bool) -> tuple[dict[str, int], int, 
         if compiles:
             compiled = torch.compile(model, backend="asyncep", options={"lower": "eager", "debug": True})
             assert torch.equal(compiled(**inputs).logits, expected)
-    return dict(counts), report.home_bytes, told
+    return dict(counts), report.home_bytes, progress
 
 
 def _expert_of(key: str) -> int:
@@ -227,27 +227,27 @@ def test_each_rank_reads_its_own_experts_alone(checkpoint: Path, ranks: int, com
     outcomes = run_ranks(ranks, _load_on_a_rank, checkpoint, compiles)
     stored = {tensor.key: tensor.nbytes for tensor in CheckpointFiles(sorted(checkpoint.glob("*.safetensors")))}
     dense = {key for key in stored if ".experts." not in key}
-    for rank, (counts, shard_bytes, told) in enumerate(outcomes):
-        own = {key for key in stored if key not in dense and bounds[rank] <= _expert_of(key) < bounds[rank + 1]}
-        assert set(counts) == own | dense
-        assert all(counts[key] == stored[key] for key in own)
-        assert sum(stored[key] for key in own) == shard_bytes
+    for rank, (counts, shard_bytes, progress) in enumerate(outcomes):
+        shard_keys = {key for key in stored if key not in dense and bounds[rank] <= _expert_of(key) < bounds[rank + 1]}
+        assert set(counts) == shard_keys | dense
+        assert all(counts[key] == stored[key] for key in shard_keys)
+        assert sum(stored[key] for key in shard_keys) == shard_bytes
         total = shard_bytes + sum(stored[key] for key in dense)
-        assert told[-1] == (total, total)
-        assert told == sorted(told)
+        assert progress[-1] == (total, total)
+        assert progress == sorted(progress)
 
 
 def _first_layer_stays(folder: Path, layer_bytes: int) -> tuple[tuple[str, ...], int]:
-    told: list[tuple[int, int]] = []
+    progress: list[tuple[int, int]] = []
     model = moepass.load_pretrained(
-        folder, home=moepass.Peer(timeout_s=50), resident_bytes=layer_bytes, progress=lambda *now: told.append(now)
+        folder, home=moepass.Peer(timeout_s=50), resident_bytes=layer_bytes, progress=lambda *now: progress.append(now)
     )
     report = moepass.offload_report(model)
     with torch.no_grad():
         inputs = tiny_inputs(model)
         compiled = torch.compile(model, backend="asyncep", options={"lower": "eager"})
         assert torch.equal(compiled(**inputs).logits, _reference(folder)[0](**inputs).logits)
-    assert told[-1][0] == told[-1][1]
+    assert progress[-1][0] == progress[-1][1]
     return report.layers, report.home_bytes
 
 
@@ -265,7 +265,8 @@ def _stacked_on_a_rank(folder: Path) -> int:
         model = moepass.load_pretrained(folder, home=moepass.Peer(timeout_s=50))
     with torch.no_grad():
         inputs = tiny_inputs(model)
-        # Offloaded too: in a file matrices may lie at odd addresses, where products round in another way.
+        # The reference is offloaded too: a file may have matrices at unaligned addresses, where products round
+        # differently.
         assert torch.equal(model(**inputs).logits, _reference(folder)[0](**inputs).logits)
     return sum(nbytes for key, nbytes in counts.items() if "block_sparse_moe" in key and "router" not in key)
 
@@ -320,7 +321,7 @@ def _keeps_other_layers(folder: Path) -> str:
 
 
 @on_linux
-def test_ranks_that_keep_other_layers_resident_are_told_so(whole: Path) -> None:
+def test_ranks_with_different_resident_layers_get_an_error(whole: Path) -> None:
     (text,) = set(run_ranks(2, _keeps_other_layers, whole))
     assert (
         text
@@ -329,7 +330,7 @@ def test_ranks_that_keep_other_layers_resident_are_told_so(whole: Path) -> None:
 
 
 @on_linux
-def test_a_rank_without_its_files_tells_the_others(whole: Path, tmp_path: Path) -> None:
+def test_missing_files_on_one_rank_are_an_error_on_the_others(whole: Path, tmp_path: Path) -> None:
     texts = run_ranks(2, _differs, [whole, tmp_path / "nowhere"])
     assert texts[1].startswith(f"CheckpointError: {tmp_path / 'nowhere'} does not exist")
     assert texts[0].startswith(f"PeerError: rank 1 failed: CheckpointError: {tmp_path / 'nowhere'} does not exist")
@@ -400,7 +401,7 @@ def test_broken_checkpoints_are_one_clear_line(whole: Path, tmp_path: Path, how:
     assert "\n" not in str(caught.value)
 
 
-def test_a_model_of_another_size_is_not_made_up(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_another_size_is_not_guessed(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_folders, "_MADE_UP_NUMBERS", 0)
     folder = broken_copy(whole, tmp_path / "large", edit_config(num_local_experts=10_000, num_experts=10_000))
     with pytest.raises(moepass.CheckpointError, match=r"its files hold \d+ numbers, but the model has \d+"):
@@ -437,22 +438,22 @@ def test_models_without_experts_are_refused(tmp_path: Path) -> None:
 
 def test_a_conversion_that_mixes_experts_is_refused(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def conversions(model_type: str) -> list[WeightConverter] | None:
-        found = original(model_type)
-        if found is None:
+        converters = original(model_type)
+        if converters is None:
             return None
-        # Experts beside each other, and only then the first dimension: no expert is a row on the way.
+        # Experts are concatenated before they become the first dimension, so no expert is a row in between.
         down = WeightConverter(
             source_patterns=["mlp.experts.*.down_proj.weight"],
             target_patterns="mlp.experts.down_proj",
             operations=[MergeModulelist(dim=1), Transpose(0, 1)],
         )
-        return [down] + [item for item in found if "down" not in str(item.source_patterns)]
+        return [down] + [item for item in converters if "down" not in str(item.source_patterns)]
 
     original = conversion_mapping.get_checkpoint_conversion_mapping
     monkeypatch.setattr(conversion_mapping, "get_checkpoint_conversion_mapping", conversions)
     with pytest.raises(
         moepass.InputError,
-        match=r"experts.down_proj of family 'qwen3_moe' is made by transpose.*from_pretrained, then moepass.offload",
+        match=r"experts.down_proj of family 'qwen3_moe' is computed by transpose.*from_pretrained, then moepass",
     ):
         moepass.load_pretrained(whole)
 
@@ -470,11 +471,11 @@ def test_a_file_that_vanishes_is_an_error(whole: Path, tmp_path: Path) -> None:
 
 
 def _replace(file: Path) -> None:
-    """Another checkpoint's file takes the place of `file`, with the same tensors, size and time."""
-    other = file.with_name("other")
-    save_file({name: weight + 1 for name, weight in load_file(file).items()}, other, metadata={"format": "pt"})
-    os.utime(other, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns))
-    os.replace(other, file)
+    """Replace `file` by one of another checkpoint with the same tensors, size and time."""
+    replacement = file.with_name("other")
+    save_file({name: weight + 1 for name, weight in load_file(file).items()}, replacement, metadata={"format": "pt"})
+    os.utime(replacement, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns))
+    os.replace(replacement, file)
 
 
 def _touch(file: Path) -> None:

@@ -1,4 +1,4 @@
-"""Offloading: what moves, what stays, the plain eager model, and what one can still do to it."""
+"""Offloading: which parameters move, the eager model afterwards, and the operations that it still supports."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_a_report_says_what_was_moved(form: str) -> None:
     assert report.ring_bytes == 2 * report.store.banks[0].spec.format.slot_bytes
     assert find_store(report.store.number) is report.store
     for name, value in weights.items():
-        part = model.get_submodule(name.rpartition(".")[0])
-        assert torch.equal(getattr(part, name.rpartition(".")[2]), value), name
+        module = model.get_submodule(name.rpartition(".")[0])
+        assert torch.equal(getattr(module, name.rpartition(".")[2]), value), name
 
 
 @pytest.mark.slow
@@ -123,9 +123,7 @@ def test_layers_that_are_to_stay_are_checked(arguments: dict[str, Any], error: t
 def test_a_budget_for_resident_layers_is_checked() -> None:
     with refused(moepass.OptionError, name="resident_bytes", value=-1):
         moepass.offload_experts(Stack(depth=2), resident_bytes=-1)
-    with pytest.raises(
-        moepass.InputError, match="resident_bytes is 1000000000, into which the experts of all 2 layers"
-    ):
+    with pytest.raises(moepass.InputError, match="resident_bytes is 1000000000, and the experts of all 2 layers fit"):
         moepass.offload_experts(Stack(depth=2), resident_bytes=10**9)
 
 
@@ -153,7 +151,7 @@ def test_the_eager_forward_is_bit_identical(form: str, mode: Callable[[], Any]) 
 
 
 class _Counter:
-    """Copies of banks from their home: those that are more than a lookup."""
+    """A counter of copies of banks from their home; cached banks do not count."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.copies: list[int] = []
@@ -222,11 +220,11 @@ def test_copying_or_pickling_is_refused_with_the_way_out() -> None:
         copy.deepcopy(model)
     with pytest.raises(moepass.InputError, match=r"cannot be copied or pickled"):
         pickle.dumps(model.blocks[0].parametrizations["up"][0])
-    for whole in (model, model.blocks, model.blocks[0], model.blocks[0].parametrizations):
+    for module in (model, model.blocks, model.blocks[0], model.blocks[0].parametrizations):
         for save in (pickle.dumps, lambda part: torch.save(part, io.BytesIO()), copy.deepcopy):
             with pytest.raises(moepass.InputError, match="cannot be copied or pickled"):
-                save(whole)
-    # A shallow copy is no second model: it reads the same banks.
+                save(module)
+    # A shallow copy reads the same banks.
     assert torch.equal(copy.copy(model.blocks[0]).up, model.blocks[0].up)
     moepass.offload_experts(twin)
     assert torch.equal(twin(tokens()), model(tokens()))
@@ -245,7 +243,7 @@ def test_a_model_cannot_change_type_or_place_under_its_banks(move: Callable[[nn.
     model = Stack("dense_bmm", depth=1)
     moepass.offload_experts(model)
     with pytest.raises(
-        moepass.InputError, match=r"offloaded experts stay torch\.float32 for cpu, .* before offload_experts"
+        moepass.InputError, match=r"offloaded experts are torch\.float32 for cpu .* before offload_experts"
     ):
         move(model)
 
@@ -283,7 +281,7 @@ def test_offloading_twice_is_an_error() -> None:
 
 
 def test_a_model_without_experts_is_an_error() -> None:
-    with pytest.raises(moepass.InputError, match=r"Linear has no expert weights to offload: no module holds two"):
+    with pytest.raises(moepass.InputError, match=r"Linear has no expert weights to offload: no module has two"):
         moepass.offload_experts(nn.Linear(2, 2))
 
 
@@ -334,7 +332,7 @@ def test_a_shared_layer_becomes_one_bank() -> None:
 
 
 def _tied(depth: int = 3, *names: str) -> Stack:
-    """The last layer has parameters `names` in common with the first one."""
+    """Return a model whose last layer shares the parameters `names` with the first one."""
     model = Stack("dense_bmm", depth=depth)
     for name in names:
         setattr(model.blocks[-1], name, getattr(model.blocks[0], name))
@@ -375,8 +373,8 @@ def test_one_parameter_under_two_names_leaves_the_module_under_both() -> None:
 
 def test_a_model_that_shares_the_parameters_keeps_them() -> None:
     model, twin = Stack("dense_bmm", depth=2).requires_grad_(True), Stack("dense_bmm", depth=2)
-    for mine, other in zip(model.blocks, twin.blocks, strict=True):
-        other.up, other.down = mine.up, mine.down
+    for mine, block in zip(model.blocks, twin.blocks, strict=True):
+        block.up, block.down = mine.up, mine.down
     expected = twin(tokens())
     moepass.offload_experts(model)
     assert torch.equal(twin(tokens()), expected)
@@ -385,7 +383,7 @@ def test_a_model_that_shares_the_parameters_keeps_them() -> None:
     assert torch.equal(twin(tokens()), expected)
 
 
-def test_what_eager_mode_holds_in_inference_mode_serves_gradients_of_the_dense_part() -> None:
+def test_tensors_cached_in_inference_mode_serve_gradients_of_dense_weights() -> None:
     model = Stack("dense_bmm", depth=1).eval()
     model.linears.requires_grad_(True)
     moepass.offload_experts(model)
@@ -421,7 +419,7 @@ def _module(**shapes: tuple[int, ...]) -> nn.Module:
     return module
 
 
-def test_further_parameters_of_experts_come_along() -> None:
+def test_further_parameters_of_experts_move_too() -> None:
     lora = _module(up=(4, 64, 32), down=(4, 32, 48), a=(4, 7, 32), b=(4, 64, 7), scale=(4, 1, 1), bias=(4, 64))
     assert set(expert_parameters(lora)) == {"up", "down", "a", "b", "scale", "bias"}
     assert set(expert_parameters(_module(up=(4, 64, 32), down=(4, 32, 64), norm=(32,)))) == {"up", "down"}
@@ -437,19 +435,19 @@ def test_further_parameters_of_experts_come_along() -> None:
         {"mix": (1, 1, 64), "up": (1, 64, 32), "down": (1, 32, 64)},
     ],
 )
-def test_what_only_looks_like_experts_stays(shapes: dict[str, tuple[int, ...]]) -> None:
+def test_parameters_that_only_look_like_experts_stay(shapes: dict[str, tuple[int, ...]]) -> None:
     assert expert_parameters(_module(**shapes)) == {}
 
 
-def test_experts_are_told_by_shape() -> None:
+def test_experts_are_recognised_by_shape() -> None:
     assert set(expert_parameters(BatchedBlock(bias=True))) == {"up", "down", "up_bias", "down_bias"}
     assert expert_parameters(nn.Linear(4, 4)) == {}
     convolution = nn.Conv1d(4, 4, 3)
     assert expert_parameters(convolution) == {}
-    one = nn.Module()
-    one.up = nn.Parameter(torch.zeros(1, HIDDEN, 8))
-    one.down = nn.Parameter(torch.zeros(1, 8, HIDDEN))
-    assert expert_parameters(one) == {}
+    single = nn.Module()
+    single.up = nn.Parameter(torch.zeros(1, HIDDEN, 8))
+    single.down = nn.Parameter(torch.zeros(1, 8, HIDDEN))
+    assert expert_parameters(single) == {}
     odd = nn.Module()
     odd.a = nn.Parameter(torch.zeros(EXPERTS, 3, 5))
     odd.b = nn.Parameter(torch.zeros(EXPERTS, 7, 11))

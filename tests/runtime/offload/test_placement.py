@@ -1,4 +1,4 @@
-"""Layers are placed by the planner: the fastest that fits the budget, or an even spread where nobody knows."""
+"""The planner's choice of resident layers: the fastest that fits the budget, or an even spread without a profile."""
 
 from __future__ import annotations
 
@@ -11,54 +11,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+from transformers import Qwen3MoeForCausalLM
 
 import moepass
 from moepass.models.errors import InputError, OptionError
 from moepass.passes.ir.decisions import STRUCTURAL
-from moepass.passes.machine.hardware import Conditions, Figure, Hardware, TransferLink
+from moepass.passes.machine.hardware import Conditions, Figure, Hardware
 from moepass.passes.planner.phases import LayerPhase
 from moepass.passes.planner.schedule_search import spread_evenly
 from moepass.passes.planner.simulate import Machine, simulate_phases
 from moepass.runtime.offload.offload import OffloadReport
-from moepass.runtime.profiles.hardware_profiles import load_hardware
 from moepass.runtime.profiles.stored_profiles import store_profile
 from moepass.runtime.system.device_names import device_name
 from tests.helpers.graphs.error_fields import refused
-
-TOKENS = (2, 32)
-
-
-def tiny(experts: tuple[int, ...] = (8, 8, 8, 8)) -> PreTrainedModel:
-    """A model whose layers have so many experts; the config says 8 of each."""
-    config = Qwen3MoeConfig(
-        hidden_size=64,
-        moe_intermediate_size=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        num_hidden_layers=len(experts),
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=64,
-        use_cache=False,
-    )
-    torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM._from_config(config, dtype=torch.float32).eval()
-    for layer, count in zip(model.model.layers, experts, strict=True):
-        if count != config.num_experts:
-            changed = copy.deepcopy(config)
-            changed.num_experts = count
-            changed._experts_implementation = "grouped_mm"
-            layer.mlp = Qwen3MoeSparseMoeBlock(changed).eval()
-    return model
-
-
-def machine(host_bytes_per_s: float = 2e7) -> Hardware:
-    link = TransferLink(Figure(host_bytes_per_s, "user"), Figure(1e-6, "user"))
-    flops = {"fp32": Figure(1e10, "user")}
-    return dataclasses.replace(load_hardware("h100-80g"), name="made up", flops=flops, processors=None, host=link)
+from tests.helpers.models.planned_models import TOKENS, planned_machine, planned_model
 
 
 def placed(model: nn.Module, **wishes: object) -> OffloadReport:
@@ -66,28 +32,28 @@ def placed(model: nn.Module, **wishes: object) -> OffloadReport:
 
 
 def device_bytes(model: nn.Module, report: OffloadReport) -> float:
-    """What rests on the device and what the ring takes, counted from the tensors."""
+    """Return the bytes of tensors on the device and of the ring."""
     held = {id(value): value.nbytes for value in (*model.parameters(), *model.buffers())}
     assert report.store.placed is not None
     memory = report.store.placed.decisions.memory
     assert memory is not None
-    # Banks at rest are parameters too, and do not count.
+    # Banks at rest are parameters too, but do not count.
     return sum(held.values()) - report.home_bytes + report.ring_bytes + memory.activation_bytes
 
 
 def least_bytes(model: nn.Module, **wishes: object) -> int:
-    """The number that the error names."""
+    """Return the number of bytes that the error for a small budget names."""
     with pytest.raises(InputError, match="which is too small") as caught:
         placed(model, memory_budget=1000, **wishes)
     least = caught.value.expected
     assert isinstance(least, int)
-    assert f"; {least} bytes would do" in str(caught.value)
+    assert f"; use at least {least} bytes" in str(caught.value)
     return least
 
 
-@pytest.mark.parametrize("hardware", [None, machine()])
+@pytest.mark.parametrize("hardware", [None, planned_machine()])
 def test_the_least_budget_is_named_and_does(hardware: Hardware | None) -> None:
-    model = tiny()
+    model = planned_model()
     least = least_bytes(model, hardware=hardware)
     with refused(InputError, name="memory_budget", value=least - 1, expected=least):
         placed(model, memory_budget=least - 1, hardware=hardware)
@@ -95,10 +61,10 @@ def test_the_least_budget_is_named_and_does(hardware: Hardware | None) -> None:
     assert (len(report.layers), report.store.slots) == (4, 1)
 
 
-@pytest.mark.parametrize("hardware", [None, machine()])
+@pytest.mark.parametrize("hardware", [None, planned_machine()])
 @pytest.mark.parametrize("banks", [2, 3, 4.5])
-def test_what_is_placed_keeps_to_the_budget(banks: float, hardware: Hardware | None) -> None:
-    model = tiny((8, 4, 8, 16))
+def test_placement_keeps_to_the_budget(banks: float, hardware: Hardware | None) -> None:
+    model = planned_model((8, 4, 8, 16))
     largest = 16 * 3 * 64 * 32 * 4
     budget = least_bytes(model, hardware=hardware) + int((banks - 1) * largest / 2)
     report = placed(model, memory_budget=budget, hardware=hardware)
@@ -107,24 +73,28 @@ def test_what_is_placed_keeps_to_the_budget(banks: float, hardware: Hardware | N
 
 
 def test_layers_are_read_as_they_are_and_not_as_the_config_says() -> None:
-    report = placed(tiny((8, 4, 8, 16)), hardware=machine(), memory_budget=least_bytes(tiny((8, 4, 8, 16))) + 400_000)
-    known = report.store.placed
-    assert known is not None
-    assert known.architecture is not None
-    counts = [layer.experts.count for layer in known.architecture.layers if layer.experts]
+    report = placed(
+        planned_model((8, 4, 8, 16)),
+        hardware=planned_machine(),
+        memory_budget=least_bytes(planned_model((8, 4, 8, 16))) + 400_000,
+    )
+    placed_model = report.store.placed
+    assert placed_model is not None
+    assert placed_model.architecture is not None
+    counts = [layer.experts.count for layer in placed_model.architecture.layers if layer.experts]
     assert counts == [8, 4, 8, 16]
-    assert known.decisions.step_seconds is not None
+    assert placed_model.decisions.step_seconds is not None
 
 
 def test_of_unequal_layers_that_stays_whose_copy_hurts_most() -> None:
-    """Room for the largest bank to stay beside a slot for the others, or for small ones beside a large slot."""
-    model = tiny((8, 8, 32, 8))
-    report = placed(model, hardware=machine(), memory_budget=least_bytes(model) + 8 * 3 * 64 * 32 * 4)
+    """The budget is enough for the largest bank with a slot for the others, or for small banks with a large slot."""
+    model = planned_model((8, 8, 32, 8))
+    report = placed(model, hardware=planned_machine(), memory_budget=least_bytes(model) + 8 * 3 * 64 * 32 * 4)
     assert report.resident_layers == ("model.layers.2.mlp.experts",)
 
 
 def test_without_a_profile_layers_that_stay_are_spread_evenly() -> None:
-    model = tiny((8,) * 6)
+    model = planned_model((8,) * 6)
     bank = 8 * 3 * 64 * 32 * 4
     report = placed(model, memory_budget=least_bytes(model) + 3 * bank)
     assert report.resident_layers == ("model.layers.1.mlp.experts", "model.layers.4.mlp.experts")
@@ -140,8 +110,11 @@ def test_without_a_profile_layers_that_stay_are_spread_evenly() -> None:
 def test_an_even_spread_is_never_slower_than_another(
     fills_ahead: bool, layers: int, staying: int, slots: int, transfer: int, experts: int, attention: int
 ) -> None:
-    """Why the default is an even spread: in the steady state of equal layers it is as good or better than the first
-    layers, or, where nothing fills ahead, than the spread that begins with a layer that streams."""
+    """Compare the default with other choices, in the steady state of equal layers.
+
+    The alternatives are the first layers, or, without a prefetch between runs, a spread that begins with a streamed
+    layer.
+    """
     machine = Machine(fills_ahead=fills_ahead)
     phases = [
         LayerPhase(*[f"{number}"] * 2, seconds, *bank)
@@ -150,70 +123,70 @@ def test_an_even_spread_is_never_slower_than_another(
     ]
     banks = list(range(1, 2 * layers, 2))
     staying = min(staying, layers - 1)
-    even, other = (
+    even, alternative = (
         simulate_phases(phases, min(slots, layers - staying), chosen, machine).step_seconds
         for chosen in (
             spread_evenly(banks, staying, fills_ahead),
             banks[:staying] if fills_ahead else spread_evenly(banks, staying),
         )
     )
-    assert even <= other * (1 + 1e-9)
+    assert even <= alternative * (1 + 1e-9)
 
 
 def test_a_stored_profile_is_used_where_none_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     cpu = torch.device("cpu")
     conditions = Conditions("2026-01-01", device_name(cpu), 1, torch.get_num_threads(), {}, computes_on_host=True)
-    store_profile(dataclasses.replace(machine(), name="this machine", ranks=1, conditions=conditions))
-    report = placed(tiny())
+    store_profile(dataclasses.replace(planned_machine(), name="this machine", ranks=1, conditions=conditions))
+    report = placed(planned_model())
     assert report.store.placed is not None
     assert report.store.placed.decisions.profile == "this machine"
-    # One that does not do is no reason to refuse a model that needs none.
+    # A profile that does not fit is no error for a model that needs no profile.
     flops = {"bf16": Figure(1e10, "user")}
-    store_profile(dataclasses.replace(machine(), ranks=1, conditions=conditions, flops=flops))
-    report = placed(tiny())
+    store_profile(dataclasses.replace(planned_machine(), ranks=1, conditions=conditions, flops=flops))
+    report = placed(planned_model())
     assert report.store.placed is not None
     assert report.store.placed.decisions.profile == ""
     assert "has no fp32 rate" in report.store.placed.decisions.source("step_seconds")
 
 
 @pytest.mark.parametrize("content", [b"{", b'{"schema": "moepass.hardware/0", "name": "old"}'])
-def test_a_stored_profile_that_cannot_be_read_stops_nobody(
+def test_an_unreadable_stored_profile_is_no_error(
     content: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     conditions = Conditions(
         "2026-01-01", device_name(torch.device("cpu")), 1, torch.get_num_threads(), {}, computes_on_host=True
     )
-    path = store_profile(dataclasses.replace(machine(), ranks=1, conditions=conditions))
+    path = store_profile(dataclasses.replace(planned_machine(), ranks=1, conditions=conditions))
     path.write_bytes(content)
     with caplog.at_level("WARNING", "moepass"):
-        report = placed(tiny())
+        report = placed(planned_model())
     assert report.store.placed is not None
     source = report.store.placed.decisions.source("step_seconds")
     for text in (source, caplog.text):
         assert str(path) in text
         assert "moepass calibrate --device cpu --ranks 1" in text
     with pytest.raises(InputError):
-        placed(tiny(), hardware=path)
+        placed(planned_model(), hardware=path)
 
 
-def test_a_profile_that_was_given_has_to_do() -> None:
+def test_a_profile_in_the_options_must_suffice() -> None:
     with pytest.raises(InputError, match="profile 'made up' has no disk link"):
-        moepass.offload_experts(tiny(), home=moepass.Disk(folder="nowhere"), hardware=machine())
+        moepass.offload_experts(planned_model(), home=moepass.Disk(folder="nowhere"), hardware=planned_machine())
     with pytest.raises(OptionError, match=r"hardware is 8; it must be a preset such as 8xh100-80g"):
-        placed(tiny(), hardware=8)
+        placed(planned_model(), hardware=8)
 
 
-def test_slots_that_are_given_are_kept() -> None:
-    model = tiny()
+def test_requested_slots_are_used() -> None:
+    model = planned_model()
     budget = least_bytes(model, slots=3)
-    report = placed(model, memory_budget=budget, slots=3, hardware=machine())
+    report = placed(model, memory_budget=budget, slots=3, hardware=planned_machine())
     assert (report.store.slots, report.resident_layers) == (3, ())
 
 
 def test_a_budget_for_everything_leaves_the_model_as_it_is() -> None:
-    model = tiny()
+    model = planned_model()
     before = sum(value.nbytes for value in model.parameters())
     report = placed(model, memory_budget="1GB")
     assert (report.layers, report.ring_bytes, report.home_bytes) == ((), 0, 0)
@@ -225,32 +198,32 @@ def test_a_budget_for_everything_leaves_the_model_as_it_is() -> None:
 def test_a_budget_and_residents_together_are_refused(residents: dict[str, object]) -> None:
     name = next(iter(residents))
     with pytest.raises(OptionError, match=f"memory_budget is '6GB', and {name} is .*: the plan decides which layers"):
-        placed(tiny(), memory_budget="6GB", **residents)
+        placed(planned_model(), memory_budget="6GB", **residents)
 
 
 @pytest.mark.parametrize("budget", ["6 apples", "", "-1GB", 0, -5, float("nan"), float("inf"), True, [1]])
-def test_what_is_no_budget_is_refused(budget: object) -> None:
+def test_a_wrong_budget_is_refused(budget: object) -> None:
     with pytest.raises(OptionError, match=r"memory.budget"):
-        placed(tiny(), memory_budget=budget)
+        placed(planned_model(), memory_budget=budget)
 
 
 @pytest.mark.parametrize("tokens", [0, -1, True, (0, 5), (1, 2, 3), "many", (1, 2.5)])
-def test_what_is_no_number_of_tokens_is_refused(tokens: object) -> None:
+def test_a_wrong_number_of_tokens_is_refused(tokens: object) -> None:
     with pytest.raises((OptionError, InputError), match="tokens is"):
-        moepass.offload_experts(tiny(), tokens=tokens)  # type: ignore[arg-type]
+        moepass.offload_experts(planned_model(), tokens=tokens)  # type: ignore[arg-type]
 
 
 def test_more_tokens_leave_less_room() -> None:
     with pytest.raises(InputError) as caught:
-        moepass.offload_experts(tiny(), memory_budget=1000, tokens=4096)
+        moepass.offload_experts(planned_model(), memory_budget=1000, tokens=4096)
     many = caught.value.expected
     assert isinstance(many, int)
-    assert many > least_bytes(tiny())
+    assert many > least_bytes(planned_model())
 
 
-@pytest.mark.parametrize("wishes", [{}, {"memory_budget": "1GB", "hardware": machine(), "tokens": TOKENS}])
+@pytest.mark.parametrize("wishes", [{}, {"memory_budget": "1GB", "hardware": planned_machine(), "tokens": TOKENS}])
 def test_a_model_without_experts_to_move_is_refused_for_that(wishes: dict[str, object]) -> None:
-    offloaded = tiny()
+    offloaded = planned_model()
     moepass.offload_experts(offloaded)
     config = copy.deepcopy(offloaded.config)
     config.mlp_only_layers = list(range(config.num_hidden_layers))

@@ -1,4 +1,4 @@
-"""A memory budget on real ranks: all of them place alike, keep to the bytes, and compute what one process computes."""
+"""A memory budget on real ranks: all choose the same layers, keep to the budget, and compute the right results."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from moepass.passes.machine.hardware import Figure, Hardware, TransferLink
 from moepass.runtime.homes.registry.home_options import HomeOptions
 from moepass.runtime.offload.offload import OffloadReport
 from moepass.runtime.ranks.rendezvous import PeerError
+from tests.helpers.models.planned_models import TOKENS, planned_machine, planned_model
 from tests.helpers.processes.ranks import run_ranks
-from tests.runtime.offload.test_placement import TOKENS, machine, tiny
 
 BANK_BYTES = 8 * 3 * 64 * 32 * 4
 
 
 def _machine() -> Hardware:
     link = TransferLink(Figure(2e7, "user"), Figure(1e-6, "user"))
-    return dataclasses.replace(machine(), peer=link, ranks=2)
+    return dataclasses.replace(planned_machine(), peer=link, ranks=2)
 
 
 def _home(name: str) -> HomeOptions:
@@ -36,7 +36,7 @@ def _home(name: str) -> HomeOptions:
 
 @contextlib.contextmanager
 def _messages() -> Iterator[list[str]]:
-    """The warnings of the backend."""
+    """Return the warnings of the backend."""
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -50,15 +50,17 @@ def _messages() -> Iterator[list[str]]:
 
 def _least_bytes(home: str) -> int:
     with pytest.raises(InputError, match="which is too small") as caught:
-        moepass.offload_experts(tiny(), home=_home(home), memory_budget=1000, hardware=_machine(), tokens=TOKENS)
-    found = re.search(r"; (\d+) bytes would do", str(caught.value))
-    assert found
-    return int(found[1])
+        moepass.offload_experts(
+            planned_model(), home=_home(home), memory_budget=1000, hardware=_machine(), tokens=TOKENS
+        )
+    match = re.search(r"; use at least (\d+) bytes", str(caught.value))
+    assert match
+    return int(match[1])
 
 
 def _placed(home: str, folder: Path | None, banks: float, lower: str) -> tuple[tuple[str, ...], int]:
-    """The layers that stay, and slots, of a model that was placed with room for so many banks more than it needs."""
-    model = tiny()
+    """Return the resident layers and slots for a budget of this many banks more than the least."""
+    model = planned_model()
     ids = torch.randint(0, 64, TOKENS, generator=torch.Generator().manual_seed(dist.get_rank()))
     with torch.no_grad():
         expected = model(ids).logits
@@ -80,9 +82,9 @@ def _placed(home: str, folder: Path | None, banks: float, lower: str) -> tuple[t
     measured = compilation.report()
     assert memory is not None
     assert memory.peak_bytes - memory.activation_bytes < budget
-    # Layers are placed by a formula of activations. A graph of so few tokens may need more, and says so then.
+    # Placement uses a formula for activations. A graph with few tokens may need more, and logs a warning then.
     assert any("activations of this graph take" in message for message in said) == (memory.peak_bytes > budget)
-    # On the device, a rank of two reads half of every bank where it rests.
+    # With shards on the device, each of two ranks reads half of every bank from its shard.
     ring_bytes = report.ring_bytes // 2 if home == "peer" else report.ring_bytes
     assert measured.slots.measured == ring_bytes
     held = {id(value): value.nbytes for value in (*model.parameters(), *model.buffers())}
@@ -98,17 +100,17 @@ def _placed(home: str, folder: Path | None, banks: float, lower: str) -> tuple[t
 @pytest.mark.parametrize(("home", "lower"), [("peer", "inductor"), ("hybrid", "eager")])
 def test_ranks_place_alike_within_the_budget_and_stay_exact(home: str, lower: str, loads: bool, tmp_path: Path) -> None:
     if loads:
-        tiny().save_pretrained(tmp_path)
-    # A bank that stays takes the place of its shard: beside slots without shards, half a bank is enough for one.
+        planned_model().save_pretrained(tmp_path)
+    # A resident bank replaces its shard, so with slots without own experts half a bank suffices for one more.
     ranks = run_ranks(2, _placed, home, tmp_path if loads else None, {"peer": 0.5, "hybrid": 2.0}[home], lower)
     assert ranks[0] == ranks[1]
     stay, slots = ranks[0]
-    assert stay or slots > 1  # the room is used
+    assert stay or slots > 1  # the budget is used
 
 
 def _reads_whole_banks() -> list[str]:
-    """What is said where a graph needs more than the budget that its layers were placed for."""
-    model = tiny()
+    """Return the warning for a graph that needs more than the budget that its layers were placed for."""
+    model = planned_model()
     budget = _least_bytes("peer")
     moepass.offload_experts(model, home=_home("peer"), memory_budget=budget, hardware=_machine(), tokens=TOKENS)
     ids = torch.randint(0, 64, TOKENS)
@@ -130,16 +132,16 @@ def test_a_graph_that_reads_whole_banks_says_that_the_budget_is_exceeded() -> No
 
 
 def _all_stay() -> tuple[str, ...]:
-    dense = sum(value.nbytes for value in tiny().parameters()) - 4 * BANK_BYTES
+    dense = sum(value.nbytes for value in planned_model().parameters()) - 4 * BANK_BYTES
     activations = _least_bytes("peer") - dense - 4 * BANK_BYTES // 2 - BANK_BYTES // 2
     budget = dense + activations + 4 * BANK_BYTES
     wishes = {"home": _home("peer"), "memory_budget": budget, "hardware": _machine(), "tokens": TOKENS}
-    assert moepass.offload_experts(tiny(), **wishes).layers == ()  # type: ignore[arg-type]
-    without_profile = moepass.offload_experts(tiny(), **{**wishes, "hardware": None})  # type: ignore[arg-type]
+    assert moepass.offload_experts(planned_model(), **wishes).layers == ()  # type: ignore[arg-type]
+    without_profile = moepass.offload_experts(planned_model(), **{**wishes, "hardware": None})  # type: ignore[arg-type]
     return without_profile.layers
 
 
-def test_where_all_banks_fit_no_room_is_kept_for_their_shards() -> None:
+def test_if_all_banks_fit_no_memory_is_reserved_for_their_shards() -> None:
     assert run_ranks(2, _all_stay) == [(), ()]
 
 
@@ -148,7 +150,7 @@ def _differently_planned(differing: str) -> str:
     wishes = {"home": _home("peer"), "memory_budget": "10MB", "hardware": _machine(), "tokens": TOKENS}
     wishes[differing] = second if dist.get_rank() else first
     with pytest.raises(PeerError) as caught:
-        moepass.offload_experts(tiny(), **wishes)  # type: ignore[arg-type]
+        moepass.offload_experts(planned_model(), **wishes)  # type: ignore[arg-type]
     return str(caught.value)
 
 
@@ -162,8 +164,8 @@ DIFFERING = {
 
 @pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("differing", DIFFERING)
-def test_ranks_that_plan_by_other_things_are_told_which(differing: str) -> None:
-    """Also where the plan of one rank moves nothing, so that it has no banks to compare."""
+def test_ranks_that_plan_with_different_options_get_an_error(differing: str) -> None:
+    """Include a rank whose plan moves nothing, so that it has no banks to compare."""
     first, second = run_ranks(2, _differently_planned, differing)
     assert first == second
     assert first.startswith("ranks disagree on ")
@@ -173,15 +175,15 @@ def test_ranks_that_plan_by_other_things_are_told_which(differing: str) -> None:
 def _failing_where_it_is_placed(wrong: dict[str, object]) -> tuple[str, str]:
     wishes = {"home": _home("peer"), "memory_budget": "10MB", "hardware": _machine(), "tokens": TOKENS}
     with pytest.raises((InputError, PeerError)) as caught:
-        moepass.offload_experts(tiny(), **{**wishes, **(wrong if dist.get_rank() else {})})  # type: ignore[arg-type]
+        moepass.offload_experts(planned_model(), **{**wishes, **(wrong if dist.get_rank() else {})})  # type: ignore[arg-type]
     return type(caught.value).__name__, str(caught.value)
 
 
 @pytest.mark.parametrize("wrong", [{"memory_budget": 1000}, {"hardware": "none"}])
-def test_a_rank_that_cannot_be_placed_tells_the_others_why(wrong: dict[str, object]) -> None:
-    (kind, told), (own_kind, own) = run_ranks(2, _failing_where_it_is_placed, wrong)
+def test_an_error_of_placement_on_one_rank_reaches_the_others(wrong: dict[str, object]) -> None:
+    (kind, error), (own_kind, own_error) = run_ranks(2, _failing_where_it_is_placed, wrong)
     assert (kind, own_kind) == ("PeerError", "InputError")
-    assert told == f"rank 1 failed: InputError: {own}"
+    assert error == f"rank 1 failed: InputError: {own_error}"
 
 
 def _loads_with_other_tokens(folder: Path) -> str:
@@ -191,7 +193,7 @@ def _loads_with_other_tokens(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_ranks_that_load_by_other_things_are_told_which(tmp_path: Path) -> None:
-    tiny().save_pretrained(tmp_path)
+def test_ranks_that_load_with_different_options_get_an_error(tmp_path: Path) -> None:
+    planned_model().save_pretrained(tmp_path)
     for text in run_ranks(2, _loads_with_other_tokens, tmp_path):
         assert text == "ranks disagree on tokens: [1, 32] on rank 0, [1, 33] on rank 1; give every rank the same tokens"

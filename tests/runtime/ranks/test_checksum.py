@@ -1,4 +1,4 @@
-"""Checksums tell tensors apart, whatever differs in them: what ranks compare must be compared whole."""
+"""Checksums differ for different tensors, wherever the difference is."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def test_any_single_difference_changes_a_checksum(
     values = raw.to(torch.uint8).view(dtype)
     shown = values.t() if is_transposed else values
     assert checksum(shown) == checksum(shown.clone())
-    place = int(torch.randint(0, raw.numel(), (1,), generator=generator))
+    position = int(torch.randint(0, raw.numel(), (1,), generator=generator))
     changed = raw.to(torch.uint8).clone()
-    changed.view(-1)[place] ^= 1
-    other = changed.view(dtype)
-    assert checksum(other.t() if is_transposed else other) != checksum(shown)
+    changed.view(-1)[position] ^= 1
+    changed_view = changed.view(dtype)
+    assert checksum(changed_view.t() if is_transposed else changed_view) != checksum(shown)
 
 
 def test_a_checksum_sees_every_part_of_large_tensors_and_their_order() -> None:
     values = torch.zeros(3 * 2**20 + 5, dtype=torch.int64)
-    found = {checksum(values)}
-    for place in (0, 2**20, 2**21 + 1, values.numel() - 1):
-        values[place] = 1
-        found.add(checksum(values))
-        values[place] = 0
-    assert len(found) == 5
+    checksums = {checksum(values)}
+    for position in (0, 2**20, 2**21 + 1, values.numel() - 1):
+        values[position] = 1
+        checksums.add(checksum(values))
+        values[position] = 0
+    assert len(checksums) == 5
 
 
 def _octets(dtype: torch.dtype, words: int, seed: int) -> torch.Tensor:
@@ -80,30 +80,30 @@ WORDS = {torch.float64: 1, torch.float32: 2, torch.bfloat16: 4, torch.complex64:
 @settings(deadline=None)
 @given(st.sampled_from(list(WORDS)), st.integers(1, 9), st.integers(0, 9), st.data())
 def test_other_signs_change_a_checksum(dtype: torch.dtype, rows: int, seed: int, data: st.DataObject) -> None:
-    """Where a sign is the first bit of a word, flips of two cancel out in any weighted sum."""
+    """Flip two signs at the first bits of words, which cancel out in any weighted sum."""
     columns = 8
     values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
     negated = data.draw(st.sets(st.integers(0, columns - 1), min_size=1))
-    other = values.clone()
-    other[:, list(negated)] *= -1
-    assert checksum(other) != checksum(values)
+    flipped = values.clone()
+    flipped[:, list(negated)] *= -1
+    assert checksum(flipped) != checksum(values)
     assert checksum(-values) != checksum(values)
 
 
 @pytest.mark.parametrize("view", [torch.conj, lambda values: values.imag, lambda values: torch.conj(values).imag])
-def test_lazy_conjugates_and_negatives_are_what_they_stand_for(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_lazy_conjugates_and_negatives_count_by_their_values(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
     values = torch.randn(3, 5, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
     assert checksum(view(values)) == checksum(view(values).resolve_conj().resolve_neg().clone())
     assert checksum(view(values)) != checksum(view(values + 1j))
 
 
-def test_it_tells_lengths_of_zeros_apart() -> None:
+def test_zeros_of_different_lengths_have_different_checksums() -> None:
     assert len({checksum(torch.zeros(length, dtype=torch.uint8)) for length in range(40)}) == 40
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 2**20])
 def test_how_much_is_mixed_at_a_time_does_not_matter(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or a device and a processor, which take other chunks, would tell equal tensors apart."""
+    """Use the chunk sizes of a device and of a CPU, which must give equal checksums for equal tensors."""
     values = torch.randn(333, generator=torch.Generator().manual_seed(0))
     expected = checksum(values)
     monkeypatch.setattr("moepass.runtime.ranks.checksum._CHUNK_WORDS_CPU", chunk)

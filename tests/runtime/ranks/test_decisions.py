@@ -36,7 +36,7 @@ def _proposal(
     return Proposal(takes, tuple(RefusedBlock(name, "it is odd") for name in leaves), exchanges)
 
 
-def test_only_what_all_ranks_take_alike_is_taken() -> None:
+def test_a_block_is_taken_only_if_all_ranks_take_it_alike() -> None:
     both = _proposal("a", "b")
     assert blocks_to_leave([both, both, both]) == {}
     assert blocks_to_leave([_proposal(leaves=("a",)), _proposal(leaves=("a",)), _proposal()]) == {}
@@ -44,7 +44,7 @@ def test_only_what_all_ranks_take_alike_is_taken() -> None:
     assert blocks_to_leave([_proposal("a"), both]) == {"b": "rank 0 does not see it in the graph that it runs here"}
     assert blocks_to_leave([both, _proposal("a", experts="2")]).keys() == {"a", "b"}
     assert blocks_to_leave([both, _proposal("a", "b", experts="2")]) == {"a": UNEXPLAINED, "b": UNEXPLAINED}
-    # A layer that is applied twice is taken twice or not at all.
+    # A layer that is applied twice is taken in both uses or in none.
     assert blocks_to_leave([_proposal("a", "a"), _proposal("a")]) == {"a": UNEXPLAINED}
     (reason,) = blocks_to_leave([_proposal("a", exchanges=("x", "y")), _proposal("a", exchanges=("y", "x"))]).values()
     assert reason == "ranks talk to each other in different orders: `x` on rank 0, `y` on rank 1"
@@ -60,7 +60,7 @@ def test_the_first_difference_of_texts_is_named() -> None:
 
 @contextmanager
 def _refusing(*names: str) -> Iterator[None]:
-    """The blocks with these names fail the proof of their local form on this rank, which each block gets."""
+    """Let the blocks with these names fail the proof of their local form on this rank."""
     real, real_text = eliminate_expert_parallelism.check_local_form, eliminate_expert_parallelism.block_text
 
     def check(block: Any, *args: Any) -> None:
@@ -82,7 +82,7 @@ BLOCKS = ("moe.0.experts", "moe.1.experts")
 
 
 def _refusals(compilations: list[moepass.Compilation]) -> dict[str, str]:
-    return {refusal.where: refusal.reason for one in compilations for refusal in one.plan.refusals}
+    return {refusal.where: refusal.reason for compilation in compilations for refusal in compilation.plan.refusals}
 
 
 def _one_refuses(names: tuple[str, ...]) -> dict[str, str]:
@@ -99,14 +99,14 @@ def _one_refuses(names: tuple[str, ...]) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [BLOCKS[1:], pytest.param(BLOCKS, marks=pytest.mark.slow)])
 def test_a_block_that_one_rank_refuses_is_left_by_all_in_the_same_run(names: tuple[str, ...]) -> None:
-    other, own = run_ranks(2, _one_refuses, names)
-    assert own.keys() == other.keys() == set(names)
+    others_reasons, reasons = run_ranks(2, _one_refuses, names)
+    assert reasons.keys() == others_reasons.keys() == set(names)
     for name in names:
-        assert own[name].startswith("with tokens anywhere, it fails by hand") or own[name].startswith(
+        assert reasons[name].startswith("with tokens anywhere, it fails by hand") or reasons[name].startswith(
             "it fails by hand"
         )
-        assert other[name].startswith("rank 1 cannot take it: ")
-        assert "it fails by hand" in other[name]
+        assert others_reasons[name].startswith("rank 1 cannot take it: ")
+        assert "it fails by hand" in others_reasons[name]
 
 
 def _one_disables_the_pass() -> dict[str, str]:
@@ -126,7 +126,7 @@ def test_a_rank_that_found_no_block_is_heard_too() -> None:
 
 
 def _activate(what: str, rank: int, rows: torch.Tensor) -> torch.Tensor:
-    """An activation function that rank 1 has otherwise, in the way that `what` says."""
+    """Return an activation function that differs on rank 1 as `what` says."""
     if rank == 1 and what == "function":
         return F.gelu(rows).clamp(max=7.0)
     limit = 0.5 if rank == 1 and what == "limit" else 7.0
@@ -184,7 +184,7 @@ def test_experts_that_differ_by_rank_are_refused_on_all_with_the_difference(form
 
 
 def _recompiles_alone(form: str, what: str) -> int:
-    """Rank 0 compiles again for other shapes, rank 1 does not: what was decided stays, and nobody waits."""
+    """Let rank 0 compile again for other shapes, alone: the decision holds, and no rank waits."""
     EP_FORMS[form], original = _with_own_activation(form, what), EP_FORMS[form]
     try:
         model = build_stack(SMALL, form)
@@ -196,7 +196,7 @@ def _recompiles_alone(form: str, what: str) -> int:
             hidden = hidden_rows(SMALL, tokens, step)
             expected = model(hidden)
             torch.testing.assert_close(compiled(hidden), expected)
-    assert len({len(one.plan.banks) for one in compilations}) == 1
+    assert len({len(compilation.plan.banks) for compilation in compilations}) == 1
     return len(compilations)
 
 
@@ -226,8 +226,8 @@ def _all_refuse(counts: list[list[int]]) -> None:
 
 
 @pytest.mark.slow
-def test_what_all_ranks_refuse_one_may_compile_again_alone() -> None:
-    """With the timeout at 50 s: nobody waits for a rank whose shapes do not change."""
+def test_a_graph_that_all_ranks_refuse_may_be_compiled_again_alone() -> None:
+    """The timeout is 50 s, so a wait for a rank with unchanged shapes would show."""
     run_ranks(2, _all_refuse, [[8, 8], [9, 8], [7, 8]])
 
 
@@ -267,7 +267,7 @@ def test_a_rank_that_does_not_compile_is_waited_for_once_where_nothing_was_taken
 
 
 def _the_next_model_is_taken() -> None:
-    """Rank 1 runs the first model as it is, where rank 0 finds nothing to take; both compile the second one."""
+    """Let rank 1 run the first model uncompiled, in which rank 0 finds no block; both compile the second one."""
     hidden, full = hidden_rows(SMALL, 8, 0), build_stack(SMALL)
     first, second = build_stack(SMALL, "all_to_all"), build_stack(SMALL, "all_to_all")
     with torch.no_grad():
@@ -284,7 +284,7 @@ def test_a_rank_that_waits_in_vain_with_nothing_to_take_can_meet_the_others_late
 
 
 class _BranchesOnBatchSize(nn.Module):
-    """A layer that cannot be taken for large batches, whose weights depend on the ids; for small ones it could be."""
+    """A layer that can be taken for small batches, but not for large ones, whose weights depend on the ids."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -312,24 +312,24 @@ def _one_comes_to_the_other_branch(counts: list[list[int]]) -> list[dict[str, st
 
 
 @pytest.mark.slow
-def test_what_all_ranks_left_one_rank_leaves_for_its_other_shapes_too() -> None:
-    """Even where it could take it in another branch: the others run their graphs with the exchange in it."""
-    own, _ = run_ranks(2, _one_comes_to_the_other_branch, [[8, 8], [2, 8], [2, 8], [2, 2], [8, 2]])
-    assert len(own) > 1
-    assert own[0].keys() == own[-1].keys() == set(BLOCKS)
+def test_a_block_left_by_all_ranks_stays_left_for_other_shapes() -> None:
+    """A rank leaves a block even in a branch in which it could take it: the other ranks still run the exchange."""
+    refusals, _ = run_ranks(2, _one_comes_to_the_other_branch, [[8, 8], [2, 8], [2, 8], [2, 2], [8, 2]])
+    assert len(refusals) > 1
+    assert refusals[0].keys() == refusals[-1].keys() == set(BLOCKS)
     for name in BLOCKS:
-        assert "all ranks left it unchanged in a graph that they compiled before" in own[-1][name]
+        assert "all ranks left it unchanged in a graph that they compiled before" in refusals[-1][name]
 
 
-def test_what_was_left_stays_left_whatever_else_is_decided() -> None:
+def test_a_left_block_stays_left_with_every_later_decision() -> None:
     decisions = BlockDecisions()
     decisions._remember([_proposal(leaves=("a",)), _proposal(leaves=("a",))], {})
-    # Without a group: nobody meets.
+    # There is no group, so a meeting would fail.
     (reason,) = decisions.decide(None, _proposal("a"), None, 0.0).values()  # type: ignore[arg-type]
     assert reason.startswith("all ranks left it unchanged in a graph that they compiled before, ")
     assert reason.endswith(": rank 0 cannot take it: it is odd")
     assert not decisions.must_agree(_proposal(leaves=("a",)))
-    # Where something else has to be compared, all ranks come with it, and it is left all the same.
+    # If another block must be compared, all ranks meet, and the block is still left.
     decisions._remember([_proposal("a", "b"), _proposal("a", "b")], {})
     assert decisions.decide(None, _proposal("a", "b"), None, 0.0).keys() == {"a"}  # type: ignore[arg-type]
     assert decisions.must_agree(_proposal(leaves=("a",)))

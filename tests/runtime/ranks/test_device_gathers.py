@@ -1,4 +1,4 @@
-"""Gathers in device memory, by threads that play ranks, with links that move nothing: who fails is named, in time."""
+"""Gathers in device memory, by threads as ranks, with links that move nothing: errors name the failed rank in time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 from moepass.models.errors import InputError
 from moepass.runtime.ranks import device_gathers
 from moepass.runtime.ranks.device_gathers import DeviceGatherGroup
-from moepass.runtime.ranks.device_links import NcclLinks, PartsByRank, check_nccl
+from moepass.runtime.ranks.device_links import NcclLinks, TensorsByRank, check_nccl
 from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous
 from tests.helpers.graphs.error_fields import refused
 
@@ -28,20 +28,20 @@ PARTS = [torch.zeros(4, dtype=torch.uint8)]
 
 
 class _Links:
-    """Bytes of this rank are there when `has_ended` says so."""
+    """Links whose exchange ends when `has_ended` is set."""
 
     def __init__(self) -> None:
         self.has_ended = threading.Event()
         self.is_aborted = threading.Event()
 
-    def exchange(self, send: PartsByRank, receive: PartsByRank) -> None:
+    def exchange(self, send: TensorsByRank, receive: TensorsByRank) -> None:
         _stream.links = self
 
     def abort(self) -> None:
         self.is_aborted.set()
 
 
-# The stream of each thread: what was issued to it last.
+# The last event on the stream of each thread.
 _stream = threading.local()
 
 
@@ -82,9 +82,9 @@ def _groups(ranks: int, timeout_s: float, store: HashStore | None = None) -> tup
 
 
 def _gather_error(group: DeviceGatherGroup) -> str:
-    others = dict.fromkeys(group.others, PARTS)
+    tensors = dict.fromkeys(group.others, PARTS)
     with pytest.raises(PeerError) as caught:
-        group.gather((5, 0, 8), others, others)
+        group.gather((5, 0, 8), tensors, tensors)
     return str(caught.value)
 
 
@@ -93,14 +93,14 @@ def test_a_gather_ends_when_the_parts_of_all_ranks_have() -> None:
     ended: list[int] = []
 
     def gather(rank: int) -> None:
-        groups[rank].gather((5, 0, 8), {}, {}, meanwhile=lambda: None)
+        groups[rank].gather((5, 0, 8), {}, {}, overlapped=lambda: None)
         ended.append(rank)
 
     with ThreadPoolExecutor(3) as pool:
         running = [pool.submit(gather, rank) for rank in range(3)]
         for rank in (0, 2):
             links[rank].has_ended.set()
-        time.sleep(0.05)  # so that they wait most likely; the outcome is the same if they do not
+        time.sleep(0.05)  # the threads probably wait by then; the outcome is the same if not
         assert ended == []
         links[1].has_ended.set()
         for future in running:
@@ -116,7 +116,7 @@ def test_a_part_that_does_not_end_names_its_rank_on_all() -> None:
     assert text == (
         "rank 2 did not end the gather of bank 5 within 0.5 s (transport 'collective'), though all ranks are there"
     )
-    assert all(one.is_aborted.is_set() for one in links)
+    assert all(link.is_aborted.is_set() for link in links)
     for group in groups:
         with refused(PeerError, rank=2):
             group.check()
@@ -132,7 +132,9 @@ def test_a_rank_that_is_gone_is_named_when_the_timeout_is_over() -> None:
     groups, links = _groups(2, 0.5)
     groups[1] = None
     text = _gather_error(groups[0])
-    assert text.startswith("rank 1 is gone, or its model is: the connection to it (transport 'collective') was lost")
+    assert text.startswith(
+        "rank 1 has ended or dropped its model: the connection to it (transport 'collective') was lost"
+    )
     assert links[0].is_aborted.is_set()
 
 
@@ -150,7 +152,7 @@ def test_a_failure_on_one_rank_ends_the_gathers_of_the_others_long_before_the_ti
         groups[1].fail(PeerError("by hand", rank=1))
         assert [future.result() for future in waiting] == ["by hand", "by hand"]
     assert time.monotonic() - began < 20
-    assert all(one.is_aborted.is_set() for one in links)
+    assert all(link.is_aborted.is_set() for link in links)
 
 
 def _connect_errors(ranks: int, timeout_s: float, connect: Callable[[int], _Links]) -> list[str]:
@@ -172,7 +174,7 @@ def test_devices_that_cannot_be_connected_are_one_error() -> None:
     def connect(rank: int) -> _Links:
         if rank == 1:
             raise RuntimeError("Duplicate GPU detected")
-        time.sleep(0.2)  # as one that waits for it
+        time.sleep(0.2)  # a real stream would wait as well
         return _Links()
 
     (text,) = set(_connect_errors(3, 20.0, connect))
@@ -195,7 +197,7 @@ def test_devices_that_do_not_connect_are_one_error_within_the_timeout() -> None:
 
 
 class _Nccl:
-    """As torch's ProcessGroupNCCL; writes down what it is asked for."""
+    """A stand-in for torch's ProcessGroupNCCL that records its calls."""
 
     class Options:
         def __init__(self, is_high_priority_stream: bool) -> None:

@@ -1,4 +1,4 @@
-"""Real ranks that agree, run by run, whether to gather weights or to exchange tokens."""
+"""Real ranks that agree in every run whether to gather weights or to exchange tokens."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards n
 
 CROSSOVER = 10
 ONE = dataclasses.replace(SMALL, layers=1)
-# Tokens by step and rank: exchanged, and across the crossover and back, past means within the band too (9.5, 10.5),
-# with ranks that bring none, and ranks that differ in which side of the crossover they would be alone.
+# Tokens by step and rank. The means cross the crossover in both directions, also within its band (9.5, 10.5). Some
+# ranks have no tokens, and some ranks alone would be on different sides of the crossover.
 STEPS = [(8, 8), (12, 7), (10, 11), (20, 20), (11, 8), (9, 10), (10, 7), (0, 6), (12, 9), (30, 0), (0, 0), (16, 8)]
 
 
@@ -49,7 +49,7 @@ def test_the_steps_cross_the_crossover_and_stay_in_the_band() -> None:
 
 
 def _forms_of_runs(compilations: Sequence[moepass.Compilation]) -> FormStatistics:
-    """Runs of all graphs together."""
+    """Return the number of runs of each form, over all graphs."""
     total = FormStatistics()
     for compilation in compilations:
         assert not compilation.plan.refusals, compilation.plan.refusals
@@ -64,12 +64,12 @@ def _forms_of_runs(compilations: Sequence[moepass.Compilation]) -> FormStatistic
 def _run_steps(
     form: str, config: StackConfig, steps: Sequence[Sequence[int]], dynamic: bool | None, **options: Any
 ) -> list[str]:
-    """The form that each step took; its output is that of the uncompiled model in this form, to the bit with eager."""
+    """Return the form of each step, and check its output: bit by bit with eager segments, else within a tolerance."""
     rank = dist.get_rank()
     full, parallel = build_stack(config), build_stack(config, form)
     torch._dynamo.config.capture_scalar_outputs = True
     chosen = {"lower": "eager", "debug": True, "timeout_s": 50, "all_to_all_below": CROSSOVER, **options}
-    found: list[str] = []
+    forms: list[str] = []
     with torch.no_grad(), moepass.record_compilations() as compilations:
         compiled: Callable[..., Any] = torch.compile(
             build_stack(config, form), backend="asyncep", dynamic=dynamic, fullgraph=True, options=chosen
@@ -80,14 +80,14 @@ def _run_steps(
             output, exchanged = compiled(hidden), parallel(hidden)
             now = _forms_of_runs(compilations)
             assert now.gathered_runs + now.exchanged_runs == step + 1
-            found.append(EXCHANGED if now.exchanged_runs > before.exchanged_runs else GATHERED)
-            reference = exchanged if found[-1] == EXCHANGED else full(hidden)
+            forms.append(EXCHANGED if now.exchanged_runs > before.exchanged_runs else GATHERED)
+            reference = exchanged if forms[-1] == EXCHANGED else full(hidden)
             if chosen["lower"] == "eager":
-                assert torch.equal(output, reference), f"step {step} with {counts} tokens, {found[-1]}"
+                assert torch.equal(output, reference), f"step {step} with {counts} tokens, {forms[-1]}"
             else:
                 torch.testing.assert_close(output, reference, atol=1e-5, rtol=1e-4)
             before = now
-    return found
+    return forms
 
 
 def _slow_unless(is_fast: bool, *values: Any) -> Any:
@@ -104,7 +104,7 @@ def _slow_unless(is_fast: bool, *values: Any) -> Any:
     ],
 )
 def test_all_ranks_take_the_same_form_in_every_run(form: str, dynamic: bool | None) -> None:
-    # Every count of its own is a compilation where shapes are static.
+    # With static shapes every new count is a compilation.
     config, steps = (SMALL, STEPS) if dynamic is None else (ONE, [(8, 8), (20, 8), (8, 8), (12, 12), (8, 12), (0, 8)])
     assert run_ranks(2, _run_steps, form, config, steps, dynamic) == [_expected(steps)] * 2
 
@@ -149,14 +149,14 @@ def test_with_inductor_both_forms_stay_close(form: str, dynamic: bool | None) ->
 
 
 def _compilations_by_step(lower: str) -> list[int]:
-    """How often the exchanged form was compiled, after a step that gathers, and after some that exchange."""
-    found = []
+    """Return how often the exchanged form was compiled, after a step that gathers and after steps that exchange."""
+    counts = []
     with torch.no_grad(), moepass.record_compilations() as compilations:
         compiled = compile_whole(build_stack(ONE, "all_to_all"), lower=lower, all_to_all_below=CROSSOVER, dynamic=True)
         for tokens in (20, 8, 5):
             compiled(hidden_rows(ONE, tokens, dist.get_rank()))
-            found.append(_forms_of_runs(compilations).exchanged_compilations)
-    return found
+            counts.append(_forms_of_runs(compilations).exchanged_compilations)
+    return counts
 
 
 @pytest.mark.slow
@@ -166,7 +166,7 @@ def test_the_exchanged_form_is_compiled_before_a_run_needs_it(lower: str) -> Non
 
 
 def _exchanged_segments(form: str) -> list[int]:
-    found = []
+    counts = []
     for layers in (2, 4):
         torch._dynamo.reset()
         config = dataclasses.replace(SMALL, layers=layers)
@@ -178,8 +178,8 @@ def _exchanged_segments(form: str) -> list[int]:
         assert forms is not None
         assert forms.exchanged_runs == 1
         assert forms.exchanged_segments is not None
-        found.append(len(forms.exchanged_segments))
-    return found
+        counts.append(len(forms.exchanged_segments))
+    return counts
 
 
 @pytest.mark.slow
@@ -202,12 +202,12 @@ _sequences = st.lists(st.lists(st.tuples(_counts, _counts), min_size=6, max_size
 
 
 def _one_model_after_the_other(sequences: Sequences, transport: str) -> list[str]:
-    found = []
+    forms = []
     for seed, steps in enumerate(sequences):
         torch._dynamo.reset()
         config = dataclasses.replace(SMALL, seed=seed)
-        found += _run_steps("all_to_all", config, steps, None, transport=transport)
-    return found
+        forms += _run_steps("all_to_all", config, steps, None, transport=transport)
+    return forms
 
 
 @pytest.mark.slow
@@ -215,7 +215,7 @@ def _one_model_after_the_other(sequences: Sequences, transport: str) -> list[str
 @settings(max_examples=5, deadline=None, derandomize=True)
 @given(sequences=_sequences)
 def test_any_sequence_of_token_counts_stays_exact(transport: str, sequences: Sequences) -> None:
-    """The group goes on from model to model: what one begins with depends on how the other ended."""
+    """Run several models in one group: the form in which a model begins depends on the last run of the one before."""
     expected = _expected([counts for steps in sequences for counts in steps])
     assert run_ranks(2, _one_model_after_the_other, sequences, transport, timeout=200) == [expected] * 2
 
@@ -248,7 +248,7 @@ def test_a_change_of_form_is_logged_once() -> None:
 
 
 def _nothing_is_gathered_or_held_twice() -> tuple[int, int]:
-    """Ranks whose runs are all exchanged never meet for their experts, and never make a ring."""
+    """Check that ranks whose runs are all exchanged never adopt their experts, and have no ring."""
     parameters = build_stack(ONE, "all_to_all")
     with torch.no_grad(), moepass.record_compilations() as compilations:
         compiled = compile_whole(parameters, all_to_all_below=100)
@@ -288,7 +288,7 @@ def test_ranks_with_other_options_get_the_same_error_at_once(crossovers: tuple[i
 
 
 def _crossovers_differ_later() -> str:
-    """The same model compiled again with another crossover, on one rank: its banks are known, so only runs tell."""
+    """Compile the model again on one rank, with another crossover: its banks are adopted, so only a run can show it."""
     model = build_stack(ONE, "all_to_all")
     hidden = hidden_rows(SMALL, 8, 0)
     with torch.no_grad():
@@ -321,7 +321,7 @@ def _other_layers() -> str:
 
 
 @pytest.mark.slow
-def test_ranks_that_run_different_layers_are_told_so() -> None:
+def test_ranks_that_run_different_layers_get_an_error() -> None:
     first, second = run_ranks(2, _other_layers)
     assert first == second
     assert first.startswith("ranks disagree on the layers that they are about to run without exchanges: moe.")
@@ -366,7 +366,7 @@ def _no_work(form: str, options: dict[str, Any]) -> str:
 )
 def test_a_rank_without_work_runs_the_model(form: str, options: dict[str, Any]) -> None:
     for text in run_ranks(2, _no_work, form, options):
-        assert text.startswith("MoEStack is compiled with all_to_all_below, or its ranks add up the results of")
+        assert text.startswith("all ranks must agree on each run of MoEStack, because it is compiled with")
 
 
 def _work(connection: Connection, store: str, rank: int) -> None:
@@ -394,5 +394,5 @@ def test_a_rank_that_died_is_named_in_the_next_run(tokens: int, tmp_path: Path) 
         first.tell(tokens)
         text = first.hear()
     assert text.startswith(
-        "rank 1 is gone, or its model is: the connection to it (agreements on runs) was lost while ranks"
+        "rank 1 has ended or dropped its model: the connection to it (agreements on runs) was lost while ranks"
     )

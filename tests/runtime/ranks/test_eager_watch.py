@@ -1,4 +1,4 @@
-"""A rank that Dynamo would run in eager mode gets an error, and so do the others: no rank waits for an exchange."""
+"""If Dynamo would run one rank in eager mode, all ranks raise an error, and none waits for an exchange."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def _compiled(model: nn.Module, timeout_s: float = 30.0, **more: object) -> nn.M
 
 
 def _one_has_many_shapes() -> str:
-    """Rank 1 compiles for a shape of its own in every run, until Dynamo has enough of it."""
-    eager_watch.LOOK_SECONDS = 0.0
+    """Let rank 1 compile for a new shape in every run, until it reaches Dynamo's recompile limit."""
+    eager_watch.FAILURE_CHECK_SECONDS = 0.0
     full, model = build_stack(SMALL), build_stack(SMALL, "all_to_all")
     with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=3):
         compiled = _compiled(model, dynamic=False)
@@ -39,7 +39,7 @@ def _one_has_many_shapes() -> str:
         if dist.get_rank() == 1:
             with pytest.raises(PeerError) as caught:
                 compiled(hidden_rows(SMALL, 11, 0))
-            # Shapes that were compiled would run on, but the others gave up.
+            # Compiled shapes could still run, but the other ranks gave up.
             dist.barrier()
         else:
             dist.barrier()
@@ -51,16 +51,16 @@ def _one_has_many_shapes() -> str:
 
 @pytest.mark.slow
 def test_a_rank_beyond_the_recompile_limit_is_one_error_on_all() -> None:
-    others, own = run_ranks(2, _one_has_many_shapes)
-    assert others == own
-    assert "would run it in eager mode, where it waits at an exchange that no other rank joins" in own
-    assert "on rank 1" in own
-    assert "torch._dynamo.config.recompile_limit=3" in own
-    assert "mark_dynamic" in own
+    error, own_error = run_ranks(2, _one_has_many_shapes)
+    assert error == own_error
+    assert "would run it in eager mode, where it waits at an exchange that no other rank joins" in own_error
+    assert "on rank 1" in own_error
+    assert "torch._dynamo.config.recompile_limit=3" in own_error
+    assert "mark_dynamic" in own_error
 
 
 class _BreaksForOddShapes(nn.Module):
-    """One graph for most shapes, several for one: its blocks are other ones then."""
+    """A model that is one graph for most shapes and several graphs, with other blocks, for one shape."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class _BreaksForOddShapes(nn.Module):
 
 
 def _one_breaks_its_graph() -> None:
-    """The second rank compiles parts of the model anew, alone; blocks that all ranks took before are known to it."""
+    """Let rank 1 compile some of the model again, alone; all ranks took its blocks before."""
     full, model = build_stack(SMALL), _BreaksForOddShapes(build_stack(SMALL, "all_to_all"))
     with torch.no_grad():
         compiled = _compiled(model, dynamic=False, timeout_s=3.0)
@@ -86,7 +86,7 @@ def _one_breaks_its_graph() -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_cuts_its_graph_otherwise_for_a_shape_waits_for_nobody() -> None:
+def test_a_rank_that_cuts_its_graph_differently_for_a_shape_does_not_wait() -> None:
     run_ranks(2, _one_breaks_its_graph)
 
 
@@ -114,7 +114,7 @@ def test_a_stance_that_sends_new_shapes_to_eager_mode_is_refused_before_one_come
 
 
 def _models_that_keep_their_exchanges() -> None:
-    """Nothing was taken, so a rank in eager mode joins the others."""
+    """Run models whose exchanges were not taken out, so that a rank in eager mode joins the others."""
     model = build_stack(SMALL, "all_to_all")
     full = build_stack(SMALL)
     with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1):

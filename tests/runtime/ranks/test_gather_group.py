@@ -1,4 +1,4 @@
-"""Gathers between threads that play ranks: every byte where it belongs, one error for all, and nothing written late."""
+"""Gathers between threads as ranks: every byte arrives, an error is the same on all, and nothing is written late."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def _ask_on_and_on(group: GatherGroup) -> None:
 
 @st.composite
 def _spread_banks(draw: st.DrawFn) -> tuple[list[int], dict[str, torch.Tensor], list[bool]]:
-    """Bounds of each rank's experts, any; the tensors of a bank; and which ranks want it."""
+    """Draw bounds of each rank's experts, the tensors of a bank, and the ranks that want it."""
     experts, ranks = draw(st.integers(1, 6)), draw(st.integers(1, 4))
     cuts = draw(st.lists(st.integers(0, experts), min_size=ranks - 1, max_size=ranks - 1))
     shapes = draw(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=2), min_size=1, max_size=3))
     dtypes = [draw(st.sampled_from([torch.float32, torch.bfloat16])) for _ in shapes]
     tensors = {
-        f"tensor_{place}": torch.randn(experts, *shape).to(dtype)
-        for place, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
+        f"tensor_{index}": torch.randn(experts, *shape).to(dtype)
+        for index, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
     }
     wants = draw(st.lists(st.booleans(), min_size=ranks, max_size=ranks))
     return [0, *sorted(cuts), experts], tensors, wants
@@ -76,7 +76,7 @@ def _spread_banks(draw: st.DrawFn) -> tuple[list[int], dict[str, torch.Tensor], 
 def _packed(
     store: HashStore, rank: int, bounds: list[int], tensors: dict[str, torch.Tensor], link: Link
 ) -> tuple[CollectiveTransport, BankSpec, Any]:
-    """Transport, bank and sources of one rank, which has its part of `tensors`."""
+    """Return transport, bank and sources of one rank, which has its experts of `tensors`."""
     transport = CollectiveTransport(link)
     group = PeerGroup(store, rank, len(bounds) - 1, 20, transport="collective")
     packer = GatherPacker(group, transport, torch.device("cpu"))
@@ -89,12 +89,12 @@ def _packed(
 
 @settings(max_examples=20, deadline=None)
 @given(_spread_banks())
-def test_every_byte_lands_in_its_place_and_no_other(
+def test_every_byte_arrives_at_its_offset_only(
     case: tuple[list[int], dict[str, torch.Tensor], list[bool]],
 ) -> None:
     bounds, tensors, wants = case
     store = HashStore()
-    whole = pack_bank(0, "layers.0", tensors, home="host", pin=False)
+    complete = pack_bank(0, "layers.0", tensors, home="host", pin=False)
 
     def gather(rank: int) -> None:
         transport, spec, sources = _packed(store, rank, bounds, tensors, Link())
@@ -106,9 +106,9 @@ def test_every_byte_lands_in_its_place_and_no_other(
             return
         slot = torch.full((spec.format.link_bytes + 64,), UNTOUCHED, dtype=torch.uint8)
         transport.copy_thread(Link()).submit(transport.copy(spec, sources, slot)).wait()
-        for found, expected in zip(spec.tensors, whole.views(whole.shard), strict=True):
-            assert torch.equal(found.view(slot), expected)
-            found.view(slot).view(torch.uint8).fill_(UNTOUCHED)
+        for tensor, expected in zip(spec.tensors, complete.views(complete.shard), strict=True):
+            assert torch.equal(tensor.view(slot), expected)
+            tensor.view(slot).view(torch.uint8).fill_(UNTOUCHED)
         assert bool((slot == UNTOUCHED).all())
         read = transport.read(spec, sources, last.offset_bytes, last.offset_bytes + last.nbytes, torch.device("cpu"))
         assert torch.equal(read.view(last.torch_dtype).view(last.shape), tensors[last.name])
@@ -150,10 +150,10 @@ def test_ranks_that_ask_for_different_things_get_one_error_for_good() -> None:
 
 def test_ranks_that_gather_by_different_plans_get_one_error_for_good() -> None:
     groups = _groups(3)
-    one, other = GatherSignature(7, 3, 2), GatherSignature(8, 1, 1)
-    plans = [one, NO_GATHER_SIGNATURE, one]  # rank 1 only helps the others, which needs no plan
+    first_plan, second_plan = GatherSignature(7, 3, 2), GatherSignature(8, 1, 1)
+    plans = [first_plan, NO_GATHER_SIGNATURE, first_plan]  # rank 1 only helps the others, which needs no plan
     assert _on_ranks(3, lambda rank: groups[rank].ask((5, 0, 8), rank != 1, plans[rank]))[0] == {1: False, 2: True}
-    plans = [NO_GATHER_SIGNATURE, one, other]
+    plans = [NO_GATHER_SIGNATURE, first_plan, second_plan]
     texts = set(_on_ranks(3, lambda rank: _error(groups[rank].ask, (5, 0, 8), True, plans[rank])))
     (text,) = texts
     assert text.startswith(
@@ -162,7 +162,7 @@ def test_ranks_that_gather_by_different_plans_get_one_error_for_good() -> None:
     assert {_error(group.check) for group in groups} == texts
 
 
-def test_what_is_gathered_outside_of_a_run_follows_no_plan() -> None:
+def test_a_gather_outside_of_a_run_follows_no_plan() -> None:
     spec = describe_bank(0, "bank", {"up": torch.zeros(2, 4)}, home="peer", expert_bounds=(0, 2))
     transport = CollectiveTransport(Link())
     transport.connect(Rendezvous(HashStore(), 0, 1, 20.0, "come"))
@@ -191,7 +191,7 @@ def test_a_rank_that_does_not_come_is_named_within_the_timeout() -> None:
     assert _error(groups[1].ask, (5, 0, 8), True) == texts[0]
 
 
-def test_a_failure_wakes_who_waits_and_is_told_to_all() -> None:
+def test_a_failure_wakes_waiting_ranks_and_reaches_all() -> None:
     groups = _groups(3)
     texts: dict[int, str] = {}
     waiting = [
@@ -200,11 +200,11 @@ def test_a_failure_wakes_who_waits_and_is_told_to_all() -> None:
     ]
     for thread in waiting:
         thread.start()
-    time.sleep(0.1)  # so that they wait most likely; the outcome is the same if they do not
+    time.sleep(0.1)  # the threads probably wait by then; the outcome is the same if not
     assert str(groups[0].fail(PeerError("by hand", rank=0))) == "by hand"
     assert str(groups[0].fail(PeerError("another reason"))) == "by hand"
     waiting[0].join()
-    # Rank 2 may still wait for rank 1, which is told as soon as it comes.
+    # Rank 2 may still wait for rank 1, which gets the error as soon as it comes.
     assert _error(groups[1].ask, (5, 0, 8), True) == "by hand"
     with refused(PeerError, rank=0, ranks=None):
         groups[1].check()
@@ -215,7 +215,7 @@ def test_a_failure_wakes_who_waits_and_is_told_to_all() -> None:
 def test_nothing_is_written_after_a_gather_has_failed() -> None:
     groups = _groups(2, timeout_s=0.4)
     slot = torch.full((1 << 20,), UNTOUCHED, dtype=torch.uint8)
-    part = torch.zeros(1 << 20, dtype=torch.uint8)
+    payload = torch.zeros(1 << 20, dtype=torch.uint8)
     has_failed = threading.Event()
 
     def exchange(rank: int) -> str:
@@ -225,14 +225,14 @@ def test_nothing_is_written_after_a_gather_has_failed() -> None:
             has_failed.set()
             return text
         assert has_failed.wait(10)
-        return _error(groups[1].gather, (5, 0, 8), {0: [part]}, {})
+        return _error(groups[1].gather, (5, 0, 8), {0: [payload]}, {})
 
     texts = set(_on_ranks(2, exchange))
     assert texts == {"rank 1 did not bring its part of bank 5 within 0.4 s (transport 'collective')"}
     assert bool((slot == UNTOUCHED).all())
 
 
-def test_a_gather_that_fails_on_its_own_rank_is_told_to_the_others() -> None:
+def test_a_gather_that_fails_on_one_rank_fails_on_the_others() -> None:
     tensors, store = {"up": torch.zeros(4, 250)}, HashStore()
 
     def gather(rank: int) -> str:
@@ -255,11 +255,13 @@ def test_connections_end_with_their_transport() -> None:
         gc.enable()
 
 
-def test_a_rank_whose_group_is_gone_is_missed() -> None:
+def test_a_rank_whose_group_was_freed_is_missed() -> None:
     groups: list[Any] = _groups(2)
     groups[1] = None
     text = _error(groups[0].ask, (5, 0, 8), True)
-    assert text.startswith("rank 1 is gone, or its model is: the connection to it (transport 'collective') was lost")
+    assert text.startswith(
+        "rank 1 has ended or dropped its model: the connection to it (transport 'collective') was lost"
+    )
 
 
 def test_ranks_that_do_not_connect_are_an_error_within_the_timeout() -> None:

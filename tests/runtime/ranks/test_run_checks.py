@@ -1,4 +1,4 @@
-"""Layers of one name that compute differently: ranks compare each run, so none runs other experts than the others."""
+"""Layers of one name with different experts: ranks compare each run, so that all run the same experts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.helpers.processes.ranks import run_ranks
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
 
 FORM = "all_to_all"
-# An activation function that cannot be taken: what comes of a row depends on the rows before it.
+# An activation function that cannot be taken, because the result for a row depends on the rows before it.
 SILU, TANH, MIXES_ROWS = "silu", "tanh", "mixes rows"
 THREE = StackConfig(layers=3, max_tokens=32)
 TIMEOUT_S = 12
@@ -49,7 +49,7 @@ def _own_experts() -> type[ShardedExperts]:
 
 
 def _stack(config: StackConfig) -> tuple[nn.Module, list[Any]]:
-    """A model whose experts have a `kind`, and these experts, by layer."""
+    """Return a model whose experts are of `kind`, and these experts, by layer."""
     EP_FORMS[FORM], original = _own_experts(), EP_FORMS[FORM]
     try:
         model = build_stack(config, FORM)
@@ -78,13 +78,13 @@ def _compiled_one_by_one(kinds: Sequence[Sequence[str]], runs: int) -> tuple[lis
             options = {"lower": "eager", "debug": True, "timeout_s": TIMEOUT_S}
             layer.compile(backend="asyncep", options=options, fullgraph=True)
         outcomes = [_runs(model, expected, hidden) for _ in range(runs)]
-    return outcomes, [block.name for one in compilations for block in one.plan.local_blocks]
+    return outcomes, [block.name for compilation in compilations for block in compilation.plan.local_blocks]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [TANH, MIXES_ROWS])
 def test_layers_of_one_name_may_compute_differently(kind: str) -> None:
-    """One of them may even keep its exchanges, which the others have lost."""
+    """One of the layers may even keep its exchanges, which the others have lost."""
     kinds = [SILU, kind, SILU]
     for outcomes, taken in run_ranks(2, _compiled_one_by_one, [kinds, kinds], 3):
         assert outcomes == ["right"] * 3
@@ -94,7 +94,7 @@ def test_layers_of_one_name_may_compute_differently(kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [TANH, MIXES_ROWS])
 def test_ranks_that_run_known_layers_in_another_order_are_an_error(kind: str) -> None:
-    """Each of the graphs was decided on before: nobody compiles any more when ranks go apart."""
+    """All graphs are decided and compiled before the ranks run different ones."""
     kinds = [[SILU, kind, SILU], [SILU, kind, kind]]
     for (outcome,), _ in run_ranks(2, _compiled_one_by_one, kinds, 1):
         assert f"ranks disagree on {LAYERS}: experts (all_to_all " in outcome
@@ -141,8 +141,8 @@ def test_runs_that_ranks_agree_on_anyway_are_compared_too() -> None:
 
 
 def _one_rank_has_another_flag(kind: str) -> list[str]:
-    """Nothing tells that layers of one name differ, when the second rank comes with such a layer, alone."""
-    eager_watch.LOOK_SECONDS = 0.0
+    """Let rank 1 alone run a layer that differs from another layer of the same name."""
+    eager_watch.FAILURE_CHECK_SECONDS = 0.0
     config = StackConfig(layers=2, max_tokens=32)
     model, experts = _stack(config)
     compiled, hidden = compile_whole(model, timeout_s=2), hidden_rows(config, 8, dist.get_rank())
@@ -164,14 +164,14 @@ def _one_rank_has_another_flag(kind: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [TANH, MIXES_ROWS])
 def test_a_rank_that_waited_in_vain_is_an_error_of_the_others_in_their_next_run(kind: str) -> None:
-    (first, later), (second, own, after) = run_ranks(2, _one_rank_has_another_flag, kind)
+    (first, later), (second, error, after) = run_ranks(2, _one_rank_has_another_flag, kind)
     assert first == second == "right"
-    assert own.startswith("rank 0 did not publish a list of blocks within 2 s; every rank of the group must compile")
-    assert "block moe.0.experts, which all ranks took before, " in own
+    assert error.startswith("rank 0 did not publish a list of blocks within 2 s; every rank of the group must compile")
+    assert "block moe.0.experts, which all ranks took before, " in error
     for text in (later, after):
         assert text.startswith("the ranks of this group missed each other, so that what they computed since may be")
-        assert own in text
-    assert "(rank 1 waited)" in own
+        assert error in text
+    assert "(rank 1 waited)" in error
 
 
 def _one_suppresses_errors() -> tuple[str, dict[str, str]]:
@@ -183,17 +183,19 @@ def _one_suppresses_errors() -> tuple[str, dict[str, str]]:
         moepass.record_compilations() as compilations,
     ):
         outcome = _runs(compile_whole(model), model(hidden), hidden)
-    return outcome, {refusal.where: refusal.reason for one in compilations for refusal in one.plan.refusals}
+    return outcome, {
+        refusal.where: refusal.reason for compilation in compilations for refusal in compilation.plan.refusals
+    }
 
 
-def test_a_rank_that_suppresses_errors_takes_nothing_and_so_do_all() -> None:
-    """An error would send it to eager mode, where it waits for ranks that exchange nothing."""
-    (first, others), (second, own) = run_ranks(2, _one_suppresses_errors)
+def test_a_rank_that_suppresses_errors_takes_no_block_nor_do_the_others() -> None:
+    """An error would send that rank to eager mode, where it waits for ranks that exchange nothing."""
+    (first, first_reasons), (second, second_reasons) = run_ranks(2, _one_suppresses_errors)
     assert (first, second) == ("right", "right")
-    assert own.keys() == others.keys() == {"moe.0.experts", "moe.1.experts"}
-    for name, reason in own.items():
+    assert second_reasons.keys() == first_reasons.keys() == {"moe.0.experts", "moe.1.experts"}
+    for name, reason in second_reasons.items():
         assert reason.startswith("torch._dynamo.config.suppress_errors is on")
-        assert others[name].startswith("rank 1 cannot take it: torch._dynamo.config.suppress_errors is on")
+        assert first_reasons[name].startswith("rank 1 cannot take it: torch._dynamo.config.suppress_errors is on")
 
 
 def _decided(*proposals: Proposal) -> BlockDecisions:
@@ -213,14 +215,14 @@ def test_runs_are_compared_only_where_ranks_may_run_different_experts() -> None:
     assert not _decided(_takes("a"), _takes("b")).must_agree(_takes("a"))
     assert not _decided(left, dense).must_agree(left)
     models = _takes("a"), _takes("a", "2", "float32 [6, 8, 8]")
-    assert not any(_decided(*models).must_agree(one) for one in models)
+    assert not any(_decided(*models).must_agree(model) for model in models)
     two = _decided(_takes("a"), _takes("a", "2"), _takes("b"))
     assert two.must_agree(_takes("a"))
     assert two.must_agree(_takes("a", "2"))
     assert not two.must_agree(_takes("b"))
-    # Not compared with the others when it was compiled: they may not run it at all.
+    # It was not compared when it was compiled, so other ranks may not run it at all.
     assert not two.must_agree(_takes("a", "3"))
-    for other in (left, dense):
-        mixed = _decided(_takes("a"), other)
+    for proposal in (left, dense):
+        mixed = _decided(_takes("a"), proposal)
         assert mixed.must_agree(_takes("a"))
-        assert mixed.must_agree(other)
+        assert mixed.must_agree(proposal)

@@ -82,7 +82,7 @@ def test_a_forked_child_is_refused_whether_a_run_is_under_way_or_not(
     if is_running:
         other.start()
         assert held.wait(20)
-    bank = store.specs()[0]
+    bank = store.banks[0].spec
     _check_refused(
         lambda: compiled(tokens()), lambda: model(tokens()), lambda: store.read_tensor(bank, (), 0), store.ring
     )

@@ -1,4 +1,4 @@
-"""The homes are told in one table: options are checked when they are made, and a new home needs two records."""
+"""The table of homes: options are checked by their constructors, and a new home needs two records."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_homes_that_are_spread_and_no_others_have_transports() -> None:
 
 @pytest.mark.parametrize("home", [home.name for home in HOMES.values() if home.travel])
 def test_every_byte_of_a_bank_that_is_not_there_comes_over_a_link(home: str) -> None:
-    own = 1000 // 4 if home_named(home).rests_in == "device" else 0
-    assert background_bytes(home, 1000, 4) == 1000 - own
+    resident_bytes = 1000 // 4 if home_named(home).rests_in == "device" else 0
+    assert background_bytes(home, 1000, 4) == 1000 - resident_bytes
     assert gather_seconds(dataclasses.replace(load_hardware("4xh100"), disk=load_hardware("h100").host), 1e9, home) > 0
 
 
@@ -62,8 +62,8 @@ def test_the_documentation_names_every_home_and_option(home: str) -> None:
     options = RUNNING_HOMES[home].options
 
     def row(begin: str) -> str:
-        (found,) = [line for line in page.splitlines() if line.startswith(f"| `{begin}` | ")]
-        return found
+        (match,) = [line for line in page.splitlines() if line.startswith(f"| `{begin}` | ")]
+        return match
 
     assert ("CUDA" in row(home)) == ("cuda" in home_named(home).devices)
     names = {field.name for field in dataclasses.fields(options)}
@@ -84,8 +84,8 @@ def test_the_documentation_names_every_home_and_option(home: str) -> None:
         (moepass.Peer, "transport", 3, "one of collective, pull"),
         (moepass.Peer, "timeout_s", 0, "a number of seconds above 0"),
         (moepass.Hybrid, "timeout_s", 1e9, MOST_WAIT_SECONDS),
-        (moepass.Hybrid, "staging_buffers", 0, "a whole number from 1 on"),
-        (moepass.Hybrid, "staging_buffers", True, "a whole number from 1 on"),
+        (moepass.Hybrid, "staging_buffers", 0, "a whole number of at least 1"),
+        (moepass.Hybrid, "staging_buffers", True, "a whole number of at least 1"),
         (moepass.Hybrid, "host_link", "5e9", "`real` or `emulate:BYTES_PER_S`, as in `emulate:5e9`"),
         (moepass.Disk, "page_cache", "off", "one of drop, keep"),
         (moepass.Disk, "folder", 3, "the path of a folder, or None"),
@@ -123,7 +123,7 @@ class Attic(HomeOptions):
 
 
 class AtticHome(Home):
-    """Notes which banks were asked for, by their room."""
+    """A home that records which banks were requested, by their index."""
 
     def __init__(self, rooms: int) -> None:
         self.visits = [0] * rooms
@@ -149,7 +149,7 @@ class AtticPacker:
 
 @pytest.fixture
 def attic() -> Iterator[None]:
-    """A home that consists of a record and a packer."""
+    """Register a home that consists of a record and a packer."""
     record = HomeRecord("attic", "gather dust in the attic", "host", (LinkUse("host", "all"), LinkUse("disk", "all")))
     running = RunningHome(Attic, lambda options, device: AtticPacker(options.rooms))
     with mock.patch.dict(HOMES, attic=record), mock.patch.dict(RUNNING_HOMES, attic=running):
@@ -190,10 +190,10 @@ def test_a_new_home_is_forecast(attic: None) -> None:
     assert report.strategy.home == "attic"
 
 
-def test_a_new_home_is_told_in_errors(attic: None) -> None:
+def test_a_new_home_appears_in_errors(attic: None) -> None:
     with pytest.raises(moepass.OptionError, match="it must be one of attic, disk, host, hybrid, peer"):
         moepass.offload_experts(Stack(depth=2), "cellar")
     with pytest.raises(moepass.InputError, match="it must be one of attic, device, disk, host, hybrid, peer"):
         moepass.explain("demo", home="cellar")
-    with pytest.raises(moepass.InputError, match=r"device is meta; home='attic' works on cpu only so far"):
+    with pytest.raises(moepass.InputError, match=r"device is meta; home='attic' works on cpu only; use home='host'"):
         moepass.offload_experts(Stack(depth=2), "attic", device="meta")
