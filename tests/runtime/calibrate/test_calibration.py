@@ -93,9 +93,7 @@ def test_the_number_of_calls_is_fixed_or_fills_a_sample(
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.lists(st.integers(1, 160), min_size=1, max_size=5))
-def test_every_copy_fills_the_slot_in_equal_shares(
-    lengths: list[int], asked: list[int]
-) -> None:
+def test_every_copy_fills_the_slot_in_equal_shares(lengths: list[int], asked: list[int]) -> None:
     smallest = min(lengths)
     sources = [torch.full((length,), number + 1, dtype=torch.uint8) for number, length in enumerate(lengths)]
     slot = torch.zeros(smallest * len(lengths), dtype=torch.uint8)
