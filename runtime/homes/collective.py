@@ -85,6 +85,7 @@ class GatherAction(Action):
         return started
 
     def raise_error(self, label: str, error: BaseException) -> NoReturn:
+        """Raise PeerError, with the ranks that `error` names."""
         raise (copy.copy(error) if isinstance(error, PeerError) else PeerError(str(error))) from error
 
 

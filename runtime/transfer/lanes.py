@@ -109,7 +109,7 @@ class StreamLane(Lane):
         self._pruning = threading.Lock()
 
     def slices(self, sources: Sequence[Source]) -> Iterator[Slice]:
-        """Return few slices if the device can read all sources itself, else slices that fit a bounce buffer."""
+        """Return slices that fit a bounce buffer, or fewer ones if the device can read all sources itself."""
         is_in_memory = all(isinstance(source, MemorySource) for source in sources)
         return stream_slices(sources) if is_in_memory else round_robin_slices(sources)
 

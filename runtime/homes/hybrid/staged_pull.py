@@ -83,6 +83,7 @@ class StagedPull(Transport):
         self._stager = stager
 
     def action(self, bank: BankSpec, sources: Sequence[Source]) -> Action:
+        """Return the action that copies `bank` from staging buffers, once they are connected."""
         return COPY_BYTES if self._stager is None else StageAction(self, self._stager, bank.index)
 
     def begin_run(self, plan: GatherSignature = NO_GATHER_SIGNATURE) -> None:
@@ -113,11 +114,11 @@ class StagedPull(Transport):
 
 @dataclasses.dataclass(frozen=True)
 class _StagedSlice:
-    """A slice that was copied from a staging buffer, or is being copied, and is valid if the buffer still holds it.
+    """A slice whose copy from a staging buffer was started. It is valid if the buffer still holds the shard afterwards.
 
     Attributes:
         offset_bytes: The offset in `source` and in the buffer.
-        target: Where it belongs in the slot.
+        target: The range of the slot that it fills.
         began: When its copy began, as a time of `time.perf_counter`.
     """
 
@@ -140,6 +141,7 @@ class StageAction(Action):
         self._bank = bank
 
     def fill(self, copy: SlotCopy, link: Link) -> None:
+        """Copy all slices, from staging buffers where they hold them, and from host memory otherwise."""
         copy.check_bounds()
         # A buffer that holds the bytes now may be overwritten before the slot is free.
         copy.lane.wait_on_host(copy.after)
@@ -171,7 +173,7 @@ class StageAction(Action):
     def _find(
         self, copy: SlotCopy, source: StagedSource, offset: int, size: int, patience: Patience
     ) -> tuple[Held | None, float]:
-        """Wait for bytes that are on their way into a buffer; return the buffer that holds them, and the time.
+        """Wait for bytes on their way into a buffer; return the buffer that holds them, and when it was found.
 
         Returns None for the buffer if the bytes must be fetched from host memory.
         """
