@@ -1,4 +1,4 @@
-"""The private parts of torch that the runtime cannot do without, in one place to look at for a new version."""
+"""The private parts of torch that the runtime needs, in one file to check for a new version of torch."""
 
 from __future__ import annotations
 
@@ -21,48 +21,48 @@ from torch.distributed.distributed_c10d import Store
 
 
 def process_groups_by_name() -> dict[str, ProcessGroup]:
-    """All process groups of this process that were not destroyed."""
+    """Return all process groups of this process that were not destroyed."""
     return {str(group.group_name): group for group in c10d._world.pg_map}
 
 
 def storage_at(address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
-    """The memory at `address` of `device` as a storage that does not keep it: somebody else must."""
-    found: Any = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
-    return found  # type: ignore[no-any-return]
+    """Return a storage at `address` of `device` that does not keep the memory alive: the caller must."""
+    storage: Any = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+    return storage  # type: ignore[no-any-return]
 
 
 def default_group() -> ProcessGroup:
-    """Raises ValueError if torch.distributed is not initialised."""
+    """Return the default process group. Raises ValueError if torch.distributed is not initialised."""
     return c10d._get_default_group()
 
 
 def store_of(group: ProcessGroup) -> Store:
-    """The store through which the ranks of `group` met."""
+    """Return the store through which the ranks of `group` met."""
     return c10d._get_process_group_store(group)
 
 
 def compiled_code() -> CodeType | None:
-    """The Python function that Dynamo compiles at this moment; None where it compiles none."""
-    found: CodeType | None = _compilation().get("code")
-    return found
+    """Return the code of the Python function that Dynamo is compiling; None if it is not compiling."""
+    code: CodeType | None = _compilation().get("code")
+    return code
 
 
 def exceeded_recompile_limit() -> str | None:
-    """The limit by which Dynamo leaves a function to eager mode, as `recompile_limit=8`; None where it compiles it.
+    """Return the limit that makes Dynamo run a function eagerly, as `recompile_limit=8`; None if it compiles it.
 
-    For functions called by `on_recompilation`, which Dynamo does right before it decides.
+    Call it in a function of `on_recompilation`, which Dynamo calls right before it decides.
     """
     from torch._dynamo.cache_size import exceeds_recompile_limit
 
-    found = _compilation()
-    if "cache_size" not in found:
+    variables = _compilation()
+    if "cache_size" not in variables:
         return None
-    is_exceeded, name = exceeds_recompile_limit(found["cache_size"], found["compile_id"])
+    is_exceeded, name = exceeds_recompile_limit(variables["cache_size"], variables["compile_id"])
     return f"{name}={getattr(torch._dynamo.config, name)}" if is_exceeded else None
 
 
 def on_recompilation(function: Callable[[], None]) -> None:
-    """Call `function` whenever Dynamo is about to compile a function again. The user gets the errors that it raises."""
+    """Call `function` whenever Dynamo is about to compile a function again. Its errors reach the user."""
     from torch._dynamo.utils import register_hook_for_recompile_user_context
 
     def hook() -> str:
@@ -73,26 +73,17 @@ def on_recompilation(function: Callable[[], None]) -> None:
 
 
 def suppresses_errors() -> bool:
-    """Whether Dynamo runs a function in eager mode where compiling it raises."""
+    """Return whether Dynamo runs a function eagerly if compiling it raises an error."""
     return bool(torch._dynamo.config.suppress_errors)
 
 
 def is_autocasting() -> bool:
-    """Whether autocast is on for some kind of device."""
+    """Return whether autocast is on for any kind of device."""
     return bool(torch._C._is_any_autocast_enabled())
 
 
-def is_always_equal(size: int, other: int) -> bool:
-    """Whether two sizes are equal. Of sizes that a capture leaves open: for all inputs, without a guard on these."""
-    if not torch.compiler.is_compiling():
-        return size == other
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return statically_known_true(size == other)
-
-
 def constraint_violation_error() -> type[Exception]:
-    """What Dynamo raises where a size that was marked as dynamic is one number in the graph."""
+    """Return the error that Dynamo raises if a size that was marked as dynamic is constant in the graph."""
     from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
     return ConstraintViolationError
@@ -100,7 +91,7 @@ def constraint_violation_error() -> type[Exception]:
 
 @contextlib.contextmanager
 def quiet_log(name: str) -> Iterator[None]:
-    """In this block the log `name` writes nothing: torch logs some errors with a traceback, and raises them as well."""
+    """Silence the log `name` in a block: torch logs some errors with a traceback and raises them as well."""
     log = logging.getLogger(name)
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -111,15 +102,15 @@ def quiet_log(name: str) -> Iterator[None]:
 
 
 def frames_compiled() -> tuple[int, int]:
-    """How many functions Dynamo has begun to compile, and how many it has compiled."""
+    """Return how many functions Dynamo has begun to compile, and how many it has compiled."""
     from torch._dynamo.utils import counters
 
-    found = counters["frames"]
-    return found["total"], found["ok"]
+    frames = counters["frames"]
+    return frames["total"], frames["ok"]
 
 
 def eager_stance() -> str | None:
-    """The stance of torch.compiler in which Dynamo runs what is not compiled yet in eager mode; None in others."""
+    """Return the stance of torch.compiler if Dynamo runs functions eagerly instead of compiling them; else None."""
     from torch._dynamo import eval_frame
 
     stance: str = eval_frame._stance.stance
@@ -127,12 +118,12 @@ def eager_stance() -> str | None:
 
 
 def inductor_source(compiled: object) -> str | None:
-    """The Python module that Inductor wrote, where that is all of `compiled`, which runs on a CPU; None elsewhere."""
+    """Return the Python module that Inductor wrote for `compiled`; None if it needs more, or does not run on a CPU."""
     from torch._inductor.output_code import CompiledFxGraph
 
     if not isinstance(compiled, CompiledFxGraph) or set(compiled.device_types) - {"cpu"}:
         return None
-    parts = (
+    dependencies = (
         compiled.constants,
         compiled.frozen_param_names,
         compiled.torchbind_constants,
@@ -141,11 +132,11 @@ def inductor_source(compiled: object) -> str | None:
         compiled.extern_libs_key,
         compiled._wrap_compiled_regions,
     )
-    return None if any(parts) else compiled.source_code
+    return None if any(dependencies) else compiled.source_code
 
 
 def load_generated_module(source: str) -> ModuleType:
-    """`source` as a module, from a file in Inductor's cache, where Triton and readers find it."""
+    """Return `source` as a module, from a file in Inductor's cache, where Triton and readers find it."""
     from torch._inductor.codecache import PyCodeCache
 
     module: ModuleType = PyCodeCache.load(source)
@@ -153,9 +144,9 @@ def load_generated_module(source: str) -> ModuleType:
 
 
 def load_inductor_source(source: str) -> Callable[[list[Any]], Any]:
-    """The output of `inductor_source` as a function of a list of inputs. It runs the text: never pass other text.
+    """Return the output of `inductor_source` as a function of a list of inputs. Runs the text: never pass other text.
 
-    What it compiles is taken from Inductor's cache where that has it.
+    Kernels come from Inductor's cache if they are there.
     """
     from torch._inductor.codecache import PyCodeCache
 
@@ -165,13 +156,11 @@ def load_inductor_source(source: str) -> Callable[[list[Any]], Any]:
 
 @contextlib.contextmanager
 def compilers_side_by_side() -> Iterator[None]:
-    """What Inductor compiles in this block is ready when the block ends, and not before.
+    """Let the compilers of several graphs run at the same time; nothing that Inductor compiles is ready before the end.
 
-    Inductor hands the kernels of a graph to C++ compilers and waits for them before it turns to the next graph. Here it
-    waits for those of all graphs at the end, so that the compilers of several graphs run at the same time. Other
-    threads compile as always.
-
-    Raises what a compiler raises, when the block ends.
+    Inductor hands the kernels of a graph to C++ compilers and waits for them before it turns to the next graph. This
+    block postpones all these waits to its end. Other threads compile as always. Errors of compilers are raised at the
+    end.
     """
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codecache import PyCodeCache
@@ -192,11 +181,11 @@ def compilers_side_by_side() -> Iterator[None]:
     finally:
         _waits.pending = None
         if not is_complete:
-            PyCodeCache.cache_clear()  # it has modules whose kernels are not there
+            PyCodeCache.cache_clear()  # it has modules without their kernels
 
 
 class _Waits(threading.local):
-    """For the compilers of this thread, in the order in which they were put off; None outside of the block."""
+    """The postponed waits of each thread, in order; None outside of the block."""
 
     pending: list[Callable[[], None]] | None = None
 
@@ -221,29 +210,29 @@ def _let_waits_be_put_off(compilers: type[Any]) -> None:
 
 
 def vector_instructions() -> str:
-    """The vector instructions that Inductor compiles for on this machine's CPU."""
+    """Return the vector instructions for which Inductor compiles on this machine's CPU."""
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
     return str(pick_vec_isa())
 
 
 def expect_vector_instructions(expected: str) -> None:
-    """Spare Inductor its test compilation where `vector_instructions` gave `expected` on this processor before."""
+    """Spare Inductor its test compilation if `vector_instructions` returned `expected` on this processor before."""
     from torch._inductor import config, cpu_vec_isa
 
     if cpu_vec_isa.valid_vec_isa_list.cache_info().currsize:
-        return  # it has asked
+        return  # it has compiled already
     with config.patch({"cpp.vec_isa_ok": True}):
-        found = str(cpu_vec_isa.pick_vec_isa())
-    if found != expected:
-        # A compiler of then or now cannot do what the processor can: let it ask.
+        instructions = str(cpu_vec_isa.pick_vec_isa())
+    if instructions != expected:
+        # The compiler changed, and one of the two does not support the processor: let Inductor test it.
         cpu_vec_isa.valid_vec_isa_list.cache_clear()
 
 
 def same_layouts(expected: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """A function that says of as many tensors whether each is of the type, device, shape and strides of the expected.
+    """Return a function of tensors that checks each for the type, device, shape and strides of the expected one.
 
-    It is what Dynamo's guards call. It also compares how torch reads them: negated, conjugated, batched by vmap.
+    Dynamo's guards call it. It also compares whether tensors are negated, conjugated, or batched by vmap.
     """
     from torch._C._dynamo.guards import TensorGuards
 
@@ -254,12 +243,12 @@ def same_layouts(expected: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
 
 def traced_code() -> list[CodeType]:
-    """The functions whose code stands in the graph that Dynamo captures at this moment."""
+    """Return the functions whose code is part of the graph that Dynamo is capturing."""
     return list(TracingContext.get_traced_code() or ())
 
 
 def _compilation() -> dict[str, Any]:
-    """The variables of the function in which Dynamo compiles at this moment."""
+    """Return the local variables of Dynamo's compiling function; empty if it is not compiling."""
     from torch._dynamo import convert_frame
 
     frame = sys._getframe()
@@ -278,21 +267,20 @@ def flash_attention_on_cpu(
     is_causal: bool = False,
     mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention [batch, heads, n, dim] and its log-sum-exp [batch, heads, n], which the public function does not give.
+    """Return attention [batch, heads, n, dim] and its log-sum-exp [batch, heads, n], which torch's function omits.
 
-    `mask` is added to the scores. GQA needs no repeated keys. Where a query sees no key, its output and log-sum-exp
-    are 0.
+    `mask` is added to the scores. GQA needs no repeated keys. If a query sees no key, its output and log-sum-exp are 0.
     """
-    found: tuple[torch.Tensor, torch.Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    result: tuple[torch.Tensor, torch.Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, is_causal, attn_mask=mask, scale=scaling
     )
-    return found
+    return result
 
 
 def memory_efficient_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, is_causal: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same on CUDA, for as many heads of keys as of queries. The log-sum-exp has up to 31 queries more."""
+    """Return attention and log-sum-exp on CUDA, for equal numbers of heads; the log-sum-exp has up to 31 more rows."""
     output, log_sum_exp, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, None, True, 0.0, is_causal, scale=scaling
     )

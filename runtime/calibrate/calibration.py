@@ -1,4 +1,4 @@
-"""Measure this machine: one process for each rank, all at the same time, as they will compute; and a profile of it."""
+"""Measures this machine, in one process per rank that all measure at the same time, and makes a profile of it."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ from moepass.runtime.calibrate.calibration_rank import (
     Report,
     machine_memory_bytes,
 )
-from moepass.runtime.calibrate.experiments import CPU_SIZES, CUDA_SIZES, Sizes, quick
+from moepass.runtime.calibrate.experiments import CPU_SIZES, CUDA_SIZES, CalibrationSizes, quick
 from moepass.runtime.calibrate.stopwatch import Timing
 
-# A single point takes seconds; a rank that says nothing for so long has died or hangs.
+# A single point takes seconds, so a rank that reports nothing for this long hangs.
 _SILENCE_SECONDS = 300.0
-# Below this share the profile says that other programs ran; the rest is for the kernel and the clocks.
+# Below this share of a core the profile says that other programs ran. The kernel takes a little, too.
 _QUIET_CORE_SHARE = 0.95
 _REACHED = Figure(1.0, "calibrated", "the rates of this profile were reached")
 
 
 class CalibrationError(MoepassError, RuntimeError):
-    """A rank of a calibration failed, or said nothing for too long."""
+    """A rank of a calibration failed or stopped reporting."""
 
 
 def calibrate(
@@ -61,24 +61,32 @@ def calibrate(
     threads: int | None = None,
     *,
     is_quick: bool = False,
-    sizes: Sizes | None = None,
+    sizes: CalibrationSizes | None = None,
     versions: Mapping[str, str] | None = None,
     report: Report = lambda done, total, what: None,
 ) -> Hardware:
-    """Measure this machine with `ranks` ranks of `threads` CPU threads each, and give its profile.
+    """Measure this machine with `ranks` ranks of `threads` CPU threads each, and return its profile.
 
-    By default a rank for each GPU, or two on a CPU (if it has two cores), and cores shared out evenly. `sizes` takes
-    the place of the usual grids; `report` is called with the points done, those in all, and what is measured next.
+    Args:
+        device: `cpu` or `cuda`.
+        ranks: By default one for each GPU, or two on a CPU with two cores or more.
+        threads: By default the cores divided by the ranks.
+        is_quick: Whether to measure coarse grids with few samples.
+        sizes: Replaces the usual grids.
+        versions: Added to the versions of torch and Python in the profile.
+        report: Called with the number of points done, the number of all points, and the name of the next experiment.
 
-    Raises InputError for a device that is not there, OptionError for numbers that cannot be, CalibrationError where a
-    rank fails.
+    Raises:
+        InputError: The device does not exist.
+        OptionError: `ranks` or `threads` is out of range.
+        CalibrationError: A rank failed.
     """
     can_pin = hasattr(os, "sched_getaffinity")  # not there on every platform
     cores = sorted(os.sched_getaffinity(0)) if can_pin else list(range(os.cpu_count() or 1))
     kind = _check_device(device)
     devices = torch.cuda.device_count() if kind == "cuda" else len(cores)
     ranks = min(2, devices) if ranks is None and kind == "cpu" else devices if ranks is None else ranks
-    # Two may share a core, so that a machine of one core can be tried out.
+    # Two ranks may share a core, so that calibration can be tried on a machine of one core.
     most = devices if kind == "cuda" else max(2, devices)
     if not 1 <= ranks <= most:
         what = "GPUs" if kind == "cuda" else "cores, each of which can compute for one rank"
@@ -150,14 +158,14 @@ def _remarks_on_cores(measurements: Sequence[RankMeasurements]) -> list[str]:
     return [text]
 
 
-def _not_measured(kind: str, ranks: int, sizes: Sizes) -> tuple[str, ...]:
-    missing = ["disk: where checkpoints lie, and what the kernel has cached of them, differs from run to run"]
+def _not_measured(kind: str, ranks: int, sizes: CalibrationSizes) -> tuple[str, ...]:
+    missing = ["disk: its speed depends on the disk of the checkpoint and on what the kernel has cached"]
     missing += [f"{dtype}: no rate" for dtype in ("bf16", "fp16", "fp32", "fp8") if dtype not in sizes.dtypes]
     if ranks == 1:
         missing.append("peer and collectives: there was one rank")
     elif kind == "cuda":
         missing.append("peer: copies between devices were timed within one process, not through another's memory")
-        missing.append("bank_gather: taken to be all_gather")
+        missing.append("bank_gather: assumed to take as long as all_gather")
     return tuple(missing)
 
 
@@ -165,7 +173,7 @@ def _not_measured(kind: str, ranks: int, sizes: Sizes) -> tuple[str, ...]:
 
 
 def _run_ranks(tasks: Sequence[RankTask], report: Report) -> list[RankMeasurements]:
-    """Run every task in a process of its own; none is left when this returns or raises."""
+    """Run every task in a process and return the measurements; all processes have ended when this returns or raises."""
     lines: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
     with contextlib.ExitStack() as stack:
         logs: list[IO[bytes]] = [stack.enter_context(tempfile.TemporaryFile()) for _ in tasks]
@@ -177,7 +185,7 @@ def _run_ranks(tasks: Sequence[RankTask], report: Report) -> list[RankMeasuremen
             except queue.Empty:
                 silent = [rank for rank in range(len(tasks)) if rank not in finished]
                 raise CalibrationError(
-                    f"calibration: no rank has said anything for {_SILENCE_SECONDS:g} s; not done: "
+                    f"calibration: no rank has reported anything for {_SILENCE_SECONDS:g} s; not done: rank "
                     f"{', '.join(map(str, silent))}",
                     ranks=silent,
                 ) from None
@@ -199,9 +207,9 @@ def _run_ranks(tasks: Sequence[RankTask], report: Report) -> list[RankMeasuremen
 def _running(
     task: RankTask, log: IO[bytes], lines: queue.SimpleQueue[tuple[int, bytes]]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A rank's process, whose output comes as (rank, line), and (rank, b"") when it ends; killed at the end."""
+    """Run a rank's process in a block. Puts (rank, line) into `lines` for its output, and (rank, b"") when it ends."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(task.threads)}
-    # Where this package was imported from may be known to this process alone.
+    # Only this process may know the path from which it imported this package.
     environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)
     process = subprocess.Popen(
         [sys.executable, "-m", "moepass.runtime.calibrate.calibration_rank"],
@@ -209,7 +217,7 @@ def _running(
         stdout=subprocess.PIPE,
         stderr=log,
         env=environment,
-        cwd=os.path.dirname(task.store),  # no module may be found in a folder that happens to be the current one
+        cwd=os.path.dirname(task.store),  # the current folder may hold modules with names of ours
     )
     assert process.stdin is not None
     assert process.stdout is not None
@@ -223,7 +231,7 @@ def _running(
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     try:
-        with contextlib.suppress(BrokenPipeError):  # it died; its output says so
+        with contextlib.suppress(BrokenPipeError):  # it died; its log says why
             process.stdin.write(msgspec.json.encode(task))
             process.stdin.close()
         yield process
@@ -237,14 +245,14 @@ def _running(
 def _last_line(log: IO[bytes]) -> str:
     log.seek(0)
     lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "it said nothing"
+    return lines[-1].strip() if lines else "its log is empty"
 
 
 # ---- The profile -----------------------------------------------------------------------------------------------------
 
 
 def profile_of(measurements: Sequence[RankMeasurements], conditions: Conditions, kind: str) -> Hardware:
-    """The profile of what the ranks measured. What ranks do together takes as long as its slowest rank."""
+    """Return the profile of what the ranks measured. A collective takes as long as it takes on the slowest rank."""
     ranks = len(measurements)
     first = measurements[0]
     tables = {name: _table(name, [rank.tables[name] for rank in measurements]) for name in first.tables}
@@ -259,13 +267,13 @@ def profile_of(measurements: Sequence[RankMeasurements], conditions: Conditions,
     memory = tables["memory"]
     largest = memory.axes[0].points[-1]
     host = _link(tables["host"])
-    own = first.memory_bytes if kind == "cuda" else first.memory_bytes // ranks
+    bytes_of_rank = first.memory_bytes if kind == "cuda" else first.memory_bytes // ranks
     note = "of the device" if kind == "cuda" else "an equal part for each rank"
     return Hardware(
         name=f"{ranks}x {first.device}",
         ranks=ranks,
         flops={dtype: _best_rate(table) for dtype, table in compute["gemm"].items()},
-        memory_bytes=Figure(float(own), "measured", note),
+        memory_bytes=Figure(float(bytes_of_rank), "measured", note),
         host_memory_bytes=Figure(float(machine_memory_bytes()), "measured", "of the machine"),
         memory_bytes_per_s=Figure(
             largest / memory.at(bytes=largest), "calibrated", f"reads and writes, {largest / 1e6:.0f} MB in all"
@@ -293,7 +301,6 @@ def _table(name: str, of_ranks: Sequence[Measured]) -> SecondsTable:
 
 
 def _best_rate(table: SecondsTable) -> Figure:
-    """The highest rate of any GEMM in the table."""
     rates = [(work_flops("gemm", point) / seconds, point) for point, seconds in table.points()]
     rate, shape = max(rates, key=lambda pair: pair[0])
     sizes = " x ".join(f"{size:.0f}" for size in shape.values())

@@ -1,6 +1,7 @@
-"""One rank of a calibration, a process of its own: reads what to measure from standard input, as JSON.
+"""One rank of a calibration, as a process.
 
-It writes JSON to standard output, a line for each point that it has measured and one with everything at the end.
+It reads its task from standard input as JSON. It writes JSON to standard output: one line before each point, and one
+line with all measurements at the end.
 """
 
 from __future__ import annotations
@@ -18,29 +19,35 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from moepass.runtime.calibrate.experiments import Sizes
+from moepass.runtime.calibrate.experiments import CalibrationSizes
 from moepass.runtime.calibrate.measure_collectives import collective_experiments
 from moepass.runtime.calibrate.measure_compute import compute_experiments
 from moepass.runtime.calibrate.measure_overlap import measure_overlap
-from moepass.runtime.calibrate.measure_transfers import open_lanes, transfer_experiments
+from moepass.runtime.calibrate.measure_transfers import open_benches, transfer_experiments
 from moepass.runtime.calibrate.stopwatch import Timing
 from moepass.runtime.system.device_names import device_name
 from moepass.runtime.torch_private import default_group, store_of
 
-# Takes (points done, points in all, what comes next).
+# Called with the number of points done, the number of all points, and the name of the next experiment.
 Report = Callable[[int, int, str], object]
 
 
 @dataclasses.dataclass(frozen=True)
 class RankTask:
-    """The task of one rank. Ranks find each other through the file `store`; `cores` are those to stay on, if any."""
+    """The task of one rank.
+
+    Attributes:
+        threads: The number of CPU threads.
+        store: The path of the file through which the ranks find each other.
+        cores: The cores on which the process stays. Empty: all.
+    """
 
     rank: int
     ranks: int
     device: str
     threads: int
     store: str
-    sizes: Sizes
+    sizes: CalibrationSizes
     cores: tuple[int, ...] = ()
 
 
@@ -54,10 +61,16 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class RankMeasurements:
-    """Everything that one rank measured: experiments by name, and ratios (see `measure_overlap`).
+    """Everything that one rank measured.
 
-    `core_share` is how much of the time a single computing thread had a core; None for more threads, and for a GPU.
-    `local_is_host`: copies inside the device's memory are what copies from the host are.
+    Attributes:
+        device: The name of the device.
+        memory_bytes: Its memory.
+        tables: The experiments by name.
+        overlap: Slowdowns; see `measure_overlap`.
+        local_is_host: Whether copies inside the device's memory are the same as copies from the host.
+        core_share: The share of the time in which a single computing thread had a core. None for several threads,
+            and on a GPU.
     """
 
     device: str
@@ -70,7 +83,11 @@ class RankMeasurements:
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """A line of standard output: a step of progress, or everything at the end."""
+    """A line of standard output: a step of progress, or all measurements at the end.
+
+    Attributes:
+        what: The name of the experiment that comes next.
+    """
 
     done: int = 0
     total: int = 0
@@ -78,16 +95,17 @@ class Message:
     measurements: RankMeasurements | None = None
 
 
-def measure_rank(sizes: Sizes, device: torch.device, report: Report) -> RankMeasurements:
-    """Measure this process's part of the machine, in step with the other ranks of torch.distributed, if there are any.
+def measure_rank(sizes: CalibrationSizes, device: torch.device, report: Report) -> RankMeasurements:
+    """Measure the machine as one rank, in step with the other ranks of torch.distributed if it is initialised.
 
-    All ranks measure the same at the same time, as they will compute. Raises what the measured operations raise.
+    All ranks measure the same at the same time, because they also compute at the same time. Raises any error of the
+    measured operations.
     """
     grouped = dist.is_initialized() and dist.get_world_size() > 1
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
     store = store_of(default_group()) if grouped else None
-    with torch.inference_mode(), open_lanes(sizes, device, store, rank, ranks) as lanes:
-        experiments = [*transfer_experiments(sizes, device, lanes), *compute_experiments(sizes, device)]
+    with torch.inference_mode(), open_benches(sizes, device, store, rank, ranks) as benches:
+        experiments = [*transfer_experiments(sizes, device, benches), *compute_experiments(sizes, device)]
         if grouped:
             experiments += collective_experiments(sizes, device, default_group().group_name)
         total = sum(experiment.points for experiment in experiments) + 1
@@ -107,16 +125,16 @@ def measure_rank(sizes: Sizes, device: torch.device, report: Report) -> RankMeas
         report(done, total, "overlap")
         if grouped:
             dist.barrier()
-        overlap = measure_overlap(lanes.get("peer", lanes["host"]), sizes, device)
+        overlap = measure_overlap(benches.get("peer", benches["host"]), sizes, device)
         if grouped:
-            dist.barrier()  # nobody's memory goes while others read it
+            dist.barrier()  # keeps the memory of all ranks until no rank reads it
         report(total, total, "done")
         share = clock.share if device.type == "cpu" and torch.get_num_threads() == 1 else None
-        return RankMeasurements(*_describe(device), tables, overlap, lanes["local"] is lanes["host"], share)
+        return RankMeasurements(*_describe(device), tables, overlap, benches["local"] is benches["host"], share)
 
 
 class _CoreClock:
-    """Adds up how long this thread computed, and how long that took."""
+    """A context manager that adds up the CPU time of this thread and the elapsed time."""
 
     def __init__(self) -> None:
         self._computed = self._took = 0.0
@@ -130,24 +148,25 @@ class _CoreClock:
 
     @property
     def share(self) -> float:
+        """The CPU time divided by the elapsed time, at most 1."""
         return min(1.0, self._computed / self._took)
 
 
 def machine_memory_bytes() -> int:
-    """Bytes of the host's memory."""
+    """Return the size of the host's memory in bytes."""
     total: int = psutil.virtual_memory().total
     return total
 
 
 def _describe(device: torch.device) -> tuple[str, int]:
-    """The device's name, and the bytes of its memory; of a CPU all that the machine has."""
+    """Return the device's name and the size of its memory in bytes; for a CPU, of the machine's memory."""
     if device.type == "cuda":
         return device_name(device), int(torch.cuda.get_device_properties(device).total_memory)
     return device_name(device), machine_memory_bytes()
 
 
 def run_rank(task: RankTask, report: Report) -> RankMeasurements:
-    """`measure_rank` in this process, which becomes a rank for it: its threads, its cores, its group."""
+    """Turn this process into a rank, with its threads, cores and process group, and return its measurements."""
     if task.cores:
         os.sched_setaffinity(0, task.cores)
     torch.set_num_threads(task.threads)
@@ -171,6 +190,7 @@ def run_rank(task: RankTask, report: Report) -> RankMeasurements:
 
 
 def main() -> None:
+    """Run the task that standard input describes."""
     # Output of libraries must not mix with the messages.
     messages = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)

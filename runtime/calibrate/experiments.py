@@ -12,7 +12,13 @@ from moepass.runtime.calibrate.stopwatch import Timing, TimingEffort
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """`time` is called with one size for each of `axes`, over their product, the last axis fastest."""
+    """An operation that is timed over a grid of sizes.
+
+    Attributes:
+        axes: The sizes of each axis, by name.
+        time: Called with one size for each axis, for all combinations, the last axis fastest.
+        is_computation: Whether the calling thread computes, so that its share of a core matters.
+    """
 
     name: str
     axes: dict[str, tuple[int, ...]]
@@ -21,19 +27,28 @@ class Experiment:
 
     @property
     def points(self) -> int:
+        """The number of combinations."""
         return math.prod(len(points) for points in self.axes.values())
 
     def sizes(self) -> Iterator[dict[str, int]]:
+        """Yield all combinations, the last axis fastest."""
         for point in itertools.product(*self.axes.values()):
             yield dict(zip(self.axes, point, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
-    """The grids of one calibration. Widths are both inner and outer sizes of GEMMs.
+class CalibrationSizes:
+    """The grids of one calibration.
 
-    GEMMs run over so many weights and results that these have `cold_bytes`, and grouped GEMMs over `experts` at
-    least: few rows take as long as the weights take from memory, and no cache may hold these.
+    A GEMM with few rows takes as long as its weights take from memory, so no cache may hold them: GEMMs run over
+    several weights and results of `cold_bytes` together, and grouped GEMMs over at least `experts` experts.
+
+    Attributes:
+        widths: Both the inner and the outer sizes of GEMMs.
+        expert_rows: Rows of one expert in a grouped GEMM.
+        sequences: Tokens of one sequence in attention.
+        memory_bytes: Bytes read and written by an elementwise operation.
+        cold_bytes: More bytes than the caches hold.
     """
 
     dtypes: tuple[str, ...]
@@ -52,7 +67,7 @@ class Sizes:
 
 _KIB, _MIB = 1 << 10, 1 << 20
 
-CPU_SIZES = Sizes(
+CPU_SIZES = CalibrationSizes(
     dtypes=("fp32", "bf16"),
     rows=(1, 16, 128, 1024, 4096),
     widths=(64, 256, 1024, 2048),
@@ -65,7 +80,7 @@ CPU_SIZES = Sizes(
     collective_bytes=(1 * _KIB, 64 * _KIB, 1 * _MIB, 4 * _MIB, 16 * _MIB, 64 * _MIB),
     cold_bytes=64 * _MIB,
 )
-CUDA_SIZES = Sizes(
+CUDA_SIZES = CalibrationSizes(
     dtypes=("bf16", "fp16", "fp32"),
     rows=(1, 16, 128, 1024, 4096, 16384),
     widths=(128, 1024, 4096, 8192),
@@ -80,8 +95,8 @@ CUDA_SIZES = Sizes(
 )
 
 
-def quick(sizes: Sizes) -> Sizes:
-    """Every second point or so, one dtype and fewer samples: for a first look."""
+def quick(sizes: CalibrationSizes) -> CalibrationSizes:
+    """Return coarser grids of one dtype, with fewer samples, for a first impression."""
     return dataclasses.replace(
         sizes,
         dtypes=sizes.dtypes[:1],
@@ -98,5 +113,5 @@ def quick(sizes: Sizes) -> Sizes:
 
 
 def _thinned(points: tuple[int, ...]) -> tuple[int, ...]:
-    """The first and the last point, and every second one between."""
+    """Return the first and the last point, and every second one between them."""
     return tuple(dict.fromkeys((*points[:-1:2], points[-1])))

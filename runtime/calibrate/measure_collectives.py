@@ -1,4 +1,4 @@
-"""Timing collectives between ranks: as graphs call them, and as transport `collective` gathers banks."""
+"""Times collectives between ranks: as graphs call them, and as transport `collective` gathers banks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from moepass.models.reference.collectives import exchange_rows, gather_rows, scatter_sums, sum_over_ranks
-from moepass.runtime.calibrate.experiments import Experiment, Sizes
+from moepass.runtime.calibrate.experiments import CalibrationSizes, Experiment
 from moepass.runtime.calibrate.stopwatch import Timing, time_calls
 
 _VALUE_BYTES = 4
@@ -16,8 +16,8 @@ _MOST_CALLS = 16
 _CALL_BYTES = 4 << 20
 
 
-def collective_experiments(sizes: Sizes, device: torch.device, group_name: str) -> list[Experiment]:
-    """`collective.KIND` for each of `passes.hardware.COLLECTIVES`, on the default group of torch.distributed.
+def collective_experiments(sizes: CalibrationSizes, device: torch.device, group_name: str) -> list[Experiment]:
+    """Return `collective.KIND` for each of `passes.machine.hardware.COLLECTIVES`, on the default process group.
 
     All ranks run them together. `bank_gather` is measured over gloo alone.
     """
@@ -32,12 +32,12 @@ def collective_experiments(sizes: Sizes, device: torch.device, group_name: str) 
         return lambda: exchange_rows(sent, counts, counts, group_name)
 
     def all_gather(nbytes: int) -> Callable[[], object]:
-        part = rows(nbytes // ranks, 1)
-        return lambda: gather_rows(part, ranks, group_name)
+        shard = rows(nbytes // ranks, 1)
+        return lambda: gather_rows(shard, ranks, group_name)
 
     def reduce_scatter(nbytes: int) -> Callable[[], object]:
-        whole = rows(nbytes, ranks)
-        return lambda: scatter_sums(whole, ranks, group_name)
+        addends = rows(nbytes, ranks)
+        return lambda: scatter_sums(addends, ranks, group_name)
 
     def all_reduce(nbytes: int) -> Callable[[], object]:
         values = rows(nbytes, 1)
@@ -67,7 +67,7 @@ def collective_experiments(sizes: Sizes, device: torch.device, group_name: str) 
 
 
 def _timed(
-    kind: str, prepare: Callable[[int], Callable[[], object]], sizes: Sizes, device: torch.device
+    kind: str, prepare: Callable[[int], Callable[[], object]], sizes: CalibrationSizes, device: torch.device
 ) -> Callable[..., Timing]:
     def measure(bytes: int) -> Timing:
         calls = min(_MOST_CALLS, max(1, _CALL_BYTES // bytes))  # the same number on every rank
@@ -78,22 +78,22 @@ def _timed(
 
 
 def _there_and_back(message: torch.Tensor, rank: int, ranks: int) -> None:
-    """Between neighbours; a last rank without one has nothing to do."""
-    other = rank ^ 1
-    if other >= ranks:
+    """Exchange a message with the neighbour; the last of an odd number of ranks has no neighbour and does nothing."""
+    neighbour = rank ^ 1
+    if neighbour >= ranks:
         return
-    if rank < other:
-        dist.send(message, other)
-        dist.recv(message, other)
+    if rank < neighbour:
+        dist.send(message, neighbour)
+        dist.recv(message, neighbour)
     else:
-        dist.recv(message, other)
-        dist.send(message, other)
+        dist.recv(message, neighbour)
+        dist.send(message, neighbour)
 
 
-def _gather_into(parts: tuple[torch.Tensor, ...], rank: int) -> None:
-    """Every rank sends its part and receives the others' where they belong, as `GatherGroup.exchange` does it."""
-    others = [(rank + step) % len(parts) for step in range(1, len(parts))]
-    works = [work for other in others for work in (dist.irecv(parts[other], other), dist.isend(parts[rank], other))]
+def _gather_into(shards: tuple[torch.Tensor, ...], rank: int) -> None:
+    """Send this rank's shard to all ranks and receive theirs, as `GatherGroup.exchange` does."""
+    peers = [(rank + step) % len(shards) for step in range(1, len(shards))]
+    works = [work for peer in peers for work in (dist.irecv(shards[peer], peer), dist.isend(shards[rank], peer))]
     for work in works:
         assert work is not None  # None is for ranks outside of the group
         work.wait()

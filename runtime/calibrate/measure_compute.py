@@ -1,4 +1,4 @@
-"""Timing computation on one device: GEMMs, grouped GEMMs, attention and memory traffic."""
+"""Times computation on one device: GEMMs, grouped GEMMs, attention and memory traffic."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
-from moepass.runtime.calibrate.experiments import Experiment, Sizes
+from moepass.runtime.calibrate.experiments import CalibrationSizes, Experiment
 from moepass.runtime.calibrate.stopwatch import Timing, time_calls
 from moepass.runtime.lowering.lower_experts import grouped_gemm_loop
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Enough heads to give a GPU work at short sequences; a CPU takes one after the other.
+# Short sequences need many heads to fill a GPU; a CPU computes one head after the other.
 _GPU_HEAD_ROWS = 1 << 16
 _CPU_HEADS = 4
 # [Empirical] With more rows an expert's GEMM takes many times as long as its weights take from memory.
@@ -22,8 +22,8 @@ _MOST_COLD = 128
 _DIFFERENT_VALUES = 1 << 16
 
 
-def compute_experiments(sizes: Sizes, device: torch.device) -> list[Experiment]:
-    """`gemm.DTYPE` and so on, for each dtype and kind of `passes.hardware.COMPUTE_AXES`, and `memory`."""
+def compute_experiments(sizes: CalibrationSizes, device: torch.device) -> list[Experiment]:
+    """Return `WORK.DTYPE` for each dtype and each work of `passes.machine.hardware.COMPUTE_AXES`, and `memory`."""
     experiments: list[Experiment] = []
     for name in sizes.dtypes:
         dtype = TORCH_DTYPES[name]
@@ -40,8 +40,8 @@ def compute_experiments(sizes: Sizes, device: torch.device) -> list[Experiment]:
     return [*experiments, Experiment("memory", {"bytes": sizes.memory_bytes}, _memory(sizes, device), True)]
 
 
-def _gemm(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Callable[..., Timing]:
-    """Seconds of one GEMM. Weights come from memory and results go there, as in a model, whose layers are many."""
+def _gemm(sizes: CalibrationSizes, device: torch.device, dtype: torch.dtype) -> Callable[..., Timing]:
+    """Time one GEMM. Weights come from memory and results go there, as in a model of many layers."""
 
     def measure(rows: int, inner: int, columns: int) -> Timing:
         own_bytes = (inner + rows) * columns * dtype.itemsize
@@ -58,8 +58,8 @@ def _gemm(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Callable[..
     return measure
 
 
-def _grouped(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Callable[..., Timing]:
-    """Seconds of one expert. On a CPU experts run one after the other, in the loop that lowered graphs have."""
+def _grouped(sizes: CalibrationSizes, device: torch.device, dtype: torch.dtype) -> Callable[..., Timing]:
+    """Time one expert of a grouped GEMM. On a CPU experts run one after the other, in the loop of lowered graphs."""
 
     def measure(rows: int, inner: int, columns: int) -> Timing:
         experts = _experts(sizes, rows, inner * columns * dtype.itemsize)
@@ -78,26 +78,28 @@ def _grouped(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Callable
         else:
 
             def run() -> object:
-                parts = zip(left.split(rows), weights.unbind(), strict=True)
-                return [F.linear(part, weight) for part, weight in parts]
+                experts_with_rows = zip(left.split(rows), weights.unbind(), strict=True)
+                return [F.linear(rows_of_expert, weight) for rows_of_expert, weight in experts_with_rows]
 
         return _share(time_calls(run, device, sizes.effort), experts)
 
     return measure
 
 
-def _share(timing: Timing, parts: int) -> Timing:
-    return Timing(timing.seconds / parts, timing.spread)
+def _share(timing: Timing, count: int) -> Timing:
+    return Timing(timing.seconds / count, timing.spread)
 
 
-def _experts(sizes: Sizes, rows: int, weight_bytes: int) -> int:
+def _experts(sizes: CalibrationSizes, rows: int, weight_bytes: int) -> int:
     if rows > _MOST_COLD_ROWS:
         return sizes.experts
     return max(sizes.experts, min(_MOST_COLD, -(-sizes.cold_bytes // weight_bytes)))
 
 
-def _attention(sizes: Sizes, device: torch.device, dtype: torch.dtype, is_masked: bool) -> Callable[..., Timing]:
-    """Seconds of one head over one causal sequence, in the layout in which projections give it."""
+def _attention(
+    sizes: CalibrationSizes, device: torch.device, dtype: torch.dtype, is_masked: bool
+) -> Callable[..., Timing]:
+    """Time one head over one causal sequence, in the layout in which projections produce it."""
 
     def measure(sequence: int, head_dim: int) -> Timing:
         heads = max(8, _GPU_HEAD_ROWS // sequence) if device.type == "cuda" else _CPU_HEADS
@@ -114,8 +116,8 @@ def _attention(sizes: Sizes, device: torch.device, dtype: torch.dtype, is_masked
     return measure
 
 
-def _memory(sizes: Sizes, device: torch.device) -> Callable[..., Timing]:
-    """A sum of two tensors into a third: `bytes` are read and written in all."""
+def _memory(sizes: CalibrationSizes, device: torch.device) -> Callable[..., Timing]:
+    """Time a sum of two tensors into a third, which reads and writes `bytes` in all."""
 
     def measure(bytes: int) -> Timing:
         count = max(1, bytes // 12)
@@ -126,7 +128,7 @@ def _memory(sizes: Sizes, device: torch.device) -> Callable[..., Timing]:
 
 
 def _random(device: torch.device, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Random numbers, which repeat themselves: zeros would let some processors run faster than they can."""
+    """Return random numbers with repetitions. Zeros would let some processors run faster than usual."""
     count = math.prod(shape)
-    some = torch.randn(min(count, _DIFFERENT_VALUES), device=device).to(dtype)
-    return some.repeat(-(-count // len(some)))[:count].view(shape)
+    values = torch.randn(min(count, _DIFFERENT_VALUES), device=device).to(dtype)
+    return values.repeat(-(-count // len(values)))[:count].view(shape)

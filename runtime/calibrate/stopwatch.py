@@ -1,4 +1,4 @@
-"""Timing one operation: repeatedly, with its spread, and with the device's work included."""
+"""Times one operation: repeatedly, with the spread, and including the work that it issues to the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ import torch
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """The median of some measurements, and how wide their middle half is, relative to it."""
+    """The result of some measurements.
+
+    Attributes:
+        seconds: The median.
+        spread: The width of the middle half of the measurements, relative to the median.
+    """
 
     seconds: float
     spread: float
@@ -21,9 +26,12 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True)
 class TimingEffort:
-    """How much time one timing may take: `samples`, each of as many calls as fill `sample_seconds`.
+    """The time that one timing may take.
 
-    An operation whose first call takes longer than `long_seconds` gets two samples, whatever `samples` says.
+    Attributes:
+        samples: The number of samples.
+        sample_seconds: The length of one sample; it repeats the call until then.
+        long_seconds: An operation whose first call takes longer gets at most two samples.
     """
 
     samples: int = 7
@@ -32,7 +40,7 @@ class TimingEffort:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until everything that was issued to `device` is done; on a CPU it is."""
+    """Wait until all work issued to `device` is done; on a CPU it is done already."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -40,9 +48,9 @@ def synchronise(device: torch.device) -> None:
 def time_calls(
     run: Callable[[], object], device: torch.device, effort: TimingEffort, calls: int | None = None
 ) -> Timing:
-    """Seconds of one call of `run`, the work that it issues to `device` included; the first call is not counted.
+    """Return the seconds of one call of `run`, including the work that it issues to `device`, after a first call.
 
-    `calls` in each sample are fixed where other ranks must make as many.
+    `calls` sets the number of calls in each sample, for operations that other ranks must run as often.
     """
     synchronise(device)
     started = time.perf_counter()
@@ -54,13 +62,13 @@ def time_calls(
         if first > effort.long_seconds:
             samples = min(samples, 2)
         calls = max(1, math.ceil(effort.sample_seconds / max(first, 1e-9)))
-        if calls > 1:  # the first call also pays for what is made once
+        if calls > 1:  # the first call includes one-time work
             calls = max(1, math.ceil(effort.sample_seconds / _sample(run, device, min(calls, 10))))
     return timing_of([_sample(run, device, calls) for _ in range(samples)])
 
 
 def timing_of(seconds: Sequence[float]) -> Timing:
-    """Raises ValueError without any measurement."""
+    """Return the timing of some measurements in seconds. Raises ValueError for an empty sequence."""
     if not seconds:
         raise ValueError("a timing needs one measurement or more")
     middle = statistics.median(seconds)

@@ -1,4 +1,6 @@
-"""Segments as CUDA graphs: recorded when the shapes of a graph repeat, then replayed on the same memory.
+"""CUDA graphs: records the segments of a graph when its shapes repeat, and replays them on the same memory.
+
+Start reading at `segment_graphs`, whose docstring says why memory is never reused too early.
 
 May import system.
 """

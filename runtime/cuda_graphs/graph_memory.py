@@ -1,4 +1,4 @@
-"""The memory that recorded calls share, and how work on it is ordered."""
+"""The memory that recorded calls share, and the order of work on it."""
 
 from __future__ import annotations
 
@@ -12,41 +12,43 @@ from moepass.runtime.torch_private import storage_at
 
 
 class GraphMemory:
-    """One memory pool for all recorded calls of a graph, and staging buffers for inputs that come in other memory.
+    """A memory pool for all recorded calls of one graph, and staging buffers for inputs whose address changes.
 
-    Whoever replays must hold the only run that does so: see `SegmentGraphs`. Then all work on this memory is in the
-    order of one stream, or of events between two.
+    Only one run at a time may record or replay: see `SegmentGraphs`. Then all work on this memory is ordered by one
+    stream, or by events between two streams.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
-        # By the place of the input among the staged ones of its call, and its bytes.
+        # By the index of the input among the staged inputs of its call, and its size in bytes.
         self._staging: dict[tuple[int, int], torch.Tensor] = {}
         self._last_run: Any = None
 
     @property
     def staged_bytes(self) -> int:
+        """The size of all staging buffers in bytes."""
         return sum(nbytes for _, nbytes in self._staging)
 
     def begin_run(self) -> None:
-        """What follows on the current stream comes after the run before, whatever stream that was on."""
+        """Make the current stream wait for the end of the last run, which may have used another stream."""
         if self._last_run is not None:
             torch.cuda.current_stream(self._device).wait_event(self._last_run)
 
     def end_run(self) -> None:
+        """Record the end of the run on the current stream."""
         self._last_run = torch.cuda.Event()
         self._last_run.record(torch.cuda.current_stream(self._device))
 
     def record(self, work: Callable[[], Any]) -> tuple[Any, Any]:
-        """A CUDA graph of what `work` does on the device, which has not been done yet; and what `work` returned.
+        """Return a CUDA graph of the device work that `work` issues, without executing it, and its result.
 
-        Raises what CUDA raises where work cannot be recorded.
+        Raises any error of CUDA if the work cannot be recorded.
         """
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            # The ring may copy meanwhile, and other threads may compute: errors of this thread alone count.
+            # The ring may copy and other threads may compute at the same time: only this thread must not synchronise.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 result = work()
@@ -54,10 +56,10 @@ class GraphMemory:
                 graph.capture_end()
         return graph, result
 
-    def staging(self, number: int, value: torch.Tensor) -> torch.Tensor:
-        """Memory of the layout of `value` for the staged input `number` of a call. All calls share it."""
+    def staging(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        """Return a buffer with the layout of `value` for staged input `index` of a call. All calls share it."""
         extent = as_extent(value)
-        key = (number, extent.nbytes)
+        key = (index, extent.nbytes)
         with torch.inference_mode(False):  # inference tensors could not be written outside that mode
             if key not in self._staging:
                 self._staging[key] = torch.empty(extent.nbytes, dtype=torch.uint8, device=value.device)
@@ -66,7 +68,7 @@ class GraphMemory:
 
 
 def without_ownership(value: torch.Tensor) -> torch.Tensor:
-    """`value` as a tensor that does not keep its memory."""
+    """Return `value` as a tensor that does not keep its memory alive."""
     storage = value.untyped_storage()
     with torch.inference_mode(False):
         borrowed = storage_at(storage.data_ptr(), storage.nbytes(), value.device)

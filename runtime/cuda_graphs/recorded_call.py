@@ -3,12 +3,12 @@
 A recorded graph reads and writes the addresses that it was recorded with. So each input of the call is
 
     fixed    at the same address in every run: parameters, slots, outputs of calls that were recorded before it.
-             A replay asks for that address
-    staged   anything else: its bytes are copied to a staging buffer right before the replay
+             A replay checks the address
+    staged   any other tensor: its bytes are copied to a staging buffer right before the replay
 
 and each output
 
-    a view of an input    made anew of the input that came, whose memory the caller keeps
+    a view of an input    a replay makes a new view of the input that it gets, whose memory the caller keeps alive
     memory of the pool    valid until later recorded calls use that memory again: see `SegmentGraphs`
 """
 
@@ -26,7 +26,11 @@ from moepass.runtime.system.tensor_memory import as_extent, offset_bytes, tensor
 
 @dataclasses.dataclass(frozen=True)
 class ExpectedTensor:
-    """What an input must be. `address` is None where it is staged."""
+    """The properties that an input must have for a replay.
+
+    Attributes:
+        address: The address of a fixed input. None for a staged input.
+    """
 
     dtype: torch.dtype
     device: torch.device
@@ -36,10 +40,12 @@ class ExpectedTensor:
 
     @staticmethod
     def of(value: torch.Tensor, is_fixed: bool) -> ExpectedTensor:
+        """Return the properties of `value`."""
         address = value.data_ptr() if is_fixed else None
         return ExpectedTensor(value.dtype, value.device, value.shape, value.stride(), address)
 
     def is_like(self, value: object) -> bool:
+        """Return whether `value` is a tensor with these properties."""
         return (
             isinstance(value, torch.Tensor)
             and (self.address is None or value.data_ptr() == self.address)
@@ -52,21 +58,27 @@ class ExpectedTensor:
 
 @dataclasses.dataclass(frozen=True)
 class ViewOfInput:
-    """An output in the memory of input `place`, from `offset_bytes` behind that input's first element."""
+    """An output in the memory of an input.
 
-    place: int
+    Attributes:
+        index: The index of the input.
+        offset_bytes: The offset from the input's first element.
+    """
+
+    index: int
     dtype: torch.dtype
     offset_bytes: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
     def of(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the view of `value`, the new input."""
         start = offset_bytes(value) + self.offset_bytes
         return tensor_in_storage(value.untyped_storage(), self.dtype, start, self.shape, self.strides)
 
 
 class RecordedCall:
-    """A CUDA graph of a call, and what its inputs must be."""
+    """A CUDA graph of a call, with the properties that its inputs must have."""
 
     def __init__(
         self,
@@ -77,18 +89,20 @@ class RecordedCall:
     ) -> None:
         self._graph = graph
         self._expected = tuple(expected)
-        self._staged = [(place, as_extent(buffer)) for place, buffer in staged.items()]
+        self._staged = [(index, as_extent(buffer)) for index, buffer in staged.items()]
         self._outputs = tuple(outputs)
 
     def replay(self, inputs: Sequence[Any]) -> tuple[Any, ...] | None:
-        """The outputs for `inputs`; None where it was not recorded for these, and nothing has happened."""
+        """Return the outputs for `inputs`; None, without doing anything, if the call was recorded for other inputs."""
         leaves = list(_leaves(inputs))
         if len(leaves) != len(self._expected) or not all(map(_is_like, self._expected, leaves)):
             return None
-        for place, buffer in self._staged:
-            buffer.copy_(as_extent(leaves[place]))
+        for index, buffer in self._staged:
+            buffer.copy_(as_extent(leaves[index]))
         self._graph.replay()
-        return tuple(made.of(leaves[made.place]) if isinstance(made, ViewOfInput) else made for made in self._outputs)
+        return tuple(
+            output.of(leaves[output.index]) if isinstance(output, ViewOfInput) else output for output in self._outputs
+        )
 
 
 def _is_like(expected: object, value: object) -> bool:
@@ -98,7 +112,7 @@ def _is_like(expected: object, value: object) -> bool:
 
 
 class NotRecordableError(Exception):
-    """CUDA did not record a call that runs. The cause says why."""
+    """CUDA cannot record a call that runs otherwise. The cause is the error of CUDA."""
 
 
 def record_call(
@@ -107,52 +121,58 @@ def record_call(
     inputs: Sequence[Any],
     is_fixed: Callable[[torch.Tensor], bool],
 ) -> tuple[RecordedCall, tuple[Any, ...]]:
-    """Record `segment(*inputs)` and run it; the outputs keep their memory in the pool.
+    """Record `segment(*inputs)` and run it; the outputs are in the memory of the pool.
 
-    `is_fixed` says of a tensor that it comes at the same address whenever the call is replayed. Raises what the segment
-    raises, and NotRecordableError.
+    `is_fixed` returns whether a tensor has the same address whenever the call is replayed.
+
+    Raises:
+        NotRecordableError: CUDA cannot record the call.
+        Exception: Any error of the segment.
     """
     leaves = list(_leaves(inputs))
     staged: dict[int, torch.Tensor] = {}
     expected: list[object] = []
-    for place, leaf in enumerate(leaves):
+    for index, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
             expected.append(leaf)
             continue
         expected.append(ExpectedTensor.of(leaf, is_fixed(leaf)))
         if not is_fixed(leaf):
-            staged[place] = memory.staging(len(staged), leaf)
-    given = [staged.get(place, leaf) for place, leaf in enumerate(leaves)]
-    arguments = _like(inputs, iter(given))
-    for place, buffer in staged.items():
-        as_extent(buffer).copy_(as_extent(leaves[place]))
-    # Kernels are compiled and loaded at their first call with such addresses, which cannot be while recording.
+            staged[index] = memory.staging(len(staged), leaf)
+    recorded_leaves = [staged.get(index, leaf) for index, leaf in enumerate(leaves)]
+    arguments = _like(inputs, iter(recorded_leaves))
+    for index, buffer in staged.items():
+        as_extent(buffer).copy_(as_extent(leaves[index]))
+    # The first call with these addresses compiles and loads kernels, which is impossible during a recording.
     segment(*arguments)
     try:
         graph, outputs = memory.record(lambda: segment(*arguments))
     except Exception as error:
         raise NotRecordableError(f"{type(error).__name__}: {error}") from error
     graph.replay()
-    made = [_described(output, given) for output in outputs]
-    call = RecordedCall(graph, expected, staged, made)
-    results = zip(made, outputs, strict=True)
-    return call, tuple(one.of(leaves[one.place]) if isinstance(one, ViewOfInput) else out for one, out in results)
+    descriptions = [_described(output, recorded_leaves) for output in outputs]
+    call = RecordedCall(graph, expected, staged, descriptions)
+    results = zip(descriptions, outputs, strict=True)
+    return call, tuple(
+        description.of(leaves[description.index]) if isinstance(description, ViewOfInput) else output
+        for description, output in results
+    )
 
 
-def _described(output: object, given: Sequence[object]) -> object:
-    """What a replay returns for `output`, made of `given`."""
+def _described(output: object, arguments: Sequence[object]) -> object:
+    """Return the output that a replay returns in place of `output`, which was computed from `arguments`."""
     if not isinstance(output, torch.Tensor):
         return output
     address = output.untyped_storage().data_ptr()
-    for place, value in enumerate(given):
+    for index, value in enumerate(arguments):
         if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == address:
             offset = offset_bytes(output) - offset_bytes(value)
-            return ViewOfInput(place, output.dtype, offset, tuple(output.shape), output.stride())
+            return ViewOfInput(index, output.dtype, offset, tuple(output.shape), output.stride())
     return without_ownership(output)
 
 
 def _leaves(inputs: Sequence[Any]) -> Iterator[Any]:
-    """The inputs; of what comes in parts, the parts."""
+    """Yield the inputs, and the elements of inputs that are tuples."""
     for value in inputs:
         if isinstance(value, tuple):
             yield from value
@@ -161,5 +181,5 @@ def _leaves(inputs: Sequence[Any]) -> Iterator[Any]:
 
 
 def _like(inputs: Sequence[Any], leaves: Iterator[Any]) -> tuple[Any, ...]:
-    """`leaves` as `inputs` come."""
+    """Return `leaves` in the nesting of `inputs`."""
     return tuple(tuple(next(leaves) for _ in value) if isinstance(value, tuple) else next(leaves) for value in inputs)

@@ -1,19 +1,19 @@
-"""Record the segments of a graph when its shapes repeat, and replay them from then on.
+"""Records the segments of a graph when its shapes repeat, and replays them from then on.
 
 Contract
-    in    runs of a top-level graph, straight-line code that calls each segment at its places, one after the other
-    out   the same results; segments run as they are in the first run of a shape, are recorded in the second, and
+    in    runs of a top-level graph, straight-line code that calls segments one after the other
+    out   the same results. Segments run eagerly in the first run of a shape, are recorded in the second, and are
           replayed in later ones
 
 A recording belongs to one shape of the graph and to the addresses of all fixed memory: parameters, shards, and the
 ring's buffers in the order in which the run uses them. It has a CUDA graph for each recordable call.
 
-Why memory of the pool is never reused too early. All recordings take memory of one pool, and only one run at a time
-records or replays; a run begins on the device when the run before has ended there. Within a run, the outputs of
-recorded calls are read by later code of the same run alone: what the graph returns is copied. While a run is recorded,
-the pool gives a call no memory in which an earlier output lies that is still referenced. A replay runs the same
-straight-line code, so each output has its last reader where it had it in the run that was recorded. Where a call does
-not come as it was recorded, it and all later calls of this run are not replayed, and write no memory of the pool.
+Memory of the pool is never reused too early, for these reasons. All recordings share one pool, and only one run at a
+time records or replays; on the device, a run begins after the last run has ended. Within a run, only later code of the
+same run reads the outputs of recorded calls, because the outputs of the whole graph are copied. During a recording, the
+pool gives a call no memory of an earlier output that is still referenced. A replay runs the same straight-line code, so
+each output has its last reader at the same point as in the recording. If a call gets other inputs than it was recorded
+with, neither this call nor a later one of the run is replayed, so none of them writes memory of the pool.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ from moepass.runtime.cuda_graphs.graph_memory import GraphMemory
 from moepass.runtime.cuda_graphs.recorded_call import NotRecordableError, RecordedCall, record_call
 from moepass.runtime.system.tensor_memory import as_extent
 
-# [Empirical] A recorded call costs host memory and time, so a graph whose sizes change all the time is not recorded for
-# each of them. Not measured on a GPU.
+# [Empirical] The most shapes that are recorded: a recorded call costs host memory and time. Not measured on a GPU.
 MOST_SHAPES = 8
-# Recordings of one shape: the ring's buffers come in as many orders as it has slots, mostly.
+# The most recordings of one shape. The ring usually uses its buffers in as many orders as it has slots.
 MOST_RECORDINGS_OF_A_SHAPE = 8
-# Shapes that are remembered after their first run.
+# The most shapes that are remembered after their first run.
 _MOST_REMEMBERED = 256
 
 Segment = Callable[..., Any]
@@ -46,7 +45,12 @@ Shape = tuple[tuple[str, int], ...]
 
 @dataclasses.dataclass
 class GraphStatistics:
-    """Runs by how they ran. `plain` are those without CUDA graphs, `stopped` replays that ended early, by reason."""
+    """The number of runs by how they ran.
+
+    Attributes:
+        plain: Runs without CUDA graphs, by reason.
+        stopped: Replays that ended early, by reason.
+    """
 
     recorded: int = 0
     replayed: int = 0
@@ -56,17 +60,26 @@ class GraphStatistics:
 
 @dataclasses.dataclass
 class RecordedRun:
-    """Recorded calls by place. `storages` are addresses of memory that is the same in every run of it."""
+    """The recorded calls of a run.
+
+    Attributes:
+        storages: Addresses of the fixed memory.
+        calls: The recorded calls by call site.
+        pooled: Addresses of the pool's storages that hold outputs of these calls.
+    """
 
     storages: set[int]
     calls: dict[str, RecordedCall] = dataclasses.field(default_factory=dict)
-    # Addresses of the pool's storages in which outputs of its calls lie.
     pooled: set[int] = dataclasses.field(default_factory=set)
 
 
 @dataclasses.dataclass
 class GraphedRun:
-    """A run that records, or replays."""
+    """A run that records or replays.
+
+    Attributes:
+        stopped: Why a replay ended early. Empty if it did not.
+    """
 
     memory: GraphMemory
     recording: RecordedRun
@@ -74,7 +87,7 @@ class GraphedRun:
     stopped: str = ""
 
     def own(self, outputs: Any) -> Any:
-        """The outputs of the graph, copied where they lie in the pool."""
+        """Return the outputs of the graph; outputs in memory of the pool are copied."""
         if not isinstance(outputs, (tuple, list)):
             return self._own(outputs)
         return type(outputs)(self._own(value) for value in outputs)
@@ -88,47 +101,50 @@ class GraphedRun:
         return fresh.as_strided(value.shape, value.stride())
 
 
-class _Here(threading.local):
-    """The run of this thread."""
+class _CurrentRun(threading.local):
+    """The run of each thread."""
 
     run: GraphedRun | None = None
 
 
 class SegmentGraphs:
-    """The CUDA graphs of one top-level graph."""
+    """The CUDA graphs of one top-level graph.
+
+    Args:
+        refused: Names of segments that must not be recorded.
+        note_refusal: Called with the name of a segment that CUDA cannot record, and the reason.
+    """
 
     def __init__(self, refused: Collection[str], note_refusal: Callable[[str, str], None]) -> None:
-        """`refused` are names of segments that are not recorded. `note_refusal` is told which one CUDA does not record,
-        and why."""
         self.statistics = GraphStatistics()
         self._refused = set(refused)
         self._note_refusal = note_refusal
         self._lock = threading.Lock()
-        self._here = _Here()
+        self._current = _CurrentRun()
         self._memory: GraphMemory | None = None
         self._seen: dict[Shape, None] = {}
         self._recordings: dict[Shape, dict[tuple[int, ...], RecordedRun]] = {}
 
     @property
     def staged_bytes(self) -> int:
-        """Bytes of the buffers that inputs in other memory are copied to."""
+        """The size in bytes of the buffers to which inputs with changing addresses are copied."""
         return 0 if self._memory is None else self._memory.staged_bytes
 
-    def at(self, place: str, name: str, segment: Segment) -> Segment:
-        """`segment`, called `name`, as it is called at `place` of the top-level graph."""
+    def at(self, site: str, name: str, segment: Segment) -> Segment:
+        """Return a function that runs, records or replays `segment`, called `name`, at call site `site`."""
 
         def call(*inputs: Any) -> Any:
-            run = self._here.run
+            run = self._current.run
             if run is None or run.stopped:
                 return segment(*inputs)
             if run.is_recording:
-                return self._record(run, place, name, segment, inputs)
-            recorded = run.recording.calls.get(place)
+                return self._record(run, site, name, segment, inputs)
+            recorded = run.recording.calls.get(site)
             if recorded is None:
                 return segment(*inputs)
             outputs = recorded.replay(inputs)
             if outputs is None:
-                run.stopped = f"{place} came with other inputs than it was recorded with"
+                run.stopped = f"{site} got other inputs than it was recorded with"
                 return segment(*inputs)
             return outputs
 
@@ -138,10 +154,15 @@ class SegmentGraphs:
     def run(
         self, device: torch.device, sizes: Mapping[str, int], fixed: Sequence[torch.Tensor]
     ) -> Iterator[GraphedRun | None]:
-        """A run of the graph on `device`, always the same; None where it runs without CUDA graphs.
+        """Enter a run of the graph; yield None if it uses no CUDA graphs.
 
-        `fixed` is memory that rarely moves: parameters, shards, and the ring's buffers in the order in which the run
-        uses them. The outputs must go through `own`.
+        The outputs of the graph must pass through `GraphedRun.own`.
+
+        Args:
+            device: The same for all runs.
+            sizes: The sizes of the graph's inputs, by name.
+            fixed: Memory whose address rarely changes: parameters, shards, and the ring's buffers in the order in which
+                the run uses them.
         """
         if torch.cuda.is_current_stream_capturing():
             yield from self._plain("while the caller recorded a CUDA graph")
@@ -152,25 +173,25 @@ class SegmentGraphs:
         try:
             shape = tuple(sorted(sizes.items()))
             addresses = _addresses(fixed)
-            found = self._recordings.get(shape, {}).get(addresses)
-            reason = None if found is not None else self._reason_not_to_record(shape)
+            earlier = self._recordings.get(shape, {}).get(addresses)
+            reason = None if earlier is not None else self._reason_not_to_record(shape)
             if reason is not None:
                 yield from self._plain(reason)
                 return
             if self._memory is None:
                 self._memory = GraphMemory(device)
-            recording = found or RecordedRun({_storage_address(value) for value in fixed})
+            recording = earlier or RecordedRun({_storage_address(value) for value in fixed})
             yield from self._with_graphs(self._memory, shape, addresses, recording)
         finally:
             self._lock.release()
 
     def _plain(self, reason: str) -> Iterator[None]:
         self.statistics.plain[reason] += 1
-        before, self._here.run = self._here.run, None
+        outer, self._current.run = self._current.run, None
         try:
             yield None
         finally:
-            self._here.run = before
+            self._current.run = outer
 
     def _with_graphs(
         self, memory: GraphMemory, shape: Shape, addresses: tuple[int, ...], recording: RecordedRun
@@ -178,13 +199,13 @@ class SegmentGraphs:
         of_shape = self._recordings.setdefault(shape, {})
         run = GraphedRun(memory, recording, is_recording=addresses not in of_shape)
         memory.begin_run()
-        self._here.run = run
+        self._current.run = run
         try:
             yield run
-            # Only now: a recording that an exception ended has calls that were not made.
+            # A recording that was ended by an exception lacks calls, so it is stored only here.
             of_shape[addresses] = recording
         finally:
-            self._here.run = None
+            self._current.run = None
             memory.end_run()
         if run.stopped:
             self.statistics.stopped[run.stopped] += 1
@@ -194,19 +215,19 @@ class SegmentGraphs:
             self.statistics.replayed += 1
 
     def _reason_not_to_record(self, shape: Shape) -> str | None:
-        recorded = {known for known, found in self._recordings.items() if found}
+        recorded = {recorded_shape for recorded_shape, runs in self._recordings.items() if runs}
         if shape not in recorded and shape not in self._seen:
             self._seen[shape] = None
             if len(self._seen) > _MOST_REMEMBERED:
                 self._seen.pop(next(iter(self._seen)))
             return "in the first run of a shape"
         if shape not in recorded and len(recorded) >= MOST_SHAPES:
-            return f"of other shapes than the {MOST_SHAPES} that are recorded"
+            return f"of a new shape, after {MOST_SHAPES} shapes were recorded"
         if len(self._recordings.get(shape, ())) >= MOST_RECORDINGS_OF_A_SHAPE:
-            return f"of a shape that is recorded for {MOST_RECORDINGS_OF_A_SHAPE} places of its weights and slots"
+            return f"of a shape that is recorded for {MOST_RECORDINGS_OF_A_SHAPE} addresses of its weights and slots"
         return None
 
-    def _record(self, run: GraphedRun, place: str, name: str, segment: Segment, inputs: tuple[Any, ...]) -> Any:
+    def _record(self, run: GraphedRun, site: str, name: str, segment: Segment, inputs: tuple[Any, ...]) -> Any:
         if name in self._refused:
             return segment(*inputs)
         recording = run.recording
@@ -221,10 +242,10 @@ class SegmentGraphs:
             self._refused.add(name)
             self._note_refusal(name, f"CUDA does not record it: {error}")
             return segment(*inputs)
-        recording.calls[place] = call
-        given = {_storage_address(value) for value in inputs if isinstance(value, torch.Tensor)}
+        recording.calls[site] = call
+        of_inputs = {_storage_address(value) for value in inputs if isinstance(value, torch.Tensor)}
         of_outputs = {_storage_address(value) for value in outputs if isinstance(value, torch.Tensor)}
-        recording.pooled |= of_outputs - given
+        recording.pooled |= of_outputs - of_inputs
         return outputs
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from moepass.runtime.transfer.copier import Wait
-from moepass.runtime.transfer.recording import event_seconds, recorded_event
+from moepass.runtime.transfer.recording import recorded_event, seconds_between
 from moepass.runtime.transfer.ring import Ring
 
 # Number of last runs whose median is taken.
@@ -64,7 +64,7 @@ class RunClock:
             began = recorded_event(torch.cuda.current_stream(device))
             yield
             ended = recorded_event(torch.cuda.current_stream(device))
-            self._add(lambda: event_seconds(began, ended), sizes, ring)
+            self._add(lambda: seconds_between(began, ended), sizes, ring)
             return
         started = time.perf_counter()
         yield

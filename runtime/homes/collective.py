@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
+from typing import NoReturn
 
 import torch
 
@@ -19,23 +20,22 @@ from moepass.passes.ir.plan import NO_GATHER_SIGNATURE, BankSpec, GatherSignatur
 from moepass.passes.ir.shards import clip_pieces
 from moepass.runtime.ranks.gather_group import GatherGroup, Request
 from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous
-from moepass.runtime.transfer.copying import CopyThread, PendingCopy, check_slot, slices
+from moepass.runtime.transfer.copying import Action, CopyThread, SlotCopy
+from moepass.runtime.transfer.lanes import HOST_LANE, Lane
 from moepass.runtime.transfer.link import Link
+from moepass.runtime.transfer.slicing import check_slot
 from moepass.runtime.transfer.sources import MemorySource, Source
 from moepass.runtime.transfer.transports import Transport
 
 
 @dataclasses.dataclass(frozen=True)
-class GatherPart:
-    """This rank's share of one gather: it sends all of `own`, and its slot gets the pieces of `sources`.
+class GatherAction(Action):
+    """This rank's share of one gather: it sends all of `own` and receives the pieces of `sources`.
 
     Attributes:
-        group: the connections to the other ranks.
-        request: the bank's index and the requested bytes.
-        own: the bytes that this rank sends.
-        sources: what goes into this rank's slot, by rank; this rank's own source is not over a link.
-        label: the bank's name.
-        plan: the order of gathers in the present run, which ranks compare.
+        sources: The shards of all ranks, by rank; this rank's shard is not over a link.
+        label: The name of the bank.
+        receives: False if this rank only sends.
     """
 
     group: GatherGroup
@@ -44,84 +44,48 @@ class GatherPart:
     sources: tuple[Source, ...]
     label: str
     plan: GatherSignature = NO_GATHER_SIGNATURE
+    receives: bool = True
 
-    def gather(self, slot: torch.Tensor | None, copy_own_part: Callable[[], None]) -> float:
-        """Gather with the other ranks.
-
-        Args:
-            slot: the memory to fill; None: this rank sends, and receives nothing.
-            copy_own_part: copies this rank's own bytes into the slot.
-
-        Returns:
-            When bytes began to move, in the time of `time.perf_counter`.
-
-        Raises:
-            PeerError: the gather failed; all ranks get this error.
-        """
+    def fill(self, copy: SlotCopy, link: Link) -> None:
+        """Gather with the other ranks, once the slot is free. Raises PeerError, on all ranks the same."""
+        copy.lane.wait_on_host(copy.after)
         try:
-            return self._gather(slot, copy_own_part)
+            started = self._gather(copy)
         except PeerError:
             raise
         except Exception as error:
             reason = f"rank {self.group.rank} could not gather bank {self.label}: {type(error).__name__}: {error}"
             raise self.group.fail(PeerError(reason, rank=self.group.rank)) from error
+        if self.receives:
+            copy.wait_for_link(link, started)
 
-    def _gather(self, slot: torch.Tensor | None, copy_own_part: Callable[[], None]) -> float:
+    def _gather(self, copy: SlotCopy) -> float:
+        """Gather; return when bytes began to move, as a time of `time.perf_counter`."""
         self.own.check_bounds()
-        if slot is not None:
-            check_slot(self.sources, slot)
-        wanted_by = self.group.ask(self.request, slot is not None, self.plan)
+        if self.receives:
+            check_slot(self.sources, copy.slot)
+        wanted_by = self.group.ask(self.request, self.receives, self.plan)
         started = time.perf_counter()
-        memory = self.own.memory
-        parts = [memory.narrow(0, piece.source_offset_bytes, piece.nbytes) for piece in self.own.pieces]
-        send = {rank: parts for rank, wants in wanted_by.items() if wants}
-        if slot is None:
+        pieces = [self.own.memory.narrow(0, piece.source_offset_bytes, piece.nbytes) for piece in self.own.pieces]
+        send = {rank: pieces for rank, wants in wanted_by.items() if wants}
+        if not self.receives:
             self.group.gather(self.request, send, {})
             return started
         receive = {
-            rank: [slot.narrow(0, piece.slot_offset_bytes, piece.nbytes) for piece in source.pieces]
+            rank: [copy.slot.narrow(0, piece.slot_offset_bytes, piece.nbytes) for piece in source.pieces]
             for rank, source in enumerate(self.sources)
             if rank != self.group.rank
         }
-        self.group.gather(self.request, send, receive, overlapped=copy_own_part)
+
+        def bring_own_shard() -> None:
+            copy.bring([self.sources[self.group.rank]])
+
+        self.group.gather(self.request, send, receive, meanwhile=bring_own_shard)
         return started
 
-    @property
-    def not_over_link(self) -> Source:
-        """The bytes of `own` that go into the slot of this rank."""
-        return self.sources[self.group.rank]
-
-
-def raise_peer_error(error: BaseException | None) -> None:
-    """Raise PeerError if a gather failed with `error`; None means that it succeeded."""
-    if isinstance(error, PeerError):
-        raise copy.copy(error) from error
-    if error is not None:
-        raise PeerError(str(error)) from error
-
-
-class PendingGather(PendingCopy):
-    """A gather into memory of the host. Without a slot this rank sends, and receives nothing."""
-
-    def __init__(self, part: GatherPart, slot: torch.Tensor | None) -> None:
-        super().__init__(part.sources, torch.empty(0, dtype=torch.uint8) if slot is None else slot, part.label)
-        self.part = part
-        self.wants = slot is not None
-
-    def wait(self) -> None:
-        """Block until the slot is full. Raises PeerError if the gather failed."""
-        self.end()
-        raise_peer_error(self.error)
-
-    def perform(self, link: Link) -> None:
-        """Gather with the other ranks, and wait as long as an emulated link takes."""
-        started = self.part.gather(self.slot if self.wants else None, self._copy_own_part)
-        if self.wants:
-            self.wait_for_link(link, started)
-
-    def _copy_own_part(self) -> None:
-        for source, offset, size, slot_offset in slices(self.part.not_over_link):
-            source.copy(offset, size, self.slot.data_ptr() + slot_offset)
+    def raise_error(self, label: str, error: BaseException) -> NoReturn:
+        """Raise PeerError, with the ranks that `error` names."""
+        raise (copy.copy(error) if isinstance(error, PeerError) else PeerError(str(error))) from error
 
 
 class CollectiveTransport(Transport):
@@ -158,15 +122,11 @@ class CollectiveTransport(Transport):
         """Return the one thread that works on all gathers."""
         return self._copies
 
-    def copy(self, bank: BankSpec, sources: Sequence[Source], slot: torch.Tensor) -> PendingGather:
-        """Return the next gather of this run, into `slot`."""
-        return PendingGather(self._part_in_run(bank, sources), slot)
-
-    def _part_in_run(self, bank: BankSpec, sources: Sequence[Source]) -> GatherPart:
+    def action(self, bank: BankSpec, sources: Sequence[Source]) -> GatherAction:
         """Return the next gather of this run; `sources` are the shards of all ranks as they go into a slot."""
         request = (bank.index, 0, bank.format.link_bytes)
         self._learn(request)
-        return self._part(request, sources)
+        return self._gather(request, sources)
 
     def read(
         self, bank: BankSpec, sources: Sequence[Source], start: int, stop: int, device: torch.device
@@ -174,7 +134,7 @@ class CollectiveTransport(Transport):
         """Gather bytes [start, stop) of the complete bank outside of a ring, and wait for them."""
         memory = torch.empty(stop - start, dtype=torch.uint8, device=device)
         self._learn((bank.index, start, stop))
-        self._copies.submit(self._gather_at_once(self._part((bank.index, start, stop)), memory)).wait()
+        self._copies.submit(self._gather_now((bank.index, start, stop), memory)).wait()
         return memory
 
     def forget(self, bank: BankSpec) -> None:
@@ -241,22 +201,33 @@ class CollectiveTransport(Transport):
         requests = [request for run in runs for request in run] or [
             (bank.index, 0, bank.format.link_bytes) for bank in banks
         ]
-        for gather in [self._copies.submit(self._gather_at_once(self._part(request), None)) for request in requests]:
+        for gather in [self._copies.submit(self._gather_now(request, None)) for request in requests]:
             gather.wait()
 
-    def _gather_at_once(self, part: GatherPart, memory: torch.Tensor | None) -> PendingCopy:
-        """Return a gather outside of a ring, into `memory`; None: this rank sends, and receives nothing."""
-        return PendingGather(part, memory)
+    def _gather_now(self, request: Request, memory: torch.Tensor | None) -> SlotCopy:
+        """Return a gather outside of a ring, into `memory`. None: this rank sends and receives nothing."""
+        action = self._gather(request)
+        if memory is None:
+            action, nothing = dataclasses.replace(action, receives=False), action.own.memory[:0]
+            return SlotCopy(action.sources, nothing, action.label, action, self._lane)
+        # Work issued so far may still use `memory`, which was allocated just now.
+        after = self._lane.mark_computation()
+        return SlotCopy(action.sources, memory, action.label, action, self._lane, after)
 
-    def _part(self, request: Request, into_slot: Sequence[Source] | None = None) -> GatherPart:
-        """Return a gather of the requested bytes; `into_slot` are all ranks' shards as they go into a slot, if any."""
+    @property
+    def _lane(self) -> Lane:
+        """The lane of gathers outside of a ring."""
+        return HOST_LANE
+
+    def _gather(self, request: Request, into_slot: Sequence[Source] | None = None) -> GatherAction:
+        """`into_slot` are the parts of all ranks as they go into a slot; None: into a buffer of the requested bytes."""
         assert self._group is not None, "connect comes first"
         bank, sources = self._banks[request[0]]
         start, stop = request[1:]
         clipped = [source.with_pieces(clip_pieces(source.pieces, start, stop)) for source in sources]
         own = clipped[self._group.rank]
         assert isinstance(own, MemorySource), "a rank sends from memory"
-        return GatherPart(self._group, request, own, tuple(into_slot or clipped), bank.name, self._plan)
+        return GatherAction(self._group, request, own, tuple(into_slot or clipped), bank.name, self._plan)
 
     def _learn(self, request: Request) -> None:
         # The request may have begun a shorter run that is contained in this one.

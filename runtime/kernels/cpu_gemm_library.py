@@ -1,4 +1,4 @@
-"""The library that multiplies matrices on this machine's CPU."""
+"""The choice of a GEMM library on this machine's CPU."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch.nn import functional as F
 from moepass.runtime.system.device_names import cpu_info
 from moepass.runtime.system.huge_pages import empty_in_huge_pages
 
-# [Empirical] Where MKL is held back, oneDNN is faster from so many rows and multiplications on (on Zen 5). With fewer,
-# calling it takes longer than the GEMM.
+# [Empirical] The least rows and multiplications for which oneDNN is faster where MKL is held back (on Zen 5). Below
+# them, calling it takes longer than the GEMM.
 _LEAST_ROWS, _LEAST_MULTIPLICATIONS = 8, 2 << 20
 
 
 @functools.cache
 def is_mkl_held_back() -> bool:
-    """Whether this CPU has AVX-512 and MKL does not use it, because it is none of Intel's.
+    """Return whether this CPU has AVX-512 but MKL does not use it, because the CPU is not Intel's.
 
-    oneDNN, which torch brings too, asks what the processor can do: on AMD's Zen 5 it multiplies float32 twice as fast.
+    oneDNN, which torch includes, checks what the processor can do: on AMD's Zen 5 it multiplies float32 twice as fast.
     """
     return (
         torch.backends.mkl.is_available()
@@ -30,10 +30,10 @@ def is_mkl_held_back() -> bool:
 
 
 def multiply(rows: torch.Tensor, weights: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`rows` [n, in] times `weights` [in, out], in `out` [n, out] where there is one.
+    """Return `rows` [n, in] times `weights` [in, out], in `out` [n, out] if it is given.
 
-    The library depends on the machine, the type, the layout and the sizes; never on a measurement, so that every run of
-    the same rows gives the same numbers. For compiled code, which autocast and autograd do not reach.
+    The library depends on the machine, the type, the layout and the sizes, never on a measurement, so that every run of
+    the same rows gives the same numbers. For compiled code only: autocast and autograd do not see it.
     """
     if not (_is_for_onednn(rows, weights) and is_mkl_held_back() and torch.backends.mkldnn.enabled):
         if out is None:
@@ -47,8 +47,8 @@ def multiply(rows: torch.Tensor, weights: torch.Tensor, out: torch.Tensor | None
 
 
 def _is_for_onednn(rows: torch.Tensor, weights: torch.Tensor) -> bool:
-    # Weights with gaps would be multiplied by its reference code, a thousand times slower. Of the other types, bfloat16
-    # is oneDNN's in torch.mm too, and float64 is none that it has.
+    # oneDNN multiplies weights with gaps by its reference code, which is a thousand times slower. torch.mm uses oneDNN
+    # for bfloat16 anyway, and oneDNN has no float64.
     return (
         rows.dtype == torch.float32
         and len(rows) >= _LEAST_ROWS
@@ -58,10 +58,10 @@ def _is_for_onednn(rows: torch.Tensor, weights: torch.Tensor) -> bool:
 
 
 def _padded(rows: int) -> int:
-    """A number of rows of which there are few, at least `rows` and at most an eighth more (from 32 on).
+    """Return a number of rows that is at least `rows` and, from 32 on, at most an eighth more.
 
-    oneDNN generates code for every number of rows that it meets, 0.3 ms and 0.6 MB each, and keeps that of 1024
-    GEMMs. Routers give every number there is.
+    oneDNN generates code for each number of rows, 0.3 ms and 0.6 MB each, and caches the code of 1024 GEMMs. Routers
+    produce all numbers, so they are rounded up to a few.
     """
     step = max(4, 1 << rows.bit_length() >> 4)
     return -(-rows // step) * step

@@ -1,7 +1,7 @@
-"""Formats in which banks rest and travel, by the name of their decoder: tensors in, tensors out.
+"""The formats of banks at rest and on the link, by the name of their decoder.
 
-`encode` runs once, where a bank is packed. `decode` runs on the side of the copies: on a CPU in the copy thread, on
-CUDA on the copy stream, where it may take memory from the allocator but must not wait for the device.
+`encode` runs once, when a bank is packed. `decode` runs with the copies: on a CPU in the copy thread, on CUDA on the
+copy stream, where it may allocate memory but must not wait for the device.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from moepass.models.errors import InputError, one_of
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """All tensors are flat uint8 and contiguous.
+    """The functions of one format. All tensors are flat uint8 and contiguous.
 
-    encode        bytes of a slot, in host memory -> bytes at rest; raises InputError where they would not come back
-    link_bytes    bytes at rest -> how many of them travel, from the first on
-    decode        bytes of the link, bytes of the slot: writes the latter, all on one device
+    Attributes:
+        encode: Returns the bytes at rest for the bytes of a slot, in host memory. Raises InputError if decoding would
+            not restore them.
+        link_bytes: Returns how many of the bytes at rest travel, from the first on.
+        decode: Writes the bytes of the slot (second argument) from the bytes of the link (first), on one device.
     """
 
     encode: Callable[[torch.Tensor], torch.Tensor]
@@ -32,15 +34,17 @@ _codecs: dict[str, Codec] = {}
 
 
 def register_codec(name: str, codec: Codec) -> None:
-    """Register the decoder of this format. Raises InputError if its name is taken."""
+    """Register the decoder of a format. Raises InputError if the name is empty or taken."""
     if not name or _codecs.setdefault(name, codec) is not codec:
-        raise InputError(f"a decoder cannot be called {name!r}: it must have a name, and one that no other has")
+        raise InputError(f"a decoder cannot be called {name!r}: its name must be unique and not empty")
 
 
 def codec_of(name: str) -> Codec:
-    """Raises InputError where there is none."""
+    """Return the codec registered as `name`. Raises InputError if no codec has that name."""
     if name not in _codecs:
-        raise InputError(f"decoder is {name!r}; registered are {one_of(sorted(_codecs)) if _codecs else 'none'}")
+        raise InputError(
+            f"decoder is {name!r}; the registered decoders are {one_of(sorted(_codecs)) if _codecs else 'none'}"
+        )
     return _codecs[name]
 
 

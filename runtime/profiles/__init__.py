@@ -1,1 +1,6 @@
-"""Sources of hardware profiles: presets, files, and what `moepass calibrate` has stored. May import system."""
+"""Profiles: hardware profiles from presets, from files, and from what `moepass calibrate` stored for this machine.
+
+Start reading at `hardware_profiles.load_hardware`. The records are in `passes/machine/hardware.py`.
+
+May import system.
+"""

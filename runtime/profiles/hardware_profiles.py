@@ -1,11 +1,11 @@
-"""Loading a hardware profile: a preset such as `8xh100-80g`, or a file of the user's own.
+"""Loads a hardware profile: a preset such as `8xh100-80g`, or a JSON file.
 
-A file is JSON: what `moepass calibrate` wrote, or a few figures on top of another profile:
+A file is the output of `moepass calibrate`, or a few figures on top of another profile:
 
     {"extends": "8xh100-80g", "name": "our-node", "host": {"bytes_per_s": 25e9}}
 
-What stands in such a file replaces what the extended profile says; a number alone becomes a figure with source `user`.
-Tables replace each other as a whole.
+Fields of such a file replace fields of the extended profile; a plain number becomes a figure with source `user`.
+Tables are replaced as a whole.
 """
 
 from __future__ import annotations
@@ -35,23 +35,24 @@ from moepass.passes.machine.hardware import (
 )
 
 _PRESET = re.compile(r"(?:(\d{1,18})x)?([a-z][a-z0-9-]*)")
-# A file that extends itself, in however many steps, would never end.
+# The limit stops files that extend each other in a circle.
 _MOST_EXTENSIONS = 8
 
-# [Empirical] What a copy engine takes between two copies that are queued on one stream: the order of magnitude on
-# recent NVIDIA devices. It shows in small transfers alone.
+# [Empirical] The time of a copy engine between two copies that are queued on one stream: the order of magnitude on
+# recent NVIDIA devices. Only small transfers show it.
 _SLICE_LATENCY_SECONDS = 1e-6
 
 
 def preset_names() -> list[str]:
-    """The devices that are known by name; a profile is a number of them, as in `8xh100-80g`."""
+    """Return the names of the devices with a preset; a profile is a number of them, as in `8xh100-80g`."""
     return list(_presets())
 
 
 def load_hardware(text: str | os.PathLike[str]) -> Hardware:
-    """The profile that `text` names: `[N]x` and a preset (or the beginning of just one), or the path of a JSON file.
+    """Return the profile `text`: `[N]x` and a preset or its unambiguous beginning, or the path of a JSON file.
 
-    Raises InputError, which names what is wrong: an unknown preset and the nearest one, or the field of a file.
+    Raises:
+        InputError: The preset is unknown (the message suggests the nearest name), or a field of the file is wrong.
     """
     name = os.fspath(text)
     if name.endswith(".json") or os.sep in name or os.path.isfile(name):
@@ -60,12 +61,12 @@ def load_hardware(text: str | os.PathLike[str]) -> Hardware:
 
 
 def read_profile(path: Path) -> Hardware:
-    """The profile in a JSON file. Raises InputError naming the file, and the field in it that is wrong."""
+    """Return the profile in a JSON file. Raises InputError, which names the file and the wrong field."""
     return _from_raw(_read_raw(path, _MOST_EXTENSIONS), f"profile {str(path)!r}")
 
 
 def profile_json(hardware: Hardware) -> bytes:
-    """The profile as `read_profile` reads it."""
+    """Return the profile as JSON for `read_profile`."""
     return msgspec.json.format(msgspec.json.encode(hardware), indent=1) + b"\n"
 
 
@@ -80,19 +81,19 @@ def _presets() -> dict[str, dict[str, Any]]:
 
 
 def _preset(text: str) -> Hardware:
-    found = _PRESET.fullmatch(text.strip().lower())
-    ranks, name = (int(found[1] or 1), found[2]) if found else (1, text)
-    known = preset_names()
-    begin = [other for other in known if other.startswith(name)]
-    if name not in known and len(begin) != 1:
-        close = begin or difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    match = _PRESET.fullmatch(text.strip().lower())
+    ranks, name = (int(match[1] or 1), match[2]) if match else (1, text)
+    presets = preset_names()
+    beginning = [preset for preset in presets if preset.startswith(name)]
+    if name not in presets and len(beginning) != 1:
+        close = beginning or difflib.get_close_matches(name, presets, n=1, cutoff=0.4)
         hint = f"did you mean {' or '.join(close)}? " if close else ""
         raise InputError(
-            f"hardware {text!r} is unknown; {hint}Give a number of devices and one of {one_of(known)}, as in "
+            f"hardware {text!r} is unknown; {hint}Give a number of devices and one of {one_of(presets)}, as in "
             "8xh100-80g, or a profile in a .json file",
             name="hardware",
             value=text,
-            expected=tuple(known),
+            expected=tuple(presets),
         )
     if ranks < 1:
         raise InputError(
@@ -101,7 +102,7 @@ def _preset(text: str) -> Hardware:
             value=text,
             expected="1 or more devices",
         )
-    name = name if name in known else begin[0]
+    name = name if name in presets else beginning[0]
     return _hardware_of(name, _presets()[name], ranks)
 
 
@@ -127,7 +128,7 @@ def _hardware_of(name: str, raw: dict[str, Any], ranks: int) -> Hardware:
         efficiency=EMPIRICAL_EFFICIENCY,
         overlap=Overlap(
             gemm=Figure(1.0, "empirical", "assumed: copies use copy engines, and GEMMs do not wait for memory"),
-            memory=Figure(1.0 / (1.0 - writes), "derived", "what arrives takes its part of the memory's rate"),
+            memory=Figure(1.0 / (1.0 - writes), "derived", "incoming bytes take a share of the memory's rate"),
             copy=Figure(1.0, "empirical", "assumed: copies come first on the link"),
         ),
         collective_latency_seconds=EMPIRICAL_COLLECTIVE_LATENCY,
@@ -141,25 +142,26 @@ def _hardware_of(name: str, raw: dict[str, Any], ranks: int) -> Hardware:
 
 
 def _read_raw(path: Path, extensions_left: int) -> dict[str, Any]:
-    what = f"profile {str(path)!r}"
+    subject = f"profile {str(path)!r}"
     try:
         raw = decode_json(read_limited(path, MOST_JSON_BYTES))
     except OSError as error:
-        raise InputError(f"{what} cannot be read: {error.strerror}", path=path) from error
+        raise InputError(f"{subject} cannot be read: {error.strerror}", path=path) from error
     except TooLargeError:
         raise
     except InputError as error:
-        raise InputError(f"{what} is no JSON: {error}", path=path) from error
+        raise InputError(f"{subject} is not JSON: {error}", path=path) from error
     if not isinstance(raw, dict):
         raise InputError(
-            f'{what} is no JSON object; it must be one, with "schema": "{HARDWARE_SCHEMA}" or "extends"', path=path
+            f'{subject} is not a JSON object; it must be one, with "schema": "{HARDWARE_SCHEMA}" or "extends"',
+            path=path,
         )
     extended = raw.pop("extends", None)
     if extended is None:
         return raw
     if not isinstance(extended, str):
         raise InputError(
-            f'{what}: "extends" is {extended!r}; it must be the name of a preset or of a file',
+            f'{subject}: "extends" is {extended!r}; it must be the name of a preset or of a file',
             name="extends",
             value=extended,
             path=path,
@@ -167,7 +169,7 @@ def _read_raw(path: Path, extensions_left: int) -> dict[str, Any]:
         )
     if extensions_left == 0:
         raise InputError(
-            f"{what} extends profiles that extend others, more than {_MOST_EXTENSIONS} in a row",
+            f"{subject} extends a chain of more than {_MOST_EXTENSIONS} profiles; shorten the chain",
             expected=_MOST_EXTENSIONS,
             path=path,
         )
@@ -180,18 +182,18 @@ def _read_raw(path: Path, extensions_left: int) -> dict[str, Any]:
 
 
 def _drop_outdated_tables(base: dict[str, Any], over: dict[str, Any]) -> None:
-    """Where `over` has a rate, a table that `base` has for the same thing must not be used in its place."""
+    """Remove tables from `base` for which `over` has a rate: a table takes precedence over a rate."""
     for name in (*LINKS, "local"):
         if isinstance(base.get(name), dict) and isinstance(over.get(name), dict):
             base[name].pop("seconds", None)
     if "memory_bytes_per_s" in over:
         base.pop("memory", None)
-    known, given = base.get("collectives"), over.get("collectives")
-    if isinstance(known, dict) and isinstance(given, dict) and given.get("ranks", known["ranks"]) != known["ranks"]:
+    old, new = base.get("collectives"), over.get("collectives")
+    if isinstance(old, dict) and isinstance(new, dict) and new.get("ranks", old["ranks"]) != old["ranks"]:
         base.pop("collectives")  # all tables of a profile are for one number of ranks
 
 
-# What stands in a profile where the extended one may have nothing: a number alone is a figure there too.
+# The fields that are figures, by object: in them a plain number is a figure even if the extended profile lacks it.
 _FIGURES = {
     "": ("memory_bytes", "memory_bytes_per_s", "host_memory_bytes", "collective_latency_seconds", "processors"),
     **dict.fromkeys((*LINKS, "local"), ("bytes_per_s", "latency_seconds", "emulated_bytes_per_s")),
@@ -199,23 +201,23 @@ _FIGURES = {
 
 
 def _with_figures(raw: dict[str, Any]) -> dict[str, Any]:
-    """`raw`, in which numbers alone are figures of the user wherever a figure can stand."""
+    """Return `raw` with a figure of the user for each plain number where the schema has a figure."""
 
-    def renewed(values: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    def with_figures(values: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
         return {
             name: {"value": value, "source": "user"} if name in names and _is_number(value) else value
             for name, value in values.items()
         }
 
-    result = renewed(raw, _FIGURES[""])
-    for part, value in raw.items():
-        if isinstance(value, dict) and (part == "flops" or part in _FIGURES):
-            result[part] = renewed(value, value if part == "flops" else _FIGURES[part])
+    result = with_figures(raw, _FIGURES[""])
+    for name, value in raw.items():
+        if isinstance(value, dict) and (name == "flops" or name in _FIGURES):
+            result[name] = with_figures(value, value if name == "flops" else _FIGURES[name])
     return result
 
 
 def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`over` in place of what `base` has; objects field by field, but tables as a whole."""
+    """Return `base` with the fields of `over` on top; objects are merged field by field, tables replaced as a whole."""
     result = dict(base)
     for name, value in over.items():
         old = result.get(name)
@@ -228,39 +230,41 @@ def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _from_raw(raw: dict[str, Any], what: str) -> Hardware:
-    raw.setdefault("schema", None)  # must be said: it is what tells a profile from any other JSON
+def _from_raw(raw: dict[str, Any], subject: str) -> Hardware:
+    raw.setdefault("schema", None)  # required: it tells a profile from other JSON
     try:
         hardware = msgspec.convert(raw, Hardware)
     except msgspec.ValidationError as error:
-        # What __post_init__ raised comes wrapped, with the field that it was raised for.
+        # msgspec wraps the errors of __post_init__.
         inner = error.__cause__ if isinstance(error.__cause__, MoepassError) else MoepassError()
-        raise InputError(f"{what}: {error}", name=inner.name, value=inner.value, expected=inner.expected) from error
+        raise InputError(f"{subject}: {error}", name=inner.name, value=inner.value, expected=inner.expected) from error
     unknown = _unknown("$", raw, msgspec.to_builtins(hardware))
     if unknown is not None:
-        field, known = unknown
-        close = difflib.get_close_matches(field.rpartition(".")[2], known, n=1)
+        field, possible = unknown
+        close = difflib.get_close_matches(field.rpartition(".")[2], possible, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
         raise InputError(
-            f"{what}: {field} is no field; {hint}there are {one_of(known)}", name=field, expected=tuple(known)
+            f"{subject}: {field} is not a field; {hint}the fields are {one_of(possible)}",
+            name=field,
+            expected=tuple(possible),
         )
     return hardware
 
 
-def _unknown(path: str, given: Any, understood: Any) -> tuple[str, list[str]] | None:
-    """The first field of `given` that was not `understood`, and the fields that there are."""
-    if isinstance(given, dict) and isinstance(understood, dict):
-        for name, value in given.items():
-            if name not in understood:
-                return f"{path}.{name}", list(understood)
-            found = _unknown(f"{path}.{name}", value, understood[name])
-            if found is not None:
-                return found
-    elif isinstance(given, list) and isinstance(understood, (list, tuple)):
-        for index, pair in enumerate(zip(given, understood, strict=False)):
-            found = _unknown(f"{path}[{index}]", *pair)
-            if found is not None:
-                return found
+def _unknown(path: str, raw: Any, parsed: Any) -> tuple[str, list[str]] | None:
+    """Return the path of the first field of `raw` that is not in `parsed`, and the names that are possible there."""
+    if isinstance(raw, dict) and isinstance(parsed, dict):
+        for name, value in raw.items():
+            if name not in parsed:
+                return f"{path}.{name}", list(parsed)
+            unknown = _unknown(f"{path}.{name}", value, parsed[name])
+            if unknown is not None:
+                return unknown
+    elif isinstance(raw, list) and isinstance(parsed, (list, tuple)):
+        for index, pair in enumerate(zip(raw, parsed, strict=False)):
+            unknown = _unknown(f"{path}[{index}]", *pair)
+            if unknown is not None:
+                return unknown
     return None
 
 

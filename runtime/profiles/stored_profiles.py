@@ -1,6 +1,6 @@
-"""The profiles that `moepass calibrate` has stored for this machine, and which of them is the one for a model.
+"""The profiles that `moepass calibrate` stored for this machine, and the choice of one for a model.
 
-One file for each processor, number of ranks and number of CPU threads, in `$XDG_DATA_HOME/moepass/profiles`.
+There is one file per processor, number of ranks and number of CPU threads, in `$XDG_DATA_HOME/moepass/profiles`.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from moepass.runtime.system.device_names import device_name
 
 
 def profiles_folder() -> Path:
-    """The folder of stored profiles; it may not exist yet."""
+    """Return the folder of stored profiles; it may not exist yet."""
     data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
     return Path(data, "moepass", "profiles")
 
 
 def store_profile(hardware: Hardware) -> Path:
-    """Store what was measured, in place of what was stored for as many ranks and threads; gives the file.
+    """Store a measured profile and return its file. Replaces the profile of the same device, ranks and threads.
 
-    Raises InputError for a profile that nobody measured, and where the folder cannot be written.
+    Raises InputError if the profile was not measured, or the folder cannot be written.
     """
     conditions = hardware.conditions
     if conditions is None:
         raise InputError(
-            f"profile {hardware.name!r} does not say where it was measured; store what calibrate gave",
+            f"profile {hardware.name!r} was not measured: it has no conditions; store a profile of `moepass calibrate`",
             name="profile",
             value=hardware.name,
         )
     path = profiles_folder() / _file_name(conditions)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Another process may read it just now: it finds the old one or the new one, never a part.
+        # A process that reads the file at the same time gets the old or the new profile, never a part of one.
         written = path.with_suffix(f".{os.getpid()}.part")
         written.write_bytes(profile_json(hardware))
         written.replace(path)
@@ -48,10 +48,10 @@ def store_profile(hardware: Hardware) -> Path:
 
 
 def stored_profile(device: torch.device, ranks: int) -> Hardware | None:
-    """The profile of this machine for `ranks` processes that compute on devices like `device`; None where none is.
+    """Return this machine's profile for `ranks` processes that compute on devices like `device`; None if not stored.
 
-    Ranks on a CPU share its cores, so that only a profile for as many ranks and threads will do. GPUs have their own:
-    any number of ranks will, the same one first. Raises InputError where a stored file is damaged.
+    Ranks on a CPU share its cores, so their numbers of ranks and threads must match. GPUs do not share theirs, so any
+    number of ranks matches, and the same number is preferred. Raises InputError if a stored file is damaged.
     """
     if device.type not in ("cpu", "cuda"):
         return None
@@ -59,8 +59,8 @@ def stored_profile(device: torch.device, ranks: int) -> Hardware | None:
     if device.type == "cpu":
         wanted = [_stem(name, ranks, torch.get_num_threads())]
     else:
-        found = sorted(path.stem for path in profiles_folder().glob(f"{_slug(name)}-*-ranks-*-threads.json"))
-        wanted = sorted(found, key=lambda stem: f"-{ranks}-ranks-" not in stem)
+        stored = sorted(path.stem for path in profiles_folder().glob(f"{_slug(name)}-*-ranks-*-threads.json"))
+        wanted = sorted(stored, key=lambda stem: f"-{ranks}-ranks-" not in stem)
     for stem in wanted:
         path = profiles_folder() / f"{stem}.json"
         if path.is_file():
@@ -69,7 +69,7 @@ def stored_profile(device: torch.device, ranks: int) -> Hardware | None:
 
 
 def calibrate_command(device: torch.device, ranks: int) -> str:
-    """The command that stores the profile that `stored_profile` looks for."""
+    """Return the command that stores the profile that `stored_profile` looks for."""
     threads = f" --threads {torch.get_num_threads()}" if device.type == "cpu" else ""
     return f"moepass calibrate --device {device.type} --ranks {ranks}{threads}"
 

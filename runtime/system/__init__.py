@@ -1,1 +1,4 @@
-"""Processes, threads, pages and shared memory: the operating system only. Imports no other room."""
+"""System: processes, threads, memory pages and shared memory, through the operating system alone.
+
+Imports no other room.
+"""

@@ -8,14 +8,14 @@ import torch
 
 
 def cpu_info(field: str) -> str | None:
-    """A field of the kernel's description of the first CPU, "model name" for example; None if it has none."""
+    """Return a field of the kernel's description of the first CPU, such as "model name"; None if it has none."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
         return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), None)
     return None
 
 
 def device_name(device: torch.device) -> str:
-    """The name of a CUDA device as its driver has it, or of this machine's CPU."""
+    """Return the name of a CUDA device according to its driver, or of this machine's CPU."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_properties(device).name)
     return cpu_info("model name") or "CPU"

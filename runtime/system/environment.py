@@ -1,4 +1,4 @@
-"""Variables of this process's environment, which libraries read when they are called."""
+"""Environment variables that libraries read at each call."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from contextlib import contextmanager
 
 @contextmanager
 def environment_variable(name: str, value: str) -> Iterator[None]:
-    """In this block the variable has that value, for all threads."""
-    before = os.environ.get(name)
+    """Set the variable in a block, for all threads."""
+    old_value = os.environ.get(name)
     os.environ[name] = value
     try:
         yield
     finally:
         del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
+        if old_value is not None:
+            os.environ[name] = old_value

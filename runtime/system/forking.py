@@ -1,4 +1,4 @@
-"""A forked child gets one error from whatever it calls, since neither threads, locks nor connections come along."""
+"""Errors for forked children, which inherit neither threads, locks nor connections."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moepass.models.errors import MoepassError
 
 
 class ForkedProcessError(MoepassError, RuntimeError):
-    """Something that belongs to process `owner` was used in process `child`, which was forked from it."""
+    """An object of process `owner` was used in process `child`, which was forked from it."""
 
     def __init__(self, owner: int, child: int) -> None:
         super().__init__(
@@ -22,13 +22,13 @@ class ForkedProcessError(MoepassError, RuntimeError):
 
 
 class OwnerProcess:
-    """The process in which this object was made: what belongs to it calls `check` before it takes a lock."""
+    """The process in which this object was made. Its objects call `check` before they take a lock."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
 
     def check(self) -> None:
-        """Raises ForkedProcessError in a forked child."""
+        """Raise ForkedProcessError in a forked child."""
         process = os.getpid()
         if process != self._process:
             raise ForkedProcessError(self._process, process)
@@ -37,8 +37,9 @@ class OwnerProcess:
 def finalize_in_owner(
     item: object, function: Callable[..., object], *arguments: object
 ) -> weakref.finalize[..., object]:
-    """`weakref.finalize`, which also runs when the process ends, but does nothing in a forked child: there it would
-    write to what other processes read.
+    """Return a `weakref.finalize` that does nothing in a forked child, where it would write to shared memory.
+
+    It also runs when the process ends.
     """
     return weakref.finalize(item, _call_in, os.getpid(), function, arguments)
 

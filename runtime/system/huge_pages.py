@@ -1,4 +1,4 @@
-"""Memory in huge pages: large values that are written once, where bringing page after page is felt."""
+"""Memory in huge pages, for large values that are written once, so that page faults would take a noticeable time."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from moepass.runtime.system.libc import libc
 
 
 def empty_in_huge_pages(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """`torch.empty` on a CPU, in huge pages as far as it fills them.
+    """Return `torch.empty` on a CPU, with huge pages for the part that fills them.
 
-    The system takes large memory back whenever a value is freed, and brings zeroed pages again for the next one: 8,000
-    interruptions for 32 MB in pages of 4 KiB, an eighth of the time that experts need to fill it.
+    The system takes large memory back whenever a value is freed, and provides zeroed pages for the next one: 8,000 page
+    faults for 32 MB in pages of 4 KiB, an eighth of the time that experts need to fill it.
     """
     memory = torch.empty(shape, dtype=dtype)
     use_huge_pages(memory.data_ptr(), memory.nbytes)
@@ -24,10 +24,10 @@ def empty_in_huge_pages(shape: Sequence[int], dtype: torch.dtype) -> torch.Tenso
 
 
 def use_huge_pages(address: int, nbytes: int) -> None:
-    """Let the system use huge pages inside of [address, address + nbytes) where it can.
+    """Let the system use huge pages inside [address, address + nbytes) where it can.
 
-    A byte that is touched there takes a whole huge page; memory outside is not concerned. Where the system has no huge
-    pages, or none to give, pages stay small.
+    Writing one byte there allocates a whole huge page. Memory outside is not affected. Pages stay small if the system
+    has no huge pages, or none left.
     """
     size = _huge_page_bytes()
     if size is None or nbytes < size:
@@ -38,9 +38,9 @@ def use_huge_pages(address: int, nbytes: int) -> None:
 
 
 def advise(address: int, nbytes: int, advice: int) -> None:
-    """Tell Linux what comes of any memory of this process; the mmap module does so for its own only.
+    """Give Linux advice on any memory of this process; the mmap module can do that for its own memory only.
 
-    Advice that the kernel does not know changes nothing.
+    Advice that the kernel does not support has no effect.
     """
     libc().madvise(address, nbytes, advice)
 

@@ -1,4 +1,4 @@
-"""Taking turns: threads wait for each other, and a thread that would wait for itself gets an error."""
+"""A lock that raises an error in a thread that would wait for itself."""
 
 from __future__ import annotations
 
@@ -10,22 +10,25 @@ from moepass.models.errors import InputError
 
 
 class NonReentrantLock:
-    """One turn at a time, of all threads of a process."""
+    """A lock between threads of a process.
+
+    Args:
+        busy: The error message for a thread that takes the lock while it has it.
+    """
 
     def __init__(self, busy: str) -> None:
-        """`busy` is what a thread is told that asks for a turn inside its own."""
         self._busy = busy
-        # Reentrant, so that a thread finds out that it has the turn already.
+        # Reentrant, so that `check` can raise an error in a thread that has the lock already.
         self._lock = threading.RLock()
         self._owner: int | None = None
 
     @contextlib.contextmanager
     def take(self) -> Iterator[None]:
-        """A turn, once no other thread has it. Raises InputError where this thread has it already."""
+        """Hold the lock in a block, as its owner. Raises InputError if this thread is the owner already."""
         with self.pause():
             self.check()
             try:
-                # A signal handler may take a turn of its own before this line, and after the last one.
+                # A signal handler may take and return the lock before this line, and after the last one.
                 self._owner = threading.get_ident()
                 yield
             finally:
@@ -33,11 +36,11 @@ class NonReentrantLock:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Hold the lock without starting a turn."""
+        """Hold the lock in a block, without becoming its owner: no other thread can take it."""
         with self._lock:
             yield
 
     def check(self) -> None:
-        """Inside `pause`: raises InputError where this is a turn of this thread."""
+        """Raise InputError if this thread is the owner. Call it inside `pause`."""
         if self._owner is not None:
             raise InputError(self._busy)

@@ -1,6 +1,6 @@
-"""Files that this user's processes keep for later ones: written whole, and read only if they are his.
+"""Files that processes of this user store for later ones: written atomically, and read only if this user wrote them.
 
-What belongs to somebody else, or can be written by others, is not read.
+Files that belong to another user, or that others can write, are not read.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from pathlib import Path
 from moepass.models.errors import InputError
 
 FOLDER_VARIABLE = "MOEPASS_CACHE_DIR"
-# What a process that was killed began to write.
+# The suffix of files that were not written completely, because the process was killed.
 UNFINISHED_SUFFIX = ".part"
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class UnusableFileError(Exception):
-    """A file or a folder is not what this user wrote; the text says why."""
+    """A file or a folder was not written by this user, or is damaged; the text says why."""
 
 
 def find_cache_folder() -> Path | None:
-    """The folder that the environment names, else one beside Inductor's cache.
+    """Return the folder of MOEPASS_CACHE_DIR, else a folder in Inductor's cache.
 
-    None where nothing is to be kept: the variable is empty, or torch's own caches are off.
+    Returns None if nothing may be stored: the variable is empty, or torch's own caches are off.
     """
-    given = os.environ.get(FOLDER_VARIABLE)
-    if given == "":
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if folder == "":
         return None
     import torch
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     if torch.compiler.config.force_disable_caches:
         return None
-    # Only a shell expands what it finds at the beginning of a word; services and containers have none.
-    return Path(os.path.expanduser(given or os.path.join(cache_dir(), "moepass"))).absolute()
+    # A shell would expand `~`, but services and containers start without one.
+    return Path(os.path.expanduser(folder or os.path.join(cache_dir(), "moepass"))).absolute()
 
 
 def write_own(path: Path, content: bytes) -> None:
-    """Write a file, complete under its name or not at all, whoever else writes or reads it now. Makes its folder.
+    """Write a file atomically, even if other processes write or read it now. Makes its folder.
 
-    Raises UnusableFileError for a folder of somebody else, and OSError.
+    Raises UnusableFileError if the folder belongs to another user, and OSError.
     """
-    with contextlib.suppress(FileExistsError):  # which also says that a file is there
+    with contextlib.suppress(FileExistsError):  # raised for a file, too
         path.parent.mkdir(mode=0o700, parents=True)
     check_own_folder(path.parent)
     number, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=UNFINISHED_SUFFIX)
@@ -62,17 +62,17 @@ def write_own(path: Path, content: bytes) -> None:
 
 
 def read_own(path: Path, most_bytes: int) -> bytes:
-    """Raises UnusableFileError, also for a file of more than `most_bytes`."""
+    """Return the content of a file. Raises UnusableFileError, also for a file of more than `most_bytes`."""
     try:
         number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            # The checks are of the file that is open, whatever takes its name meanwhile.
-            known = os.fstat(number)
-            if not stat.S_ISREG(known.st_mode):
-                raise UnusableFileError("it is no ordinary file")
-            _check_own(known, "it")
-            if known.st_size > most_bytes:
-                raise UnusableFileError(f"it has {known.st_size} bytes; the limit is {most_bytes}")
+            # Check the open file: another file may get its name at the same time.
+            status = os.fstat(number)
+            if not stat.S_ISREG(status.st_mode):
+                raise UnusableFileError("it is not a regular file")
+            _check_own(status, "it")
+            if status.st_size > most_bytes:
+                raise UnusableFileError(f"it has {status.st_size} bytes; the limit is {most_bytes}")
             with open(number, "rb", closefd=False) as file:
                 return file.read()
         finally:
@@ -83,7 +83,7 @@ def read_own(path: Path, most_bytes: int) -> bytes:
 
 
 def remove_files(paths: Iterable[Path]) -> None:
-    """Raises InputError where one cannot be removed. A file that is gone already is no error."""
+    """Remove files, if they exist. Raises InputError if one cannot be removed."""
     for path in paths:
         try:
             path.unlink(missing_ok=True)
@@ -92,15 +92,19 @@ def remove_files(paths: Iterable[Path]) -> None:
 
 
 def check_own_folder(folder: Path) -> None:
-    """Raises UnusableFileError, and OSError for a folder that is not there."""
-    known = folder.stat()
-    if not stat.S_ISDIR(known.st_mode):
+    """Raise UnusableFileError if the folder is not this user's, and OSError if it does not exist."""
+    status = folder.stat()
+    if not stat.S_ISDIR(status.st_mode):
         raise UnusableFileError("it is a file, not a folder")
-    _check_own(known, "the folder")
+    _check_own(status, "the folder")
 
 
-def _check_own(known: os.stat_result, what: str) -> None:
-    if known.st_uid != os.geteuid():
-        raise UnusableFileError(f"{what} belongs to user {known.st_uid}, not to {os.geteuid()}, who runs this")
-    if known.st_mode & _OTHERS_MAY_WRITE:
-        raise UnusableFileError(f"{what} can be written by others (mode {stat.S_IMODE(known.st_mode):o}, expected 700)")
+def _check_own(status: os.stat_result, subject: str) -> None:
+    if status.st_uid != os.geteuid():
+        raise UnusableFileError(
+            f"{subject} belongs to user {status.st_uid}, not to user {os.geteuid()}, who runs this process"
+        )
+    if status.st_mode & _OTHERS_MAY_WRITE:
+        raise UnusableFileError(
+            f"{subject} can be written by other users (mode {stat.S_IMODE(status.st_mode):o}, expected 700)"
+        )

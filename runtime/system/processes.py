@@ -1,4 +1,4 @@
-"""Other processes of this machine, and whether they are still there."""
+"""Other processes of this machine, and whether they still run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from moepass.models.errors import MoepassError
 
 
 class ProcessError(MoepassError, RuntimeError):
-    """A process cannot be told or watched."""
+    """A process cannot be identified or watched."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ProcessIdentity:
-    """A process that is there now. `machine` is equal for processes that see each other's numbers: one boot of one
-    kernel, one namespace of processes.
+    """A process that runs now.
+
+    Attributes:
+        machine: Equal for processes that see each other's ids: one boot of one kernel, one namespace of processes.
     """
 
     machine: str
@@ -30,31 +32,31 @@ class ProcessIdentity:
 
 
 def this_process() -> ProcessIdentity:
-    """Raises ProcessError where there is no /proc, which is everywhere but on Linux."""
+    """Return the identity of this process. Raises ProcessError on systems without /proc, that is, outside Linux."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         namespace = os.stat("/proc/self/ns/pid").st_ino
     except OSError as error:
         raise ProcessError(
-            "machines are told apart by /proc, which this system does not have; it needs Linux"
+            "this system has no /proc, by which processes of several machines are distinguished; run on Linux"
         ) from error
     return ProcessIdentity(f"{socket.gethostname()} (boot {boot}, process namespace {namespace})", os.getpid())
 
 
 class ProcessWatch:
-    """Tells which of some processes are gone, in one system call where the kernel has handles of processes.
+    """Reports which of some processes have ended, in one system call if the kernel has process descriptors.
 
-    psutil alone would take 30 to 70 microseconds for each process in every run.
+    psutil alone would take 30 to 70 microseconds per process in every run.
     """
 
     def __init__(self) -> None:
         self._watched: dict[int, psutil.Process] = {}
-        # By descriptor, which becomes readable as its process ends: the keys of processes that have one.
+        # Keys of processes by process descriptor, which becomes readable when the process ends.
         self._handles: dict[int, int] = {}
         self._gone: set[int] = set()
 
     def add(self, key: int, process: ProcessIdentity) -> None:
-        """Watch `process` of this machine as number `key`; again does no harm."""
+        """Watch `process` of this machine as number `key`. Adding it again does nothing."""
         if key in self._watched and self._watched[key].pid == process.pid:
             return
         try:
@@ -69,14 +71,14 @@ class ProcessWatch:
                 weakref.finalize(self, os.close, handle)
 
     def gone(self) -> set[int]:
-        """The numbers, as given to `add`, of processes that have ended, in whatever way."""
-        # An object of its own for each call: threads may ask at once.
+        """Return the keys of processes that have ended, normally or not."""
+        # Threads may call this at the same time, so each call has its own object.
         poll = select.poll()
         for handle in self._handles:
             poll.register(handle, select.POLLIN)
         self._gone.update(self._handles[handle] for handle, _ in poll.poll(0))
-        others = self._watched.keys() - self._handles.values()
-        self._gone.update(key for key in others if _has_ended(self._watched[key]))
+        without_handle = self._watched.keys() - self._handles.values()
+        self._gone.update(key for key in without_handle if _has_ended(self._watched[key]))
         return set(self._gone)
 
 

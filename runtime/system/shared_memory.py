@@ -1,7 +1,8 @@
-"""Memory that other processes of this machine can map, and that cannot be left behind.
+"""Memory that other processes of this machine can map, and that is freed with the last process that uses it.
 
-A segment has no name in any file system: it is a descriptor of the process that made it (`memfd_create`), which others
-open through /proc/PID/fd/DESCRIPTOR. The kernel frees it with the last process that has it mapped, however that ends.
+A segment has no name in any file system: it is a descriptor of the process that made it (`memfd_create`), which other
+processes open through /proc/PID/fd/DESCRIPTOR. The kernel frees it when no process has it open or mapped, even if
+processes crash.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ import torch
 from moepass.models.errors import MoepassError
 from moepass.runtime.system.processes import ProcessIdentity, this_process
 
-# Parts of a segment that are mapped one by one start at multiples of this.
+# Ranges of a segment can be mapped from multiples of this on.
 PAGE_BYTES = mmap.ALLOCATIONGRANULARITY
 
 
 def in_pages(nbytes: int) -> int:
-    """`nbytes`, up to the end of their last page."""
+    """Return `nbytes` rounded up to complete pages."""
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 class SharedMemoryError(MoepassError, RuntimeError):
-    """A segment cannot be made, or not be opened where it should be."""
+    """A segment cannot be made, opened or mapped."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SegmentAddress:
-    """The address of a segment: a descriptor of a process, and a check that it is the right one."""
+    """The address of a segment: a descriptor of a process, with its inode to check that it is the right one."""
 
     process: ProcessIdentity
     descriptor: int
@@ -41,27 +42,27 @@ class SegmentAddress:
 
 
 class SharedSegment:
-    """An open segment of `nbytes`, all zero at first. What is mapped stays mapped when this object is gone.
+    """An open segment of `nbytes`, all zero at first. Mapped memory stays mapped when this object is deleted.
 
-    Only the process that made a segment may write to it; a write to a part that was opened ends the process.
+    Only the process that made a segment may write to it; a write to an opened segment ends the process.
+    Use `create_segment` or `open_segment` to make one: the object owns its `descriptor`.
     """
 
     def __init__(self, descriptor: int, nbytes: int, is_owner: bool) -> None:
-        """Takes over `descriptor`; use `create_segment` or `open_segment`."""
         self.nbytes = nbytes
         self.is_owner = is_owner
         self._descriptor = descriptor
         self._close = weakref.finalize(self, os.close, descriptor)
 
     def address(self) -> SegmentAddress:
-        """The address by which another process opens this segment, while this object lives in this process."""
+        """Return the address by which another process opens this segment. Valid while this object exists."""
         return SegmentAddress(this_process(), self._descriptor, os.fstat(self._descriptor).st_ino, self.nbytes)
 
     def map_privately(self, offset: int, nbytes: int) -> mmap.mmap:
-        """Bytes [offset, offset + nbytes) as they are now, to read and to write.
+        """Return a private, writable mapping of bytes [offset, offset + nbytes).
 
-        Unwritten pages are those of the segment, and cost nothing; what is written here is seen here alone. Raises
-        SharedMemoryError as `map`.
+        Pages that are not written are those of the segment and take no memory; writes are visible here alone. Raises
+        SharedMemoryError like `map`.
         """
         self._check_range(offset, nbytes)
         access = mmap.PROT_READ | mmap.PROT_WRITE
@@ -71,16 +72,16 @@ class SharedSegment:
             raise SharedMemoryError(f"{nbytes} bytes of shared memory cannot be mapped: {error.strerror}") from error
 
     def map(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Bytes [offset, offset + nbytes) as a flat uint8 tensor in memory of its own, which is unmapped with it.
+        """Return bytes [offset, offset + nbytes) as a flat uint8 tensor, which unmaps them when it is deleted.
 
-        `offset` is a multiple of PAGE_BYTES. Raises SharedMemoryError where the range leaves the segment or cannot be
+        `offset` is a multiple of PAGE_BYTES. Raises SharedMemoryError if the range leaves the segment or cannot be
         mapped.
         """
         self._check_range(offset, nbytes)
         with torch.inference_mode(False):  # inference tensors have no version counter
             if nbytes == 0:
                 return torch.empty(0, dtype=torch.uint8)
-            # All pages at once: the first run must not pay for them one by one.
+            # Map all pages now, so that the first run has no page faults.
             flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
             access = mmap.PROT_READ | (mmap.PROT_WRITE if self.is_owner else 0)
             try:
@@ -91,7 +92,7 @@ class SharedSegment:
                 ) from error
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="The given buffer is not writable")
-                # The tensor holds the mapping, which ends with its last reference.
+                # The tensor holds the only reference to the mapping.
                 return torch.frombuffer(mapped, dtype=torch.uint8)
 
     def _check_range(self, offset: int, nbytes: int) -> None:
@@ -103,13 +104,13 @@ class SharedSegment:
 
 
 def create_segment(nbytes: int, label: str) -> SharedSegment:
-    """A segment of `nbytes`, zeroed; its pages are taken as they are mapped. `label` is for people who read /proc.
+    """Return a zeroed segment of `nbytes`; pages are allocated when they are mapped. `label` is shown in /proc.
 
-    Raises SharedMemoryError where the platform has no memory without a name.
+    Raises SharedMemoryError if the platform has no anonymous shared memory.
     """
     if not hasattr(os, "memfd_create"):
-        raise SharedMemoryError("this platform has no memfd_create, which shared shards need; they work on Linux only")
-    import fcntl  # not there on every platform, and home `host` must work there
+        raise SharedMemoryError("this platform has no memfd_create, which shared shards need; run on Linux")
+    import fcntl  # missing on platforms where home `host` must work
 
     try:
         descriptor = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -117,13 +118,13 @@ def create_segment(nbytes: int, label: str) -> SharedSegment:
         raise SharedMemoryError(f"a segment of {nbytes} bytes cannot be made: {error.strerror}") from error
     segment = SharedSegment(descriptor, nbytes, is_owner=True)
     os.ftruncate(descriptor, nbytes)
-    # Whoever maps it must never read behind a new end.
+    # A process that maps the segment must never read beyond a new end.
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     return segment
 
 
 def open_segment(address: SegmentAddress) -> SharedSegment:
-    """The segment that another process made, to be read. Raises SharedMemoryError where it is not there any more."""
+    """Return the segment of another process, for reading. Raises SharedMemoryError if it no longer exists."""
     process = address.process
     path = f"/proc/{process.pid}/fd/{address.descriptor}"
     try:
@@ -136,14 +137,14 @@ def open_segment(address: SegmentAddress) -> SharedSegment:
     except OSError as error:
         raise SharedMemoryError(f"process {process.pid} is gone, or has closed its shared memory") from error
     segment = SharedSegment(descriptor, address.nbytes, is_owner=False)
-    found = os.fstat(descriptor)
-    if found.st_ino != address.inode:
+    status = os.fstat(descriptor)
+    if status.st_ino != address.inode:
         raise SharedMemoryError(
             f"process {process.pid} is gone or has closed its shared memory; descriptor {address.descriptor} is "
-            "something else now"
+            "another file now"
         )
-    if found.st_size != address.nbytes:
+    if status.st_size != address.nbytes:
         raise SharedMemoryError(
-            f"the shared memory of process {process.pid} has {found.st_size} bytes, not {address.nbytes}"
+            f"the shared memory of process {process.pid} has {status.st_size} bytes, not {address.nbytes}"
         )
     return segment

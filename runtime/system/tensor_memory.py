@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-# The storage that a tensor lies in, and where in it. Unique only while a StorageWeakRef to that storage exists.
+# The storage of a tensor and its offset in it. Unique only while a StorageWeakRef to that storage exists.
 Memory = tuple[int, int]
 
 # [Empirical] Bytes of each of the three pieces of a sample: 200 tensors are read in a quarter of a millisecond.
@@ -15,13 +15,14 @@ _PIECE_BYTES = 96
 
 
 def memory_of(tensor: torch.Tensor) -> Memory:
+    """Return the identity of the tensor's memory."""
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 def sampled_bytes(tensor: torch.Tensor) -> bytes:
-    """Some bytes of a tensor on a CPU, from its first to its last: a few hundred, or all of a smaller one.
+    """Return some bytes of a tensor on a CPU, from its first to its last: a few hundred, or all of a smaller one.
 
-    Read past torch, whose operators take several times as long for so little.
+    Reads the memory directly, because torch's operators take several times as long for so few bytes.
     """
     nbytes, address = _extent_bytes(tensor), tensor.data_ptr()
     if nbytes <= 3 * _PIECE_BYTES:
@@ -32,7 +33,7 @@ def sampled_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def _extent_bytes(tensor: torch.Tensor) -> int:
-    """Bytes from the first element of a tensor to the end of the last, in memory."""
+    """Return the bytes from the first element of a tensor to the end of the last, in memory."""
     if tensor.is_contiguous():
         return tensor.nbytes
     steps = zip(tensor.shape, tensor.stride(), strict=True)
@@ -40,12 +41,12 @@ def _extent_bytes(tensor: torch.Tensor) -> int:
 
 
 def offset_bytes(tensor: torch.Tensor) -> int:
-    """Bytes from the beginning of a tensor's storage to its first element."""
+    """Return the bytes from the beginning of a tensor's storage to its first element."""
     return int(tensor.storage_offset()) * tensor.itemsize
 
 
 def as_extent(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory from the first element of a tensor to its last, as a flat tensor of the same type."""
+    """Return the memory from the first element of a tensor to its last, as a flat tensor of the same type."""
     elements = 0 if tensor.numel() == 0 else _extent_bytes(tensor) // tensor.itemsize
     return tensor.as_strided((elements,), (1,))
 
@@ -57,6 +58,6 @@ def tensor_in_storage(
     shape: Sequence[int],
     strides: Sequence[int],
 ) -> torch.Tensor:
-    """A tensor in memory that is there. Raises RuntimeError where it would not fit."""
+    """Return a tensor in existing memory. Raises RuntimeError if it would not fit."""
     empty = torch.empty(0, dtype=dtype, device=storage.device)
     return empty.set_(storage, offset_bytes // dtype.itemsize, tuple(shape), tuple(strides))

@@ -1,4 +1,4 @@
-"""Who can reach a tensor's memory."""
+"""Finding out what else references a tensor's memory."""
 
 from __future__ import annotations
 
@@ -10,20 +10,17 @@ import torch
 
 
 def are_only_users(tensors: Sequence[torch.Tensor]) -> bool:
-    """True where nothing but `tensors` themselves can reach their memory; False also where that is not known.
-
-    They may lie in one memory.
-    """
+    """Return whether only `tensors`, which may share memory, reference their memory; False if that is unknown."""
     if not all(type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.numel() for tensor in tensors):
         return False
     if any(tensor.is_conj() or tensor.is_neg() for tensor in tensors):
         return False
-    # What `share_memory_()` moved is resizable as before, and other processes have it. On CUDA it says nothing.
+    # Memory of `share_memory_()` is still resizable, but other processes have it. On CUDA is_shared is always true.
     if any(tensor.device.type == "cpu" and tensor.is_shared() for tensor in tensors):
         return False
     if not hasattr(torch.Tensor, "_use_count") or not hasattr(torch._C, "_storage_Use_Count"):
         return False
-    # Handles of torch's own count too, in a way of its version: compare with a tensor that nobody else has.
+    # Torch's own references count too, differently in each version: compare with a tensor that has no other users.
     alone = torch.empty(1, device=tensors[0].device)
     if any(_holders(tensor) != _holders(alone) for tensor in tensors):
         return False
@@ -32,7 +29,7 @@ def are_only_users(tensors: Sequence[torch.Tensor]) -> bool:
         of_storage[tensor.untyped_storage()._cdata].append(tensor)
     expected = _users_of_memory(alone)
     return all(
-        # Not resizable: numpy or a file has that memory too.
+        # Memory that is not resizable belongs to numpy or a file.
         together[0].untyped_storage().resizable()
         and _users_of_memory(together[0]) == (expected[0] + len(together) - 1, expected[1])
         for together in of_storage.values()
@@ -40,11 +37,11 @@ def are_only_users(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _holders(tensor: torch.Tensor) -> int:
-    """How many hold the tensor outside Python, Python itself included."""
+    """Return the number of references to the tensor outside Python; Python itself counts as one."""
     return int(tensor._use_count())  # type: ignore[attr-defined]
 
 
 def _users_of_memory(tensor: torch.Tensor) -> tuple[int, int]:
-    """How many hold its storage, and how many the storage's object in Python."""
+    """Return the number of references to its storage, and to the storage's Python object."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)

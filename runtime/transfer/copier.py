@@ -1,34 +1,43 @@
-"""The device-specific part of a ring: how bytes are copied into a slot beside the computation, and how to wait for
-them.
-"""
+"""The copier of a ring: starts copies into slots while the computation runs, and waits for them."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections import deque
 from collections.abc import Callable
 
 import torch
 
+from moepass.passes.ir.timeline import COMPUTE
+from moepass.runtime.transfer.copying import CopyThread, DecodeAction, Decoder, SlotCopy
+from moepass.runtime.transfer.lanes import Lane
 from moepass.runtime.transfer.learned_order import Fetch
+from moepass.runtime.transfer.link import Link
+from moepass.runtime.transfer.recording import Moment, current_recording, seconds_between
+from moepass.runtime.transfer.transports import Transport
 
-# Writes the bytes of the slot from the bytes of the link; both flat uint8.
-Decoder = Callable[[torch.Tensor, torch.Tensor], None]
-# Seconds of one wait for a bank; on CUDA known only once it is over.
+_HOST, _REAL_LINK = Transport("host"), Link()
+
+# Returns the seconds that the computation waited for one bank; on CUDA only once the wait is over.
 Wait = Callable[[], float]
 
 
 @dataclasses.dataclass
 class RingStatistics:
-    """What a ring did since it was made. `waited_seconds` is the exposed time: how long the computation waited for
-    banks, on a CPU by the host's clock, on CUDA by events of the compute stream.
+    """Counts and times of a ring since it was made.
 
-    `copied_bytes` went into slots or the encoded buffer; `link_bytes` of them came over the link, the others from this
-    rank's own shards. `decodes` counts the banks that were decoded.
-    With home `hybrid`, `staged_bytes` of what runs have used came from staging buffers, `unstaged_bytes` from host
-    memory.
-
-    Slots that a run has done with are filled for the next run while this one ends: `ahead_used` of these copies were
-    what the next run asked for, `ahead_wasted` were not.
+    Attributes:
+        copies: Copies started, into slots or into the encoded buffer.
+        copied_bytes: Bytes of these copies.
+        link_bytes: Those of `copied_bytes` that came over the link; the others are of this rank's own shards.
+        decodes: Banks decoded.
+        waited_seconds: The exposed time: how long the computation waited for banks, by the host's clock on a CPU and
+            by events of the compute stream on CUDA.
+        ahead_used: Copies started at the end of a run, for the next run, which that run then asked for.
+        ahead_wasted: Such copies that the next run did not ask for.
+        staged_bytes: Bytes that runs used from staging buffers, with home `hybrid`.
+        unstaged_bytes: Bytes that runs used directly from host memory, with home `hybrid`.
     """
 
     copies: int = 0
@@ -43,42 +52,106 @@ class RingStatistics:
 
 
 class Copier:
-    """Fills slots in the order of `submit`, later than all copies before.
+    """Fills slots on `lane` in the order of `submit`.
 
-    `filled` is what `submit` gave; an event is what `event` gave, or None for "at once".
+    Copies that need the host (files, gathers, staging buffers) and all copies on a CPU run on `thread`. Without a
+    thread, `submit` itself issues the copy to the stream of the lane; an emulated link needs a thread.
     """
 
-    def submit(self, fetch: Fetch, target: torch.Tensor, after: object) -> object:
-        """Bring `fetch` into `target`, flat uint8, once the event `after` has happened; gives `filled`.
+    def __init__(
+        self,
+        lane: Lane,
+        transport: Transport = _HOST,
+        thread: CopyThread | None = None,
+        link: Link = _REAL_LINK,
+    ) -> None:
+        self._lane = lane
+        self._transport = transport
+        self._thread = thread
+        self._link = link
+        # Copies and decodes that no run has waited for yet.
+        self._pending: list[SlotCopy] = []
+        # The moments at which the computation began to wait, and at which it went on.
+        self._waits: deque[tuple[Moment, Moment]] = deque()
 
-        The target is a slot, or the encoded buffer, from which `decode` goes on.
+    def submit(self, fetch: Fetch, target: torch.Tensor, after: object) -> SlotCopy:
+        """Start to copy `fetch` into `target`, flat uint8, once the moment `after` of `event` has passed.
+
+        The target is a slot, or the encoded buffer, which `decode` reads.
         """
-        raise NotImplementedError
+        return self._start(self._transport.copy(fetch.bank, fetch.sources, target, self._lane, after))
 
-    def decode(self, copied: object, decoder: Decoder, link: torch.Tensor, slot: torch.Tensor) -> object:
-        """Fill `slot` by `decoder` from `link`, once `copied`, the last copy that was submitted, has filled that. Gives
-        `filled`, which replaces `copied` from now on.
+    def decode(self, copied: SlotCopy, decoder: Decoder, encoded: torch.Tensor, slot: torch.Tensor) -> SlotCopy:
+        """Start to fill `slot` by `decoder` from `encoded`, which the last submitted copy, `copied`, fills.
+
+        The returned copy replaces `copied`: a wait for it is a wait for both.
         """
-        raise NotImplementedError
+        self._pending.remove(copied)
+        decode = SlotCopy((), slot, copied.label, DecodeAction(copied, decoder, encoded), self._lane)
+        decode.abandoned = copied.abandoned
+        return self._start(decode)
 
-    def wait(self, filled: object, statistics: RingStatistics) -> Wait:
-        """Make all work issued from now on wait for `filled`. Raises CopyError if the copy failed."""
-        raise NotImplementedError
+    def _start(self, copy: SlotCopy) -> SlotCopy:
+        if self._thread is None:
+            copy.perform(self._link)
+            copy.finished.set()
+        else:
+            self._thread.submit(copy)
+        self._pending.append(copy)
+        recording = current_recording()
+        if recording is not None:
+            recording.add_copy(copy, self._link.is_emulated)
+        return copy
+
+    def wait(self, copy: SlotCopy, statistics: RingStatistics) -> Wait:
+        """Delay all computation issued from now on until `copy` has filled its slot.
+
+        Raises CopyError, or PeerError for a gather, if the copy failed.
+        """
+        started = self._lane.mark_computation()
+        copy.wait()
+        self._lane.delay_computation(copy.filled)
+        ended = self._lane.mark_computation()
+        self._waits.append((started, ended))
+        self.settle(statistics)
+        statistics.staged_bytes += copy.staged_bytes
+        statistics.unstaged_bytes += copy.unstaged_bytes
+        self._pending.remove(copy)
+        recording = current_recording()
+        if recording is not None:
+            # The copy may have been started before the recording.
+            recording.add_copy(copy, self._link.is_emulated)
+            recording.add("wait", copy.label, COMPUTE, started, ended)
+        return functools.partial(seconds_between, started, ended)
 
     def event(self) -> object:
-        """An event that fires when all work issued so far is done."""
-        raise NotImplementedError
+        """Return the moment at which all computation issued so far is done."""
+        return self._lane.mark_computation()
 
-    def abandon(self, filled: object) -> None:
-        """Let go of a copy that no run will wait for."""
-        raise NotImplementedError
+    def abandon(self, copy: SlotCopy) -> None:
+        """Drop a copy that no run will wait for."""
+        copy.abandon()
+        self._pending.remove(copy)
 
     def quiesce(self) -> None:
-        """Return once all copies have ended, and no work that was issued so far, on any stream, reads a slot."""
-        raise NotImplementedError
+        """Return once all copies have ended and no computation issued so far, on any stream, reads a slot."""
+        for copy in self._pending:
+            copy.abandon()
+        for copy in self._pending:
+            copy.finished.wait()
+        self._pending.clear()
+        self._lane.synchronize()
 
     def close(self) -> None:
-        """The ring goes: return once nobody uses its memory who does not keep it. May be called in any thread."""
+        """Return once all users of the ring's memory that hold no reference to it are done; in any thread."""
+        if self._lane.is_synchronous:
+            return
+        # This may be the copy thread, which cannot wait for its own copies. They hold the memory that they use.
+        for copy in self._pending:
+            copy.abandon()
+        self._lane.synchronize()
 
     def settle(self, statistics: RingStatistics) -> None:
-        """Add the waits that have ended since the last call to `statistics`."""
+        """Add the waits that have ended since the last call to `statistics`, without waiting for the others."""
+        while self._waits and self._lane.has_passed(self._waits[0][1]):
+            statistics.waited_seconds += seconds_between(*self._waits.popleft())

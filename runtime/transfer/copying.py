@@ -1,126 +1,187 @@
-"""A copy thread: fills slots in the background, one copy after the other, sliced so that it can be abandoned."""
+"""Copies into slots: the record of one copy, its action, and the thread that performs copies in the background."""
 
 from __future__ import annotations
 
-import itertools
+import abc
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 
 from moepass.models.errors import MoepassError
-from moepass.passes.machine.times import SLICE_BYTES as SLICE_BYTES
-from moepass.passes.machine.times import stream_slice_bytes
 from moepass.runtime.system.background import run_in_background
 from moepass.runtime.system.forking import OwnerProcess
-from moepass.runtime.transfer.copier import Decoder
+from moepass.runtime.transfer.lanes import HOST_LANE, Lane
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.recording import Moment
-from moepass.runtime.transfer.sources import Source, whole
+from moepass.runtime.transfer.slicing import check_slot
+from moepass.runtime.transfer.sources import Source
+
+# Writes the bytes of a slot (second argument) from the bytes that the link carried (first); both are flat uint8.
+Decoder = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 class CopyError(MoepassError, RuntimeError):
-    """A bank could not be brought into its slot."""
+    """A bank could not be copied into its slot."""
 
 
-class PendingCopy:
-    """One copy: queued, running or finished. `wait` gives what went wrong, to the thread that needs the bytes.
+class Action(abc.ABC):
+    """The work of a copy: how its slot is filled."""
 
-    A tensor as `sources` stands for all of its bytes, to the start of the slot. With home `hybrid`, `staged_bytes` came
-    from staging buffers so far, and `unstaged_bytes` from host memory.
+    @abc.abstractmethod
+    def fill(self, copy: SlotCopy, link: Link) -> None:
+        """Fill the slot of `copy` on its lane, unless the copy is abandoned; `link` may be an emulated one."""
+
+    def raise_error(self, label: str, error: BaseException) -> NoReturn:
+        """Raise `error`, by which the copy of bank `label` failed, in the thread that waits for the copy."""
+        if isinstance(error, CopyError):
+            raise error
+        raise CopyError(
+            f"bank {label} could not be copied into its slot: {error}",
+            name=label,
+            path=getattr(error, "path", None),
+            rank=getattr(error, "rank", None),
+            ranks=getattr(error, "ranks", None),
+        ) from error
+
+
+class CopyAction(Action):
+    """Copies the bytes of all sources, slice by slice."""
+
+    def fill(self, copy: SlotCopy, link: Link) -> None:
+        """Copy all sources, and take the time of an emulated link. Raises ValueError if a piece does not fit."""
+        copy.check_bounds()
+        started = time.perf_counter()
+        if copy.bring(copy.sources):
+            copy.wait_for_link(link, started)
+
+
+COPY_BYTES = CopyAction()
+
+
+class DecodeAction(Action):
+    """Fills the slot by `decoder` from the bytes at `encoded`, once the copy `copied` has brought them."""
+
+    def __init__(self, copied: SlotCopy, decoder: Decoder, encoded: torch.Tensor) -> None:
+        self._copied = copied
+        self._decoder = decoder
+        self._encoded = encoded
+
+    def fill(self, copy: SlotCopy, link: Link) -> None:
+        """Decode once the copy is finished. Raises the error of the copy if that failed."""
+        self._copied.wait()
+        if not copy.abandoned.is_set():
+            self._decoder(self._encoded, copy.slot)
+
+
+class SlotCopy:
+    """One copy into a slot: queued, running or finished.
+
+    Attributes:
+        sources: The memory or files to read. Empty for a decode.
+        slot: Flat uint8.
+        label: The name of the bank, for errors and timelines.
+        after: The moment at which the slot is free. None if it is free already.
+        abandoned: Set once no run needs the bytes; `finished` follows soon.
+        finished: Set once the thread has done its part. On a stream the bytes may arrive later: see `filled`.
+        performed: The moments at which the copy began and ended, on its lane. None until then.
+        error: The error by which the copy failed.
+        staged_bytes: Bytes that came from staging buffers, with home `hybrid`.
+        unstaged_bytes: Bytes that came from host memory, with home `hybrid`.
     """
 
-    staged_bytes = 0
-    unstaged_bytes = 0
-
-    def __init__(self, sources: torch.Tensor | Sequence[Source], slot: torch.Tensor, label: str) -> None:
-        self.sources = (whole(sources),) if isinstance(sources, torch.Tensor) else tuple(sources)
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        slot: torch.Tensor,
+        label: str,
+        action: Action = COPY_BYTES,
+        lane: Lane = HOST_LANE,
+        after: object = None,
+    ) -> None:
+        self.sources = tuple(sources)
         self.slot = slot
         self.label = label
+        self.action = action
+        self.lane = lane
+        self.after = after
+        self.abandoned = threading.Event()
         self.finished = threading.Event()
-        # When it began and ended: in the copy thread, of `time.perf_counter`, or on a stream; for recordings.
         self.performed: tuple[Moment, Moment] | None = None
         self.error: BaseException | None = None
-        self.abandoned = threading.Event()
+        self.staged_bytes = 0
+        self.unstaged_bytes = 0
+
+    @property
+    def filled(self) -> Moment:
+        """The moment at which the slot is full, of a copy that is finished."""
+        assert self.performed is not None, "the copy is finished"
+        return self.performed[1]
 
     def abandon(self) -> None:
-        """Nobody needs the bytes any more; `finished` follows soon."""
+        """Stop the copy as soon as possible: no run needs its bytes."""
         self.abandoned.set()
 
     def end(self) -> None:
-        """Block until nothing is written to the slot any more, whatever became of the copy."""
+        """Block until nothing is written to the slot any more, whether the copy succeeded or not."""
         self.finished.wait()
+        self.lane.wait_on_host(self.filled)
 
     def wait(self) -> None:
-        """Block until the copy thread has done its part. Raises CopyError where the copy failed."""
+        """Block until the copy is finished. Raises CopyError, or PeerError for a gather, if it failed."""
         self.finished.wait()
-        if isinstance(self.error, CopyError):
-            raise self.error
         if self.error is not None:
-            raise CopyError(
-                f"bank {self.label} could not be copied into its slot: {self.error}",
-                name=self.label,
-                path=getattr(self.error, "path", None),
-                rank=getattr(self.error, "rank", None),
-                ranks=getattr(self.error, "ranks", None),
-            ) from self.error
+            self.action.raise_error(self.label, self.error)
 
     def perform(self, link: Link) -> None:
-        """Fill the slot, here and now, unless the copy is abandoned. Raises ValueError where a piece does not fit."""
+        """Fill the slot on the lane, in the calling thread, unless the copy is abandoned."""
+        with self.lane.active():
+            began = self.lane.begin(self.after)
+            try:
+                self.action.fill(self, link)
+            finally:
+                self.performed = (began, self.lane.mark())
+                self.lane.keep(self.filled, (self.sources, self.slot))
+
+    def check_bounds(self) -> None:
+        """Raise ValueError if a piece would leave its source or the slot."""
         check_slot(self.sources, self.slot)
         for source in self.sources:
             source.check_bounds()
-        started = time.perf_counter()
-        for source, offset, size, place in slices_in_turn(self.sources):
+
+    def bring(self, sources: Sequence[Source]) -> bool:
+        """Copy the bytes of `sources` into the slot; return False if the copy was abandoned before the end."""
+        for source, offset, size, slot_offset in self.lane.slices(sources):
             if self.abandoned.is_set():
-                return
-            source.copy(offset, size, self.slot.data_ptr() + place)
-        self.wait_for_link(link, started)
+                return False
+            self.lane.bring(source, offset, self.slot.narrow(0, slot_offset, size))
+        return True
 
     def wait_for_link(self, link: Link, started: float) -> None:
-        """Wait until the transfer that began at `started` (of `time.perf_counter`) has taken the time of an emulated
-        link.
-        """
+        """Block until an emulated link has had time to carry the bytes, from `started` (`time.perf_counter`) on."""
         over_link = sum(source.nbytes for source in self.sources if source.over_link)
         remaining = started + link.seconds(over_link) - time.perf_counter()
         if remaining > 0:
             self.abandoned.wait(remaining)
 
 
-class PendingDecode(PendingCopy):
-    """The decode behind a copy: whoever waits for it has waited for both."""
-
-    def __init__(self, copied: PendingCopy, decoder: Decoder, link: torch.Tensor, slot: torch.Tensor) -> None:
-        super().__init__((), slot, copied.label)
-        self._copied = copied
-        self._decoder = decoder
-        self._link = link
-
-    def abandon(self) -> None:
-        self._copied.abandon()
-        super().abandon()
-
-    def perform(self, link: Link) -> None:
-        self._copied.wait()
-        if not self.abandoned.is_set():
-            self._decoder(self._link, self.slot)
-
-
 class CopyThread:
-    """Copies in the order of `submit`, on a thread of its own that ends with this object."""
+    """A thread that performs copies in the order of `submit`. It ends with this object."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
         self._owner = OwnerProcess()
-        # The thread must not keep its owner alive, so it knows only the work.
+        # The thread must not keep its owner alive, so it refers to the work alone.
         self._work = _CopyWork(link)
         self._thread = run_in_background(self._work.run, self._work.stop_now, "moepass-copy")
         weakref.finalize(self, self._work.queue.put, None)
 
-    def submit(self, copy: PendingCopy) -> PendingCopy:
+    def submit(self, copy: SlotCopy) -> SlotCopy:
+        """Queue `copy` and return it."""
         self._owner.check()
         self._work.queue.put(copy)
         return copy
@@ -131,8 +192,8 @@ class _CopyWork:
 
     def __init__(self, link: Link) -> None:
         self.link = link
-        self.queue: queue.SimpleQueue[PendingCopy | None] = queue.SimpleQueue()
-        self._current: PendingCopy | None = None
+        self.queue: queue.SimpleQueue[SlotCopy | None] = queue.SimpleQueue()
+        self._current: SlotCopy | None = None
         self._is_over = False
 
     def run(self) -> None:
@@ -145,7 +206,7 @@ class _CopyWork:
             del copy
 
     def stop_now(self) -> None:
-        """Abandon the copy that runs, and all that wait."""
+        """Abandon the running copy and all queued ones."""
         self._is_over = True
         copy = self._current
         if copy is not None:
@@ -153,8 +214,8 @@ class _CopyWork:
         self.queue.put(None)
 
 
-def carry_out(copy: PendingCopy, link: Link) -> None:
-    """Perform `copy` in this thread, and say so; an error is handed to the thread that waits, which raises it."""
+def carry_out(copy: SlotCopy, link: Link) -> None:
+    """Perform `copy` in the calling thread; `copy.wait` raises its error in the thread that waits."""
     started = time.perf_counter()
     try:
         copy.perform(link)
@@ -163,40 +224,3 @@ def carry_out(copy: PendingCopy, link: Link) -> None:
     finally:
         copy.performed = copy.performed or (started, time.perf_counter())
         copy.finished.set()
-
-
-def check_slot(sources: Sequence[Source], slot: torch.Tensor) -> None:
-    """Raises ValueError where a piece would leave the slot."""
-    needed = max((piece.slot_offset_bytes + piece.nbytes for source in sources for piece in source.pieces), default=0)
-    if not slot.is_contiguous() or slot.numel() < needed:
-        raise ValueError(f"{needed} contiguous bytes do not fit a slot of {slot.numel()}")
-
-
-# A source, an offset in it, a number of bytes, and the offset in the slot that they go to.
-Slice = tuple[Source, int, int, int]
-
-
-def slices(source: Source, slice_bytes: int | None = None) -> Iterator[Slice]:
-    """The transfers of a copy from `source`, slice by slice; by default slices of SLICE_BYTES."""
-    step = slice_bytes or SLICE_BYTES
-    for piece in source.pieces:
-        for start in range(0, piece.nbytes, step):
-            size = min(step, piece.nbytes - start)
-            yield source, piece.source_offset_bytes + start, size, piece.slot_offset_bytes + start
-
-
-def slices_in_turn(sources: Sequence[Source], slice_bytes: int | None = None) -> Iterator[Slice]:
-    """One slice of each source, then the next of each, so that no source is read in one go while others rest."""
-    for turn in itertools.zip_longest(*[slices(source, slice_bytes) for source in sources]):
-        yield from (part for part in turn if part is not None)
-
-
-def slices_for_stream(sources: Sequence[Source]) -> Iterator[Slice]:
-    """As `slices_in_turn`, in so few slices that the host is not kept from issuing kernels.
-
-    What comes from one place is not cut at all: there is none to take turns with, and no copy of a stream can be
-    abandoned.
-    """
-    nbytes = sum(source.nbytes for source in sources)
-    places = sum(1 for source in sources if source.pieces)
-    return slices_in_turn(sources, stream_slice_bytes(nbytes) if places > 1 else max(1, nbytes))

@@ -1,4 +1,4 @@
-"""The interface of homes for a ring."""
+"""The interface between a ring and the homes of its banks."""
 
 from __future__ import annotations
 
@@ -13,27 +13,30 @@ from moepass.runtime.transfer.transports import Transport
 
 
 class Home:
-    """The place where a model's banks rest between two stays in a slot.
+    """The memory or files in which the banks of a model rest while they are not in a slot.
 
-    This one is home `host`: complete banks in memory of this process, which nobody can take away.
+    This class is home `host`: complete banks in memory of this process. Other homes are subclasses.
+
+    Attributes:
+        transport: Moves the bytes into slots.
+        staging_bytes: Bytes of this rank's staging buffers on the compute device.
+        needs_host: Whether the host takes part in every copy: it reads a file, or looks up where the bytes are.
     """
 
     transport: Transport = Transport("host")
-    # Bytes that this rank's staging buffers take on the compute device.
     staging_bytes: int = 0
-    # Whether the host takes part in every copy: to read a file, or to look whether bytes are there.
     needs_host: bool = False
 
     def check(self) -> None:
-        """Raise where banks can no longer be read. Called before every run; must cost next to nothing."""
+        """Raise an error if banks can no longer be read. Called before every run, so it must be cheap."""
 
     def copying(self, bank: BankSpec) -> None:
-        """A copy of `bank` starts now: time to get ready what usually comes next. Must return at once."""
+        """Prepare for the banks that usually follow: a copy of `bank` starts now. Must return at once."""
 
     def sources(self, bank: BankSpec, shards: Sequence[torch.Tensor]) -> tuple[Source, ...]:
-        """The sources of `bank`, in the order in which a copy takes slices; `shards` came with the graph."""
+        """Return the sources of `bank`, in the order in which a copy reads them; `shards` are inputs of the graph."""
         return tuple(MemorySource(shard, (Piece(0, 0, bank.format.link_bytes),)) for shard in shards)
 
     def rank_of(self, bank: BankSpec) -> int:
-        """This process's rank among those that have shards of `bank`."""
+        """Return the rank of this process among the ranks that have shards of `bank`."""
         return 0

@@ -1,5 +1,6 @@
-"""Learned order of banks: which bank follows which, and which bank a run begins with. With it slots fill across the
-boundary of two runs.
+"""Learned order of banks: which bank follows which, and which bank a run begins with.
+
+With it a ring can fill slots at the end of one run for the next run.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ _Value = TypeVar("_Value")
 
 @dataclasses.dataclass(frozen=True)
 class Fetch:
-    """A bank, and where it is copied from."""
+    """A bank and the sources from which it is copied."""
 
     bank: BankSpec
     sources: tuple[Source, ...]
 
     def contents(self) -> Hashable:
-        """Equal for two fetches only if they bring the same bytes; None where that cannot be told."""
+        """Return a value that is equal for two fetches only if they bring the same bytes; None if that is unknown."""
         contents = tuple(source.contents() for source in self.sources)
         return None if None in contents else (self.bank, contents)
 
@@ -32,7 +33,8 @@ class LearnedOrder(Generic[_Key, _Value]):
     """The last follower of each key.
 
     In a ring, a key names a graph and the bank that it begins with, so a graph that serves several layers has one key
-    for each; the value lists the fetches into slots that the run finds free. In homes, keys and values are banks.
+    for each; the value lists the fetches into slots that are free when the run begins. In homes, keys and values are
+    banks.
     """
 
     def __init__(self) -> None:
@@ -46,13 +48,13 @@ class LearnedOrder(Generic[_Key, _Value]):
         self._last = key
 
     def next(self) -> _Value | None:
-        """Predicted next value: what followed this key last time; None if unknown."""
+        """Return the value that followed the last key the last time; None if unknown."""
         return None if self._last is None else self._followers.get(self._last)
 
     def after(self, key: _Key, default: _Value) -> _Value:
-        """The value that followed `key` last time; `default` if unknown."""
+        """Return the value that followed `key` the last time; `default` if unknown."""
         return self._followers.get(key, default)
 
     def forget_last(self) -> None:
-        """Forget the previous key: its run was aborted."""
+        """Forget the last key, because its run was aborted."""
         self._last = None

@@ -1,4 +1,4 @@
-"""The link between a bank's home and its slot: the real one, or one of an emulated speed."""
+"""The link between the home of a bank and its slot: the real one, or an emulated one of a given speed."""
 
 from __future__ import annotations
 
@@ -12,24 +12,29 @@ import torch
 from moepass.models.errors import OptionError
 from moepass.models.limits import LEAST_RATE
 
-# [Empirical] How much later than asked for a thread wakes up, at most: a link that is used again so soon had no pause.
+# [Empirical] A thread wakes up at most this late, so a link that is used again within this time had no pause.
 _LATE_SECONDS = 0.002
-# [Empirical] Seconds per byte before anything was moved, those of a slow disk, and the part of the newest measurement.
+# [Empirical] Seconds per byte before the first transfer, those of a slow disk, and the weight of the newest transfer.
 _FIRST_SECONDS_PER_BYTE, _NEWEST = 1e-9, 0.25
 
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """`bytes_per_s` is None for the real link: copies take the time that they take."""
+    """A link for copies.
+
+    Attributes:
+        bytes_per_s: The emulated speed. None for the real link, on which copies take as long as they take.
+    """
 
     bytes_per_s: float | None = None
 
     @property
     def is_emulated(self) -> bool:
+        """True if the speed is emulated."""
         return self.bytes_per_s is not None
 
     def seconds(self, nbytes: int) -> float:
-        """The least time that a transfer of `nbytes` takes; 0 for the real link."""
+        """Return the least time that a transfer of `nbytes` takes, in seconds; 0 for the real link."""
         return 0.0 if self.bytes_per_s is None else nbytes / self.bytes_per_s
 
     def __str__(self) -> str:
@@ -37,7 +42,7 @@ class Link:
 
 
 class BusyLink:
-    """A link that moves one thing after the other, whichever threads ask for them: what waits its turn takes longer."""
+    """A link shared by several threads. It carries one transfer after the other, so a transfer may have to queue."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
@@ -46,8 +51,9 @@ class BusyLink:
         self._seconds_per_byte = _FIRST_SECONDS_PER_BYTE
 
     def moved(self, nbytes: int, began: float, abandoned: threading.Event) -> None:
-        """`nbytes` were copied from `began` on (of `time.perf_counter`): return when the link is done with them too,
-        or when `abandoned` is set.
+        """Block until an emulated link is done with `nbytes`, which were copied from `began` (`time.perf_counter`) on.
+
+        Returns earlier if `abandoned` is set.
         """
         with self._lock:
             started = self._free_at if began - self._free_at < _LATE_SECONDS else began
@@ -60,21 +66,25 @@ class BusyLink:
             self._seconds_per_byte += _NEWEST * (newest - self._seconds_per_byte)
 
     def expected_seconds(self, nbytes: int) -> float:
-        """Seconds that `nbytes` would take now, estimated from the last transfers."""
+        """Return the seconds that `nbytes` would take now, estimated from the last transfers."""
         return max(self.link.seconds(nbytes), nbytes * self._seconds_per_byte)
 
 
 def check_link_to(device: torch.device, link: Link) -> None:
-    """Raises OptionError where `link` is none that copies to `device` can have."""
+    """Raise OptionError if copies to `device` cannot use `link`: emulated links exist on CPUs only."""
     if link.is_emulated and device.type != "cpu":
         raise OptionError(
-            f"link is {link}, which exists for device cpu only; the device is {device}", name="link", value=str(link)
+            f"link is {link}, which exists for device cpu only; the device is {device}; use link 'real'",
+            name="link",
+            value=str(link),
         )
 
 
 def parse_link(text: str, option: str = "link") -> Link:
-    """`real`, or `emulate:BYTES_PER_S` as in `emulate:5e9`. Raises OptionError for everything else; it calls the text
-    `option`.
+    """Return the link that `text` describes: `real`, or `emulate:BYTES_PER_S` as in `emulate:5e9`.
+
+    Raises:
+        OptionError: The text is neither, or the speed is too low. The message calls the text `option`.
     """
     if text == "real":
         return Link()
@@ -87,7 +97,7 @@ def parse_link(text: str, option: str = "link") -> Link:
         raise OptionError.wrong(option, text, "`real` or `emulate:BYTES_PER_S`, as in `emulate:5e9`")
     if bytes_per_s < LEAST_RATE:
         raise OptionError(
-            f"{option} is {text!r}; the slowest link that can be emulated has {LEAST_RATE:g} bytes/s",
+            f"{option} is {text!r}; an emulated link needs at least {LEAST_RATE:g} bytes/s",
             name=option,
             value=text,
             expected=LEAST_RATE,

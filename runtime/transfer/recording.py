@@ -1,6 +1,6 @@
-"""Record when segments, copies and waits really happened, in the format that the simulator uses.
+"""Records when segments, copies and waits happened, in the format of the simulator.
 
-Off, it costs one look at a context variable per segment and per acquire.
+Without a recording, it costs one lookup of a context variable per segment and per acquire.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from moepass.models.errors import InputError
 from moepass.passes.ir.timeline import COPY, Event, Timeline, timeline_of
 
-# When something happened: by `time.perf_counter`, or by an event on a CUDA stream.
+# A time of `time.perf_counter`, or a timed event on a CUDA stream.
 Moment = float | torch.cuda.Event
 
 
@@ -27,26 +27,30 @@ class RecordedCopy(Protocol):
 
     @property
     def performed(self) -> tuple[Moment, Moment] | None:
-        """When it began and ended; None where it never ran."""
+        """The moments at which it began and ended; None if it never ran."""
 
     def end(self) -> None:
         """Block until it has ended."""
 
 
 def recorded_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """An event that says when `stream` came here."""
+    """Return a timed event that happens when `stream` reaches this point."""
     event = torch.cuda.Event(enable_timing=True)
     event.record(stream)
     return event
 
 
-def event_seconds(began: torch.cuda.Event, ended: torch.cuda.Event) -> float:
-    """Between two events that have happened."""
-    return float(began.elapsed_time(ended)) / 1e3
+def seconds_between(started: Moment, ended: Moment) -> float:
+    """Return the seconds between two moments of one kind, which both have passed."""
+    if isinstance(started, float) or isinstance(ended, float):
+        assert isinstance(started, float)
+        assert isinstance(ended, float)
+        return ended - started
+    return float(started.elapsed_time(ended)) / 1e3
 
 
 class DeviceClock:
-    """Tells by the host's clock when events of a CUDA device happened."""
+    """Converts events of a CUDA device into times of the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -55,14 +59,15 @@ class DeviceClock:
         self._zero = recorded_event(torch.cuda.current_stream(device))
 
     def synchronize(self) -> None:
-        """Block until everything that was issued has been done."""
+        """Block until all work issued to the device is done."""
         torch.cuda.synchronize(self._device)
 
     def now(self) -> torch.cuda.Event:
+        """Return an event at the end of the current stream."""
         return recorded_event(torch.cuda.current_stream(self._device))
 
     def seconds(self, event: torch.cuda.Event) -> float:
-        """As `time.perf_counter`; `event` must have happened."""
+        """Return when `event` happened, as a time of `time.perf_counter`. It must have happened."""
         since_zero: float = self._zero.elapsed_time(event) / 1e3
         return self._host_zero + since_zero
 
@@ -80,13 +85,13 @@ class TimelineRecording:
 
     @property
     def timeline(self) -> Timeline:
-        """Times count from the beginning of the block. Raises InputError inside the block."""
+        """The timeline; times count from the beginning of the block. Raises InputError inside the block."""
         if self._timeline is None:
             raise InputError("the timeline is complete once the block of record_timeline has been left; read it there")
         return self._timeline
 
     def begin_run(self, device: torch.device) -> None:
-        """A run on `device` begins: its events can be timed from now on. Raises InputError where they cannot be."""
+        """Prepare for a run on `device`, so that its events can be timed. Raises InputError if they cannot be."""
         if device.type == "cpu":
             return
         if device.type != "cuda":
@@ -101,23 +106,23 @@ class TimelineRecording:
             self._clock = DeviceClock(device)
 
     def now(self, device: torch.device) -> Moment:
-        """When what was issued to `device` so far is done, which on a CPU is now. Inside a run on that device."""
+        """Return the moment at which all work issued to `device` so far is done. Call it inside a run."""
         if device.type == "cpu":
             return time.perf_counter()
         assert self._clock is not None, "a run on the device begins first"
         return self._clock.now()
 
     def add(self, op: str, layer: str, stream: str, started: Moment, ended: Moment) -> None:
-        """Something took from `started` to `ended`."""
+        """Record that operation `op` of `layer` took from `started` to `ended`."""
         self._spans.append((op, layer, stream, started, ended))
 
     def add_copy(self, copy: RecordedCopy, is_emulated: bool) -> None:
-        """A copy that was started, or waited for, inside the block."""
+        """Record a copy that was started, or waited for, inside the block."""
         self._copies[id(copy)] = copy
         self._is_emulated |= is_emulated
 
     def close(self) -> None:
-        """Wait for the copies that fill slots ahead of the next run, and sort everything into a timeline."""
+        """Wait for the copies that fill slots for the next run, and make the timeline."""
         for copy in self._copies.values():
             copy.end()
         if self._clock is not None:
@@ -133,14 +138,13 @@ class TimelineRecording:
         self.forget()
 
     def _seconds(self, moment: Moment) -> float:
-        """Since the beginning of the block."""
         if isinstance(moment, float):
             return moment - self._zero
         assert self._clock is not None, "begin_run must precede recording on a CUDA device"
         return self._clock.seconds(moment) - self._zero
 
     def forget(self) -> None:
-        """Drop what keeps slots and banks alive."""
+        """Drop all references to slots and banks."""
         self._copies.clear()
         self._spans.clear()
 
@@ -149,7 +153,7 @@ _recording: contextvars.ContextVar[TimelineRecording | None] = contextvars.Conte
 
 
 def current_recording() -> TimelineRecording | None:
-    """The innermost recording that this thread is in."""
+    """Return the innermost recording of this thread's context; None outside a recording."""
     return _recording.get()
 
 
@@ -157,9 +161,9 @@ def current_recording() -> TimelineRecording | None:
 def record_timeline() -> Iterator[TimelineRecording]:
     """Record every run of a compiled model that this thread makes inside the block, on a CPU or a CUDA device.
 
-    `.timeline` of what is given, read after the block, holds the segments and the waits for banks on stream `compute`,
-    the transfers on stream `copy`, and the runs of graphs on stream `host`. On CUDA the first two are timed by events
-    on their streams. A run on another device raises InputError.
+    After the block, `.timeline` of the recording has the segments and the waits for banks on stream `compute`, the
+    transfers on stream `copy`, and the runs of graphs on stream `host`. On CUDA the first two are timed by events on
+    their streams. A run on another device raises InputError.
     """
     recording = TimelineRecording()
     token = _recording.set(recording)

@@ -1,8 +1,8 @@
-"""The ring: a fixed set of slots on the compute device, and the operations that a schedule uses on them.
+"""The ring: a fixed set of slots on the compute device, and the operations of a schedule on them.
 
 `passes/ir/slot_operations.py` defines `prefetch`, `decode`, `acquire` and `release`. A ring serves one run at a time:
-`run` holds its lock, so threads that call compiled graphs of one model take turns. A thread that is in a run already
-must not wait for itself, nor may it overwrite the slots of its own run; it gets an error.
+`run` holds its lock, so threads that call compiled graphs of one model wait for each other. A thread that is in a run
+already must neither wait for itself nor overwrite the slots of its run; it gets an error.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ from moepass.runtime.kernels.decoders import codec_of
 from moepass.runtime.system.huge_pages import empty_in_huge_pages
 from moepass.runtime.system.non_reentrant_lock import NonReentrantLock
 from moepass.runtime.transfer.copier import Copier, RingStatistics, Wait
+from moepass.runtime.transfer.copying import SlotCopy
 from moepass.runtime.transfer.home_protocol import Home
-from moepass.runtime.transfer.issuing_copier import IssuingCopier
+from moepass.runtime.transfer.lanes import HOST_LANE, StreamLane
 from moepass.runtime.transfer.learned_order import Fetch, LearnedOrder
 from moepass.runtime.transfer.link import Link, check_link_to
 from moepass.runtime.transfer.sources import MemorySource, Source
-from moepass.runtime.transfer.stream_copier import StreamCopier
-from moepass.runtime.transfer.thread_copier import ThreadCopier
 
 # All bits set is a NaN in every floating type that experts come in: fp32, bf16, fp16, fp8 e4m3fn and e5m2.
 POISON_BYTE = 0xFF
 
 _THIS_PROCESS = Home()
-# A tensor of a bank [experts, ...]; of one in parts, those of the ranks before, of this rank, and of the ranks behind.
+# A tensor of a bank [experts, ...]. In parts: the experts of lower ranks, of this rank, and of higher ranks.
 BankTensor = torch.Tensor | tuple[torch.Tensor, ...]
 _REENTERED = (
     "another run of this model is under way in this thread: a custom operator, a hook or a signal handler called the "
@@ -43,39 +42,49 @@ _REENTERED = (
 
 @dataclasses.dataclass
 class EncodedCopy:
-    """An encoded bank on its way into the encoded buffer; None once its decode was issued."""
+    """The copy of an encoded bank into the encoded buffer.
 
-    copied: object | None
+    Attributes:
+        copied: The copy. None once its decode was issued.
+    """
+
+    copied: SlotCopy | None
 
 
 @dataclasses.dataclass
 class Ahead:
-    """A slot that is being filled, or full, before a run has asked for it.
+    """A slot that is filled before a run has asked for its bank.
 
-    `fetch` keeps the memory by which `contents` are known: no other bank can lie there meanwhile.
+    Attributes:
+        fetch: The bank, whose memory it keeps alive, so that no other bank can have the same address and `contents`.
+        contents: The contents of `fetch` when the copy started.
+        filled: The copy, or the decode after it.
     """
 
     fetch: Fetch
     contents: Hashable
-    filled: object
+    filled: SlotCopy
 
 
 class Ring:
-    """`slots` buffers of `slot_bytes` on `device`; banks are copied into them by a copy thread or a copy stream.
+    """`slots` buffers of `slot_bytes` each on `device`, filled by `copier` from the banks of `home`.
 
-    A schedule numbers its slots 0, 1, ... in the order in which it first fills them. Which buffers these are is
-    decided run by run: slot 0 is the buffer that has been free for longest. So the buffer that falls free first at the
-    end of a run is the one that the next run needs first, and it can be filled right then, with the bank that followed
-    the last time. A guess that turns out wrong costs a copy, never a result: the run starts its own copy instead.
+    A schedule numbers its slots 0, 1, ... in the order in which it first fills them. The ring maps slots to buffers in
+    each run: slot 0 is the buffer that has been free for longest. So the first buffer that becomes free at the end of a
+    run is the one that the next run needs first, and the ring fills it right then, with the bank that followed the last
+    time. A wrong guess costs a copy, never a result: the run starts its own copy instead.
+
+    Attributes:
+        debug: Whether released slots are filled with NaN.
     """
 
-    # The run under way: its graph, how many slots it uses, which buffers these are, and what it put into free ones.
+    # The current run: its graph, its number of slots, their buffers, and its first fetch into each slot.
     _graph: Hashable
     _used: int
     _buffer_of: list[int]
     _beginning: dict[int, Fetch]
     _has_begun: bool
-    # Buffers that no run is using, the one that has been free for longest first; and since when buffers are free.
+    # Buffers that no run uses, the one that has been free for longest first, and the moments at which they became free.
     _free: list[int]
     _freed: dict[int, object]
 
@@ -89,16 +98,15 @@ class Ring:
     ) -> None:
         self.device = device
         self.home = home
-        # Whether released slots are filled with NaN.
         self.debug = False
         self._lock = NonReentrantLock(_REENTERED)
         self._is_quiet = True
         self._statistics = RingStatistics()
         self._copier = copier
         self._views: dict[tuple[int, BankSpec], tuple[BankTensor, ...]] = {}
-        # Of banks in parts: the home's sources, and what of them goes into a slot.
+        # For banks in parts: the sources of the home, and the same sources with the pieces that go into a slot.
         self._sources: dict[BankSpec, tuple[Sequence[Source], tuple[Source, ...]]] = {}
-        # What the present run has asked for, by slot.
+        # The last fetch of the current run, by slot.
         self._fetches: dict[int, Fetch] = {}
         self._order: LearnedOrder[Hashable, dict[int, Fetch]] = LearnedOrder()
         self._ahead: dict[int, Ahead] = {}
@@ -106,18 +114,19 @@ class Ring:
         self._take_buffers(slots, slot_bytes, 0)
 
     def __del__(self) -> None:
-        # Before the buffers go: whoever is given their memory next does not wait for those who still use it.
+        # The next owner of the buffers' memory does not wait for work that still uses it.
         copier = getattr(self, "_copier", None)
         if copier is not None:
             copier.close()
 
     @property
     def slots(self) -> int:
+        """The number of slots."""
         return len(self._buffers)
 
     @property
     def statistics(self) -> RingStatistics:
-        """Up to now; on CUDA without waits that are not over yet."""
+        """The counts and times up to now; on CUDA without waits that are not over yet."""
         self._copier.settle(self._statistics)
         return self._statistics
 
@@ -133,11 +142,11 @@ class Ring:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes that the ring occupies on the compute device."""
+        """The bytes that the ring occupies on the compute device."""
         return sum(buffer.numel() for buffer in [*self._buffers, self._encoded_buffer])
 
     def reserve(self, slots: int, slot_bytes: int, encoded_buffer_bytes: int = 0) -> None:
-        """Make the ring larger where it is smaller than that: between two runs, which then begin with empty slots.
+        """Enlarge the ring to at least these sizes, between two runs. The next run then begins with empty slots.
 
         Raises InputError inside a run of the same thread.
         """
@@ -149,7 +158,7 @@ class Ring:
             self._lock.check()
             slots, slot_bytes = max(slots, self.slots), max(slot_bytes, largest)
             self.reset()
-            # The old ones go first: for a moment both would be too much.
+            # Free the old buffers first: both together may not fit into memory.
             self._views.clear()
             self._buffers.clear()
             del self._encoded_buffer
@@ -157,7 +166,7 @@ class Ring:
 
     def _take_buffers(self, slots: int, slot_bytes: int, encoded_buffer_bytes: int) -> None:
         self._buffers = _buffers(slots, slot_bytes, self.device)
-        # Where encoded banks wait for their decode.
+        # Encoded banks are copied here and decoded from here.
         (self._encoded_buffer,) = _buffers(1, encoded_buffer_bytes, self.device)
         self._forget_runs()
         # The allocator may hand out memory that work issued so far still uses.
@@ -165,14 +174,18 @@ class Ring:
 
     @contextlib.contextmanager
     def run(self, graph: Hashable, plan: GatherSignature) -> Iterator[None]:
-        """A run of `graph` by `plan`, once no other thread is in one; an exception leaves a quiet ring.
+        """Enter a run of `graph` by `plan`, once no other thread is in one.
 
-        Where ranks gather together, an exception ends that for all of them. Raises InputError where this thread is in a
-        run already, and what `begin_run` raises.
+        An exception in the block ends all copies, so that the next run can start; ranks that gather together all get an
+        error.
+
+        Raises:
+            InputError: This thread is in a run already.
+            Exception: Any error of `begin_run`.
         """
         with self._lock.take():
             try:
-                # A second interrupt may have stopped the previous cleanup.
+                # A second interrupt may have stopped the cleanup of the last run.
                 if not self._is_quiet:
                     self._give_up("a run was interrupted")
                 self._is_quiet = False
@@ -185,7 +198,7 @@ class Ring:
                 raise
 
     def begin_run(self, graph: Hashable, plan: GatherSignature) -> None:
-        """A run of `graph` by `plan` begins. Raises what `Home.check` of the banks' home raises."""
+        """Begin a run of `graph` by `plan`. Raises the errors of `Home.check`."""
         self.home.check()
         self.home.transport.begin_run(plan)
         self._graph, self._used = graph, plan.slots
@@ -194,8 +207,14 @@ class Ring:
         self._buffer_of = self._free
         self._free = self._buffer_of[plan.slots :]
 
-    def prefetch(self, shards: Sequence[torch.Tensor], bank: BankSpec, slot: int, after: object) -> object:
-        """Start to fill `slot` once `after`, an event that `release` gave or None, has happened."""
+    def prefetch(
+        self, shards: Sequence[torch.Tensor], bank: BankSpec, slot: int, after: object
+    ) -> SlotCopy | EncodedCopy:
+        """Start to fill `slot` with `bank` once `after` has passed; return the copy for `decode` or `acquire`.
+
+        `shards` are inputs of the graph; the home decides whether it reads them. `after` is a moment that `release`
+        returned, or None if the run has not used the slot before.
+        """
         buffer = self._buffer_of[slot]
         fetch = self._fetches[slot] = Fetch(bank, self._sources_for_slot(bank, shards))
         if after is not None:
@@ -207,27 +226,28 @@ class Ring:
         return filled
 
     def _sources_for_slot(self, bank: BankSpec, shards: Sequence[torch.Tensor]) -> tuple[Source, ...]:
-        """The sources of `bank`; of what comes in parts, they have no pieces of this rank's experts."""
+        """Return the sources of `bank`; for a bank in parts, without the pieces of this rank's experts."""
         sources = self.home.sources(bank, shards)
         if not bank.in_parts:
             return sources
-        known = self._sources.get(bank)
-        if known is None or known[0] is not sources:
-            own = expert_range(bank, self.home.rank_of(bank))
-            moved = tuple(source.with_pieces(pieces_in_slot(bank, own, source.pieces)) for source in sources)
-            self._sources[bank] = known = (sources, moved)
-        return known[1]
+        cached = self._sources.get(bank)
+        if cached is None or cached[0] is not sources:
+            own_experts = expert_range(bank, self.home.rank_of(bank))
+            moved = tuple(source.with_pieces(pieces_in_slot(bank, own_experts, source.pieces)) for source in sources)
+            self._sources[bank] = cached = (sources, moved)
+        return cached[1]
 
-    def decode(self, copied: object, bank: BankSpec, slot: int) -> object:
-        """Fill `slot` with what `copied`, which `prefetch` gave last, brings; the event "the slot is full".
+    def decode(self, copied: object, bank: BankSpec, slot: int) -> SlotCopy:
+        """Start to decode `bank` into `slot` from `copied`, the last prefetch; return the copy to acquire.
 
-        Raises InputError where that was decoded already.
+        Raises InputError if the copy was decoded already.
         """
         if not isinstance(copied, EncodedCopy):
-            return copied  # it was brought and decoded before this run began
+            assert isinstance(copied, SlotCopy), "prefetch returned it"
+            return copied  # it was copied and decoded before this run began
         if copied.copied is None:
             raise InputError(
-                f"bank {bank.name} was decoded already from this copy, which can be done once", name=bank.name
+                f"bank {bank.name} was decoded already from this copy; a copy can be decoded once", name=bank.name
             )
         filled = self._decode(copied.copied, bank, self._buffer_of[slot])
         copied.copied = None
@@ -235,7 +255,7 @@ class Ring:
         return filled
 
     def _fill_free_ahead(self) -> None:
-        """Once the run has filled all of its slots for the first time: those that it does not use."""
+        """Fill the slots that this run does not use, once it has filled all those that it uses."""
         if len(self._beginning) == self._used and not self._has_begun:
             self._has_begun = True
             self._order.learn((self._graph, self._beginning[0].bank.index), dict(self._beginning))
@@ -243,10 +263,13 @@ class Ring:
                 self._fill_ahead(position, free)
 
     def acquire(self, filled: object, bank: BankSpec, slot: int) -> tuple[BankTensor, ...]:
-        """The bank's tensors, as views of the slot, once it is full; what comes in parts, also of this rank's shard.
+        """Wait until `slot` is full and return the tensors of `bank`, as views of the slot.
 
-        Raises CopyError where the copy failed.
+        A tensor of a bank in parts is a tuple, in order of experts: views of the slot around a view of this shard.
+
+        Raises CopyError, or PeerError for a gather, if the copy failed.
         """
+        assert isinstance(filled, SlotCopy), "prefetch or decode returned it"
         self._waits.append(self._copier.wait(filled, self._statistics))
         key = (self._buffer_of[slot], bank)
         if key not in self._views:
@@ -260,17 +283,21 @@ class Ring:
         rank = self.home.rank_of(bank)
         experts = expert_range(bank, rank)
         (shard,) = [source.memory for source in sources if isinstance(source, MemorySource) and not source.over_link]
-        own = [tensor.view(shard) for tensor in shard_layout(bank, rank).tensors]
+        in_shard = [tensor.view(shard) for tensor in shard_layout(bank, rank).tensors]
 
-        def parts(place: int) -> tuple[torch.Tensor, ...]:
-            behind = bank.tensors[place].shape[0] - len(experts)
-            found = in_slot[place][: experts.start], own[place], in_slot[place][experts.start : behind]
-            return tuple(part for part in found if len(part))
+        def parts(index: int) -> tuple[torch.Tensor, ...]:
+            tensor = in_slot[index]
+            in_slot_experts = bank.tensors[index].shape[0] - len(experts)
+            ranges = tensor[: experts.start], in_shard[index], tensor[experts.start : in_slot_experts]
+            return tuple(experts_range for experts_range in ranges if len(experts_range))
 
-        return tuple(parts(place) if place in bank.in_parts else tensor for place, tensor in enumerate(in_slot))
+        return tuple(parts(index) if index in bank.in_parts else tensor for index, tensor in enumerate(in_slot))
 
     def release(self, slot: int, last: bool = False) -> object:
-        """The event "everything issued so far has read the slot". `last`: this run will not use the slot again."""
+        """Return the moment at which all work issued so far has read `slot`.
+
+        If it is the `last` release of the slot in this run, the slot can be filled for the next run.
+        """
         buffer = self._buffer_of[slot]
         if self.debug:
             self._buffers[buffer].fill_(POISON_BYTE)
@@ -281,12 +308,12 @@ class Ring:
         return done
 
     def _give_up(self, reason: str) -> None:
-        # First, because a copy that waits for another rank ends by this alone.
+        # This comes first, because it alone ends a copy that waits for another rank.
         self.home.transport.fail(reason)
         self.reset()
 
     def reset(self) -> None:
-        """Abandon what is under way after an exception, so that the next run finds a quiet ring."""
+        """Abandon all copies after an exception, so that the next run starts with idle slots."""
         self._copier.quiesce()
         self._ahead.clear()
         self._order.forget_last()
@@ -294,13 +321,14 @@ class Ring:
         self._is_quiet = True
 
     def forget(self) -> None:
-        """As a run begins: drop what is remembered of banks, which keeps the memory of those that are gone."""
+        """Drop all references to banks, because they keep deleted banks in memory; at the beginning of a run."""
         for buffer in list(self._ahead):
             self._drop_ahead(buffer)
         self._copier.quiesce()
         self._order = LearnedOrder()
-        for remembered in (self._views, self._sources, self._fetches):
-            remembered.clear()
+        self._views.clear()
+        self._sources.clear()
+        self._fetches.clear()
 
     def _forget_runs(self) -> None:
         self._buffer_of = list(range(self.slots))
@@ -310,8 +338,8 @@ class Ring:
         self._graph, self._used = None, 0
 
     def _fill_ahead(self, slot: int, buffer: int) -> None:
-        """Start to fill `buffer`, which will be the next run's `slot`, with what that run is expected to ask for."""
-        # A guess that other ranks do not make too is a transfer in which nobody joins.
+        """Start to fill `buffer`, the next run's `slot`, with the bank that the next run is expected to ask for."""
+        # All ranks take part in a gather, and the other ranks may not make the same guess.
         beginning = self._order.next() if self.home.transport.is_one_sided else None
         fetch = None if beginning is None else beginning.get(slot)
         if fetch is None or (contents := fetch.contents()) is None:
@@ -322,10 +350,11 @@ class Ring:
         self._drop_ahead(buffer)
         filled = self._begin_copy(fetch, buffer, self._freed.get(buffer))
         if isinstance(filled, EncodedCopy):
+            assert filled.copied is not None, "it was just started"
             filled = self._decode(filled.copied, fetch.bank, buffer)
         self._ahead[buffer] = Ahead(fetch, contents, filled)
 
-    def _take_ahead(self, buffer: int, fetch: Fetch) -> object:
+    def _take_ahead(self, buffer: int, fetch: Fetch) -> SlotCopy | None:
         ahead = self._ahead.get(buffer)
         if ahead is None or ahead.contents != fetch.contents():
             self._drop_ahead(buffer)
@@ -339,22 +368,21 @@ class Ring:
             self._statistics.ahead_wasted += 1
             self._copier.abandon(ahead.filled)
 
-    def _begin_copy(self, fetch: Fetch, buffer: int, after: object) -> object:
-        """Start the copy of a prefetch. The decode of an encoded bank must come before any other copy."""
+    def _begin_copy(self, fetch: Fetch, buffer: int, after: object) -> SlotCopy | EncodedCopy:
+        """Start the copy of a prefetch. An encoded bank must be decoded before the next copy starts."""
         self.home.copying(fetch.bank)
         self._statistics.copies += 1
         self._statistics.copied_bytes += sum(source.nbytes for source in fetch.sources)
         self._statistics.link_bytes += sum(source.nbytes for source in fetch.sources if source.over_link)
-        found = fetch.bank.format
-        if not found.is_encoded:
+        if not fetch.bank.format.is_encoded:
             return self._copier.submit(fetch, self._buffers[buffer], after)
-        return EncodedCopy(self._copier.submit(fetch, self._encoded_buffer[: found.link_bytes], after))
+        return EncodedCopy(self._copier.submit(fetch, self._encoded_buffer[: fetch.bank.format.link_bytes], after))
 
-    def _decode(self, copied: object, bank: BankSpec, buffer: int) -> object:
-        found = bank.format
+    def _decode(self, copied: SlotCopy, bank: BankSpec, buffer: int) -> SlotCopy:
         self._statistics.decodes += 1
-        link, slot = self._encoded_buffer[: found.link_bytes], self._buffers[buffer][: found.slot_bytes]
-        return self._copier.decode(copied, codec_of(found.decoder).decode, link, slot)
+        encoded = self._encoded_buffer[: bank.format.link_bytes]
+        slot = self._buffers[buffer][: bank.format.slot_bytes]
+        return self._copier.decode(copied, codec_of(bank.format.decoder).decode, encoded, slot)
 
 
 def _buffers(slots: int, slot_bytes: int, device: torch.device) -> list[torch.Tensor]:
@@ -365,20 +393,21 @@ def _buffers(slots: int, slot_bytes: int, device: torch.device) -> list[torch.Te
 
 
 def make_ring(slots: int, slot_bytes: int, device: torch.device, link: Link, home: Home = _THIS_PROCESS) -> Ring:
-    """The ring for `device`, filled from banks that rest in `home`.
+    """Return a ring on `device` that is filled from banks of `home`.
 
-    Raises InputError where the device is not there or no ring exists for its kind.
+    Raises InputError if no such device exists, or no ring for its kind.
     """
     return Ring(slots, slot_bytes, device, make_copier(device, link, home), home)
 
 
 def make_copier(device: torch.device, link: Link, home: Home) -> Copier:
-    """The copier that copies banks of `home` to `device`. Raises InputError and OptionError if none can."""
+    """Return the copier from `home` to `device`. Raises InputError or OptionError if no copier can do that."""
     check_link_to(device, link)
+    transport = home.transport
     if device.type == "cpu":
-        return ThreadCopier(home.transport, link)
+        return Copier(HOST_LANE, transport, transport.copy_thread(link), link)
     if device.type != "cuda":
         raise InputError.wrong("device", str(device), "cpu or cuda, to which experts stream")
-    # Ranks that gather together have to meet first.
-    is_issued = home.needs_host or not home.transport.is_one_sided
-    return IssuingCopier(device, home.transport, link) if is_issued else StreamCopier(device)
+    # Ranks that gather together have to meet on the host first.
+    needs_thread = home.needs_host or not transport.is_one_sided
+    return Copier(StreamLane(device), transport, transport.copy_thread(link) if needs_thread else None)

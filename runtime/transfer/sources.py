@@ -1,4 +1,4 @@
-"""Positions of the bytes of a bank, and reading them without a ring."""
+"""Sources: the memory and files that hold the bytes of a bank, and reading them without a ring."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from moepass.passes.ir.shards import Piece, clip_pieces
 
 
 class Source:
-    """A place with bytes of a bank, and the pieces of it that a slot needs.
+    """Memory or a file with bytes of a bank.
 
-    `over_link`: they come from another device or rank, or from a disk.
+    Attributes:
+        pieces: The ranges that a slot needs, with their offsets in the slot.
+        over_link: Whether the bytes come from another device or rank, or from a disk.
     """
 
     pieces: tuple[Piece, ...]
@@ -22,33 +24,37 @@ class Source:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that go from here into a slot."""
+        """The number of bytes that go into a slot."""
         return sum(piece.nbytes for piece in self.pieces)
 
     def check_bounds(self) -> None:
-        """Raises ValueError where a piece would leave its source."""
+        """Raise ValueError if a piece would leave its source."""
         raise NotImplementedError
 
     def with_pieces(self, pieces: tuple[Piece, ...]) -> Source:
-        """The same place, with other pieces."""
+        """Return the same source with other pieces."""
         raise NotImplementedError
 
     def copy(self, offset_bytes: int, nbytes: int, address: int) -> None:
-        """Copy `nbytes` from there to host memory at `address`, without the interpreter lock."""
+        """Copy `nbytes` from the offset on to host memory at `address`, without the interpreter lock."""
         raise NotImplementedError
 
-    def read(self, offset_bytes: int, place: torch.Tensor) -> None:
-        """Fill `place`, flat uint8, from there on."""
+    def read(self, offset_bytes: int, target: torch.Tensor) -> None:
+        """Fill `target`, flat uint8, with the bytes from the offset on."""
         raise NotImplementedError
 
     def contents(self) -> Hashable:
-        """Equal at two times only if the bytes are; None where that cannot be told."""
+        """Return a value that is equal at two times only if the bytes are; None if that is unknown."""
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MemorySource(Source):
-    """Flat uint8 memory, of any device. `keeps` is what must be there for as long as it is read."""
+    """Flat uint8 memory, of any device.
+
+    Attributes:
+        keeps: An object that must be alive for as long as the memory is read.
+    """
 
     memory: torch.Tensor
     pieces: tuple[Piece, ...]
@@ -56,9 +62,11 @@ class MemorySource(Source):
     keeps: object = dataclasses.field(default=None, kw_only=True)
 
     def with_pieces(self, pieces: tuple[Piece, ...]) -> MemorySource:
+        """Return the same memory with other pieces."""
         return dataclasses.replace(self, pieces=pieces)
 
     def check_bounds(self) -> None:
+        """Raise ValueError if a piece would leave the memory, or the memory is not contiguous."""
         if not self.memory.is_contiguous():
             raise ValueError("a source is not contiguous")
         end = max((piece.source_offset_bytes + piece.nbytes for piece in self.pieces), default=0)
@@ -66,15 +74,16 @@ class MemorySource(Source):
             raise ValueError(f"a source of {self.memory.numel()} bytes is read up to byte {end}")
 
     def copy(self, offset_bytes: int, nbytes: int, address: int) -> None:
-        # memmove uses this thread alone, where Tensor.copy_ would wake a whole pool.
+        """Copy with memmove, which uses this thread alone; Tensor.copy_ would wake a whole pool."""
         ctypes.memmove(address, self.memory.data_ptr() + offset_bytes, nbytes)
 
-    def read(self, offset_bytes: int, place: torch.Tensor) -> None:
-        place.copy_(self.memory.narrow(0, offset_bytes, place.numel()))
+    def read(self, offset_bytes: int, target: torch.Tensor) -> None:
+        """Fill `target` from the memory; the devices may differ."""
+        target.copy_(self.memory.narrow(0, offset_bytes, target.numel()))
 
     def contents(self) -> Hashable:
-        # In-place changes are told by torch's version counter, which inference tensors do not have. Other ranks' shards
-        # do not change once they are published.
+        """Return the address and torch's version counter; None for an inference tensor, which has no counter."""
+        # The counter shows in-place changes. Shards of other ranks do not change once they are published.
         return None if self.memory.is_inference() else (self.memory.data_ptr(), self.memory._version)
 
 
@@ -86,19 +95,21 @@ class RemoteSource(Source):
     over_link: bool = True
 
     def with_pieces(self, pieces: tuple[Piece, ...]) -> RemoteSource:
+        """Return the same memory with other pieces."""
         return dataclasses.replace(self, pieces=pieces)
 
     def contents(self) -> Hashable:
+        """Return None: only the other rank knows its bytes."""
         return None
 
 
 def whole(memory: torch.Tensor) -> Source:
-    """A source that is laid out like the slot, and fills all of it."""
+    """Return a source that is laid out like the slot and fills all of it."""
     return MemorySource(memory, (Piece(0, 0, memory.numel()),))
 
 
 def read_range(sources: Sequence[Source], start: int, stop: int, device: torch.device) -> torch.Tensor:
-    """Bytes [start, stop) of the slot that `sources` fill, in fresh memory on `device`; synchronous."""
+    """Return bytes [start, stop) of the slot that `sources` fill, in new memory on `device`; synchronous."""
     memory = torch.empty(stop - start, dtype=torch.uint8, device=device)
     for source in sources:
         for piece in clip_pieces(source.pieces, start, stop):

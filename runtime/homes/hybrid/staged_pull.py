@@ -16,9 +16,9 @@ import torch
 
 from moepass.models.homes import PULL
 from moepass.passes.ir.plan import NO_GATHER_SIGNATURE, BankSpec, GatherSignature
-from moepass.runtime.homes.hybrid.stager import Found, Stager, StagingBuffers
-from moepass.runtime.transfer import copying
-from moepass.runtime.transfer.copying import PendingCopy, check_slot, slices_in_turn
+from moepass.runtime.homes.hybrid.stager import Found, Held, Stager, StagingBuffers
+from moepass.runtime.transfer import slicing
+from moepass.runtime.transfer.copying import COPY_BYTES, Action, SlotCopy
 from moepass.runtime.transfer.link import BusyLink, Link
 from moepass.runtime.transfer.sources import MemorySource, Source
 from moepass.runtime.transfer.transports import Transport
@@ -85,11 +85,9 @@ class StagedPull(Transport):
         """Start to fill this rank's staging buffers."""
         self._stager = stager
 
-    def copy(self, bank: BankSpec, sources: Sequence[Source], slot: torch.Tensor) -> PendingCopy:
-        """Return a copy of `bank` into `slot`."""
-        if self._stager is None:
-            return super().copy(bank, sources, slot)
-        return StagedCopy(self, self._stager, bank, sources, slot)
+    def action(self, bank: BankSpec, sources: Sequence[Source]) -> Action:
+        """Return the action that copies `bank` from staging buffers, once they are connected."""
+        return COPY_BYTES if self._stager is None else StageAction(self, self._stager, bank.index)
 
     def begin_run(self, plan: GatherSignature = NO_GATHER_SIGNATURE) -> None:
         """Raise StagerError if the thread that fills this rank's staging buffers has failed."""
@@ -113,68 +111,108 @@ class StagedPull(Transport):
 
     def patience(self, nbytes: int) -> Patience:
         """Return the limit on waiting for a copy of `nbytes`."""
-        slice_seconds = self.host_link.expected_seconds(min(nbytes, copying.SLICE_BYTES))
+        slice_seconds = self.host_link.expected_seconds(min(nbytes, slicing.SLICE_BYTES))
         stalled_seconds = max(_STALLED_S, _STALLED_SLICES * slice_seconds)
         whole_seconds = max(2 * stalled_seconds, _PATIENCE * self.host_link.expected_seconds(nbytes))
         return Patience(whole_seconds, stalled_seconds, self._stalled)
 
 
-class StagedCopy(PendingCopy):
-    """A copy from the staging buffers of all ranks, or from their shards in host memory."""
+@dataclasses.dataclass(frozen=True)
+class _StagedSlice:
+    """A slice whose copy from a staging buffer was started. It is valid if the buffer still holds the shard afterwards.
 
-    def __init__(
-        self, transport: StagedPull, stager: Stager, bank: BankSpec, sources: Sequence[Source], slot: torch.Tensor
-    ) -> None:
-        super().__init__(sources, slot, bank.name)
+    Attributes:
+        offset_bytes: The offset in `source` and in the buffer.
+        target: The range of the slot that it fills.
+        began: When its copy began, as a time of `time.perf_counter`.
+    """
+
+    source: StagedSource
+    held: Held
+    offset_bytes: int
+    target: torch.Tensor
+    began: float
+
+
+class StageAction(Action):
+    """Copies from the staging buffers of all ranks, or from their shards in host memory.
+
+    Bytes from buffers of other ranks take time on an emulated `link`, bytes directly from host memory on the host link.
+    """
+
+    def __init__(self, transport: StagedPull, stager: Stager, bank: int) -> None:
         self._transport = transport
         self._stager = stager
-        self._bank = bank.index
+        self._bank = bank
 
-    def perform(self, link: Link) -> None:
-        """Copy all slices, unless the copy is abandoned.
-
-        Bytes from buffers of other ranks take time on `link`; bytes from host memory take time on the host link.
-        """
-        check_slot(self.sources, self.slot)
-        for source in self.sources:
-            source.check_bounds()
+    def fill(self, copy: SlotCopy, link: Link) -> None:
+        """Copy all slices, from staging buffers where they hold them, and from host memory otherwise."""
+        copy.check_bounds()
+        # A buffer that holds the bytes now may be overwritten before the slot is free.
+        copy.lane.wait_on_host(copy.after)
         self._stager.reading(self._bank)
         try:
-            self._copy_slices(BusyLink(link))
+            self._copy_slices(copy, BusyLink(link))
         finally:
             self._stager.has_read(self._bank)
 
-    def _copy_slices(self, peer_link: BusyLink) -> None:
-        patience = self._transport.patience(sum(source.nbytes for source in self.sources))
-        for source, offset, size, slot_offset in slices_in_turn(self.sources):
-            if self.abandoned.is_set():
-                return
-            target = self.slot.data_ptr() + slot_offset
+    def _copy_slices(self, copy: SlotCopy, peer_link: BusyLink) -> None:
+        patience = self._transport.patience(sum(source.nbytes for source in copy.sources))
+        unchecked: list[_StagedSlice] = []
+        for source, offset, size, slot_offset in copy.lane.slices(copy.sources):
             assert isinstance(source, StagedSource), "with home hybrid every rank has staging buffers"
-            began = self._copy_staged(source, offset, size, target, patience)
-            if began is not None:
-                self.staged_bytes += size
-                if source.over_link:
-                    peer_link.moved(size, began, self.abandoned)
+            assert source.staging is not None
+            held, began = self._find(copy, source, offset, size, patience)
+            if copy.abandoned.is_set():
+                break
+            target = copy.slot.narrow(0, slot_offset, size)
+            if held is None:
+                self._bring_from_host(copy, source, offset, target)
                 continue
-            began = time.perf_counter()
-            source.copy(offset, size, target)
-            self.unstaged_bytes += size
-            self._transport.host_link.moved(size, began, self.abandoned)
+            copy.lane.bring(MemorySource(source.staging.memories[held.buffer], ()), offset, target)
+            unchecked.append(_StagedSlice(source, held, offset, target, began))
+            if copy.lane.is_synchronous:
+                self._check(copy, unchecked, peer_link)
+        self._check(copy, unchecked, peer_link)
 
-    def _copy_staged(
-        self, source: StagedSource, offset: int, size: int, target: int, patience: Patience
-    ) -> float | None:
-        """Return when the copy from a buffer began (`time.perf_counter`), or None if no buffer had the bytes."""
+    def _find(
+        self, copy: SlotCopy, source: StagedSource, offset: int, size: int, patience: Patience
+    ) -> tuple[Held | None, float]:
+        """Wait for bytes on their way into a buffer; return the buffer that holds them, and when it was found.
+
+        Returns None for the buffer if the bytes must be fetched from host memory.
+        """
         staging = source.staging
         assert staging is not None
         while True:
             began = time.perf_counter()
-            result = staging.copy(source.bank, offset, size, target)
-            if result is Found.COPIED:
-                return began
-            if result is Found.ABSENT or not patience.waits_for(staging, staging.board.progress(), began):
-                return None
-            if self.abandoned.wait(_PAUSE_S):
-                return None
+            state = staging.look_for(source.bank, offset, size)
+            if isinstance(state, Held):
+                return state, began
+            if state is Found.ABSENT or not patience.waits_for(staging, staging.board.progress(), began):
+                return None, began
+            if copy.abandoned.wait(_PAUSE_S):
+                return None, began
             patience.waited(time.perf_counter() - began)
+
+    def _check(self, copy: SlotCopy, staged: list[_StagedSlice], peer_link: BusyLink) -> None:
+        """Empty `staged`; fetch the slices again that were overwritten in a buffer before they were copied."""
+        if staged:
+            copy.lane.wait_on_host(copy.lane.mark())
+        for item in staged:
+            assert item.source.staging is not None
+            if not item.source.staging.still_holds(item.held):
+                self._bring_from_host(copy, item.source, item.offset_bytes, item.target)
+                continue
+            copy.staged_bytes += item.target.numel()
+            if item.source.over_link:
+                peer_link.moved(item.target.numel(), item.began, copy.abandoned)
+        staged.clear()
+
+    def _bring_from_host(self, copy: SlotCopy, source: StagedSource, offset_bytes: int, target: torch.Tensor) -> None:
+        began = time.perf_counter()
+        copy.lane.bring(source, offset_bytes, target)
+        copy.unstaged_bytes += target.numel()
+        # A stream copies later, so that the time would say nothing about the link.
+        if copy.lane.is_synchronous:
+            self._transport.host_link.moved(target.numel(), began, copy.abandoned)

@@ -6,7 +6,6 @@ Its readers, on this rank and on others, read its word on the board before and a
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import enum
 import functools
@@ -21,7 +20,7 @@ from moepass.runtime.homes.hybrid.staging_board import MOST_BANKS, MOST_SLICES, 
 from moepass.runtime.homes.hybrid.staging_order import StagingPlan, StagingState, choose_banks
 from moepass.runtime.system.background import run_in_background
 from moepass.runtime.system.forking import finalize_in_owner
-from moepass.runtime.transfer import copying
+from moepass.runtime.transfer import slicing
 from moepass.runtime.transfer.learned_order import LearnedOrder
 from moepass.runtime.transfer.link import BusyLink
 from moepass.runtime.transfer.sources import Source
@@ -36,9 +35,8 @@ class StagerError(MoepassError, RuntimeError):
 
 
 class Found(enum.Enum):
-    """The result of looking for bytes in staging buffers."""
+    """Why a staging buffer does not hold the wanted bytes."""
 
-    COPIED = "copied"
     COMING = "not there yet, but on its way"
     ABSENT = "not there"
 
@@ -65,7 +63,7 @@ class StagingBuffers:
         self,
         board: StagingBoard,
         memories: Sequence[torch.Tensor],
-        slice_bytes: int = copying.SLICE_BYTES,
+        slice_bytes: int = slicing.SLICE_BYTES,
         keeps: object = None,
     ) -> None:
         self.board = board
@@ -90,17 +88,6 @@ class StagingBuffers:
         # A writer changes the word before it overwrites a byte.
         now = self.board.state(held.buffer)
         return (now.bank, now.generation) == (held.state.bank, held.state.generation)
-
-    def copy(self, bank: int, offset_bytes: int, nbytes: int, address: int) -> Found:
-        """Copy bytes of the rank's shard of `bank` to host memory at `address`, if a buffer holds them.
-
-        The bytes at `address` are valid only if this returns COPIED.
-        """
-        held = self.look_for(bank, offset_bytes, nbytes)
-        if isinstance(held, Found):
-            return held
-        ctypes.memmove(address, self.memories[held.buffer].data_ptr() + offset_bytes, nbytes)
-        return Found.COPIED if self.still_holds(held) else Found.ABSENT
 
     def write(self, buffer: int, shard: Source, offset_bytes: int, nbytes: int) -> None:
         """Copy bytes of `shard` to their offset in a buffer of this rank. The copy is complete on return."""
@@ -189,7 +176,7 @@ class _StagerWork:
         """Copy the most urgent slice. Returns False if all slices are in the buffers."""
         wants = [board.wants() for board in self.boards]
         for buffer in self.plan.choose(choose_banks(wants, len(self.own.memories))):
-            # The word changes before the first byte does, see `StagingBuffers.copy`.
+            # Before the first byte: see `StagingBuffers.still_holds`.
             self.own.board.show_state(buffer, self.plan.states[buffer])
         fill = self.plan.next_fill()
         if fill is None:

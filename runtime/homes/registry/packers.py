@@ -14,7 +14,6 @@ from moepass.runtime.homes.device_home import SymmetricMemory, check_transport_t
 from moepass.runtime.homes.disk.disk_home import DiskPacker
 from moepass.runtime.homes.host_home import HostPacker, Packer
 from moepass.runtime.homes.hybrid.device_hybrid import DeviceHybridPacker
-from moepass.runtime.homes.hybrid.device_staging import DeviceStagedPull
 from moepass.runtime.homes.hybrid.hybrid_home import HybridPacker
 from moepass.runtime.homes.hybrid.staged_pull import StagedPull
 from moepass.runtime.homes.peers import PeerGroup
@@ -53,7 +52,7 @@ def _hybrid(options: Hybrid, device: torch.device) -> Packer:
     def memory() -> SymmetricMemory:
         return SymmetricMemory(group, device, options.timeout_s)
 
-    return DeviceHybridPacker(peers, DeviceStagedPull(link), options.staging_buffers, memory, device)
+    return DeviceHybridPacker(peers, StagedPull(link), options.staging_buffers, memory, device)
 
 
 def _disk(options: Disk, device: torch.device) -> Packer:

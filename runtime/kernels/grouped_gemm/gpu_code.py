@@ -1,4 +1,4 @@
-"""What a GPU's compiler makes of a kernel, on a machine that needs no GPU: registers, spills, memory, instructions."""
+"""Compiles kernels for a GPU without having one: registers, spills, memory and instructions of the code."""
 
 from __future__ import annotations
 
@@ -23,25 +23,27 @@ from moepass.runtime.kernels.grouped_gemm.tile_functions import triton_type
 from moepass.runtime.kernels.grouped_gemm.tile_sizes import TileSizes
 
 _THREADS_PER_WARP = 32
-# What a multiprocessor has, by compute capability; CUDA C++ programming guide, "technical specifications per compute
-# capability", and for tensor memory the PTX manual on tcgen05. Shared memory: that of all blocks together.
+# Resources of a multiprocessor, by compute capability. CUDA C++ programming guide, "technical specifications per
+# compute capability", and for tensor memory the PTX manual on tcgen05. Shared memory is that of all blocks together.
 _REGISTERS = 65536
-_REGISTERS_GRANULE = 256  # a warp's registers come in pieces of so many
+_REGISTERS_GRANULE = 256  # registers are allocated to a warp in units of this size
 _SHARED_BYTES = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}
-_RESERVED_SHARED_BYTES = 1 << 10  # of each block, for the system
+_RESERVED_SHARED_BYTES = 1 << 10  # in each block, used by the system
 _THREADS = 2048
 _TENSOR_MEMORY_COLUMNS = 512
 # Instructions of tensor cores begin with these; the newest first.
 _TENSOR_CORE_INSTRUCTIONS = ("UTCHMMA", "UTCQMMA", "HGMMA", "QGMMA", "HMMA")
-# What allocators give is aligned to at least so many bytes, and Triton looks for no more.
+# The least alignment of allocated memory, and the largest that Triton makes use of.
 _ALIGNED_BYTES = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class GpuCode:
-    """Resources of one kernel, and how often each instruction stands in its code (not how often it runs).
+    """Resources of one kernel.
 
-    `tensor_memory_columns` are those that a block takes of an architecture that has such memory.
+    Attributes:
+        tensor_memory_columns: Columns that a block takes on an architecture with tensor memory.
+        instructions: How often each instruction occurs in the code, not how often it runs.
     """
 
     registers_per_thread: int
@@ -52,27 +54,27 @@ class GpuCode:
     instructions: dict[str, int]
 
     def blocks_per_processor(self, capability: int) -> int:
-        """Blocks that one multiprocessor of a GPU of this compute capability has room for; 0: not one.
+        """Return how many blocks fit on a multiprocessor of a GPU of this compute capability; 0 if not even one does.
 
-        Raises KeyError for a capability whose limits are not known.
+        Raises KeyError for a capability whose limits are not in the table.
         """
         warps = self.threads // _THREADS_PER_WARP
         of_warp = _round_up(self.registers_per_thread * _THREADS_PER_WARP, _REGISTERS_GRANULE)
-        room = [
+        limits = [
             _REGISTERS // (of_warp * warps),
             _SHARED_BYTES[capability] // (self.shared_bytes + _RESERVED_SHARED_BYTES),
             _THREADS // self.threads,
         ]
         if self.tensor_memory_columns:
-            room.append(_TENSOR_MEMORY_COLUMNS // self.tensor_memory_columns)
-        return min(room)
+            limits.append(_TENSOR_MEMORY_COLUMNS // self.tensor_memory_columns)
+        return min(limits)
 
     def tensor_core_instructions(self) -> tuple[str, int]:
-        """The name of those that the kernel has most of, of the newest kind, and their number; "none" and 0."""
+        """Return the most frequent instruction of the newest kind, and the count of that kind; else "none" and 0."""
         for kind in _TENSOR_CORE_INSTRUCTIONS:
-            found = {name: count for name, count in self.instructions.items() if name.startswith(kind)}
-            if found:
-                return max(found, key=lambda name: found[name]), sum(found.values())
+            counts = {name: count for name, count in self.instructions.items() if name.startswith(kind)}
+            if counts:
+                return max(counts, key=lambda name: counts[name]), sum(counts.values())
         return "none", 0
 
 
@@ -91,9 +93,10 @@ class CompiledKernel(NamedTuple):
 def compile_segment(
     segment: GraphModule, capability: int, sizes: Callable[[GemmKernel, int, torch.dtype], Sequence[TileSizes]]
 ) -> Iterator[CompiledKernel]:
-    """All kernels of a segment of experts, at what `sizes` gives for a kernel, the GPU's generation and a type.
+    """Yield all kernels of a segment of experts, compiled for each tile size.
 
-    The segment's values are fake; sizes are those of its inputs. Raises NotByExpertError for a segment without kernels.
+    `sizes` returns the tile sizes for a kernel, the GPU's generation and a dtype. The segment's values are fake
+    tensors. Raises NotByExpertError for a segment without kernels.
     """
     program = read_program(segment)
     for kernel in read_kernels(program).kernels:
@@ -112,7 +115,7 @@ def _on_meta(node: Node) -> torch.Tensor:
 
 
 def compile_for(gemm: GeneratedGemm, launch: Launch, sizes: TileSizes, capability: int) -> GpuCode:
-    """The code of this launch for a GPU of compute capability `capability` (90 for 9.0).
+    """Return the code of `launch` for a GPU of compute capability `capability` (90 for 9.0).
 
     Tensors in `launch` may be fake or on the meta device. Triton must not be in the interpreter's mode.
     """
@@ -124,7 +127,7 @@ def compile_for(gemm: GeneratedGemm, launch: Launch, sizes: TileSizes, capabilit
     signature: dict[str, str] = {}
     constants = dict(launch.constants)
     attributes: dict[tuple[int], list[list[Any]]] = {}
-    for place, (name, value) in enumerate(zip(kernel_parameters(gemm.kernel), launch.arguments, strict=True)):
+    for index, (name, value) in enumerate(zip(kernel_parameters(gemm.kernel), launch.arguments, strict=True)):
         is_tensor = isinstance(value, torch.Tensor)
         if not is_tensor and value == 1 and name not in varying:
             signature[name] = "constexpr"
@@ -132,7 +135,7 @@ def compile_for(gemm: GeneratedGemm, launch: Launch, sizes: TileSizes, capabilit
             continue
         signature[name] = _pointer(value.dtype) if is_tensor else "i32" if abs(value) < 1 << 31 else "i64"
         if is_tensor or (value % _ALIGNED_BYTES == 0 and name not in varying):
-            attributes[place,] = [["tt.divisibility", _ALIGNED_BYTES]]
+            attributes[index,] = [["tt.divisibility", _ALIGNED_BYTES]]
     signature.update(dict.fromkeys(launch.constants, "constexpr"))
     source = ASTSource(fn=gemm.function, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, _THREADS_PER_WARP), options=sizes.options())
@@ -162,8 +165,8 @@ def _resources(cubin: bytes) -> dict[str, int]:
 def _instructions(cubin: bytes) -> dict[str, int]:
     text = _dump("nvdisasm", cubin)
     # /*0a10*/  @!P0 HGMMA.64x128x16.F32.BF16 R24, ... ;
-    found = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", text)
-    return dict(collections.Counter(found))
+    names = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", text)
+    return dict(collections.Counter(names))
 
 
 def _dump(tool: str, cubin: bytes, *options: str) -> str:

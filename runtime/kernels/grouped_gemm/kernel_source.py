@@ -1,17 +1,17 @@
-"""Write the Triton source of one grouped GEMM with its row work.
+"""Writes the Triton source of one grouped GEMM with its row work.
 
     persistent    a program computes tile after tile, in steps of the number of programs, so that one expert with most
                   of the rows and many without any keep all of the device busy
-    tiles         which expert and which rows a tile has follows from `ends` in registers: no table, and no wait for the
-                  host, which does not know where experts end
-    weights       a table of one address for each expert: experts may lie in different memory
-    descriptors   where WEIGHT_DESCRIPTOR and ROW_DESCRIPTOR say so, tiles are loaded by the hardware that copies tiles
-                  (TMA): of rows that lie side by side, and of weights. Each tile describes its expert's; with ONE_BANK
-                  one description serves all of them
-    tables        rows of a table that experts choose, as biases are, are loaded once for each tile
-    rows of none  rows behind those of the last expert get zeros as GEMM results, as in the loop on CPUs
+    tiles         the expert and the rows of a tile are computed from `ends` in registers: there is no table, and no
+                  wait for the host, which does not know where experts end
+    weights       a table has the address of each expert's weights: experts may be in different memory
+    descriptors   with WEIGHT_DESCRIPTOR and ROW_DESCRIPTOR, the hardware copies tiles (TMA) of weights, and of rows
+                  that are adjacent in memory. Each tile makes a descriptor of its expert; with ONE_BANK one descriptor
+                  serves all experts
+    tables        rows of a table that experts choose, such as biases, are loaded once for each tile
+    rows of none  rows after those of the last expert get zeros as GEMM results, as in the loop on CPUs
 
-Sizes of tiles are constants that the caller chooses: one source serves all of them.
+Tile sizes are constants that the caller chooses: one source serves all of them.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ def {name}(
 
 
 def kernel_source(kernel: GemmKernel) -> str:
-    """The source of a module with one kernel, KERNEL_NAME. Parameters are those of `kernel_parameters`.
+    """Return the source of a module with one kernel, KERNEL_NAME. Its parameters are `kernel_parameters`.
 
-    Raises NoTileFunctionError for operators and types that tiles do not have.
+    Raises NoTileFunctionError for operators and types that Triton's tiles do not have.
     """
     head = _HEAD.format(
         name=KERNEL_NAME,
@@ -102,7 +102,7 @@ def kernel_source(kernel: GemmKernel) -> str:
 
 
 def kernel_parameters(kernel: GemmKernel) -> list[str]:
-    """Names of what the kernel takes: tensors, their strides and sizes, and then constants."""
+    """Return the names of the kernel's parameters: tensors with their strides and sizes. Constants follow them."""
     names = ["weights", "weight_stride_inner", "weight_stride_column", "ends", "count"]
     for number, node in enumerate(kernel.operands):
         names += _with_strides(f"operand_{number}", fake_value(node).dim())
@@ -114,7 +114,7 @@ def kernel_parameters(kernel: GemmKernel) -> list[str]:
 
 
 def varying_parameters(kernel: GemmKernel) -> list[str]:
-    """Numbers that change from call to call. The kernel is the same for all of them, so that no call compiles."""
+    """Return the parameters whose numbers change from call to call. The kernel is not specialised for them."""
     return ["count", *(f"operand_{number}_rows" for number in table_operands(kernel))]
 
 
@@ -136,27 +136,27 @@ def _with_strides(name: str, dimensions: int) -> list[str]:
 
 
 def row_number_operands(kernel: GemmKernel) -> list[int]:
-    """Operands that name a row, of a table or of an output, for each row of a tile."""
+    """Return the operands that hold, for each row of a tile, the index of a row in a table or in an output."""
     named = [value.rows for value in kernel.values if isinstance(value, Loaded) and isinstance(value.rows, int)]
     return sorted({*named, *(number for number in (kernel.row_numbers, *kernel.orders) if number is not None)})
 
 
 def table_operands(kernel: GemmKernel) -> list[int]:
-    """Operands of which rows are chosen by number."""
-    found = {value.operand for value in kernel.values if isinstance(value, Loaded) and isinstance(value.rows, int)}
-    return sorted(found if kernel.row_numbers is None else {*found, kernel.rows})
+    """Return the operands whose rows are chosen by index."""
+    tables = {value.operand for value in kernel.values if isinstance(value, Loaded) and isinstance(value.rows, int)}
+    return sorted(tables if kernel.row_numbers is None else {*tables, kernel.rows})
 
 
 def _row_numbers(kernel: GemmKernel) -> Iterator[str]:
     chosen = chosen_once(kernel)
     for number in row_number_operands(kernel):
-        # Numbers of experts need no more, and half of the registers.
-        kept = "tl.int32" if number == chosen else "tl.int64"
-        yield f"number_{number} = tl.load(operand_{number} + row * operand_{number}_stride_0).to({kept})"
+        # Indices of experts fit into int32, which takes half of the registers.
+        dtype = "tl.int32" if number == chosen else "tl.int64"
+        yield f"number_{number} = tl.load(operand_{number} + row * operand_{number}_stride_0).to({dtype})"
 
 
 def _row_of_table(table: int, numbers: int) -> str:
-    """The chosen rows. A negative number counts from the end."""
+    """Return the expression of the chosen rows. A negative index counts from the end."""
     return _from_start(numbers, f"operand_{table}_rows")
 
 
@@ -165,14 +165,14 @@ def _from_start(numbers: int, rows: str) -> str:
 
 
 def _products(kernel: GemmKernel) -> Iterator[str]:
-    """The loop over the inner dimension: one product for each kind of columns, and one for a pair of every second."""
+    """Yield the loop over the inner dimension: one product per group of columns, see `column_groups`."""
     dtype = fake_value(kernel.gemm.node).dtype
     source = "row" if kernel.row_numbers is None else _row_of_table(kernel.rows, kernel.row_numbers)
     products = column_groups(kernel)
     yield f"left_row = {source}"
     yield f"left = operand_{kernel.rows} + left_row[:, None] * operand_{kernel.rows}_stride_0"
     yield f"left += inner[None, :] * operand_{kernel.rows}_stride_1"
-    # Rows of no expert multiply by nothing.
+    # Rows without an expert are not multiplied: the loop has no steps for them.
     yield "address = tl.load(weights + tl.minimum(expert, EXPERTS - 1))"
     yield f"base = tl.multiple_of(address.to(tl.pointer_type({triton_type(dtype)})), ALIGNMENT)"
     for number, group in enumerate(products):
@@ -196,7 +196,7 @@ def _products(kernel: GemmKernel) -> Iterator[str]:
     yield "expert_row = expert * (COLUMNS if WEIGHT_DESCRIPTOR == 1 else INNER) if ONE_BANK else 0"
     yield "for step in range(0, tl.where(expert < EXPERTS, tl.cdiv(INNER, BLOCK_INNER), 0)):"
     yield "    is_inner = inner < INNER - step * BLOCK_INNER"
-    # What lies behind the last row or column of a tile has a result that is not stored.
+    # Results after the last row or column of a tile are not stored.
     yield "    is_whole: tl.constexpr = INNER % BLOCK_INNER == 0"
     yield "    are_whole: tl.constexpr = is_whole and WIDTH % BLOCK_COLUMNS == 0"
     plain = "tl.load(left) if is_whole else tl.load(left, mask=is_inner[None, :], other=0.0)"
@@ -231,7 +231,7 @@ def _products(kernel: GemmKernel) -> Iterator[str]:
 
 
 def _descriptors(kernel: GemmKernel) -> Iterator[str]:
-    """Those that all tiles share: of the rows, and of weights that lie side by side."""
+    """Yield the descriptors that all tiles share: of the rows, and of weights that are adjacent in memory."""
     dtype = fake_value(kernel.gemm.node).dtype
     yield "if ONE_BANK:"
     yield f"    bank = tl.multiple_of(tl.load(weights).to(tl.pointer_type({triton_type(dtype)})), ALIGNMENT)"
@@ -245,7 +245,7 @@ def _descriptors(kernel: GemmKernel) -> Iterator[str]:
 
 
 def _descriptor(width: int, base: str, experts: str) -> Iterator[str]:
-    """Of the weights of so many `experts` from `base` on, for tiles of `width` times BLOCK_COLUMNS columns."""
+    """Yield a descriptor of the weights of `experts` experts, for tiles of `width` times BLOCK_COLUMNS columns."""
     columns = "BLOCK_COLUMNS" if width == 1 else f"{width} * BLOCK_COLUMNS"
     described = f"weights_{width} = tl.make_tensor_descriptor"
     yield f"if WEIGHT_DESCRIPTOR == {INNER_CONTIGUOUS}:"
@@ -255,12 +255,12 @@ def _descriptor(width: int, base: str, experts: str) -> Iterator[str]:
 
 
 def column_groups(kernel: GemmKernel) -> list[tuple[Columns, ...]]:
-    """Columns of the GEMM's result that are computed by one product: those of a pair lie side by side in memory."""
+    """Return groups of columns of the GEMM's result, one product each; a group of two alternates in memory."""
     wanted = list(dict.fromkeys(value.columns for value in kernel.values if isinstance(value, Accumulated)))
     groups: list[tuple[Columns, ...]] = []
     while wanted:
         first = wanted.pop(0)
-        partners = [other for other in wanted if first.step == other.step == 2 and abs(first.start - other.start) == 1]
+        partners = [item for item in wanted if first.step == item.step == 2 and abs(first.start - item.start) == 1]
         if partners:
             wanted.remove(partners[0])
             groups.append((first, partners[0]) if first.start < partners[0].start else (partners[0], first))
@@ -279,15 +279,16 @@ def _columns(name: str, columns: Columns) -> str:
 
 
 def _results(kernel: GemmKernel) -> Iterator[str]:
-    """Row work and stores; where experts choose rows of tables, as of biases, once for each row that is chosen.
+    """Yield row work and stores.
 
-    That is one row, but for tiles of rows without an expert: it is loaded once, and not for each row of a tile.
+    Rows of tables that experts choose, such as biases, are loaded once for each chosen row. A tile has one chosen row,
+    except for tiles of rows without an expert.
     """
     chosen = chosen_once(kernel)
     if chosen is None:
         yield from (*_row_work(kernel, None), *_stores(kernel, "is_row"))
         return
-    # Others are no numbers of experts.
+    # Numbers out of this range are not indices of experts.
     yield f"lowest = tl.maximum(tl.min(number_{chosen}, 0), -EXPERTS)"
     yield f"highest = tl.minimum(tl.max(number_{chosen}, 0), EXPERTS - 1)"
     yield "for chosen in tl.range(lowest, highest + 1, num_stages=1):"
@@ -297,9 +298,10 @@ def _results(kernel: GemmKernel) -> Iterator[str]:
 
 
 def chosen_once(kernel: GemmKernel) -> int | None:
-    """The operand whose numbers choose rows of tables with one row for each expert, if it is one, of no other use.
+    """Return the operand whose numbers choose the rows of tables with one row per expert; None if it has another use.
 
-    Larger tables may have all of their rows between the lowest and the highest number of a tile.
+    The loop over chosen rows runs from the lowest to the highest number of a tile, so it is too long for larger
+    tables.
     """
     wide = [value for value in kernel.values if isinstance(value, Loaded) and is_wide_choice(value)]
     numbers = {int(value.rows) for value in wide}
@@ -312,54 +314,57 @@ def chosen_once(kernel: GemmKernel) -> int | None:
 
 
 def is_wide_choice(value: Loaded) -> bool:
-    """Whether the rows of a tile choose rows of a table by number, of more than one column."""
+    """Return whether the rows of a tile choose rows of a table by index, with more than one column."""
     return isinstance(value.rows, int) and value.columns.step > 0
 
 
 def _row_work(kernel: GemmKernel, chosen: int | None) -> Iterator[str]:
-    """`chosen`: the operand of which the number `chosen` is in the kernel."""
+    """Yield the row work. `chosen` is the operand whose index is the variable `chosen` in the kernel, if any."""
     held: list[torch.dtype] = []
     pairs = [] if chosen is None else _pairs_of_columns(kernel)
     for first, second in pairs:
         yield from _load_pair(kernel, first, second)
-    loaded = {place for pair in pairs for place in pair}
-    for place, value in enumerate(kernel.values):
+    loaded = {index for pair in pairs for index in pair}
+    for index, value in enumerate(kernel.values):
         held.append(held_type(value.dtype))
         if isinstance(value, Accumulated):
-            yield f"value_{place} = {_sum_name(value.columns)}"
+            yield f"value_{index} = {_sum_name(value.columns)}"
         elif isinstance(value, Computed):
-            yield f"value_{place} = {_compute(value, held)}"
-        elif place not in loaded:
+            yield f"value_{index} = {_compute(value, held)}"
+        elif index not in loaded:
             is_chosen = value.rows == chosen and is_wide_choice(value)
-            yield f"value_{place} = {_load(kernel, value, is_chosen)}.to({triton_type(held[-1])})"
+            yield f"value_{index} = {_load(kernel, value, is_chosen)}.to({triton_type(held[-1])})"
 
 
 def _pairs_of_columns(kernel: GemmKernel) -> list[tuple[int, int]]:
-    """Places of chosen values, two and two of one table, such as the biases of gate and up."""
+    """Return pairs of indices of chosen values that come from one table, such as the biases of gate and up."""
     waiting: dict[tuple[int, int, torch.dtype], int] = {}
     pairs = []
-    for place, value in enumerate(kernel.values):
+    for index, value in enumerate(kernel.values):
         if isinstance(value, Loaded) and is_wide_choice(value):
             kind = value.operand, value.columns.step, value.dtype
             if kind in waiting:
-                pairs.append((waiting.pop(kind), place))
+                pairs.append((waiting.pop(kind), index))
             else:
-                waiting[kind] = place
+                waiting[kind] = index
     return pairs
 
 
 def _load_pair(kernel: GemmKernel, first: int, second: int) -> Iterator[str]:
-    """Two values by one load, with an element for each thread. Of two smaller loads the compiler would have each thread
-    load all that it needs itself: 64 elements of an H100's tile, one by one."""
-    value, other = kernel.values[first], kernel.values[second]
+    """Yield one load for two values, with an element for each thread.
+
+    With two smaller loads the compiler would have each thread load all the elements that it needs: 64 elements of an
+    H100's tile, one by one.
+    """
+    value, partner = kernel.values[first], kernel.values[second]
     assert isinstance(value, Loaded)
-    assert isinstance(other, Loaded)
-    name, apart = f"operand_{value.operand}", other.columns.start - value.columns.start
+    assert isinstance(partner, Loaded)
+    name, apart = f"operand_{value.operand}", partner.columns.start - value.columns.start
     yield f"pair = ({_columns('column', value.columns)})[:, None] + tl.arange(0, 2)[None, :] * {apart}"
     pointer = f"{name} + {_chosen_row(name)} * {name}_stride_0 + pair.to(tl.int64) * {name}_stride_1"
     yield f"pair = tl.load({pointer}, mask=is_column[:, None], other=0).to({triton_type(held_type(value.dtype))})"
     yield f"value_{first}, value_{second} = tl.split(pair)"
-    yield from (f"value_{place} = value_{place}[None, :]" for place in (first, second))
+    yield from (f"value_{index} = value_{index}[None, :]" for index in (first, second))
 
 
 def _chosen_row(table: str) -> str:
@@ -390,15 +395,15 @@ def _load(kernel: GemmKernel, value: Loaded, is_chosen: bool) -> str:
 
 
 def _compute(value: Computed, held: Sequence[torch.dtype]) -> str:
-    given = [argument for argument in value.arguments if isinstance(argument, At)]
-    types = [held[argument.place] for argument in given]
+    inputs = [argument for argument in value.arguments if isinstance(argument, At)]
+    types = [held[argument.place] for argument in inputs]
     if len(value.arguments) == 1 and _is_cast(value):
-        return cast(f"value_{given[0].place}", types[0], value.dtype)
+        return cast(f"value_{inputs[0].place}", types[0], value.dtype)
     wanted = held_type(value.dtype)
     if value.operator in COMPARISONS:
         wanted = types[0]
-        for other in types[1:]:
-            wanted = torch.promote_types(wanted, other)
+        for dtype in types[1:]:
+            wanted = torch.promote_types(wanted, dtype)
         if any(isinstance(argument, float) for argument in value.arguments) and not wanted.is_floating_point:
             wanted = torch.float32
     is_choice = value.operator in _CHOICES
@@ -410,7 +415,7 @@ def _compute(value: Computed, held: Sequence[torch.dtype]) -> str:
         target = torch.bool if is_choice and number == 0 else wanted
         arguments.append(cast(f"value_{argument.place}", held[argument.place], target))
     written = write_operator(value.operator, arguments, wanted)
-    # Constants of Triton have types of their own, and so has what it chooses among them.
+    # Triton gives constants, and selections among them, types that differ from ours.
     has_own_type = held_type(value.dtype).is_floating_point or value.operator in COMPARISONS
     return written if has_own_type else f"{written}.to({triton_type(value.dtype)})"
 
@@ -425,7 +430,7 @@ def _is_cast(value: Computed) -> bool:
 
 def _stores(kernel: GemmKernel, is_row: str) -> Iterator[str]:
     stored = zip(kernel.outputs, kernel.places, kernel.orders, strict=True)
-    for number, (node, place, order) in enumerate(stored):
+    for number, (node, value_index, order) in enumerate(stored):
         row = "tile_rows.to(tl.int64)" if order is None else f"({_from_start(order, 'count')})"
         name, result = f"output_{number}", fake_value(node)
         is_wide = result.dim() == 2 and result.shape[1] != 1
@@ -433,5 +438,5 @@ def _stores(kernel: GemmKernel, is_row: str) -> Iterator[str]:
         mask = "is_column[None, :]" if is_wide else "(column == 0)[None, :]"
         yield (
             f"tl.store({name} + {row}[:, None] * {name}_stride_0{columns}, "
-            f"value_{place}.to({triton_type(result.dtype)}), mask={is_row}[:, None] & {mask})"
+            f"value_{value_index}.to({triton_type(result.dtype)}), mask={is_row}[:, None] & {mask})"
         )

@@ -1,12 +1,13 @@
-"""What a kernel computes, loads and stores, counted from its own loops: tiles times inner steps times a tile.
+"""Counts the computation, loads and stores of a kernel from its loops: tiles times inner steps times a tile.
 
-Counted, not measured. Bytes come three times, because caches decide how many of them the memory has to deliver:
+These are counts, not measurements. There are three counts of bytes, because caches decide how many of them the memory
+has to deliver:
 
-    loaded     that all tiles ask for: the caches deliver these
-    by wave    that the memory delivers if the programs that run side by side share what they ask for alike. They do
-               where the second-level cache keeps a step of each: neighbours have the same rows or the same columns,
-               and work on the same step at about the same time
-    once       every byte once, which no order of tiles can go below
+    loaded     bytes that all tiles ask for: the caches deliver these
+    by wave    bytes that the memory delivers if programs that run at the same time share common rows and columns. They
+               share them if the second-level cache holds one step of each program: neighbours have the same rows or
+               the same columns, and work on the same step at about the same time
+    once       every byte once, a lower limit for all orders of tiles
 """
 
 from __future__ import annotations
@@ -34,10 +35,14 @@ _END_BYTES = 4
 
 @dataclasses.dataclass(frozen=True)
 class KernelWork:
-    """One launch of a kernel.
+    """The work of one launch of a kernel.
 
-    `tiles` are computed by `programs`, and `most_tiles` of them by the busiest one. A tile takes `steps` of the inner
-    loop. `flops` are those of the rows that there are; `issued_flops` those of whole tiles, as tensor cores get them.
+    Attributes:
+        programs: The programs that compute the tiles.
+        most_tiles: The tiles of the busiest program.
+        steps: The steps of the inner loop in one tile.
+        flops: FLOPs of the rows that exist.
+        issued_flops: FLOPs of complete tiles, as tensor cores compute them.
     """
 
     programs: int
@@ -54,7 +59,7 @@ class KernelWork:
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """Seconds that a launch takes at least, at stated peak rates: of tensor cores, and of memory."""
+    """Lower limits of the seconds of a launch, at the stated peak rates of tensor cores and memory."""
 
     tensor_cores: float
     memory_by_wave: float
@@ -62,15 +67,17 @@ class Roofline:
 
     @property
     def seconds(self) -> float:
+        """The larger of the limits by tensor cores and by memory."""
         return max(self.tensor_cores, self.memory_by_wave)
 
     @property
     def bound(self) -> str:
+        """The resource with the larger limit."""
         return "tensor cores" if self.tensor_cores >= self.memory_by_wave else "memory"
 
 
 def count_work(kernel: GemmKernel, tile: TileSizes, rows: Sequence[int], programs: int) -> KernelWork:
-    """The work of a launch by `programs` programs, for experts with `rows` rows each; no row has no expert."""
+    """Return the work of a launch by `programs` programs, for experts with `rows` rows each."""
     counts = torch.tensor(rows, dtype=torch.int64)
     weights, left = fake_value(kernel.gemm.weights), fake_value(kernel.operands[kernel.rows])
     inner, products = int(weights.shape[1]), sum(len(group) for group in column_groups(kernel))
@@ -79,15 +86,15 @@ def count_work(kernel: GemmKernel, tile: TileSizes, rows: Sequence[int], program
     tiles = int(row_tiles.sum()) * column_tiles
     programs = min(programs, tiles) or 1
     all_rows = int(counts.sum())
-    # Columns that a row of column tiles loads, and rows with those that stand in for rows behind an expert's last.
+    # The columns of all column tiles, and the rows of all row tiles with the padding after an expert's last row.
     columns, filled_rows = kernel.width, int(row_tiles.sum()) * tile.rows
     right_bytes = inner * products * weights.itemsize  # of one column of a tile
     left_bytes = inner * left.itemsize  # of one row
     loaded = filled_rows * column_tiles * left_bytes + int(row_tiles.sum()) * columns * right_bytes
-    others = _other_loads(kernel, filled_rows, tiles, column_tiles, int(row_tiles.sum()))
-    # Of the first expert no beginning is loaded.
+    row_work_bytes = _other_loads(kernel, filled_rows, tiles, column_tiles, int(row_tiles.sum()))
+    # The first expert begins at 0, so its beginning is not loaded.
     tile_ends = 2 * tiles - int(row_tiles[0]) * column_tiles
-    others += tiles * _ADDRESS_BYTES + (programs * 2 * len(rows) + tile_ends) * _END_BYTES
+    row_work_bytes += tiles * _ADDRESS_BYTES + (programs * 2 * len(rows) + tile_ends) * _END_BYTES
     waved = _wave_bytes(counts, tile, column_tiles, kernel.width, left_bytes, right_bytes, programs)
     used = int((counts > 0).sum())
     table = int(left.shape[0]) if kernel.row_numbers is not None else all_rows
@@ -101,21 +108,21 @@ def count_work(kernel: GemmKernel, tile: TileSizes, rows: Sequence[int], program
         steps=steps,
         flops=2 * all_rows * inner * kernel.width * products,
         issued_flops=2 * tiles * tile.rows * tile.columns * products * steps * tile.inner,
-        loaded_bytes=loaded + others,
-        wave_bytes=waved + others + stored,
+        loaded_bytes=loaded + row_work_bytes,
+        wave_bytes=waved + row_work_bytes + stored,
         once_bytes=once + _other_bytes(kernel, all_rows, used) + stored,
         stored_bytes=stored,
     )
 
 
 def roofline(work: KernelWork, hardware: Hardware, dtype: str) -> Roofline:
-    """The least seconds of `work` on one device of `hardware`, at its stated peaks for weights of `dtype`.
+    """Return lower limits of the seconds of `work` on one device of `hardware`, with weights of `dtype`.
 
-    Each processor has its part of the peak, so that the busiest program is what tensor cores take. Raises ValueError
-    where the profile does not say how many processors there are, or has no rate for `dtype`.
+    Each processor has an equal share of the peak, so the busiest program sets the limit of tensor cores. Raises
+    ValueError if the profile has no number of processors, or no rate for `dtype`.
     """
     if hardware.processors is None or dtype not in hardware.flops:
-        raise ValueError(f"profile {hardware.name!r} has no processors, or no rate for {dtype}")
+        raise ValueError(f"profile {hardware.name!r} has no number of processors, or no rate for {dtype}")
     of_processor = hardware.flops[dtype].value / hardware.processors.value
     rate = hardware.memory_bytes_per_s.value
     of_tile = work.issued_flops / max(1, work.tiles)
@@ -131,15 +138,15 @@ def _wave_bytes(
     right_bytes: int,
     programs: int,
 ) -> int:
-    """Of rows and weights, what the tiles of each wave need, each byte once in a wave."""
+    """Return the bytes of rows and weights that the tiles of each wave need, each byte once per wave."""
     heights = -(-counts // tile.rows)
     expert = torch.repeat_interleave(torch.arange(len(counts)), heights * column_tiles)
-    place = torch.arange(len(expert)) - ((heights * column_tiles).cumsum(0) - heights * column_tiles)[expert]
-    # As in the kernel.
-    group = place // (tile.group * column_tiles)
-    place = place - group * tile.group * column_tiles
+    position = torch.arange(len(expert)) - ((heights * column_tiles).cumsum(0) - heights * column_tiles)[expert]
+    # The same order as in the kernel.
+    group = position // (tile.group * column_tiles)
+    position = position - group * tile.group * column_tiles
     group_height = torch.minimum(heights[expert] - group * tile.group, torch.tensor(tile.group))
-    row_tile, column_tile = group * tile.group + place % group_height, place // group_height
+    row_tile, column_tile = group * tile.group + position % group_height, position // group_height
     wave = torch.arange(len(expert)) // programs
     first = heights.cumsum(0) - heights
     rows = torch.unique(wave * int(heights.sum()) + first[expert] + row_tile) % int(heights.sum())
@@ -155,7 +162,7 @@ def _is_one_column(value: Loaded) -> bool:
 
 
 def _other_loads(kernel: GemmKernel, filled_rows: int, tiles: int, column_tiles: int, row_tiles: int) -> int:
-    """Bytes of numbers of rows and of row work that all tiles ask for."""
+    """Return the bytes of row indices and of row work that all tiles ask for."""
     total = 0
     chosen = chosen_once(kernel)
     for number in row_number_operands(kernel):
@@ -171,7 +178,7 @@ def _other_loads(kernel: GemmKernel, filled_rows: int, tiles: int, column_tiles:
 
 
 def _other_bytes(kernel: GemmKernel, rows: int, used_experts: int) -> int:
-    """The same, each byte once. Of a table with a row for each expert, the rows of experts that have any."""
+    """Return the bytes of row indices and row work, each byte once; of tables, the rows of experts in use."""
     total = sum(rows * int(fake_value(kernel.operands[number]).itemsize) for number in row_number_operands(kernel))
     for value in kernel.values:
         if isinstance(value, Loaded):

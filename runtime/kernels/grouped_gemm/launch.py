@@ -1,4 +1,4 @@
-"""Run the kernels that `kernel_source` writes."""
+"""Runs the kernels that `kernel_source` writes."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ from moepass.runtime.kernels.grouped_gemm.tuned_tiles import KernelIdentity, fin
 from moepass.runtime.kernels.grouped_gemm.tuner import active_timer, tune
 from moepass.runtime.torch_private import load_generated_module
 
-# Addresses that are multiples of so many bytes are loaded in the widest pieces there are.
+# Addresses with this alignment are loaded by the widest loads.
 _WIDEST_LOAD_BYTES = 16
 
 
 class Launch(NamedTuple):
-    """What a kernel is launched with.
+    """The arguments of a launch.
 
-    arguments   in the order of the kernel's parameters
-    constants   those that it is compiled for, by name
-    most_tiles  an upper limit of the tiles, which only the device knows
+    Attributes:
+        arguments: In the order of the kernel's parameters.
+        constants: The constants for which the kernel is compiled, by name.
+        most_tiles: An upper limit of the number of tiles; only the device knows the number.
     """
 
     arguments: list[Any]
@@ -46,9 +47,9 @@ class Launch(NamedTuple):
 
 
 class GeneratedGemm:
-    """One kernel: called with its operands, weights and where experts end, gives its outputs.
+    """One kernel as a function of its operands, the weights, and the ends of the experts.
 
-    Raises NoTileFunctionError where the kernel has operators or types that Triton's tiles do not have.
+    Raises NoTileFunctionError if the kernel has operators or types that Triton's tiles do not have.
     """
 
     def __init__(self, kernel: GemmKernel) -> None:
@@ -56,12 +57,12 @@ class GeneratedGemm:
         self.source = kernel_source(kernel)
         self._tables = table_operands(kernel)
         self._digest = hashlib.sha256(self.source.encode()).hexdigest()
-        # None: it was looked for, and this kernel is not tuned.
+        # None for a kernel that is not tuned.
         self._tuned: dict[KernelIdentity, TileSizes | None] = {}
 
     @functools.cached_property
     def function(self) -> Any:
-        """The kernel as Triton has it."""
+        """The kernel as a Triton function."""
         return getattr(load_generated_module(self.source), KERNEL_NAME)
 
     def __call__(
@@ -72,17 +73,17 @@ class GeneratedGemm:
         rows: int,
         sizes: TileSizes | None = None,
     ) -> list[torch.Tensor]:
-        """The outputs [rows, ...] for operands in the kernel's order.
+        """Return the outputs [rows, ...] for operands in the kernel's order.
 
-        `weights` are parts [experts, in, out] of one layout, in order of experts; `ends` [experts] int32 says behind
-        which of the `rows` rows each expert's rows lie.
+        `weights` are ranges of experts, [experts, in, out] each, of one layout and in order of experts. `ends`
+        [experts] int32 has the index after the last row of each expert.
         """
         outputs = [_empty(node, rows, ends.device) for node in self.kernel.outputs]
 
         def run(sizes: TileSizes) -> None:
             launch = self.launch(operands, weights, ends, outputs, sizes)
             programs = min(launch.most_tiles, _programs(ends.device) * sizes.blocks)
-            # A context of its own: the allocator of the program around is not changed.
+            # Runs in a copy of the context, so that the allocator of the calling program stays unchanged.
             contextvars.copy_context().run(self._start, launch, programs, sizes)
 
         if rows:
@@ -100,7 +101,7 @@ class GeneratedGemm:
     def _fastest(
         self, weights: Sequence[torch.Tensor], rows: int, experts: int, run: Callable[[TileSizes], None]
     ) -> TileSizes:
-        """The sizes that were measured to be fastest, measured now where that is asked for, else the default ones."""
+        """Return the fastest measured sizes, else the default ones; within `tune_kernels`, measure them first."""
         first = weights[0]
         capability = _capability(first.device)
         identity = self._identity(first, rows_bucket(rows, experts), experts)
@@ -115,9 +116,9 @@ class GeneratedGemm:
         if self._weight_descriptor([weights]) == POINTERS:
             candidates = tuple(sizes for sizes in candidates if not sizes.descriptors)
         table, timer = find_tuned_tiles(), active_timer()
-        known = None if table is None else table.load(identity, candidates)
-        if known is not None or timer is None:
-            return known
+        stored = None if table is None else table.load(identity, candidates)
+        if stored is not None or timer is None:
+            return stored
         tuned = tune(identity, candidates, run, timer)
         if table is not None:
             table.save(tuned)
@@ -148,9 +149,9 @@ class GeneratedGemm:
         outputs: Sequence[torch.Tensor],
         sizes: TileSizes,
     ) -> Launch:
-        """What the kernel is launched with to write `outputs`."""
+        """Return the arguments of a launch that writes `outputs`."""
         rows, experts = len(outputs[0]), len(ends)
-        # Kernels read `ends` side by side; models also take them as a column of where experts begin and end.
+        # Kernels read contiguous `ends`; models may also pass a column of a table of beginnings and ends.
         arguments: list[Any] = [expert_addresses(weights), *weights[0].stride()[1:], ends.contiguous(), rows]
         for tensor in operands:
             arguments += [tensor, *tensor.stride()]
@@ -178,7 +179,7 @@ class GeneratedGemm:
         return Launch(arguments, constants, (-(-rows // sizes.rows) + experts) * column_tiles)
 
     def _weight_descriptor(self, weights: Sequence[torch.Tensor]) -> int:
-        """Which descriptors the weights allow. Every second column alone has none."""
+        """Return the kind of descriptors that the weights allow: POINTERS for every second column alone."""
         first = weights[0]
         if any(len(group) == 1 and group[0].step != 1 for group in column_groups(self.kernel)):
             return POINTERS
@@ -190,20 +191,22 @@ class GeneratedGemm:
         return POINTERS
 
     def _lie_in_one_bank(self, weights: Sequence[torch.Tensor], sizes: TileSizes) -> bool:
-        """Whether one descriptor serves all experts: one lies behind the other as rows of one matrix, and no tile takes
-        inner elements of two of them."""
-        parts = [part for part in weights if len(part)]
+        """Return whether one descriptor serves all experts.
+
+        It does if the experts follow each other as rows of one matrix, and no tile has inner elements of two experts.
+        """
+        nonempty = [bank for bank in weights if len(bank)]
         descriptor = self._weight_descriptor(weights)
-        if len(parts) != 1 or descriptor == POINTERS:
+        if len(nonempty) != 1 or descriptor == POINTERS:
             return False
-        (bank,) = parts
+        (bank,) = nonempty
         _, inner, columns = bank.shape
         if descriptor == INNER_CONTIGUOUS:
             return bank.stride(0) == columns * bank.stride(2)
         return bank.stride(0) == inner * bank.stride(1) and inner % sizes.inner == 0
 
     def _has_row_descriptor(self, rows: torch.Tensor) -> bool:
-        """Whether the rows of a tile lie side by side, and in memory that a descriptor describes."""
+        """Return whether the rows of a tile are adjacent in memory that a descriptor can describe."""
         is_aligned = rows.data_ptr() % _WIDEST_LOAD_BYTES == 0
         return (
             self.kernel.row_numbers is None
@@ -214,7 +217,7 @@ class GeneratedGemm:
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current GPU, whichever its arguments are on."""
+    """Return a context in which `device` is the current GPU: Triton launches there, wherever its arguments are."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
@@ -223,26 +226,26 @@ def _is_described(stride: int, tensor: torch.Tensor) -> bool:
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-    """Memory in which programs write descriptors. Torch aligns what it allocates by more than they need."""
+    """Return memory in which programs write descriptors. Torch aligns allocations by more than they need."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def expert_addresses(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Where each expert's weights begin, as int64 on their device."""
+    """Return the address of each expert's weights, as int64 on their device."""
     first = weights[0]
-    if any(part.stride()[1:] != first.stride()[1:] or part.dtype != first.dtype for part in weights):
-        raise ValueError("parts of a bank have one layout and one type")
-    found = [
-        torch.arange(len(part), device=part.device) * (part.stride(0) * part.itemsize) + part.data_ptr()
-        for part in weights
-        if len(part)
+    if any(experts.stride()[1:] != first.stride()[1:] or experts.dtype != first.dtype for experts in weights):
+        raise ValueError("the ranges of experts of a bank must have one layout and one type")
+    addresses = [
+        torch.arange(len(experts), device=experts.device) * (experts.stride(0) * experts.itemsize) + experts.data_ptr()
+        for experts in weights
+        if len(experts)
     ]
-    return found[0] if len(found) == 1 else torch.cat(found)
+    return addresses[0] if len(addresses) == 1 else torch.cat(addresses)
 
 
 def _alignment(weights: Sequence[torch.Tensor]) -> int:
-    """The largest power of two up to the widest load that divides all experts' addresses."""
-    addresses = [number for part in weights for number in (part.data_ptr(), part.stride(0) * part.itemsize)]
+    """Return the largest power of two, up to the widest load, that divides the addresses of all experts."""
+    addresses = [number for experts in weights for number in (experts.data_ptr(), experts.stride(0) * experts.itemsize)]
     alignment = _WIDEST_LOAD_BYTES
     while any(address % alignment for address in addresses):
         alignment //= 2
@@ -263,13 +266,13 @@ def _product_type(weights: torch.Tensor) -> Any:
 
 
 def _precision() -> str:
-    """How float32 is multiplied: as torch was told to."""
+    """Return how float32 is multiplied, according to torch's setting."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 @functools.cache
 def _programs(device: torch.device) -> int:
-    """Programs that keep the device busy; each computes tile after tile."""
+    """Return the number of programs that keep the device busy; each computes tile after tile."""
     if device.type != "cuda":
         return 4  # the interpreter runs them one after the other
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -277,7 +280,7 @@ def _programs(device: torch.device) -> int:
 
 @functools.cache
 def _machine(device: torch.device) -> tuple[str, tuple[int, int], str]:
-    """The name of the GPU, its compute capability, and the version of Triton."""
+    """Return the name of the GPU, its compute capability, and the version of Triton."""
     import triton
 
     if device.type != "cuda":

@@ -1,7 +1,7 @@
 """Pointwise operators as expressions of Triton.
 
-Floating-point values are held in float32 between operators, those of float64 in float64: a model's roundings between
-its operators are not repeated, but for casts that it asks for. Compilers fuse in the same way.
+Between operators, floating-point values are held in float32, and values of float64 in float64: the roundings between a
+model's operators are not repeated, except for explicit casts. Compilers fuse in the same way.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ Write = Callable[..., str]
 
 
 class NoTileFunctionError(Exception):
-    """The operator has no form for tiles; the text says which, and why."""
+    """The operator has no form for tiles; the text says which operator, and why."""
 
 
 def held_type(dtype: torch.dtype) -> torch.dtype:
-    """The type in which a tile holds values of `dtype`."""
+    """Return the type in which a tile holds values of `dtype`."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def triton_type(dtype: torch.dtype) -> str:
-    """Its name in Triton. Raises NoTileFunctionError for complex and quantised types."""
+    """Return the name of `dtype` in Triton. Raises NoTileFunctionError for complex and quantised types."""
     if dtype not in _TYPES:
         raise NoTileFunctionError(f"values of type {dtype}")
     return f"tl.{_TYPES[dtype]}"
 
 
 def cast(value: str, held: torch.dtype, wanted: torch.dtype) -> str:
-    """`value`, held as `held`, rounded to `wanted` and held as a tile holds that."""
+    """Return `value`, held as `held`, rounded to `wanted` and held in the tile's type for `wanted`."""
     if wanted == torch.bool:
         return f"({value} != 0)"
     if held == wanted:
@@ -47,16 +47,16 @@ def cast(value: str, held: torch.dtype, wanted: torch.dtype) -> str:
 
 
 def write_operator(operator: Any, arguments: Sequence[str | float | bool | None], held: torch.dtype) -> str:
-    """The expression of `operator`, whose values are `held`. Arguments that are text are values, or a mode.
+    """Return the expression of `operator`, whose values are `held`. Arguments that are text are values, or a mode.
 
-    Raises NoTileFunctionError for other operators, and for arguments that are not handled.
+    Raises NoTileFunctionError for operators and arguments that are not supported.
     """
     write = _WRITERS_BY_KIND.get((operator, _kind(held))) or _WRITERS.get(operator)
     if write is None:
         raise NoTileFunctionError(f"{operator}")
     for argument in arguments:
         if _is_integer(argument) and _kind(held) == "integer" and not _holds(held, argument):
-            # Torch wraps it around, and Triton does not compile it.
+            # Torch wraps the number around, and Triton does not compile it.
             raise NoTileFunctionError(f"{operator} with {argument}, which {held} does not hold")
     return write(*arguments)
 
@@ -76,7 +76,7 @@ def _holds(dtype: torch.dtype, number: int) -> bool:
 
 
 def literal(value: str | float | bool | None) -> str:
-    """A constant as Triton reads it; text is a value's name already."""
+    """Return a constant as Triton reads it; text is the name of a value already."""
     if isinstance(value, str):
         return value
     if isinstance(value, float) and not math.isfinite(value):
@@ -89,7 +89,7 @@ def _operator(symbol: str) -> Write:
 
 
 def _scaled(symbol: str) -> Write:
-    """`left` and `alpha` times `right`."""
+    """Return a writer of `left` plus or minus `alpha` times `right`."""
 
     def write(left: Any, right: Any, alpha: Any = 1) -> str:
         scaled = literal(right) if alpha == 1 else f"{literal(alpha)} * {literal(right)}"
@@ -117,7 +117,7 @@ def _clamp(value: Any, least: Any = None, most: Any = None) -> str:
 
 
 def _tanh(value: Any) -> str:
-    # 1 - 2 / (e^2x + 1) loses what a small x has; there the series is exact in float32.
+    # 1 - 2 / (e^2x + 1) loses digits of a small x; there the series is exact in float32.
     x = literal(value)
     series = f"{x} * (1 - {x} * {x} * (1 / 3 - {x} * {x} * (2 / 15 - {x} * {x} * (17 / 315))))"
     return f"tl.where(tl.abs({x}) < 0.125, {series}, 1 - 2 / (tl.exp(2 * {x}) + 1))"
@@ -132,7 +132,7 @@ def _gelu(value: Any, approximate: Any = "none") -> str:
 
 
 def _log1p(value: Any) -> str:
-    # 1 + x loses digits of a small x; what it lost is in the ratio of x to what is left of it.
+    # 1 + x loses digits of a small x; the ratio of x to (1 + x) - 1 restores them.
     x = literal(value)
     ratio = f"tl.where(1 + {x} == 1, {x}, tl.log(1 + {x}) * ({x} / ((1 + {x}) - 1)))"
     return f"tl.where(tl.abs({x}) < 0.5, {ratio}, tl.log(1 + {x}))"
@@ -146,7 +146,7 @@ def _softplus(value: Any, beta: Any = 1, threshold: Any = 20) -> str:
 
 def _power(value: Any, exponent: Any) -> str:
     x = literal(value)
-    known = {
+    expressions = {
         1: x,
         2: f"({x} * {x})",
         3: f"({x} * {x} * {x})",
@@ -154,9 +154,9 @@ def _power(value: Any, exponent: Any) -> str:
         -0.5: f"tl.rsqrt({x})",
         -1: f"(1 / {x})",
     }
-    if exponent not in known:
+    if exponent not in expressions:
         raise NoTileFunctionError(f"aten.pow to {exponent}")
-    return known[exponent]
+    return expressions[exponent]
 
 
 def _leaky_relu(value: Any, slope: Any = 0.01) -> str:
@@ -179,7 +179,7 @@ _TYPES = {
     torch.uint8: "uint8",
     torch.bool: "int1",
 }
-# Results of comparisons: they compare in the type of their operands, not in their own.
+# Comparisons, which compare in the type of their operands, not in the type of the result.
 COMPARISONS: dict[Any, str] = {
     getattr(getattr(aten, name), overload): symbol
     for name, symbol in (("eq", "=="), ("ne", "!="), ("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="))
@@ -232,8 +232,8 @@ _WRITERS: dict[Any, Write] = {
     aten.clone.default: lambda value, memory_format=None: literal(value),
     aten.alias.default: literal,
 }
-# Where values of one kind are computed differently. A negation of Triton's is 0 - x, which makes 0 of 0 and not -0, and
-# its sum of two truths is their difference.
+# Operators that need another expression for one kind of values. Triton negates as 0 - x, which gives 0 and not -0 for
+# 0, and its sum of two booleans is their exclusive or.
 _WRITERS_BY_KIND: dict[tuple[Any, str], Write] = {
     (aten.neg.default, "number"): _function("({} * -1)"),
     (aten.add.Tensor, "truth"): lambda left, right, alpha=1: _operator("|")(left, right),

@@ -1,4 +1,4 @@
-"""Which sizes of tiles a GPU multiplies fast."""
+"""The tile sizes with which GPUs multiply fast."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ from moepass.runtime.kernels.grouped_gemm.kernel_source import chosen_once
 
 @dataclasses.dataclass(frozen=True)
 class TileSizes:
-    """Rows, columns and inner elements of a tile; `group` row tiles that share columns run side by side.
+    """The sizes of a tile, and how a GPU computes it.
 
-    `warps` work on a tile, and `stages` steps of the inner loop are in flight. A thread has at most `registers`; None:
-    as many as the compiler finds best, which may spill some for the sake of more tiles at a time. With `descriptors`,
-    the hardware copies tiles (TMA) of weights and rows that allow it. `blocks` tiles are computed at a time by each
-    multiprocessor.
+    Attributes:
+        inner: Elements of the inner dimension in one step.
+        warps: Warps that compute a tile.
+        stages: Steps of the inner loop that are in flight.
+        group: Row tiles with the same columns that run next to each other.
+        registers: The most registers of a thread. None lets the compiler choose; it may spill some to run more tiles.
+        descriptors: Whether the hardware copies tiles (TMA) of weights and rows that allow it.
+        blocks: Tiles that each multiprocessor computes at a time.
     """
 
     rows: int
@@ -33,40 +37,42 @@ class TileSizes:
     blocks: int = 1
 
     def options(self) -> dict[str, int]:
-        """What Triton compiles them with."""
+        """Return the compiler options of Triton."""
         options = {"num_warps": self.warps, "num_stages": self.stages}
         return options if self.registers is None else {**options, "maxnreg": self.registers}
 
 
 @dataclasses.dataclass(frozen=True)
 class _SizesFrom:
-    """For experts with `rows_per_expert` rows or more: `one` where a kernel holds one tile of sums, `two` for two.
+    """The tile sizes for experts with `rows_per_expert` rows or more.
 
-    `short` is `one` for an inner dimension below _SHORT_INNER; None: no other.
+    Attributes:
+        single: For kernels that hold one tile of sums.
+        double: For kernels that hold two or more.
+        short: Replaces `single` if the inner dimension is below _SHORT_INNER. None: it does not.
     """
 
     rows_per_expert: int
-    one: TileSizes
-    two: TileSizes
+    single: TileSizes
+    double: TileSizes
     short: TileSizes | None = None
 
     def sizes(self, live_tiles: int, inner: int | torch.SymInt) -> TileSizes:
         if live_tiles > 1:
             halves = 2 if live_tiles > _MOST_LIVE_TILES else 1
-            return dataclasses.replace(self.two, columns=max(16, self.two.columns // halves))
+            return dataclasses.replace(self.double, columns=max(16, self.double.columns // halves))
         is_short = isinstance(inner, int) and inner < _SHORT_INNER  # it may be a symbol
-        return self.short if self.short is not None and is_short else self.one
+        return self.short if self.short is not None and is_short else self.single
 
 
 def _same(rows_per_expert: int, sizes: TileSizes) -> _SizesFrom:
     return _SizesFrom(rows_per_expert, sizes, sizes)
 
 
-# By the first digits of the compute capability (8: sm_80, 9: sm_90, 10: sm_100) and the bytes of an element; the most
-# rows first.
+# By the major compute capability (8: sm_80, 9: sm_90, 10: sm_100) and the bytes of an element; the most rows first.
 # [Empirical] for sm_90 and two bytes: an H100, 2026-11-26, layers of qwen3-30b-a3b and gpt-oss-120b with 32 to 2,048
-# rows for each expert (docs/results/2026-11-26-h100.md). For others no GPU was there yet: as large as registers and
-# shared memory allow without spilling, and smaller ones for few rows.
+# rows for each expert (docs/results/2026-11-26-h100.md). The others were not measured: they are as large as registers
+# and shared memory allow without spilling, and smaller for few rows.
 _SIZES: dict[tuple[int, int], tuple[_SizesFrom, ...]] = {
     (8, 2): (
         _same(64, TileSizes(128, 64, 64, 8, 3)),
@@ -76,14 +82,14 @@ _SIZES: dict[tuple[int, int], tuple[_SizesFrom, ...]] = {
     (9, 2): (
         _SizesFrom(
             192,
-            one=TileSizes(128, 256, 64, 8, 3, group=16, descriptors=True),
-            two=TileSizes(128, 128, 64, 8, 4, group=16, descriptors=True),
+            single=TileSizes(128, 256, 64, 8, 3, group=16, descriptors=True),
+            double=TileSizes(128, 128, 64, 8, 4, group=16, descriptors=True),
             short=TileSizes(128, 256, 64, 8, 4, group=16, descriptors=True),
         ),
         _SizesFrom(
             24,
-            one=TileSizes(64, 128, 64, 4, 4, descriptors=True, blocks=2),
-            two=TileSizes(64, 128, 64, 8, 4, descriptors=True),
+            single=TileSizes(64, 128, 64, 4, 4, descriptors=True, blocks=2),
+            double=TileSizes(64, 128, 64, 8, 4, descriptors=True),
         ),
         _same(0, TileSizes(16, 64, 64, 4, 4)),
     ),
@@ -105,18 +111,19 @@ _SIZES: dict[tuple[int, int], tuple[_SizesFrom, ...]] = {
         _same(0, TileSizes(16, 32, 32, 4, 3, registers=255)),
     ),
 }
-# Of a block, by compute capability. CUDA C++ programming guide, "technical specifications per compute capability".
+# Shared memory of a block, by compute capability. CUDA C++ programming guide, "technical specifications per compute
+# capability".
 _SHARED_BYTES = {8: 163 << 10, 9: 227 << 10, 10: 227 << 10}
 # The first generation whose hardware copies tiles.
 _TMA_CAPABILITY = 9
 _SHORT_INNER = 1024
 _HOPPER = 9
-# Tiles of values that registers hold at the sizes above: gate and up.
+# The most tiles of values that registers hold at the sizes above: gate and up.
 _MOST_LIVE_TILES = 2
 
 
 def tile_sizes(kernel: GemmKernel, capability: int, dtype: torch.dtype, rows_per_expert: int) -> TileSizes:
-    """Sizes for experts with so many rows on average, on a GPU of compute capability `capability`.x."""
+    """Return the sizes for this mean number of rows per expert, on a GPU of compute capability `capability`.x."""
     for least_rows, sizes in _sizes_by_rows(kernel, capability, dtype):
         if rows_per_expert >= least_rows:
             return sizes
@@ -124,36 +131,36 @@ def tile_sizes(kernel: GemmKernel, capability: int, dtype: torch.dtype, rows_per
 
 
 def all_tile_sizes(kernel: GemmKernel, capability: int, dtype: torch.dtype) -> tuple[TileSizes, ...]:
-    """All sizes that `kernel` runs with on this GPU, or on the next older one of the table; the largest first."""
+    """Return all default sizes of `kernel` on this GPU, or on the next older one of the table; the largest first."""
     return tuple(sizes for _, sizes in _sizes_by_rows(kernel, capability, dtype))
 
 
 def _sizes_by_rows(kernel: GemmKernel, capability: int, dtype: torch.dtype) -> list[tuple[int, TileSizes]]:
-    known = sorted(major for major, size in _SIZES if size == dtype.itemsize)
-    major = max((one for one in known if one <= capability), default=known[0])
+    majors = sorted(major for major, size in _SIZES if size == dtype.itemsize)
+    major = max((major for major in majors if major <= capability), default=majors[0])
     live, inner = _live_tiles(kernel, major), fake_value(kernel.gemm.weights).shape[1]
     return [(entry.rows_per_expert, entry.sizes(live, inner)) for entry in _SIZES[major, dtype.itemsize]]
 
 
 def candidate_sizes(kernel: GemmKernel, capability: int, dtype: torch.dtype) -> tuple[TileSizes, ...]:
-    """Sizes that a tuner tries: those that are used by default, and neighbours that shared memory has room for."""
-    found: dict[TileSizes, None] = {}
-    room = _SHARED_BYTES.get(capability, min(_SHARED_BYTES.values()))
+    """Return the sizes that a tuner tries: the default ones, and neighbours that fit into shared memory."""
+    candidates: dict[TileSizes, None] = {}
+    most_bytes = _SHARED_BYTES.get(capability, min(_SHARED_BYTES.values()))
     for sizes in all_tile_sizes(kernel, capability, dtype):
-        found[sizes] = None
+        candidates[sizes] = None
         if sizes.rows < 64:
-            # Else the compiler, for more tiles at a time, spills some of these on sm_90, where weights are biased and
-            # as wide as no number of tiles (gpt-oss-120b).
+            # Without this limit the compiler spills on sm_90 to run more tiles at a time, if weights have biases and no
+            # number of tiles fits their width (gpt-oss-120b).
             sizes = dataclasses.replace(sizes, registers=255)
         if capability >= _TMA_CAPABILITY and dtype.itemsize == 2:
-            # Float32 spills with them. Loops are not specialised by warps: with Triton 3.7, that changes nothing on
-            # sm_90 with 8 warps, does not compile there with 4, and spills on sm_100 (SwiGLU, 128 x 128). Without all
-            # registers, Triton 3.6 spills 8 bytes on sm_100 (mixtral-8x7b, down), for two tiles at a time.
-            found[dataclasses.replace(sizes, descriptors=not sizes.descriptors, registers=255)] = None
+            # Float32 spills with descriptors. Warp specialisation of the loops is off: with Triton 3.7 it changes
+            # nothing on sm_90 with 8 warps, does not compile there with 4, and spills on sm_100 (SwiGLU, 128 x 128).
+            # With fewer registers, Triton 3.6 spills 8 bytes on sm_100 (mixtral-8x7b, down) to run two tiles at a time.
+            candidates[dataclasses.replace(sizes, descriptors=not sizes.descriptors, registers=255)] = None
         for neighbour in _neighbours(sizes):
-            if neighbour.stages * _stage_bytes(kernel, neighbour, dtype) * neighbour.blocks <= room:
-                found[neighbour] = None
-    return tuple(found)
+            if neighbour.stages * _stage_bytes(kernel, neighbour, dtype) * neighbour.blocks <= most_bytes:
+                candidates[neighbour] = None
+    return tuple(candidates)
 
 
 def _neighbours(sizes: TileSizes) -> Iterator[TileSizes]:
@@ -166,18 +173,18 @@ def _neighbours(sizes: TileSizes) -> Iterator[TileSizes]:
 
 
 def _stage_bytes(kernel: GemmKernel, sizes: TileSizes, dtype: torch.dtype) -> int:
-    """Of rows and weights of one step of the inner loop."""
+    """Return the bytes of rows and weights in one step of the inner loop."""
     products = len({value.columns for value in kernel.values if isinstance(value, Accumulated)})
     return (sizes.rows + products * sizes.columns) * sizes.inner * dtype.itemsize
 
 
 def _live_tiles(kernel: GemmKernel, capability: int) -> int:
-    """Values of a tile's rows and columns that do not come from others: sums, and what is loaded for each element."""
+    """Return how many tiles of values are not computed from other values: sums, and values loaded for each element."""
     columns = {value.columns for value in kernel.values if isinstance(value, Accumulated)}
-    # Every second column: the tile of all columns is there too while it is split. On sm_90 that moves nothing, and rows
-    # that are chosen once take few registers. [Empirical] an H100, gpt-oss-120b: 8.0 ms with tiles twice as wide as
-    # these would allow, not 11.0 ms. On sm_100 such tiles spill; nobody measured.
-    wide, once = sum(one.step > 1 for one in columns), None
+    # With every second column, the tile of all columns is held as well while it is split. On sm_90 the split moves no
+    # values, and rows that are chosen once take few registers. [Empirical] an H100, gpt-oss-120b: 8.0 ms with tiles
+    # twice as wide as these would allow, instead of 11.0 ms. On sm_100 such tiles spill; their time is unmeasured.
+    wide, once = sum(group.step > 1 for group in columns), None
     if capability == _HOPPER:
         wide, once = 0, chosen_once(kernel)
     loaded = sum(

@@ -1,7 +1,7 @@
-"""Sizes of tiles that were measured to be fast, kept in the cache folder for later processes: one JSON file per kernel.
+"""Tile sizes that were measured to be fast, in the cache folder for later processes: one JSON file per kernel.
 
-A file is for one kernel, GPU, version of Triton and number of rows per expert, up to the next power of two. Sizes are
-used only if they are among those that the kernel may have, whatever a file says.
+A file is for one kernel, GPU, version of Triton and number of rows per expert, rounded up to a power of two. Sizes are
+used only if they are among the candidates of the kernel, so a file cannot introduce others.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ _MOST_BYTES = 1 << 20
 
 
 class KernelIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """What the fastest sizes depend on.
+    """The facts on which the fastest sizes depend.
 
-    source            a digest of the generated kernel
-    layout            "inner" or "columns": the dimension of the weights that is contiguous; else "strided"
-    rows_per_expert   the mean number of rows, up to the next power of two
+    Attributes:
+        source: A digest of the generated kernel.
+        layout: The dimension of the weights that is contiguous, "inner" or "columns"; else "strided".
+        rows_per_expert: The mean number of rows, rounded up to a power of two.
     """
 
     source: str
@@ -44,11 +45,17 @@ class KernelIdentity(msgspec.Struct, frozen=True, kw_only=True):
     triton: str
 
     def key(self) -> str:
+        """Return a digest of all fields, for the name of a file."""
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()
 
 
 class MeasuredTile(msgspec.Struct, frozen=True):
-    """Seconds of one launch; None where it cannot be launched, because of `problem`."""
+    """The time of one launch.
+
+    Attributes:
+        seconds: None if the kernel cannot be launched with these sizes.
+        problem: Why not.
+    """
 
     sizes: TileSizes
     seconds: float | None
@@ -56,7 +63,7 @@ class MeasuredTile(msgspec.Struct, frozen=True):
 
 
 class TunedKernel(msgspec.Struct, frozen=True):
-    """What one file holds: the fastest sizes, and all that were measured."""
+    """The content of one file: the fastest sizes, and all measurements."""
 
     identity: KernelIdentity
     fastest: TileSizes
@@ -65,42 +72,42 @@ class TunedKernel(msgspec.Struct, frozen=True):
 
 
 def rows_bucket(rows: int, experts: int) -> int:
-    """The mean number of rows of an expert, up to the next power of two."""
+    """Return the mean number of rows of an expert, rounded up to a power of two."""
     return 1 << (max(1, -(-rows // experts)) - 1).bit_length()
 
 
 class TunedTiles:
-    """The table in `folder`, which is made when the first kernel is saved."""
+    """The tuned sizes in `folder`, which is made when the first kernel is saved."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def load(self, identity: KernelIdentity, allowed: Sequence[TileSizes]) -> TileSizes | None:
-        """The fastest sizes, if this kernel was tuned. A file that cannot be used is reported in the log."""
+        """Return the fastest sizes of a tuned kernel, else None. Logs a warning about a file that cannot be used."""
         path = self._path(identity)
         if not path.exists():
             return None
         try:
-            found = _decoded(read_own(path, _MOST_BYTES))
-            if found.identity != identity:
+            tuned = _decoded(read_own(path, _MOST_BYTES))
+            if tuned.identity != identity:
                 raise UnusableFileError("it was stored for another kernel")
-            if found.fastest not in allowed:
-                raise UnusableFileError(f"this version does not use {found.fastest}")
+            if tuned.fastest not in allowed:
+                raise UnusableFileError(f"this version does not use {tuned.fastest}")
         except UnusableFileError as error:
-            logger.warning("tuned sizes of tiles in %s are ignored, the default ones are used: %s", path, error)
+            logger.warning("tuned tile sizes in %s are ignored, and default sizes used: %s", path, error)
             return None
-        return found.fastest
+        return tuned.fastest
 
     def save(self, tuned: TunedKernel) -> None:
-        """Where that fails, the log says why: a kernel does not depend on it."""
+        """Store the sizes of a kernel. Logs a warning if that fails, because no kernel depends on it."""
         path = self._path(tuned.identity)
         try:
             write_own(path, msgspec.json.format(msgspec.json.encode(tuned)) + b"\n")
         except (OSError, UnusableFileError) as error:
-            logger.warning("tuned sizes of tiles are not stored in %s: %s", path, error)
+            logger.warning("tuned tile sizes are not stored in %s: %s", path, error)
 
     def files(self) -> list[Path]:
-        """Empty where there is no folder."""
+        """Return the files of all tuned kernels; none if the folder does not exist."""
         return sorted(self.folder.glob(f"*{_SUFFIX}"))
 
     def _path(self, identity: KernelIdentity) -> Path:
@@ -108,16 +115,16 @@ class TunedTiles:
 
 
 def find_tuned_tiles() -> TunedTiles | None:
-    """The table in the cache folder; None where nothing is kept there."""
+    """Return the tuned sizes in the cache folder; None if there is no such folder."""
     folder = find_cache_folder()
     return None if folder is None else TunedTiles(folder)
 
 
 def _decoded(content: bytes) -> TunedKernel:
     try:
-        found = msgspec.json.decode(content, type=TunedKernel)
+        tuned = msgspec.json.decode(content, type=TunedKernel)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UnusableFileError(f"it is damaged: {error}") from error
-    if found.schema != SCHEMA:
-        raise UnusableFileError(f"its schema is {found.schema!r}; this version reads {SCHEMA!r}")
-    return found
+    if tuned.schema != SCHEMA:
+        raise UnusableFileError(f"its schema is {tuned.schema!r}; this version reads {SCHEMA!r}")
+    return tuned

@@ -1,6 +1,6 @@
-"""Measure which sizes of tiles a GPU multiplies fastest: only where a program asks for it, never in a request.
+"""Measures which tile sizes are fastest on a GPU: only if a program asks for it, never in a request.
 
-Sizes are tried one after the other on the operands of a real call, beside whatever copies run then.
+Sizes are tried one after the other on the operands of a real call, while copies run as usual.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moepass.runtime.kernels.grouped_gemm.tuned_tiles import KernelIdentity, Mea
 logger = logging.getLogger("moepass")
 
 Launch = Callable[[], None]
-# Gives the seconds of one launch.
+# Returns the seconds of one launch.
 Timer = Callable[[Launch], float]
 _LAUNCHES = 9
 
@@ -28,7 +28,7 @@ _timer: contextvars.ContextVar[Timer | None] = contextvars.ContextVar("timer", d
 
 
 def seconds_on_gpu(launch: Launch) -> float:
-    """The median of several launches on the current stream. The first one, which compiles, is not counted.
+    """Return the median of several launches on the current stream, after a first one that compiles.
 
     Raises InputError without a GPU.
     """
@@ -49,10 +49,10 @@ def seconds_on_gpu(launch: Launch) -> float:
 
 @contextlib.contextmanager
 def tune_kernels(timer: Timer = seconds_on_gpu) -> Iterator[None]:
-    """Expert kernels that this thread runs inside are tuned first, if they were not in this or an earlier process.
+    """Tune the expert kernels that this thread runs in the block, except those tuned earlier.
 
-    Each takes seconds, most of them to compile. Results are kept in the cache folder, and used by later processes on
-    the same kind of GPU. Other sizes add up in another order: the last bits of results may change.
+    Each takes seconds, mostly to compile. Results are stored in the cache folder, for later processes on the same kind
+    of GPU. Other sizes add in another order, so the last bits of results may change.
     """
     token = _timer.set(timer)
     try:
@@ -62,7 +62,7 @@ def tune_kernels(timer: Timer = seconds_on_gpu) -> Iterator[None]:
 
 
 def active_timer() -> Timer | None:
-    """The timer of `tune_kernels`; None outside it, and while a CUDA graph is recorded, which nothing may wait in."""
+    """Return the timer of `tune_kernels`; None outside it, and while a CUDA graph is recorded, which cannot wait."""
     timer = _timer.get()
     if timer is not None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return None
@@ -72,7 +72,10 @@ def active_timer() -> Timer | None:
 def tune(
     identity: KernelIdentity, candidates: Sequence[TileSizes], launch: Callable[[TileSizes], None], timer: Timer
 ) -> TunedKernel:
-    """Time all `candidates`. One that the GPU has no room for is left out; raises the last error if all are."""
+    """Time all `candidates` and return the result. Sizes that do not fit the GPU are skipped.
+
+    Raises the error of the last candidate if none fits.
+    """
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources, PTXASError
 
@@ -84,11 +87,11 @@ def tune(
         except (CompilationError, OutOfResources, PTXASError) as error:
             problem = error
             measured.append(MeasuredTile(sizes, None, f"{type(error).__name__}: {error}".partition("\n")[0]))
-    timed = [(one.seconds, place) for place, one in enumerate(measured) if one.seconds is not None]
+    timed = [(tile.seconds, index) for index, tile in enumerate(measured) if tile.seconds is not None]
     if not timed:
         assert problem is not None
         raise problem
-    seconds, place = min(timed)
-    fastest = measured[place].sizes
+    seconds, index = min(timed)
+    fastest = measured[index].sizes
     logger.info("tuned for %d rows per expert: %s, %.3g s", identity.rows_per_expert, fastest, seconds)
     return TunedKernel(identity, fastest, measured)

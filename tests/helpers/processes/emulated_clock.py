@@ -14,7 +14,7 @@ import pytest
 
 from moepass.runtime.homes import collective
 from moepass.runtime.homes.hybrid import staged_pull
-from moepass.runtime.transfer import copying, link, thread_copier
+from moepass.runtime.transfer import copying, lanes, link
 
 
 class EmulatedClock:
@@ -28,7 +28,7 @@ class EmulatedClock:
         self.reader_waits = threading.Event()
         if not waits_for_reader:
             self.reader_waits.set()
-        for module in (collective, copying, link, staged_pull, thread_copier):
+        for module in (collective, copying, lanes, link, staged_pull):
             monkeypatch.setattr(module, "time", self)
         monkeypatch.setattr(copying, "threading", SimpleNamespace(**{**vars(threading), "Event": self.event}))
 

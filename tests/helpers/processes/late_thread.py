@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 
-from moepass.runtime.transfer.copying import CopyThread, PendingCopy, carry_out
+from moepass.runtime.transfer.copying import CopyThread, SlotCopy, carry_out
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.transports import Transport
 
@@ -14,9 +14,9 @@ class LateThread(CopyThread):
     def __init__(self, random: random.Random) -> None:
         self.link = Link()
         self._random = random
-        self._queue: deque[PendingCopy] = deque()
+        self._queue: deque[SlotCopy] = deque()
 
-    def submit(self, copy: PendingCopy) -> PendingCopy:
+    def submit(self, copy: SlotCopy) -> SlotCopy:
         copy.finished = _Finished(self)
         self._queue.append(copy)
         for _ in range(self._random.choice((0, 1, 1, 2))):

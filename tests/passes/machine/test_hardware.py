@@ -181,12 +181,12 @@ def test_a_rate_replaces_a_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ("{", "is no JSON"),
-        ("[1]", 'is no JSON object; it must be one, with "schema"'),
+        ("{", "is not JSON"),
+        ("[1]", 'is not a JSON object; it must be one, with "schema"'),
         ({}, "schema"),
         ({"extends": 5}, '"extends" is 5; it must be the name'),
         ({"extends": "8xh101"}, "hardware '8xh101' is unknown; did you mean h100-80g"),
-        ({"extends": "mine.json"}, "extends profiles that extend others, more than 8 in a row"),
+        ({"extends": "mine.json"}, "extends a chain of more than 8 profiles"),
         ({"extends": "h100", "ranks": 0}, "ranks is 0; it must lie between 1 and 512"),
         ({"extends": "h100", "ranks": "8"}, r"Expected `int`, got `str` - at `\$.ranks`"),
         ({"extends": "h100", "memory_bytes": "80 GB"}, r"got `str` - at `\$.memory_bytes`"),
@@ -198,10 +198,10 @@ def test_a_rate_replaces_a_table(tmp_path: Path) -> None:
         ),
         ({"extends": "h100", "flops": {"bf61": 1e15}}, "flops has 'bf61'; it can have bf16, fp16, fp32, fp8"),
         ({"extends": "h100", "peer": {"emulated_bytes_per_s": 0}}, "peer.emulated_bytes_per_s is 0; it must lie"),
-        ({"extends": "h100", "hots": None}, r"\$.hots is no field; did you mean host\?"),
+        ({"extends": "h100", "hots": None}, r"\$.hots is not a field; did you mean host\?"),
         (
             {"extends": "h100", "host": {"bytes_per_sec": 1}},
-            r"\$.host.bytes_per_sec is no field; did you mean bytes_per_s",
+            r"\$.host.bytes_per_sec is not a field; did you mean bytes_per_s",
         ),
         (
             {"extends": "h100", "flops": {"bf16": {"value": 1, "source": "guess"}}},

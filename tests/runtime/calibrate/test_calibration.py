@@ -1,4 +1,4 @@
-"""Calibration with tiny sizes: what is timed, the processes that do it, and the form of the profile."""
+"""Calibration with tiny sizes: the stopwatch, the processes, and the profile."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from moepass.passes.machine.hardware import COLLECTIVES, Conditions
 from moepass.runtime.calibrate import calibration, stopwatch
 from moepass.runtime.calibrate.calibration import CalibrationError, calibrate, profile_of
 from moepass.runtime.calibrate.calibration_rank import Measured, RankMeasurements, measure_rank
-from moepass.runtime.calibrate.experiments import CPU_SIZES, CUDA_SIZES, Sizes, quick
-from moepass.runtime.calibrate.measure_transfers import ThreadLane
+from moepass.runtime.calibrate.experiments import CPU_SIZES, CUDA_SIZES, CalibrationSizes, quick
+from moepass.runtime.calibrate.measure_transfers import TransferBench
 from moepass.runtime.calibrate.stopwatch import Timing, TimingEffort, time_calls, timing_of
 from moepass.runtime.profiles.hardware_profiles import profile_json, read_profile
 from tests.helpers.graphs.error_fields import refused
 from tests.helpers.processes.ranks import run_ranks
 
 CPU = torch.device("cpu")
-TINY = Sizes(
+TINY = CalibrationSizes(
     dtypes=("fp32",),
     rows=(1, 8),
     widths=(4, 16),
@@ -50,7 +50,7 @@ CONDITIONS = Conditions("2026-01-01T00:00:00+00:00", "a processor", 2, 1, {"torc
 # ---- The stopwatch ---------------------------------------------------------------------------------------------------
 
 
-def test_a_timing_is_the_median_and_how_wide_the_middle_half_is() -> None:
+def test_a_timing_has_the_median_and_the_interquartile_range() -> None:
     assert timing_of([5.0, 1.0, 3.0, 2.0, 4.0]) == Timing(3.0, pytest.approx(2 / 3))  # type: ignore[arg-type]
     assert timing_of([2.0]) == Timing(2.0, 0.0)
     with pytest.raises(ValueError, match="one measurement or more"):
@@ -58,7 +58,7 @@ def test_a_timing_is_the_median_and_how_wide_the_middle_half_is() -> None:
 
 
 class _Clock:
-    """Stands for module `time`: only calls of `run` take time, `call_seconds` each."""
+    """A replacement for module `time`: only calls of `run` take time, `call_seconds` each."""
 
     def __init__(self, call_seconds: float) -> None:
         self.call_seconds = call_seconds
@@ -80,7 +80,7 @@ class _Clock:
         (1 / 64, TimingEffort(samples=9, long_seconds=1 / 128), None, 1 + 2),
     ],
 )
-def test_calls_are_as_many_as_asked_for_or_as_fill_a_sample(
+def test_the_number_of_calls_is_fixed_or_fills_a_sample(
     call_seconds: float, effort: TimingEffort, asked: int | None, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = _Clock(call_seconds)
@@ -93,29 +93,27 @@ def test_calls_are_as_many_as_asked_for_or_as_fill_a_sample(
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.lists(st.integers(1, 160), min_size=1, max_size=5))
-def test_every_copy_fills_its_part_of_the_slot_once_from_within_its_sources(
-    lengths: list[int], asked: list[int]
-) -> None:
+def test_every_copy_fills_the_slot_in_equal_shares(lengths: list[int], asked: list[int]) -> None:
     smallest = min(lengths)
     sources = [torch.full((length,), number + 1, dtype=torch.uint8) for number, length in enumerate(lengths)]
     slot = torch.zeros(smallest * len(lengths), dtype=torch.uint8)
-    lane = ThreadLane(sources, slot)
+    bench = TransferBench(sources, slot)
     for nbytes in [min(size, slot.numel()) for size in asked]:
         slot.zero_()
-        lane.wait(lane.start(nbytes))
+        bench.wait(bench.start(nbytes))
         share = -(-nbytes // len(lengths))
         expected = [number // share + 1 for number in range(nbytes)]
         assert slot.tolist() == expected + [0] * (slot.numel() - nbytes)
 
 
 def test_sources_are_read_in_turn() -> None:
-    """So that a transfer does not find its bytes in a cache."""
+    """Successive transfers read different bytes, so that no cache holds them."""
     source = torch.arange(12, dtype=torch.uint8)
     slot = torch.zeros(4, dtype=torch.uint8)
-    lane = ThreadLane([source], slot)
+    bench = TransferBench([source], slot)
     seen = []
     for _ in range(4):
-        lane.wait(lane.start(4))
+        bench.wait(bench.start(4))
         seen.append(slot.tolist())
     assert seen == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [0, 1, 2, 3]]
 
@@ -139,19 +137,19 @@ def _check(measurements: RankMeasurements, names: set[str]) -> None:
     assert 0 < measurements.core_share <= 1
 
 
-def test_a_rank_alone_measures_itself() -> None:
-    told: list[tuple[int, int, str]] = []
-    _check(measure_rank(TINY, CPU, lambda *step: told.append(step)), ALONE)
-    total = told[0][1]
-    assert [done for done, _, _ in told] == [*range(total + 1)]
-    assert {what for _, _, what in told} == ALONE | {"overlap", "done"}
+def test_a_single_rank_measures_itself() -> None:
+    steps: list[tuple[int, int, str]] = []
+    _check(measure_rank(TINY, CPU, lambda *step: steps.append(step)), ALONE)
+    total = steps[0][1]
+    assert [done for done, _, _ in steps] == [*range(total + 1)]
+    assert {name for _, _, name in steps} == ALONE | {"overlap", "done"}
 
 
 def _measure_here() -> RankMeasurements:
     return measure_rank(TINY, CPU, lambda done, total, what: None)
 
 
-def test_two_ranks_also_measure_what_lies_between_them() -> None:
+def test_two_ranks_also_measure_transfers_and_collectives() -> None:
     of_ranks = run_ranks(2, _measure_here)
     for measurements in of_ranks:
         _check(measurements, ALONE | {"peer"} | {f"collective.{kind}" for kind in COLLECTIVES})
@@ -167,9 +165,9 @@ def test_two_ranks_also_measure_what_lies_between_them() -> None:
 
 
 def _made_up(factor: float, noise: float = 1.0) -> RankMeasurements:
-    """Rates of 1e9 / `factor` for everything; `noise` is what the middle one of three points is too slow by."""
+    """Return measurements with rates of 1e9 / `factor`; the middle one of three points takes `noise` times as long."""
 
-    def one(axes: dict[str, tuple[int, ...]], flops_per_point: float = 1.0) -> Measured:
+    def measured(axes: dict[str, tuple[int, ...]], flops_per_point: float = 1.0) -> Measured:
         points = list(itertools.product(*axes.values()))
         seconds = [flops_per_point * factor * 1e-9 for _ in points]
         for number, point in enumerate(points):
@@ -181,10 +179,10 @@ def _made_up(factor: float, noise: float = 1.0) -> RankMeasurements:
 
     shape = {"rows": (1, 8), "inner": (4, 16), "columns": (4, 16)}
     names = ("host", "peer", "memory", *[f"collective.{kind}" for kind in COLLECTIVES])
-    tables = {name: one({"bytes": (1000, 4000, 16000)}) for name in names}
-    tables |= {"gemm.fp32": one(shape, 2.0), "grouped_gemm.fp32": one(shape, 2.0)}
+    tables = {name: measured({"bytes": (1000, 4000, 16000)}) for name in names}
+    tables |= {"gemm.fp32": measured(shape, 2.0), "grouped_gemm.fp32": measured(shape, 2.0)}
     for name in ("attention", "masked_attention"):
-        tables[f"{name}.fp32"] = one({"sequence": (4, 16), "head_dim": (8,)})
+        tables[f"{name}.fp32"] = measured({"sequence": (4, 16), "head_dim": (8,)})
     overlap = {name: Timing(1.0 + factor, 0.2) for name in ("gemm", "memory", "copy")}
     return RankMeasurements("a processor", 1 << 34, tables, overlap, True)
 
@@ -192,7 +190,7 @@ def _made_up(factor: float, noise: float = 1.0) -> RankMeasurements:
 def test_a_profile_of_ranks() -> None:
     hardware = profile_of([_made_up(1.0), _made_up(3.0)], CONDITIONS, "cpu")
     assert (hardware.name, hardware.ranks) == ("2x a processor", 2)
-    # What a rank does for itself: the median of the ranks. What they do together: the slowest.
+    # Rates of single ranks are medians, and collectives take as long as on the slowest rank.
     assert hardware.flops["fp32"].value == pytest.approx(0.5e9)
     assert times.gather_seconds(hardware, 1000, "host") == pytest.approx(2e-6)
     assert times.collective_seconds(hardware, "all_to_all", 1000) == pytest.approx(3e-6)
@@ -207,7 +205,7 @@ def test_a_profile_of_ranks() -> None:
 
 
 @pytest.mark.parametrize(("share", "says"), [(0.99, False), (0.5, True), (None, False)])
-def test_other_programs_are_told(share: float | None, says: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_programs_are_reported(share: float | None, says: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = dataclasses.replace(_made_up(1.0), core_share=share)
     tables = {name: table for name, table in measured.tables.items() if "." not in name or "fp32" in name}
     alone = dataclasses.replace(measured, tables=tables)
@@ -240,8 +238,8 @@ def test_a_profile_is_written_and_read_and_shown(tmp_path: Path) -> None:
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     print_hardware(console, hardware)
     text = console.export_text()
-    for part in ("500 MFLOP/s", "calibrated", "not measured: disk: no", "2026-01-01", "x 3.00", "bank_gather, 16 kB"):
-        assert part in text
+    for words in ("500 MFLOP/s", "calibrated", "not measured: disk: no", "2026-01-01", "x 3.00", "bank_gather, 16 kB"):
+        assert words in text
 
 
 # ---- The processes ---------------------------------------------------------------------------------------------------
@@ -289,7 +287,7 @@ def test_a_rank_that_fails_is_one_error() -> None:
         ("threads", 0, OptionError),
     ],
 )
-def test_what_cannot_be_measured(name: str, value: Any, kind: type[MoepassError]) -> None:
+def test_invalid_arguments_are_refused(name: str, value: Any, kind: type[MoepassError]) -> None:
     with refused(kind, name=name, value=value):
         calibrate(**{name: value})
 
@@ -301,9 +299,9 @@ def test_no_gpu_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("sizes", [CPU_SIZES, CUDA_SIZES])
-def test_a_quick_calibration_reaches_as_far_as_a_full_one(sizes: Sizes) -> None:
+def test_quick_grids_cover_the_range_of_full_grids(sizes: CalibrationSizes) -> None:
     coarse = quick(sizes)
-    for field in dataclasses.fields(Sizes):
+    for field in dataclasses.fields(CalibrationSizes):
         points = getattr(sizes, field.name)
         fewer = getattr(coarse, field.name)
         if isinstance(points, tuple) and field.name not in ("dtypes", "head_dims"):

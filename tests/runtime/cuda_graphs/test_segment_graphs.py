@@ -1,7 +1,7 @@
-"""CUDA graphs of segments, on emulated streams: equal results, whatever is recorded, replayed and refused.
+"""CUDA graphs of segments, on emulated streams: recorded, replayed and refused segments give equal results.
 
-The emulation (`fake_cuda_graphs`) poisons memory of the pool that is free. It is no GPU: it knows none of CUDA's rules
-on what can be recorded, but that values cannot be read.
+The emulation (`fake_cuda_graphs`) poisons free memory of the pool. It enforces one rule of CUDA on recordings only:
+values cannot be read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from moepass.runtime.cuda_graphs.segment_graphs import GraphedRun, SegmentGraphs
 from moepass.runtime.execute.executor import Executor, SegmentCall, SegmentError
 from moepass.runtime.lowering.lower_segments import lower_segments
 from moepass.runtime.transfer import ring as ring_module
-from moepass.runtime.transfer.stream_copier import StreamCopier
+from moepass.runtime.transfer.copier import Copier
+from moepass.runtime.transfer.lanes import StreamLane
 from tests.helpers.graphs.backend_helper import HIDDEN, Stack, capture, tokens, up_to
 from tests.helpers.processes.fake_cuda import FakeCuda
 from tests.helpers.processes.fake_cuda_graphs import CaptureError, FakeGraph, FakeGraphs
@@ -47,7 +48,7 @@ def _record_all(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
 
 @dataclasses.dataclass
 class Compiled:
-    """A graph that is cut, and what it takes for so many tokens."""
+    """A partitioned graph with its inputs for any number of tokens."""
 
     model: nn.Module
     cut: Any
@@ -55,12 +56,12 @@ class Compiled:
     store: Any
 
     def arguments(self, value: torch.Tensor) -> list[Any]:
-        def given(old: Any) -> Any:
+        def argument(old: Any) -> Any:
             if isinstance(old, int):
                 return len(value)
             return value if old.shape == (TRACED, HIDDEN) else old
 
-        return [given(old) for old in self.inputs]
+        return [argument(old) for old in self.inputs]
 
     def executor(self, record: Record, debug: bool) -> Executor:
         plan = dataclasses.replace(self.cut.plan, segments=record(self.cut.plan.segments))
@@ -70,7 +71,7 @@ class Compiled:
 
 @functools.cache
 def _compiled(slots: int, layers: int = LAYERS) -> Compiled:
-    """`slots` 0: the experts are resident."""
+    """Return a compiled stack. With 0 `slots` the experts are resident."""
     torch._dynamo.reset()
     model = Stack("dense_bmm", depth=layers)
     report = moepass.offload_experts(model, slots=slots) if slots else None
@@ -81,13 +82,13 @@ def _compiled(slots: int, layers: int = LAYERS) -> Compiled:
 
 @contextlib.contextmanager
 def _emulated(seed: int, compiled: Compiled) -> Iterator[tuple[FakeCuda, FakeGraphs]]:
-    """CUDA, with a ring of its own for the banks of `compiled`."""
+    """Emulate CUDA in a block, with a new ring for the banks of `compiled`."""
     cuda = FakeCuda(random.Random(seed))
     with torch.no_grad(), cuda.installed(issues_operators=False), FakeGraphs(cuda).installed() as graphs:
         if compiled.store is None:
             yield cuda, graphs
         else:
-            copier = mock.patch.object(ring_module, "make_copier", side_effect=lambda *_: StreamCopier(CPU))
+            copier = mock.patch.object(ring_module, "make_copier", side_effect=lambda *_: Copier(StreamLane(CPU)))
             with copier, mock.patch.object(compiled.store, "_ring", None):
                 yield cuda, graphs
 
@@ -95,7 +96,7 @@ def _emulated(seed: int, compiled: Compiled) -> Iterator[tuple[FakeCuda, FakeGra
 def _wrong_runs(
     seed: int, compiled: Compiled, counts: Sequence[int], record: Record = _record_all, debug: bool = True
 ) -> tuple[list[int], Executor, FakeGraphs]:
-    """Runs for that many tokens one after the other; which of them gave something else than the model gives."""
+    """Run for each number of tokens in `counts`; return the runs whose result differs from the model's."""
     values = [tokens(count, seed=number) for number, count in enumerate(counts)]
     with torch.no_grad():
         expected = [compiled.model(value) for value in values]
@@ -103,7 +104,7 @@ def _wrong_runs(
         executor = compiled.executor(record, debug)
         outputs = []
         for value in values:
-            # Activations come in memory of their own, and that of the last run may be gone.
+            # Each run has new activations, and those of the last run may be freed.
             outputs += executor(compiled.arguments(value.clone()))
         cuda.finish()
     wrong = [number for number, pair in enumerate(zip(outputs, expected, strict=True)) if not torch.equal(*pair)]
@@ -119,7 +120,7 @@ def _wrong_runs(
     keep=st.integers(0, 255),
 )
 def test_results_are_those_of_the_model(seed: int, slots: int, counts: list[int], keep: int) -> None:
-    """Over changing shapes and slots; some segments are recorded, the others are not."""
+    """Shapes and slots change, and only some segments are recorded."""
 
     def record(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
         return tuple(
@@ -140,45 +141,45 @@ def test_runs_of_one_shape_are_recorded_once_and_replayed(slots: int) -> None:
     statistics = executor.graphs.statistics
     assert statistics.plain == {"in the first run of a shape": 1}
     assert not statistics.stopped
-    # With four banks and three slots, a run begins with the buffer behind the one that the last run began with.
+    # With four banks and three slots, each run begins with the next buffer.
     orders = 3 if slots == 3 else 1
     assert (statistics.recorded, statistics.replayed) == (orders, 8 - orders)
     assert (graphs.recorded, graphs.replayed) == (orders * calls, 8 * calls)
-    # What flows from one recorded call to the next is staged nowhere: one tensor enters the graph.
+    # Only the input of the graph is staged, not the values between recorded calls.
     assert executor.graphs.staged_bytes == tokens(5).nbytes
 
 
-def test_more_shapes_than_are_recorded_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shapes_beyond_the_limit_run_without_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment_graphs, "MOST_SHAPES", 2)
     wrong, executor, _ = _wrong_runs(1, _compiled(2), [3, 4, 6] * 3)
     assert wrong == []
     assert executor.graphs is not None
     statistics = executor.graphs.statistics
     assert (statistics.recorded, statistics.replayed) == (2, 2)
-    assert statistics.plain == {"in the first run of a shape": 3, "of other shapes than the 2 that are recorded": 2}
+    assert statistics.plain == {"in the first run of a shape": 3, "of a new shape, after 2 shapes were recorded": 2}
 
 
-def test_other_parameters_are_recorded_anew() -> None:
-    """One executor serves models that are alike: those of the second lie at other addresses."""
+def test_other_parameters_are_recorded_again() -> None:
+    """One executor serves two equal models, whose parameters have different addresses."""
     compiled = _compiled(0)
-    other = Stack("dense_bmm", depth=LAYERS)
+    second = Stack("dense_bmm", depth=LAYERS)
     with torch.no_grad():
-        for parameter in other.parameters():
+        for parameter in second.parameters():
             parameter.mul_(-0.5)
-    by_address = dict(zip(map(id, compiled.model.parameters()), other.parameters(), strict=True))
-    others = dataclasses.replace(compiled, inputs=[by_address.get(id(old), old) for old in compiled.inputs])
+    by_address = dict(zip(map(id, compiled.model.parameters()), second.parameters(), strict=True))
+    on_second = dataclasses.replace(compiled, inputs=[by_address.get(id(old), old) for old in compiled.inputs])
     with _emulated(3, compiled) as (cuda, _):
         executor = compiled.executor(_record_all, debug=False)
-        outputs = [executor(one.arguments(tokens(6)))[0] for one in [compiled, others] * 4]
+        outputs = [executor(variant.arguments(tokens(6)))[0] for variant in [compiled, on_second] * 4]
         cuda.finish()
     with torch.no_grad():
-        expected = [model(tokens(6)) for model in (compiled.model, other)]
+        expected = [model(tokens(6)) for model in (compiled.model, second)]
     assert all(map(torch.equal, outputs, expected * 4))
     assert executor.graphs is not None
     assert (executor.graphs.statistics.recorded, executor.graphs.statistics.replayed) == (2, 5)
 
 
-def test_a_segment_that_cuda_does_not_record_runs_as_it_is_and_the_plan_says_so() -> None:
+def test_the_plan_reports_a_segment_that_cuda_cannot_record() -> None:
     begin = FakeGraph.capture_begin
     calls = 0
 
@@ -199,12 +200,12 @@ def test_a_segment_that_cuda_does_not_record_runs_as_it_is_and_the_plan_says_so(
     assert graphs.replayed > 0
 
 
-def test_an_exception_ends_a_recording_and_the_next_run_makes_it() -> None:
+def test_a_recording_that_an_exception_ended_is_repeated() -> None:
     compiled = _compiled(2)
     with _emulated(5, compiled) as (cuda, _):
         executor = compiled.executor(_record_all, debug=True)
         outputs = [executor(compiled.arguments(tokens(6)))]
-        located = [one for one in executor.graph_module.modules() if isinstance(one, SegmentCall)][2]
+        located = [module for module in executor.graph_module.modules() if isinstance(module, SegmentCall)][2]
 
         def fail(*inputs: Any) -> Any:
             raise ZeroDivisionError
@@ -243,7 +244,7 @@ def _keep_in_the_pool(run: GraphedRun, outputs: Any) -> Any:
 
 
 def _without_slots(fixed: Sequence[torch.Tensor]) -> Any:
-    """The key of a recording without slots, which are bytes."""
+    """Return the key of a recording without slots, whose dtype is uint8."""
     return _addresses([value for value in fixed if value.dtype != torch.uint8])
 
 
@@ -256,13 +257,13 @@ def _everything_is_fixed(memory: Any, segment: Any, inputs: Any, is_fixed: Any) 
 
 
 def _without_owners(memory: Any, segment: Any, inputs: Any, is_fixed: Any) -> Any:
-    """The pool takes the memory of outputs back before they are read."""
+    """Let the pool take the memory of outputs back before they are read."""
     call, outputs = _record_call(memory, segment, inputs, is_fixed)
     return call, tuple(map(without_ownership, outputs))
 
 
 def _replay_what_comes(call: RecordedCall, inputs: Sequence[Any]) -> Any:
-    """Stages nothing: what was staged while recording is read again."""
+    """Replay without staging, so that the inputs of the recording are read again."""
     with mock.patch.object(call, "_staged", []):
         return _replay(call, inputs)
 
@@ -295,8 +296,8 @@ def test_the_emulation_notices_a_key_or_a_copy_that_is_missing(broken: list[tupl
     [(segment_graphs, "_addresses", _without_slots), (SegmentGraphs, "run", _without_sizes)],
     ids=["slots", "sizes"],
 )
-def test_a_call_that_comes_otherwise_than_it_was_recorded_is_not_replayed(broken: tuple[Any, str, Any]) -> None:
-    """Each call looks at its inputs again, so that a key that misses a part costs replays, and no result."""
+def test_a_call_with_other_inputs_than_recorded_is_not_replayed(broken: tuple[Any, str, Any]) -> None:
+    """Each call checks its inputs, so an incomplete key costs replays but never changes a result."""
     with mock.patch.object(*broken):
         wrong, executor, _ = _wrong_runs(7, _compiled(3), [5, 5, 5, 6, 5, 6])
     assert wrong == []
@@ -304,8 +305,8 @@ def test_a_call_that_comes_otherwise_than_it_was_recorded_is_not_replayed(broken
     assert sum(executor.graphs.statistics.stopped.values()) > 0
 
 
-def test_views_of_inputs_are_made_of_the_inputs_that_came() -> None:
-    """A view of a staged input is no view of the staging buffer, which the next call overwrites."""
+def test_views_of_inputs_are_views_of_the_new_inputs() -> None:
+    """A view of a staged input must not be a view of the staging buffer, which the next call overwrites."""
     weight = tokens(3)
 
     def segment(value: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -315,18 +316,18 @@ def test_views_of_inputs_are_made_of_the_inputs_that_came() -> None:
         memory = GraphMemory(CPU)
         values = [torch.cat([tokens(2, seed=seed), tokens(4, seed=seed)])[2:] for seed in range(4)]
         call, outputs = recorded_call.record_call(memory, segment, [values[0]], lambda value: False)
-        found = [tuple(map(torch.clone, outputs))]
+        results = [tuple(map(torch.clone, outputs))]
         views = []
         for value in values[1:]:
             replayed = call.replay([value])
             assert replayed is not None
-            found.append(tuple(map(torch.clone, replayed)))
+            results.append(tuple(map(torch.clone, replayed)))
             views.append(replayed[:2])
         assert call.replay([values[0].double()]) is None
         assert call.replay([values[0].t().contiguous().t()]) is None
         assert call.replay([values[0][1:]]) is None
         cuda.finish()
-    for value, made in zip(values, found, strict=True):
+    for value, made in zip(values, results, strict=True):
         assert all(map(torch.equal, made, segment(value)))
     for value, made in zip(values[1:], views, strict=True):
         assert [view.untyped_storage().data_ptr() for view in made] == [value.untyped_storage().data_ptr()] * 2

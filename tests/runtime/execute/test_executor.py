@@ -24,7 +24,7 @@ from moepass.passes.ir.slot_operations import acquire, prefetch, release
 from moepass.passes.segments.partition import partition
 from moepass.runtime.execute.executor import CopyError, Executor, SegmentError
 from moepass.runtime.lowering.lower_segments import lower_segments
-from moepass.runtime.transfer.copying import PendingCopy
+from moepass.runtime.transfer.copying import SlotCopy
 from moepass.runtime.transfer.link import Link
 from tests.helpers.graphs.backend_helper import BLOCKS, Stack, find, streamed, tokens, up_to
 
@@ -458,9 +458,9 @@ def test_transfers_overlap_with_computation(monkeypatch: pytest.MonkeyPatch) -> 
             return result
 
     came, layers = threading.Semaphore(0), itertools.count()
-    perform = PendingCopy.perform
+    perform = SlotCopy.perform
 
-    def counted(copy: PendingCopy, link: Link) -> None:
+    def counted(copy: SlotCopy, link: Link) -> None:
         perform(copy, link)
         came.release()
 
@@ -475,7 +475,7 @@ def test_transfers_overlap_with_computation(monkeypatch: pytest.MonkeyPatch) -> 
     library.define("wait_for_next_bank(Tensor x) -> Tensor")
     library.impl("wait_for_next_bank", wait_for_next_bank, "CPU")
     torch.library.register_fake("moepass_tests::wait_for_next_bank", lambda x: x.clone(), lib=library)
-    monkeypatch.setattr(PendingCopy, "perform", counted)
+    monkeypatch.setattr(SlotCopy, "perform", counted)
     model = Stack("dense_bmm", depth=4)
     for layer in range(4):
         model.linears[layer] = nn.Sequential(Waiting(), model.linears[layer])

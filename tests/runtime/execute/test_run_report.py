@@ -17,9 +17,9 @@ from moepass.compilations import Compilation
 from moepass.passes.machine.hardware import Figure, Hardware, TransferLink
 from moepass.runtime.execute.run_clock import RunClock
 from moepass.runtime.profiles.hardware_profiles import load_hardware
-from moepass.runtime.transfer.copier import Wait
+from moepass.runtime.transfer.copier import Copier, Wait
+from moepass.runtime.transfer.lanes import StreamLane
 from moepass.runtime.transfer.ring import Ring
-from moepass.runtime.transfer.stream_copier import StreamCopier
 from tests.helpers.graphs.backend_helper import Stack, tokens
 from tests.helpers.processes.fake_cuda import FakeCuda
 from tests.helpers.processes.ring_runs import SLOT_BYTES, run_banks, small_bank
@@ -174,7 +174,7 @@ def test_events_time_runs_and_waits_on_cuda(seed: int) -> None:
     """Runs on the emulated CUDA take as many milliseconds as pieces of work were done between their events."""
     banks = [small_bank(index) for index in range(3)]
     with FakeCuda(random.Random(seed)).installed() as cuda:
-        clock, ring = RunClock(), Ring(2, SLOT_BYTES, CPU, StreamCopier(CPU))
+        clock, ring = RunClock(), Ring(2, SLOT_BYTES, CPU, Copier(StreamLane(CPU)))
         for _ in range(4):
             with clock.run(CUDA, SIZES, ring):
                 run_banks(ring, 0, banks, 2, lambda *read: cuda.issue(functools.partial(len, read)))

@@ -23,7 +23,7 @@ import moepass
 from moepass.models.errors import InputError
 from moepass.runtime.banks import identity
 from moepass.runtime.banks.banks import Bank, pack_bank
-from moepass.runtime.homes.device_collective import DeviceCollectiveTransport, IssuedGather
+from moepass.runtime.homes.device_collective import DeviceCollectiveTransport
 from moepass.runtime.homes.peer_home import GatherPacker
 from moepass.runtime.homes.peers import PeerGroup
 from moepass.runtime.homes.registry.packers import make_packer
@@ -33,8 +33,10 @@ from moepass.runtime.ranks.device_gathers import DeviceGatherGroup
 from moepass.runtime.ranks.device_links import TensorsByRank
 from moepass.runtime.ranks.gather_group import GatherGroup, Request
 from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous
+from moepass.runtime.transfer.copier import Copier
+from moepass.runtime.transfer.copying import SlotCopy
 from moepass.runtime.transfer.home_protocol import Home
-from moepass.runtime.transfer.issuing_copier import IssuingCopier
+from moepass.runtime.transfer.lanes import StreamLane
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.ring import Ring, make_copier
 from tests.helpers.graphs.backend_helper import Stack, tokens
@@ -169,7 +171,9 @@ def _wrong_reads(seeds: int, order: list[int]) -> int:
     for seed in range(seeds):
         slots = 1 + seed % 3
         with _cuda(emulation, ranks * seed + rank) as cuda:
-            ring = Ring(slots, SLOT_BYTES, CPU, IssuingCopier(CPU, transport, Link()), packer.home)
+            ring = Ring(
+                slots, SLOT_BYTES, CPU, Copier(StreamLane(CPU), transport, transport.copy_thread(Link())), packer.home
+            )
             ring.debug = True
 
             def read(tensors: tuple[torch.Tensor, ...], bank: Bank, cuda: FakeCuda = cuda) -> None:
@@ -190,7 +194,7 @@ def _wrong_reads(seeds: int, order: list[int]) -> int:
                 memory.fill_(0x55)
             cuda.finish()
             wrong += ["slot" for memory in memories if (memory != 0x55).any()]
-            transport._lane = None
+            transport.__dict__.pop("_lane", None)
     return len(wrong)
 
 
@@ -220,7 +224,9 @@ def test_every_bank_is_read_correctly(ranks: int) -> None:
 
 
 def _ring_of_streams(slots: int, slot_bytes: int, device: torch.device, link: Link, home: Home) -> Ring:
-    return Ring(slots, slot_bytes, device, IssuingCopier(device, home.transport, link), home)
+    return Ring(
+        slots, slot_bytes, device, Copier(StreamLane(device), home.transport, home.transport.copy_thread(link)), home
+    )
 
 
 def _runs_that_differ(seeds: int) -> int:
@@ -257,20 +263,20 @@ def test_a_compiled_model_stays_exact() -> None:
     assert run_ranks(2, _runs_that_differ, 4) == [0, 0]
 
 
-def _do_not_wait_for_the_slot(transport: Any, *arguments: Any) -> IssuedGather:
-    gather: IssuedGather = _issued_copy(transport, *arguments)
+def _do_not_wait_for_the_slot(transport: Any, *arguments: Any) -> SlotCopy:
+    gather: SlotCopy = _copy(transport, *arguments)
     gather.after = None
     return gather
 
 
-def _do_not_wait_for_the_memory(transport: Any, *arguments: Any) -> IssuedGather:
-    gather: IssuedGather = _gather_at_once(transport, *arguments)
+def _do_not_wait_for_the_memory(transport: Any, *arguments: Any) -> SlotCopy:
+    gather: SlotCopy = _gather_now(transport, *arguments)
     gather.after = None
     return gather
 
 
-_issued_copy: Any = DeviceCollectiveTransport.issued_copy
-_gather_at_once: Any = DeviceCollectiveTransport._gather_at_once
+_copy: Any = DeviceCollectiveTransport.copy
+_gather_now: Any = DeviceCollectiveTransport._gather_now
 
 
 def _wrong_reads_without(method: str, broken: Callable[..., Any]) -> int:
@@ -281,24 +287,24 @@ def _wrong_reads_without(method: str, broken: Callable[..., Any]) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "broken"),
-    [("issued_copy", _do_not_wait_for_the_slot), ("_gather_at_once", _do_not_wait_for_the_memory)],
+    [("copy", _do_not_wait_for_the_slot), ("_gather_now", _do_not_wait_for_the_memory)],
 )
 def test_the_emulation_notices_an_order_that_is_missing(method: str, broken: Callable[..., Any]) -> None:
     assert sum(run_ranks(2, _wrong_reads_without, method, broken)) > 0
 
 
-def _chooses() -> tuple[str, str]:
+def _chooses() -> tuple[str, bool]:
     with mock.patch.object(dist, "is_nccl_available", return_value=True):
         packer = make_packer(moepass.Peer(transport="collective", timeout_s=50), GPU)
     home = Home()
     home.transport = packer.home.transport
     with mock.patch.object(torch.cuda, "Stream"):
         copier = make_copier(GPU, Link(), home)
-    return type(packer.home.transport).__name__, type(copier).__name__
+    return type(packer.home.transport).__name__, copier._thread is not None
 
 
 def test_banks_are_gathered_on_the_gpu_where_a_gpu_computes() -> None:
-    assert run_ranks(1, _chooses) == [("DeviceCollectiveTransport", "IssuingCopier")]
+    assert run_ranks(1, _chooses) == [("DeviceCollectiveTransport", True)]
 
 
 def _has_no_nccl() -> None:

@@ -21,17 +21,18 @@ from moepass.passes.ir.shards import Piece
 from moepass.runtime.banks.banks import Bank
 from moepass.runtime.homes.hybrid import device_hybrid
 from moepass.runtime.homes.hybrid.device_hybrid import DeviceHybridPacker
-from moepass.runtime.homes.hybrid.device_staging import DeviceStagedPull, DeviceStagingBuffers, IssuedStagedCopy
-from moepass.runtime.homes.hybrid.staged_pull import Patience, StagedSource
+from moepass.runtime.homes.hybrid.device_staging import DeviceStagingBuffers
+from moepass.runtime.homes.hybrid.staged_pull import Patience, StageAction, StagedPull, StagedSource
 from moepass.runtime.homes.hybrid.stager import StagingBuffers, _StagerWork
 from moepass.runtime.homes.hybrid.staging_board import StagingBoard, board_bytes
 from moepass.runtime.homes.peers import PeerGroup
 from moepass.runtime.homes.registry.packers import make_packer
 from moepass.runtime.offload import offload
 from moepass.runtime.system.shared_memory import SharedMemoryError, SharedSegment, open_segment
-from moepass.runtime.transfer import copying
+from moepass.runtime.transfer import slicing
+from moepass.runtime.transfer.copier import Copier
 from moepass.runtime.transfer.home_protocol import Home
-from moepass.runtime.transfer.issuing_copier import IssuingCopier
+from moepass.runtime.transfer.lanes import StreamLane
 from moepass.runtime.transfer.link import BusyLink, Link
 from moepass.runtime.transfer.recording import recorded_event
 from moepass.runtime.transfer.ring import Ring
@@ -54,14 +55,14 @@ SHARD_BYTES = BANK_BYTES // RANKS
 @pytest.fixture(scope="module", autouse=True)
 def _small_slices() -> Iterator[None]:
     with (
-        mock.patch.object(copying, "SLICE_BYTES", 16),
-        mock.patch.object(copying, "stream_slice_bytes", return_value=48),
+        mock.patch.object(slicing, "SLICE_BYTES", 16),
+        mock.patch.object(slicing, "stream_slice_bytes", return_value=48),
     ):
         yield
 
 
-class _Late(DeviceStagedPull):
-    """A copier with a thread that may issue copies late, and does not wait for buffers to be filled."""
+class _Late(StagedPull):
+    """Copies are issued by a thread that may be late, which waits for no buffer to be filled."""
 
     def __init__(self, random: random.Random) -> None:
         super().__init__(Link())
@@ -165,7 +166,9 @@ def _run(seed: int, slots: int, order: list[int]) -> tuple[int, int, int]:
     with _Cuda(random.Random(seed)).installed() as cuda:
         assert isinstance(cuda, _Cuda)
         home = _Machine(cuda, boards, random.Random(seed))
-        ring = Ring(slots, SLOT_BYTES, CPU, IssuingCopier(CPU, home.transport, Link()), home)
+        ring = Ring(
+            slots, SLOT_BYTES, CPU, Copier(StreamLane(CPU), home.transport, home.transport.copy_thread(Link())), home
+        )
         ring.debug = True
 
         def read(tensors: tuple[torch.Tensor, ...], bank: Bank) -> None:
@@ -228,7 +231,7 @@ def _model_stays_exact() -> int:
     made: list[_OnCpu] = []
 
     def packer(options: Any, device: torch.device) -> _OnCpu:
-        made.append(_OnCpu(PeerGroup.of(None, timeout_s=50), DeviceStagedPull(Link()), 2, _Shared, device))
+        made.append(_OnCpu(PeerGroup.of(None, timeout_s=50), StagedPull(Link()), 2, _Shared, device))
         return made[0]
 
     torch.manual_seed(0)
@@ -259,7 +262,7 @@ def _chooses() -> str:
 
 
 def test_staging_buffers_lie_on_the_gpu_where_a_gpu_computes() -> None:
-    assert run_ranks(1, _chooses) == ["DeviceHybridPacker DeviceStagedPull True"]
+    assert run_ranks(1, _chooses) == ["DeviceHybridPacker StagedPull True"]
 
 
 class _Runtime:
@@ -302,9 +305,9 @@ def _always(*arguments: object) -> bool:
     return True
 
 
-def _check_at_once(copy: IssuedStagedCopy, staged: Any) -> None:
+def _check_at_once(action: StageAction, *arguments: Any) -> None:
     with mock.patch.object(torch.cuda.Event, "synchronize"):
-        _check(copy, staged)
+        _check(action, *arguments)
 
 
 def _show_before_it_is_there(
@@ -316,14 +319,14 @@ def _show_before_it_is_there(
         recorded_event(torch.cuda.current_stream())
 
 
-_check = IssuedStagedCopy._check
+_check = StageAction._check
 
 
 @pytest.mark.parametrize(
     ("owner", "method", "broken"),
     [
         (StagingBuffers, "still_holds", _always),
-        (IssuedStagedCopy, "_check", _check_at_once),
+        (StageAction, "_check", _check_at_once),
         (DeviceStagingBuffers, "write", _show_before_it_is_there),
     ],
 )

@@ -23,8 +23,8 @@ from moepass.runtime.homes.disk import disk_files
 from moepass.runtime.homes.disk.disk_files import DiskFile, FileSource
 from moepass.runtime.homes.disk.disk_home import DiskPacker, in_file_order
 from moepass.runtime.homes.disk.read_ahead import ReadAhead
-from moepass.runtime.transfer import copying
-from moepass.runtime.transfer.copying import CopyThread, PendingCopy
+from moepass.runtime.transfer import slicing
+from moepass.runtime.transfer.copying import CopyError, CopyThread, SlotCopy
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.sources import read_range
 from tests.helpers.graphs.error_fields import refused
@@ -43,13 +43,13 @@ def file(tmp_path: Path) -> DiskFile:
 
 def _copied(source: FileSource, nbytes: int) -> list[int]:
     slot = torch.zeros(nbytes, dtype=torch.uint8)
-    CopyThread(Link()).submit(PendingCopy([source], slot, "layer")).wait()
+    CopyThread(Link()).submit(SlotCopy([source], slot, "layer")).wait()
     read: list[int] = slot.tolist()
     return read
 
 
 def test_pieces_go_where_they_belong(file: DiskFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "SLICE_BYTES", 3)
+    monkeypatch.setattr(slicing, "SLICE_BYTES", 3)
     begin = file.header.tensors["a"].offset_bytes
     source = FileSource(file, (Piece(begin + 5, 7, 8), Piece(begin + 100, 0, 4)))
     expected = [100, 101, 102, 103, 0, 0, 0, 5, 6, 7, 8, 9, 10, 11, 12, 0]
@@ -81,7 +81,7 @@ def test_a_file_that_is_changed_in_place_is_an_error(
     change(file.path)
     with pytest.raises(moepass.CheckpointError, match=message):
         file.check()
-    with pytest.raises(copying.CopyError, match=f"bank layer could not be copied into its slot: .*{message}") as caught:
+    with pytest.raises(CopyError, match=f"bank layer could not be copied into its slot: .*{message}") as caught:
         _copied(FileSource(file, (Piece(300, 0, 10),)), 10)
     assert (caught.value.name, caught.value.path) == ("layer", file.path)
 
@@ -91,7 +91,7 @@ def test_a_file_that_ends_early_is_an_error(file: DiskFile) -> None:
     buffer = torch.empty(10, dtype=torch.uint8)
     with refused(moepass.CheckpointError, path=file.path, value=end, expected=end + 6):
         file.read(end - 4, 10, buffer.data_ptr())
-    with pytest.raises(copying.CopyError, match=f"of {end} bytes is read up to byte {end + 1}"):
+    with pytest.raises(CopyError, match=f"of {end} bytes is read up to byte {end + 1}"):
         _copied(FileSource(file, (Piece(end - 4, 0, 5),)), 10)
 
 
@@ -331,8 +331,8 @@ def test_a_bank_in_a_slot_equals_the_result_of_its_recipes(tmp_path: Path, data:
     sources = packer.home.sources(spec, [])
     slot = torch.full((spec.format.slot_bytes,), 0xFF, dtype=torch.uint8)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(copying, "SLICE_BYTES", draw(st.integers(1, 64)))
-        CopyThread(Link()).submit(PendingCopy(sources, slot, "layer")).wait()
+        patched.setattr(slicing, "SLICE_BYTES", draw(st.integers(1, 64)))
+        CopyThread(Link()).submit(SlotCopy(sources, slot, "layer")).wait()
     read = read_range(sources, 0, spec.format.slot_bytes, CPU)
     for tensor, wanted in zip(spec.tensors, expected.values(), strict=True):
         assert torch.equal(tensor.view(slot), wanted)

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -20,15 +20,16 @@ from hypothesis import strategies as st
 from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.shards import Piece
-from moepass.runtime.homes.hybrid import stager, staging_board
-from moepass.runtime.homes.hybrid.staged_pull import Patience, StagedCopy, StagedPull, StagedSource
-from moepass.runtime.homes.hybrid.stager import Found, Stager, StagerError, StagingBuffers, _StagerWork
+from moepass.runtime.homes.hybrid import staging_board
+from moepass.runtime.homes.hybrid.staged_pull import Patience, StageAction, StagedPull, StagedSource
+from moepass.runtime.homes.hybrid.stager import Found, Held, Stager, StagerError, StagingBuffers, _StagerWork
 from moepass.runtime.homes.hybrid.staging_board import StagingBoard, board_bytes, pack_state, unpack_state
 from moepass.runtime.homes.hybrid.staging_order import StagingPlan, StagingState, Wants, choose_banks
-from moepass.runtime.transfer import copying
-from moepass.runtime.transfer.copying import CopyThread
+from moepass.runtime.transfer import slicing
+from moepass.runtime.transfer.copying import CopyThread, SlotCopy
+from moepass.runtime.transfer.lanes import HOST_LANE, Lane
 from moepass.runtime.transfer.link import BusyLink, Link
-from moepass.runtime.transfer.sources import MemorySource, whole
+from moepass.runtime.transfer.sources import MemorySource, Source, whole
 from tests.helpers.processes.emulated_clock import EmulatedClock
 
 SLICE = 16
@@ -36,7 +37,7 @@ SLICE = 16
 
 @pytest.fixture
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "SLICE_BYTES", SLICE)
+    monkeypatch.setattr(slicing, "SLICE_BYTES", SLICE)
 
 
 def _board(buffers: int) -> StagingBoard:
@@ -149,6 +150,37 @@ class _HalfwaySource(MemorySource):
         super().copy(offset_bytes + half, nbytes - half, address + half)
 
 
+IN_HOST_MEMORY = 99
+_bring = HOST_LANE.bring
+
+
+class _SlowLane(Lane):
+    """Copies from staging buffers by `bring_staged`."""
+
+    def __init__(self, bring_staged: Callable[[Source, int, torch.Tensor], None]) -> None:
+        self._bring_staged = bring_staged
+
+    def bring(self, source: Source, offset_bytes: int, target: torch.Tensor) -> None:
+        (super().bring if isinstance(source, StagedSource) else self._bring_staged)(source, offset_bytes, target)
+
+
+def _copy_staged(
+    staging: StagingBuffers,
+    bank: int,
+    offset: int,
+    slot: torch.Tensor,
+    bring_staged: Callable[[Source, int, torch.Tensor], None] = _bring,
+) -> bool:
+    """Fill `slot` from `staging`, else from a shard of IN_HOST_MEMORY; return whether all bytes were staged."""
+    shard = torch.full((offset + slot.numel(),), IN_HOST_MEMORY, dtype=torch.uint8)
+    source = StagedSource(shard, (Piece(offset, 0, slot.numel()),), True, bank, staging)
+    transport = StagedPull(Link())
+    transport.patience = lambda nbytes: Patience(0.0, 0.0, {})  # type: ignore[method-assign]
+    copy = SlotCopy([source], slot, "bank", StageAction(transport, mock.Mock(), bank), _SlowLane(bring_staged))
+    copy.perform(Link())
+    return copy.staged_bytes == slot.numel()
+
+
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.data())
@@ -162,19 +194,16 @@ def test_bytes_of_another_bank_are_never_used(data: st.DataObject) -> None:
         bank = data.draw(numbers, label="bank")
         start = data.draw(st.integers(0, sizes[bank] - 1), label="from")
         nbytes = data.draw(st.integers(1, sizes[bank] - start), label="bytes")
-        target_memory = torch.zeros(nbytes, dtype=torch.uint8)
+        slot = torch.zeros(nbytes, dtype=torch.uint8)
 
-        def halfway(target: int, source: int, nbytes: int) -> None:
-            half = nbytes // 2
-            ctypes.memmove(target, source, half)
+        def halfway(source: Source, offset_bytes: int, target: torch.Tensor) -> None:
+            half = target.numel() // 2
+            _bring(source, offset_bytes, target[:half])
             meanwhile()
-            ctypes.memmove(target + half, source + half, nbytes - half)
+            _bring(source, offset_bytes + half, target[half:])
 
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(stager, "ctypes", SimpleNamespace(memmove=halfway))
-            result = staging.copy(bank, start, nbytes, target_memory.data_ptr())
-        if result is Found.COPIED:
-            assert set(target_memory.tolist()) == {bank + 1}
+        expected = bank + 1 if _copy_staged(staging, bank, start, slot, halfway) else IN_HOST_MEMORY
+        assert set(slot.tolist()) == {expected}
 
     def read_between() -> None:
         if data.draw(st.booleans(), label="somebody reads"):
@@ -196,12 +225,10 @@ def test_bytes_of_another_bank_are_never_used(data: st.DataObject) -> None:
         read(meanwhile=work_on)
 
 
-def test_a_stage_that_is_overwritten_in_the_middle_of_a_copy_is_not_believed(
-    monkeypatch: pytest.MonkeyPatch, small_slices: None
-) -> None:
+def test_a_stage_that_is_overwritten_in_the_middle_of_a_copy_is_not_believed(small_slices: None) -> None:
     staging = _staging(1, 2 * SLICE)
     work = _StagerWork(staging, [], [whole(_shard(bank, 2 * SLICE)) for bank in range(2)], BusyLink(Link()))
-    target_memory = torch.zeros(SLICE, dtype=torch.uint8)
+    slot = torch.zeros(SLICE, dtype=torch.uint8)
 
     def fill(bank: int, steps: int = 3) -> None:
         staging.board.show_wants((bank,))
@@ -209,43 +236,43 @@ def test_a_stage_that_is_overwritten_in_the_middle_of_a_copy_is_not_believed(
             work.step()
 
     fill(0)
-    assert staging.copy(0, 0, SLICE, target_memory.data_ptr()) is Found.COPIED
-    assert target_memory.tolist() == [1] * SLICE
-    assert staging.copy(1, 0, SLICE, target_memory.data_ptr()) is Found.ABSENT
-    real = ctypes.memmove
+    assert _copy_staged(staging, 0, 0, slot)
+    assert slot.tolist() == [1] * SLICE
+    assert staging.look_for(1, 0, SLICE) is Found.ABSENT
+    copied: list[int] = []
 
-    def overwritten(target: int, source: int, nbytes: int) -> None:
-        monkeypatch.setattr(ctypes, "memmove", real)
+    def overwritten(source: Source, offset_bytes: int, target: torch.Tensor) -> None:
         fill(1, steps=1)
-        real(target, source, nbytes)
+        _bring(source, offset_bytes, target)
+        copied.extend(target.tolist())
 
-    monkeypatch.setattr(ctypes, "memmove", overwritten)
-    assert staging.copy(0, 0, SLICE, target_memory.data_ptr()) is Found.ABSENT
-    assert target_memory.tolist() == [2] * SLICE  # the other bank's bytes, which no reader may use
-    assert staging.copy(1, 0, SLICE, target_memory.data_ptr()) is Found.COPIED
-    assert staging.copy(1, SLICE, SLICE, target_memory.data_ptr()) is Found.COMING
+    assert not _copy_staged(staging, 0, 0, slot, overwritten)
+    assert copied == [2] * SLICE  # the bytes of another bank
+    assert slot.tolist() == [IN_HOST_MEMORY] * SLICE
+    assert _copy_staged(staging, 1, 0, slot)
+    assert staging.look_for(1, SLICE, SLICE) is Found.COMING
 
 
-def test_a_bank_that_left_its_stage_and_came_back_while_it_was_copied_is_not_believed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_bank_that_left_its_stage_and_came_back_while_it_was_copied_is_not_believed() -> None:
     staging = _staging(1, 2 * SLICE)
     work = _StagerWork(staging, [], [whole(_shard(bank, 2 * SLICE)) for bank in range(2)], BusyLink(Link()))
-    target_memory = torch.zeros(SLICE, dtype=torch.uint8)
+    slot = torch.zeros(SLICE, dtype=torch.uint8)
+    copied: list[int] = []
 
-    def leave_and_come_back(target: int, source: int, nbytes: int) -> None:
+    def leave_and_come_back(source: Source, offset_bytes: int, target: torch.Tensor) -> None:
         for bank, steps in ((1, 2), (0, 1)):
             staging.board.show_wants((bank,))
             for _ in range(steps):
                 work.step()
-        ctypes.memmove(target, source, nbytes)
+        _bring(source, offset_bytes, target)
+        copied.extend(target.tolist())
 
     staging.board.show_wants((0,))
     work.step()
     work.step()
-    monkeypatch.setattr(stager, "ctypes", SimpleNamespace(memmove=leave_and_come_back))
-    assert staging.copy(0, SLICE, SLICE, target_memory.data_ptr()) is Found.ABSENT
-    assert target_memory.tolist() == [2] * SLICE
+    assert not _copy_staged(staging, 0, SLICE, slot, leave_and_come_back)
+    assert copied == [2] * SLICE
+    assert slot.tolist() == [IN_HOST_MEMORY] * SLICE
 
 
 def test_no_copy_waits_for_a_stalled_rank_or_longer_than_fetching_takes() -> None:
@@ -351,10 +378,10 @@ class _Ranks:
         for _ in range(steps):
             self.work.step()
 
-    def copy(self, bank: int, slot: torch.Tensor) -> StagedCopy:
-        shard, peer_shard = (shards[bank] for shards in self.shards)
-        size = shard.numel()
-        copy = self.transport.copy(
+    def copy(self, bank: int, slot: torch.Tensor) -> SlotCopy:
+        own, other = (shards[bank] for shards in self.shards)
+        size = own.numel()
+        return self.transport.copy(
             BankSpec(bank, f"layers.{bank}", "hybrid", BankFormat.plain(2 * size), ()),
             [
                 StagedSource(peer_shard, (Piece(0, size, size),), True, bank, self.other),
@@ -362,8 +389,6 @@ class _Ranks:
             ],
             slot,
         )
-        assert isinstance(copy, StagedCopy)
-        return copy
 
     def expected(self, bank: int) -> torch.Tensor:
         return torch.cat([shards[bank] for shards in self.shards])
@@ -376,7 +401,7 @@ def test_a_copy_takes_what_is_staged_and_the_rest_from_host_memory(small_slices:
         if staged:
             ranks.fill_other(bank)
         ranks.stager.reading(bank)
-        _wait_until(lambda bank=bank: ranks.own.copy(bank, 0, 3 * SLICE, slot.data_ptr()) is Found.COPIED)
+        _wait_until(lambda bank=bank: isinstance(ranks.own.look_for(bank, 0, 3 * SLICE), Held))
         slot.fill_(0xFF)
         copy = ranks.copy(bank, slot)
         copy.perform(Link())
@@ -459,7 +484,7 @@ def test_only_bytes_past_a_stage_take_time_on_the_host_link(
     ranks.fill_other(1)
     ranks.stager.reading(1)
     slot = torch.zeros(6 * SLICE, dtype=torch.uint8)
-    _wait_until(lambda: ranks.own.copy(1, 0, 3 * SLICE, slot.data_ptr()) is Found.COPIED)
+    _wait_until(lambda: isinstance(ranks.own.look_for(1, 0, 3 * SLICE), Held))
     ranks.transport.host_link = BusyLink(Link(1.0))  # a second for each byte
     clock = EmulatedClock(monkeypatch)
     copy = ranks.copy(1, slot)

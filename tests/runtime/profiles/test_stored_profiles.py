@@ -41,14 +41,14 @@ def test_a_stored_profile_is_found_by_ranks_and_threads() -> None:
     assert (stored_profile(CPU, 1), stored_profile(CPU, 2)) == (alone, both)
 
 
-def test_profiles_of_other_machines_and_thread_numbers_are_left_alone() -> None:
+def test_profiles_of_other_machines_and_thread_numbers_are_ignored() -> None:
     store_profile(measured(1, torch.get_num_threads() + 1))
     store_profile(measured(1, torch.get_num_threads(), "another processor"))
     assert stored_profile(CPU, 1) is None
     assert stored_profile(torch.device("meta"), 1) is None
 
 
-def test_on_gpus_a_profile_for_any_number_of_ranks_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_gpus_a_profile_for_any_number_of_ranks_matches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moepass.runtime.profiles.stored_profiles.device_name", lambda device: "NVIDIA H100")
     cuda = torch.device("cuda", 0)
     eight, two = measured(8, 4, "NVIDIA H100"), measured(2, 16, "NVIDIA H100")
@@ -59,7 +59,7 @@ def test_on_gpus_a_profile_for_any_number_of_ranks_will_do(monkeypatch: pytest.M
     assert stored_profile(cuda, 8) == eight
 
 
-def test_what_nobody_measured_is_not_stored() -> None:
+def test_profiles_without_measurements_are_not_stored() -> None:
     with refused(InputError, name="profile", value="1xh100-80g"):
         store_profile(load_hardware("1xh100-80g"))
 
@@ -67,10 +67,10 @@ def test_what_nobody_measured_is_not_stored() -> None:
 def test_a_damaged_file_is_an_error_and_not_a_missing_profile() -> None:
     path = store_profile(measured(1, torch.get_num_threads()))
     path.write_text("{", encoding="utf-8")
-    with pytest.raises(InputError, match="is no JSON"):
+    with pytest.raises(InputError, match="is not JSON"):
         stored_profile(CPU, 1)
 
 
-def test_the_command_names_what_is_looked_for() -> None:
+def test_the_command_matches_the_profile_that_is_looked_up() -> None:
     assert calibrate_command(torch.device("cuda"), 8) == "moepass calibrate --device cuda --ranks 8"
     assert calibrate_command(CPU, 2) == f"moepass calibrate --device cpu --ranks 2 --threads {torch.get_num_threads()}"

@@ -172,7 +172,7 @@ def test_a_gather_outside_of_a_run_follows_no_plan() -> None:
     plan = GatherSignature(7, 1, 1)
 
     def gathered_by() -> GatherSignature:
-        return transport.copy(spec, sources, torch.empty_like(shard)).part.plan
+        return transport.action(spec, sources).plan
 
     transport.begin_run(plan)
     assert gathered_by() == plan

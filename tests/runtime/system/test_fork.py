@@ -1,4 +1,4 @@
-"""A forked child gets one error from whatever it calls, and leaves what its parent shares with other ranks alone."""
+"""All calls in a forked child raise one error, and the memory that its parent shares with other ranks is unchanged."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ import torch.distributed as dist
 import moepass
 from moepass.runtime.ranks.eager_watch import FailureLook
 from moepass.runtime.system.forking import ForkedProcessError
-from moepass.runtime.transfer.copying import CopyThread, PendingCopy
+from moepass.runtime.transfer.copying import CopyThread, SlotCopy
 from moepass.runtime.transfer.link import Link
+from moepass.runtime.transfer.sources import whole
 from tests.helpers.graphs.backend_helper import Stack, tokens
 from tests.helpers.processes.collective_helper import (
     SMALL,
@@ -38,14 +39,14 @@ pytestmark = [
 
 
 def _check_refused(*calls: Callable[[], object]) -> None:
-    """Every one of `calls` raises the one error in a forked child."""
+    """Check that each of `calls` raises ForkedProcessError in a forked child."""
     parent = os.getpid()
 
     def check() -> bool:
         for call in calls:
-            with pytest.raises(ForkedProcessError, match="start processes with multiprocessing's 'spawn'") as told:
+            with pytest.raises(ForkedProcessError, match="start processes with multiprocessing's 'spawn'") as caught:
                 call()
-            assert (told.value.owner, told.value.child) == (parent, os.getpid())
+            assert (caught.value.owner, caught.value.child) == (parent, os.getpid())
         return True
 
     in_child(check)
@@ -62,7 +63,7 @@ def _disk(model: torch.nn.Module, folder: Path) -> None:
 @pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("offload", [_host, _disk])
 @pytest.mark.parametrize("is_running", [False, True])
-def test_a_forked_child_is_refused_whether_a_run_is_under_way_or_not(
+def test_a_forked_child_is_refused_during_and_between_runs(
     offload: Callable[[torch.nn.Module, Path], None], is_running: bool, tmp_path: Path
 ) -> None:
     model = Stack("dense_bmm", depth=3)
@@ -78,9 +79,9 @@ def test_a_forked_child_is_refused_whether_a_run_is_under_way_or_not(
             held.set()
             assert ended.wait(60)
 
-    other = threading.Thread(target=hold_locks)
+    holder = threading.Thread(target=hold_locks)
     if is_running:
-        other.start()
+        holder.start()
         assert held.wait(20)
     bank = store.banks[0].spec
     _check_refused(
@@ -88,16 +89,16 @@ def test_a_forked_child_is_refused_whether_a_run_is_under_way_or_not(
     )
     ended.set()
     if is_running:
-        other.join()
+        holder.join()
     assert torch.equal(compiled(tokens()), expected)
 
 
-def test_a_copy_thread_takes_nothing_from_a_child() -> None:
+def test_a_copy_thread_accepts_no_copies_from_a_child() -> None:
     thread, slot = CopyThread(Link()), torch.zeros(4, dtype=torch.uint8)
-    _check_refused(lambda: thread.submit(PendingCopy(slot, slot, "layer")))
+    _check_refused(lambda: thread.submit(SlotCopy([whole(slot)], slot, "layer")))
 
 
-def test_what_the_child_makes_itself_is_its_own() -> None:
+def test_a_child_can_use_objects_that_it_made() -> None:
     def check() -> bool:
         model = Stack("dense_bmm", depth=2)
         expected = model(tokens())
@@ -147,5 +148,5 @@ def _homes_of_ranks(home: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("home", ["peer", "hybrid", "collective", "adopted"])
-def test_the_child_of_a_rank_is_refused_and_its_parent_goes_on(home: str) -> None:
+def test_the_child_of_a_rank_is_refused_and_its_parent_continues(home: str) -> None:
     run_ranks(2, _homes_of_ranks, home)

@@ -1,4 +1,4 @@
-"""Shared segments: seen by other processes, checked when opened, and gone with the last process that maps them."""
+"""Shared segments: visible to other processes, checked when opened, and freed with the last process that maps them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_another_process_sees_what_the_owner_writes(owner: Worker) -> None:
     assert memory.tolist() == [4] * 1000
 
 
-def test_memory_outlives_an_owner_that_is_killed_and_leaves_nothing_behind(owner: Worker) -> None:
+def test_memory_outlives_a_killed_owner_and_is_freed_with_its_last_user(owner: Worker) -> None:
     named = named_memory()
     address = owner.hear()
     memory = open_segment(address).map(PAGE_BYTES, 1000)
@@ -76,16 +76,16 @@ def test_a_segment_closes_with_its_object() -> None:
     del segment
     gc.collect()
     memory.fill_(1)
-    with pytest.raises(SharedMemoryError, match=r"is gone, or has closed|something else now"):
+    with pytest.raises(SharedMemoryError, match=r"is gone, or has closed|another file now"):
         open_segment(address)
 
 
-def test_the_wrong_process_descriptor_or_size_is_noticed() -> None:
+def test_a_wrong_descriptor_or_size_is_refused() -> None:
     segment = create_segment(PAGE_BYTES, "moepass-test")
     address = segment.address()
-    other = create_segment(PAGE_BYTES, "moepass-other").address()
-    with pytest.raises(SharedMemoryError, match=rf"descriptor {address.descriptor} is something else now"):
-        open_segment(dataclasses.replace(address, inode=other.inode + 1))
+    second = create_segment(PAGE_BYTES, "moepass-other").address()
+    with pytest.raises(SharedMemoryError, match=rf"descriptor {address.descriptor} is another file now"):
+        open_segment(dataclasses.replace(address, inode=second.inode + 1))
     with pytest.raises(SharedMemoryError, match=rf"has {PAGE_BYTES} bytes, not {PAGE_BYTES + 1}"):
         open_segment(dataclasses.replace(address, nbytes=PAGE_BYTES + 1))
     before = len(os.listdir("/proc/self/fd"))
@@ -93,7 +93,7 @@ def test_the_wrong_process_descriptor_or_size_is_noticed() -> None:
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-def test_a_segment_cannot_be_made_shorter_under_its_readers() -> None:
+def test_a_segment_cannot_shrink() -> None:
     segment = create_segment(PAGE_BYTES, "moepass-test")
     with pytest.raises(PermissionError):
         os.ftruncate(segment.address().descriptor, 0)
@@ -102,17 +102,17 @@ def test_a_segment_cannot_be_made_shorter_under_its_readers() -> None:
 @pytest.mark.parametrize(
     ("offset", "nbytes"), [(1, 10), (-PAGE_BYTES, 10), (0, PAGE_BYTES + 1), (PAGE_BYTES, 1), (0, -1)]
 )
-def test_only_what_is_there_can_be_mapped(offset: int, nbytes: int) -> None:
+def test_ranges_outside_a_segment_are_refused(offset: int, nbytes: int) -> None:
     with pytest.raises(SharedMemoryError, match=rf"bytes {offset} to {offset + nbytes} of a segment of {PAGE_BYTES}"):
         create_segment(PAGE_BYTES, "moepass-test").map(offset, nbytes)
 
 
-def test_no_bytes_are_an_empty_tensor() -> None:
+def test_zero_bytes_give_an_empty_tensor() -> None:
     memory = create_segment(PAGE_BYTES, "moepass-test").map(PAGE_BYTES, 0)
     assert (memory.numel(), memory.dtype) == (0, torch.uint8)
 
 
-def test_memory_mapped_in_inference_mode_serves_everybody() -> None:
+def test_memory_mapped_in_inference_mode_is_usable_outside_it() -> None:
     with torch.inference_mode():
         segment = create_segment(PAGE_BYTES, "moepass-test")
         memory, opened = segment.map(0, 10), open_segment(segment.address()).map(0, 10)
@@ -120,7 +120,7 @@ def test_memory_mapped_in_inference_mode_serves_everybody() -> None:
     assert not opened.is_inference()
 
 
-def test_a_platform_without_nameless_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_platform_without_anonymous_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(shared_memory.os, "memfd_create")
     with pytest.raises(SharedMemoryError, match="this platform has no memfd_create"):
         create_segment(10, "moepass-test")

@@ -1,4 +1,4 @@
-"""A sample of a tensor's bytes shows what happens to all of it, reads nothing else, and costs little."""
+"""A sample of a tensor's bytes shows changes of the whole tensor, reads no other memory, and is cheap."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_sample_changes_with_the_tensor(tensor: torch.Tensor) -> None:
 
 
 def test_a_sample_ends_where_the_tensor_ends() -> None:
-    """What lies before and behind a view in its memory is none of its own."""
+    """The memory before and after a view does not belong to it."""
     memory = torch.zeros(1000)
     for view in (memory[400:600], memory[400:600:3], memory[400:410], memory[400:400]):
         before = sampled_bytes(view)
@@ -43,8 +43,8 @@ def test_a_sample_ends_where_the_tensor_ends() -> None:
 
 
 def test_a_sample_has_the_first_and_the_last_number() -> None:
-    for place in (0, 999):
+    for index in (0, 999):
         tensor = torch.zeros(1000)
         before = sampled_bytes(tensor)
-        tensor[place] = 1.0
+        tensor[index] = 1.0
         assert sampled_bytes(tensor) != before

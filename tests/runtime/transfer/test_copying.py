@@ -1,4 +1,4 @@
-"""Copies from several sources: in turns, within bounds, and only what crosses the link takes its time."""
+"""Copies from several sources: round robin, within bounds, and timed by the bytes that cross the link."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from moepass.passes.ir.shards import Piece
 from moepass.passes.machine.times import MOST_STREAM_SLICES, SLICE_BYTES
-from moepass.runtime.transfer import copying
-from moepass.runtime.transfer.copying import CopyError, CopyThread, PendingCopy
+from moepass.runtime.transfer import slicing
+from moepass.runtime.transfer.copying import CopyError, CopyThread, SlotCopy
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.sources import MemorySource
 from tests.helpers.processes.emulated_clock import EmulatedClock
@@ -20,8 +20,8 @@ def _bytes(nbytes: int, value: int) -> torch.Tensor:
     return torch.full((nbytes,), value, dtype=torch.uint8)
 
 
-def test_slices_come_from_every_source_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "SLICE_BYTES", 10)
+def test_slices_come_from_all_sources_round_robin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slicing, "SLICE_BYTES", 10)
     memories = [_bytes(30, 1), _bytes(0, 2), _bytes(25, 3)]
     sources = [
         MemorySource(memories[0], (Piece(0, 0, 15), Piece(15, 40, 15))),
@@ -40,34 +40,34 @@ def test_slices_come_from_every_source_in_turn(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(ctypes, "memmove", recording)
     slot = torch.zeros(60, dtype=torch.uint8)
-    CopyThread(Link()).submit(PendingCopy(sources, slot, "layer")).wait()
+    CopyThread(Link()).submit(SlotCopy(sources, slot, "layer")).wait()
     assert order == [(0, 10), (2, 10), (0, 5), (2, 10), (0, 10), (2, 5), (0, 5)]
     assert slot.tolist() == [1] * 15 + [3] * 25 + [1] * 15 + [0] * 5
 
 
 def _from_ranks(ranks: int, nbytes: int) -> list[MemorySource]:
-    """A bank of two tensors in even parts, none of which is there."""
-    part, memory = nbytes // 2 // ranks, torch.empty(0, dtype=torch.uint8)
+    """Return the sources of a bank of two tensors in equal shards, without any memory."""
+    size, memory = nbytes // 2 // ranks, torch.empty(0, dtype=torch.uint8)
     return [
-        MemorySource(memory, (Piece(0, rank * part, part), Piece(part, nbytes // 2 + rank * part, part)))
+        MemorySource(memory, (Piece(0, rank * size, size), Piece(size, nbytes // 2 + rank * size, size)))
         for rank in range(ranks)
     ]
 
 
 @pytest.mark.parametrize("nbytes", [1 << 20, 1 << 30, 5 << 30])
-def test_a_stream_is_given_few_slices_of_many_ranks_in_turn(nbytes: int) -> None:
+def test_a_stream_gets_few_slices_from_many_ranks_round_robin(nbytes: int) -> None:
     sources = _from_ranks(8, nbytes)
-    slices = list(copying.slices_for_stream(sources))
+    slices = list(slicing.stream_slices(sources))
     assert sum(size for _, _, size, _ in slices) == nbytes
     assert len(slices) <= MOST_STREAM_SLICES + 2 * 8
-    # The last turns are of the sources' ends.
+    # Every source comes once before any comes again.
     assert [source for source, *_ in slices[:8]] == sources
     if nbytes >= SLICE_BYTES * 8 * 4:
         assert [source for source, *_ in slices[8:16]] == sources
 
 
-def test_a_stream_copies_piece_by_piece_what_comes_from_one_place() -> None:
-    slices = list(copying.slices_for_stream(_from_ranks(1, 5 << 30)))
+def test_a_stream_copies_whole_pieces_of_a_single_source() -> None:
+    slices = list(slicing.stream_slices(_from_ranks(1, 5 << 30)))
     assert [size for _, _, size, _ in slices] == [5 << 29, 5 << 29]
 
 
@@ -78,15 +78,15 @@ def test_a_stream_copies_piece_by_piece_what_comes_from_one_place() -> None:
         (Piece(5, 0, 10), "a source of 12 bytes is read up to byte 15"),
     ],
 )
-def test_nothing_is_copied_beyond_the_ends(piece: Piece, message: str) -> None:
+def test_pieces_out_of_bounds_are_refused(piece: Piece, message: str) -> None:
     slot = torch.zeros(20, dtype=torch.uint8)
     sources = [MemorySource(_bytes(12, 1), (Piece(0, 0, 12),)), MemorySource(_bytes(12, 1), (piece,))]
     with pytest.raises(CopyError, match=f"bank layer .*{message}"):
-        CopyThread(Link()).submit(PendingCopy(sources, slot, "layer")).wait()
+        CopyThread(Link()).submit(SlotCopy(sources, slot, "layer")).wait()
     assert int(slot.sum()) == 0
 
 
-def test_an_emulated_link_counts_only_what_crosses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_emulated_link_counts_only_bytes_over_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = EmulatedClock(monkeypatch)
     slot = torch.zeros(2000, dtype=torch.uint8)
     far = MemorySource(_bytes(1000, 1), (Piece(0, 0, 1000),))
@@ -94,5 +94,5 @@ def test_an_emulated_link_counts_only_what_crosses_it(monkeypatch: pytest.Monkey
     thread = CopyThread(Link(5000.0))
     for sources, seconds in (([far, near], 0.2), ([near], 0.0), ([far, far], 0.4)):
         started = clock.seconds
-        thread.submit(PendingCopy(sources, slot, "layer")).wait()
+        thread.submit(SlotCopy(sources, slot, "layer")).wait()
         assert clock.seconds - started == pytest.approx(seconds)

@@ -1,6 +1,6 @@
-"""Memory on an emulated CUDA belongs to nobody else before all streams are done with it.
+"""Memory on an emulated CUDA is not reused before all streams are done with it.
 
-Freed memory is handed out at once, so whoever lets go of it too early reads what somebody else has written there.
+Freed memory is handed out at once, so code that frees it too early reads the bytes of its next owner.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from moepass.models.errors import InputError
 from moepass.runtime.banks import banks, identity
 from moepass.runtime.banks.banks import Bank
 from moepass.runtime.execute.executor import SegmentCall
+from moepass.runtime.transfer.copier import Copier
 from moepass.runtime.transfer.home_protocol import Home
+from moepass.runtime.transfer.lanes import StreamLane
 from moepass.runtime.transfer.ring import Ring
-from moepass.runtime.transfer.stream_copier import StreamCopier
 from tests.helpers.graphs.backend_helper import Stack, tokens
 from tests.helpers.processes.executor_calls import compiled_executor, forget_rings
 from tests.helpers.processes.fake_cuda import FakeCuda, Stream
@@ -40,12 +41,12 @@ def _of_generation(index: int, generation: int) -> Bank:
     return bank
 
 
-# In memory of the host: what the emulated device should read.
+# The expected content of the emulated device, in host memory.
 EXPECTED = [[_of_generation(index, generation) for index in range(5)] for generation in range(13)]
 
 
 class _User:
-    """A process that runs a model on streams of its own, and other things beside it."""
+    """A process that runs a model, and other work, on several streams."""
 
     def __init__(self, cuda: FakeCuda, slots: int) -> None:
         self._cuda = cuda
@@ -62,11 +63,11 @@ class _User:
             getattr(self, f"_{what}")(number)
 
     def _run(self, number: int) -> None:
-        """Read some banks, beginning at another one each time."""
+        """Read some banks, beginning at another bank each time."""
         if not self._banks:
             self._make_banks()
         if self._ring is None:
-            copier = StreamCopier(CPU)
+            copier = Copier(StreamLane(CPU))
             self._use_memory(number)
             self._ring = Ring(self._slots, self._slot_bytes, CPU, copier)
             self._ring.debug = number % 2 == 0
@@ -82,7 +83,7 @@ class _User:
             self.wrong.append(bank.spec.name)
 
     def _drop_banks(self, number: int) -> None:
-        """The next run has other experts."""
+        """Let the next run use other experts."""
         self._banks = []
 
     def _make_banks(self) -> None:
@@ -91,21 +92,21 @@ class _User:
             Bank(bank.spec, self._cuda.empty(bank.shard.numel()).copy_(bank.shard))
             for bank in EXPECTED[self._generation]
         ]
-        # As homes do before anybody may read.
+        # Homes do this before the first read.
         torch.cuda.synchronize(CPU)
 
     def _renew(self, number: int) -> None:
-        """A graph needs larger slots."""
+        """Reserve larger slots, as for another graph."""
         self._slot_bytes += SLOT_BYTES
         if self._ring is not None:
             self._ring.reserve(self._slots, self._slot_bytes)
 
     def _drop(self, number: int) -> None:
-        """The model goes away."""
+        """Delete the ring, as with its model."""
         self._ring = None
 
     def _use_memory(self, number: int) -> None:
-        """Take whatever memory this stream can have, write to it, and let go of it."""
+        """Allocate all memory that is free for this stream, write to it, and free it."""
         sizes = [self._slot_bytes, self._slot_bytes - SLOT_BYTES, EXPECTED[0][0].shard.numel()]
         for memory in [self._cuda.empty(size) for size in sizes for _ in range(6)]:
             memory.fill_(0x55)
@@ -135,11 +136,11 @@ def test_slots_belong_to_the_ring_until_all_streams_are_done(
 
 
 def _ring_of_streams(slots: int, slot_bytes: int, device: torch.device, link: object, home: Home) -> Ring:
-    return Ring(slots, slot_bytes, device, StreamCopier(device), home)
+    return Ring(slots, slot_bytes, device, Copier(StreamLane(device)), home)
 
 
 class _OnStreams:
-    """A compiled model that is called on streams that change from call to call."""
+    """A compiled model whose calls alternate between streams."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -148,7 +149,7 @@ class _OnStreams:
         self._expected = [model(value) for value in self._inputs]
         self._store = moepass.offload_experts(model).store
         self._executor, self._arguments = compiled_executor(model, self._inputs[0])
-        (self._place,) = [place for place, value in enumerate(self._arguments) if value is self._inputs[0]]
+        (self._index,) = [index for index, value in enumerate(self._arguments) if value is self._inputs[0]]
         self._model = model
 
     def stays_exact(self, seed: int) -> bool:
@@ -162,7 +163,7 @@ class _OnStreams:
             for call in range(6):
                 with cuda.on(streams[call % 2]):
                     arguments = [*self._arguments]
-                    arguments[self._place] = self._inputs[call % 3]
+                    arguments[self._index] = self._inputs[call % 3]
                     outputs.append(self._executor(arguments)[0])
             cuda.finish()
             assert ring.statistics.copies > 0
@@ -178,8 +179,8 @@ def model_on_streams() -> _OnStreams:
 
 
 @pytest.mark.slow
-def test_a_model_computes_the_same_on_whatever_stream(no_grad: None, model_on_streams: _OnStreams) -> None:
-    """Slots, and what segments and operators of the model allocate."""
+def test_a_model_computes_the_same_on_any_stream(no_grad: None, model_on_streams: _OnStreams) -> None:
+    """This covers slots, and memory that segments and operators of the model allocate."""
     assert all(model_on_streams.stays_exact(seed) for seed in range(5))
 
 
@@ -188,7 +189,7 @@ def _call_on_another_stream(call: SegmentCall, inputs: list[Any]) -> Any:
         return _segment_call(call, inputs)
 
 
-def _wait_for_nothing(copier: StreamCopier, filled: object, statistics: object) -> Callable[[], float]:
+def _wait_for_nothing(copier: Copier, filled: object, statistics: object) -> Callable[[], float]:
     return lambda: 0.0
 
 
@@ -199,8 +200,8 @@ _segment_call = SegmentCall._run
     ("owner", "method", "broken"),
     [
         (SegmentCall, "_run", _call_on_another_stream),
-        (StreamCopier, "wait", _wait_for_nothing),
-        (StreamCopier, "event", lambda copier: None),
+        (Copier, "wait", _wait_for_nothing),
+        (Copier, "event", lambda copier: None),
     ],
 )
 def test_the_emulation_notices_activations_on_other_streams(
@@ -211,7 +212,7 @@ def test_the_emulation_notices_activations_on_other_streams(
 
 
 class _EagerReads:
-    """Uncompiled code reads banks on streams that change, and keeps none of them."""
+    """Uncompiled code that reads banks on alternating streams and keeps none of them."""
 
     def __init__(self) -> None:
         self.store = moepass.offload_experts(Stack("dense_bmm", depth=2)).store
@@ -248,7 +249,7 @@ def _current_stream(device: torch.device) -> Stream:
     return torch.cuda.current_stream(device)  # type: ignore[return-value]
 
 
-def test_what_eager_code_reads_belongs_to_the_stream_that_it_runs_on(no_grad: None) -> None:
+def test_eager_reads_belong_to_the_stream_of_the_caller(no_grad: None) -> None:
     reads = _EagerReads()
     with mock.patch.object(banks, "current_stream", _current_stream):
         assert all(reads.stay_right(seed) for seed in range(20))
@@ -261,36 +262,37 @@ def _forget_that_buffers_are_used(ring: Ring, *sizes: int) -> None:
     ring._freed = {}
 
 
-def _wait_for_this_stream(copier: StreamCopier) -> None:
-    copier._stream.synchronize()
+def _wait_for_this_stream(lane: StreamLane) -> None:
+    lane.stream.synchronize()
     torch.cuda.current_stream(CPU).synchronize()
+    lane._prune()
 
 
-def _wait_for_copies(copier: StreamCopier) -> None:
-    copier._stream.synchronize()
+def _wait_for_copies(copier: Copier) -> None:
+    copier._lane.stream.synchronize()
 
 
-def _do_not_wait(copier: StreamCopier) -> None:
+def _do_not_wait(copier: Copier) -> None:
     pass
 
 
-def _keep_no_sources(copier: StreamCopier, *arguments: Any) -> object:
+def _keep_no_sources(copier: Copier, *arguments: Any) -> object:
     copy = _submit(copier, *arguments)
-    copier._reading.clear()
+    copier._lane._in_use.clear()
     return copy
 
 
-def _record_no_event(copier: StreamCopier) -> None:
+def _record_no_event(copier: Copier) -> None:
     return None
 
 
-_take_buffers, _submit = Ring._take_buffers, StreamCopier.submit
+_take_buffers, _submit = Ring._take_buffers, Copier.submit
 
 _IN_TURNS = [("run", 0), ("run", 1), ("use_memory", 0), ("run", 2), ("renew", 0), ("use_memory", 0), ("run", 0)]
 _AGAIN = [("run", 0), ("use_memory", 0), ("run", 1), ("drop", 2), ("use_memory", 0), ("run", 0), ("use_memory", 0)]
 
 
-# One slot: a ring remembers the first bank of a run and the last.
+# With one slot, a ring remembers the first bank of a run and the last.
 _OTHER_BANKS = [("run", 1), ("run", 0), ("drop_banks", 1), ("use_memory", 1), ("run", 1)]
 
 
@@ -298,14 +300,14 @@ _OTHER_BANKS = [("run", 1), ("run", 0), ("drop_banks", 1), ("use_memory", 1), ("
     ("owner", "method", "broken", "slots", "steps"),
     [
         (Ring, "_take_buffers", _forget_that_buffers_are_used, 2, _IN_TURNS),
-        (StreamCopier, "quiesce", _wait_for_this_stream, 2, _IN_TURNS),
-        (StreamCopier, "close", _wait_for_copies, 2, _AGAIN),
-        (StreamCopier, "close", _do_not_wait, 2, _AGAIN),
-        (StreamCopier, "submit", _keep_no_sources, 1, _OTHER_BANKS),
-        (StreamCopier, "event", _record_no_event, 2, _IN_TURNS),
+        (StreamLane, "synchronize", _wait_for_this_stream, 2, _IN_TURNS),
+        (Copier, "close", _wait_for_copies, 2, _AGAIN),
+        (Copier, "close", _do_not_wait, 2, _AGAIN),
+        (Copier, "submit", _keep_no_sources, 1, _OTHER_BANKS),
+        (Copier, "event", _record_no_event, 2, _IN_TURNS),
     ],
 )
-def test_the_emulation_notices_memory_that_goes_too_early(
+def test_the_emulation_notices_memory_that_is_freed_too_early(
     owner: type, method: str, broken: Callable[..., Any], slots: int, steps: list[tuple[str, int]]
 ) -> None:
     with mock.patch.object(owner, method, broken):

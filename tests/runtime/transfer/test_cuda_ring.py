@@ -1,4 +1,4 @@
-"""The ring's use of streams and events, on a CUDA that is emulated: whatever runs when, every bank is read as it is."""
+"""The ring's streams and events on an emulated CUDA: in any order of execution, every bank is read correctly."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from moepass.models.errors import OptionError
 from moepass.passes.ir.plan import GatherSignature
 from moepass.passes.ir.timeline import COMPUTE, COPY
 from moepass.runtime.banks.banks import Bank
+from moepass.runtime.transfer.copier import Copier
+from moepass.runtime.transfer.lanes import StreamLane
 from moepass.runtime.transfer.learned_order import Fetch
 from moepass.runtime.transfer.link import parse_link
 from moepass.runtime.transfer.ring import Ring, make_ring
-from moepass.runtime.transfer.stream_copier import StreamCopier
 from tests.helpers.processes.fake_cuda import FakeCuda
 from tests.helpers.processes.ring_runs import SLOT_BYTES, holds, run_banks, small_bank
 
@@ -33,15 +34,15 @@ BANKS = [small_bank(index) for index in range(5)]
 
 
 def _ring(slots: int) -> Ring:
-    ring = Ring(slots, SLOT_BYTES, CPU, StreamCopier(CPU))
+    ring = Ring(slots, SLOT_BYTES, CPU, Copier(StreamLane(CPU)))
     ring.debug = True
     return ring
 
 
 def _wrong_reads(seed: int, slots: int, runs: list[list[int]], order: list[int]) -> list[str]:
-    """Of a ring that runs over the banks `runs` in that `order`: what was read and is not the bank that was asked for.
+    """Run a ring over the banks `runs` in that `order`; return the banks that were read wrong.
 
-    Where an order is not that of the times before, slots were filled ahead with the wrong banks.
+    If the order differs from the times before, slots were filled ahead with the wrong banks.
     """
     wrong: list[str] = []
 
@@ -71,28 +72,28 @@ def test_every_bank_is_read_as_it_is(seed: int, slots: int, runs: list[list[int]
     assert _wrong_reads(seed, slots, runs, order) == []
 
 
-def _copy_at_once(copier: StreamCopier, fetch: Fetch, slot: torch.Tensor, after: object) -> object:
+def _copy_at_once(copier: Copier, fetch: Fetch, slot: torch.Tensor, after: object) -> object:
     return _submit(copier, fetch, slot, None)
 
 
-def _copy_on_a_new_stream(copier: StreamCopier, fetch: Fetch, slot: torch.Tensor, after: object) -> object:
-    copier._stream = torch.cuda.Stream(CPU)
+def _copy_on_a_new_stream(copier: Copier, fetch: Fetch, slot: torch.Tensor, after: object) -> object:
+    copier._lane.stream = torch.cuda.Stream(CPU)
     return _submit(copier, fetch, slot, after)
 
 
-def _wait_for_nothing(copier: StreamCopier, filled: object, statistics: object) -> None:
+def _wait_for_nothing(copier: Copier, filled: object, statistics: object) -> None:
     pass
 
 
-_submit = StreamCopier.submit
+_submit = Copier.submit
 
 
 @pytest.mark.parametrize(
     ("owner", "method", "broken"),
     [
-        (StreamCopier, "submit", _copy_at_once),
-        (StreamCopier, "submit", _copy_on_a_new_stream),
-        (StreamCopier, "wait", _wait_for_nothing),
+        (Copier, "submit", _copy_at_once),
+        (Copier, "submit", _copy_on_a_new_stream),
+        (Copier, "wait", _wait_for_nothing),
     ],
 )
 def test_the_emulation_notices_an_order_that_is_missing(owner: type, method: str, broken: Callable[..., Any]) -> None:
@@ -107,7 +108,7 @@ def _fail_in_a_run(ring: Ring) -> None:
         raise ZeroDivisionError
 
 
-def test_an_interrupted_run_leaves_a_quiet_ring() -> None:
+def test_an_interrupted_run_leaves_no_running_copies() -> None:
     with FakeCuda(random.Random(0)).installed() as cuda:
         ring = _ring(2)
         with pytest.raises(ZeroDivisionError):
@@ -123,7 +124,7 @@ def test_links_are_not_emulated_on_a_gpu() -> None:
 
 
 def test_waits_and_copies_are_timed_by_events() -> None:
-    """One slot: each copy begins when the computation before it is done, and the next computation waits for it."""
+    """The only slot makes each copy wait for the computation before it, and the next computation for the copy."""
     banks = [BANKS[0], BANKS[1], BANKS[2]]
     with FakeCuda(random.Random(0)).installed() as cuda, moepass.record_timeline() as recording:
         ring = _ring(1)

@@ -1,4 +1,4 @@
-"""Banks whose sizes at rest, on the link and in the slot differ, and that are decoded on the way: host home."""
+"""Banks of home `host` that are decoded on the way: their sizes at rest, on the link and in the slot differ."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ from moepass.runtime.homes import host_home
 from moepass.runtime.kernels import decoders
 from moepass.runtime.kernels.decoders import Codec, codec_of, register_codec
 from moepass.runtime.transfer import ring as ring_module
-from moepass.runtime.transfer.copy_lane import IssuedDecode
-from moepass.runtime.transfer.copying import CopyError
-from moepass.runtime.transfer.issuing_copier import IssuingCopier
+from moepass.runtime.transfer.copier import Copier
+from moepass.runtime.transfer.copying import CopyError, DecodeAction
+from moepass.runtime.transfer.lanes import StreamLane
 from moepass.runtime.transfer.learned_order import Fetch
 from moepass.runtime.transfer.ring import Ring
-from moepass.runtime.transfer.stream_copier import StreamCopier
 from tests.helpers.graphs.backend_helper import Stack, tokens
 from tests.helpers.processes import halved_format
 from tests.helpers.processes.fake_cuda import FakeCuda
@@ -45,7 +44,7 @@ def _no_grad() -> Iterator[None]:
 
 
 def _offloaded(depth: int = 3, plain: tuple[int, ...] = (), **options: Any) -> tuple[torch.nn.Module, torch.Tensor]:
-    """A model whose banks rest encoded, but those with numbers in `plain`; and what it gave before."""
+    """Return a model with encoded banks, except those with indices in `plain`, and its output before the offload."""
     torch.manual_seed(0)
     model = Stack("dense_bmm", depth=depth, bias=True)
     halved_format.halve(model)
@@ -65,7 +64,7 @@ def _store(model: torch.nn.Module) -> BankStore:
     return store
 
 
-def test_what_rests_what_travels_and_what_fills_a_slot_differ() -> None:
+def test_sizes_at_rest_on_the_link_and_in_the_slot_differ() -> None:
     model, _ = _offloaded()
     for bank in _store(model).banks:
         sizes = bank.spec.format
@@ -76,7 +75,7 @@ def test_what_rests_what_travels_and_what_fills_a_slot_differ() -> None:
     assert _store(model).ring_bytes == 2 * largest.slot_bytes + largest.link_bytes
 
 
-def test_uncompiled_code_reads_what_was_packed() -> None:
+def test_uncompiled_code_reads_decoded_banks() -> None:
     model, expected = _offloaded()
     for _ in range(2):
         assert torch.equal(model(ROWS), expected)
@@ -95,12 +94,12 @@ def test_compiled_code_streams_and_decodes(slots: int, plain: tuple[int, ...]) -
     plan, ring = compilation.plan, compilation.executor.ring
     assert ring is not None
     formats = [plan.bank(stay.bank).format for stay in plan.slot_stays]
-    encoded = [found for found in formats if found.is_encoded]
+    encoded = [bank_format for bank_format in formats if bank_format.is_encoded]
     assert sum(step.op == "decode" for step in plan.steps) == len(encoded) == 4 - len(plain)
-    assert plan.streamed_bytes == sum(found.link_bytes for found in formats)
+    assert plan.streamed_bytes == sum(bank_format.link_bytes for bank_format in formats)
     assert plan.device_bank_bytes == ring.device_bytes
     statistics = ring.statistics
-    # What was filled ahead of the next run counts too.
+    # Decodes for the next run count, too.
     assert statistics.decodes >= 3 * len(encoded)
     assert statistics.copied_bytes < statistics.copies * plan.slot_bytes or len(plain) == 4
     assert statistics.ahead_used > 0
@@ -129,16 +128,16 @@ def test_a_weight_outside_a_block_is_decoded_too() -> None:
         assert torch.equal(compiled(ROWS), expected)
 
 
-def test_other_backends_and_state_dicts_say_what_they_cannot_read() -> None:
+def test_other_backends_and_state_dicts_refuse_encoded_banks() -> None:
     model, _ = _offloaded()
     with pytest.raises(InputError, match=r"rest encoded \(halved\)"):
         model.state_dict()
-    other = torch.compile(model, backend="aot_eager")
+    recompiled = torch.compile(model, backend="aot_eager")
     with pytest.raises(moepass.MoepassError, match="rests encoded, and decoder 'halved' is not in this graph"):
-        other(ROWS)
+        recompiled(ROWS)
 
 
-def test_a_decoder_that_fails_is_an_error_that_names_the_bank_and_the_ring_goes_on() -> None:
+def test_a_decoder_error_names_the_bank_and_the_ring_stays_usable() -> None:
     model, expected = _offloaded()
     compiled = torch.compile(model, backend="asyncep", options={"lower": "eager", "debug": True})
     assert torch.equal(compiled(ROWS), expected)
@@ -166,10 +165,10 @@ def _decoding_by(decode: Callable[[torch.Tensor, torch.Tensor], None]) -> Any:
     return mock.patch.dict(decoders._codecs, {halved_format.NAME: codec})
 
 
-def test_a_decoder_needs_a_name_of_its_own_and_must_be_there() -> None:
+def test_decoder_names_are_unique_and_registered() -> None:
     with pytest.raises(InputError, match="cannot be called 'halved'"):
         register_codec(halved_format.NAME, copy.copy(halved_format.CODEC))
-    with pytest.raises(InputError, match=r"decoder is 'packed'; registered are .*halved"):
+    with pytest.raises(InputError, match=r"decoder is 'packed'; the registered decoders are .*halved"):
         codec_of("packed")
 
 
@@ -177,7 +176,7 @@ def test_a_decoder_needs_a_name_of_its_own_and_must_be_there() -> None:
 
 
 def _small_bank(index: int, decoder: str) -> Bank:
-    """Its numbers say which it is."""
+    """Return a bank whose numbers identify it."""
     tensors = {"up": torch.full((2, 50), index + 1.0), "down": torch.full((2, 3), -index - 1.0)}
     return pack_bank(index, f"layers.{index}", tensors, home="host", pin=False, decoder=decoder)
 
@@ -210,7 +209,7 @@ def _run(ring: Ring, graph: int, numbers: list[int], slots: int, read: Callable[
 def _wrong_reads(
     seed: int, slots: int, runs: list[list[int]], order: list[int], *, is_issued: bool = False
 ) -> list[str]:
-    """`is_issued`: a thread issues copies and decodes to the stream."""
+    """Return the banks that were read wrong. With `is_issued` a thread issues copies and decodes to the stream."""
     wrong: list[str] = []
 
     def check(tensors: tuple[torch.Tensor, ...], bank: Bank) -> None:
@@ -224,7 +223,8 @@ def _wrong_reads(
 
         with _decoding_by(decode):
             transport = LateTransport(random.Random(seed))
-            copier = IssuingCopier(CPU, transport, ring_module.Link()) if is_issued else StreamCopier(CPU)
+            thread = transport.copy_thread(ring_module.Link()) if is_issued else None
+            copier = Copier(StreamLane(CPU), transport, thread)
             ring = Ring(slots, SIZES[0], CPU, copier)
             ring.debug = True
             ring.reserve(slots, *SIZES)
@@ -248,50 +248,51 @@ RUNS = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=6), min_size=1,
     order=st.lists(st.integers(0, 2), max_size=8),
     is_issued=st.booleans(),
 )
-def test_every_bank_is_read_as_it_was_packed(
+def test_every_bank_is_decoded_correctly(
     seed: int, slots: int, runs: list[list[int]], order: list[int], is_issued: bool
 ) -> None:
     assert _wrong_reads(seed, slots, runs, order, is_issued=is_issued) == []
 
 
-def _decode_on_the_compute_stream(copier: StreamCopier, copied: Any, decoder: Any, *memory: torch.Tensor) -> object:
+def _decode_on_the_compute_stream(copier: Copier, copied: Any, decoder: Any, *memory: torch.Tensor) -> object:
     decoder(*memory)
     return copied
 
 
-def _forget_the_decode(copier: StreamCopier, copied: Any, decoder: Any, *memory: torch.Tensor) -> object:
-    _decode(copier, copied, decoder, *memory)
-    return copied
+def _forget_the_decode(copier: Copier, copied: Any, decoder: Any, *memory: torch.Tensor) -> object:
+    decode = _decode(copier, copied, decoder, *memory)
+    decode.performed = copied.performed
+    return decode
 
 
 def _fill_ahead_before_the_decode(ring: Ring, fetch: Fetch, buffer: int, after: object) -> object:
-    """What `prefetch` must not do: other banks come into the encoded buffer before its own is decoded."""
+    """Fill the encoded buffer with another bank before the prefetched bank is decoded, which `prefetch` must not do."""
     filled = _begin_copy(ring, fetch, buffer, after)
     if fetch.bank.format.is_encoded:
         _begin_copy(ring, Fetch(BANKS[4].spec, ring.home.sources(BANKS[4].spec, [BANKS[4].shard])), buffer, after)
     return filled
 
 
-def _decode_nothing(decode: IssuedDecode) -> None:
+def _decode_nothing(decode: DecodeAction, *arguments: object) -> None:
     pass
 
 
-_decode, _begin_copy = StreamCopier.decode, Ring._begin_copy
+_decode, _begin_copy = Copier.decode, Ring._begin_copy
 
 
 @pytest.mark.parametrize(
     ("owner", "method", "broken"),
     [
-        (StreamCopier, "decode", _decode_on_the_compute_stream),
-        (StreamCopier, "decode", _forget_the_decode),
+        (Copier, "decode", _decode_on_the_compute_stream),
+        (Copier, "decode", _forget_the_decode),
         (Ring, "_begin_copy", _fill_ahead_before_the_decode),
-        (IssuedDecode, "issue", _decode_nothing),
+        (DecodeAction, "fill", _decode_nothing),
     ],
 )
 def test_the_emulation_notices_a_decode_out_of_order(owner: type, method: str, broken: Callable[..., Any]) -> None:
     runs, order = [[0, 2, 4, 1], [3, 2, 0]], [0, 0, 1, 0, 1, 1, 0]
     with mock.patch.object(owner, method, broken):
-        is_issued = owner is IssuedDecode
+        is_issued = owner is DecodeAction
         assert any(_wrong_reads(seed, 1, runs, order, is_issued=is_issued) for seed in range(120))
 
 

@@ -1,4 +1,4 @@
-"""Copies that a thread issues to a stream, from files through bounce buffers, on a CUDA that is emulated."""
+"""Copies that a thread issues to a stream, from files through bounce buffers, on an emulated CUDA."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ from moepass.passes.ir.timeline import COMPUTE, COPY
 from moepass.runtime.banks.banks import Bank
 from moepass.runtime.homes.disk.disk_files import DiskFile, FileSource
 from moepass.runtime.homes.disk.disk_home import DiskHome
-from moepass.runtime.transfer import copy_lane, copying
-from moepass.runtime.transfer.copy_lane import CopyLane, IssuedCopy
-from moepass.runtime.transfer.copying import CopyError
+from moepass.runtime.transfer import lanes, slicing
+from moepass.runtime.transfer.copier import Copier
+from moepass.runtime.transfer.copying import CopyError, SlotCopy
 from moepass.runtime.transfer.home_protocol import Home
-from moepass.runtime.transfer.issuing_copier import IssuingCopier
+from moepass.runtime.transfer.lanes import BounceBuffer, StreamLane
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.ring import Ring, make_copier
-from moepass.runtime.transfer.stream_copier import StreamCopier
 from tests.helpers.processes.fake_cuda import FakeCuda
 from tests.helpers.processes.late_thread import LateTransport
 from tests.helpers.processes.ring_runs import SLOT_BYTES, holds, run_banks, small_bank
@@ -43,30 +42,30 @@ BANKS = [small_bank(index) for index in range(5)]
 def home(tmp_path_factory: pytest.TempPathFactory) -> DiskHome:
     path = tmp_path_factory.mktemp("banks") / "banks.safetensors"
     save_file({bank.spec.name: bank.shard for bank in BANKS}, path)
-    file, found = DiskFile(path), DiskHome()
+    file, disk = DiskFile(path), DiskHome()
     for bank in BANKS:
-        place = file.header.tensors[bank.spec.name].offset_bytes
-        found.add(bank.spec, [FileSource(file, (Piece(place, 0, bank.spec.format.slot_bytes),))])
-    return found
+        offset = file.header.tensors[bank.spec.name].offset_bytes
+        disk.add(bank.spec, [FileSource(file, (Piece(offset, 0, bank.spec.format.slot_bytes),))])
+    return disk
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _small_slices() -> Iterator[None]:
-    """Some for each bank, in memory that stands for pinned memory: the emulated device does not have it."""
+    """Cut banks into several slices, and use ordinary memory as pinned memory, which the emulated device lacks."""
 
     def memory(nbytes: int) -> torch.Tensor:
         return torch.frombuffer(bytearray(nbytes), dtype=torch.uint8)
 
     with (
-        mock.patch.object(copying, "SLICE_BYTES", 64),
-        mock.patch.object(copy_lane, "SLICE_BYTES", 64),
-        mock.patch.object(copy_lane, "pinned_memory", memory),
+        mock.patch.object(slicing, "SLICE_BYTES", 64),
+        mock.patch.object(lanes, "pinned_memory", memory),
     ):
         yield
 
 
 def _ring(home: DiskHome, slots: int, seed: int) -> Ring:
-    ring = Ring(slots, SLOT_BYTES, CPU, IssuingCopier(CPU, LateTransport(random.Random(seed)), Link()), home)
+    transport = LateTransport(random.Random(seed))
+    ring = Ring(slots, SLOT_BYTES, CPU, Copier(StreamLane(CPU), transport, transport.copy_thread(Link())), home)
     ring.debug = True
     return ring
 
@@ -87,7 +86,7 @@ def _wrong_reads(home: DiskHome, seed: int, slots: int, runs: Sequence[Sequence[
         for number in order:
             run_banks(ring, number, [BANKS[index] for index in runs[number % len(runs)]], slots, read)
         del ring
-        # Somebody else is given the memory of the slots.
+        # Allocate the memory of the slots again.
         memories = [cuda.empty(SLOT_BYTES) for _ in range(6)]
         for memory in memories:
             memory.fill_(0x55)
@@ -102,18 +101,18 @@ def _wrong_reads(home: DiskHome, seed: int, slots: int, runs: Sequence[Sequence[
     runs=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=6), min_size=1, max_size=3),
     order=st.lists(st.integers(0, 2), max_size=6),
 )
-def test_every_bank_is_read_as_it_is_in_the_file(
+def test_every_bank_is_read_correctly_from_its_file(
     home: DiskHome, seed: int, slots: int, runs: list[list[int]], order: list[int]
 ) -> None:
     assert _wrong_reads(home, seed, slots, runs, order) == 0
 
 
-def _do_not_wait_for_the_slot(copy: IssuedCopy, *arguments: Any) -> None:
+def _do_not_wait_for_the_slot(copy: SlotCopy, *arguments: Any) -> None:
     _make_copy(copy, *arguments)
     copy.after = None
 
 
-def _use_full_buffers(lane: CopyLane) -> copy_lane.BounceBuffer:
+def _use_full_buffers(lane: StreamLane) -> BounceBuffer:
     if lane._bounce:
         lane._bounce[-1].emptied = None
     return _empty_buffer(lane)
@@ -123,19 +122,19 @@ def _keep_nothing(*arguments: object) -> None:
     pass
 
 
-def _wait_for_nothing(copier: StreamCopier, filled: Any, statistics: object) -> Callable[[], float]:
+def _wait_for_nothing(copier: Copier, filled: Any, statistics: object) -> Callable[[], float]:
     return lambda: 0.0
 
 
-_make_copy, _empty_buffer = IssuedCopy.__init__, CopyLane._empty_buffer
+_make_copy, _empty_buffer = SlotCopy.__init__, StreamLane._empty_buffer
 
 
 @pytest.mark.parametrize(
     ("owner", "method", "broken"),
     [
-        (IssuedCopy, "__init__", _do_not_wait_for_the_slot),
-        (CopyLane, "_empty_buffer", _use_full_buffers),
-        (StreamCopier, "wait", _wait_for_nothing),
+        (SlotCopy, "__init__", _do_not_wait_for_the_slot),
+        (StreamLane, "_empty_buffer", _use_full_buffers),
+        (Copier, "wait", _wait_for_nothing),
     ],
 )
 def test_the_emulation_notices_an_order_that_is_missing(
@@ -146,13 +145,16 @@ def test_the_emulation_notices_an_order_that_is_missing(
         assert any(_wrong_reads(home, seed, 2, runs, order) for seed in range(120))
 
 
-def test_copies_under_way_keep_what_they_use_when_a_model_goes(home: DiskHome) -> None:
-    """Whoever finds that a ring is gone may be the copy thread itself, which cannot wait for its own copies."""
+def test_running_copies_keep_their_memory_when_a_model_is_deleted(home: DiskHome) -> None:
+    """The copy thread itself may delete the ring, and it cannot wait for its own copies."""
     runs, order = [[0, 1, 2, 3]], [0, 0, 0]
-    with mock.patch.object(IssuingCopier, "close"):
+    with mock.patch.object(Copier, "close"):
         assert all(_wrong_reads(home, seed, 2, runs, order) == 0 for seed in range(5))
         # A mock would keep its arguments.
-        with mock.patch.object(CopyLane, "keep", _keep_nothing), mock.patch.object(CopyLane, "__del__", _keep_nothing):
+        with (
+            mock.patch.object(StreamLane, "keep", _keep_nothing),
+            mock.patch.object(StreamLane, "__del__", _keep_nothing),
+        ):
             assert any(_wrong_reads(home, seed, 2, runs, order) for seed in range(120))
 
 
@@ -161,7 +163,7 @@ class _Unreadable(FileSource):
         raise CheckpointError("it was changed", path=Path("changed"))
 
 
-def test_what_cannot_be_read_is_an_error_where_it_is_needed(home: DiskHome) -> None:
+def test_a_read_error_is_raised_by_the_acquire(home: DiskHome) -> None:
     bank = BANKS[0].spec
     (source,) = home.sources(bank, ())
     assert isinstance(source, FileSource)
@@ -197,4 +199,4 @@ def test_reads_and_waits_are_timed_by_events(home: DiskHome) -> None:
 def test_only_homes_that_need_the_host_have_a_copy_thread(kind: type[Home]) -> None:
     with FakeCuda(random.Random(0)).installed():
         copier = make_copier(torch.device("cuda", 0), Link(), kind())
-    assert type(copier) is (IssuingCopier if kind is DiskHome else StreamCopier)
+    assert (copier._thread is not None) == (kind is DiskHome)

@@ -1,4 +1,4 @@
-"""Slots fill across the boundary of two runs: used when the guess is right, harmless when it is wrong."""
+"""Slots are filled for the next run: the copies are used if the guess is right, and harmless if it is wrong."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _ring(slots: int) -> Ring:
 
 
 def _run(ring: Ring, graph: str, banks: list[Bank], slots: int) -> None:
-    """A run that checks every bank where it is read."""
+    """Run over the banks and check each when it is read."""
 
     def read(tensors: tuple[torch.Tensor, ...], bank: Bank) -> None:
         assert holds(tensors, bank), f"bank {bank.spec.index} in run {graph}"
@@ -33,7 +33,7 @@ def _run(ring: Ring, graph: str, banks: list[Bank], slots: int) -> None:
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 5])
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
-def test_a_repeated_run_finds_its_first_banks_there(depth: int, slots: int) -> None:
+def test_the_first_banks_of_a_repeated_run_are_in_slots(depth: int, slots: int) -> None:
     ring, banks = _ring(slots), [small_bank(index) for index in range(depth)]
     for _ in range(2):
         _run(ring, "forward", banks, slots)
@@ -43,7 +43,7 @@ def test_a_repeated_run_finds_its_first_banks_there(depth: int, slots: int) -> N
     assert ring.statistics.ahead_wasted == 0
 
 
-def test_the_first_bank_is_there_before_the_run_begins() -> None:
+def test_the_first_bank_is_copied_before_the_run_begins() -> None:
     ring, banks = _ring(2), [small_bank(index) for index in range(3)]
     for _ in range(2):
         _run(ring, "forward", banks, 2)
@@ -68,8 +68,8 @@ def test_any_order_of_any_runs_is_right(slots: int, runs: list[list[int]], order
     ring.reset()
 
 
-def test_layers_in_graphs_of_their_own_fetch_for_each_other() -> None:
-    """What a graph break in every layer makes of a model: each graph has one bank, the ring two slots."""
+def test_graphs_of_one_layer_each_prefetch_for_each_other() -> None:
+    """A graph break in every layer gives graphs of one bank each, with a ring of two slots."""
     ring, banks = _ring(2), [small_bank(index) for index in range(5)]
     for _ in range(2):
         for index, bank in enumerate(banks):
@@ -81,7 +81,7 @@ def test_layers_in_graphs_of_their_own_fetch_for_each_other() -> None:
     assert ring.statistics.ahead_used == used + len(banks)
 
 
-def test_one_graph_that_serves_all_layers_is_told_apart_by_its_banks() -> None:
+def test_uses_of_one_graph_for_all_layers_are_distinguished_by_bank() -> None:
     ring, banks = _ring(2), [small_bank(index) for index in range(3)]
     for _ in range(4):
         for bank in banks:
@@ -103,7 +103,7 @@ def test_a_changed_order_is_counted_and_learned_again() -> None:
     assert ring.statistics.ahead_used == used + 2
 
 
-def test_a_bank_that_changed_meanwhile_is_copied_again() -> None:
+def test_a_bank_that_changed_between_runs_is_copied_again() -> None:
     ring, banks = _ring(2), [small_bank(index) for index in range(3)]
     for _ in range(3):
         _run(ring, "forward", banks, 2)
@@ -113,7 +113,7 @@ def test_a_bank_that_changed_meanwhile_is_copied_again() -> None:
     assert ring.statistics.ahead_used == used + 1
 
 
-def test_after_an_exception_nothing_is_taken_from_before() -> None:
+def test_after_an_exception_no_earlier_copy_is_used() -> None:
     ring, banks = _ring(2), [small_bank(index) for index in range(3)]
     for _ in range(3):
         _run(ring, "forward", banks, 2)

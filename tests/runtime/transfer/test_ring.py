@@ -13,10 +13,11 @@ from moepass.models.errors import InputError, OptionError
 from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.plan import BankSpec, TensorSpec
 from moepass.runtime.banks.banks import ALIGNMENT_BYTES, Bank, pack_bank
-from moepass.runtime.transfer.copying import SLICE_BYTES, CopyError, CopyThread, PendingCopy
+from moepass.runtime.transfer.copying import CopyError, CopyThread, SlotCopy
 from moepass.runtime.transfer.link import Link, parse_link
 from moepass.runtime.transfer.ring import Ring, make_ring
-from moepass.runtime.transfer.thread_copier import ThreadCopier
+from moepass.runtime.transfer.slicing import SLICE_BYTES
+from moepass.runtime.transfer.sources import whole
 from tests.helpers.graphs.error_fields import refused
 from tests.helpers.processes.emulated_clock import EmulatedClock
 
@@ -34,7 +35,7 @@ def _ring(slots: int = 2, link: Link = Link(), debug: bool = False, slot_bytes: 
     return ring
 
 
-def test_a_packed_bank_gives_its_tensors_back() -> None:
+def test_a_packed_bank_returns_its_tensors() -> None:
     tensors = {
         "a": torch.randn(3, 5, 7),
         "b": torch.randn(3, 2, dtype=torch.float64),
@@ -50,7 +51,7 @@ def test_a_packed_bank_gives_its_tensors_back() -> None:
         assert view.is_contiguous()
 
 
-def test_prefetch_and_acquire_bring_the_bank() -> None:
+def test_prefetch_and_acquire_return_the_bank() -> None:
     ring, bank = _ring(), _bank()
     filled = ring.prefetch([bank.shard], bank.spec, 1, None)
     up, down = ring.acquire(filled, bank.spec, 1)
@@ -59,7 +60,7 @@ def test_prefetch_and_acquire_bring_the_bank() -> None:
     assert (ring.statistics.copies, ring.statistics.copied_bytes) == (1, bank.spec.format.slot_bytes)
 
 
-def test_the_ring_is_all_that_is_allocated() -> None:
+def test_copies_allocate_nothing_besides_the_ring() -> None:
     ring = _ring(slots=3, slot_bytes=12345)
     assert ring.slots == 3
     assert ring.device_bytes == 3 * 12345
@@ -93,7 +94,7 @@ def test_without_debug_nothing_is_poisoned() -> None:
     assert float(up.sum()) == 2000
 
 
-def test_a_slot_that_is_too_small_is_an_error_that_names_the_layer() -> None:
+def test_the_error_for_a_slot_that_is_too_small_names_the_layer() -> None:
     ring, bank = _ring(slot_bytes=100), _bank(7)
     filled = ring.prefetch([bank.shard], bank.spec, 0, None)
     with pytest.raises(
@@ -102,18 +103,17 @@ def test_a_slot_that_is_too_small_is_an_error_that_names_the_layer() -> None:
         ring.acquire(filled, bank.spec, 0)
 
 
-def test_reset_abandons_copies_and_the_ring_goes_on() -> None:
+def test_reset_abandons_copies_and_keeps_the_thread() -> None:
     ring = _ring(link=Link(1.0))  # a transfer would take hours
     bank = _bank()
     pending = [ring.prefetch([bank.shard], bank.spec, slot, None) for slot in (0, 1)]
     ring.reset()
     assert all(copy.finished.is_set() for copy in pending)
     fast = _bank(1, value=5.0)
-    copy = PendingCopy(fast.shard, torch.empty_like(fast.shard), "x")
+    copy = SlotCopy([whole(fast.shard)], torch.empty_like(fast.shard), "x")
     copy.abandon()
-    copier = ring._copier
-    assert isinstance(copier, ThreadCopier)
-    copier._thread.submit(copy).wait()  # the thread is still the same one
+    assert ring._copier._thread is not None
+    ring._copier._thread.submit(copy).wait()  # the thread is still the same one
 
 
 @pytest.mark.parametrize("nbytes", [1, SLICE_BYTES - 1, SLICE_BYTES, SLICE_BYTES + 1, 3 * SLICE_BYTES])
@@ -121,7 +121,7 @@ def test_copies_of_every_size_are_complete(nbytes: int) -> None:
     thread = CopyThread(Link())
     source = torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)
     slot = torch.zeros(nbytes + 5, dtype=torch.uint8)
-    thread.submit(PendingCopy(source, slot, "layer")).wait()
+    thread.submit(SlotCopy([whole(source)], slot, "layer")).wait()
     assert torch.equal(slot[:nbytes], source)
     assert int(slot[nbytes:].sum()) == 0
 
@@ -146,7 +146,7 @@ def test_an_emulated_link_takes_bytes_over_bandwidth(monkeypatch: pytest.MonkeyP
     assert ring.statistics.waited_seconds == pytest.approx(0.2)
 
 
-def test_an_emulated_transfer_overlaps_what_comes_before_the_acquire(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_emulated_transfer_overlaps_computation_before_the_acquire(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = EmulatedClock(monkeypatch)
     bank = _bank(count=50_000)
     ring = _ring(link=Link(bank.spec.format.slot_bytes / 0.3), slot_bytes=bank.spec.format.slot_bytes)
@@ -168,7 +168,7 @@ def test_emulated_transfers_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("text", "rate"), [("real", None), ("emulate:5e9", 5e9), ("emulate:1000", 1000.0)])
-def test_links(text: str, rate: float | None) -> None:
+def test_parse_link(text: str, rate: float | None) -> None:
     link = parse_link(text)
     assert link.bytes_per_s == rate
     assert link.is_emulated == (rate is not None)
@@ -180,7 +180,7 @@ def test_links(text: str, rate: float | None) -> None:
     "text",
     ["", "fast", "emulate", "emulate:", "emulate:x", "emulate:0", "emulate:-1", "emulate:nan", "emulate:inf", "real:3"],
 )
-def test_wrong_links_name_themselves(text: str) -> None:
+def test_errors_for_invalid_links_name_them(text: str) -> None:
     with refused(OptionError, name="a_link", value=text):
         parse_link(text, "a_link")
 
@@ -190,7 +190,7 @@ def test_a_device_without_a_ring_is_an_error() -> None:
         make_ring(2, 100, torch.device("meta"), Link())
 
 
-def test_slots_made_in_inference_mode_serve_everybody() -> None:
+def test_slots_made_in_inference_mode_are_writable_outside_it() -> None:
     with torch.inference_mode():
         ring = _ring(debug=True)
     bank = _bank()
@@ -199,7 +199,7 @@ def test_slots_made_in_inference_mode_serve_everybody() -> None:
     assert not any(slot.is_inference() for slot in ring._buffers)
 
 
-def test_views_of_two_banks_in_one_slot_stay_apart() -> None:
+def test_views_of_two_banks_in_one_slot_do_not_mix() -> None:
     ring = _ring(slots=1)
     first = _bank(0, value=1.0)
     spec = TensorSpec("up", (4, 10), "float64", 0)
@@ -210,9 +210,9 @@ def test_views_of_two_banks_in_one_slot_stay_apart() -> None:
     for _ in range(2):
         (up, _) = ring.acquire(ring.prefetch([first.shard], first.spec, 0, None), first.spec, 0)
         assert float(up.sum()) == 2000
-        (other,) = ring.acquire(ring.prefetch([second.shard], second.spec, 0, None), second.spec, 0)
-        assert other.shape == (4, 10)
-        assert float(other.sum()) == 80
+        (matrix,) = ring.acquire(ring.prefetch([second.shard], second.spec, 0, None), second.spec, 0)
+        assert matrix.shape == (4, 10)
+        assert float(matrix.sum()) == 80
 
 
 def test_many_threads_wait_for_their_own_copies() -> None:
@@ -223,7 +223,7 @@ def test_many_threads_wait_for_their_own_copies() -> None:
         source = torch.full((100_000,), value, dtype=torch.uint8)
         for _ in range(20):
             slot = torch.empty_like(source)
-            thread.submit(PendingCopy(source, slot, str(value))).wait()
+            thread.submit(SlotCopy([whole(source)], slot, str(value))).wait()
             results[value] = results.get(value, True) and torch.equal(slot, source)
 
     workers = [threading.Thread(target=work, args=(value,)) for value in range(4)]

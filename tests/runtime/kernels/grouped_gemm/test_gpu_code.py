@@ -1,4 +1,4 @@
-"""What compilers for real GPUs make of the kernels. No GPU is needed, and none of this says how fast they are."""
+"""Kernels compiled for real GPUs. No GPU is needed, and nothing here measures speed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEAST_ROWS = {80: 16, 90: 64, 100: 64}
 REGISTERS = 65536
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 
-# Of a thread, once for a tile, beside biases: smaller tiles spill nothing, and are slower on an H100.
+# Bytes of a thread, once per tile, with biases: smaller tiles spill nothing, but are slower on an H100.
 MOST_SPILLED_BYTES = {90: 88, 100: 32}
 
 
@@ -50,51 +50,51 @@ def _compiled(
     tiles: str = "all",
     geometry: str = "qwen3-30b-a3b",
 ) -> list[dict[str, Any]]:
-    asked = {"activation": activation, "form": form, "dtype": dtype, "capabilities": capabilities}
+    request = {"activation": activation, "form": form, "dtype": dtype, "capabilities": capabilities}
     words = [
         sys.executable,
         "-m",
         "tests.helpers.kernels.static_kernels",
-        json.dumps({**asked, "turned": turned, "tiles": tiles, "geometry": geometry}),
+        json.dumps({**request, "turned": turned, "tiles": tiles, "geometry": geometry}),
     ]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found: list[dict[str, Any]] = json.loads(done.stdout)
-    return found
+    codes: list[dict[str, Any]] = json.loads(done.stdout)
+    return codes
 
 
-def _check(found: list[dict[str, Any]], dtype: str) -> None:
-    assert found
-    for code in found:
+def _check(codes: list[dict[str, Any]], dtype: str) -> None:
+    assert codes
+    for code in codes:
         capability = code["capability"]
         if code["is_thin"]:
-            continue  # the products with a low rank have no 16 bytes side by side
+            continue  # products of low rank have no 16 contiguous bytes
         rows = code["tile"]["rows"]
         assert code["spilled_bytes"] <= (MOST_SPILLED_BYTES.get(capability, 0) if rows >= 64 else 0), code
-        # One block at least fits, and two of those with few rows, whose work does not fill a multiprocessor.
+        # At least one block fits, or two with few rows, because one does not fill a multiprocessor.
         blocks = 1 if rows >= 64 else 2
         assert code["registers_per_thread"] * code["threads"] * blocks <= REGISTERS
         assert code["shared_bytes"] * blocks <= SHARED_BYTES[capability]
         expected = TENSOR_CORES[capability] if rows >= LEAST_ROWS[capability] else "HMMA"
         products = [name for name in code["instructions"] if name.startswith(expected)]
         assert bool(products) == (dtype != "float32"), code
-        # Weights and rows reach shared memory without passing through registers: as tiles, or in pieces of 16 bytes.
+        # Weights and rows reach shared memory without passing through registers, as tiles or 16 bytes at a time.
         copies = "UTMALDG.2D" if code["tile"]["descriptors"] else "LDGSTS.E.BYPASS.128"
         assert code["instructions"].get(copies, 0) > 0, code
 
 
 @pytest.fixture(scope="module")
 def largest_tiles() -> list[dict[str, Any]]:
-    """The two kernels of SwiGLU experts at their largest tiles, for all architectures: one process compiles them."""
+    """Compile the two kernels of SwiGLU experts at their largest tiles for all architectures, in one process."""
     return _compiled("swiglu", "returned", "bfloat16", *CAPABILITIES, tiles="largest")
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_nothing_spills_and_tensor_cores_multiply(largest_tiles: list[dict[str, Any]], capability: int) -> None:
-    found = [code for code in largest_tiles if code["capability"] == capability]
-    assert len(found) == 2
-    _check(found, "bfloat16")
+    codes = [code for code in largest_tiles if code["capability"] == capability]
+    assert len(codes) == 2
+    _check(codes, "bfloat16")
 
 
 @pytest.mark.slow
@@ -118,14 +118,14 @@ def test_all_types_and_layouts(form: str, turned: bool, dtype: str) -> None:
 @pytest.mark.parametrize(
     ("activation", "form"), [("swiglu", "returned"), ("clamped, interleaved", "biases, returned"), ("geglu", "plain")]
 )
-def test_all_that_a_tuner_tries(activation: str, form: str, dtype: str, capability: int) -> None:
+def test_all_candidates_of_a_tuner(activation: str, form: str, dtype: str, capability: int) -> None:
     _check(_compiled(activation, form, dtype, capability, tiles="candidates"), dtype)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_what_a_tuner_tries_for_few_rows_where_no_tile_divides_the_width() -> None:
-    """Here the compiler would spill for the sake of more tiles at a time."""
+def test_candidates_for_few_rows_and_an_odd_width() -> None:
+    """Without a limit of registers the compiler would spill here, to run more tiles at a time."""
     _check(
         _compiled(
             "clamped, interleaved", "biases, returned", "bfloat16", 90, tiles="few rows", geometry="gpt-oss-120b"

@@ -1,4 +1,4 @@
-"""Kernels that are generated for a segment of experts, in Triton's interpreter, against the segment in float64."""
+"""Generated kernels of segments of experts, in Triton's interpreter, against the segments in float64."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from tests.helpers.models.expert_segments import (
 SIZES = ExpertSizes(tokens=40, pairs=75, experts=5, hidden=48, width=24)
 # One expert has most of the rows, one has none.
 SKEWED = torch.tensor([8.0, 0.0, 1.0, 1.0, 0.2])
-# Largest error as a part of the largest value: products of so many elements, in steps of rounding of that type.
+# The largest error relative to the largest value: sums of products, with the rounding of each type.
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
 def _run(activation: str, form: str, inputs: ExpertInputs) -> torch.Tensor:
-    lowered = lower_to_triton(expert_segment(activation, form, inputs), lambda graph: lambda given: graph(*given))
+    lowered = lower_to_triton(expert_segment(activation, form, inputs), lambda graph: lambda inputs: graph(*inputs))
     assert isinstance(lowered, TritonExperts), lowered
     (result,) = lowered(inputs.tensors())
     return result
@@ -88,21 +88,21 @@ def test_edges(edge: str, dtype: torch.dtype) -> None:
 
 @pytest.fixture
 def descriptors(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
-    """Kernels are asked for tiles that the hardware copies; gives what was launched: of weights, and of rows."""
-    found: list[tuple[int, bool]] = []
+    """Request descriptors for all tiles; return the WEIGHT_DESCRIPTOR and ROW_DESCRIPTOR of each launch."""
+    launches: list[tuple[int, bool]] = []
 
-    def sizes_with_descriptors(*asked: Any) -> TileSizes:
-        return dataclasses.replace(tile_sizes(*asked), descriptors=True)
+    def sizes_with_descriptors(*arguments: Any) -> TileSizes:
+        return dataclasses.replace(tile_sizes(*arguments), descriptors=True)
 
-    def launched(gemm: GeneratedGemm, *given: Any) -> Any:
-        launch = make_launch(gemm, *given)
-        found.append((launch.constants["WEIGHT_DESCRIPTOR"], launch.constants["ROW_DESCRIPTOR"]))
+    def launched(gemm: GeneratedGemm, *arguments: Any) -> Any:
+        launch = make_launch(gemm, *arguments)
+        launches.append((launch.constants["WEIGHT_DESCRIPTOR"], launch.constants["ROW_DESCRIPTOR"]))
         return launch
 
     make_launch = GeneratedGemm.launch
     monkeypatch.setattr(GeneratedGemm, "launch", launched)
     monkeypatch.setattr("moepass.runtime.kernels.grouped_gemm.launch.tile_sizes", sizes_with_descriptors)
-    return found
+    return launches
 
 
 @pytest.mark.sampled(every=6)
@@ -111,7 +111,7 @@ def descriptors(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 @pytest.mark.parametrize(
     ("activation", "form"), [("swiglu", "returned"), ("clamped, interleaved", "biases"), ("geglu", "low rank")]
 )
-def test_tiles_that_the_hardware_copies(
+def test_tiles_with_descriptors(
     activation: str, form: str, dtype: torch.dtype, turned: bool, descriptors: list[tuple[int, bool]]
 ) -> None:
     # Neither rows, columns nor inner elements are whole tiles, and experts begin in the middle of one.
@@ -178,7 +178,7 @@ def _not_called(graph: GraphModule) -> object:
     raise AssertionError("nothing has to be computed before the first GEMM")
 
 
-def test_rows_of_no_expert_are_zero_where_a_gemm_gives_them() -> None:
+def test_gemm_results_of_rows_without_an_expert_are_zero() -> None:
     inputs = expert_inputs(SIZES)
     inputs.ends = (inputs.ends - 7).clamp(min=0)
     result, expected = _run("swiglu", "plain", inputs), _in_float64("swiglu", "plain", inputs)
@@ -187,8 +187,8 @@ def test_rows_of_no_expert_are_zero_where_a_gemm_gives_them() -> None:
     assert torch.allclose(result[:last].double(), expected[:last], atol=1e-5)
 
 
-def test_a_mask_of_rows_as_it_is_decomposed() -> None:
-    """The number that a mask fills in is a tensor in the graph, and a constant of the kernel."""
+def test_a_decomposed_mask_of_rows() -> None:
+    """The fill value of the mask is a tensor in the graph, and a constant of the kernel."""
     inputs = expert_inputs(SIZES, SKEWED)
     mask = torch.rand(SIZES.pairs, 1) < 0.3
 
@@ -197,37 +197,37 @@ def test_a_mask_of_rows_as_it_is_decomposed() -> None:
         return (both.masked_fill(mask, 0.5) * 2,)
 
     rows = inputs.x[inputs.token]
-    given = [rows, inputs.up, inputs.ends, mask]
-    segment = make_fx(compute, decompositions("inductor"), tracing_mode="fake")(*given)
+    arguments = [rows, inputs.up, inputs.ends, mask]
+    segment = make_fx(compute, decompositions("inductor"), tracing_mode="fake")(*arguments)
     assert any(node.target is torch.ops.aten.scalar_tensor.default for node in segment.graph.nodes)
     lowered = lower_to_triton(segment, _not_called)
     assert isinstance(lowered, TritonExperts), lowered
     assert [len(kernel.operands) for kernel in lowered.kernels.kernels] == [2]
-    (result,) = lowered(list(given))
-    (expected,) = compute(*given)
+    (result,) = lowered(list(arguments))
+    (expected,) = compute(*arguments)
     assert torch.allclose(result, expected, atol=1e-5)
 
 
 @pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("cuts", [(2,), (1, 3), (0, 5), (1, 2, 3, 4)])
-def test_weights_in_parts(cuts: tuple[int, ...]) -> None:
+def test_weights_in_several_ranges_of_experts(cuts: tuple[int, ...]) -> None:
     inputs = expert_inputs(SIZES, SKEWED)
     bounds = (0, *cuts, SIZES.experts)
-    # Each part in memory of its own, at another distance between experts.
-    parts = [
+    # Each range of experts has its own memory, with another distance between experts.
+    ranges = [
         torch.cat([inputs.up[low:high], torch.zeros(high - low, number, SIZES.hidden)], dim=1)[:, : 2 * SIZES.width]
         for number, (low, high) in enumerate(itertools.pairwise(bounds))
     ]
     first = _first_kernel(inputs)
-    ours = first([inputs.x, inputs.token], [part.mT for part in parts], inputs.ends, SIZES.pairs)
-    whole = first([inputs.x, inputs.token], [inputs.up.mT], inputs.ends, SIZES.pairs)
-    assert torch.equal(ours[0], whole[0])
+    ours = first([inputs.x, inputs.token], [experts.mT for experts in ranges], inputs.ends, SIZES.pairs)
+    expected = first([inputs.x, inputs.token], [inputs.up.mT], inputs.ends, SIZES.pairs)
+    assert torch.equal(ours[0], expected[0])
 
 
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("hidden", [48, 40])
-def test_one_description_of_all_experts(hidden: int, turned: bool) -> None:
-    """It reaches from an expert's weights into those of the next one, which here are no numbers."""
+def test_one_descriptor_for_all_experts(hidden: int, turned: bool) -> None:
+    """The descriptor reaches from an expert's weights into those of the next expert, which are NaN here."""
     inputs = expert_inputs(dataclasses.replace(SIZES, hidden=hidden), SKEWED, turned=turned)
     inputs.up[3] = torch.nan
     tile = TileSizes(16, 16, 16, 4, 2, descriptors=True)
@@ -252,13 +252,13 @@ def test_one_description_of_all_experts(hidden: int, turned: bool) -> None:
 @pytest.mark.parametrize("form", ["biases", "biases, returned"])
 @pytest.mark.parametrize("activation", ["swiglu", "clamped, interleaved"])
 def test_rows_of_a_tile_may_choose_any_rows_of_a_table(activation: str, form: str) -> None:
-    """Most choose the row of their expert, which is loaded once for a tile; negative numbers count from the end."""
+    """Most rows choose the row of their expert, which is loaded once per tile; negative indices count from the end."""
     inputs = expert_inputs(SIZES, SKEWED)
     inputs.expert = torch.randint(-SIZES.experts, SIZES.experts, (SIZES.pairs,))
     _assert_right(activation, form, inputs)
 
 
-def test_parts_of_different_layouts_are_refused() -> None:
+def test_ranges_of_different_layouts_are_refused() -> None:
     inputs = expert_inputs(SIZES)
     parts = [inputs.up[:2].mT, inputs.up[2:].mT.contiguous()]
     with pytest.raises(ValueError, match="one layout"):
@@ -304,23 +304,23 @@ def test_rows_return_to_the_order_of_tokens() -> None:
     assert torch.equal(returned[inputs.order], sorted_rows)
     negative = dataclasses.replace(inputs, order=inputs.order - SIZES.pairs)
     assert torch.equal(_run("swiglu", "returned", negative), returned)
-    # Rows of no expert have a place too.
+    # Rows without an expert return to their index, too.
     inputs.ends = (inputs.ends - 7).clamp(min=0)
     assert not _run("swiglu", "returned", inputs)[inputs.order[-7:]].any()
 
 
-def test_only_a_return_of_all_rows_by_their_order_is_one() -> None:
+def test_only_a_permutation_of_all_rows_is_lowered_as_a_return() -> None:
     inputs = expert_inputs(SIZES)
 
-    def changed(old: Any, new: Any, place: int, value: Any) -> GraphModule:
+    def changed(old: Any, new: Any, index: int, value: Any) -> GraphModule:
         segment = expert_segment("swiglu", "returned", inputs)
         (node,) = (node for node in segment.graph.nodes if is_call(node, old))
-        node.target, node.args = new, (*node.args[:place], value, *node.args[place + 1 :])
+        node.target, node.args = new, (*node.args[:index], value, *node.args[index + 1 :])
         return segment
 
     put, aten = torch.ops.aten.index_put.default, torch.ops.aten
-    (whole,) = (n for n in expert_segment("swiglu", "returned", inputs).graph.nodes if is_call(n, put))
-    assert len(whole.args) == 3
+    (return_node,) = (n for n in expert_segment("swiglu", "returned", inputs).graph.nodes if is_call(n, put))
+    assert len(return_node.args) == 3
     for segment in (
         changed(aten.empty_like.default, aten.zeros_like.default, 1, torch.preserve_format),
         changed(put, put, 3, True),
@@ -330,7 +330,7 @@ def test_only_a_return_of_all_rows_by_their_order_is_one() -> None:
 
 
 def _kernels_of(activation: str, form: str) -> Sequence[tuple[int, int]]:
-    """Tile values and outputs of each kernel."""
+    """Return the numbers of tile values and outputs of each kernel."""
     program = read_program(expert_segment(activation, form, expert_inputs(SIZES)))
     return [(len(kernel.values), len(kernel.outputs)) for kernel in read_kernels(program).kernels]
 

@@ -1,4 +1,4 @@
-"""What is counted of a kernel, against what its loops do in Triton's interpreter."""
+"""The counted work of kernels, against their loops in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ TILE = TileSizes(rows=16, columns=16, inner=32, warps=4, stages=1, group=2)
 
 
 class Counted:
-    """What a kernel did: bytes loaded and stored, FLOPs, tiles, and the addresses that it loaded rows and weights from.
+    """The work of a kernel in the interpreter.
 
-    `addresses` by the number that a tile has in its program: tiles of one number run side by side. `ends`: bytes that
-    tiles load of where their experts begin and end.
+    Attributes:
+        addresses: The addresses of loaded rows and weights, by the number of the tile in its program: tiles of one
+            number run at the same time.
+        ends: Bytes that tiles load to find where their experts begin and end.
     """
 
     def __init__(self) -> None:
@@ -44,25 +46,25 @@ def _counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
     counted, builder = Counted(), interpreter.InterpreterBuilder
     load, store, dot = builder.create_masked_load, builder.create_masked_store, builder.create_dot
 
-    def counting_load(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
+    def counting_load(self: Any, pointers: Any, mask: Any, *arguments: Any) -> Any:
         size = pointers.get_element_ty().primitive_bitwidth // 8
         counted.loaded += int(mask.data.sum()) * size
-        if mask.data.size == 1 and size == 8:  # where an expert's weights begin: once for each tile
+        if mask.data.size == 1 and size == 8:  # the address of an expert's weights, once per tile
             counted.tiles += 1
             counted.of_program[self.grid_idx[0]] += 1
         elif mask.data.size == 1:
             counted.ends += int(mask.data.sum()) * size
         elif mask.data.ndim == 2:
             counted.addresses[counted.of_program[self.grid_idx[0]]].update(pointers.data[mask.data].tolist())
-        return load(self, pointers, mask, *others)
+        return load(self, pointers, mask, *arguments)
 
-    def counting_store(self: Any, pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
+    def counting_store(self: Any, pointers: Any, value: Any, mask: Any, *arguments: Any) -> Any:
         counted.stored += int(mask.data.sum()) * (pointers.get_element_ty().primitive_bitwidth // 8)
-        return store(self, pointers, value, mask, *others)
+        return store(self, pointers, value, mask, *arguments)
 
-    def counting_dot(self: Any, left: Any, right: Any, *others: Any) -> Any:
+    def counting_dot(self: Any, left: Any, right: Any, *arguments: Any) -> Any:
         counted.flops += 2 * left.data.size * right.data.shape[1]
-        return dot(self, left, right, *others)
+        return dot(self, left, right, *arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(builder, "create_masked_load", counting_load)
@@ -74,7 +76,7 @@ def _counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
 def _both(
     number: int, activation: str, form: str, monkeypatch: pytest.MonkeyPatch, sizes: ExpertSizes = SIZES
 ) -> tuple[KernelWork, Counted]:
-    """The work of one kernel of a segment: counted by formulas, and in the interpreter."""
+    """Return the work of one kernel of a segment, counted by formulas and in the interpreter."""
     programs = launch._programs(torch.device("cpu"))
     inputs = expert_inputs(sizes, SKEWED)
     rows = torch.diff(inputs.ends, prepend=torch.zeros(1, dtype=torch.int32)).tolist()
@@ -97,7 +99,7 @@ def _kernels(activation: str, form: str, sizes: ExpertSizes) -> tuple[GemmKernel
     ("activation", "form"),
     [("swiglu", "plain"), ("clamped, interleaved", "biases"), ("geglu", "returned"), ("squared relu", "low rank")],
 )
-def test_tiles_flops_and_bytes_are_those_of_the_kernels_loops(
+def test_counted_tiles_flops_and_bytes_match_the_interpreter(
     activation: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(len(_kernels(activation, form, SIZES))):
@@ -109,12 +111,12 @@ def test_tiles_flops_and_bytes_are_those_of_the_kernels_loops(
         assert work.stored_bytes == counted.stored
 
 
-def test_what_a_wave_shares_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_shared_within_a_wave_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     work, counted = _both(1, "swiglu", "plain", monkeypatch)
     elements = sum(len(addresses) for addresses in counted.addresses.values())
-    others = 8 * work.tiles + work.programs * 2 * 4 * SIZES.experts + counted.ends
+    other_bytes = 8 * work.tiles + work.programs * 2 * 4 * SIZES.experts + counted.ends
     assert len(counted.addresses) == work.most_tiles
-    assert work.wave_bytes == 4 * elements + others + work.stored_bytes
+    assert work.wave_bytes == 4 * elements + other_bytes + work.stored_bytes
     assert work.once_bytes == 4 * len(set.union(*counted.addresses.values())) + work.stored_bytes
     assert work.once_bytes < work.wave_bytes < work.loaded_bytes + work.stored_bytes
 
@@ -127,7 +129,7 @@ def test_a_roofline_is_the_slower_of_tensor_cores_and_memory() -> None:
     programs = int(machine.processors.value)
     many = count_work(up, tile, [programs * 128] * 8, programs)
     line = roofline(many, machine, "bf16")
-    # No tile has an empty row, and no program less to do than another.
+    # All tiles are full, and all programs have equal work.
     assert many.flops == many.issued_flops
     assert line.tensor_cores == pytest.approx(many.flops / machine.flops["bf16"].value)
     assert line.bound == "tensor cores"

@@ -1,4 +1,4 @@
-"""Random row work behind random GEMMs: kernels in Triton's interpreter against the same layer in float64."""
+"""Random row work after random GEMMs: kernels in Triton's interpreter against the same layer in float64."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from moepass.runtime.lowering.lower_triton_experts import TritonExperts, lower_t
 
 aten = torch.ops.aten
 TOKENS, HIDDEN, MOST_EXPERTS, MOST_COLUMNS = 4, 12, 6, 20
-# For each GEMM its width, and kinds of row work behind it, each with a number that chooses among what it may do.
+# The width of each GEMM and the row work after it: kinds, each with a number that chooses a variant.
 Program = list[tuple[int, list[tuple[str, int]]]]
-# Gives a tensor of this shape.
+# Returns a tensor of this shape.
 Draw = Callable[..., torch.Tensor]
 
 
 class Layer:
-    """A layer of `program`: draws the tensors that it reads when it is made, and is called with them."""
+    """A layer of `program` as a function of the tensors that it draws when it is made."""
 
     def __init__(self, counts: list[int], program: Program, returns: bool) -> None:
         self.program, self.returns = program, returns
@@ -43,7 +43,7 @@ class Layer:
 
         def draw(*shape: int) -> torch.Tensor:
             made = torch.randn(shape, generator=generator) / (shape[1] ** 0.5 if len(shape) == 3 else 1)
-            # Every other one has its dimensions the other way round in memory.
+            # Every second tensor has its dimensions in reverse order in memory.
             turned = made.permute(*range(len(shape))[::-1]).contiguous().permute(*range(len(shape))[::-1])
             self.drawn.append(turned if len(self.drawn) % 2 else made)
             return self.drawn[-1]
@@ -72,7 +72,7 @@ class Layer:
 
 
 def _columns(rows: torch.Tensor, choice: int, *_: Any) -> torch.Tensor:
-    """Every first, second or third column from one on, or one alone."""
+    """Select every first, second or third column from some column on, or a single column."""
     width = rows.shape[1]
     if choice % 4 == 0:
         return aten.select.int(rows, 1, choice % width).unsqueeze(1)
@@ -82,18 +82,18 @@ def _columns(rows: torch.Tensor, choice: int, *_: Any) -> torch.Tensor:
 def _with_others(
     rows: torch.Tensor, choice: int, draw: Draw, expert: torch.Tensor, earlier: list[torch.Tensor]
 ) -> torch.Tensor:
-    """Combined with numbers of features, of experts or of rows, or with an earlier value."""
+    """Combine with numbers per feature, per expert or per row, or with an earlier value."""
     pairs, width = rows.shape
     kind = choice % 7
     if kind < 4:
-        other = draw(*((width,), (1, width), (pairs, width), (pairs, 1))[kind])
+        operand = draw(*((width,), (1, width), (pairs, width), (pairs, 1))[kind])
     elif kind < 6:
-        other = aten.index.Tensor(draw(MOST_EXPERTS, (1, width)[kind - 4]), [expert])
+        operand = aten.index.Tensor(draw(MOST_EXPERTS, (1, width)[kind - 4]), [expert])
     else:
         fitting = [value for value in earlier if value.shape[1] in (1, width)]
-        other = fitting[choice % len(fitting)]
+        operand = fitting[choice % len(fitting)]
     combine = (torch.add, torch.sub, torch.mul, torch.maximum, lambda a, b: torch.where(a > b, a * 2, b))
-    return combine[choice % 5](rows, other)
+    return combine[choice % 5](rows, operand)
 
 
 def _masked(rows: torch.Tensor, choice: int, draw: Draw, *_: Any) -> torch.Tensor:
@@ -102,7 +102,7 @@ def _masked(rows: torch.Tensor, choice: int, draw: Draw, *_: Any) -> torch.Tenso
 
 
 def _counted(rows: torch.Tensor, choice: int, *_: Any) -> torch.Tensor:
-    """Times integers that are made of it."""
+    """Multiply by integers that are computed from the rows."""
     if choice % 2:
         return ((rows > 0) + (rows > 0.5).to(torch.int64)) * rows
     return (rows.clamp(-9, 9) * 4).to((torch.int32, torch.int64)[choice % 4 // 2]).abs() * rows
@@ -140,17 +140,17 @@ def _assert_right(counts: list[int], program: Program, returns: bool) -> None:
     segment = make_fx(layer, decompositions("inductor"), tracing_mode="fake")(*tensors)
     lowered = lower_to_triton(segment, lambda graph: lambda inputs: graph(*inputs))
     if isinstance(lowered, NotLowered):
-        # A tile has the columns of one output alone, outputs have the layout of some operand, and a vector of as many
-        # features as there are rows looks like one number per row.
-        known = ["the values stored after", "is not one dense row"]
-        known += ["rows may depend on each other"] if sum(counts) <= MOST_COLUMNS else []
-        assert any(reason in lowered.reason for reason in known), lowered
+        # A tile has the columns of one output alone, outputs have the layout of some operand, and a vector with one
+        # element per feature looks like one number per row if there are as many features as rows.
+        reasons = ["what is stored of", "is not one dense row"]
+        reasons += ["rows may depend on each other"] if sum(counts) <= MOST_COLUMNS else []
+        assert any(reason in lowered.reason for reason in reasons), lowered
         return
     assert isinstance(lowered, TritonExperts)
-    (found,) = lowered(list(tensors))
+    (result,) = lowered(list(tensors))
     (expected,) = layer(*(value.double() if value.is_floating_point() else value for value in tensors))
-    assert found.shape == expected.shape
-    error = (found.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
+    assert result.shape == expected.shape
+    error = (result.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
     assert error <= 1e-4
 
 

@@ -1,4 +1,4 @@
-"""Tiles that are tuned: with a timer that is told what to say, and kernels in Triton's interpreter."""
+"""Tuning of tiles with a timer that returns given times, and kernels in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ INPUTS = expert_inputs(SIZES)
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where tuned sizes are kept."""
+    """The folder of tuned sizes."""
     monkeypatch.setenv("MOEPASS_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 class RecordedGemm(GeneratedGemm):
-    """Remembers the sizes that it was launched with."""
+    """Records the sizes of its launches."""
 
     def __init__(self, inputs: ExpertInputs = INPUTS) -> None:
         super().__init__(read_kernels(read_program(expert_segment("swiglu", "plain", inputs))).kernels[0])
@@ -54,7 +54,7 @@ class RecordedGemm(GeneratedGemm):
 
 
 def _timer(fastest: int) -> Callable[[Callable[[], None]], float]:
-    """Says that the candidate of this number, in the order in which they are tried, takes least."""
+    """Return a timer for which candidate number `fastest`, in the order of trials, takes least."""
     seconds = iter(1.0 if number != fastest else 0.5 for number in range(1000))
 
     def time_launch(launch: Callable[[], None]) -> float:
@@ -64,22 +64,22 @@ def _timer(fastest: int) -> Callable[[Callable[[], None]], float]:
     return time_launch
 
 
-def test_the_fastest_is_used_and_kept(folder: Path) -> None:
+def test_the_fastest_sizes_are_used_and_stored(folder: Path) -> None:
     gemm = RecordedGemm()
     candidates = gemm.candidates()
     assert len(set(candidates)) == len(candidates) > 4
-    place = 3
-    assert candidates[place] != gemm.default()
-    with tune_kernels(_timer(place)):
+    fastest = 3
+    assert candidates[fastest] != gemm.default()
+    with tune_kernels(_timer(fastest)):
         gemm.run()
-    assert gemm.sizes == [*candidates, candidates[place]]
-    # The next calls use it, and so does a kernel that is made later: nothing is timed any more.
+    assert gemm.sizes == [*candidates, candidates[fastest]]
+    # The next calls, and a kernel made later, use the stored sizes without timing.
     gemm.run()
     later = RecordedGemm()
-    with tune_kernels(_timer(place + 1)):
+    with tune_kernels(_timer(fastest + 1)):
         later.run()
-    assert gemm.sizes[-1] == candidates[place]
-    assert later.sizes == [candidates[place]]
+    assert gemm.sizes[-1] == candidates[fastest]
+    assert later.sizes == [candidates[fastest]]
     assert len(list(folder.iterdir())) == 1
 
 
@@ -97,19 +97,19 @@ def test_all_candidates_give_the_same(dtype: torch.dtype) -> None:
         torch.testing.assert_close(result, results[0], rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
 
 
-def test_nothing_is_timed_or_kept_unless_asked(folder: Path) -> None:
+def test_kernels_are_timed_and_stored_only_on_request(folder: Path) -> None:
     gemm = RecordedGemm()
     gemm.run()
     assert gemm.sizes == [gemm.default()]
     assert not folder.exists()
-    # Tuned after it ran: what it found not to be there is measured now.
+    # A kernel that ran untuned is tuned now.
     with tune_kernels(_timer(2)):
         gemm.run()
     assert gemm.sizes[-1] == gemm.candidates()[2]
 
 
 @pytest.mark.slow
-def test_other_numbers_of_rows_are_tuned_apart(folder: Path) -> None:
+def test_other_numbers_of_rows_are_tuned_separately(folder: Path) -> None:
     gemm = RecordedGemm()
     for rows in (SIZES.pairs, 8, 7, 4):
         with tune_kernels(_timer(0)):
@@ -148,7 +148,7 @@ def test_a_file_that_cannot_be_used_is_reported(folder: Path, caplog: pytest.Log
         assert problem in message
 
 
-def test_a_candidate_that_the_gpu_has_no_room_for_is_left_out(folder: Path) -> None:
+def test_candidates_that_do_not_fit_the_gpu_are_skipped(folder: Path) -> None:
     from triton.runtime.errors import OutOfResources
 
     gemm, tried = RecordedGemm(), iter(range(100))
@@ -166,7 +166,7 @@ def test_a_candidate_that_the_gpu_has_no_room_for_is_left_out(folder: Path) -> N
     assert "shared memory" in next(folder.iterdir()).read_text()
 
 
-def test_without_a_cache_folder_this_process_uses_what_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_cache_folder_this_process_uses_its_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEPASS_CACHE_DIR", "")
     gemm = RecordedGemm()
     with tune_kernels(_timer(3)):
@@ -190,7 +190,7 @@ print(gemm.candidates().index(gemm.sizes[-1]))
 
 
 @pytest.mark.slow
-def test_another_process_uses_what_was_measured() -> None:
+def test_another_process_uses_stored_measurements() -> None:
     with tune_kernels(_timer(3)):
         RecordedGemm().run()
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
