@@ -1,26 +1,25 @@
-"""Decide which tensors of a bank come in parts: this rank's experts where they rest, the others in a slot.
+"""Decide which tensors of a bank come in parts: this rank's experts from where they rest, the others in a slot.
 
-A grouped GEMM multiplies the rows of each expert by weights of that expert alone, so it need not find the weights of
-all experts side by side. Where nothing else reads a tensor, slots hold only the experts of other ranks, and this rank's
-own are neither copied nor there twice.
+A grouped GEMM multiplies the rows of each expert by weights of that expert alone, so it does not need the weights of
+all experts in one tensor. If nothing else reads a tensor, slots hold only the experts of other ranks, and this rank's
+own experts are neither copied nor stored twice.
 
 Contract
-    in    a top-level graph of segments, and a plan with slot_stays; segments may say how they were lowered. Without
-          segments nothing comes in parts
+    in    a top-level graph of segments, and a plan with slot_stays. Without segments nothing comes in parts
     out   the same graph, untouched; `in_parts` of the plan's banks, and `slot_bytes`
 
 Pseudo-code
     a tensor comes in parts
-        if its home keeps this rank's shard on the compute device, and in its own bytes
-        if every reader is a segment that runs expert by expert, and reads it as the weights of grouped GEMMs alone,
-        through views that leave experts as they are
+        if its home keeps this rank's shard on the compute device, and not encoded
+        if every reader is a segment that runs expert by expert, and reads it only as the weights of grouped GEMMs,
+        through views that keep the order of experts
 """
 
 from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 import torch
@@ -47,46 +46,59 @@ aten = torch.ops.aten
 
 @graph_pass()
 def bank_parts(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
-    """Fill `in_parts` of the banks, as if every segment were lowered as is wanted."""
+    """Fill `in_parts` of the banks, assuming that segments of experts are lowered expert by expert."""
     if not context.runs_by_expert:
         return PassResult(module, plan)
     return PassResult(module, with_bank_parts(module, plan))
 
 
 def with_bank_parts(module: GraphModule, plan: Plan) -> Plan:
-    """`plan` with what comes in parts, by how its segments were lowered; those that were not yet count as wanted."""
-    found = _positions_in_parts(module, plan)
-    banks = tuple(dataclasses.replace(bank, in_parts=found.get(bank.index, ())) for bank in plan.banks)
+    """Return `plan` with the tensors that come in parts if segments of experts run expert by expert."""
+    return _with_positions(plan, _positions_in_parts(module, plan))
+
+
+def with_complete_banks(module: GraphModule, plan: Plan, readers: Collection[str]) -> Plan:
+    """Return `plan` with complete tensors of banks where a segment in `readers` reads them."""
+    incomplete = {bank.index: set(bank.in_parts) for bank in plan.banks if bank.in_parts}
+    if not incomplete:
+        return plan
+    for node in module.graph.nodes:
+        if is_call(node, acquire):
+            for element in node.users:
+                if is_call(element, operator.getitem) and any(str(user.target) in readers for user in element.users):
+                    incomplete.get(node.kwargs["bank"], set()).discard(element.args[1])
+    return _with_positions(plan, {index: tuple(sorted(positions)) for index, positions in incomplete.items()})
+
+
+def _with_positions(plan: Plan, positions: Mapping[int, tuple[int, ...]]) -> Plan:
+    banks = tuple(dataclasses.replace(bank, in_parts=positions.get(bank.index, ())) for bank in plan.banks)
     stays = {stay.bank for stay in plan.slot_stays}
     slot_bytes = max((slot_layout(bank).nbytes for bank in banks if bank.index in stays), default=plan.slot_bytes)
     return dataclasses.replace(plan, banks=banks, slot_bytes=slot_bytes)
 
 
 def _positions_in_parts(module: GraphModule, plan: Plan) -> dict[int, tuple[int, ...]]:
-    """For each bank the positions of the tensors that come in parts, wherever the graph reads it."""
-    lowered = {segment.name: segment.lowering for segment in plan.segments}
+    """Return the positions of tensors that come in parts in every acquire of their bank, for each bank."""
     takers = {
-        name: weights_in_parts(segment)
-        for name, segment in module.named_children()
-        if isinstance(segment, GraphModule) and ((how := lowered.get(name)) is None or how.reads_by_expert)
+        name: weights_in_parts(segment) for name, segment in module.named_children() if isinstance(segment, GraphModule)
     }
-    found: dict[int, set[int]] = {}
+    by_bank: dict[int, set[int]] = {}
     for node in module.graph.nodes:
         if is_call(node, acquire):
             bank = plan.bank(cast("int", node.kwargs["bank"]))
-            taken = _elements_in_parts(node, takers) if rests_on_device(bank) else set()
-            found[bank.index] = found.get(bank.index, taken) & taken
-    return {index: tuple(sorted(positions)) for index, positions in found.items()}
+            positions = _elements_in_parts(node, takers) if rests_on_device(bank) else set()
+            by_bank[bank.index] = by_bank.get(bank.index, positions) & positions
+    return {index: tuple(sorted(positions)) for index, positions in by_bank.items()}
 
 
 def rests_on_device(bank: BankSpec) -> bool:
-    """True where this rank's shard of `bank` lies on the compute device, as it is read."""
+    """Return whether this rank's shard of `bank` is on the compute device and not encoded."""
     return bool(bank.expert_bounds) and home_named(bank.home).keeps_shards_on_device and not bank.format.is_encoded
 
 
 def _elements_in_parts(tensors: Node, takers: Mapping[str, frozenset[int]]) -> set[int]:
-    """Positions of the elements of the acquire `tensors` that segments read in parts, and nothing else reads."""
-    found: set[int] = set()
+    """Return the positions of the elements of the acquire `tensors` that only segments read, in parts."""
+    positions: set[int] = set()
     for element in tensors.users:
         if is_call(element, release):
             continue
@@ -94,17 +106,17 @@ def _elements_in_parts(tensors: Node, takers: Mapping[str, frozenset[int]]) -> s
             return set()
         readers = list(element.users)
         if readers and all(_takes_parts(reader, element, takers) for reader in readers):
-            found.add(cast("int", element.args[1]))
-    return found
+            positions.add(cast("int", element.args[1]))
+    return positions
 
 
 def _takes_parts(reader: Node, element: Node, takers: Mapping[str, frozenset[int]]) -> bool:
-    places = {place for place, used in enumerate(reader.args) if used is element}
-    return reader.op == "call_module" and places <= takers.get(str(reader.target), frozenset())
+    positions = {position for position, argument in enumerate(reader.args) if argument is element}
+    return reader.op == "call_module" and positions <= takers.get(str(reader.target), frozenset())
 
 
 def weights_in_parts(segment: GraphModule) -> frozenset[int]:
-    """Positions of the inputs that `segment` can take in parts; none where it does not run expert by expert."""
+    """Return the positions of the inputs that `segment` can take in parts; none if it does not run expert by expert."""
     if not expert_gemms_in(segment):
         return frozenset()
     return _taken_within(segment) if is_region(segment) else _weights_by_expert(segment)
@@ -116,11 +128,11 @@ def _weights_by_expert(segment: GraphModule) -> frozenset[int]:
     except NotByExpertError:
         return frozenset()
     inputs = enumerate(graph_inputs(segment.graph))
-    return frozenset(place for place, node in inputs if node.users and _are_weights_alone(node, program))
+    return frozenset(position for position, node in inputs if node.users and _are_weights_alone(node, program))
 
 
 def _taken_within(region: GraphModule) -> frozenset[int]:
-    """The same of what runs some tokens at a time, where segments within it run expert by expert."""
+    """Return these positions for a region that runs some tokens at a time, if its segments run expert by expert."""
     top = cut_into_segments(region, within_regions=True).top
     takers = {
         name: _weights_by_expert(segment)
@@ -129,7 +141,9 @@ def _taken_within(region: GraphModule) -> frozenset[int]:
     }
     inputs = enumerate(graph_inputs(top.graph))
     return frozenset(
-        place for place, node in inputs if node.users and all(_takes_parts(user, node, takers) for user in node.users)
+        position
+        for position, node in inputs
+        if node.users and all(_takes_parts(user, node, takers) for user in node.users)
     )
 
 
@@ -145,15 +159,15 @@ def _are_weights_alone(node: Node, program: ExpertProgram) -> bool:
 
 
 def _leaves_experts(node: Node) -> bool:
-    """True for views of one tensor [experts, ...] in which every expert stays at its place, and its own."""
+    """Return whether `node` is a view of one tensor [experts, ...] that keeps the order of experts."""
     if not is_view(node) or len(node.all_input_nodes) != 1:
         return False
     dims = fake_value(node.all_input_nodes[0]).dim()
-    given: Any = node.args[1:]
+    arguments: Any = node.args[1:]
     if is_call(node, aten.permute.default):
-        return len(given) == 1 and given[0][0] % dims == 0
+        return len(arguments) == 1 and arguments[0][0] % dims == 0
     if is_call(node, aten.transpose.int):
-        return len(given) == 2 and all(dim % dims != 0 for dim in given)
+        return len(arguments) == 2 and all(dim % dims != 0 for dim in arguments)
     if is_call(node, aten.slice.Tensor):
-        return len(given) > 0 and given[0] % dims != 0
+        return len(arguments) > 0 and arguments[0] % dims != 0
     return is_call(node, aten.alias.default, aten.detach.default)

@@ -1,4 +1,4 @@
-"""The chunk that the run at hand has chosen, for the segments in it that run some tokens at a time."""
+"""The chunk size that the current run chose, for segments that process some tokens at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _chosen: contextvars.ContextVar[int | None] = contextvars.ContextVar("chosen", d
 
 @contextlib.contextmanager
 def chosen_chunk(tokens: int | None) -> Iterator[None]:
-    """Segments that are called inside run at most so many tokens at a time; None: as they were lowered."""
+    """Limit the chunks of segments that are called inside to `tokens` tokens; None keeps their own size."""
     token = _chosen.set(tokens)
     try:
         yield
@@ -20,4 +20,5 @@ def chosen_chunk(tokens: int | None) -> Iterator[None]:
 
 
 def chunk_tokens_of_run() -> int | None:
+    """Return the tokens per chunk that the current run chose, if it did."""
     return _chosen.get()

@@ -1,4 +1,4 @@
-"""The last line of a report is Python that runs, and it is what the report chose."""
+"""The last line of a report is Python code that runs, with the settings that the report chose."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_the_call_names_home_slots_and_layers_of_the_schedule() -> None:
     (offload,) = ast.parse(call).body
     assert isinstance(offload, ast.Expr)
     assert isinstance(offload.value, ast.Call)
-    given = {word.arg: ast.literal_eval(word.value) for word in offload.value.keywords}
-    assert given == {
+    keywords = {word.arg: ast.literal_eval(word.value) for word in offload.value.keywords}
+    assert keywords == {
         "home": report.strategy.home,
         "slots": report.schedule.slots,
         "resident_layers": list(report.schedule.resident_layers),

@@ -1,4 +1,4 @@
-"""What the package stores of its presets is what reading and capturing them gives today, and saves the imports."""
+"""The stored presets of the package equal what reading and capturing them returns today, and save imports."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def test_a_preset_of_fewer_layers_is_read_from_its_configuration() -> None:
 
 
 def test_stored_captures_have_every_field_of_a_plan() -> None:
-    """What a plan has learned to carry since they were stored would be read as its default."""
+    """A field that was added to plans after they were stored would be read as its default."""
     content = (resources.files("moepass.explaining") / compiler_part.STORED_FILE).read_bytes()
     stored, read = msgspec.json.decode(content), msgspec.json.decode(content, type=compiler_part.StoredCaptures)
     for name, parts in read.parts.items():
-        for written, part in zip(stored["parts"][name], parts, strict=True):
+        for written, stored_part in zip(stored["parts"][name], parts, strict=True):
             # msgspec leaves out what a dataclass has by default.
-            complete = msgspec.json.encode(dataclasses.asdict(part.explanation))
+            complete = msgspec.json.encode(dataclasses.asdict(stored_part.explanation))
             assert msgspec.json.decode(complete) == written["explanation"], AGAIN
 
 
@@ -52,34 +52,34 @@ def test_stored_captures_have_every_field_of_a_plan() -> None:
     "name", [pytest.param(name, marks=() if name == SEVERAL_SLOTS else pytest.mark.slow) for name in preset_names()]
 )
 def test_stored_captures_are_what_capture_gives(name: str) -> None:
-    found = explained_model(name)
+    explained = explained_model(name)
     assert is_stored(name, STORED_LOWERING), f"stored for other versions: {AGAIN}"
     for slots in (1, 2, 4) if name == SEVERAL_SLOTS else (2,):
-        assert preset_part(name, slots) == captured_part(found, slots, STORED_LOWERING), AGAIN
+        assert preset_part(name, slots) == captured_part(explained, slots, STORED_LOWERING), AGAIN
 
 
 def test_other_versions_and_lowerings_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, captured = explained_model(SEVERAL_SLOTS), preset_part(SEVERAL_SLOTS, 2)
+    explained, captured = explained_model(SEVERAL_SLOTS), preset_part(SEVERAL_SLOTS, 2)
     asked: list[str] = []
 
-    def capture(found: object, slots: int, lower: str) -> object:
+    def capture(explained: object, slots: int, lower: str) -> object:
         asked.append(lower)
         return captured
 
     monkeypatch.setattr(compiler_part, "captured_part", capture)
-    compiler_part.compiler_part(found, 2, STORED_LOWERING)
+    compiler_part.compiler_part(explained, 2, STORED_LOWERING)
     assert asked == []
-    compiler_part.compiler_part(found, 2, "eager")
+    compiler_part.compiler_part(explained, 2, "eager")
     assert asked == ["eager"]
     monkeypatch.setattr(compiler_part, "installed_versions", lambda: {"torch": "2.99", "transformers": "5.99"})
     assert not is_stored(SEVERAL_SLOTS, STORED_LOWERING)
-    compiler_part.compiler_part(found, 2, STORED_LOWERING)
+    compiler_part.compiler_part(explained, 2, STORED_LOWERING)
     assert asked == ["eager", STORED_LOWERING]
 
 
 @pytest.mark.slow
 def test_a_preset_is_explained_without_dynamo_and_transformers() -> None:
-    """They take longer to import than everything else takes together."""
+    """These imports take longer than everything else together."""
     check = (
         "import json, sys\nfrom moepass.cli.main import app\n"
         "try: app(['explain', 'deepseek-v3', '--format', 'json', '--output', '/dev/null'])\n"
