@@ -117,14 +117,14 @@ class StoredModule:
             try:
                 record = msgspec.json.decode(content, type=CaptureRecord)
                 if file_digests(record.sources) != record.sources:
-                    raise NotStorableError("other sources of the model")
+                    raise NotStorableError("the sources of the model changed")
                 if {name: os.environ.get(name) for name in record.environment} != record.environment:
-                    raise NotStorableError("other values of environment variables")
+                    raise NotStorableError("environment variables changed")
                 banks = _bank_store(self._module)
                 context = pass_context(self._options, banks, whole_model_store(self._module.parameters()))
                 captures.append(StoredCapture(record, self._module, banks, context))
             except NotStorableError as error:
-                logger.info("a stored capture of %s is not used, because it is for %s", self._name, error)
+                logger.info("a stored capture of %s is not used: %s", self._name, error)
             except ValueError as error:  # msgspec's errors are ValueErrors
                 store.report(self._key()[:12], str(error))
         return captures
@@ -205,7 +205,7 @@ def _asyncep(graph: GraphModule, example_inputs: Sequence[Any], **keywords: Any)
 def _bank_store(module: nn.Module) -> BankStore | None:
     stores = {id(banked.store): banked.store for banked in module.modules() if isinstance(banked, BankedParameter)}
     if len(stores) > 1:
-        raise NotStorableError("a model of several offload_experts calls")
+        raise NotStorableError("the model was offloaded by several offload_experts calls")
     return next(iter(stores.values()), None)
 
 

@@ -131,7 +131,7 @@ def _config(config: Any) -> Any:
     """
     for name, value in config.get_config_copy().items():
         if any(callable(item) for item in (value if isinstance(value, (list, tuple)) else [value])):
-            raise NotStorableError(f"the setting {config.__name__}.{name}, which is a function: {value!r}")
+            raise NotStorableError(f"the setting {config.__name__}.{name} is a function: {value!r}")
     # `get_hash` depends on the order of sets in this process, so it is not used.
     return Description().value(config.save_config_portable(), config.__name__)
 
@@ -164,12 +164,12 @@ def file_digests(files: Iterable[str | Path]) -> dict[str, str]:
     for file in map(Path, sorted(files)):
         try:
             if file.stat().st_ctime > latest:
-                raise NotStorableError(f"{file}, which changed after this process began")
+                raise NotStorableError(f"{file} changed after this process began")
             if _last_linked(os.path.abspath(file), links) > latest:
-                raise NotStorableError(f"{file}, which is reached by a link that changed after this process began")
+                raise NotStorableError(f"{file} is reached by a link that changed after this process began")
             digests[str(file)] = hashlib.sha256(file.read_bytes()).hexdigest()
         except OSError as error:
-            raise NotStorableError(f"{file}, which cannot be read ({error.strerror})") from error
+            raise NotStorableError(f"{file} cannot be read ({error.strerror})") from error
     return digests
 
 

@@ -65,25 +65,25 @@ def record_capture(watch: CaptureWatch, model: nn.Module, arguments: Sequence[ob
     # Dynamo guards on an argument that is no input of the graph, and these guards are not recorded.
     argument_inputs = {id(value) for value in run.inputs} - tensors.keys()
     if len(positions) != len(arguments) or positions.keys() - argument_inputs:
-        raise NotStorableError("a call in which an argument is no tensor, is not read, or is given twice")
+        raise NotStorableError("an argument of a call is not a tensor, is not read, or is passed twice")
     if any(isinstance(value, nn.Parameter) for value in arguments):
-        raise NotStorableError("a call in which an argument is a parameter")
+        raise NotStorableError("an argument of a call is a parameter")
     records: list[StateInput | ArgumentInput | SizeInput] = []
     for node, value in zip(inputs, run.inputs, strict=True):
         described = fake_value(node)
         if isinstance(described, torch.SymInt):
             records.append(SizeInput(_text(described)))
         elif not isinstance(described, torch.Tensor):
-            raise NotStorableError(f"the input {node.name}, which is no tensor")
+            raise NotStorableError(f"the graph's input {node.name} is not a tensor")
         elif id(value) in positions:
             records.append(ArgumentInput(positions[id(value)], _layout(described)))
         elif id(value) in tensors:
             records.append(StateInput(tuple(tensors[id(value)]), _layout(described)))
         else:
-            raise NotStorableError(f"the input {node.name}, which is neither an argument nor state of the model")
+            raise NotStorableError(f"the graph's input {node.name} is neither an argument nor a tensor of the model")
     outputs = [position for position, value in enumerate(run.outputs) if value is result]
     if not outputs:
-        raise NotStorableError("a result that is no output of the graph")
+        raise NotStorableError("the result of a call is no output of the graph")
     sizes = _sizes([record for record in records if isinstance(record, ArgumentInput)])
     conditions = _conditions(graph.captured.graph)
     for text in size_texts(records, conditions):
@@ -169,7 +169,7 @@ class StoredCapture:
                 # The machine's profile may be another one than when this capture was stored.
                 plan = dataclasses.replace(plan, decisions=decisions_for(plan, dict(plan.sizes), self.context))
         except (LookupError, TypeError, AttributeError, RuntimeError) as error:
-            raise ValueError(f"it makes no graph: {type(error).__name__}: {error}") from error
+            raise ValueError(f"its graph cannot be rebuilt: {type(error).__name__}: {error}") from error
         ring = None
         if self._store is not None and plan.slot_stays:
             ring = self._store.ring(slot_bytes=plan.slot_bytes)
@@ -233,21 +233,23 @@ def _only_run(watch: CaptureWatch) -> tuple[CompiledGraph, GraphRun]:
     if watch.problem:
         raise NotStorableError(watch.problem)
     if len(watch.graphs) != 1 or len(watch.runs) != 1 or watch.runs[0].executor is not watch.graphs[0].executor:
-        raise NotStorableError(f"a call of {len(watch.runs)} runs of {len(watch.graphs)} new graphs; it must be one")
+        raise NotStorableError(
+            f"a call makes {len(watch.runs)} runs of {len(watch.graphs)} new graphs, not one run of one graph"
+        )
     if watch.frames() != (1, 1):
         # Code outside the graph runs as well, and it may change the result.
-        raise NotStorableError("a call that Dynamo does not compile as one function")
+        raise NotStorableError("Dynamo does not compile a call as one function")
     graph = watch.graphs[0]
     plan, nodes = graph.executor.plan, graph.captured.graph.nodes
     if plan.local_blocks or plan.dispatch or any(bank.group for bank in plan.banks):
-        raise NotStorableError("expert parallelism, about which ranks agree in each process")
+        raise NotStorableError("the graph has expert parallelism, on which ranks agree in each process")
     if writes_to_inputs(graph.captured.graph):
-        raise NotStorableError("a graph that writes to its inputs")
+        raise NotStorableError("the graph writes to its inputs")
     if any(is_call(node, BANK_TENSOR) for node in graph.top.graph.nodes):
-        raise NotStorableError("a graph that reads banks outside of its schedule")
+        raise NotStorableError("the graph reads banks outside of its schedule")
     for size in symbolic_sizes(nodes):
         if any(size.node.shape_env.is_unbacked_symint(symbol) for symbol in size.node.expr.free_symbols):
-            raise NotStorableError(f"the size {size}, which only a run tells")
+            raise NotStorableError(f"the size {size} depends on data")
     return graph, watch.runs[0]
 
 
@@ -300,7 +302,7 @@ def _relations(expression: Any) -> list[Condition]:
         return [condition for term in expression.args for condition in _relations(term)]
     if isinstance(expression, sympy.core.relational.Relational) and expression.rel_op in RELATIONS:
         return [Condition(str(expression.lhs), expression.rel_op, str(expression.rhs))]
-    raise NotStorableError(f"the condition {expression}")
+    raise NotStorableError(f"the condition {expression} on sizes cannot be recorded")
 
 
 def _check_text(text: str, sizes: Mapping[str, object]) -> None:
@@ -310,7 +312,7 @@ def _check_text(text: str, sizes: Mapping[str, object]) -> None:
     except InputError as error:
         if error.name is None:
             raise NotStorableError(str(error)) from error
-        raise NotStorableError(f"the size {error.name}, which no argument has as a dimension") from error
+        raise NotStorableError(f"no argument has the size {error.name} as a dimension") from error
 
 
 def _check_banks(planned: Sequence[BankSpec], store: BankStore | None) -> None:

@@ -21,13 +21,15 @@ from moepass.runtime.execute.dispatching import CapturedForm, Dispatcher, FormSt
 from moepass.runtime.execute.run_clock import MeasuredRuns, RunClock
 from moepass.runtime.execute.run_findings import RunFindings
 from moepass.runtime.execute.schedules import Adopt, Schedules
-from moepass.runtime.lowering.chosen_chunk import chosen_chunk
+from moepass.runtime.lowering.chosen_chunk import ChosenChunk
 from moepass.runtime.system.forking import OwnerProcess
 from moepass.runtime.transfer.copying import CopyError
 from moepass.runtime.transfer.recording import current_recording
 from moepass.runtime.transfer.ring import Ring
 
 _executor_numbers = itertools.count()
+# Runs without a ring need not take turns.
+_NO_RING = contextlib.nullcontext()
 
 
 class Executor:
@@ -121,9 +123,9 @@ class Executor:
         self._device = device = self._device or device_of(arguments)
         sizes = read_sizes(self._sizes, arguments)
         ring = schedule.living_ring()
-        turn = contextlib.nullcontext() if ring is None else ring.run(self._number, self._gathers)
+        turn = _NO_RING if ring is None else ring.run(self._number, self._gathers)
         # The clock starts when the ring is locked, so it does not count the runs of other threads.
-        with turn, self._clock.run(device, sizes, ring, arguments), chosen_chunk(self._chunks.tokens(sizes)):
+        with turn, self._clock.run(device, sizes, ring, arguments), ChosenChunk(self._chunks.tokens(sizes)):
             if self.graphs is None:
                 return schedule.run(list(arguments))
             fixed: list[torch.Tensor] = [value for value in arguments if isinstance(value, torch.nn.Parameter)]

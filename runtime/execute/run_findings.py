@@ -45,6 +45,8 @@ class RunFindings:
 
     def added_to(self, plan: Plan) -> Plan:
         """Return `plan` with these findings."""
+        if not self._refusals and not self._not_recorded:
+            return plan
         segments = plan.segments
         for name, refusal in list(self._not_recorded.items()):
             segments = with_refused_recording(segments, name, refusal)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
-from collections.abc import Iterator
 
 _chosen: contextvars.ContextVar[int | None] = contextvars.ContextVar("chosen", default=None)
 
 
-@contextlib.contextmanager
-def chosen_chunk(tokens: int | None) -> Iterator[None]:
-    """Limit the chunks of segments that are called inside to `tokens` tokens; None keeps their own size."""
-    token = _chosen.set(tokens)
-    try:
-        yield
-    finally:
-        _chosen.reset(token)
+class ChosenChunk:
+    """A context that limits chunks of the segments called inside to `tokens` tokens; None keeps their own size."""
+
+    def __init__(self, tokens: int | None) -> None:
+        self._tokens = tokens
+
+    def __enter__(self) -> None:
+        self._reset = _chosen.set(self._tokens)
+
+    def __exit__(self, *_: object) -> None:
+        _chosen.reset(self._reset)
 
 
 def chunk_tokens_of_run() -> int | None:

@@ -127,7 +127,7 @@ def _read_segment(record: SegmentRecord) -> LoweredSegment:
 def _source_of(compiled: object) -> str:
     source = inductor_source(compiled)
     if source is None:
-        raise NotStorableError("compiled code that is more than a source text for a CPU")
+        raise NotStorableError("the compiled code of a segment is more than source text for a CPU")
     return source
 
 
