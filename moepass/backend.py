@@ -18,33 +18,30 @@ from moepass.dump import GraphDump
 from moepass.models.errors import InputError
 from moepass.options import Options, parse_options
 from moepass.passes.blocks.detect import bank_arguments
+from moepass.passes.finish import finish
 from moepass.passes.graph.collectives import group_names
 from moepass.passes.graph.nodes import draws_random_numbers, graphs_within, is_call
 from moepass.passes.ir.plan import Plan
-from moepass.passes.ir.protocol import CaptureNotes, PassContext
+from moepass.passes.ir.protocol import CaptureNotes
 from moepass.passes.ir.segment import TENSORRT
 from moepass.passes.ir.slot_operations import BANK_TENSOR
 from moepass.passes.parallel.proposals import NO_CROSSOVER
 from moepass.passes.pipeline import compile_graph
-from moepass.passes.schedule.predict import decisions_for
-from moepass.passes.segments.bank_parts import rests_on_device, with_bank_parts
-from moepass.passes.segments.cuda_graphs import with_cuda_graphs
-from moepass.passes.segments.tensorrt_choice import with_tensorrt_choices
+from moepass.passes.segments.bank_parts import rests_on_device
 from moepass.runtime.banks.banks import BankStore, find_store
 from moepass.runtime.banks.whole_models import whole_model_store
 from moepass.runtime.captures.capture_watch import current_watch
 from moepass.runtime.execute.adoption import (
     adoption,
     agreement_on_blocks,
-    dispatching,
+    captured_forms,
     process_groups,
-    replica_check,
     run_checks,
 )
 from moepass.runtime.execute.captured import capture_notes, name_inputs
-from moepass.runtime.execute.dispatching import CapturedFallback
 from moepass.runtime.execute.executor import Executor
-from moepass.runtime.lowering.lower_segments import decompositions, lower_segments, with_lowerings
+from moepass.runtime.execute.run_findings import RunFindings
+from moepass.runtime.lowering.lower_segments import decompositions, lower_segments
 from moepass.runtime.lowering.vector_check import vector_check
 from moepass.runtime.ranks.eager_watch import eager_watch
 from moepass.runtime.ranks.rendezvous import PeerError
@@ -61,30 +58,33 @@ def asyncep(
 ) -> Callable[..., Any]:
     """Compile one captured graph: `torch.compile(model, backend="asyncep", options={...})`.
 
-    Raises OptionError for a wrong option, InputError for training, PlanError where the ring has too few slots.
-
     Training shows in a graph as gradients, or as random numbers that it draws; both are refused. A graph does not say
-    whether its modules are in training mode, and one that draws nothing needs no refusal: it gives what the uncompiled
-    model gives in that mode under `torch.no_grad()`.
+    whether its modules are in training mode, and one that draws nothing needs no refusal: it computes what the
+    uncompiled model computes in that mode under `torch.no_grad()`.
+
+    Raises:
+        OptionError: an option is wrong.
+        InputError: the graph is for training.
+        PlanError: the ring has too few slots.
     """
     parsed = parse_options(options)
     if mode not in (None, "default"):
         raise InputError(
-            f"mode is {mode!r}; asyncep has no modes, its options are given as options={{...}}",
+            f"mode is {mode!r}, but backend asyncep has no modes; pass its options as options={{...}}",
             name="mode",
             value=mode,
             expected=(None, "default"),
         )
     _refuse_training(example_inputs)
     notes = capture_notes(graph)
-    whole = whole_model_store(example_inputs)
+    resident = whole_model_store(example_inputs)
 
     is_for_cpu_compiler = parsed.lower == "inductor" and _is_on_cpu(example_inputs)
     with vector_check() if is_for_cpu_compiler else contextlib.nullcontext() as wait_for_check:
 
         def compile_inference(captured: GraphModule, fake_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
             name_inputs(captured, graph)
-            return _compile(captured, parsed, wait_for_check, notes, whole)
+            return _compile(captured, parsed, wait_for_check, notes, resident)
 
         compiled: Callable[..., Any] = aot_autograd(
             fw_compiler=_no_training_graph,
@@ -104,8 +104,17 @@ def _compile(
     options: Options,
     before_lowering: Callable[[], None] | None,
     notes: CaptureNotes,
-    whole: BankStore | None,
+    resident: BankStore | None,
 ) -> Callable[[list[Any]], Any]:
+    """Run the passes on an ATen graph, lower its segments and return what runs it.
+
+    Args:
+        captured: the functional ATen graph.
+        options: the backend's options.
+        before_lowering: called before the first segment is lowered.
+        notes: what Dynamo says about the capture.
+        resident: the store of a model whose experts all stayed where they were.
+    """
     _refuse_random(captured)
     device = _ring_device(captured)
     options.check_device(device)
@@ -113,62 +122,58 @@ def _compile(
     groups = process_groups(group_names(captured.graph))
     if store:
         options.refuse_adoption()
-    context = dataclasses.replace(pass_context(options, store, whole), groups=groups, capture=notes)
+    context = dataclasses.replace(pass_context(options, store, resident), groups=groups, capture=notes)
     dump = GraphDump(options.dump) if options.dump else None
-    agree = agreement_on_blocks(captured, groups, _crossover(options), options.adoption().timeout_s)
+    adoption_options = options.adoption()
+    agree = agreement_on_blocks(captured, groups, _crossover(options), adoption_options.timeout_s)
     try:
         result = compile_graph(captured, context, dump, agree)
     except PeerError as error:
-        return _Raises(error)
+        return _RaisesPeerError(error)
     if dump:
         dump.write_plan(result.plan)
     if before_lowering is not None:
         before_lowering()
     lowered = lower_segments(result.module, options.lower, context.chunk_tokens)
-    segments = with_lowerings(result.plan.segments, lowered)
-    if options.lower == TENSORRT:
-        segments = with_tensorrt_choices(segments, result.module)
-    if options.cudagraphs:
-        segments = with_cuda_graphs(segments, result.module)
-    plan = dataclasses.replace(result.plan, segments=segments)
-    result = dataclasses.replace(result, plan=_with_parts_as_lowered(result.module, plan, context))
+    plan = finish(
+        result.plan,
+        result.module,
+        lowered.lowerings,
+        context,
+        tensorrt=options.lower == TENSORRT,
+        cudagraphs=options.cudagraphs,
+    )
     if dump:
-        dump.write_plan(result.plan)  # again: now it says how segments were lowered
+        dump.write_plan(plan)
     ring = None
-    if store and result.plan.slot_stays:
+    if store and plan.slot_stays:
         with unset_fake_temporarily():  # AOT calls the backend in fake mode; slots are real memory
-            ring = store.ring(options.debug, result.plan.slot_bytes)
-    adopt = adoption(result.plan, device, options.adoption())
-    spread_over = {bank.group for bank in result.plan.banks} | {block.group for block in result.plan.local_blocks}
+            ring = store.ring(options.debug, plan.slot_bytes)
+    spread_over = {bank.group for bank in plan.banks} | {block.group for block in plan.local_blocks}
     eager_watch.watch(spread_over - {""})
-    dispatcher = dispatching(result.plan, captured, options.lower, device, options.adoption())
-    check = replica_check(result.plan, captured, options.adoption(), options.debug)
-    fallback = None if check is None else CapturedFallback(check, captured, options.lower)
-    checks = run_checks(result.plan, captured, groups, options.adoption().timeout_s)
+    findings = RunFindings()
     executor = Executor(
-        lowered, result.plan, ring, adopt, dispatcher, fallback, checks, options.debug, options.cudagraphs
+        lowered.top,
+        plan,
+        ring,
+        adoption(plan, device, adoption_options),
+        captured_forms(plan, captured, options.lower, device, adoption_options, options.debug, findings),
+        run_checks(plan, captured, groups, adoption_options.timeout_s),
+        options.debug,
+        options.cudagraphs,
+        findings,
     )
     note_compilation(executor, context)
-    _log(result.plan)
-    _warn_of_memory(result.plan)
+    _log(plan)
+    _warn_of_memory(plan)
     watch = current_watch()
-    return executor if watch is None else watch.watched(captured, lowered, executor)
+    return executor if watch is None else watch.watched(captured, lowered.top, executor)
 
 
-def _with_parts_as_lowered(module: GraphModule, plan: Plan, context: PassContext) -> Plan:
-    """`plan`, where banks come whole if a segment that was to run expert by expert was not lowered so."""
-    if not any(bank.in_parts for bank in plan.banks):
-        return plan
-    lowered = with_bank_parts(module, plan)
-    if lowered == plan or plan.decisions is None:
-        return lowered
-    return dataclasses.replace(lowered, decisions=decisions_for(lowered, dict(plan.sizes), context))
+class _RaisesPeerError:
+    """A stand-in for a compiled graph that raises the ranks' disagreement when it is called.
 
-
-class _Raises:
-    """Stands in for a compiled graph and raises the ranks' disagreement when called.
-
-    If the backend raised it, Dynamo would report a failure of the backend instead of this error.
+    If the backend raised the error itself, Dynamo would report a failure of the backend instead.
     """
 
     _boxed_call = True
@@ -181,7 +186,7 @@ class _Raises:
 
 
 def _crossover(options: Options) -> str:
-    """The option that sets the crossover, as text that ranks compare."""
+    """Return the option that sets the crossover, as text that ranks compare."""
     if options.all_to_all_below is not None:
         return str(options.all_to_all_below)
     return NO_CROSSOVER if options.hardware is None else "estimated from a profile"
@@ -202,7 +207,7 @@ def _log(plan: Plan) -> None:
 
 
 def _warn_of_memory(plan: Plan) -> None:
-    """Where a step of this graph no longer fits into the memory budget that layers were placed for, and why."""
+    """Warn if a step of this graph exceeds the memory budget that layers were placed for."""
     if plan.decisions is None:  # the pass that predicts was left out
         return
     memory, budget = plan.decisions.memory, plan.decisions.memory_budget_bytes
@@ -212,27 +217,27 @@ def _warn_of_memory(plan: Plan) -> None:
         f"a step needs {memory.peak_bytes:.0f} bytes, more than the memory budget of {budget:.0f} that layers were "
         "placed for"
     )
-    whole = [bank for bank in plan.banks if rests_on_device(bank) and not bank.in_parts]
-    if whole:
-        banks = whole[0].name if len(whole) == 1 else f"{whole[0].name} and {len(whole) - 1} others"
+    complete = [bank for bank in plan.banks if rests_on_device(bank) and not bank.in_parts]
+    if complete:
+        banks = complete[0].name if len(complete) == 1 else f"{complete[0].name} and {len(complete) - 1} others"
         logger.warning(
-            "%s: slots were to be without this rank's own experts, but this graph reads whole banks (%s). "
-            "lower='inductor' takes them in parts where experts are grouped GEMMs (transformers: "
-            "experts_implementation='grouped_mm'). Else ask for a smaller budget",
+            "%s: the budget assumed slots without this rank's own experts, but this graph reads complete banks (%s). "
+            "lower='inductor' reads them in parts if experts are grouped GEMMs (transformers: "
+            "experts_implementation='grouped_mm'). Otherwise use a smaller memory_budget",
             needed,
             banks,
         )
     elif plan.activations is None or plan.activations.room_bytes is None:
         logger.warning(
-            "%s by a formula: activations of this graph take %.0f bytes. chunk_tokens='auto' runs as many tokens at a "
-            "time as there is room for, where that helps. Else ask for a smaller budget",
+            "%s by a formula: activations of this graph take %.0f bytes. chunk_tokens='auto' processes as many tokens "
+            "at a time as fit into the budget. Otherwise use a smaller memory_budget",
             needed,
             memory.activation_bytes,
         )
 
 
 def _store_of(captured: GraphModule) -> BankStore | None:
-    # Banks that a branch inside the graph reads are gathered synchronously, which needs no ring.
+    # Banks that are read inside a branch of the graph are gathered synchronously, which needs no ring.
     for node in captured.graph.nodes:
         if is_call(node, BANK_TENSOR):
             return find_store(bank_arguments(node).store)
@@ -240,7 +245,7 @@ def _store_of(captured: GraphModule) -> BankStore | None:
 
 
 def _ring_device(captured: GraphModule) -> torch.device:
-    """The device of a ring for this graph's parameters: the one that computes. Small tensors may be on the CPU."""
+    """Return the device that computes. Small tensors may be on the CPU even so."""
     values = [node.meta.get("val") for node in captured.graph.nodes]
     devices = [value.device for value in values if isinstance(value, torch.Tensor)]
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))

@@ -1,5 +1,6 @@
-"""What was compiled, for those who ask; and what the passes are told. Apart from the backend, whose imports only those
-need who compile: a second start of a stored model does not.
+"""Records of compiled graphs, and the context of the passes.
+
+They are not in `backend.py`, so that a stored model starts without importing the compiler.
 """
 
 from __future__ import annotations
@@ -27,33 +28,29 @@ from moepass.runtime.execute.run_report import RunReport, run_report
 
 @dataclasses.dataclass(frozen=True)
 class Compilation:
-    """One graph that the backend compiled: the executor, whose `graph_module` is the schedule, and its plan."""
+    """A graph that the backend compiled. `executor.graph_module` is its schedule."""
 
     executor: Executor
     context: PassContext
 
     @property
     def plan(self) -> Plan:
-        return self.executor.plan
+        """The plan, with the refusals that runs have found so far and the segments that CUDA did not record."""
+        return self.executor.findings.added_to(self.executor.plan)
 
     def report(self) -> RunReport:
-        """Predicted beside measured values of the last runs: a step, the part of it that waits for banks, memory.
+        """Compare predictions with measurements of the last runs: the step, its waits for banks, and memory.
 
-        The last up to 32 runs count that follow the schedule and have inputs of equal sizes, but not the first of
-        them. They are always measured, without `record_timeline`: by the clock on a CPU, by events on CUDA, where this
-        call waits until all is done. It predicts for their sizes. A model that is several graphs has a compilation for
-        each; a step is then one run of this one.
+        The measurements are of the last runs, up to 32, that follow the schedule and have equal input sizes, without
+        the first of them. They are always taken: by the clock on a CPU, by events on CUDA, where this call waits until
+        all work is done. The predictions are for the sizes of these runs. A model that consists of several graphs has a
+        compilation for each, and a step is then one run of this graph.
 
-        What is not predicted or not measured says why, for example that there is no hardware profile.
+        Values that are not predicted or not measured say why, for example that there is no hardware profile.
         """
         measured = self.executor.measured()
         sizes = measured.sizes or dict(self.plan.sizes)
-        return run_report(
-            decisions_for(self.plan, sizes, self.context),
-            measured,
-            self.executor.weight_bytes,
-            self.executor.peak_bytes(),
-        )
+        return run_report(decisions_for(self.plan, sizes, self.context), measured)
 
 
 _recorded: contextvars.ContextVar[list[Compilation] | None] = contextvars.ContextVar("recorded", default=None)
@@ -74,23 +71,29 @@ def record_compilations() -> Iterator[list[Compilation]]:
 
 
 def note_compilation(executor: Executor, context: PassContext) -> None:
-    """Give `executor`, whose plan was made in `context`, to whoever records compilations now."""
+    """Add `executor`, whose plan was made in `context`, to the compilations that are being recorded."""
     recorded = _recorded.get()
     if recorded is not None:
         recorded.append(Compilation(executor, context))
 
 
-def pass_context(options: Options, store: BankStore | None, whole: BankStore | None) -> PassContext:
-    """What `options` and the banks of a model tell the passes about any graph of it.
+def pass_context(options: Options, store: BankStore | None, resident: BankStore | None) -> PassContext:
+    """Return the context of the passes for any graph of a model.
 
-    The banks are in `store`; or all of them stayed where they were, as planned in `whole`; or none were offloaded.
+    Args:
+        options: the backend's options.
+        store: the banks of the model.
+        resident: the plan for a model whose banks all stayed where they were.
+
+    Raises:
+        OptionError: chunk_tokens is "auto" and the model has no memory budget.
     """
-    planned = store or whole
+    planned = store or resident
     chooses = options.chunk_tokens == AUTO
     if chooses and (planned is None or planned.placed is None or planned.placed.decisions.memory_budget_bytes is None):
         raise OptionError(
-            f"option chunk_tokens is {AUTO!r}, but the model has no memory budget that chunks could fit into; give "
-            "memory_budget to offload_experts or load_pretrained, or a number of tokens here",
+            f"option chunk_tokens is {AUTO!r}, but the model has no memory budget that limits chunks; pass "
+            "memory_budget to offload_experts or load_pretrained, or pass a number of tokens here",
             name="chunk_tokens",
             value=AUTO,
         )
@@ -108,7 +111,7 @@ def pass_context(options: Options, store: BankStore | None, whole: BankStore | N
 
 
 def _as_linked(options: Options) -> Hardware | None:
-    """The machine of the options, with their emulated link if they have one."""
+    """Return the machine of the options, with their emulated link if they have one."""
     rate = options.adoption().link.bytes_per_s
     if options.hardware is None or rate is None:
         return options.hardware

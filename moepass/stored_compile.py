@@ -1,4 +1,4 @@
-"""Compile a module once for all processes: what one of them captured and compiled, the next one runs without Dynamo."""
+"""Compile a module once for all processes: a later process runs the stored result without Dynamo."""
 
 from __future__ import annotations
 
@@ -45,43 +45,46 @@ logger = logging.getLogger("moepass")
 class StoredModule:
     """A module compiled with backend "asyncep": call it with tensors, without gradients.
 
-    The first call takes what earlier processes stored for this module. If no stored graph fits a call,
-    `torch.compile` handles it, and what that compiles is stored, if it can be.
+    The first call loads the captures that earlier processes stored for this module. If no stored capture fits a call,
+    `torch.compile` handles it, and its result is stored if that is possible.
 
-    Captures are stored and used in processes that run no code of their own (see `process_code`), as those of the
-    command line. The module, its hooks, its configuration and torch's settings must stay as they are from the first
-    call on: only its parameters and buffers are looked at again. `torch.compile` is for everybody else.
+    Captures are stored and used only in processes that run installed code (see `process_code`), such as moepass's
+    command line. From the first call on, the module, its hooks, its configuration and torch's settings must not change;
+    only parameters and buffers are checked again. Other programs should use `torch.compile`.
+
+    Args:
+        module: the module to compile.
+        options: the backend's options.
+        name: the name of the model in log lines and in `moepass cache`.
+        store: the store of captures; by default that of the environment, if there is one.
     """
 
     def __init__(
         self, module: nn.Module, options: Mapping[str, Any], name: str, store: CaptureStore | None = None
     ) -> None:
-        """`options` are those of the backend, `name` is what people call the model.
-
-        `store` None takes that of the environment, if there is one.
-        """
         self._module = module
         self._name = name
         self._options = parse_options(options)
-        # dump needs a real compilation, debug and cudagraphs change the run: store nothing.
+        # dump needs a compilation, and debug and cudagraphs change the run, so these are not stored.
         is_special = self._options.dump is not None or self._options.debug or self._options.cudagraphs
         self._store = None if is_special else store or find_store()
         self._compiled: Any = torch.compile(module, backend=_asyncep, options=dict(options))
         self._captures: list[StoredCapture] | None = None
-        # As the first call found it.
+        # The mode of the first call.
         self._is_inference = False
-        # Digests of what the stored captures depend on. Empty if the compiled model cannot be stored.
+        # Digests of everything that captures depend on. Empty if the compiled model cannot be stored.
         self._digests: dict[str, str] = {}
         self._has_compiled = False
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def __call__(self, *arguments: torch.Tensor) -> torch.Tensor:
+        """Return the module's result."""
         if self._store is None or torch.is_grad_enabled() or is_autocasting():
             return self._call_compiled(*arguments)
         if self._captures is None:
             self._captures, self._is_inference = self._load(self._store), torch.is_inference_mode_enabled()
         if torch.is_inference_mode_enabled() != self._is_inference:
-            self._tell("one call in torch.inference_mode, one without it")
+            self._log_once("some calls are in torch.inference_mode and some are not")
             return self._call_compiled(*arguments)
         for capture in list(self._captures):
             try:
@@ -98,10 +101,10 @@ class StoredModule:
         return self._call_and_store(self._store, arguments) if self._digests else self._call_compiled(*arguments)
 
     def _prepare(self, capture: StoredCapture) -> None:
-        """Raises ValueError where the capture is damaged."""
+        """Create the executor of `capture`. Raises ValueError if the capture is damaged."""
         if "executor" not in vars(capture):
             note_compilation(capture.executor, capture.context)
-            logger.info("%s runs as an earlier process has compiled it", self._name)
+            logger.info("%s runs as an earlier process compiled it", self._name)
 
     def _load(self, store: CaptureStore) -> list[StoredCapture]:
         try:
@@ -109,29 +112,29 @@ class StoredModule:
         except NotStorableError as error:
             self._do_not_store(error)
             return []
-        found = []
+        captures = []
         for content in store.load(self._key()):
             try:
                 record = msgspec.json.decode(content, type=CaptureRecord)
                 if file_digests(record.sources) != record.sources:
-                    raise NotStorableError("other sources of the model")
+                    raise NotStorableError("the sources of the model changed")
                 if {name: os.environ.get(name) for name in record.environment} != record.environment:
-                    raise NotStorableError("other values of environment variables")
+                    raise NotStorableError("environment variables changed")
                 banks = _bank_store(self._module)
                 context = pass_context(self._options, banks, whole_model_store(self._module.parameters()))
-                found.append(StoredCapture(record, self._module, banks, context))
+                captures.append(StoredCapture(record, self._module, banks, context))
             except NotStorableError as error:
-                logger.info("a stored capture of %s is not used, because it is of %s", self._name, error)
+                logger.info("a stored capture of %s is not used: %s", self._name, error)
             except ValueError as error:  # msgspec's errors are ValueErrors
                 store.report(self._key()[:12], str(error))
-        return found
+        return captures
 
     def _call_and_store(self, store: CaptureStore, arguments: tuple[torch.Tensor, ...]) -> torch.Tensor:
         with watch_capture(lambda: describe_model(self._module)[1]) as watch:
             result = self._call_compiled(*arguments)
         if not watch.graphs and not watch.problem:
             if not self._has_compiled:
-                self._tell("a call of which Dynamo compiles nothing")
+                self._log_once("Dynamo compiles nothing in a call")
             return result
         self._has_compiled = True
         try:
@@ -141,7 +144,7 @@ class StoredModule:
                 changed = ["tensors of the model"]
             if changed:
                 self._captures = []
-                raise NotStorableError(f"since the first call changed: {', '.join(changed)}")
+                raise NotStorableError(f"these changed since the first call: {', '.join(changed)}")
             record = record_capture(watch, self._module, arguments, result)
         except NotStorableError as error:
             self._do_not_store(error)
@@ -155,19 +158,22 @@ class StoredModule:
         return result
 
     def _do_not_store(self, reason: Exception) -> None:
-        self._tell(str(reason))
+        self._log_once(str(reason))
         self._digests = {}
 
-    def _tell(self, reason: str) -> None:
-        if reason not in self._told:
-            self._told.add(reason)
-            logger.info("what is compiled for %s is not stored for later processes: %s", self._name, reason)
+    def _log_once(self, reason: str) -> None:
+        if reason not in self._logged:
+            self._logged.add(reason)
+            logger.info("the compiled %s is not stored for later processes: %s", self._name, reason)
 
     def _key(self) -> str:
         return digest_of(self._digests)
 
     def _describe(self) -> tuple[dict[str, str], list[torch.Tensor]]:
-        """Digests of what a capture depends on, and the tensors of the model. Raises NotStorableError."""
+        """Return digests of everything that a capture depends on, and the tensors of the model.
+
+        Raises NotStorableError.
+        """
         if reason := foreign_code():
             raise NotStorableError(reason)
         try:
@@ -182,30 +188,32 @@ class StoredModule:
                 "options": repr(self._options),
                 "model": model,
             }
-            return {name: digest_of(part) for name, part in description.items()}, tensors
-        except (ValueError, RecursionError) as error:  # of texts of numbers, of JSON, and of lists in lists
-            raise NotStorableError(f"a value of the model has no text: {type(error).__name__}: {error}") from error
+            return {name: digest_of(value) for name, value in description.items()}, tensors
+        except (ValueError, RecursionError) as error:  # huge numbers, deep nesting
+            raise NotStorableError(
+                f"a value of the model cannot be described: {type(error).__name__}: {error}"
+            ) from error
 
 
 def _asyncep(graph: GraphModule, example_inputs: Sequence[Any], **keywords: Any) -> Callable[..., Any]:
-    """The backend, imported when something is compiled: where a stored capture runs, nobody waits for its imports."""
+    """Call the backend, which is imported only now: a stored capture starts without these imports."""
     from moepass.backend import asyncep
 
     return asyncep(graph, example_inputs, **keywords)
 
 
 def _bank_store(module: nn.Module) -> BankStore | None:
-    stores = {id(part.store): part.store for part in module.modules() if isinstance(part, BankedParameter)}
+    stores = {id(banked.store): banked.store for banked in module.modules() if isinstance(banked, BankedParameter)}
     if len(stores) > 1:
-        raise NotStorableError("a model of several offload_experts calls")
+        raise NotStorableError("the model was offloaded by several offload_experts calls")
     return next(iter(stores.values()), None)
 
 
 @functools.cache
 def _own_digest() -> str:
-    """Digest of all source files of moepass."""
+    """Return a digest of all source files of moepass."""
     roots = {Path(folder) for name in OUR_PACKAGES for folder in sys.modules[name].__path__}
-    # Each once, as this process has found it: links on the way count.
+    # Each file once, under the path by which it was imported, because links on that path count.
     files = {path.resolve(): path for root in roots for path in root.rglob("*.py")}
     digests = file_digests(files.values())
     return digest_of([[Path(file).name, digest] for file, digest in digests.items()])

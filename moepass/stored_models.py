@@ -1,4 +1,4 @@
-"""The list of what is stored for later starts, compiled models and tuned kernels, and its removal: `moepass cache`."""
+"""List and remove stored compiled models and tuned kernels: `moepass cache`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from moepass.models.errors import InputError
-from moepass.runtime.captures.capture_store import CaptureStore, Entry, find_store
+from moepass.runtime.captures.capture_store import CaptureStore, StoredEntry, find_store
 from moepass.runtime.kernels.grouped_gemm.tuned_tiles import TunedTiles
 from moepass.runtime.system.own_files import FOLDER_VARIABLE, remove_files
 
 
 def list_cache() -> None:
-    """Raises InputError where captures are not stored, or belong to somebody else."""
+    """Print the stored captures and tuned kernels. Raises InputError if the store is off or belongs to another user."""
     store, console = _store(), Console()
     entries = store.entries()
     if entries:
@@ -29,34 +29,37 @@ def list_cache() -> None:
             table.add_row(*map(_shown, _cells(entry)))
         console.print(table)
     tuned = TunedTiles(store.folder).files()
-    _tell(entries, [path.lstat().st_size for path in tuned], f"in {store.folder}")
+    _print_total(entries, [path.lstat().st_size for path in tuned], f"in {store.folder}")
 
 
 def clear_cache() -> None:
-    """Raises InputError as `list_cache`, and where a file cannot be removed."""
+    """Remove all stored captures and tuned kernels.
+
+    Raises InputError as `list_cache`, or if a file cannot be removed.
+    """
     store = _store()
     removed = store.clear()
     tuned = TunedTiles(store.folder).files()
     sizes = [path.lstat().st_size for path in tuned]
     remove_files(tuned)
-    _tell(removed, sizes, f"removed from {store.folder}")
+    _print_total(removed, sizes, f"removed from {store.folder}")
 
 
 def _store() -> CaptureStore:
     store = find_store()
     if store is None:
         raise InputError(
-            f"compiled models are not stored: {FOLDER_VARIABLE} is empty, or torch's compiler caches are switched off"
+            f"compiled models are not stored, because {FOLDER_VARIABLE} is empty or torch's compiler caches are off"
         )
     return store
 
 
 def _shown(text: str) -> Text:
-    """As plain text: files may hold anything, and a terminal obeys some letters."""
+    """Return `text` without control characters, which a file could use to manipulate the terminal."""
     return Text("".join(letter if letter.isprintable() else "?" for letter in text))
 
 
-def _cells(entry: Entry) -> tuple[str, str, str, str]:
+def _cells(entry: StoredEntry) -> tuple[str, str, str, str]:
     size = decimal(entry.nbytes)
     if entry.header is None:
         return entry.path.name[:12], "", size, f"not used: {entry.problem}"
@@ -65,12 +68,12 @@ def _cells(entry: Entry) -> tuple[str, str, str, str]:
     return entry.header.model, stored, size, versions
 
 
-def _tell(entries: Iterable[Entry], tuned_bytes: Sequence[int], where: str) -> None:
+def _print_total(entries: Iterable[StoredEntry], tuned_bytes: Sequence[int], where: str) -> None:
     amounts = [_amount("compiled graph", [entry.nbytes for entry in entries])]
     if tuned_bytes:
         amounts.append(_amount("tuned kernel", tuned_bytes))
     Console().print(f"{' and '.join(amounts)} {where}", highlight=False, soft_wrap=True)
 
 
-def _amount(what: str, sizes: Sequence[int]) -> str:
-    return f"{len(sizes)} {what}{'' if len(sizes) == 1 else 's'}, {decimal(sum(sizes))},"
+def _amount(noun: str, sizes: Sequence[int]) -> str:
+    return f"{len(sizes)} {noun}{'' if len(sizes) == 1 else 's'}, {decimal(sum(sizes))},"

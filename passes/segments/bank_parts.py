@@ -1,26 +1,25 @@
-"""Decide which tensors of a bank come in parts: this rank's experts in its shard, all others in a slot.
+"""Decide which tensors of a bank come in parts: this rank's experts from where they rest, the others in a slot.
 
-A grouped GEMM multiplies the rows of each expert by the weights of this expert, so the weights of all experts need not
-be contiguous. If nothing else reads a tensor, slots hold only the experts of other ranks, and this rank's experts are
-not copied.
+A grouped GEMM multiplies the rows of each expert by weights of that expert alone, so it does not need the weights of
+all experts in one tensor. If nothing else reads a tensor, slots hold only the experts of other ranks, and this rank's
+own experts are neither copied nor stored twice.
 
 Contract
-    in    a top-level graph of segments, and a plan with slot_stays. Segments may already have a lowering. Without
-          segments nothing comes in parts
+    in    a top-level graph of segments, and a plan with slot_stays. Without segments nothing comes in parts
     out   the same graph, untouched; `in_parts` of the plan's banks, and `slot_bytes`
 
 Pseudo-code
-    a tensor comes in parts if
-        its home keeps this rank's shard on the compute device, not encoded
-        every reader is a segment that runs expert by expert, and reads it only as weights of grouped GEMMs, through
-        views that keep the expert dimension
+    a tensor comes in parts
+        if its home keeps this rank's shard on the compute device, and not encoded
+        if every reader is a segment that runs expert by expert, and reads it only as the weights of grouped GEMMs,
+        through views that keep the order of experts
 """
 
 from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 import torch
@@ -47,15 +46,31 @@ aten = torch.ops.aten
 
 @graph_pass()
 def bank_parts(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
-    """Set `in_parts` of the banks, assuming that every segment is lowered as requested."""
+    """Fill `in_parts` of the banks, assuming that segments of experts are lowered expert by expert."""
     if not context.runs_by_expert:
         return PassResult(module, plan)
     return PassResult(module, with_bank_parts(module, plan))
 
 
 def with_bank_parts(module: GraphModule, plan: Plan) -> Plan:
-    """Return `plan` with the tensors in parts, by how its segments are lowered, or requested to be."""
-    positions = _positions_in_parts(module, plan)
+    """Return `plan` with the tensors that come in parts if segments of experts run expert by expert."""
+    return _with_positions(plan, _positions_in_parts(module, plan))
+
+
+def with_complete_banks(module: GraphModule, plan: Plan, readers: Collection[str]) -> Plan:
+    """Return `plan` with complete tensors of banks where a segment in `readers` reads them."""
+    incomplete = {bank.index: set(bank.in_parts) for bank in plan.banks if bank.in_parts}
+    if not incomplete:
+        return plan
+    for node in module.graph.nodes:
+        if is_call(node, acquire):
+            for element in node.users:
+                if is_call(element, operator.getitem) and any(str(user.target) in readers for user in element.users):
+                    incomplete.get(node.kwargs["bank"], set()).discard(element.args[1])
+    return _with_positions(plan, {index: tuple(sorted(positions)) for index, positions in incomplete.items()})
+
+
+def _with_positions(plan: Plan, positions: Mapping[int, tuple[int, ...]]) -> Plan:
     banks = tuple(dataclasses.replace(bank, in_parts=positions.get(bank.index, ())) for bank in plan.banks)
     stays = {stay.bank for stay in plan.slot_stays}
     slot_bytes = max((slot_layout(bank).nbytes for bank in banks if bank.index in stays), default=plan.slot_bytes)
@@ -63,29 +78,26 @@ def with_bank_parts(module: GraphModule, plan: Plan) -> Plan:
 
 
 def _positions_in_parts(module: GraphModule, plan: Plan) -> dict[int, tuple[int, ...]]:
-    """Return for each bank the positions of the tensors that come in parts at every read."""
-    lowered = {segment.name: segment.lowering for segment in plan.segments}
+    """Return the positions of tensors that come in parts in every acquire of their bank, for each bank."""
     takers = {
-        name: weights_in_parts(segment)
-        for name, segment in module.named_children()
-        if isinstance(segment, GraphModule) and ((how := lowered.get(name)) is None or how.reads_by_expert)
+        name: weights_in_parts(segment) for name, segment in module.named_children() if isinstance(segment, GraphModule)
     }
-    in_parts: dict[int, set[int]] = {}
+    by_bank: dict[int, set[int]] = {}
     for node in module.graph.nodes:
         if is_call(node, acquire):
             bank = plan.bank(cast("int", node.kwargs["bank"]))
-            taken = _elements_in_parts(node, takers) if rests_on_device(bank) else set()
-            in_parts[bank.index] = in_parts.get(bank.index, taken) & taken
-    return {index: tuple(sorted(positions)) for index, positions in in_parts.items()}
+            positions = _elements_in_parts(node, takers) if rests_on_device(bank) else set()
+            by_bank[bank.index] = by_bank.get(bank.index, positions) & positions
+    return {index: tuple(sorted(positions)) for index, positions in by_bank.items()}
 
 
 def rests_on_device(bank: BankSpec) -> bool:
-    """Return whether this rank's shard of `bank` is on the compute device, and not encoded."""
+    """Return whether this rank's shard of `bank` is on the compute device and not encoded."""
     return bool(bank.expert_bounds) and home_named(bank.home).keeps_shards_on_device and not bank.format.is_encoded
 
 
 def _elements_in_parts(tensors: Node, takers: Mapping[str, frozenset[int]]) -> set[int]:
-    """Return the positions of the elements of the acquire `tensors` that only segments read, and in parts."""
+    """Return the positions of the elements of the acquire `tensors` that only segments read, in parts."""
     positions: set[int] = set()
     for element in tensors.users:
         if is_call(element, release):
@@ -99,12 +111,12 @@ def _elements_in_parts(tensors: Node, takers: Mapping[str, frozenset[int]]) -> s
 
 
 def _takes_parts(reader: Node, element: Node, takers: Mapping[str, frozenset[int]]) -> bool:
-    positions = {position for position, used in enumerate(reader.args) if used is element}
+    positions = {position for position, argument in enumerate(reader.args) if argument is element}
     return reader.op == "call_module" and positions <= takers.get(str(reader.target), frozenset())
 
 
 def weights_in_parts(segment: GraphModule) -> frozenset[int]:
-    """Return the positions of the inputs that `segment` can take in parts; none unless it runs expert by expert."""
+    """Return the positions of the inputs that `segment` can take in parts; none if it does not run expert by expert."""
     if not expert_gemms_in(segment):
         return frozenset()
     return _taken_within(segment) if is_region(segment) else _weights_by_expert(segment)
@@ -120,7 +132,7 @@ def _weights_by_expert(segment: GraphModule) -> frozenset[int]:
 
 
 def _taken_within(region: GraphModule) -> frozenset[int]:
-    """Return the same for a region, whose inner segments run expert by expert."""
+    """Return these positions for a region that runs some tokens at a time, if its segments run expert by expert."""
     top = cut_into_segments(region, within_regions=True).top
     takers = {
         name: _weights_by_expert(segment)
@@ -147,7 +159,7 @@ def _are_weights_alone(node: Node, program: ExpertProgram) -> bool:
 
 
 def _leaves_experts(node: Node) -> bool:
-    """Return whether `node` is a view of one tensor [experts, ...] that keeps the expert dimension and its order."""
+    """Return whether `node` is a view of one tensor [experts, ...] that keeps the order of experts."""
     if not is_view(node) or len(node.all_input_nodes) != 1:
         return False
     dims = fake_value(node.all_input_nodes[0]).dim()

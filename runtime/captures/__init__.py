@@ -1,8 +1,9 @@
-"""Stored captures: what capture, passes, cutting and compiling gave for a model, on disk for the next process.
+"""Stored captures: the compiled graphs of a model on disk, which later processes run without Dynamo and the compiler.
 
-Only processes that run no code of their own store and use them (`process_code`). The key of a capture has what
-installed code may branch on while it is traced (`fingerprint`, `value_texts`). The capture itself has what must hold of
-each call (`capture_record`). `capture_watch` says what a call compiled, and `capture_store` is the folder.
+Only processes that run nothing but installed code store and use them (`process_code`). The key of a capture covers
+everything that this code may branch on while it is traced (`fingerprint`, `value_texts`); the capture itself has the
+conditions on each call (`capture_record`). `capture_watch` observes the compilation, and `capture_store` is the folder.
+Start with `stored_capture.py`.
 
 May import lowering, cuda_graphs, homes, homes/hybrid, homes/disk, banks, ranks, transfer, kernels, system, execute.
 """

@@ -1,8 +1,8 @@
-"""One capture as data: a graph that was compiled for a model, and what must hold of a call for it to serve that call.
+"""A capture as data: a compiled graph, and the conditions under which it serves a call.
 
-Dynamo's guards are of two kinds. What the code read of the model and the process is in the key that the capture is
-stored under (see `fingerprint`). What it read of the arguments is here: type, device, shape and strides of each, in the
-graph's own sizes, and the conditions on these sizes that were found while the graph was traced and compiled.
+Dynamo has guards on two kinds of values. Those on the model and the process are part of the key that the capture is
+stored under (see `fingerprint`). Those on the arguments are recorded here: dtype, device, shape and strides of each
+argument, in the graph's own sizes, and the conditions on these sizes that tracing and compilation added.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ RELATIONS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
-# To see whether a text is arithmetic.
+# A size for checks that a text is arithmetic.
 ANY_SIZE = 64
 
 
 class TensorLayout(msgspec.Struct, frozen=True):
-    """Sizes and strides are expressions in the graph's sizes."""
+    """The layout that a tensor must have. Sizes and strides are expressions in the graph's sizes."""
 
     dtype: str
     device: str
@@ -42,11 +42,12 @@ class TensorLayout(msgspec.Struct, frozen=True):
     stride: tuple[str, ...]
 
     def holds_for(self, value: object, sizes: Mapping[str, int]) -> bool:
+        """Return whether `value` is a plain tensor of this layout, for these sizes of the graph."""
         return (
             type(value) in (torch.Tensor, nn.Parameter)
             and isinstance(value, torch.Tensor)
             and value.layout is torch.strided
-            and not (value.is_neg() or value.is_conj())  # its memory has other numbers
+            and not (value.is_neg() or value.is_conj())  # its memory has different numbers
             and dtype_name(value.dtype) == self.dtype
             and str(value.device) == self.device
             and _are(value.shape, self.shape, sizes)
@@ -75,22 +76,32 @@ class SizeInput(msgspec.Struct, frozen=True, tag="size"):
 
 
 class Condition(msgspec.Struct, frozen=True, array_like=True):
-    """`left relation right`, of sizes."""
+    """A condition `left relation right` on sizes."""
 
     left: str
     relation: Literal["==", "!=", "<", "<=", ">", ">="]
     right: str
 
     def holds(self, sizes: Mapping[str, int]) -> bool:
+        """Return whether the condition holds for these sizes."""
         return RELATIONS[self.relation](evaluate_text(self.left, sizes), evaluate_text(self.right, sizes))
 
 
 class CaptureRecord(msgspec.Struct, frozen=True):
-    """`sizes` says by name which dimension of which argument is a size. `result` is the output that the call gave.
+    """A capture as it is stored.
 
-    `sources` are the digests of the files of the traced code. `environment` has the variables that this code may read;
-    None for those that were not set. `vector_instructions` are those that Inductor compiled for; empty where
-    it compiled nothing.
+    Attributes:
+        inputs: the inputs of the graph, in order.
+        sizes: for each size by name, the argument and the dimension that show it.
+        conditions: conditions on the sizes.
+        arguments: the number of arguments of the call.
+        result: the position of the graph's output that the call returned.
+        plan: the plan of the graph.
+        top: the nodes of the top-level graph.
+        segments: the lowered segments by name.
+        sources: digests of the files whose code was traced, by path.
+        environment: the environment variables that this code may read; None for those that were not set.
+        vector_instructions: the vector instructions that Inductor compiled for; empty if it compiled nothing.
     """
 
     inputs: tuple[StateInput | ArgumentInput | SizeInput, ...]
@@ -106,27 +117,27 @@ class CaptureRecord(msgspec.Struct, frozen=True):
     vector_instructions: str = ""
 
     def name(self) -> str:
-        """Equal for captures that serve the same calls."""
+        """Return a name that is equal for captures that serve the same calls."""
         served = msgspec.json.encode((self.inputs, self.sizes, self.conditions, self.arguments), order="sorted")
         return hashlib.sha256(served).hexdigest()[:16]
 
     def check(self) -> None:
-        """Raises ValueError for values that no recorded call has. It needs no more than the record."""
-        given = [item for item in self.inputs if isinstance(item, ArgumentInput)]
-        ranks = {item.position: len(item.layout.shape) for item in given}
-        if len(ranks) != self.arguments or not all(0 <= place < len(ranks) for place in ranks):
+        """Raise ValueError for values that no recorded call can have. Only the record itself is needed for this."""
+        arguments = [item for item in self.inputs if isinstance(item, ArgumentInput)]
+        ranks = {item.position: len(item.layout.shape) for item in arguments}
+        if len(ranks) != self.arguments or not all(0 <= position < len(ranks) for position in ranks):
             raise ValueError(f"its inputs are the arguments {sorted(ranks)} of {self.arguments}")
         if not all(item.paths for item in self.inputs if isinstance(item, StateInput)):
             raise ValueError("an input is a tensor of the model without a path")
-        for name, (place, dim) in self.sizes.items():
-            if not 0 <= dim < ranks.get(place, 0):
-                raise ValueError(f"its size {name} is dimension {dim} of argument {place}, which does not exist")
+        for name, (position, dim) in self.sizes.items():
+            if not 0 <= dim < ranks.get(position, 0):
+                raise ValueError(f"its size {name} is dimension {dim} of argument {position}, which does not exist")
         for text in size_texts(self.inputs, self.conditions):
             evaluate_text(text, dict.fromkeys(self.sizes, ANY_SIZE))
 
 
 def size_texts(inputs: Iterable[object], conditions: Iterable[Condition]) -> Iterator[str]:
-    """All expressions of sizes in a record."""
+    """Yield all size expressions of a record."""
     for condition in conditions:
         yield from (condition.left, condition.right)
     for item in inputs:

@@ -1,9 +1,9 @@
 """The folder of stored captures: one file per capture, which only its owner can write.
 
-A file is a line of JSON about it and, behind it, the capture, also JSON, whose digest that line has. Nothing in them is
-unpickled or evaluated. But a capture holds the source text of code that Inductor wrote, and that text is run. So a
-folder or a file that belongs to somebody else, or that others can write to, is not read. Whoever can write as the owner
-needs no cache to run code as him.
+A file starts with a line of JSON, the header, which has the digest of the rest: the capture, also JSON. Nothing in a
+file is unpickled or evaluated. But a capture contains source code that Inductor generated, and this code is run. So
+folders and files that belong to another user, or that other users can write to, are not read. A process that can write
+as the owner can run code as the owner anyway.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ SCHEMA = "moepass.capture/1"
 _SUFFIX = ".capture"
 # The largest captures take about 10 MB.
 _MOST_BYTES = 256 << 20
-# Of all captures together: those that were not read for the longest time are removed beyond it.
+# The limit for all captures together. Beyond it, captures that were not read for longest are removed.
 _MOST_BYTES_IN_ALL = 1 << 30
-# No process takes that long for a file.
+# An unfinished file of this age belongs to a process that has ended.
 _UNFINISHED_SECONDS = 3600.0
 # The first second of the year 10000, after the last date that Python knows.
 _END_OF_DATES = 253402300800.0
 
 
 class EntryHeader(msgspec.Struct, frozen=True):
-    """What is known of a stored capture without reading it. `created` is in seconds since the epoch."""
+    """The first line of a stored capture's file. `created` is in seconds since the epoch."""
 
     key: str
     digest: str
@@ -56,8 +56,8 @@ class EntryHeader(msgspec.Struct, frozen=True):
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
-    """A file of the folder; `header` is None where it cannot be used, because of `problem`."""
+class StoredEntry:
+    """A file of the folder. If it cannot be used, `header` is missing and `problem` says why."""
 
     path: Path
     nbytes: int
@@ -66,13 +66,13 @@ class Entry:
 
 
 class CaptureStore:
-    """Stored captures in `folder`, which is made when the first one is saved."""
+    """Stored captures in `folder`, which is created when the first one is saved."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def load(self, key: str) -> Iterator[bytes]:
-        """The captures that were saved under `key`. What cannot be trusted is reported in the log, and left out."""
+        """Yield the captures that were saved under `key`. Untrusted files are skipped with a warning in the log."""
         try:
             paths = self._paths(f"{key}-*{_SUFFIX}")
         except UnusableFileError as error:
@@ -82,44 +82,50 @@ class CaptureStore:
             try:
                 header, content = _split(read_own(path, _MOST_BYTES))
                 if header.key != key:
-                    raise UnusableFileError(f"it was stored for {header.key[:12]}, not for {key[:12]}")
+                    raise UnusableFileError(
+                        f"it is stored under the key {header.key[:12]}, but its name says {key[:12]}"
+                    )
                 if hashlib.sha256(content).hexdigest() != header.digest:
-                    raise UnusableFileError("its content is not what was written")
+                    raise UnusableFileError("its content does not match its digest")
             except UnusableFileError as error:
                 self.report(path, str(error))
                 continue
             with contextlib.suppress(OSError):
-                os.utime(path)  # it was read now
+                os.utime(path)  # marks it as read
             yield content
 
     def report(self, path: Path | str, problem: str) -> None:
-        logger.warning("stored capture %s is ignored, and the model compiled anew: %s", path, problem)
+        """Warn that a stored capture is ignored because of `problem`."""
+        logger.warning("stored capture %s is ignored, and the model is compiled again: %s", path, problem)
 
     def save(self, key: str, name: str, content: bytes, model: str, versions: Mapping[str, str]) -> bool:
-        """Store `content` under `key`, in place of what had the same `name` there.
+        """Store `content` under `key`, replacing an earlier capture of the same `name`. Return whether that succeeded.
 
-        Where that fails, the log says why: whatever is computed does not depend on it.
+        A failure is logged as a warning and has no other effect.
         """
         digest = hashlib.sha256(content).hexdigest()
         header = EntryHeader(key, digest, model, time.time(), dict(versions))
         try:
             write_own(self.folder / f"{key}-{name}{_SUFFIX}", msgspec.json.encode(header) + b"\n" + content)
         except (OSError, UnusableFileError) as error:
-            logger.warning("what was compiled is not stored in %s: %s", self.folder, error)
+            logger.warning("the compiled model is not stored in %s: %s", self.folder, error)
             return False
         self._remove_unread()
         return True
 
     def _remove_unread(self) -> None:
-        """Keep within `_MOST_BYTES_IN_ALL`. Other processes may do so too, and keep what they have open."""
-        found = []
+        """Remove the captures that were not read for longest, down to `_MOST_BYTES_IN_ALL`.
+
+        Another process can still read a removed file that it has opened.
+        """
+        files = []
         for path in [*self.folder.glob(f"*{_SUFFIX}"), *self.folder.glob(f".*{UNFINISHED_SUFFIX}")]:
             with contextlib.suppress(FileNotFoundError):
-                known = path.lstat()
-                found.append((known.st_mtime_ns, path.name, known.st_size))
+                status = path.lstat()
+                files.append((status.st_mtime_ns, path.name, status.st_size))
         total = 0
         now = time.time_ns()
-        for written_ns, name, nbytes in sorted(found, reverse=True):
+        for written_ns, name, nbytes in sorted(files, reverse=True):
             total += nbytes
             is_left = name.endswith(UNFINISHED_SUFFIX) and now - written_ns > _UNFINISHED_SECONDS * 1e9
             if is_left or (total > _MOST_BYTES_IN_ALL and name.endswith(_SUFFIX)):
@@ -128,18 +134,21 @@ class CaptureStore:
                 except OSError as error:
                     logger.warning("stored capture %s cannot be removed: %s", self.folder / name, error)
 
-    def entries(self) -> list[Entry]:
-        """The latest first, and what cannot be used last. Raises InputError where others can write to the folder."""
-        found = [self._entry(path) for path in self._listed(f"*{_SUFFIX}")]
-        return sorted(found, key=lambda entry: -entry.header.created if entry.header else 0.0)
+    def entries(self) -> list[StoredEntry]:
+        """Return all entries, the latest first and unusable ones last.
 
-    def clear(self) -> list[Entry]:
-        """Remove every stored capture; gives what was removed. Raises InputError where one cannot be.
+        Raises InputError if others can write to the folder.
+        """
+        entries = [self._entry(path) for path in self._listed(f"*{_SUFFIX}")]
+        return sorted(entries, key=lambda entry: -entry.header.created if entry.header else 0.0)
 
-        A folder is none, whatever its name is.
+    def clear(self) -> list[StoredEntry]:
+        """Remove every stored capture and return the removed entries. Raises InputError if one cannot be removed.
+
+        Folders are not removed.
         """
         removed = [entry for entry in self.entries() if entry.path.is_symlink() or not entry.path.is_dir()]
-        # What a process began to write, and did not finish, goes too.
+        # Unfinished files are removed as well.
         remove_files([*(entry.path for entry in removed), *self._listed(f".*{UNFINISHED_SUFFIX}")])
         return removed
 
@@ -149,15 +158,15 @@ class CaptureStore:
         except UnusableFileError as error:
             raise InputError(f"stored captures in {self.folder} cannot be used: {error}", path=self.folder) from error
 
-    def _entry(self, path: Path) -> Entry:
+    def _entry(self, path: Path) -> StoredEntry:
         nbytes = path.lstat().st_size
         try:
-            return Entry(path, nbytes, _split(read_own(path, _MOST_BYTES))[0])
+            return StoredEntry(path, nbytes, _split(read_own(path, _MOST_BYTES))[0])
         except UnusableFileError as error:
-            return Entry(path, nbytes, None, str(error))
+            return StoredEntry(path, nbytes, None, str(error))
 
     def _paths(self, pattern: str) -> list[Path]:
-        """Raises UnusableFileError."""
+        """Return the files that match `pattern`. Raises UnusableFileError if others can write to the folder."""
         try:
             check_own_folder(self.folder)
             return sorted(self.folder.glob(pattern))
@@ -168,7 +177,7 @@ class CaptureStore:
 
 
 def find_store() -> CaptureStore | None:
-    """The store in the cache folder; None where stored captures are switched off, as `find_cache_folder` says."""
+    """Return the store in the cache folder, or None if `find_cache_folder` says that captures are not stored."""
     folder = find_cache_folder()
     return None if folder is None else CaptureStore(folder)
 
@@ -182,5 +191,5 @@ def _split(data: bytes) -> tuple[EntryHeader, bytes]:
     if header.schema != SCHEMA:
         raise UnusableFileError(f"its schema is {header.schema!r}; this version reads {SCHEMA!r}")
     if not 0 <= header.created < _END_OF_DATES:
-        raise UnusableFileError(f"its date is {header.created:g}; expected are seconds since 1970")
+        raise UnusableFileError(f"its date is {header.created:g}; expected seconds since 1970")
     return header, content

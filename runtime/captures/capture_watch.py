@@ -1,4 +1,4 @@
-"""Watch one call of a compiled model: which graph it ran, on which inputs, and what became of the results."""
+"""Watch one call of a compiled model: the graphs that it compiled and ran, with their inputs and outputs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,14 @@ from moepass.runtime.torch_private import frames_compiled, traced_code
 
 @dataclasses.dataclass(frozen=True)
 class CompiledGraph:
-    """What the backend made of `captured`; `top` calls the segments.
+    """A graph that the backend compiled.
 
-    `code` are the functions that Dynamo traced.
+    Attributes:
+        captured: the ATen graph.
+        top: the graph of lowered segments.
+        segments: records of these segments by name.
+        executor: what runs `top`.
+        code: the functions that Dynamo traced.
     """
 
     captured: GraphModule
@@ -34,7 +39,7 @@ class CompiledGraph:
 
 @dataclasses.dataclass(frozen=True)
 class GraphRun:
-    """The run of one graph: its inputs, and what it gave."""
+    """The run of one graph, with its inputs and outputs."""
 
     executor: Executor
     inputs: tuple[Any, ...]
@@ -42,14 +47,17 @@ class GraphRun:
 
 
 class CaptureWatch:
-    """Collects what is compiled and run inside `watch_capture`; `problem` says why none of it can be stored.
+    """Collects the graphs that are compiled and run inside `watch_capture`.
 
-    `tensors` are those of the model before the call: what a call assigns, Dynamo assigns after the graph has run.
+    Attributes:
+        tensors: the model's tensors before the call. Dynamo assigns attributes only after the graph has run.
+        graphs: the compiled graphs.
+        runs: the runs of compiled graphs.
+        problem: the reason why nothing can be stored, or an empty string.
     """
 
-    def __init__(self, look: Callable[[], list[torch.Tensor]]) -> None:
-        """`look` gives the tensors of the model, or raises NotStorableError."""
-        self._look = look
+    def __init__(self, read_tensors: Callable[[], list[torch.Tensor]]) -> None:
+        self._read_tensors = read_tensors
         self.tensors: list[torch.Tensor] = []
         self.graphs: list[CompiledGraph] = []
         self.runs: list[GraphRun] = []
@@ -57,7 +65,7 @@ class CaptureWatch:
         self._began = frames_compiled()
 
     def frames(self) -> tuple[int, int]:
-        """How many functions Dynamo has begun to compile since the watch began, and how many it has compiled."""
+        """Return how many functions Dynamo began to compile since the watch began, and how many it finished."""
         (began, compiled), (earlier_began, earlier_compiled) = frames_compiled(), self._began
         return began - earlier_began, compiled - earlier_compiled
 
@@ -67,7 +75,7 @@ class CaptureWatch:
         Call it while Dynamo captures, before the first run.
         """
         try:
-            self.tensors = self.tensors or self._look()
+            self.tensors = self.tensors or self._read_tensors()
             graph = CompiledGraph(captured, top, record_segments(top), executor, tuple(traced_code()))
             self.graphs.append(graph)
         except NotStorableError as error:
@@ -85,9 +93,9 @@ class _Watched:
         watch = current_watch()
         if watch is None:
             return self._executor(inputs)
-        given = tuple(inputs)
+        arguments = tuple(inputs)  # the executor empties the list
         outputs: Sequence[Any] = self._executor(inputs)
-        watch.runs.append(GraphRun(self._executor, given, tuple(outputs)))
+        watch.runs.append(GraphRun(self._executor, arguments, tuple(outputs)))
         return outputs
 
 
@@ -95,12 +103,14 @@ _current: contextvars.ContextVar[CaptureWatch | None] = contextvars.ContextVar("
 
 
 def current_watch() -> CaptureWatch | None:
+    """Return the watch of the enclosing `watch_capture`, if any."""
     return _current.get()
 
 
 @contextlib.contextmanager
-def watch_capture(look: Callable[[], list[torch.Tensor]]) -> Iterator[CaptureWatch]:
-    watch = CaptureWatch(look)
+def watch_capture(read_tensors: Callable[[], list[torch.Tensor]]) -> Iterator[CaptureWatch]:
+    """Watch the call inside. `read_tensors` returns the tensors of the model, or raises NotStorableError."""
+    watch = CaptureWatch(read_tensors)
     token = _current.set(watch)
     try:
         yield watch

@@ -1,8 +1,8 @@
-"""What a capture depends on beside its inputs, as one digest: the model, its settings, and everything that compiles it.
+"""Digests of everything but the inputs that a capture depends on: the model, its settings, and the compiler.
 
-Whatever code may branch on while it is traced belongs here: attributes of modules, configurations, hooks, torch's
-settings. Installed code counts by its version (see `process_code`). A value without a stable text raises
-NotStorableError, and the model is not stored.
+All values that traced code may branch on belong here: attributes of modules, configurations, hooks, torch's settings.
+Installed code is represented by its version (see `process_code`). If a value has no stable text, NotStorableError is
+raised and the model is not stored.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ from moepass.runtime.captures.process_code import distributions
 from moepass.runtime.captures.value_texts import Description
 from moepass.runtime.system.device_names import cpu_info, device_name
 
-# What it is and what it can, in the kernel's words for x86 and for Arm.
+# Fields of /proc/cpuinfo on x86 and Arm that identify the processor and its instructions.
 _PROCESSOR = ("model name", "flags", "CPU part", "Features")
-# Of the packages whose code is traced or compiles. Some of these variables they read once, as they are imported.
+# Prefixes of the variables of packages that are traced or that compile. Some are read only once, on import.
 _VARIABLES = ("ACCELERATE_", "HF_", "PYTORCH", "TORCH", "TRANSFORMERS_", "USE_")
 
 
 def versions() -> dict[str, Any]:
-    """Of Python and of all that is installed. A local build of torch has no other version, but another revision."""
+    """Return the versions of Python and of all installed packages.
+
+    Local builds of torch share a version, so the git revision of torch is included.
+    """
     return {
         "python": [platform.python_implementation(), sys.version, sys.flags.optimize],
         "torch": torch.version.git_version,
@@ -43,7 +46,7 @@ def versions() -> dict[str, Any]:
 
 
 def short_versions() -> dict[str, str]:
-    """For people."""
+    """Return the versions that people read in `moepass cache`."""
     import transformers
 
     packages = {"torch": str(torch.__version__), "transformers": transformers.__version__}
@@ -51,28 +54,28 @@ def short_versions() -> dict[str, str]:
 
 
 def environment() -> dict[str, str]:
-    """The variables that packages may read before the model's code is traced."""
+    """Return the environment variables that packages may read before the model's code is traced."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    cache_dir()  # sets its variable now, where it is not set: otherwise whatever compiles first would change it
+    cache_dir()  # sets its variable now if it is not set: otherwise the first compilation would change it
     return {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES) and name != "TORCH_LOGS"}
 
 
 def variables_of(code: types.CodeType) -> dict[str, str | None]:
-    """The values of all environment variables that `code` may read: those of its texts that may be a name of one."""
+    """Return the values of environment variables that `code` may read: all its constants that can name a variable."""
     texts = [text for text in code.co_consts if isinstance(text, str) and text.isidentifier() and text.isupper()]
     inner = [variables_of(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
     return {
         name: value
-        for found in ({text: os.environ.get(text) for text in texts}, *inner)
-        for name, value in found.items()
+        for variables in ({text: os.environ.get(text) for text in texts}, *inner)
+        for name, value in variables.items()
     }
 
 
 def machine(devices: Iterable[torch.device]) -> dict[str, Any]:
-    """What compiled code is made for: the processor, and those of `devices` that are GPUs.
+    """Return the hardware that compiled code is made for: the processor, and the GPUs among `devices`.
 
-    On them attention is chosen while a model is traced, by what they can.
+    The capabilities of a GPU decide which attention a model calls while it is traced.
     """
     used = sorted({device for device in devices if device.type == "cuda"}, key=str)
     return {
@@ -85,7 +88,7 @@ def machine(devices: Iterable[torch.device]) -> dict[str, Any]:
 
 
 def settings() -> dict[str, Any]:
-    """torch's settings that tracing and compiling look at."""
+    """Return the settings of torch that tracing and compilation read."""
     from torch._dynamo import config as dynamo
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
@@ -113,20 +116,23 @@ def settings() -> dict[str, Any]:
 
 
 def _precisions() -> list[str]:
-    """How exact products in fp32 must be, as one call or a setting for each library says."""
+    """Return the precision of fp32 products, for all libraries that have a setting of their own."""
     libraries: Any = torch.backends
     mkldnn, cudnn = libraries.mkldnn, libraries.cudnn
     on_cpu, on_gpu = (mkldnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn), (cudnn, cudnn.conv, cudnn.rnn)
-    # Not `get_float32_matmul_precision`: it raises where a setting for one library was made.
-    return [str(part.fp32_precision) for part in (libraries, *on_cpu, libraries.cuda.matmul, *on_gpu)]
+    # `get_float32_matmul_precision` raises if a single library has a setting, so it is not used.
+    return [str(library.fp32_precision) for library in (libraries, *on_cpu, libraries.cuda.matmul, *on_gpu)]
 
 
 def _config(config: Any) -> Any:
-    """Raises NotStorableError where a function is set, as a custom pass of Inductor: it is code of a program."""
+    """Return the text of one of torch's configurations.
+
+    Raises NotStorableError if it holds a function, such as a pass.
+    """
     for name, value in config.get_config_copy().items():
         if any(callable(item) for item in (value if isinstance(value, (list, tuple)) else [value])):
-            raise NotStorableError(f"{config.__name__}.{name}, which is set to code: {value!r}")
-    # Not `get_hash`, which writes sets in the order of this process.
+            raise NotStorableError(f"the setting {config.__name__}.{name} is a function: {value!r}")
+    # `get_hash` depends on the order of sets in this process, so it is not used.
     return Description().value(config.save_config_portable(), config.__name__)
 
 
@@ -137,36 +143,40 @@ def _ranks() -> list[Any]:
 
 
 def digest_of(description: Any) -> str:
+    """Return the SHA-256 digest of a value that is encoded as JSON."""
     return hashlib.sha256(msgspec.json.encode(description, order="sorted")).hexdigest()
 
 
 def process_began() -> float:
-    """A time before all that this process has read, in seconds since the epoch."""
-    # Times of files and of processes are counted in steps of some hundredths of a second.
+    """Return a time before this process read its first file, in seconds since the epoch."""
+    # Times of files and processes have a resolution of some hundredths of a second.
     return float(psutil.Process().create_time()) - 0.1
 
 
 def file_digests(files: Iterable[str | Path]) -> dict[str, str]:
-    """By path. Raises NotStorableError where a file may be another one than this process has read as code."""
+    """Return the digests of `files` by path.
+
+    Raises NotStorableError if a file changed after this process read its code.
+    """
     latest = process_began()
-    found = {}
+    digests = {}
     links: dict[str, float] = {}
     for file in map(Path, sorted(files)):
         try:
             if file.stat().st_ctime > latest:
-                raise NotStorableError(f"{file}, which was changed since this process began")
+                raise NotStorableError(f"{file} changed after this process began")
             if _last_linked(os.path.abspath(file), links) > latest:
-                raise NotStorableError(f"{file}, to which another link leads since this process began")
-            found[str(file)] = hashlib.sha256(file.read_bytes()).hexdigest()
+                raise NotStorableError(f"{file} is reached by a link that changed after this process began")
+            digests[str(file)] = hashlib.sha256(file.read_bytes()).hexdigest()
         except OSError as error:
-            raise NotStorableError(f"{file}, which cannot be read ({error.strerror})") from error
-    return found
+            raise NotStorableError(f"{file} cannot be read ({error.strerror})") from error
+    return digests
 
 
 def _last_linked(path: str, known: dict[str, float]) -> float:
-    """When the latest of the links was made that lead to `path`, 0 where there is none. Raises OSError.
+    """Return when the latest symbolic link on the way to `path` was created, or 0 without links. Raises OSError.
 
-    A release that is switched by a link has files as old as it is, whichever of them this process has read.
+    Deployments switch releases by a link, so the files themselves may be older than this process.
     """
     parent = os.path.dirname(path)
     if path == parent:
@@ -181,9 +191,9 @@ def _last_linked(path: str, known: dict[str, float]) -> float:
 
 
 def describe_model(model: nn.Module) -> tuple[Any, list[torch.Tensor]]:
-    """Everything in `model` but the numbers of its tensors; and these tensors, in a fixed order.
+    """Return a description of `model` without the numbers in its tensors, and these tensors in a fixed order.
 
-    Raises NotStorableError, which names what has no text.
+    Raises NotStorableError, which names the attribute that cannot be described.
     """
     description = Description()
     return description.value(model, type(model).__name__), description.tensors

@@ -1,12 +1,13 @@
-"""Whether a process runs code of a program: captures are stored and used only where it runs none.
+"""Check that a process runs only installed code: captures are stored and used only in such processes.
 
-What a program does to torch, to transformers or to a model has no end: it replaces functions, registers operators, sets
-hooks. So nothing of that is looked for. Every module must come with Python, with a package that is installed, or with
-moepass, and the program must be a part of moepass: its command, or a module that `python -m` runs. What such a process
-computes depends on the versions of the packages, on the sources of moepass, and on what `fingerprint` describes.
+A program can change torch, transformers and the model in countless ways: it can replace functions, register operators
+or set hooks. So these changes are not searched for. Instead every module must come with Python, with an installed
+package or with moepass, and the main program must be moepass's command or one of its modules, run by `python -m`. The
+results of such a process depend on the versions of its packages, the sources of moepass, and the values that
+`fingerprint` describes.
 
-This is no defence against a program that hides: one that takes its modules out of `sys.modules`, or that puts a module
-of moepass in the place of `__main__`. And of a package count its version and the files that are traced, no more.
+This is no defence against a program that hides, for example by removing its modules from `sys.modules` or by replacing
+`__main__`. Only the versions of packages are compared, and the files that were traced.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from importlib.machinery import EXTENSION_SUFFIXES, BuiltinImporter, FrozenImporter
 from typing import Any
 
-# The folders of this package, whose sources decide what is compiled.
+# The folders of this package. Their sources decide how a model is compiled.
 OUR_PACKAGES = ("moepass", "moepass.models", "moepass.passes", "moepass.runtime")
-# Python runs these at each start. Whoever installs Python may write them, and so may its user.
+# Python runs these modules at each start. The installation of Python may have them, and its user may.
 _AT_START = ("sitecustomize", "usercustomize")
 # Namespace packages have no code.
 _OF_NAMESPACES = ("NamespaceLoader",)
@@ -34,12 +35,13 @@ _PROCESS = os.getpid()
 
 
 def foreign_code(modules: Mapping[str, Any] = sys.modules) -> str:
-    """Which code of a program this process runs, as a part of a sentence; empty if it runs none.
+    """Return which code of a program this process runs, as part of a sentence; empty if it runs none.
 
-    `modules` are all that it has loaded.
+    Args:
+        modules: all modules that the process has loaded.
     """
     if os.getpid() != _PROCESS:
-        # It began after its code was read, so nothing says whether the files are still what was read.
+        # It began after its code was read, so the files may have changed between reading and its start.
         return "this process was forked from the one that loaded moepass"
     main = modules["__main__"]
     if not _is_moepass(main):
@@ -52,28 +54,32 @@ def foreign_code(modules: Mapping[str, Any] = sys.modules) -> str:
 
 
 def distributions() -> list[str]:
-    """Names and versions of all packages that this process can find, as the names of their folders have them.
+    """Return the names and versions of all packages that this process can import, from the names of their folders.
 
-    Of all, not of those that are loaded: transformers asks what is installed. The names alone are read in about 1 ms.
+    Packages that are not loaded count too, since transformers checks which packages are installed. This takes about
+    1 ms.
     """
     installed = _folders().packages
-    others = (os.path.join(os.path.abspath(path), "") for path in sys.path)
-    # A folder within a package belongs to its version. setuptools adds one to the path when Inductor imports it.
-    folders = dict.fromkeys((*installed, *(folder for folder in others if not folder.startswith(installed))))
-    found = (name for folder in folders if os.path.isdir(folder) for name in os.listdir(folder))
-    return sorted({name for name in found if name.endswith((".dist-info", ".egg-info"))})
+    folders_on_path = (os.path.join(os.path.abspath(path), "") for path in sys.path)
+    # A folder inside a package belongs to that package. setuptools adds its own to the path when Inductor imports it.
+    folders = dict.fromkeys((*installed, *(folder for folder in folders_on_path if not folder.startswith(installed))))
+    names = (name for folder in folders if os.path.isdir(folder) for name in os.listdir(folder))
+    return sorted({name for name in names if name.endswith((".dist-info", ".egg-info"))})
 
 
 class _Folders:
-    """Where code that is installed comes from. Each ends with a separator."""
+    """The folders that installed code comes from. Each path ends with a separator."""
 
     def __init__(self) -> None:
-        own = sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib", vars={"platbase": sys.base_exec_prefix})
+        standard = (
+            sysconfig.get_path("stdlib"),
+            sysconfig.get_path("platstdlib", vars={"platbase": sys.base_exec_prefix}),
+        )
         packages = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()]
         user = sysconfig.get_preferred_scheme("user")
         if site.ENABLE_USER_SITE:
             packages.append(site.getusersitepackages())
-        self.python = _prefixes(own)
+        self.python = _prefixes(standard)
         self.packages = _prefixes(packages)
         self.moepass = _prefixes(path for name in OUR_PACKAGES for path in sys.modules[name].__path__)
         self.known = (*self.packages, *self.moepass)
@@ -85,7 +91,7 @@ class _Folders:
         return is_known or self.have_with_python(file)
 
     def have_with_python(self, file: str) -> bool:
-        # Packages of another environment may lie in Python's own folder.
+        # Packages of another environment may be in Python's own folder.
         return file.startswith(self.python) and not any(f"{os.sep}{name}" in file for name in _OF_PACKAGES)
 
 
@@ -95,7 +101,7 @@ def _folders() -> _Folders:
 
 
 def _development_links(folders: Iterable[str]) -> Iterator[str]:
-    """The links in `folders` to what is being developed elsewhere. Some systems link to packages that are installed."""
+    """Yield the links in `folders` that lead to code under development. Links to installed packages do not count."""
     for folder in filter(os.path.isdir, folders):
         for entry in os.scandir(folder):
             if entry.is_symlink() and not any(f"{os.sep}{name}" in os.path.realpath(entry) for name in _OF_PACKAGES):
@@ -128,21 +134,21 @@ def _is_installed(name: str, module: Any, modules: Mapping[str, Any]) -> bool:
         return True
     maker = type(module if loader is None else loader)
     if maker is not types.ModuleType:
-        # Packages make modules of their own kinds, as torch.ops, and load some by their own means.
+        # Packages have their own module classes, as torch.ops, and their own loaders.
         members = [member for kind in maker.__mro__ for member in vars(kind).values()]
         files = {member.__code__.co_filename for member in members if isinstance(member, types.FunctionType)}
-        own = [file for file in files if not file.startswith("<frozen ")]
-        return bool(own) and all(map(_is_installed_file, own))
+        real_files = [file for file in files if not file.startswith("<frozen ")]
+        return bool(real_files) and all(map(_is_installed_file, real_files))
     return name.startswith(_OF_CYTHON) or any(_is_extension(modules.get(parent)) for parent in _parents(name))
 
 
 def _is_installed_file(file: str) -> bool:
-    # Nearly all files are told by their names alone, and there are thousands.
+    # The name alone decides for nearly all of the thousands of files.
     return (".." not in file and _folders().have(file)) or _folders().have(os.path.realpath(file))
 
 
 def _is_of_inductor(name: str, file: str) -> bool:
-    """Whether it is code that Inductor wrote, which follows from what it compiled."""
+    """Return whether the module is code that Inductor generated. Such code follows from its input."""
     if not name.startswith("torch._inductor.runtime.compile_tasks.") and not name.endswith(".kernel"):
         return False
     from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -151,7 +157,7 @@ def _is_of_inductor(name: str, file: str) -> bool:
 
 
 def _is_extension(module: Any) -> bool:
-    """Written in C, which makes modules without files, as `torch._C._nn`."""
+    """Return whether `module` is written in C. Such modules create submodules without files, as `torch._C._nn`."""
     file = _own(module, "__file__")
     is_built_in = _own(module, "__name__") in sys.builtin_module_names
     return is_built_in or (
@@ -165,7 +171,7 @@ def _parents(name: str) -> Iterator[str]:
 
 
 def _own(module: Any, name: str) -> Any:
-    """Without asking the module, which may do anything to answer, as those of transformers import others."""
+    """Return the attribute without calling `__getattr__`, which may import other modules, as in transformers."""
     return getattr(module, "__dict__", {}).get(name)
 
 

@@ -40,40 +40,50 @@ from moepass.runtime.execute.executor import Executor
 from moepass.runtime.lowering.segment_records import read_segments, reads_compiled_code
 from moepass.runtime.torch_private import same_layouts, vector_instructions
 
-# A module, its dictionary of parameters or of buffers, and a name in it.
-_Place = tuple[nn.Module, str, str]
+# A module, the name of its dictionary of parameters or buffers, and a key in that dictionary.
+_TensorPath = tuple[nn.Module, str, str]
 
 
 def record_capture(watch: CaptureWatch, model: nn.Module, arguments: Sequence[object], result: object) -> CaptureRecord:
-    """What one call of the compiled `model` compiled. Raises NotStorableError where that alone gives no such call."""
+    """Return the record of one call of the compiled `model`.
+
+    Args:
+        watch: the watch that was active during the call.
+        model: the model before it was compiled.
+        arguments: the arguments of the call.
+        result: the value that the call returned.
+
+    Raises:
+        NotStorableError: the call did more than run one graph that depends only on its arguments and the model.
+    """
     graph, run = _only_run(watch)
     inputs = graph_inputs(graph.captured.graph)
     tensors: dict[int, list[str]] = {}
     for path, value in _state(model):
         tensors.setdefault(id(value), []).append(path)
-    places = {id(value): place for place, value in enumerate(arguments)}
-    # What Dynamo knows of an argument that is no input of its own is in guards that are not kept.
-    own = {id(value) for value in run.inputs} - tensors.keys()
-    if len(places) != len(arguments) or places.keys() - own:
-        raise NotStorableError("a call in which an argument is no tensor, is not read, or is given twice")
+    positions = {id(value): position for position, value in enumerate(arguments)}
+    # Dynamo guards on an argument that is no input of the graph, and these guards are not recorded.
+    argument_inputs = {id(value) for value in run.inputs} - tensors.keys()
+    if len(positions) != len(arguments) or positions.keys() - argument_inputs:
+        raise NotStorableError("an argument of a call is not a tensor, is not read, or is passed twice")
     if any(isinstance(value, nn.Parameter) for value in arguments):
-        raise NotStorableError("a call in which an argument is a parameter")
+        raise NotStorableError("an argument of a call is a parameter")
     records: list[StateInput | ArgumentInput | SizeInput] = []
     for node, value in zip(inputs, run.inputs, strict=True):
         described = fake_value(node)
         if isinstance(described, torch.SymInt):
             records.append(SizeInput(_text(described)))
         elif not isinstance(described, torch.Tensor):
-            raise NotStorableError(f"the input {node.name}, which is no tensor")
-        elif id(value) in places:
-            records.append(ArgumentInput(places[id(value)], _layout(described)))
+            raise NotStorableError(f"the graph's input {node.name} is not a tensor")
+        elif id(value) in positions:
+            records.append(ArgumentInput(positions[id(value)], _layout(described)))
         elif id(value) in tensors:
             records.append(StateInput(tuple(tensors[id(value)]), _layout(described)))
         else:
-            raise NotStorableError(f"the input {node.name}, which is neither an argument nor state of the model")
-    outputs = [place for place, value in enumerate(run.outputs) if value is result]
+            raise NotStorableError(f"the graph's input {node.name} is neither an argument nor a tensor of the model")
+    outputs = [position for position, value in enumerate(run.outputs) if value is result]
     if not outputs:
-        raise NotStorableError("a result that is no output of the graph")
+        raise NotStorableError("the result of a call is no output of the graph")
     sizes = _sizes([record for record in records if isinstance(record, ArgumentInput)])
     conditions = _conditions(graph.captured.graph)
     for text in size_texts(records, conditions):
@@ -94,13 +104,19 @@ def record_capture(watch: CaptureWatch, model: nn.Module, arguments: Sequence[ob
 
 
 class StoredCapture:
-    """A capture for one model. Its executor is made when it is asked for."""
+    """A capture for one model. Its executor is created on first use.
+
+    Args:
+        record: the capture.
+        model: the model that it is used for.
+        store: the banks of `model`.
+        context: the context in which the plan's predictions are made again.
+
+    Raises:
+        ValueError: the record is damaged, or the model has other banks or tensors than the record.
+    """
 
     def __init__(self, record: CaptureRecord, model: nn.Module, store: BankStore | None, context: PassContext) -> None:
-        """`store` has the banks of `model`; in `context` the plan is made again.
-
-        Raises ValueError where the record is damaged, or the banks of `model` or its state are other ones.
-        """
         record.check()
         self._record = record
         self._store = store
@@ -109,18 +125,18 @@ class StoredCapture:
         _check_banks(record.plan.banks, store)
 
     def inputs_for(self, arguments: Sequence[Any]) -> list[Any] | None:
-        """The inputs of the graph for a call with these arguments; None where it is not right for them.
+        """Return the graph's inputs for a call with these arguments, or None if the capture does not serve this call.
 
-        Raises ValueError where a text of the record is not arithmetic for these sizes.
+        Raises ValueError if an expression of the record cannot be evaluated for these sizes.
         """
         record = self._record
         if len(arguments) != record.arguments or not all(isinstance(value, torch.Tensor) for value in arguments):
             return None
         if len({id(value) for value in arguments}) != len(arguments):
-            return None  # code may ask whether two are the same
-        if any(dim >= arguments[place].dim() for place, dim in record.sizes.values()):
+            return None  # the code may compare two arguments with `is`
+        if any(dim >= arguments[position].dim() for position, dim in record.sizes.values()):
             return None
-        sizes = {name: int(arguments[place].shape[dim]) for name, (place, dim) in record.sizes.items()}
+        sizes = {name: int(arguments[position].shape[dim]) for name, (position, dim) in record.sizes.items()}
         if not all(condition.holds(sizes) for condition in record.conditions):
             return None
         tensors = self._state.read()
@@ -142,7 +158,7 @@ class StoredCapture:
 
     @functools.cached_property
     def executor(self) -> Executor:
-        """Raises ValueError where the record makes no executor."""
+        """The executor of the recorded graph. Raises ValueError if the record describes no valid graph."""
         record, plan = self._record, self._record.plan
         try:
             top = read_graph(record.top, read_segments(record.segments, record.vector_instructions))
@@ -150,53 +166,56 @@ class StoredCapture:
             if not isinstance(results, (list, tuple)) or not 0 <= record.result < len(results):
                 raise ValueError(f"its result is output {record.result} of {results}")
             if plan.decisions is not None:
-                # For the profile of now: it may be another one than when this was stored.
+                # The machine's profile may be another one than when this capture was stored.
                 plan = dataclasses.replace(plan, decisions=decisions_for(plan, dict(plan.sizes), self.context))
         except (LookupError, TypeError, AttributeError, RuntimeError) as error:
-            raise ValueError(f"it makes no graph: {type(error).__name__}: {error}") from error
+            raise ValueError(f"its graph cannot be rebuilt: {type(error).__name__}: {error}") from error
         ring = None
         if self._store is not None and plan.slot_stays:
             ring = self._store.ring(slot_bytes=plan.slot_bytes)
         return Executor(top, plan, ring)
 
     def run(self, inputs: list[Any]) -> Any:
+        """Return the result of the call whose graph inputs are `inputs`."""
         return self.executor(inputs)[self._record.result]
 
 
 class _StateTensors:
     """Reads the parameters and buffers of a model that a graph takes.
 
-    Since the last call other tensors may have come in their place, or the same ones may have got other memory, as
-    `module.half()` does. So each call compares them all.
+    Since the last call, a tensor may have been replaced or may have new memory, as after `module.half()`. So each call
+    compares all of them.
+
+    Raises:
+        ValueError: the model has no tensor at a path, or one with another layout.
     """
 
     def __init__(self, model: nn.Module, items: Sequence[StateInput]) -> None:
-        """Raises ValueError where `model` has none of a path, or one of another layout."""
         self._items = items
-        # The first path of each, then the others of those that are tied, with the place of the first.
-        self._places = [self._place(model, item.paths[0]) for item in items]
-        self._tied = [(n, self._place(model, path)) for n, item in enumerate(items) for path in item.paths[1:]]
-        self._are_known: Callable[..., bool] | None = None
+        # The first path of each tensor; then the other paths of tied tensors, with the index of the first.
+        self._paths = [self._path(model, item.paths[0]) for item in items]
+        self._tied = [(n, self._path(model, path)) for n, item in enumerate(items) for path in item.paths[1:]]
+        self._have_known_layouts: Callable[..., bool] | None = None
         for item, value in zip(items, self._values(), strict=True):
             if not item.layout.holds_for(value, {}):
-                raise ValueError(f"{item.paths[0]} of the model is not what it was stored for")
+                raise ValueError(f"{item.paths[0]} of the model has another layout than the stored one")
 
     def read(self) -> list[torch.Tensor] | None:
-        """None where one is not of the record's type and shape, or two are no longer tied."""
+        """Return the tensors, or None if one has another type or layout than recorded, or if two are no longer tied."""
         values = self._values()
-        if self._are_known is None or not self._are_known(*values):
+        if self._have_known_layouts is None or not self._have_known_layouts(*values):
             if not all(item.layout.holds_for(value, {}) for item, value in zip(self._items, values, strict=True)):
                 return None
-            self._are_known = same_layouts(values)
-        if any(_read(place) is not values[first] for first, place in self._tied):
+            self._have_known_layouts = same_layouts(values)
+        if any(_read(path) is not values[first] for first, path in self._tied):
             return None
         return values
 
     def _values(self) -> list[Any]:
-        return [_read(place) for place in self._places]
+        return [_read(path) for path in self._paths]
 
     @staticmethod
-    def _place(model: nn.Module, path: str) -> _Place:
+    def _path(model: nn.Module, path: str) -> _TensorPath:
         prefix, _, name = path.rpartition(".")
         try:
             owner = model.get_submodule(prefix)
@@ -205,8 +224,8 @@ class _StateTensors:
         return owner, "_parameters" if name in owner._parameters else "_buffers", name
 
 
-def _read(place: _Place) -> Any:
-    owner, kind, name = place
+def _read(path: _TensorPath) -> Any:
+    owner, kind, name = path
     return getattr(owner, kind).get(name)
 
 
@@ -214,21 +233,23 @@ def _only_run(watch: CaptureWatch) -> tuple[CompiledGraph, GraphRun]:
     if watch.problem:
         raise NotStorableError(watch.problem)
     if len(watch.graphs) != 1 or len(watch.runs) != 1 or watch.runs[0].executor is not watch.graphs[0].executor:
-        raise NotStorableError(f"a call of {len(watch.runs)} runs of {len(watch.graphs)} new graphs; it must be one")
+        raise NotStorableError(
+            f"a call makes {len(watch.runs)} runs of {len(watch.graphs)} new graphs, not one run of one graph"
+        )
     if watch.frames() != (1, 1):
-        # Between them and around them runs code that the graph does not have, which may decide what is computed.
-        raise NotStorableError("a call that Dynamo does not compile as one function")
+        # Code outside the graph runs as well, and it may change the result.
+        raise NotStorableError("Dynamo does not compile a call as one function")
     graph = watch.graphs[0]
     plan, nodes = graph.executor.plan, graph.captured.graph.nodes
     if plan.local_blocks or plan.dispatch or any(bank.group for bank in plan.banks):
-        raise NotStorableError("expert parallelism, about which ranks agree in each process")
+        raise NotStorableError("the graph has expert parallelism, on which ranks agree in each process")
     if writes_to_inputs(graph.captured.graph):
-        raise NotStorableError("a graph that writes to its inputs")
+        raise NotStorableError("the graph writes to its inputs")
     if any(is_call(node, BANK_TENSOR) for node in graph.top.graph.nodes):
-        raise NotStorableError("a graph that reads banks outside of its schedule")
+        raise NotStorableError("the graph reads banks outside of its schedule")
     for size in symbolic_sizes(nodes):
         if any(size.node.shape_env.is_unbacked_symint(symbol) for symbol in size.node.expr.free_symbols):
-            raise NotStorableError(f"the size {size}, which only a run tells")
+            raise NotStorableError(f"the size {size} depends on data")
     return graph, watch.runs[0]
 
 
@@ -246,56 +267,56 @@ def _text(size: object) -> str:
 
 
 def _sizes(records: Sequence[ArgumentInput]) -> dict[str, tuple[int, int]]:
-    """Where each size that stands alone in the shape of an argument is read."""
-    found: dict[str, tuple[int, int]] = {}
+    """Return the argument and dimension that show each size."""
+    sizes: dict[str, tuple[int, int]] = {}
     for record in records:
         for dim, text in enumerate(record.layout.shape):
             if text.isidentifier():
-                found.setdefault(text, (record.position, dim))
-    return found
+                sizes.setdefault(text, (record.position, dim))
+    return sizes
 
 
 def _conditions(graph: Graph) -> tuple[Condition, ...]:
-    """What was found to hold of the sizes of `graph`, and is not in the shapes of its inputs."""
+    """Return the conditions on the sizes of `graph` that the shapes of its inputs do not show."""
     env = next((size.node.shape_env for size in symbolic_sizes(graph.nodes)), None)
     if env is None:
         return ()
-    found: dict[Condition, None] = {}
+    conditions: dict[Condition, None] = {}
     for guard in env.guards:
         for condition in _relations(env.replace(guard.expr)):
-            found[condition] = None
+            conditions[condition] = None
     for symbol, bounds in env.var_to_range.items():
         if symbol in env.replacements:
             continue
         if isinstance(bounds.lower, sympy.Integer):
-            found[Condition(str(bounds.lower), "<=", str(symbol))] = None
+            conditions[Condition(str(bounds.lower), "<=", str(symbol))] = None
         if isinstance(bounds.upper, sympy.Integer):
-            found[Condition(str(symbol), "<=", str(bounds.upper))] = None
-    return tuple(found)
+            conditions[Condition(str(symbol), "<=", str(bounds.upper))] = None
+    return tuple(conditions)
 
 
 def _relations(expression: Any) -> list[Condition]:
     if expression == sympy.true:
         return []
     if isinstance(expression, sympy.And):
-        return [condition for part in expression.args for condition in _relations(part)]
+        return [condition for term in expression.args for condition in _relations(term)]
     if isinstance(expression, sympy.core.relational.Relational) and expression.rel_op in RELATIONS:
         return [Condition(str(expression.lhs), expression.rel_op, str(expression.rhs))]
-    raise NotStorableError(f"the condition {expression}")
+    raise NotStorableError(f"the condition {expression} on sizes cannot be recorded")
 
 
 def _check_text(text: str, sizes: Mapping[str, object]) -> None:
-    """Raises NotStorableError where `text` is not arithmetic on `sizes`."""
+    """Raise NotStorableError if `text` is not arithmetic on `sizes`."""
     try:
         evaluate_text(text, dict.fromkeys(sizes, ANY_SIZE))
     except InputError as error:
         if error.name is None:
             raise NotStorableError(str(error)) from error
-        raise NotStorableError(f"the size {error.name}, which no argument has as a dimension") from error
+        raise NotStorableError(f"no argument has the size {error.name} as a dimension") from error
 
 
 def _check_banks(planned: Sequence[BankSpec], store: BankStore | None) -> None:
-    own = {} if store is None else {bank.spec.index: bank.spec for bank in store.banks}
+    specs = {} if store is None else {bank.spec.index: bank.spec for bank in store.banks}
     for spec in planned:
-        if own.get(spec.index) != dataclasses.replace(spec, in_parts=()):
-            raise ValueError(f"bank {spec.index} of the model is {own.get(spec.index)}, not {spec}")
+        if specs.get(spec.index) != dataclasses.replace(spec, in_parts=()):
+            raise ValueError(f"bank {spec.index} of the model is {specs.get(spec.index)}; the capture needs {spec}")

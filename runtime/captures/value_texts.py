@@ -1,7 +1,7 @@
-"""Texts of a model and of the values that it holds, equal where installed code that reads them does the same.
+"""Describe a model and its values as data that is equal where installed code behaves the same.
 
-Code is named and not described: a process of which anything is stored runs installed code alone (see `process_code`).
-A value without a stable text raises NotStorableError.
+Code is described by its name only: captures are stored only by processes that run installed code (see
+`process_code`). A value without a stable text raises NotStorableError.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from moepass.runtime.banks.banks import BankStore
 
 _SIMPLE = (bool, int, float, complex, str, bytes, range, type(...), type(None))
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-# Of every module: what torch keeps in it, and what is described as the module's children and tensors. Hooks are
-# described by their functions, because their numbers differ between processes.
+# Attributes of every module: children and tensors are described one by one, and hooks by their functions, because
+# the ids of hooks differ between processes.
 _WALKED = {"_modules", "_parameters", "_buffers"}
 _HOOKS = "_hooks"
-# Behind that, in names of what torch keeps of some of the hooks.
+# Suffixes of attributes that hold the ids of some of the hooks.
 _OF_SOME_HOOKS = ("_with_kwargs", "_always_called")
-# Of objects: what transformers keeps of Python's `hash`, which differs between processes, and Dynamo of itself.
+# Attributes that do not count: values of Python's `hash`, which differ between processes, and marks of Dynamo.
 _NOT_COMPARED = {"_original_object_hash", "_dynamo_static_input_type", "_torchdynamo_wrapper_id"}
 
 
@@ -39,14 +39,17 @@ class Description:
     """Texts of values. A repeated object is replaced by its number, which also ends cycles."""
 
     def __init__(self) -> None:
-        # In the order in which they are described.
+        # Tensors in the order in which they were described.
         self.tensors: list[torch.Tensor] = []
         self._known: dict[int, int] = {}
-        # What is known by its address must stay.
+        # Objects are identified by their addresses, so they must stay alive.
         self._kept: list[object] = []
 
     def value(self, value: Any, where: str) -> Any:
-        """Raises NotStorableError, which names `where` the value without a text is."""
+        """Return the description of `value`.
+
+        Raises NotStorableError, which names the path `where` it cannot be described.
+        """
         kind = type(value)
         if kind in (bool, str) or value is None:
             return value
@@ -57,11 +60,11 @@ class Description:
         if isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, (types.ModuleType, type(None))):
             return _name_of(value)
         if isinstance(value, type):
-            # Of a class that is made later, as torch does for parametrizations, too: what it does, its objects hold.
+            # A class that is created at run time, as for parametrizations, depends only on its bases and its objects.
             return [_name_of(base) for base in value.__mro__]
-        known = self._number(value)
-        if known is not None:
-            return known
+        reference = self._number(value)
+        if reference is not None:
+            return reference
         if isinstance(value, nn.Module):
             return self._module(value, where)
         if isinstance(value, torch.Tensor):
@@ -72,11 +75,11 @@ class Description:
             return ["banks", str(value.device), value.slots, _name_of(type(value.home)), specs]
         parts = _parts(value)
         if parts is not None:
-            return [_name_of(value), *(self.value(part, where) for part in parts)]
+            return [_name_of(value), *(self.value(item, where) for item in parts)]
         return [self.value(kind, where), *self._content(value, where)]
 
     def _content(self, value: Any, where: str) -> list[Any]:
-        """Items and members of an object."""
+        """Return the items and members of an object."""
         items: list[Any] = []
         if isinstance(value, Mapping):
             items = [[self.value(key, where), self.value(item, where)] for key, item in value.items()]
@@ -88,7 +91,9 @@ class Description:
         elif isinstance(value, (bool, int, float, complex, str, bytes)):
             items = [[base.__name__, base.__repr__(value)] for base in _SIMPLE[:6] if isinstance(value, base)]
         elif _has_hidden_state(type(value)):
-            raise NotStorableError(f"{where} is of type {_name_of(type(value))}, of which not all can be compared")
+            raise NotStorableError(
+                f"{where} is of type {_name_of(type(value))}, whose objects have state that cannot be read"
+            )
         slots = {name: getattr(value, name) for name in _slots_of(type(value)) if hasattr(value, name)}
         return [items, self._members({**slots, **_compared(value)}, where)]
 
@@ -104,13 +109,13 @@ class Description:
                 parts[name] = [self.value(item, f"{where}.{name}") for item in value.values()]
             elif name.endswith(_OF_SOME_HOOKS):
                 hooks = vars(module)[name[: name.index(_HOOKS) + len(_HOOKS)]]
-                parts[name] = [place for place, number in enumerate(hooks) if number in value]
+                parts[name] = [index for index, number in enumerate(hooks) if number in value]
             else:
                 parts[name] = self.value(value, f"{where}.{name}")
         return [self.value(type(module), where), parts]
 
     def _number(self, value: object) -> Any:
-        """What `value` was called, where it was described before."""
+        """Return a reference to an earlier description of `value`, or None the first time."""
         if id(value) in self._known:
             return ["as before", self._known[id(value)]]
         self._known[id(value)] = len(self._known)
@@ -119,12 +124,12 @@ class Description:
 
 
 def _parts(value: Any) -> list[Any] | None:
-    """What decides what a value of a known kind does; None for other kinds."""
+    """Return the parts that decide the behaviour of a callable or reference, or None for other values."""
     if isinstance(value, types.FunctionType):
-        # Tells functions of one name apart, as the lambdas of one function.
+        # Functions can share a name, as the lambdas of one function do.
         code = value.__code__
-        place = [code.co_firstlineno, *code.co_names, *(text for text in code.co_consts if type(text) in _SIMPLE)]
-        return [place, value.__defaults__, value.__kwdefaults__, _held(value), _compared(value)]
+        identity = [code.co_firstlineno, *code.co_names, *(text for text in code.co_consts if type(text) in _SIMPLE)]
+        return [identity, value.__defaults__, value.__kwdefaults__, _held(value), _compared(value)]
     if isinstance(value, types.MethodType):
         return [value.__func__, value.__self__]
     if isinstance(value, functools.partial):
@@ -143,7 +148,7 @@ def _compared(value: object) -> dict[str, Any]:
 
 
 def _has_hidden_state(kind: type) -> bool:
-    """Whether its objects have memory beside slots and a dictionary, as those of classes written in C."""
+    """Return whether objects of this class have memory besides slots and `__dict__`, as classes written in C do."""
     pointers = len(_slots_of(kind)) + sum(offset > 0 for offset in (kind.__dictoffset__, kind.__weakrefoffset__))
     return kind.__itemsize__ > 0 or kind.__basicsize__ > object.__basicsize__ + struct.calcsize("P") * pointers
 

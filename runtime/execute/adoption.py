@@ -1,8 +1,8 @@
-"""Experts of a model that runs with expert parallelism already: what each rank holds becomes a shard for all ranks.
+"""Adopt the experts of a model that already runs with expert parallelism: local parameters become shards for all ranks.
 
-A graph from which expert parallelism was taken reads complete banks, of which its own parameters are this rank's part.
-In its first run the ranks meet, once, and these parts go to where the transport reads them; from then on each rank
-pulls what it lacks whenever it wants, or all gather.
+After expert parallelism was removed from a graph, it reads complete banks, and its own parameters are this rank's
+shards. In the first run the ranks meet once and register these shards with the transport. From then on each rank pulls
+missing shards on its own, or all ranks gather.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from moepass.passes.ir.plan import BankSpec, LocalBlock, Plan
 from moepass.passes.ir.protocol import Agree, Group
 from moepass.passes.parallel.eliminate_expert_parallelism import texts_of
 from moepass.passes.parallel.proposals import NO_CROSSOVER, Proposal, exchanges_to_compare
-from moepass.runtime.execute.dispatching import Dispatcher
-from moepass.runtime.execute.executor import Adopt
+from moepass.runtime.execute.dispatching import BankInputs, CapturedFallback, CapturedForm, Dispatcher
+from moepass.runtime.execute.run_findings import RunFindings
+from moepass.runtime.execute.schedules import Adopt
 from moepass.runtime.homes.adopted_banks import AdoptionOptions, adopted_banks, adopted_parts
 from moepass.runtime.homes.device_home import check_transport_to
 from moepass.runtime.ranks.agreement import RunCheck, taken_blocks
@@ -37,31 +38,38 @@ from moepass.runtime.transfer.link import check_link_to
 
 
 def process_groups(names: Collection[str]) -> dict[str, Group]:
-    """This rank's place in each of the process groups with these names; those that do not exist here are left out.
+    """Return this rank's view of the process groups with these names. Groups that do not exist here are skipped.
 
-    Where two of them may be axes of a mesh, also in the groups that they may make together. All in the order in which
-    the groups were created, which is the same on all their ranks.
+    If two of them may be axes of a mesh, the groups that combine them are included. The order is that of creation,
+    which is the same on all ranks.
     """
-    known = {
+    groups = {
         name: Group(group.rank(), group.size(), tuple(dist.get_process_group_ranks(group)))
         for name, group in process_groups_by_name().items()
     }
-    named = [known[name] for name in sorted(set(names) & known.keys())]
-    products = {(one.ranks * other.ranks, one, other) for one, other in itertools.combinations(named, 2)}
+    named = [groups[name] for name in sorted(set(names) & groups.keys())]
+    pairs = list(itertools.combinations(named, 2))
     return {
         name: group
-        for name, group in known.items()
+        for name, group in groups.items()
         if name in names
-        or any(group.ranks == ranks and joint_group(one, other, {name: group}) for ranks, one, other in products)
+        or any(
+            group.ranks == first.ranks * second.ranks and joint_group(first, second, {name: group})
+            for first, second in pairs
+        )
     }
 
 
 def agreement_on_blocks(
     captured: GraphModule, groups: Mapping[str, Group], crossover: str, timeout_s: float
 ) -> Agree | None:
-    """How the ranks of `groups` agree on what is taken out of `captured`; None where no other rank has a say.
+    """Return the function by which ranks agree on the blocks that are rewritten; None if no other rank takes part.
 
-    `crossover` says below how many tokens per rank runs are to be exchanged, in words.
+    Args:
+        captured: the captured graph.
+        groups: the process groups that it uses.
+        crossover: the number of tokens per rank below which runs exchange tokens, as text that ranks compare.
+        timeout_s: how long to wait for the other ranks, in seconds.
     """
     exchanges = _shared_exchanges(captured, groups)
     if not exchanges:
@@ -74,12 +82,12 @@ def agreement_on_blocks(
 
     def agree(module: GraphModule, plan: Plan) -> dict[str, str]:
         leave: dict[str, str] = {}
-        for name, found in exchanges.items():
-            own, group = Proposal.of(plan, name, found, crossover), _group(name)
+        for name, collectives in exchanges.items():
+            proposal, group = Proposal.of(plan, name, collectives, crossover), _group(name)
             if refused is not None:
-                leave |= {block.name: refused for block in own.takes}
-                own = own.without_taking(refused)
-            leave |= decisions_of(group).decide(group, own, lambda block: texts_of(module, block), timeout_s)
+                leave |= {block.name: refused for block in proposal.takes}
+                proposal = proposal.without_taking(refused)
+            leave |= decisions_of(group).decide(group, proposal, lambda block: texts_of(module, block), timeout_s)
         return leave
 
     return agree
@@ -88,59 +96,84 @@ def agreement_on_blocks(
 def run_checks(
     plan: Plan, captured: GraphModule, groups: Mapping[str, Group], timeout_s: float
 ) -> list[Callable[[], None]]:
-    """The checks before each run of `captured`, whose `plan` ranks agreed on. They raise if the run must not begin.
+    """Return the checks before each run of `captured`. They raise if the run must not begin.
 
-    One of them compares the run with those of the other ranks, if need be (`BlockDecisions.must_agree`). It is left
-    out if the plan has a dispatch or a `replica_check`, by which the ranks agree on every run.
+    One of them compares the run with those of the other ranks if necessary (`BlockDecisions.must_agree`). It is left
+    out if ranks agree on every run anyway, because the plan has a dispatch or its blocks need the same tokens.
     """
     exchanges = _shared_exchanges(captured, groups)
     checks: list[Callable[[], None]] = [refuse_eager_stance] if exchanges and plan.local_blocks else []
     if plan.dispatch is None:
         checks += [
-            RunCheck(functools.partial(_group, name), Proposal.of(plan, name, found, NO_CROSSOVER), timeout_s)
-            for name, found in exchanges.items()
-            if name not in {block.group for block in _relying(plan)}
+            RunCheck(functools.partial(_group, name), Proposal.of(plan, name, collectives, NO_CROSSOVER), timeout_s)
+            for name, collectives in exchanges.items()
+            if name not in {block.group for block in _blocks_of_equal_tokens(plan)}
         ]
     return checks
 
 
 def _shared_exchanges(captured: GraphModule, groups: Mapping[str, Group]) -> dict[str, tuple[str, ...]]:
-    """The collectives of `captured` in those of `groups` that have other ranks, by group.
+    """Return the collectives of `captured` in each of `groups` that has other ranks.
 
-    All ranks go through groups in this order, so none waits for another in a circle.
+    All ranks go through groups in this order, so no ranks wait for each other in a cycle.
     """
     return {
-        name: found
-        for name, found in exchanges_to_compare(captured.graph, groups).items()
+        name: collectives
+        for name, collectives in exchanges_to_compare(captured.graph, groups).items()
         if name in groups and has_others(_group(name))
     }
 
 
-def dispatching(
-    plan: Plan, captured: GraphModule, lower: str, device: torch.device, options: AdoptionOptions
-) -> Dispatcher | None:
-    """The dispatcher that chooses the form of each run; None if the plan has no dispatch.
+def captured_forms(
+    plan: Plan,
+    captured: GraphModule,
+    lower: str,
+    device: torch.device,
+    options: AdoptionOptions,
+    debug: bool,
+    findings: RunFindings,
+) -> list[CapturedForm]:
+    """Return the decisions by which a run takes `captured` instead of the schedule, in the order of their priority.
 
-    `captured` is the graph that the plan was made for, `lower` how it is compiled where it has to run.
+    With `debug`, ranks compare their tokens in every run. Blocks that a run refuses are noted in `findings`.
     """
-    dispatch = plan.dispatch
-    if dispatch is None:
-        return None
-    (name,) = {bank.group for bank in plan.banks}
-    (agreed_over,) = {block.group for block in plan.local_blocks}
+    forms: list[CapturedForm] = []
+    if plan.dispatch is not None:
+        (bank_group,) = {bank.group for bank in plan.banks}
+        (block_group,) = {block.group for block in plan.local_blocks}
 
-    def register(banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]) -> None:
-        adopted_banks(_group(name), device).register_agreed(banks, parts)
+        def register(banks: Sequence[BankSpec], inputs: BankInputs) -> None:
+            adopted_banks(_group(bank_group), device).register_agreed(banks, inputs)
 
-    blocks = taken_blocks(plan.local_blocks)
-    return Dispatcher(dispatch, captured, lower, lambda: _group(agreed_over), register, options.timeout_s, blocks)
+        group = functools.partial(_group, block_group)
+        blocks = taken_blocks(plan.local_blocks)
+        forms.append(Dispatcher(plan.dispatch, captured, lower, group, register, options.timeout_s, blocks))
+    needing = _blocks_of_equal_tokens(plan)
+    if needing:
+        check = _replica_check(plan, needing, captured, options.timeout_s, debug)
+        forms.append(CapturedFallback(check, captured, lower, needing, findings))
+    return forms
+
+
+def _replica_check(
+    plan: Plan, needing: Sequence[LocalBlock], captured: GraphModule, timeout_s: float, debug: bool
+) -> ReplicaCheck:
+    """Return the check that ranks hold the same tokens, for the blocks `needing` them."""
+    (group_name,) = {block.group for block in needing}
+    (alike,) = {block.alike for block in needing}
+    nodes = {node.name: (position, node) for position, node in enumerate(graph_inputs(captured.graph))}
+    inputs = {nodes[name][0]: input_name(nodes[name][1]) for name in plan.replicated}
+    signature = " ".join(block.signature for block in needing)
+    blocks = taken_blocks([block for block in plan.local_blocks if block.group == group_name])
+    return ReplicaCheck(functools.partial(_group, group_name), inputs, signature, blocks, timeout_s, debug, alike)
 
 
 def adoption(plan: Plan, device: torch.device, options: AdoptionOptions) -> Adopt | None:
-    """The function that adopts the banks of `plan` in the first run; None if they are not parameters of the graph.
+    """Return the function that adopts the banks of `plan` in the first run; None if they are no parameters of it.
 
-    Raises InputError for a device that banks of other ranks cannot stream to, OptionError for a link that is none
-    there.
+    Raises:
+        InputError: banks of other ranks cannot be streamed to `device`.
+        OptionError: the link does not exist on `device`.
     """
     names = {bank.group for bank in plan.banks if bank.group}
     if not names:
@@ -151,36 +184,20 @@ def adoption(plan: Plan, device: torch.device, options: AdoptionOptions) -> Adop
 
     def adopt(banks: Sequence[BankSpec], parts: Sequence[Sequence[torch.Tensor]]) -> None:
         group = _group(name)
-        if _relying(plan):
+        if _blocks_of_equal_tokens(plan):
             adopted_banks(group, device).register_agreed(banks, parts)
         adopted_banks(group, device).adopt(group, banks, parts, options)
 
     return adopt
 
 
-def replica_check(plan: Plan, captured: GraphModule, options: AdoptionOptions, debug: bool) -> ReplicaCheck | None:
-    """The check that ranks hold the same tokens, if the plan relies on it; else None."""
-    relying = _relying(plan)
-    if not relying:
-        return None
-    (group_name,) = {block.group for block in relying}
-    nodes = {node.name: node for node in graph_inputs(captured.graph)}
-    places = {name: place for place, name in enumerate(nodes)}
-    inputs = {places[name]: input_name(nodes[name]) for name in plan.replicated}
-    signature = " ".join(block.signature for block in relying)
-    blocks = taken_blocks([block for block in plan.local_blocks if block.group == group_name])
-    group = functools.partial(_group, group_name)
-    (alike,) = {block.alike for block in relying}
-    return ReplicaCheck(group, inputs, signature, blocks, options.timeout_s, debug, alike)
-
-
-def _relying(plan: Plan) -> list[LocalBlock]:
-    """The blocks that need the same tokens on all ranks."""
+def _blocks_of_equal_tokens(plan: Plan) -> list[LocalBlock]:
+    """Return the blocks that need the same tokens on all ranks."""
     return [block for block in plan.local_blocks if block.tokens]
 
 
 def _group(name: str) -> ProcessGroup:
-    """Raises InputError where there is none of that name any more."""
+    """Return the process group of this name. Raises InputError if it was destroyed."""
     group = process_groups_by_name().get(name)
     if group is None:
         raise InputError(
@@ -195,8 +212,7 @@ __all__ = [
     "adopted_parts",
     "adoption",
     "agreement_on_blocks",
-    "dispatching",
+    "captured_forms",
     "process_groups",
-    "replica_check",
     "run_checks",
 ]

@@ -1,7 +1,7 @@
-"""The two forms of one compiled graph: which one a run takes, and the exchanged one, compiled with the other.
+"""Forms of a compiled graph besides its schedule: when a run takes the captured graph, and how it is compiled.
 
-Both read the same inputs, parameters included, so nothing is held twice. In an exchanged run nothing is prefetched, and
-the ring stays as the last gathered run left it: what its slots were filled with ahead is what the next one asks for.
+Both forms read the same inputs, parameters included, so nothing is stored twice. A run of the captured graph prefetches
+nothing and leaves the ring as it was: its slots stay filled for the next gathered run.
 """
 
 from __future__ import annotations
@@ -13,27 +13,36 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.distributed import ProcessGroup
 from torch.fx import GraphModule
 
 from moepass.models.formulas.text import evaluate_text
 from moepass.passes.graph.input_sizes import read_sizes, size_sources, sizes_at_capture
-from moepass.passes.ir.plan import BankSpec, Dispatch
+from moepass.passes.ir.plan import BankSpec, Dispatch, LocalBlock
 from moepass.passes.ir.segment import Segment
 from moepass.passes.schedule.dispatch import EXCHANGED
 from moepass.runtime.banks.identity import MemoryTable, memories_of
+from moepass.runtime.execute.run_findings import RunFindings
 from moepass.runtime.lowering.lower_later import LateGraph, lower_later
 from moepass.runtime.ranks.agreement import RunVote, agreement_of
 from moepass.runtime.ranks.replicas import ReplicaCheck
 
 logger = logging.getLogger("moepass")
 
+# The inputs of a run that are this rank's tensors of each bank.
+BankInputs = Sequence[Sequence[torch.Tensor]]
+
 
 @dataclasses.dataclass
 class FormStatistics:
-    """Runs of one graph by form, how often the exchanged form was compiled, and the segments of the last compilation.
+    """Runs of one graph by form.
 
-    These are None if it runs operator by operator, and before it was compiled.
+    Attributes:
+        gathered_runs: runs that followed the schedule.
+        exchanged_runs: runs of the captured graph.
+        exchanged_compilations: how often the captured graph was compiled.
+        exchanged_segments: the segments of its last compilation; None before that, and if it runs operator by operator.
     """
 
     gathered_runs: int = 0
@@ -42,64 +51,89 @@ class FormStatistics:
     exchanged_segments: tuple[Segment, ...] | None = None
 
 
-class ExchangedForm:
-    """A graph as it was captured, collectives and all.
+class CapturedForm:
+    """The graph `captured`, with its collectives, as a form that may run instead of the schedule.
 
-    It is compiled for some sizes. Where a run has others, for which that is not right, it is compiled for these too.
+    It is compiled for the sizes of a run, and again for sizes that the guards of earlier compilations exclude. `lower`
+    is a key of `LOWERINGS`.
     """
 
-    def __init__(self, captured: GraphModule, lower: str, statistics: FormStatistics) -> None:
-        """`captured` is kept, and stays as it is. `lower` is a key of `LOWERINGS`."""
+    def __init__(self, captured: GraphModule, lower: str) -> None:
+        self.statistics = FormStatistics()
         self._captured = captured
         self._lower = lower
-        self._statistics = statistics
+        self._sources = size_sources(captured.graph)
         self._compiled: list[LateGraph] = []
         self._lock = threading.Lock()
 
-    def run(self, arguments: Sequence[Any], sizes: Mapping[str, int]) -> Any:
-        for compiled in self._compiled:
-            if compiled.is_right_for(sizes):
-                return compiled.run(*arguments)
-        return self.compile_for(sizes).run(*arguments)
+    def sizes(self, arguments: Sequence[Any]) -> Mapping[str, int]:
+        """Return the sizes of a run by their names in the graph."""
+        return read_sizes(self._sources, arguments)
 
-    def compile_for(self, sizes: Mapping[str, int]) -> LateGraph:
-        """The compiled graph for `sizes`, compiled now if there is none."""
-        with self._lock:
-            for compiled in self._compiled:
-                if compiled.is_right_for(sizes):
-                    return compiled
-            started = time.perf_counter()
-            made = lower_later(self._captured, sizes, self._lower)
-            self._compiled.append(made)
-            self._statistics.exchanged_compilations += 1
-            self._statistics.exchanged_segments = made.segments
-            logger.info("compiled the graph as it was captured in %.1f s", time.perf_counter() - started)
-            return self._compiled[-1]
+    def replaces_schedule(self, arguments: Sequence[Any], banks: Sequence[BankSpec], inputs: BankInputs) -> bool:
+        """Return whether this run takes the captured graph, the same on all ranks.
 
-
-class CapturedFallback:
-    """Runs a graph as it was captured where ranks turn out not to have the same tokens, although the plan needs it."""
-
-    def __init__(self, check: ReplicaCheck, captured: GraphModule, lower: str) -> None:
-        self.statistics = FormStatistics()
-        self._check = check
-        self._sources = size_sources(captured.graph)
-        self._form = ExchangedForm(captured, lower, self.statistics)
-
-    def reason(self, arguments: Sequence[Any], parts: Sequence[Sequence[Any]]) -> str | None:
-        """Why a run must not follow the schedule, in the same words on all ranks; None where it may.
-
-        `parts` are this rank's tensors of each bank. Raises PeerError where ranks do not come.
+        `inputs` are this rank's tensors of each of `banks`. Raises PeerError if a rank differs, or does not come.
         """
-        return self._check.difference(arguments, [part for of_bank in parts for part in of_bank])
+        raise NotImplementedError
 
     def run(self, *arguments: Any) -> Any:
+        """Return the outputs of the captured graph."""
         self.statistics.exchanged_runs += 1
-        return self._form.run(arguments, read_sizes(self._sources, arguments))
+        sizes = self.sizes(arguments)
+        compiled = self._compiled_for(sizes) or self.compile_for(sizes)
+        return compiled.run(*arguments)
+
+    def compile_for(self, sizes: Mapping[str, int]) -> LateGraph:
+        """Return the compiled graph for `sizes`, and compile it first if necessary."""
+        with self._lock:
+            if (compiled := self._compiled_for(sizes)) is not None:
+                return compiled
+            started = time.perf_counter()
+            compiled = lower_later(self._captured, sizes, self._lower)
+            self._compiled.append(compiled)
+            self.statistics.exchanged_compilations += 1
+            self.statistics.exchanged_segments = compiled.segments
+            logger.info("compiled the graph as it was captured in %.1f s", time.perf_counter() - started)
+            return compiled
+
+    def _compiled_for(self, sizes: Mapping[str, int]) -> LateGraph | None:
+        return next((compiled for compiled in self._compiled if compiled.is_right_for(sizes)), None)
 
 
-class Dispatcher:
-    """Chooses the form of every run of one compiled graph, with the other ranks, and runs the exchanged one."""
+class CapturedFallback(CapturedForm):
+    """Runs the captured graph if `check` finds different tokens on ranks, although `blocks` need equal ones.
+
+    The refusals of these blocks are noted in `findings`.
+    """
+
+    def __init__(
+        self,
+        check: ReplicaCheck,
+        captured: GraphModule,
+        lower: str,
+        blocks: Sequence[LocalBlock],
+        findings: RunFindings,
+    ) -> None:
+        super().__init__(captured, lower)
+        self._check = check
+        self._blocks = blocks
+        self._findings = findings
+
+    def replaces_schedule(self, arguments: Sequence[Any], banks: Sequence[BankSpec], inputs: BankInputs) -> bool:
+        reason = self._check.difference(arguments, [tensor for tensors in inputs for tensor in tensors])
+        if reason is not None:
+            self._findings.refuse_blocks(self._blocks, reason)
+        return reason is not None
+
+
+class Dispatcher(CapturedForm):
+    """Chooses the form of every run together with the other ranks, by the rule `dispatch` of the plan.
+
+    `group` returns the process group of the graph's blocks, which waits `timeout_s` seconds for a rank. `register`
+    takes the banks and this rank's tensors of each when a run first reads them. `blocks` describe the graph's blocks in
+    words that are equal on all ranks.
+    """
 
     def __init__(
         self,
@@ -107,41 +141,28 @@ class Dispatcher:
         captured: GraphModule,
         lower: str,
         group: Callable[[], ProcessGroup],
-        register: Callable[[Sequence[BankSpec], Sequence[Sequence[Any]]], None],
+        register: Callable[[Sequence[BankSpec], BankInputs], None],
         timeout_s: float,
         blocks: tuple[str, ...] = (),
     ) -> None:
-        """`group` gives the process group of the graph's banks; `register` takes banks and this rank's parts of each,
-        and is called where they come first. `blocks` are those of the graph in words that all ranks have in common.
-
-        Compiles the exchanged form for the sizes at capture, so that no run has to wait for that.
-        """
-        self.statistics = FormStatistics()
+        super().__init__(captured, lower)
         self._dispatch = dispatch
-        self._sources = size_sources(captured.graph)
-        self._exchanged = ExchangedForm(captured, lower, self.statistics)
         self._group = group
         self._register = register
         self._timeout_s = timeout_s
         self._blocks = blocks
-        # The memory of parts that were registered.
+        # The memory of tensors that were registered.
         self._registered: MemoryTable[bool] = MemoryTable()
-        self._exchanged.compile_for(sizes_at_capture(captured.graph))
+        self.compile_for(sizes_at_capture(captured.graph))  # now, so that no run has to wait for it
 
-    def is_exchanged(self, arguments: Sequence[Any], banks: Sequence[BankSpec], parts: Sequence[Sequence[Any]]) -> bool:
-        """Agree with the other ranks on the form of this run, of which `parts` of each bank are this rank's.
-
-        Raises PeerError where ranks differ, are gone or do not come.
-        """
-        tensors = [part for of_bank in parts for part in of_bank]
+    def replaces_schedule(self, arguments: Sequence[Any], banks: Sequence[BankSpec], inputs: BankInputs) -> bool:
+        tensors = [tensor for tensors_of_bank in inputs for tensor in tensors_of_bank]
         if not self._registered.find(memories_of(tensors)):
-            self._register(banks, parts)
+            self._register(banks, inputs)
             self._registered.add(memories_of(tensors), tensors, True)
-        tokens = evaluate_text(self._dispatch.tokens, read_sizes(self._sources, arguments))
+        tokens = evaluate_text(self._dispatch.tokens, self.sizes(arguments))
         vote = RunVote.of(self._dispatch, tokens, self._blocks)
-        return agreement_of(self._group()).agree(vote, self._timeout_s) == EXCHANGED
-
-    def run_exchanged(self, *arguments: Any) -> Any:
-        """The run, as the captured graph says."""
-        self.statistics.exchanged_runs += 1
-        return self._exchanged.run(arguments, read_sizes(self._sources, arguments))
+        is_exchanged = agreement_of(self._group()).agree(vote, self._timeout_s) == EXCHANGED
+        if not is_exchanged:
+            self.statistics.gathered_runs += 1
+        return is_exchanged

@@ -1,4 +1,4 @@
-"""A step of a rank without work: with transport `collective`, other ranks need its shards even so."""
+"""A step of a rank without work: with transport `collective`, other ranks still need its shards."""
 
 from __future__ import annotations
 
@@ -14,22 +14,30 @@ from moepass.runtime.transfer.transports import Transport
 
 
 def gather_only_step(model: nn.Module) -> None:
-    """Take part in the gathers of one forward of `model` on the other ranks: compute nothing, receive nothing.
+    """Take part in the gathers of one forward of `model` on the other ranks, without computing or receiving anything.
 
-    `model` is one that was offloaded or loaded with transport "collective", or one that runs with expert parallelism
-    and was compiled with that transport, compiled or not. The latter has run once, as on all ranks.
+    The banks come in the order of this rank's last forward, or in the order of the model's layers before its first. The
+    function returns when all ranks have gathered all banks. With other transports no rank needs this one, and it
+    returns at once.
 
-    The banks come in the order of this rank's last forward; before its first, in the order of the model's layers. It
-    returns when all ranks have gathered them all. With other transports nobody waits for this rank: it does nothing.
+    If layers share a bank, its position in the order depends on how the model runs: all ranks must have run the last
+    forward the same way, in eager mode or compiled.
 
-    Where layers share a bank its place in the order depends on how the model runs: let all ranks run it alike, in eager
-    mode or compiled, in the last forward before.
+    Args:
+        model: a model that was offloaded or loaded with transport "collective", or one that runs with expert
+            parallelism
+            and was compiled with that transport and has run once on all ranks. It may be the model or its compiled
+                form.
 
-    Raises InputError where `model` has no banks; where all ranks agree on each of its runs, because it is compiled with
-    all_to_all_below, or ranks add up the results of its experts (all_reduce); and where layers share a bank and the
-    order is not known: before this rank's first forward, and after one that ran in parts (graph breaks). After this
-    error the group is still usable: the others keep waiting, and this rank can run a forward instead. Raises PeerError
-    as a forward does.
+    Raises:
+        InputError: `model` has no banks; or ranks agree on each of its runs, because it was compiled with
+            all_to_all_below
+            or its experts are summed over ranks (all_reduce); or layers share a bank and the order is unknown,
+                before this
+            rank's first forward or after one with graph breaks. The group stays usable: the other ranks keep
+                waiting, and
+            this rank can run a forward instead.
+        PeerError: a rank is gone or does not come, as in a forward.
     """
     parts = adopted_parts(model) + _offloaded_parts(model)
     if not parts:
@@ -43,10 +51,10 @@ def gather_only_step(model: nn.Module) -> None:
 
 
 def _offloaded_parts(model: nn.Module) -> list[tuple[Transport, list[BankSpec]]]:
-    """As `adopted_parts`; a bank comes once for each place in the model that reads it."""
-    found: dict[BankStore, list[BankSpec]] = {}
+    """Return the transports and banks of an offloaded model, with a bank for each module that reads it."""
+    specs: dict[BankStore, list[BankSpec]] = {}
     for _, module in model.named_modules(remove_duplicate=False):
         for _, banked in banked_parameters(module):
-            found.setdefault(banked.store, []).append(banked.store.bank(banked.bank).spec)
+            specs.setdefault(banked.store, []).append(banked.store.bank(banked.bank).spec)
             break
-    return [(store.home.transport, banks) for store, banks in found.items()]
+    return [(store.home.transport, banks) for store, banks in specs.items()]

@@ -1,4 +1,4 @@
-"""Predicted beside measured, for one graph and the sizes of its last runs."""
+"""Compare predictions with measurements, for one graph and the sizes of its last runs."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ from moepass.passes.ir.decisions import Decisions
 from moepass.runtime.execute.run_clock import MeasuredRuns
 
 NOT_MEASURED = "not measured"
-# torch counts for the process and the device, not for a graph.
+# torch counts memory by process and device, not by graph.
 _PEAK = "the most since the process began: loading, compiling and other models on the device are part of it"
 
 
 @dataclasses.dataclass(frozen=True)
 class ReportedFigure:
-    """A number as the planner predicts it and as it was measured; None with the reason in `predicted_by` or `note`.
+    """A number as the planner predicted it and as it was measured.
 
-    `note` also says what a measured number includes beside the run.
+    Attributes:
+        name: what the number measures.
+        unit: "s" or "B".
+        predicted: the prediction; None with the reason in `predicted_by`.
+        measured: the measurement; None with the reason in `note`.
+        predicted_by: the source of the prediction.
+        note: what the measurement includes besides the run.
     """
 
     name: str
@@ -29,7 +35,7 @@ class ReportedFigure:
 
     @property
     def off(self) -> float | None:
-        """Relative error of the prediction, as a fraction of the measured value."""
+        """The relative error of the prediction: a fraction of the measured value, None if there is no such value."""
         return None if self.predicted is None or not self.measured else self.predicted / self.measured - 1
 
     def __str__(self) -> str:
@@ -47,7 +53,18 @@ class ReportedFigure:
 
 @dataclasses.dataclass(frozen=True)
 class RunReport:
-    """`decisions` are those for the sizes of the last runs; `runs` of these were measured."""
+    """Predicted and measured values of the last runs of one graph. `str` prints one line for each.
+
+    Attributes:
+        decisions: the planner's decisions for the sizes of these runs.
+        runs: how many runs were measured.
+        step: seconds of one run.
+        exposed: seconds that a run waits for banks.
+        weights: bytes of the graph's inputs on the device.
+        slots: bytes of the ring.
+        activations: bytes of intermediate values.
+        peak: bytes that were allocated on the device at once.
+    """
 
     decisions: Decisions
     runs: int
@@ -60,49 +77,44 @@ class RunReport:
 
     @property
     def figures(self) -> tuple[ReportedFigure, ...]:
+        """All figures, in the order in which they are printed."""
         return (self.step, self.exposed, self.weights, self.slots, self.activations, self.peak)
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        made = self.decisions
-        tokens = f"{made.batch} x {made.sequence} tokens" if made.tokens else "an unknown number of tokens"
-        yield f"{self.runs} runs of {tokens}, {made.slots} slots, {len(made.resident_layers)} layers resident"
-        yield f"machine: {made.profile or 'no hardware profile'}"
+        decisions, resident = self.decisions, len(self.decisions.resident_layers)
+        tokens = "an unknown number of tokens"
+        if decisions.tokens:
+            tokens = f"{decisions.batch} x {decisions.sequence} tokens"
+        yield f"{self.runs} runs of {tokens}, {decisions.slots} slots, {resident} layers resident"
+        yield f"machine: {decisions.profile or 'no hardware profile'}"
         yield from map(str, self.figures)
 
 
-def run_report(
-    decisions: Decisions, measured: MeasuredRuns, weight_bytes: int | None, peak_bytes: int | None
-) -> RunReport:
-    """Put both side by side.
-
-    `weight_bytes` are those of the graph's inputs on the device, banks at rest left out; None before there was a run.
-    `peak_bytes` is the most memory that was allocated on the device; None: nothing tells.
-    """
+def run_report(decisions: Decisions, measured: MeasuredRuns) -> RunReport:
+    """Return the report of the runs that were `measured`, for `decisions` made for their sizes."""
     memory = decisions.memory
     seconds_by, bytes_by = decisions.source("step_seconds"), decisions.source("memory")
-    waiting = f"{NOT_MEASURED}: no run yet behind the first one"
-    untold = f"{NOT_MEASURED}: torch does not count what is allocated on a CPU"
+    no_run = f"{NOT_MEASURED}: no run yet behind the first one"
+    not_counted = f"{NOT_MEASURED}: torch does not count what is allocated on a CPU"
 
-    def seconds(name: str, predicted: float | None, taken: float | None) -> ReportedFigure:
-        return ReportedFigure(name, "s", predicted, taken, seconds_by, "" if taken is not None else waiting)
+    def seconds(name: str, predicted: float | None, value: float | None) -> ReportedFigure:
+        return ReportedFigure(name, "s", predicted, value, seconds_by, "" if value is not None else no_run)
 
-    def held(name: str, predicted: float | None, taken: int | None, missing: str = waiting) -> ReportedFigure:
-        is_peak = taken is not None and missing == untold
-        note = _PEAK if is_peak else "" if taken is not None else missing
-        return ReportedFigure(name, "B", predicted, taken, bytes_by, note)
+    def nbytes(name: str, predicted: float | None, value: int | None, note: str, missing: str) -> ReportedFigure:
+        return ReportedFigure(name, "B", predicted, value, bytes_by, missing if value is None else note)
 
-    weights, slots = weight_bytes, measured.slot_bytes
-    known = None if peak_bytes is None or weights is None or slots is None else peak_bytes - weights - slots
+    weights, slots, peak = measured.weight_bytes, measured.slot_bytes, measured.peak_bytes
+    activations = None if peak is None or weights is None or slots is None else peak - weights - slots
     return RunReport(
         decisions,
         measured.runs,
         seconds("step", decisions.step_seconds, measured.run_seconds),
         seconds("exposed", decisions.exposed_seconds, measured.exposed_seconds),
-        held("weights and shards", None if memory is None else memory.resident_bytes, weights),
-        held("slots", None if memory is None else memory.slot_bytes, slots),
-        held("activations", None if memory is None else memory.activation_bytes, known, untold),
-        held("peak", None if memory is None else memory.peak_bytes, peak_bytes, untold),
+        nbytes("weights and shards", None if memory is None else memory.resident_bytes, weights, "", no_run),
+        nbytes("slots", None if memory is None else memory.slot_bytes, slots, "", no_run),
+        nbytes("activations", None if memory is None else memory.activation_bytes, activations, _PEAK, not_counted),
+        nbytes("peak", None if memory is None else memory.peak_bytes, peak, _PEAK, not_counted),
     )

@@ -1,8 +1,8 @@
-"""The kernel of `moepass::complete_experts`: the experts of all ranks, gathered where a model asks for them.
+"""The kernel of `moepass::complete_experts`: all experts of a layer, gathered where a model asks for them.
 
-It runs in eager mode, under other backends, and wherever the compiler left the operator in a graph; the gather is
-synchronous. The banks are those that compiled graphs adopt: the first use of a layer, in whichever way, brings its
-ranks together, once. From then on each copies what it lacks whenever it wants, and no rank waits for another.
+It runs in eager mode, under other backends, and wherever the compiler left the operator in a graph. The gather is
+synchronous. The banks are those that compiled graphs adopt: the first use of a layer makes its ranks meet once. From
+then on each rank copies missing experts on its own and waits for no other rank.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _layers: weakref.WeakValueDictionary[int, CompleteExperts] = weakref.WeakValueDi
 
 
 class CompleteExperts:
-    """The experts of one layer, of which rank r of `group` has [bounds[r], bounds[r + 1]).
+    """The experts of one layer. Rank r of `group` has the experts [bounds[r], bounds[r + 1]).
 
-    `handle` is what the operator gets as its `layer`. `name` must be the same on all ranks.
+    `handle` is the `layer` argument of the operator. `name` must be the same on all ranks.
     """
 
     def __init__(
@@ -46,35 +46,42 @@ class CompleteExperts:
         _layers[number] = self
 
     def complete(self, parts: Sequence[torch.Tensor], stay: bool = True) -> list[torch.Tensor]:
-        """All experts of each tensor of which `parts` are this rank's, in fresh memory.
+        """Return the tensors with the experts of all ranks, in new memory.
 
-        `stay` says that `parts` are the same memory in every call; then a change of them is noticed. Otherwise those of
-        the first call count. Raises PeerError where ranks are missing, gone, or bring other tensors; InputError where
-        `parts` are not what they were.
+        Args:
+            parts: this rank's shards of the tensors.
+            stay: whether `parts` have the same memory in every call, so that changes are noticed. Otherwise the
+                values of the first call are used.
+
+        Raises:
+            PeerError: a rank is missing or gone, or has other tensors.
+            InputError: `parts` have other shapes than before.
         """
         with self._lock:
-            given = parts if stay else self._copied(parts)
-        spec = complete_bank(self.name, given, self.bounds, self.group_name)
-        match = find_bank(spec, given)
+            shards = parts if stay else self._copied(parts)
+        spec = complete_bank(self.name, shards, self.bounds, self.group_name)
+        match = find_bank(spec, shards)
         if match is None:
             group = self._group()
             if group is None:
-                raise InputError(f"the process group of {self.name} was destroyed; load the model anew", name=self.name)
-            adopted_banks(group, given[0].device).adopt(group, [spec], [given], timeout_s=self.timeout_s)
-            match = find_bank(spec, given)
+                raise InputError(
+                    f"the process group of {self.name} was destroyed; load the model again", name=self.name
+                )
+            adopted_banks(group, shards[0].device).adopt(group, [spec], [shards], timeout_s=self.timeout_s)
+            match = find_bank(spec, shards)
             assert match is not None, "it was adopted right now"
         store, stored_spec = match
-        return [store.read_tensor(stored_spec, given, place) for place in range(len(given))]
+        return [store.read_tensor(stored_spec, shards, index) for index in range(len(shards))]
 
     def _copied(self, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """`parts` of the first call, in memory that stays."""
+        """Return `parts` of the first call, in memory that stays."""
         if self._copies is None:
             with torch.inference_mode(False):
-                self._copies = [part.detach().clone(memory_format=torch.contiguous_format) for part in parts]
+                self._copies = [shard.detach().clone(memory_format=torch.contiguous_format) for shard in parts]
         if _shapes(parts) != _shapes(self._copies):
             raise InputError(
-                f"{self.name} are {_shapes(parts)}, but were {_shapes(self._copies)} in their first use, which is what "
-                "other ranks have; load, convert and place the model before its first run",
+                f"{self.name} are {_shapes(parts)}, but were {_shapes(self._copies)} in their first use, on which "
+                "other ranks rely; load, convert and place the model before its first run",
                 name=self.name,
                 value=_shapes(parts),
                 expected=_shapes(self._copies),
@@ -83,19 +90,19 @@ class CompleteExperts:
 
 
 def _shapes(parts: Sequence[torch.Tensor]) -> list[tuple[list[int], torch.dtype, torch.device]]:
-    return [(list(part.shape), part.dtype, part.device) for part in parts]
+    return [(list(shard.shape), shard.dtype, shard.device) for shard in parts]
 
 
 def _complete_experts(
     layer: torch.Tensor, parts: Sequence[torch.Tensor], expert_bounds: Sequence[int], group_name: str, stay: bool
 ) -> list[torch.Tensor]:
-    found = _layers.get(int(layer))
-    if found is None:
+    experts = _layers.get(int(layer))
+    if experts is None:
         raise InputError(
-            f"the model of experts number {int(layer)} is gone; a compiled graph of it cannot run any more",
+            f"the model of experts number {int(layer)} was deleted; its compiled graphs can no longer run",
             value=int(layer),
         )
-    return found.complete(parts, stay)
+    return experts.complete(parts, stay)
 
 
 _library = torch.library.Library("moepass", "IMPL")

@@ -1,20 +1,20 @@
-"""Expert parallelism of transformers with `ep_implementation="asyncep"`: complete experts come, tokens stay.
+"""Expert parallelism of transformers with `ep_implementation="asyncep"`: ranks gather experts and keep their tokens.
 
     moepass.register_transformers()
     model = AutoModelForCausalLM.from_pretrained(
         path, distributed_config=DistributedConfig(fsdp_size=2, ep_size=2, ep_implementation="asyncep")
     )
 
-Needs transformers 5.23 or newer, and `accelerate`, which `from_pretrained` asks for. Each rank loads its own experts.
-In eager mode a layer gathers the complete ones synchronously before it runs them on this rank's own tokens, with the
-layer's own forward, so that results are those of one process to the bit. Captured, the gather is one operator, which
-breaks no graph; `backend="asyncep"` prefetches it.
+This needs transformers 5.23 or newer, and `accelerate`, which `from_pretrained` requires. Each rank loads its own
+experts. In eager mode a layer gathers all experts synchronously and runs its own forward on this rank's tokens, so the
+results are bit-identical to those of one process. In a captured graph the gather is one operator, which does not break
+the graph; `backend="asyncep"` prefetches it.
 
-Where ranks share one batch (the group of `ep_size` ranks is that of `tp_size`), every rank computes all of that batch.
-That is right, and redundant; give each rank its own batch where throughput matters.
+If ranks share one batch (the `ep_size` ranks form the group of `tp_size`), every rank computes the whole batch. That is
+correct but redundant; for throughput, give each rank its own batch.
 
-A number of experts that the ranks do not divide: transformers' style `grouped_gemm` refuses it, ours does not. Name it
-for each expert tensor:
+transformers' style `grouped_gemm` needs a number of experts that is a multiple of the ranks. Ours does not. Name it for
+each expert tensor:
 
     ep_plan={"model.layers.*.mlp.experts.gate_up_proj": "asyncep_grouped_gemm", ...}
 """
@@ -40,9 +40,10 @@ _MODULE = "transformers.distributed.expert_parallel"
 
 
 def register_transformers() -> bool:
-    """Make `ep_implementation="asyncep"` known to transformers; again does no harm.
+    """Register `ep_implementation="asyncep"` with transformers. Calling it twice does no harm.
 
-    False where transformers is too old to take implementations of others (before 5.23), or absent.
+    Returns:
+        False if transformers is not installed, or is older than 5.23 and takes no other implementations.
     """
     try:
         theirs = importlib.import_module(_MODULE)
@@ -62,28 +63,31 @@ def _register_uneven_style(theirs: Any) -> None:
         """`grouped_gemm` for any number of experts; the last ranks hold fewer, as `torch.chunk` would give them."""
 
         def shard_param(self, module: nn.Module, param: str, mesh: Any) -> None:
-            whole = module._parameters.get(param)
-            if whole is not None:
-                sharded = distribute_tensor(whole, mesh, [self.placement], src_data_rank=None)
-                module._parameters[param] = nn.Parameter(sharded, requires_grad=whole.requires_grad)
+            complete = module._parameters.get(param)
+            if complete is not None:
+                sharded = distribute_tensor(complete, mesh, [self.placement], src_data_rank=None)
+                module._parameters[param] = nn.Parameter(sharded, requires_grad=complete.requires_grad)
 
     theirs.ALL_PARALLEL_STYLES.register(UNEVEN_STYLE, UnevenShard(Shard(0), shards_expert_dim=True))
 
 
-# How many layers of a group there are so far: ranks build their layers in the same order.
+# The number of layers in each group so far. Ranks create their layers in the same order.
 _layers_of_group: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 class AsyncExperts:
-    """An implementation of transformers' expert parallelism, one for each experts module: see the module's text."""
+    """An implementation of transformers' expert parallelism, one for each experts module.
+
+    transformers creates it while weights are on the meta device, so it keeps names and sizes of `experts` and no
+    tensors.
+
+    Raises:
+        InputError: `experts` has no sharded tensors, or tensors with different numbers of experts.
+    """
 
     needs_shared_batch = False
 
     def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
-        """Called while weights are on meta still: it keeps names and sizes, no tensor of `experts`.
-
-        Raises InputError where `experts` has no sharded tensors, or differently sharded ones.
-        """
         from torch.distributed.tensor import DTensor
 
         sharded: dict[str, Any] = {
@@ -92,29 +96,29 @@ class AsyncExperts:
         counts = {int(value.shape[0]) for value in sharded.values()}
         if len(counts) != 1:
             raise InputError(
-                f"{type(experts).__name__} has sharded tensors with {sorted(counts)} experts; all must have one number "
-                "of experts as their first size",
+                f"{type(experts).__name__} has sharded tensors with {sorted(counts)} experts; all must have the same "
+                "number of experts as their first size",
                 name=type(experts).__name__,
                 value=sorted(counts),
             )
         (count,) = counts
         group: ProcessGroup = ep_mesh.get_group()
         bounds = _chunk_bounds(count, group.size())
-        own = bounds[group.rank() + 1] - bounds[group.rank()]
+        expected = bounds[group.rank() + 1] - bounds[group.rank()]
         held = {name: value.to_local().shape[0] for name, value in sharded.items()}
-        if set(held.values()) != {own}:
+        if set(held.values()) != {expected}:
             raise InputError(
-                f"rank {group.rank()} holds {held} experts; of {count} it should have {own}",
+                f"rank {group.rank()} holds {held} experts; of {count} it should have {expected}",
                 rank=group.rank(),
                 value=held,
-                expected=own,
+                expected=expected,
             )
         self.names = list(sharded)
         ordinal = _layers_of_group.get(group, 0)
         _layers_of_group[group] = ordinal + 1
         self.sharded = CompleteExperts(f"experts {ordinal}", group, bounds)
         self.experts = experts
-        # The same layer with parameters of its own, which are there during a call only: its forward finds all experts.
+        # The same layer with other parameters, set only during a call, so that its forward uses all experts.
         complete: Any = copy.copy(experts)
         complete._parameters = dict.fromkeys(experts._parameters)
         complete.num_experts = count
@@ -124,9 +128,14 @@ class AsyncExperts:
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Weighted sums [tokens, hidden] of this rank's tokens; `top_k_index` [tokens, k] are global expert ids.
+        """Return the weighted sums [tokens, hidden] of this rank's tokens.
 
-        Around this call transformers puts the local tensors [own experts, ...] into the parameters of the layer.
+        Around this call transformers puts the local tensors [experts of this rank, ...] into the layer's parameters.
+
+        Args:
+            hidden_states: this rank's tokens [tokens, hidden].
+            top_k_index: global expert ids [tokens, k].
+            top_k_weights: weights of these experts [tokens, k].
         """
         experts, complete, sharded = self.experts, self.complete, self.sharded
         if experts.training and torch.is_grad_enabled():
@@ -134,8 +143,8 @@ class AsyncExperts:
                 f'ep_implementation="{NAME}" is for inference, but the model is in training mode with gradients on; '
                 "call model.eval(), and run it under torch.no_grad() or torch.inference_mode()"
             )
-        complete.training = experts.training  # without a look at the old value, which Dynamo would guard on
-        # FSDP brings parameters together in other memory in every run.
+        complete.training = experts.training  # does not read the old value, because Dynamo would guard on it
+        # FSDP gathers parameters into new memory in every run.
         stay = not getattr(experts, "_is_fsdp_managed_module", False)
         parts = [experts._parameters[name] for name in self.names]
         tensors = COMPLETE_EXPERTS(sharded.handle, parts, sharded.bounds, sharded.group_name, stay)
@@ -152,6 +161,6 @@ class AsyncExperts:
 
 
 def _chunk_bounds(experts: int, ranks: int) -> list[int]:
-    """The experts of each rank as `torch.chunk` and DTensor cut them: all but the last ranks have the same number."""
+    """Return the bounds of each rank's experts, cut as by `torch.chunk` and DTensor: only the last ranks have fewer."""
     most = -(-experts // ranks)
     return [min(rank * most, experts) for rank in range(ranks + 1)]

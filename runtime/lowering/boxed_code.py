@@ -1,10 +1,11 @@
 """Run a graph so that no value lives longer than its last reader.
 
-A call in Python keeps its arguments until it returns: the frames below it hold them. A segment that is called so keeps
-all of its inputs, although most are read at its beginning. Here it is given a list, which it empties as it goes.
+A Python call keeps its arguments alive until it returns, because the frames below hold them. A segment would keep all
+of its inputs, although it reads most of them early. So a segment gets a list of inputs and empties it.
 
-    step        what one node does, on the values of all nodes so far: each has a place in a list
-    last reader the step behind which a value's place is emptied; before it, where the reader empties its own list
+    step         runs one node on the values of all nodes so far, which are in a list
+    last reader  the step after which a value is removed from that list; if the node empties its own list, the value is
+                 removed before it runs
 """
 
 from __future__ import annotations
@@ -16,40 +17,42 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-# Reads what a node is given from the values so far.
+# Returns the arguments of a node, from the values so far.
 Read = Callable[[list[Any]], Any]
 Step = Callable[[list[Any]], None]
 
 
 class TakesList(torch.nn.Module):
-    """A module of a graph that is called with a list of its arguments, and empties it."""
+    """A module that a graph can call with a list of its arguments, which it empties."""
 
     def run_list(self, inputs: list[Any]) -> Any:
+        """Run the module on `inputs` and empty the list."""
         raise NotImplementedError
 
 
 def run_by_list(module: GraphModule) -> Callable[[list[Any]], Any]:
-    """`module` as a function of a list of its inputs, which it empties. It runs the nodes in the graph's order.
+    """Return `module` as a function of a list of its inputs, which it empties. Nodes run in the graph's order.
 
-    The function raises ValueError where the list is not as long as the graph has inputs."""
+    The function raises ValueError if the list has not one value for each input.
+    """
     nodes = list(module.graph.nodes)
-    place = {node: index for index, node in enumerate(nodes)}
+    index = {node: position for position, node in enumerate(nodes)}
     last = {used: node for node in nodes for used in node.all_input_nodes}
     dead: dict[Node, list[int]] = {node: [] for node in nodes}
     for node in nodes:
-        # A value that nobody reads goes at once.
-        dead[last.get(node, node)].append(place[node])
+        # A value without readers is removed at once.
+        dead[last.get(node, node)].append(index[node])
     inputs = [node for node in nodes if node.op == "placeholder"]
-    steps = [_step(module, node, place, dead[node]) for node in nodes if node.op != "output"]
-    result = _read(module.graph.output_node().args[0], place)
+    steps = [_step(module, node, index, dead[node]) for node in nodes if node.op != "output"]
+    result = _read(module.graph.output_node().args[0], index)
 
-    def run(given: list[Any]) -> Any:
+    def run(arguments: list[Any]) -> Any:
         values: list[Any] = [None] * len(nodes)
-        for node, value in zip(inputs, given, strict=True):
-            values[place[node]] = value
-        # The loop's own names would keep the last input.
+        for node, value in zip(inputs, arguments, strict=True):
+            values[index[node]] = value
+        # The loop variables would keep the last input alive.
         node = value = None
-        given.clear()
+        arguments.clear()
         for step in steps:
             step(values)
         return result(values)
@@ -57,27 +60,27 @@ def run_by_list(module: GraphModule) -> Callable[[list[Any]], Any]:
     return run
 
 
-def _step(module: GraphModule, node: Node, place: Mapping[Node, int], dead: Sequence[int]) -> Step:
-    def let_go(values: list[Any]) -> None:
-        for index in dead:
-            values[index] = None
+def _step(module: GraphModule, node: Node, indices: Mapping[Node, int], dead: Sequence[int]) -> Step:
+    def remove_dead(values: list[Any]) -> None:
+        for dead_index in dead:
+            values[dead_index] = None
 
     if node.op == "placeholder":
-        return let_go
-    here = place[node]
-    arguments, keywords = _read(list(node.args), place), _read(dict(node.kwargs), place)
+        return remove_dead
+    index = indices[node]
+    arguments, keywords = _read(list(node.args), indices), _read(dict(node.kwargs), indices)
     called = _called(module, node)
 
     def run_taker(values: list[Any]) -> None:
-        given = arguments(values)
-        let_go(values)
-        result = called(given)
-        if here not in dead:
-            values[here] = result
+        inputs = arguments(values)
+        remove_dead(values)
+        result = called(inputs)
+        if index not in dead:
+            values[index] = result
 
     def run(values: list[Any]) -> None:
-        values[here] = called(*arguments(values), **keywords(values))
-        let_go(values)
+        values[index] = called(*arguments(values), **keywords(values))
+        remove_dead(values)
 
     return run_taker if _takes_list(module, node) else run
 
@@ -88,8 +91,8 @@ def _takes_list(module: GraphModule, node: Node) -> bool:
 
 def _called(module: GraphModule, node: Node) -> Callable[..., Any]:
     if node.op == "call_module":
-        found = module.get_submodule(str(node.target))
-        return found.run_list if isinstance(found, TakesList) else found
+        child = module.get_submodule(str(node.target))
+        return child.run_list if isinstance(child, TakesList) else child
     if node.op == "get_attr":
         constant = operator.attrgetter(str(node.target))(module)
         return lambda: constant
@@ -103,19 +106,19 @@ def _method(name: str) -> Callable[..., Any]:
     return lambda value, *arguments, **keywords: getattr(value, name)(*arguments, **keywords)
 
 
-def _read(value: Any, place: Mapping[Node, int]) -> Read:
-    """A function that gives `value` with the nodes in it replaced by their values."""
+def _read(value: Any, indices: Mapping[Node, int]) -> Read:
+    """Return a function that replaces the nodes in `value` by their values."""
     if isinstance(value, Node):
-        return operator.itemgetter(place[value])
+        return operator.itemgetter(indices[value])
     if isinstance(value, (list, tuple)):
-        parts = [_read(part, place) for part in value]
+        items = [_read(item, indices) for item in value]
         if isinstance(value, tuple):
-            return lambda values: tuple(part(values) for part in parts)
-        return lambda values: [part(values) for part in parts]
+            return lambda values: tuple(item(values) for item in items)
+        return lambda values: [item(values) for item in items]
     if isinstance(value, dict):
-        named = {key: _read(part, place) for key, part in value.items()}
-        return lambda values: {key: part(values) for key, part in named.items()}
+        named = {key: _read(item, indices) for key, item in value.items()}
+        return lambda values: {key: item(values) for key, item in named.items()}
     if isinstance(value, slice):
-        bounds = [_read(bound, place) for bound in (value.start, value.stop, value.step)]
+        bounds = [_read(bound, indices) for bound in (value.start, value.stop, value.step)]
         return lambda values: slice(*(bound(values) for bound in bounds))
     return lambda values: value

@@ -1,23 +1,25 @@
-"""The chunk that the run at hand has chosen, for the segments in it that run some tokens at a time."""
+"""The chunk size that the current run chose, for segments that process some tokens at a time."""
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
-from collections.abc import Iterator
 
 _chosen: contextvars.ContextVar[int | None] = contextvars.ContextVar("chosen", default=None)
 
 
-@contextlib.contextmanager
-def chosen_chunk(tokens: int | None) -> Iterator[None]:
-    """Segments that are called inside run at most so many tokens at a time; None: as they were lowered."""
-    token = _chosen.set(tokens)
-    try:
-        yield
-    finally:
-        _chosen.reset(token)
+class ChosenChunk:
+    """A context that limits chunks of the segments called inside to `tokens` tokens; None keeps their own size."""
+
+    def __init__(self, tokens: int | None) -> None:
+        self._tokens = tokens
+
+    def __enter__(self) -> None:
+        self._reset = _chosen.set(self._tokens)
+
+    def __exit__(self, *_: object) -> None:
+        _chosen.reset(self._reset)
 
 
 def chunk_tokens_of_run() -> int | None:
+    """Return the tokens per chunk that the current run chose, if it did."""
     return _chosen.get()

@@ -1,4 +1,4 @@
-"""The values of an expert program that are the same for all rows: weights, which may come in parts, and tables."""
+"""Values of an expert program that are the same for all rows: weights, which may come in parts, and tables."""
 
 from __future__ import annotations
 
@@ -11,23 +11,27 @@ from torch.fx import Graph, GraphModule, Node
 from moepass.passes.graph.nodes import graph_inputs
 from moepass.passes.segments.expert_program import ExpertProgram, GroupedGemm, RowWork
 
-# Weights [experts, in, out] in order of experts; each part has those of the experts behind the parts before it.
+# Weights [experts, in, out], cut into parts in order of experts.
 WeightParts = tuple[torch.Tensor, ...]
 
 
 class FixedValues:
     """Reads the fixed values of a program from the inputs of its segment.
 
-    `weights` gives the weights of each GEMM, `tables` what row work reads. Both may be views of inputs, or single
-    numbers computed of them. An input may come in parts: a tuple of tensors [experts, ...] in order of experts. It is
-    read as weights alone, through views that leave experts as they are: see `passes/segments/bank_parts.py`.
+    Both kinds may be views of inputs, or single numbers computed from them. An input may come in parts: a tuple of
+    tensors [experts, ...] in order of experts. Such an input is only read as weights, through views that keep the order
+    of experts: see `passes/segments/bank_parts.py`.
+
+    Args:
+        segment: the segment.
+        program: its program.
+        read: the nodes that `tables` returns if they are fixed; by default all inputs of row work.
     """
 
     def __init__(self, segment: GraphModule, program: ExpertProgram, read: Collection[Node] | None = None) -> None:
-        """Of values `read`, `tables` gives those that are fixed; None: of all that row work reads."""
-        places = {node: place for place, node in enumerate(graph_inputs(segment.graph))}
+        positions = {node: position for position, node in enumerate(graph_inputs(segment.graph))}
         self._weights = {
-            step.weights: _weight_view(segment, step.weights, places)
+            step.weights: _weight_view(segment, step.weights, positions)
             for step in program.steps
             if isinstance(step, GroupedGemm)
         }
@@ -35,45 +39,44 @@ class FixedValues:
             read = [node for step in program.steps if isinstance(step, RowWork) for node in step.inputs]
         fixed = set(program.fixed)
         self._table_nodes = tuple(dict.fromkeys(node for node in read if node in fixed))
-        self._table_graph = _graph_of(segment, self._table_nodes, list(places))
+        self._table_graph = _graph_of(segment, self._table_nodes, list(positions))
 
     def weights(self, inputs: Sequence[Any]) -> dict[Node, WeightParts]:
-        """The weights of the program's GEMMs, as the parts in which they come."""
-        found = {}
-        for node, (place, view) in self._weights.items():
-            given = inputs[place]
-            parts = given if isinstance(given, tuple) else (given,)
-            found[node] = tuple(parts) if view is None else tuple(view(part)[0] for part in parts)
-        return found
+        """Return the weights of each GEMM of the program, in parts."""
+        weights = {}
+        for node, (position, view) in self._weights.items():
+            value = inputs[position]
+            parts = value if isinstance(value, tuple) else (value,)
+            weights[node] = tuple(parts) if view is None else tuple(view(tensor)[0] for tensor in parts)
+        return weights
 
     def tables(self, inputs: Sequence[Any]) -> dict[Node, torch.Tensor]:
-        """The fixed values that row work reads."""
+        """Return the fixed values that row work reads."""
         if not self._table_nodes:
             return {}
         return dict(zip(self._table_nodes, self._table_graph(*inputs), strict=True))
 
 
 def weights_of(parts: WeightParts, expert: int) -> torch.Tensor:
-    """The weights [in, out] of one expert."""
-    for part in parts:
-        if expert < len(part):
-            return part[expert]
-        expert -= len(part)
-    raise IndexError(
-        f"the weights of {sum(map(len, parts))} experts came, and number {expert} behind them is asked for"
-    )
+    """Return the weights [in, out] of one expert."""
+    index = expert
+    for tensor in parts:
+        if index < len(tensor):
+            return tensor[index]
+        index -= len(tensor)
+    raise IndexError(f"expert {expert} is not among the weights of {sum(map(len, parts))} experts")
 
 
-def _weight_view(segment: GraphModule, weights: Node, places: dict[Node, int]) -> tuple[int, GraphModule | None]:
-    """The input that `weights` are a view of, and the view as a graph; None where it is the input itself."""
+def _weight_view(segment: GraphModule, weights: Node, positions: dict[Node, int]) -> tuple[int, GraphModule | None]:
+    """Return the position of the input that `weights` view, and the view as a graph, or None for the input itself."""
     source = weights
-    while source not in places:
+    while source not in positions:
         (source,) = source.all_input_nodes
-    return places[source], None if source is weights else _graph_of(segment, (weights,), [source])
+    return positions[source], None if source is weights else _graph_of(segment, (weights,), [source])
 
 
 def _graph_of(segment: GraphModule, wanted: Sequence[Node], inputs: Sequence[Node]) -> GraphModule:
-    """From `inputs` to the nodes `wanted`."""
+    """Return the graph that computes the nodes `wanted` from `inputs`."""
     graph = Graph()
     values = {node: graph.placeholder(f"input_{number}") for number, node in enumerate(inputs)}
     needed = set(wanted)

@@ -28,12 +28,12 @@ from moepass.runtime.kernels.cpu_gemm_library import multiply
 from moepass.runtime.lowering.fixed_values import FixedValues, WeightParts, weights_of
 from moepass.runtime.system.huge_pages import empty_in_huge_pages
 
-# Compiles a graph whose nodes have fake values of that mode: called with a list of its inputs, gives its outputs.
+# Compiles a graph whose nodes have fake values of that mode. The result takes a list of inputs.
 Compile = Callable[[GraphModule, FakeTensorMode], Callable[[list[Any]], Sequence[torch.Tensor]]]
 
 
 def lower_experts(segment: GraphModule, compile_rows: Compile) -> ExpertLoop | NotLowered | None:
-    """`segment` expert by expert, or why it has to be compiled as a whole; None where it has no experts."""
+    """Return a loop over the experts of `segment`, the reason why it cannot be one, or None if it has no experts."""
     experts = expert_gemms_in(segment)
     if not experts:
         return None
@@ -55,17 +55,19 @@ def lower_experts(segment: GraphModule, compile_rows: Compile) -> ExpertLoop | N
 def _check_cpu(program: ExpertProgram) -> None:
     for node, order in zip(program.outputs, program.orders, strict=True):
         if order is not None:
-            raise NotByExpertError(node, f"the rows of {named(node)} come back in another order, and the loop keeps it")
+            raise NotByExpertError(
+                node, f"the rows of {named(node)} are returned in another order, but the loop keeps their order"
+            )
     for step in program.steps:
         if isinstance(step, GroupedGemm) and fake_value(step.rows).device.type != "cpu":
             device = fake_value(step.rows).device.type
-            raise NotByExpertError(step.node, f"{named(step.node)} computes on {device}, and the loop is for CPUs")
+            raise NotByExpertError(step.node, f"{named(step.node)} computes on {device}, but the loop is for CPUs")
 
 
 def grouped_gemm_loop(rows: torch.Tensor, weights: torch.Tensor) -> ExpertLoop:
-    """The loop of a segment that is one grouped GEMM and nothing else: takes rows, weights and where rows end.
+    """Return the loop of a segment that is a single grouped GEMM. Its inputs are rows, weights and the ends of rows.
 
-    `rows` [n, in] and `weights` [E, out, in] say shapes and types.
+    Only shapes and types of `rows` [n, in] and `weights` [experts, out, in] are read.
     """
     graph = Graph()
     inputs = [graph.placeholder(name) for name in ("rows", "weights", "ends")]
@@ -79,29 +81,34 @@ def grouped_gemm_loop(rows: torch.Tensor, weights: torch.Tensor) -> ExpertLoop:
 
 
 class RowsInAnyNumber:
-    """Row work for any number of rows from 1 on."""
+    """Row work that is compiled for any number of rows from 1 on."""
 
     def __init__(self, graph: GraphModule, compiled: Callable[[list[Any]], Sequence[torch.Tensor]]) -> None:
         self.graph = graph
         self.compiled = compiled
 
     def __call__(self, inputs: list[Any], rows: int) -> Sequence[torch.Tensor]:
-        # A symbolic size is 2 or more, and what was compiled for it may be wrong for 1, where strides mean nothing.
+        """Return the results for this number of rows."""
+        # A symbolic size is 2 or more. Code for it may be wrong for 1, where strides have no meaning.
         if rows == 1:
-            alone: Sequence[torch.Tensor] = self.graph(*inputs)
-            return alone
+            single_row: Sequence[torch.Tensor] = self.graph(*inputs)
+            return single_row
         results = self.compiled(inputs)
-        # The first call needs what Inductor wraps around its code, for profilers and caches; with few rows later calls
-        # feel it.
+        # Inductor wraps its code for profilers and caches. The first call needs that; later ones with few rows are
+        # faster without.
         self.compiled = getattr(self.compiled, "current_callable", None) or self.compiled
         return results
 
 
 @dataclasses.dataclass
 class _Values:
-    """Values of one call: `outputs` and `row_inputs` with all rows, weights of GEMMs and `tables` with none.
+    """Values of one call.
 
-    `tables` are the fixed values that row work reads, contiguous.
+    Attributes:
+        weights: weights of each GEMM, which have no rows.
+        tables: the fixed values that row work reads, contiguous.
+        row_inputs: inputs of the program with all rows.
+        outputs: outputs of the program with all rows.
     """
 
     weights: dict[Node, WeightParts]
@@ -111,8 +118,8 @@ class _Values:
 
 
 @dataclasses.dataclass
-class _Chunk:
-    """Some rows of one expert: as many as `rows`, and what `_Values` has of them."""
+class _ExpertRows:
+    """Rows of one expert, with their views of `row_inputs` and `outputs` of `_Values`."""
 
     rows: int
     row_inputs: dict[Node, torch.Tensor]
@@ -120,7 +127,7 @@ class _Chunk:
 
 
 class ExpertLoop:
-    """Runs a program: called with a list of the segment's inputs, gives the segment's outputs.
+    """Runs a program expert by expert: call it with a list of the segment's inputs. It returns the segment's outputs.
 
     Weights may come in parts: see `FixedValues`.
     """
@@ -133,19 +140,20 @@ class ExpertLoop:
         self._fixed = FixedValues(segment, program)
 
     def __call__(self, inputs: list[Any]) -> tuple[torch.Tensor, ...]:
+        """Return the segment's outputs and empty `inputs`."""
         values = self._prepare(inputs)
         ends, *_ = (value for node, value in zip(self._inputs, inputs, strict=True) if node is self.program.ends)
         inputs.clear()
         rows = next(iter(values.row_inputs.values())).shape[0]
         chunks = list(_chunks(ends.tolist(), rows))
         sizes = [size for _, size in chunks]
-        # All views at once: with few rows, making them one by one is felt.
+        # All views are created at once, because one by one would take noticeable time with few rows.
         row_inputs, outputs = (
-            {node: whole.split(sizes) for node, whole in of_rows.items()}
-            for of_rows in (values.row_inputs, values.outputs)
+            {node: tensor.split(sizes) for node, tensor in tensors.items()}
+            for tensors in (values.row_inputs, values.outputs)
         )
         for index, (expert, size) in enumerate(chunks):
-            chunk = _Chunk(
+            chunk = _ExpertRows(
                 size,
                 {node: parts[index] for node, parts in row_inputs.items()},
                 {node: parts[index] for node, parts in outputs.items()},
@@ -163,30 +171,32 @@ class ExpertLoop:
         tables = {node: table.contiguous() for node, table in self._fixed.tables(inputs).items()}
         return _Values(self._fixed.weights(inputs), tables, row_inputs, outputs)
 
-    def _run(self, values: _Values, expert: int | None, chunk: _Chunk) -> None:
-        """`chunk`, whose rows are all of one expert; None: of no expert."""
-        found = {**values.tables, **chunk.row_inputs}
+    def _run(self, values: _Values, expert: int | None, chunk: _ExpertRows) -> None:
+        """Compute `chunk`, whose rows belong to `expert`. Without an expert, GEMMs return zeros."""
+        values_of_chunk = {**values.tables, **chunk.row_inputs}
         for step, work in self.steps:
             if isinstance(step, GroupedGemm):
                 out = chunk.outputs.get(step.node)
                 if expert is None:
-                    found[step.node] = _empty(step.node, chunk.rows).zero_() if out is None else out.zero_()
+                    values_of_chunk[step.node] = _empty(step.node, chunk.rows).zero_() if out is None else out.zero_()
                 else:
-                    found[step.node] = multiply(found[step.rows], weights_of(values.weights[step.weights], expert), out)
+                    values_of_chunk[step.node] = multiply(
+                        values_of_chunk[step.rows], weights_of(values.weights[step.weights], expert), out
+                    )
                 continue
-            # It was compiled for contiguous inputs; a half of a chunk that a GEMM reads too is none, for example.
+            # The code was compiled for contiguous inputs. For example, half of a GEMM's output is not contiguous.
             assert work is not None
-            results = work([found[node].contiguous() for node in step.inputs], chunk.rows)
+            results = work([values_of_chunk[node].contiguous() for node in step.inputs], chunk.rows)
             for node, result in zip(step.outputs, results, strict=True):
-                found[node] = result
+                values_of_chunk[node] = result
                 if node in chunk.outputs:
                     chunk.outputs[node].copy_(result)
 
 
 def _chunks(ends: Sequence[int], rows: int) -> Iterator[tuple[int | None, int]]:
-    """Numbers of rows that go through an expert together, with that expert. They add up to `rows`.
+    """Yield an expert and a number of rows that go through it together. The numbers add up to `rows`.
 
-    Rows beyond the last expert's belong to none; GEMMs give zeros for them.
+    Rows beyond the last expert's belong to no expert; GEMMs return zeros for them.
     """
     start = 0
     for expert, end in [*enumerate(ends), (None, rows)]:
@@ -202,10 +212,10 @@ def _empty(node: Node, rows: int) -> torch.Tensor:
 
 
 def _for_any_rows(work: RowWork, program: ExpertProgram) -> tuple[GraphModule, FakeTensorMode]:
-    """`work` as a graph for any number of rows. Raises NotByExpertError where it holds for some numbers only."""
+    """Return `work` as a graph for any number of rows. Raises NotByExpertError if it holds for some numbers only."""
     fixed = set(program.fixed)
     if any(isinstance(size, int) and size == 0 for node in program.row_inputs for size in fake_value(node).shape[:1]):
-        # Nothing to loop over, and no number of rows can be looked up in none.
+        # There is nothing to loop over.
         raise NotByExpertError(work.nodes[0], "it has no rows")
     with unset_fake_temporarily():
         mode = FakeTensorMode(shape_env=ShapeEnv())
@@ -216,9 +226,9 @@ def _for_any_rows(work: RowWork, program: ExpertProgram) -> tuple[GraphModule, F
             values[node].meta["val"] = _fake_input(mode, node, with_rows=node not in fixed)
         for node in work.nodes:
             values[node] = copied = graph.node_copy(node, lambda used: values[used])
-            given, named = map_nodes((copied.args, copied.kwargs), fake_value)
+            arguments, keywords = map_nodes((copied.args, copied.kwargs), fake_value)
             with mode:
-                copied.meta["val"] = copied.target(*given, **named)  # type: ignore[operator]
+                copied.meta["val"] = copied.target(*arguments, **keywords)  # type: ignore[operator]
         graph.output(tuple(values[node] for node in work.outputs))
         shapes = mode.shape_env
         if shapes is None or shapes.guards or shapes.replacements:
@@ -237,7 +247,7 @@ def _fake_input(mode: FakeTensorMode, node: Node, with_rows: bool) -> torch.Tens
         sizes[0], dynamic[0] = 2 * CHUNK_ROWS, DimDynamic.DYNAMIC
     if not all(isinstance(size, int) for size in sizes):
         raise NotByExpertError(node, f"the shape of {named(node)} is known at run time only")
-    example = torch.empty(sizes, dtype=value.dtype)  # contiguous, as what it stands for is made
+    example = torch.empty(sizes, dtype=value.dtype)  # contiguous like the value that it represents
     context: Any = StatelessSymbolicContext(dynamic_sizes=dynamic)
     fake: torch.Tensor = mode.from_tensor(example, symbolic_context=context)
     return fake

@@ -1,17 +1,16 @@
-"""Compile a captured graph after capturing is over: for the sizes of a run that needs it.
+"""Compile a captured graph after its capture, for the sizes of the run that needs it.
 
 Contract
     in    a captured graph, and the sizes by name of the run that it is compiled for
     out   a callable for it, and the conditions on sizes under which it is right
-    sizes that only a run tells, host syncs and collectives may stand in it
+    the graph may have host syncs, collectives and sizes that are known only at run time
 
-The graph is cut into segments as a scheduled one is, so that layers that are alike are compiled once, however many
-there are, and experts run on the same kernels.
+The graph is cut into segments like a scheduled one, so that equal layers are compiled once, and experts run on the same
+kernels.
 
-While Inductor compiles it decides by the sizes that it was given (an index of 16 bits is enough, say), and adds each
-decision to the guards. Those of `torch.compile` are complete by then, and the sizes of the captured graph may be far
-from those of the run. So the graph is described anew, with symbols of its own that have the run's sizes, and the guards
-on these are checked in every run.
+Inductor makes decisions by the sizes at hand (for example, that 16-bit indices suffice) and adds each as a guard. The
+guards of `torch.compile` are complete by then, and the sizes at capture may be far from those of the run. So the graph
+is described again with new symbols that have the run's sizes, and the guards on these symbols are checked in every run.
 """
 
 from __future__ import annotations
@@ -26,22 +25,27 @@ from torch._guards import tracing
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule
 
+from moepass.passes.finish import with_lowerings
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, graph_inputs
 from moepass.passes.ir.segment import Segment
 from moepass.passes.segments.partition import cut_into_segments
-from moepass.runtime.lowering.lower_segments import Lowered, by_operators, lower_segments, with_lowerings
+from moepass.runtime.lowering.lower_segments import Lowered, by_operators, lower_segments
 
-# Descriptions of values that the new ones replace.
+# Meta entries that the new descriptions replace.
 _STALE = ("val", "tensor_meta", "unbacked_bindings", "eager_input_vals")
 
 
 @dataclasses.dataclass(frozen=True)
 class LateGraph:
-    """A compiled graph: `run` takes the graph's inputs, and is right where the `guards` hold.
+    """A compiled graph.
 
-    Guards assume positive sizes, so the set of sizes that are 0 (`empty`) must match exactly.
-    `segments` were compiled for it; None where it runs operator by operator.
+    Attributes:
+        run: takes the graph's inputs.
+        guards: conditions under which `run` is right.
+        symbols: the symbols of the guards by the names of sizes.
+        segments: the segments that were compiled for it; None if it runs operator by operator.
+        empty: the names of sizes that are 0. They must be the same in a run, because guards assume positive sizes.
     """
 
     run: Lowered
@@ -51,7 +55,7 @@ class LateGraph:
     empty: frozenset[str] = frozenset()
 
     def is_right_for(self, sizes: Mapping[str, int]) -> bool:
-        """Whether it may run with these sizes, by the names that the captured graph gives them."""
+        """Return whether the graph may run with these sizes, which have their names in the captured graph."""
         if _empty(sizes, self.symbols) != self.empty:
             return False
         values = {symbol: sympy.Integer(sizes[name]) for name, symbol in self.symbols.items()}
@@ -59,17 +63,18 @@ class LateGraph:
 
 
 def lower_later(captured: GraphModule, sizes: Mapping[str, int], how: str) -> LateGraph:
-    """Compile `captured`, which stays as it is. `how` is a key of `lower_segments.LOWERINGS`."""
+    """Compile a copy of `captured` for these sizes. `how` is a key of `lower_segments.LOWERINGS`."""
     if how == "eager":
         return LateGraph(by_operators(captured))
     private = copy_graph_module(captured)
-    # Tensors made here belong to no mode of the caller, which may be in the middle of a capture.
+    # Tensors made here must not belong to the fake mode of a capture that may be in progress.
     with tracing(None), unset_fake_temporarily(), torch.inference_mode(False), torch.no_grad():
         symbols, fake_mode = _describe_anew(private, sizes)
         cut = cut_into_segments(private)
-        run = lower_segments(cut.top, how)
+        lowered = lower_segments(cut.top, how)
     guards = tuple(guard.expr for guard in fake_mode.shape_env.guards)
-    return LateGraph(run, guards, symbols, with_lowerings(cut.segments, run), _empty(sizes, symbols))
+    segments = with_lowerings(cut.segments, lowered.lowerings)
+    return LateGraph(lowered.top, guards, symbols, segments, _empty(sizes, symbols))
 
 
 def _empty(sizes: Mapping[str, int], names: Iterable[str]) -> frozenset[str]:
@@ -77,7 +82,7 @@ def _empty(sizes: Mapping[str, int], names: Iterable[str]) -> frozenset[str]:
 
 
 def _describe_anew(module: GraphModule, sizes: Mapping[str, int]) -> tuple[dict[str, sympy.Symbol], Any]:
-    """Give every node of `module` a value of a fresh fake mode, in which its sizes are symbols that have these values.
+    """Describe every node of `module` in a new fake mode, whose symbols have these sizes as values.
 
     Returns the symbols by their names in the captured graph, and the mode.
     """
@@ -119,7 +124,7 @@ def _describe_anew(module: GraphModule, sizes: Mapping[str, int]) -> tuple[dict[
     for node in module.graph.nodes:
         for key in _STALE:
             node.meta.pop(key, None)
-    # As while capturing: without it some operators take sizes that are symbols for numbers.
+    # Without this dispatcher some operators treat symbolic sizes as numbers.
     with enable_python_dispatcher():
         FakeTensorProp(module, fake_mode).propagate_dont_convert_inputs(*inputs)
     return symbols, fake_mode

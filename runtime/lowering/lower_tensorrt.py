@@ -1,9 +1,9 @@
-"""Lower a dense segment to an engine of TensorRT, by Torch-TensorRT.
+"""Lower a dense segment to a TensorRT engine, by Torch-TensorRT.
 
 Contract
-    in    a segment for TensorRT (`passes/segments/tensorrt_choice.py`): of tensors of constant sizes
-    out   a callable that gives tensors of the same types, shapes and strides; or why TensorRT does not take it whole
-    weights are inputs of the engine, so that all layers that are alike share it, and slots may hold them
+    in    a segment for TensorRT (`passes/segments/tensorrt_choice.py`), whose inputs are tensors of constant sizes
+    out   a callable that returns tensors of the same types, shapes and strides; or why TensorRT does not take all of it
+    weights are inputs of the engine, so that equal layers share it and weights may be in slots
 
 Written from the sources of torch-tensorrt 2.13.0. It has not run with TensorRT itself yet.
 """
@@ -29,7 +29,7 @@ _NAMESPACE = "tensorrt"
 
 
 def torch_tensorrt() -> ModuleType:
-    """The package. Raises OptionError where it cannot be imported."""
+    """Return the package torch_tensorrt. Raises OptionError if it cannot be imported."""
     try:
         return importlib.import_module(_PACKAGE)
     except ImportError as error:
@@ -44,10 +44,10 @@ def torch_tensorrt() -> ModuleType:
 
 
 def lower_to_tensorrt(segment: GraphModule) -> TensorrtEngine | NotLowered:
-    """`segment` as an engine, or why TensorRT does not take it. Raises OptionError without Torch-TensorRT."""
+    """Return `segment` as an engine, or why TensorRT does not take it. Raises OptionError without Torch-TensorRT."""
     package = torch_tensorrt()
     inputs = [fake_value(node) for node in graph_inputs(segment.graph)]
-    # The fake mode of the capture around this must not see what TensorRT does.
+    # The fake mode of the capture must not see the operations of TensorRT.
     with tracing(None), unset_fake_temporarily(), torch.no_grad():
         try:
             exported = torch.export.export(_in_core_operators(segment), tuple(inputs), strict=False)
@@ -57,13 +57,13 @@ def lower_to_tensorrt(segment: GraphModule) -> TensorrtEngine | NotLowered:
                 device=inputs[0].device,
                 require_full_compilation=True,
                 min_block_size=1,
-                # float32 is multiplied as torch was told to, and sums of float16 are float32 as torch's are.
+                # Products of float32 follow torch's setting, and float16 is summed in float32 as in torch.
                 disable_tf32=torch.get_float32_matmul_precision() == "highest",
                 use_fp32_acc=any(value.dtype == torch.float16 for value in inputs),
             )
-        except Exception as error:  # TensorRT's own, and those of its converters, have no common type
-            told = str(error).strip().splitlines()
-            reason = f"Torch-TensorRT refuses it: {type(error).__name__}: {told[0] if told else ''}"
+        except Exception as error:  # errors of TensorRT and of its converters have no common type
+            lines = str(error).strip().splitlines()
+            reason = f"Torch-TensorRT refuses it: {type(error).__name__}: {lines[0] if lines else ''}"
             return NotLowered(TENSORRT, "", reason)
     left = _left_to_torch(engine)
     if left:
@@ -72,7 +72,7 @@ def lower_to_tensorrt(segment: GraphModule) -> TensorrtEngine | NotLowered:
 
 
 class TensorrtEngine:
-    """Runs an engine: called with the segment's inputs, gives its outputs, with the strides of the captured graph."""
+    """Runs an engine on the segment's inputs. Its outputs have the strides of the captured graph."""
 
     def __init__(self, engine: Any, segment: GraphModule) -> None:
         self._engine = engine
@@ -82,25 +82,31 @@ class TensorrtEngine:
         self._expected = [(value.dtype, tuple(value.shape), value.stride()) for value in values]
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Raises RuntimeError where an output has another type or shape than the segment's."""
-        found = self._engine(*inputs)
-        outputs = found if isinstance(found, (list, tuple)) else (found,)
-        given = [(value.dtype, tuple(value.shape)) for value in outputs]
-        wanted = [(dtype, shape) for dtype, shape, _ in self._expected]
-        if given != wanted:
-            raise RuntimeError(f"TensorRT gave {given}, and the captured graph has {wanted}")
+        """Return the segment's outputs.
+
+        Raises RuntimeError if an output has another type or shape than the segment's.
+        """
+        results = self._engine(*inputs)
+        outputs = results if isinstance(results, (list, tuple)) else (results,)
+        actual = [(value.dtype, tuple(value.shape)) for value in outputs]
+        expected = [(dtype, shape) for dtype, shape, _ in self._expected]
+        if actual != expected:
+            raise RuntimeError(f"TensorRT returned {actual}, but the captured graph has {expected}")
         return tuple(map(_with_strides, outputs, [strides for _, _, strides in self._expected]))
 
 
 def _with_strides(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """`value`, copied where it has other strides: what Inductor compiled for its readers counts on them."""
+    """Return `value` with these strides, copied if necessary.
+
+    Code that Inductor compiled for its readers needs them.
+    """
     if value.stride() == strides:
         return value
     return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _in_core_operators(segment: GraphModule) -> GraphModule:
-    """A copy without operators that Inductor alone decomposes to, and for which Torch-TensorRT has no converter."""
+    """Return a copy without operators that only Inductor has, for which Torch-TensorRT has no converter."""
     copied = copy_graph_module(segment)
     for node in copied.graph.nodes:
         if is_call(node, torch.ops.prims.convert_element_type.default):
@@ -111,10 +117,13 @@ def _in_core_operators(segment: GraphModule) -> GraphModule:
 
 
 def _left_to_torch(engine: GraphModule) -> list[str]:
-    """What of the compiled graph no engine runs. Torch-TensorRT gives back a graph without a converter as it came."""
+    """Return the operators of the compiled graph that no engine runs.
+
+    Torch-TensorRT returns a graph without converters unchanged.
+    """
     nodes = list(engine.graph.nodes)
     operators = [node.target for node in nodes if node.op == "call_function" and node.target is not operator.getitem]
-    left = [str(one) for one in operators if getattr(one, "namespace", "") != _NAMESPACE]
+    left = [str(target) for target in operators if getattr(target, "namespace", "") != _NAMESPACE]
     modules = [engine.get_submodule(str(node.target)) for node in nodes if node.op == "call_module"]
     for module in modules:
         if isinstance(module, GraphModule):

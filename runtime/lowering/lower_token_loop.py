@@ -1,11 +1,11 @@
-"""Lower a segment that treats every token alone as a loop: some tokens at a time, into outputs that are there before.
+"""Lower a segment that treats every token alone as a loop over chunks of tokens, which writes into allocated outputs.
 
 Contract
-    in    a segment that is a region, how its parts are lowered, and the most tokens that run at a time
-    out   TokenLoop: called with a list of the segment's inputs, gives its outputs; or why not
+    in    a segment that is a region, the lowering of its parts, and the most tokens per chunk
+    out   TokenLoop: takes a list of the segment's inputs and returns its outputs; or a reason
 
-The program for some tokens (`passes/segments/token_program.py`) is cut at the edges of its experts and lowered like a
-graph, for any number of tokens from 2 on; a single token runs operator by operator. Temporary values are then as large
+The program for one chunk (`passes/segments/token_program.py`) is cut at the edges of its experts and lowered like a
+graph, for any number of tokens from 2 on. A single token runs operator by operator. Temporary values are then as large
 as those of one chunk.
 """
 
@@ -45,61 +45,61 @@ logger = logging.getLogger("moepass")
 LowerSegments = Callable[[GraphModule], GraphModule]
 
 
-def _view_of(whole: torch.Tensor, dims: TokenDims, chunk: Chunk) -> torch.Tensor:
-    """The memory of a chunk's tokens in `whole`, in one dimension for each factor."""
+def _view_of(tensor: torch.Tensor, dims: TokenDims, chunk: Chunk) -> torch.Tensor:
+    """Return the memory of a chunk's tokens in `tensor`, with one dimension for each factor."""
     sizes = {SEQUENCES: chunk.all_sequences, TOKENS: chunk.length, ALL_TOKENS: chunk.all_sequences * chunk.length}
     ranges = {
         SEQUENCES: (chunk.sequence, chunk.sequences),
         TOKENS: (chunk.first, chunk.tokens),
         ALL_TOKENS: (chunk.sequence * chunk.length + chunk.first, chunk.count),
     }
-    found = whole.view([factor if isinstance(factor, int) else sizes[factor] for factor in dims.in_order])
+    view = tensor.view([factor if isinstance(factor, int) else sizes[factor] for factor in dims.in_order])
     for dim, factor in enumerate(dims.in_order):
         if not isinstance(factor, int):
-            found = found.narrow(dim, *ranges[factor])
-    return found
+            view = view.narrow(dim, *ranges[factor])
+    return view
 
 
-def take(whole: torch.Tensor, dims: TokenDims, chunk: Chunk) -> torch.Tensor:
-    """A chunk's tokens as those of one sequence: a view, or a copy where memory does not allow one."""
-    found, order = _view_of(whole, dims, chunk), dims.in_order
+def take(tensor: torch.Tensor, dims: TokenDims, chunk: Chunk) -> torch.Tensor:
+    """Return a chunk's tokens as those of one sequence: a view, or a copy if the strides do not allow a view."""
+    view, order = _view_of(tensor, dims, chunk), dims.in_order
     if chunk.sequences > 1 and TOKENS in order:
         tokens = order.index(TOKENS)
         if SEQUENCES in order:
             sequences = order.index(SEQUENCES)
             joined = _tokens_alone(order)
-            found = found.movedim(sequences, joined).flatten(joined, joined + 1).unsqueeze(sequences)
+            view = view.movedim(sequences, joined).flatten(joined, joined + 1).unsqueeze(sequences)
         else:
-            # The same for all sequences.
-            shape = list(found.shape)
-            found = found.unsqueeze(tokens).expand(*shape[:tokens], chunk.sequences, *shape[tokens:])
-            found = found.flatten(tokens, tokens + 1)
-    sizes = iter(found.shape)
-    return found.reshape([math.prod(next(sizes) for _ in factors) for factors in dims.factors])
+            # All sequences share these values.
+            shape = list(view.shape)
+            view = view.unsqueeze(tokens).expand(*shape[:tokens], chunk.sequences, *shape[tokens:])
+            view = view.flatten(tokens, tokens + 1)
+    sizes = iter(view.shape)
+    return view.reshape([math.prod(next(sizes) for _ in factors) for factors in dims.factors])
 
 
-def put(part: torch.Tensor, whole: torch.Tensor, dims: TokenDims, chunk: Chunk) -> None:
-    """Write what was computed of a chunk's tokens to their places."""
-    target, order = _view_of(whole, dims, chunk), dims.in_order
+def put(result: torch.Tensor, output: torch.Tensor, dims: TokenDims, chunk: Chunk) -> None:
+    """Write the results of a chunk's tokens into `output`."""
+    target, order = _view_of(output, dims, chunk), dims.in_order
     if chunk.sequences > 1 and TOKENS in order:
         sequences, joined = order.index(SEQUENCES), _tokens_alone(order)
-        alone = [factor if isinstance(factor, int) else chunk.count for factor in order if factor is not SEQUENCES]
-        apart = part.reshape(alone).unflatten(joined, (chunk.sequences, chunk.tokens))
-        target.copy_(apart.movedim(joined, sequences))
+        shape = [factor if isinstance(factor, int) else chunk.count for factor in order if factor is not SEQUENCES]
+        by_sequence = result.reshape(shape).unflatten(joined, (chunk.sequences, chunk.tokens))
+        target.copy_(by_sequence.movedim(joined, sequences))
     else:
-        target.copy_(part.reshape(target.shape))
+        target.copy_(result.reshape(target.shape))
 
 
 def _tokens_alone(order: Sequence[Factor]) -> int:
-    """The place of tokens where that of sequences is left out."""
+    """Return the dimension of tokens if the dimension of sequences is left out."""
     sequences, tokens = order.index(SEQUENCES), order.index(TOKENS)
     return tokens - (sequences < tokens)
 
 
 class TokenLoop:
-    """Runs a segment some tokens at a time: called with a list of its inputs, gives its outputs.
+    """Runs a segment some tokens at a time: call it with a list of its inputs. It returns the segment's outputs.
 
-    `body` takes the number of tokens and the tensors of a chunk. Weights may come in parts, which it takes as they are.
+    `body` takes the number of tokens and the tensors of a chunk. Weights may come in parts, which are passed on.
     """
 
     def __init__(
@@ -119,57 +119,58 @@ class TokenLoop:
         self._inputs = graph_inputs(segment.graph)
         outputs: Any = segment.graph.output_node().args[0]
         self._outputs = [fake_value(node) for node in outputs]
-        self._orders = [memory_order(fake_value(self._inputs[place])) for place in program.tensors]
-        self._is_known: dict[int, bool] = {}
+        self._orders = [memory_order(fake_value(self._inputs[position])) for position in program.tensors]
+        self._held: dict[int, bool] = {}
 
     def __call__(self, inputs: list[Any]) -> tuple[torch.Tensor, ...]:
+        """Return the segment's outputs and empty `inputs`."""
         sizes = {
             fake_value(node).node.expr: value
             for node, value in zip(self._inputs, inputs, strict=True)
             if isinstance(fake_value(node), torch.SymInt)
         }
-        tensors = [inputs[place] for place in self.program.tensors]
+        tensors = [inputs[position] for position in self.program.tensors]
         inputs.clear()
         sequences, length = (
             _evaluated(size, sizes) for size in (self.program.sequences, self.program.tokens_per_sequence)
         )
         outputs = [_empty(value, sizes) for value in self._outputs]
         for chunk in chunks_of(sequences, length, chunk_tokens_of_run() or self.chunk_tokens):
-            given: list[Any] = [chunk.count]
-            given += [
+            arguments: list[Any] = [chunk.count]
+            arguments += [
                 tensor if dims is None else _dense(take(tensor, dims, chunk), order)
                 for tensor, dims, order in zip(tensors, self.program.inputs, self._orders, strict=True)
             ]
-            results = (self._run if self._is_right_for(chunk.count) else self._run_alone)(given)
-            for result, whole, dims in zip(results, outputs, self.program.outputs, strict=True):
-                put(result, whole, dims, chunk)
+            results = (self._run if self._is_right_for(chunk.count) else self._run_alone)(arguments)
+            for result, output, dims in zip(results, outputs, self.program.outputs, strict=True):
+                put(result, output, dims, chunk)
             del results
         return tuple(outputs)
 
     def _is_right_for(self, tokens: int) -> bool:
-        is_known, is_right = tokens in self._is_known, self._holds(tokens)
+        is_known, is_right = tokens in self._held, self._holds(tokens)
         if not is_right and not is_known and tokens > 1:
             logger.warning(
-                "chunks of %d tokens run operator by operator: what was compiled needs %s", tokens, self._guards
+                "chunks of %d tokens run operator by operator: the compiled code needs %s", tokens, self._guards
             )
         return is_right
 
     def _holds(self, tokens: int) -> bool:
-        """Whether what was compiled is right for so many tokens: a symbolic size is 2 or more, and guards hold."""
-        if tokens not in self._is_known:
+        """Return whether the compiled body is right for this number of tokens: it is 2 or more, and guards hold."""
+        if tokens not in self._held:
             values = {self._symbol: sympy.Integer(tokens)}
-            self._is_known[tokens] = tokens > 1 and all(guard.xreplace(values) == sympy.true for guard in self._guards)
-        return self._is_known[tokens]
+            self._held[tokens] = tokens > 1 and all(guard.xreplace(values) == sympy.true for guard in self._guards)
+        return self._held[tokens]
 
 
-def _dense(part: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """`part` without gaps and with its dimensions in that order in memory, as was compiled for: itself if it is so."""
+def _dense(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
+    """Return `tensor` without gaps, with its dimensions in the order in memory that was compiled for."""
     stride = 1
     for dim in reversed(order):
-        if part.shape[dim] != 1 and part.stride(dim) != stride:
-            return part.permute(order).contiguous().permute([order.index(dim) for dim in range(part.dim())])
-        stride *= part.shape[dim]
-    return part
+        if tensor.shape[dim] != 1 and tensor.stride(dim) != stride:
+            return tensor.permute(order).contiguous().permute([order.index(dim) for dim in range(tensor.dim())])
+        stride *= tensor.shape[dim]
+    return tensor
 
 
 def _evaluated(size: Any, sizes: dict[sympy.Expr, int]) -> int:
@@ -184,10 +185,10 @@ def _empty(value: torch.Tensor, sizes: dict[sympy.Expr, int]) -> torch.Tensor:
 
 
 def lower_token_loop(segment: GraphModule, chunk_tokens: int, lower: LowerSegments) -> TokenLoop | NotLowered:
-    """`segment` as a loop over chunks of at most `chunk_tokens` tokens, or why it runs all tokens at once."""
+    """Return `segment` as a loop over chunks of at most `chunk_tokens` tokens, or why it runs all tokens at once."""
     try:
         program = read_token_program(segment)
-        # Tensors made here belong to no mode of the caller, which is in the middle of a capture.
+        # Tensors made here must not belong to the fake mode of the capture in progress.
         with tracing(None), unset_fake_temporarily(), torch.inference_mode(False), torch.no_grad():
             mode, symbol = describe_body(program, segment, chunk_tokens)
             body = lower(cut_into_segments(program.body).top)
@@ -199,6 +200,6 @@ def lower_token_loop(segment: GraphModule, chunk_tokens: int, lower: LowerSegmen
     loop = TokenLoop(segment, program, body, guards, symbol, chunk_tokens)
     if not loop._holds(max(2, chunk_tokens)):
         node = next(iter(segment.graph.nodes))
-        reason = f"what was compiled for some tokens does not hold for {chunk_tokens}: {guards}"
+        reason = f"the code that was compiled for a chunk does not hold for {chunk_tokens} tokens: {guards}"
         return NotLowered(TOKEN_LOOP, node.name, reason)
     return loop

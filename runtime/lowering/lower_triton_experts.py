@@ -24,12 +24,12 @@ from moepass.runtime.kernels.grouped_gemm.launch import GeneratedGemm
 from moepass.runtime.kernels.grouped_gemm.tile_functions import NoTileFunctionError
 from moepass.runtime.lowering.fixed_values import FixedValues
 
-# Compiles a graph whose nodes have fake values: called with a list of its inputs, gives its outputs.
+# Compiles a graph whose nodes have fake values. The result takes a list of inputs.
 Compile = Callable[[GraphModule], Callable[[list[Any]], Sequence[torch.Tensor]]]
 
 
 def lower_to_triton(segment: GraphModule, compile_graph: Compile) -> TritonExperts | NotLowered | None:
-    """`segment` as kernels, or why it has to be compiled as a whole; None where it has no experts."""
+    """Return `segment` as Triton kernels, the reason why it cannot be that, or None if it has no experts."""
     experts = expert_gemms_in(segment)
     if not experts:
         return None
@@ -49,15 +49,15 @@ def _generated(kernel: GemmKernel) -> GeneratedGemm:
     node = kernel.gemm.node
     dtype = fake_value(node).dtype
     if dtype not in GEMM_TYPES:
-        raise NotByExpertError(node, f"it multiplies in {dtype}, which tensor cores do not")
+        raise NotByExpertError(node, f"it multiplies in {dtype}, which tensor cores do not support")
     try:
         return GeneratedGemm(kernel)
     except NoTileFunctionError as error:
-        raise NotByExpertError(node, f"what follows has {error}, which tiles do not compute") from error
+        raise NotByExpertError(node, f"the operators after it include {error}, which tiles cannot compute") from error
 
 
 class TritonExperts:
-    """Runs the kernels of a program: called with a list of the segment's inputs, gives the segment's outputs.
+    """Runs the kernels of a program: call it with a list of the segment's inputs. It returns the segment's outputs.
 
     Weights may come in parts: see `FixedValues`.
     """
@@ -74,12 +74,12 @@ class TritonExperts:
         self.kernels = kernels
         self.generated = generated
         self._inputs = graph_inputs(segment.graph)
-        # Kernels have some of what row work reads as constants in them.
+        # Kernels contain some of the values that row work reads as constants.
         read = [node for kernel in kernels.kernels for node in kernel.operands]
         self._fixed = FixedValues(segment, program, [*read, *(() if kernels.before is None else kernels.before.inputs)])
         self._before = before
         self._sizes = _sizes(segment)
-        # What nothing reads any more, kernel by kernel.
+        # For each kernel, the values that nothing reads after it.
         later = set(program.outputs)
         self._dead: list[list[Node]] = []
         for run in reversed(generated):
@@ -88,36 +88,40 @@ class TritonExperts:
         self._dead.reverse()
 
     def __call__(self, inputs: list[Any]) -> tuple[torch.Tensor, ...]:
-        found: dict[Node, Any] = dict(zip(self._inputs, inputs, strict=True))
-        found.update(self._fixed.tables(inputs))
+        """Return the segment's outputs and empty `inputs`."""
+        values: dict[Node, Any] = dict(zip(self._inputs, inputs, strict=True))
+        values.update(self._fixed.tables(inputs))
         weights = self._fixed.weights(inputs)
         inputs.clear()
         if self.kernels.before is not None:
             assert self._before is not None
-            results = self._before([found[node] for node in (*self._sizes, *self.kernels.before.inputs)])
-            found.update(zip(self.kernels.before.outputs, results, strict=True))
-        rows = len(found[self.program.row_inputs[0]])
-        ends = found[self.program.ends]
+            results = self._before([values[node] for node in (*self._sizes, *self.kernels.before.inputs)])
+            values.update(zip(self.kernels.before.outputs, results, strict=True))
+        rows = len(values[self.program.row_inputs[0]])
+        ends = values[self.program.ends]
         for run, dead in zip(self.generated, self._dead, strict=True):
             kernel = run.kernel
-            operands = [found[node] for node in kernel.operands]
+            operands = [values[node] for node in kernel.operands]
             outputs = run(operands, weights[kernel.gemm.weights], ends, rows)
-            found.update(zip(kernel.outputs, outputs, strict=True))
+            values.update(zip(kernel.outputs, outputs, strict=True))
             del operands
             for node in dead:
-                del found[node]
-        return tuple(found[node] for node in self.program.outputs)
+                del values[node]
+        return tuple(values[node] for node in self.program.outputs)
 
 
 def _sizes(segment: GraphModule) -> list[Node]:
-    """The inputs that are sizes: Inductor reads the tokens of a number of rows, such as twice the tokens, from them."""
+    """Return the inputs that are sizes.
+
+    Inductor finds the tokens in a number of rows, such as twice the tokens, from them.
+    """
     return [node for node in graph_inputs(segment.graph) if isinstance(fake_value(node), torch.SymInt)]
 
 
 def _graph_of(work: RowWork, sizes: Sequence[Node]) -> GraphModule:
-    """`work` for all rows at once, as a graph of its own whose nodes have the fake values of the segment's.
+    """Return `work` for all rows at once as a graph, whose nodes have the fake values of the segment's nodes.
 
-    It takes `sizes`, and then what `work` reads.
+    The graph takes `sizes` and then the inputs of `work`.
     """
     graph = Graph()
     values: dict[Node, Node] = {}

@@ -1,4 +1,4 @@
-"""Lowered segments as data and back: graphs as records, what Inductor made of them as the source text of its code."""
+"""Lowered segments as data and back: graphs as records, code that Inductor compiled as source text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch.fx import GraphModule, Node
 from moepass.passes.graph.graph_records import NodeRecord, NotStorableError, read_graph, record_graph
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.ir.plan import dtype_name
-from moepass.passes.ir.segment import Lowering
 from moepass.passes.segments.expert_program import ExpertProgram, GroupedGemm, RowWork
 from moepass.runtime.lowering.lower_experts import ExpertLoop, RowsInAnyNumber
 from moepass.runtime.lowering.lower_segments import Lowered, LoweredSegment
@@ -36,13 +35,15 @@ class InductorCode(msgspec.Struct, frozen=True, tag="inductor"):
 
 
 class GemmStep(msgspec.Struct, frozen=True, tag="gemm"):
+    """A grouped GEMM of an expert loop."""
+
     node: str
     rows: str
     weights: str
 
 
 class RowWorkStep(msgspec.Struct, frozen=True, tag="rows"):
-    """`graph` runs a single row, `source` more of them."""
+    """Row work of an expert loop: `graph` runs for a single row, `source` for more rows."""
 
     nodes: tuple[str, ...]
     inputs: tuple[str, ...]
@@ -52,7 +53,7 @@ class RowWorkStep(msgspec.Struct, frozen=True, tag="rows"):
 
 
 class ExpertLoopRecord(msgspec.Struct, frozen=True, tag="experts"):
-    """A segment that runs expert by expert. `rows` are sizes of one row and type of each value that is allocated."""
+    """A segment that runs expert by expert. `rows` has the sizes of one row and the dtype of each allocated value."""
 
     nodes: tuple[NodeRecord, ...]
     ends: str
@@ -69,11 +70,10 @@ class SegmentRecord(msgspec.Struct, frozen=True):
     run: EagerGraph | InductorCode | ExpertLoopRecord
     tensors: tuple[int, ...]
     fresh: tuple[int, ...]
-    lowering: Lowering
 
 
 def record_segments(lowered: GraphModule) -> dict[str, SegmentRecord]:
-    """The segments of a top-level graph by name, before the first run. Raises NotStorableError."""
+    """Return the records of a graph's segments by name, before their first run. Raises NotStorableError."""
     return {
         name: _record_segment(segment)
         for name, segment in lowered.named_children()
@@ -82,21 +82,22 @@ def record_segments(lowered: GraphModule) -> dict[str, SegmentRecord]:
 
 
 def reads_compiled_code(record: SegmentRecord) -> bool:
-    """Whether code that Inductor wrote belongs to it."""
+    """Return whether `record` includes code that Inductor generated."""
     return not isinstance(record.run, EagerGraph)
 
 
 def read_segments(records: Mapping[str, SegmentRecord], expected: str) -> dict[str, LoweredSegment]:
-    """The segments, which were compiled on this machine for these `expected` vector instructions.
+    """Return the segments of `records`, which were compiled on this machine for the vector instructions `expected`.
 
-    Raises ValueError where Inductor has others now, for which their source is wrong, and ValueError or KeyError for
-    records that `record_segments` did not make.
+    Raises:
+        ValueError: Inductor now uses other vector instructions, or a record is damaged.
+        KeyError: a record is damaged.
     """
     if expected:
-        # Inductor would ask a compiler and another process first, seconds in which nothing else happens.
+        # Otherwise Inductor would run a compiler and another process first, which takes seconds.
         expect_vector_instructions(expected)
-        if (found := vector_instructions()) != expected:
-            raise ValueError(f"it was compiled for the vector instructions {expected}; the compiler has {found} now")
+        if (current := vector_instructions()) != expected:
+            raise ValueError(f"it was compiled for the vector instructions {expected}; the compiler now has {current}")
     return {name: _read_segment(record) for name, record in records.items()}
 
 
@@ -108,7 +109,7 @@ def _record_segment(segment: LoweredSegment) -> SegmentRecord:
         run = _record_loop(segment.run)
     else:
         run = InductorCode(_source_of(segment.run))
-    return SegmentRecord(run, tuple(segment.tensors), tuple(segment.fresh), segment.lowering)
+    return SegmentRecord(run, tuple(segment.tensors), tuple(segment.fresh))
 
 
 def _read_segment(record: SegmentRecord) -> LoweredSegment:
@@ -120,13 +121,13 @@ def _read_segment(record: SegmentRecord) -> LoweredSegment:
     else:
         run = load_inductor_source(record.run.source)
     is_boxed = not isinstance(record.run, EagerGraph)
-    return LoweredSegment(run, record.tensors, record.fresh, is_boxed, record.lowering)
+    return LoweredSegment(run, record.tensors, record.fresh, is_boxed)
 
 
 def _source_of(compiled: object) -> str:
     source = inductor_source(compiled)
     if source is None:
-        raise NotStorableError("compiled code that is more than a source text for a CPU")
+        raise NotStorableError("the compiled code of a segment is more than source text for a CPU")
     return source
 
 
@@ -174,7 +175,7 @@ def _read_loop(record: ExpertLoopRecord) -> ExpertLoop:
             work[row_work] = RowsInAnyNumber(read_graph(step.graph, {}), load_inductor_source(step.source))
             steps.append(row_work)
     outputs = of(record.outputs)
-    # A loop gives rows in their own order.
+    # A loop keeps the order of rows.
     orders = (None,) * len(outputs)
     program = ExpertProgram(nodes[record.ends], of(record.row_inputs), of(record.fixed), tuple(steps), outputs, orders)
     return ExpertLoop(segment, program, work)

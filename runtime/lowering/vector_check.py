@@ -1,7 +1,7 @@
-"""Ask beside the capture what Inductor asks before its first kernel for a CPU: which vector instructions it may use.
+"""Ask for the vector instructions of the CPU while Dynamo captures, as Inductor does before its first CPU kernel.
 
-The answer takes a compilation and a process that loads what came of it, seconds in which Inductor does nothing else.
-Inductor keeps what it finds for the rest of the process.
+The answer takes seconds, in which Inductor compiles a test program and starts a process that loads it. Inductor caches
+the answer in this process.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ logger = logging.getLogger("moepass")
 
 @contextlib.contextmanager
 def vector_check() -> Iterator[Callable[[], None]]:
-    """The question is asked in a thread, which has ended when this block ends; gives a function that waits for it.
+    """Ask in a thread, and yield a function that waits for it. The thread has ended when the block ends.
 
-    An error in the block comes out of it once the thread has ended.
+    An error in the block is raised after the thread has ended.
     """
-    # Imported here, because two threads must not import at the same time what imports each other.
+    # Imported here, because two threads must not import modules at the same time that import each other.
     from torch._inductor import codecache as codecache
     from torch._inductor import cpp_builder as cpp_builder
     from torch._inductor.cpu_vec_isa import pick_vec_isa
@@ -30,10 +30,10 @@ def vector_check() -> Iterator[Callable[[], None]]:
         try:
             pick_vec_isa()
         except Exception as error:
-            # Inductor will ask again, and raise where the caller sees it.
+            # Inductor will ask again, and its error reaches the caller.
             logger.debug("no answer about vector instructions: %s: %s", type(error).__name__, error)
 
-    # In this context, because it holds what the caller has changed in Inductor's configuration.
+    # A copy of this context has the caller's changes of Inductor's configuration.
     asking = threading.Thread(target=contextvars.copy_context().run, args=(ask,), name="moepass-vector-check")
     asking.start()
     try:

@@ -1,4 +1,4 @@
-"""The backend on real architectures: every family, both forms, resident and streaming, exact to the bit."""
+"""The backend on real architectures: every family, both forms, resident and streamed, bit-identical to the model."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_dense_experts_that_stay_dense_are_bit_identical(family: str, streaming:
 
 
 def _check_numbers(family: str, model: PreTrainedModel, compilation: moepass.Compilation, streaming: bool) -> None:
-    """The blocks' records against the family's configuration."""
+    """Compare the records of blocks with the family's configuration."""
     config = model.config.get_text_config()
     for block in compilation.plan.blocks:
         assert block.hidden == config.hidden_size

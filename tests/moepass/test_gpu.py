@@ -1,4 +1,4 @@
-"""What runs on a GPU alone: the copy stream and its events, and memory that GPUs of several ranks share."""
+"""Tests that need a GPU: the copy stream and its events, and memory that the GPUs of several ranks share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`benchmarks/gpu.py` without a GPU: tiny sizes, what it makes of results, and how it finds the package."""
+"""`benchmarks/gpu.py` without a GPU: tiny sizes, the summary of results, and the import of the package."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def gpu() -> Iterator[SimpleNamespace]:
-    """The modules of the benchmark."""
+    """Return the modules of the benchmark."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "benchmarks"))
         import gpu
@@ -65,14 +65,14 @@ def cpu(gpu: SimpleNamespace) -> object:
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts on a CPU are lowered as on a GPU, and their kernels are interpreted."""
+    """Lower experts on a CPU as on a GPU, and interpret their kernels."""
     lower = lower_segments.LOWERINGS[INDUCTOR]
 
-    def lower_with_kernels(segment: GraphModule) -> LoweredSegment:
+    def lower_with_kernels(segment: GraphModule) -> tuple[LoweredSegment, Lowering]:
         experts = lower_to_triton(segment, lambda graph: lambda inputs: graph(*inputs))
         if not isinstance(experts, TritonExperts):
             return lower(segment)
-        return LoweredSegment.of(experts, segment, boxed=True, lowering=Lowering(TRITON))
+        return LoweredSegment.of(experts, segment, boxed=True), Lowering(TRITON)
 
     monkeypatch.setitem(lower_segments.LOWERINGS, INDUCTOR, lower_with_kernels)
 
@@ -106,7 +106,7 @@ def test_wrong_kernels_are_not_timed(
     gpu: SimpleNamespace, cpu: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = gpu.kernels.GeneratedGemm.__call__
-    monkeypatch.setattr(gpu.kernels.GeneratedGemm, "__call__", lambda *given: [one * 1.01 for one in run(*given)])
+    monkeypatch.setattr(gpu.kernels.GeneratedGemm, "__call__", lambda *given: [output * 1.01 for output in run(*given)])
     config, failures = tiny_model("qwen3_moe").config, gpu.target.Failures()
     gpu.kernels.measure_kernels(cpu, {"tiny": config}, [(5, "skewed")], 1, gpu.target.Deadline(1e9), failures, tmp_path)
     with pytest.raises(gpu.target.WrongResultError, match="grouped GEMM, 5 tokens, skewed"):
@@ -129,7 +129,7 @@ def test_what_has_no_time_left_is_in_the_table(gpu: SimpleNamespace, cpu: object
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_all_parts_run_from_the_source_tree(tmp_path: Path) -> None:
-    """As on a machine where nothing can be installed: by links, in a process of its own."""
+    """The benchmark runs in a separate process by links, as on a machine where nothing can be installed."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu", "all", "--device", "cpu", "--tiny", "--output", str(tmp_path)],
         cwd=ROOT,
@@ -160,7 +160,7 @@ LINK = [sys.executable, "-m", "benchmarks.on_gpu.source_tree"]
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """Link the source tree in `folder`; return an environment in which Python imports moepass from there."""
+    """Link the source tree in `folder`. Returns an environment in which Python imports moepass from there."""
     subprocess.run([*LINK, folder], cwd=ROOT, check=True, timeout=60)
     return {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), str(ROOT))), "PYTHONSAFEPATH": "1"}
 
@@ -211,15 +211,15 @@ def test_the_longest_sequence_is_found(gpu: SimpleNamespace, limit: int, start: 
         asked.append(tokens)
         return tokens <= limit
 
-    found, beyond = gpu.memory.longest(is_enough, start, most)
-    assert found <= limit
-    assert found == 0 or found in asked
+    length, beyond = gpu.memory.longest(is_enough, start, most)
+    assert length <= limit
+    assert length == 0 or length in asked
     if beyond is None:
-        assert found == most
+        assert length == most
     else:
         assert beyond in asked
         assert beyond > limit
-        assert beyond - found <= max(64, found / 16)
+        assert beyond - length <= max(64, length / 16)
 
 
 def test_out_of_memory_is_told_from_other_errors(gpu: SimpleNamespace, cpu: object) -> None:
@@ -265,16 +265,16 @@ def test_layers_of_the_models_that_are_asked_for(gpu: SimpleNamespace, monkeypat
     monkeypatch.setattr(gpu.layers, "draw_weights", lambda module, seed: None)
     sizes = gpu.main.full_sizes(["qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-120b"], 2, 3)
     assert (sizes.config.num_hidden_layers, sizes.memory_config.num_hidden_layers) == (2, 3)
-    found = {
+    results = {
         name: gpu.layers.ExpertLayer.of(name, config, torch.device("meta"), torch.bfloat16)
         for name, config in sizes.configs.items()
     }
-    assert {name: tuple(layer.up.shape) for name, layer in found.items()} == {
+    assert {name: tuple(layer.up.shape) for name, layer in results.items()} == {
         "qwen3-30b-a3b": (128, 2048, 1536),
         "mixtral-8x7b": (8, 4096, 28672),
         "gpt-oss-120b": (128, 2880, 5760),
     }
-    assert {layer.module.config._experts_implementation for layer in found.values()} == {"grouped_mm"}
+    assert {layer.module.config._experts_implementation for layer in results.values()} == {"grouped_mm"}
 
 
 @pytest.mark.parametrize("routing", ["uniform", "skewed"])
@@ -308,8 +308,8 @@ def test_as_many_layers_as_memory_holds(gpu: SimpleNamespace) -> None:
     [("NVIDIA H100 80GB HBM3", "1xh100-80g"), ("NVIDIA A100-SXM4-80GB", "1xa100-80g"), ("GeForce RTX 4090", None)],
 )
 def test_profiles_go_by_the_name_of_the_gpu(gpu: SimpleNamespace, name: str, profile: str | None) -> None:
-    found = gpu.profiles.profile_of_name(name)
-    assert (found and found.name) == profile
+    by_name = gpu.profiles.profile_of_name(name)
+    assert (by_name and by_name.name) == profile
 
 
 def test_verdicts(gpu: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
@@ -329,8 +329,8 @@ def test_verdicts(gpu: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> N
         ]
     points.append(point(3000, "accelerate", timing([6.0]), 0.1, None, 5))
     streaming = gpu.streaming.StreamingResult(points, predicted=2500, observed=2000)
-    found = gpu.summary.summarise(kernels, streaming, None, {"device": "none"}, None)
-    assert [(one.found, one.verdict) for one in found] == [
+    statements = gpu.summary.summarise(kernels, streaming, None, {"device": "none"}, None)
+    assert [(statement.found, statement.verdict) for statement in statements] == [
         ("0.750 (m, skewed)", "MISSED"),
         ("1.500 (m, uniform)", "met"),
         ("0.980 (9000 tokens)", "met"),
@@ -342,5 +342,5 @@ def test_verdicts(gpu: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> N
     ]
     assert "the part was not run" in capsys.readouterr().out
     nothing = gpu.summary.summarise(None, None, None, {}, None)
-    assert {one.verdict for one in nothing} == {"not measured"}
-    assert {one.note for one in nothing} == {"the part was not run"}
+    assert {statement.verdict for statement in nothing} == {"not measured"}
+    assert {statement.note for statement in nothing} == {"the part was not run"}

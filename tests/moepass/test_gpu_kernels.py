@@ -1,4 +1,4 @@
-"""Expert kernels on a GPU: what the interpreter computes of them elsewhere, by the code that their compiler makes."""
+"""Expert kernels on a GPU: compiled kernels compute what the interpreter computes."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_all_sizes_of_tiles(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_tiles_that_the_hardware_copies(dtype: torch.dtype, turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it does; older hardware computes the same with pointers."""
+    """Older hardware computes the same with pointers."""
     monkeypatch.setattr(
         "moepass.runtime.kernels.grouped_gemm.launch.tile_sizes",
         lambda *asked: dataclasses.replace(tile_sizes(*asked), descriptors=True),
@@ -131,8 +131,8 @@ def test_weights_in_parts(cuts: tuple[int, ...]) -> None:
     parts = [inputs.up[low:high].clone().mT for low, high in itertools.pairwise(bounds)]
     kernel, operands = _first_kernel(inputs), [inputs.x, inputs.token]
     (ours,) = kernel(operands, parts, inputs.ends, SIZES.pairs)
-    (whole,) = kernel(operands, [inputs.up.mT], inputs.ends, SIZES.pairs)
-    assert torch.equal(ours, whole)
+    (complete,) = kernel(operands, [inputs.up.mT], inputs.ends, SIZES.pairs)
+    assert torch.equal(ours, complete)
 
 
 def test_offsets_beyond_32_bits() -> None:
@@ -159,8 +159,11 @@ def test_families(no_grad: None, family: str) -> None:
     expected = model(**inputs).logits
     moepass.offload_experts(model)
     with moepass.record_compilations() as compilations:
-        found = torch.compile(model, backend="asyncep")(**inputs).logits
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+        logits = torch.compile(model, backend="asyncep")(**inputs).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-4)
     assert TRITON in {
-        segment.lowering.how for one in compilations for segment in one.plan.segments if segment.lowering is not None
+        segment.lowering.how
+        for compilation in compilations
+        for segment in compilation.plan.segments
+        if segment.lowering is not None
     }

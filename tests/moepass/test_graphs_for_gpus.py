@@ -1,4 +1,4 @@
-"""Graphs that compute on a GPU become the plans that they become on a CPU. They are captured, and cannot be run."""
+"""Graphs for a GPU get the same plans as graphs for a CPU. They are captured but cannot be run here."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ FAST_FAMILIES = ("gpt_oss", "qwen3_moe")
 
 
 def _graphs(module: GraphModule) -> list[Graph]:
-    """Its own and those of its segments."""
-    return [part.graph for part in module.modules() if isinstance(part, GraphModule)]
+    """Yield the graph of `module` and those of its segments."""
+    return [child.graph for child in module.modules() if isinstance(child, GraphModule)]
 
 
 def _devices(graphs: list[Graph]) -> set[torch.device]:
@@ -45,7 +45,7 @@ def _devices(graphs: list[Graph]) -> set[torch.device]:
 
 
 def _with_parallel_experts(form: str, lower: str) -> tuple[GraphModule, PassResult]:
-    """The graph of one of two ranks, and what it becomes."""
+    """Return the graph of one of two ranks, and its compiled form."""
     with pretend_rank(1, 2) as group:
         model = build_stack(CONFIG, form)
         with pretended_gpu():
@@ -97,10 +97,10 @@ def test_the_ring_lies_where_the_graph_computes(device: torch.device | None) -> 
 
 
 def _essence(plan: Plan) -> object:
-    """All but the names of nodes, and bytes: attention and counting come as other operators there.
+    """Return the plan without names of nodes and bytes: attention and counting have other operators on a GPU.
 
-    Routing weights are multiplied in the segments of experts there, which may end in another module of the model: FLOPs
-    are those of all steps.
+    On a GPU, routing weights are multiplied in the segments of experts, which may end in another module of the model,
+    so the FLOPs of all steps are added up.
     """
     blocks = [dataclasses.replace(block, gemms=()) for block in plan.blocks]
     steps = [(step.op, (step.name or "").split(" to ")[0], step.bank, step.slot) for step in plan.steps]

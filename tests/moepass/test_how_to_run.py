@@ -30,8 +30,8 @@ def test_the_call_names_home_slots_and_layers_of_the_schedule() -> None:
     (offload,) = ast.parse(call).body
     assert isinstance(offload, ast.Expr)
     assert isinstance(offload.value, ast.Call)
-    arguments = {word.arg: ast.literal_eval(word.value) for word in offload.value.keywords}
-    assert arguments == {
+    keywords = {word.arg: ast.literal_eval(word.value) for word in offload.value.keywords}
+    assert keywords == {
         "home": report.strategy.home,
         "slots": report.schedule.slots,
         "resident_layers": list(report.schedule.resident_layers),

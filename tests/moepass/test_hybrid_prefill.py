@@ -1,4 +1,4 @@
-"""`chunk_tokens` on real architectures: the model's own results, whatever sizes come."""
+"""`chunk_tokens` on real architectures: the model's own results for all sizes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _compile(model: PreTrainedModel, **options: Any) -> Any:
 
 
 def _check_chunks(compilations: list[moepass.Compilation]) -> None:
-    """Some segments run some tokens at a time."""
+    """Check that some segments run some tokens at a time."""
     for compilation in compilations:
         lowered = [segment.lowering for segment in compilation.plan.segments if segment.lowering]
         assert any(lowering.chunk_tokens == 7 for lowering in lowered)
@@ -37,15 +37,15 @@ def _check_chunks(compilations: list[moepass.Compilation]) -> None:
 @pytest.mark.parametrize("slots", [None, 1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_eager_lowering_is_bit_identical(family: str, slots: int | None) -> None:
-    """Resident, and streamed through one slot and two; released slots are filled with NaN."""
+    """Experts are resident, or streamed through one or two slots. Released slots are filled with NaN."""
     model = tiny_model(family, dtype=torch.bfloat16)
     inputs = tiny_inputs(model)
     expected = model(**inputs).logits
     if slots is not None:
         moepass.offload_experts(model, slots=slots)
     with moepass.record_compilations() as compilations:
-        found = _compile(model, debug=slots is not None)(**inputs).logits
-    assert torch.equal(found, expected)
+        logits = _compile(model, debug=slots is not None)(**inputs).logits
+    assert torch.equal(logits, expected)
     _check_chunks(compilations)
 
 
@@ -56,16 +56,18 @@ def test_inductor_is_close(family: str) -> None:
     inputs = tiny_inputs(model)
     expected = model(**inputs).logits
     with moepass.record_compilations() as compilations:
-        found = _compile(model, lower="inductor")(**inputs).logits
-    assert float((found - expected).abs().max() / expected.abs().max()) < 1e-5
+        logits = _compile(model, lower="inductor")(**inputs).logits
+    assert float((logits - expected).abs().max() / expected.abs().max()) < 1e-5
     _check_chunks(compilations)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_sizes_may_change(family: str) -> None:
-    """Sequences shorter than a chunk, as long as one, and longer; one and several of them. The attention of some
-    families multiplies a matrix for each sequence and head, which lie in one dimension."""
+    """Sequences are shorter than a chunk, equal to it, or longer, and there are one or several.
+
+    The attention of some families multiplies one matrix for each sequence and head, which share a dimension.
+    """
     model = tiny_model(family, dtype=torch.bfloat16)
     run = _compile(model)
     with moepass.record_compilations() as compilations:

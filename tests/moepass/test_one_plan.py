@@ -40,7 +40,7 @@ CONFIG = Qwen3MoeConfig(
 
 
 def made_up_machine(host_bytes_per_s: float = 2e7) -> Hardware:
-    """Slow enough that a tiny model waits for its experts."""
+    """Return a machine so slow that a tiny model waits for its experts."""
     h100 = load_hardware("h100-80g")
     link = TransferLink(Figure(host_bytes_per_s, "user"), Figure(1e-6, "user"))
     return dataclasses.replace(
@@ -56,7 +56,7 @@ def tiny_model() -> PreTrainedModel:
 
 
 def budget(banks: float, hardware: Hardware) -> int:
-    """Room for so many banks beside what is on the device in any case."""
+    """Return a memory budget that leaves space for this many banks."""
     architecture = from_config(CONFIG, dtype="fp32")
     setting = Setting(architecture, hardware, Sequences(BATCH, SEQUENCE), "fp32", float("inf"))
     bank = bank_bytes(architecture.typical_moe_layer.experts, CONFIG.hidden_size, "fp32")  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ def test_the_report_and_the_compiled_plan_agree(banks: float) -> None:
 
 
 class Wrapped(torch.nn.Module):
-    """Asks for positions before token ids, and has a table of whole numbers."""
+    """A model that takes positions before token ids, and has a table of integers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,13 +191,13 @@ def test_without_a_profile_the_plan_says_so() -> None:
 
 @pytest.mark.slow
 def test_a_graph_of_unknown_sizes_is_predicted_from_its_costs() -> None:
-    """The family is not known by a formula, so that the segments' FLOPs and bytes have to do."""
+    """There is no formula for this family, so the FLOPs and bytes of segments are used."""
     machine = made_up_machine()
-    known, unknown = tiny_model(), tiny_model()
-    moepass.offload_experts(known, hardware=machine)
-    unknown.config.model_type = "nobody_knows"
-    moepass.offload_experts(unknown, hardware=machine)
-    by_sizes, by_costs = (compiled(model).plan.decisions for model in (known, unknown))
+    qwen, renamed = tiny_model(), tiny_model()
+    moepass.offload_experts(qwen, hardware=machine)
+    renamed.config.model_type = "nobody_knows"
+    moepass.offload_experts(renamed, hardware=machine)
+    by_sizes, by_costs = (compiled(model).plan.decisions for model in (qwen, renamed))
     assert isinstance(by_sizes, Decisions)
     assert isinstance(by_costs, Decisions)
     assert by_costs.step_seconds is not None

@@ -1,4 +1,4 @@
-"""What one process compiled, the next one runs: the same bits, without Dynamo, and never anything stale."""
+"""A later process runs what an earlier one compiled: the same bits, without Dynamo, and never a stale graph."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("known_tests", "no_grad")
 
 
 class Sum(nn.Module):
-    """Two arguments of which the second one may be left unread."""
+    """A module with two arguments, of which it may leave the second unread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Memory(nn.Module):
 
 
 class Assigned(nn.Module):
-    """Dynamo assigns the buffer after the graph has run, and the graph knows nothing of it."""
+    """A module that assigns a buffer: Dynamo does so after the graph has run, and the graph does not show it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ def _tokens(count: int, hidden: int = SMALL.hidden, *, dynamic: bool = True) -> 
 
 
 def _compiles(store: CaptureStore, model: nn.Module, options: dict[str, Any] | None = None, tokens: int = 6) -> bool:
-    """Whether a new process would compile `model`."""
+    """Return whether a new process would compile `model`."""
     stored = StoredModule(model, options or EAGER, "stack", store)
     return graphs_compiled_by(lambda: stored(_tokens(tokens))) > 0
 
@@ -153,10 +153,10 @@ def test_a_stored_capture_gives_the_same_bits_for_all_sizes_without_dynamo(fille
     store, expected = filled
     assert len(store.entries()) == 1
     loaded = StoredModule(_stack(), EAGER, "stack", store)
-    found: dict[int, torch.Tensor] = {}
+    outputs: dict[int, torch.Tensor] = {}
     with moepass.record_compilations() as compilations:
-        assert graphs_compiled_by(lambda: found.update({n: loaded(_tokens(n)) for n in (33, 6, 2)})) == 0
-    assert all(torch.equal(found[count], expected[count]) for count in expected)
+        assert graphs_compiled_by(lambda: outputs.update({n: loaded(_tokens(n)) for n in (33, 6, 2)})) == 0
+    assert all(torch.equal(outputs[count], expected[count]) for count in expected)
     # The plan is that of the first process, and the experts really stream.
     (compilation,) = compilations
     assert [stay.bank for stay in compilation.plan.slot_stays] == [0, 1]
@@ -168,16 +168,16 @@ def test_a_stored_capture_gives_the_same_bits_for_all_sizes_without_dynamo(fille
 @pytest.mark.slow
 def test_weights_are_those_of_the_model_at_hand(filled: Filled) -> None:
     store, _ = filled
-    other = _stack(dataclasses.replace(SMALL, seed=7))
-    expected = StoredModule(other, EAGER, "stack", CaptureStore(store.folder / "none"))(_tokens(6))
-    loaded = StoredModule(other, EAGER, "stack", store)
-    found: list[torch.Tensor] = []
-    assert graphs_compiled_by(lambda: found.append(loaded(_tokens(6)))) == 0
-    assert torch.equal(found[0], expected)
+    other_model = _stack(dataclasses.replace(SMALL, seed=7))
+    expected = StoredModule(other_model, EAGER, "stack", CaptureStore(store.folder / "none"))(_tokens(6))
+    loaded = StoredModule(other_model, EAGER, "stack", store)
+    outputs: list[torch.Tensor] = []
+    assert graphs_compiled_by(lambda: outputs.append(loaded(_tokens(6)))) == 0
+    assert torch.equal(outputs[0], expected)
     # A parameter that is replaced later is read anew, as Dynamo's code would.
-    other.dense[0].weight = nn.Parameter(torch.zeros_like(other.dense[0].weight), requires_grad=False)
+    other_model.dense[0].weight = nn.Parameter(torch.zeros_like(other_model.dense[0].weight), requires_grad=False)
     assert not torch.equal(loaded(_tokens(6)), expected)
-    other.dense[0].weight = nn.Parameter(other.dense[0].weight.t().contiguous().t(), requires_grad=False)
+    other_model.dense[0].weight = nn.Parameter(other_model.dense[0].weight.t().contiguous().t(), requires_grad=False)
     assert graphs_compiled_by(lambda: loaded(_tokens(6))) == 1  # of other strides
 
 
@@ -213,7 +213,7 @@ def test_a_call_in_another_mode_of_torch_is_compiled_and_the_log_says_so_once(
     with torch.inference_mode():
         for _ in range(2):
             assert torch.equal(stored(rows), model(rows))
-    assert caplog.text.count("one call in torch.inference_mode, one without it") == 1
+    assert caplog.text.count("some calls are in torch.inference_mode and some are not") == 1
     assert "changed" not in caplog.text
 
 
@@ -222,7 +222,7 @@ def test_a_stride_that_no_dimension_shows_is_named(store: CaptureStore, caplog: 
     stored = StoredModule(Doubled(), EAGER, "doubled", store)
     for width in (9, 11, 13):
         stored(torch.ones(4, width)[:, :3])
-    assert re.search(r"the size s\d+, which no argument has as a dimension", caplog.text)
+    assert re.search(r"no argument has the size s\d+ as a dimension", caplog.text)
 
 
 @pytest.mark.slow
@@ -246,7 +246,7 @@ def test_calls_that_the_capture_is_not_for_go_to_the_compiler(filled: Filled) ->
 
     loaded._compiled = compile_it
     assert torch.equal(loaded(_tokens(6)), expected[6])
-    others = [
+    other_arguments = [
         torch.randn(SMALL.hidden, 6).t(),  # other strides
         _tokens(1),  # torch compiles one row for itself
         _tokens(6).double(),
@@ -258,15 +258,15 @@ def test_calls_that_the_capture_is_not_for_go_to_the_compiler(filled: Filled) ->
         _tokens(6).requires_grad_(),
         torch._neg_view(_tokens(6)),  # its memory has other numbers
     ]
-    for rows in others:
+    for rows in other_arguments:
         loaded(rows)
     with torch.autocast("cpu", torch.bfloat16):
         loaded(_tokens(6))
     with torch.enable_grad():
         loaded(_tokens(6))
-    assert len(compiled) == len(others) + 2
+    assert len(compiled) == len(other_arguments) + 2
     assert torch.equal(loaded(_tokens(2)), expected[2])
-    assert len(compiled) == len(others) + 2
+    assert len(compiled) == len(other_arguments) + 2
 
 
 @pytest.mark.slow
@@ -276,10 +276,10 @@ def test_code_of_inductor_gives_the_same_bits(store: CaptureStore) -> None:
     fresh = StoredModule(_stack(), options, "stack", store)
     expected = {count: fresh(_tokens(count)) for count in counts}
     loaded = StoredModule(_stack(), options, "stack", store)
-    found: dict[int, torch.Tensor] = {}
-    assert graphs_compiled_by(lambda: found.update({count: loaded(_tokens(count)) for count in counts})) == 0
+    outputs: dict[int, torch.Tensor] = {}
+    assert graphs_compiled_by(lambda: outputs.update({count: loaded(_tokens(count)) for count in counts})) == 0
     assert not any("fxgraph" in name for name in counters["inductor"])
-    assert all(torch.equal(found[count], expected[count]) for count in counts)
+    assert all(torch.equal(outputs[count], expected[count]) for count in counts)
     record = (store.folder / next(store.folder.iterdir()).name).read_bytes()
     assert b'"type":"experts"' in record
     assert b'"type":"inductor"' in record
@@ -297,20 +297,20 @@ def test_families_are_stored_and_give_the_same_bits(store: CaptureStore, family:
         ids = torch.randint(3, 60, (rows, tokens), generator=torch.Generator().manual_seed(tokens))
         mask = torch.ones_like(ids)
         mask[0, -2:] = 0
-        given = [ids, mask, torch.arange(rows) * tokens + tokens - 3]
-        for place, tensor in enumerate(given):
+        arguments = [ids, mask, torch.arange(rows) * tokens + tokens - 3]
+        for position, tensor in enumerate(arguments):
             # The recurrent layers of jamba hold for one number of tokens.
-            for dim in [0] if place == 2 or family == "jamba" else [0, 1]:
+            for dim in [0] if position == 2 or family == "jamba" else [0, 1]:
                 torch._dynamo.mark_dynamic(tensor, dim)
-        return given
+        return arguments
 
     sizes = [(2, 7), (3, 7)] if family == "jamba" else [(2, 7), (3, 12), (2, 33)]
     fresh = StoredModule(make(), EAGER, family, store)
     expected = [fresh(*inputs(*size)) for size in sizes]
     loaded = StoredModule(make(), EAGER, family, store)
-    found: list[torch.Tensor] = []
-    assert graphs_compiled_by(lambda: found.extend(loaded(*inputs(*size)) for size in sizes)) == 0
-    assert all(torch.equal(left, right) for left, right in zip(found, expected, strict=True))
+    outputs: list[torch.Tensor] = []
+    assert graphs_compiled_by(lambda: outputs.extend(loaded(*inputs(*size)) for size in sizes)) == 0
+    assert all(torch.equal(left, right) for left, right in zip(outputs, expected, strict=True))
 
 
 # ---- misses: each part of the key ------------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ def _with_hook(model: nn.Module, factor: int = 2) -> None:
 
 
 def _with_shared_weights(model: nn.Module) -> None:
-    first, second = (model.get_submodule(f"dense.{place}") for place in (0, 1))
+    first, second = (model.get_submodule(f"dense.{index}") for index in (0, 1))
     second.weight = first.weight  # type: ignore[assignment]
 
 
@@ -334,7 +334,7 @@ def _with_gradients(model: nn.Module) -> None:
 
 
 def _key(model: nn.Module, options: dict[str, Any] | None = None) -> str:
-    """What a new process would look `model` up by."""
+    """Return the key under which a new process would look up `model`."""
     return digest_of(StoredModule(model, options or EAGER, "any")._describe()[0])
 
 
@@ -416,7 +416,7 @@ def test_another_key_is_compiled_anew(filled: Filled) -> None:
     assert _compiles(store, model)
 
 
-# ---- what is not stored ----------------------------------------------------------------------------------------------
+# ---- calls that are not stored ---------------------------------------------------------------------------------------
 
 
 def test_an_argument_that_is_given_twice_or_not_read_is_not_stored(
@@ -451,13 +451,13 @@ def test_an_argument_that_is_given_twice_has_no_stored_capture(store: CaptureSto
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (Counter, "since the first call changed: model"),
+        (Counter, "these changed since the first call: model"),
         (Memory, "writes to its inputs"),
         (Constant, "constant"),
         (Broken, "2 runs of 2 new graphs"),
-        (Assigned, "since the first call changed: tensors of the model"),
-        (Listed, "since the first call changed: tensors of the model"),
-        (Skipped, "of which Dynamo compiles nothing"),
+        (Assigned, "these changed since the first call: tensors of the model"),
+        (Listed, "these changed since the first call: tensors of the model"),
+        (Skipped, "Dynamo compiles nothing in a call"),
     ],
 )
 def test_what_one_graph_does_not_give_is_not_stored(
@@ -489,7 +489,7 @@ def _first(items: list[Any], key: Any, value: str) -> Any:
 
 
 def _rewritten(store: CaptureStore, edit: Callable[[dict[str, Any]], Any]) -> None:
-    """Edit what is stored, with a digest that fits: what a mistake of ours could have written."""
+    """Edit a stored capture and its digest, as a bug of moepass could."""
     (entry,) = store.entries()
     assert entry.header is not None
     content = json.loads(entry.path.read_bytes().partition(b"\n")[2])
@@ -535,9 +535,9 @@ def test_a_damaged_capture_is_reported_once_and_compiled_anew(
     store, expected = filled
     _rewritten(store, edit)
     loaded = StoredModule(_stack(), EAGER, "stack", store)
-    found: list[torch.Tensor] = []
-    compiled = graphs_compiled_by(lambda: found.extend([loaded(_tokens(6)), loaded(_tokens(6))]))
+    outputs: list[torch.Tensor] = []
+    compiled = graphs_compiled_by(lambda: outputs.extend([loaded(_tokens(6)), loaded(_tokens(6))]))
     assert compiled == 1
-    assert all(torch.equal(result, expected[6]) for result in found)
+    assert all(torch.equal(result, expected[6]) for result in outputs)
     assert sum(record.levelname == "WARNING" for record in caplog.records) == 1
     assert "ignored" in caplog.text

@@ -10,7 +10,8 @@ from torch import nn
 
 import moepass
 from moepass.runtime.banks.identity import MemoryTable
-from moepass.runtime.execute.executor import Executor, Schedule
+from moepass.runtime.execute.executor import Executor
+from moepass.runtime.execute.schedules import Schedule
 
 
 def compiled_executor(model: nn.Module, inputs: torch.Tensor) -> tuple[Executor, list[Any]]:
@@ -29,5 +30,6 @@ def compiled_executor(model: nn.Module, inputs: torch.Tensor) -> tuple[Executor,
 
 def forget_rings(executor: Executor) -> None:
     """Make the next call of `executor` look up its ring again."""
-    executor._schedules = MemoryTable()
-    executor._own = Schedule(executor.graph_module, None)
+    schedules = executor._schedules
+    schedules._schedules = MemoryTable()
+    schedules.default = Schedule(executor.graph_module, None)

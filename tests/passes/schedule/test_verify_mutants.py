@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule
 
 from moepass.passes.ir.plan import Plan
 from moepass.passes.schedule.verify import RULES, ScheduleFacts, schedule_facts
-from moepass.runtime.execute.executor import bind
+from moepass.runtime.execute.bound_graph import bind
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.ring import make_ring
 from tests.helpers.graphs.schedule_judge import wrong_because

@@ -10,6 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from moepass.passes.finish import finish
 from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.plan import BankSpec, Plan
 from moepass.passes.ir.protocol import PassContext, PassResult
@@ -85,8 +86,8 @@ def test_an_encoded_bank_comes_whole() -> None:
 def test_other_lowerings_need_complete_banks(how: str, takes: bool) -> None:
     cut = _cut()
     plan = with_bank_parts(cut.module, _spread(cut.plan))
-    segments = tuple(dataclasses.replace(segment, lowering=Lowering(how)) for segment in plan.segments)
-    lowered = with_bank_parts(cut.module, dataclasses.replace(plan, segments=segments))
+    lowerings = {segment.name: Lowering(how) for segment in plan.segments}
+    lowered = finish(plan, cut.module, lowerings, PassContext())
     assert [bool(names) for names in _names_in_parts(lowered)] == [takes, takes]
     assert lowered.slot_bytes == (plan.slot_bytes if takes else cut.plan.slot_bytes)
 

@@ -41,7 +41,7 @@ def _segments(top: GraphModule) -> dict[str, GraphModule]:
 def _run(top: GraphModule, plan: Plan, model: nn.Module, captured: Captured) -> tuple[object, ...]:
     """Run the top-level graph on the recorded inputs, with the model's own ring; released slots turn to NaN."""
     store = next((module.store for module in model.modules() if hasattr(module, "store")), None)
-    executor = Executor(lower_segments(top, "eager"), plan, store.ring(debug=True) if store else None)
+    executor = Executor(lower_segments(top, "eager").top, plan, store.ring(debug=True) if store else None)
     with torch.no_grad():
         return tuple(executor(list(captured.inputs)))
 

@@ -253,10 +253,10 @@ def test_a_plan_says_which_parameters_are_copied_in_each_run() -> None:
             rows = torch.randn(number, HIDDEN)
             torch.testing.assert_close(compiled(rows), model(rows), rtol=1e-5, atol=1e-5)
     (compilation,) = compilations
-    (refusal,) = compilation.executor.plan.refusals
+    (refusal,) = compilation.plan.refusals
     assert "copied together in each run" in refusal.reason
     assert "w1.weight" in refusal.reason
-    assert compilation.executor.plan.to_json() == compilation.plan.to_json()
+    assert compilation.executor.plan.refusals == ()
 
 
 @pytest.mark.slow

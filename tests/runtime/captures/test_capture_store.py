@@ -1,4 +1,4 @@
-"""The folder of stored captures: complete files or none, and nothing that somebody else could have written."""
+"""The folder of stored captures: files are complete, and files that other users could have written are not read."""
 
 from __future__ import annotations
 
@@ -88,12 +88,16 @@ def _folder(path: Path) -> None:
     [
         (lambda path: path.chmod(0o620), KEY, "written by others"),
         (lambda path: path.chmod(0o602), KEY, "written by others"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), KEY, "not what was written"),
-        (lambda path: path.write_bytes(path.read_bytes().replace(b"content", b"context")), KEY, "not what was written"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), KEY, "does not match its digest"),
+        (
+            lambda path: path.write_bytes(path.read_bytes().replace(b"content", b"context")),
+            KEY,
+            "does not match its digest",
+        ),
         (lambda path: path.write_bytes(b""), KEY, "damaged"),
         (lambda path: path.write_bytes(b"\x80\x04."), KEY, "damaged"),
         (lambda path: path.write_bytes(path.read_bytes().replace(b"capture/1", b"capture/9")), KEY, "capture/9"),
-        (_of_another_key, "b" * 64, "was stored for aaaaaaaaaaaa"),
+        (_of_another_key, "b" * 64, "stored under the key aaaaaaaaaaaa"),
         (_linked, KEY, "it is a link"),
         (lambda path: _dated(path, "1e300"), KEY, "its date is 1e+300"),
         (lambda path: _dated(path, "-1e18"), KEY, "its date is -1e+18"),
@@ -163,9 +167,9 @@ def test_clear_leaves_a_folder_whatever_its_name(store: CaptureStore) -> None:
 def test_a_home_folder_is_expanded_without_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("MOEPASS_CACHE_DIR", "~/captures")
-    found = find_store()
-    assert found is not None
-    assert found.folder == tmp_path / "captures"
+    store = find_store()
+    assert store is not None
+    assert store.folder == tmp_path / "captures"
 
 
 def test_what_killed_writers_left_is_removed_and_what_is_being_written_counts(
@@ -204,7 +208,7 @@ def test_no_changed_byte_is_loaded(store: CaptureStore, content: bytes, place: i
     data = bytearray(path.read_bytes())
     data[place % len(data)] = value
     path.write_bytes(data)
-    # What is not part of the content, as the name of the model, may change.
+    # Header fields such as the name of the model are not part of the content, and may change.
     assert list(store.load(KEY)) in ([], [content])
 
 
@@ -236,9 +240,9 @@ def test_writers_at_the_same_time_leave_one_complete_file(store: CaptureStore) -
 def test_what_was_not_read_for_the_longest_time_is_removed(
     store: CaptureStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for place, name in enumerate(("one", "two", "six")):
-        _save(store, name=name, key=str(place) * 64)
-        os.utime(store.folder / f"{str(place) * 64}-{name}.capture", (place, place))
+    for age, name in enumerate(("one", "two", "six")):
+        _save(store, name=name, key=str(age) * 64)
+        os.utime(store.folder / f"{str(age) * 64}-{name}.capture", (age, age))
     assert list(store.load("0" * 64)) == [b"content"]  # so it is the latest that was read
     # A little more than three: times are written with more or fewer digits.
     nbytes = store.entries()[0].nbytes

@@ -1,4 +1,4 @@
-"""Captures are stored and used only where a process runs installed code alone."""
+"""Captures are stored and used only in processes that run nothing but installed code."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class OwnKind(types.ModuleType):
 
 @pytest.fixture
 def as_moepass() -> Callable[[types.ModuleType], str]:
-    """What is found in a process of the command, which has loaded all of torch, transformers, moepass and a module."""
+    """Return `foreign_code` of a process of the command, which has loaded torch, transformers, moepass and a module."""
     roots = {"torch", "transformers", "numpy", "moepass", "typing", "os", "pyexpat", "_remote_module_non_scriptable"}
     tiny_model("qwen3_moe", num_hidden_layers=1)
     loaded = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in roots}
@@ -98,8 +98,8 @@ def test_installed_code_is_told(as_moepass: Callable[[types.ModuleType], str], m
     ids=lambda module: f"{module.__name__}-{vars(module).get('__file__')}",
 )
 def test_code_of_a_program_is_named(as_moepass: Callable[[types.ModuleType], str], module: types.ModuleType) -> None:
-    found = as_moepass(module)
-    assert f"the module {module.__name__} ({vars(module).get('__file__', 'of no file')})" in found
+    reason = as_moepass(module)
+    assert f"the module {module.__name__} ({vars(module).get('__file__', 'of no file')})" in reason
 
 
 def test_code_that_inductor_wrote_is_installed(as_moepass: Callable[[types.ModuleType], str], tmp_path: Path) -> None:
@@ -151,10 +151,10 @@ def _run_as(name: str, file: str) -> types.ModuleType:
 def test_only_programs_of_moepass_count(
     as_moepass: Callable[[types.ModuleType], str], main: types.ModuleType, is_ours: bool
 ) -> None:
-    found = as_moepass(main)
-    assert (found == "") == is_ours
+    reason = as_moepass(main)
+    assert (reason == "") == is_ours
     if not is_ours:
-        assert f"the program of this process is {vars(main).get('__file__', 'of no file')}" in found
+        assert f"the program of this process is {vars(main).get('__file__', 'of no file')}" in reason
 
 
 def test_a_link_to_the_script_counts(as_moepass: Callable[[types.ModuleType], str], tmp_path: Path) -> None:
@@ -164,42 +164,42 @@ def test_a_link_to_the_script_counts(as_moepass: Callable[[types.ModuleType], st
 
 
 def test_a_forked_child_stores_nothing(as_moepass: Callable[[types.ModuleType], str]) -> None:
-    """It began after its parent had read the code, so the time of a file says nothing."""
+    """The child began after its parent had read the code, so times of files prove nothing."""
     assert as_moepass(_namespace("own")) == ""
     in_child(lambda: "forked" in as_moepass(_namespace("own")))
 
 
 def test_all_packages_count_by_their_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = distributions()
-    assert f"numpy-{sys.modules['numpy'].__version__}.dist-info" in found
+    names = distributions()
+    assert f"numpy-{sys.modules['numpy'].__version__}.dist-info" in names
     (tmp_path / "own-1.0.dist-info").mkdir()
     monkeypatch.setattr(site, "getsitepackages", lambda: [str(tmp_path)])
     process_code._folders.cache_clear()
     try:
-        assert set(distributions()) - set(found) == {"own-1.0.dist-info"}
+        assert set(distributions()) - set(names) == {"own-1.0.dist-info"}
     finally:
         process_code._folders.cache_clear()
 
 
 def test_a_package_that_the_search_path_has_counts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = distributions()
+    names = distributions()
     (tmp_path / "own-1.0.dist-info").mkdir()
     (tmp_path / "own-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert importlib.metadata.version("own") == "1.0"
-    assert set(distributions()) - set(found) == {"own-1.0.dist-info"}
+    assert set(distributions()) - set(names) == {"own-1.0.dist-info"}
 
 
 def test_what_a_package_brings_with_it_is_not_counted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As setuptools, which Inductor imports: its folder is on the search path only after a graph was described."""
+    """Inductor imports setuptools, which adds its own folder to the search path after the first graph was described."""
     brought = tmp_path / "tools" / "_vendor"
     (brought / "own-1.0.dist-info").mkdir(parents=True)
     monkeypatch.setattr(site, "getsitepackages", lambda: [str(tmp_path)])
     process_code._folders.cache_clear()
     try:
-        found = distributions()
+        names = distributions()
         monkeypatch.syspath_prepend(str(brought))
-        assert distributions() == found
+        assert distributions() == names
     finally:
         process_code._folders.cache_clear()
 

@@ -1,4 +1,4 @@
-"""A stored graph is not used where a source of the model was edited, by hand and under the same version."""
+"""A stored graph is not used if a source file of the model was edited without a change of version."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Doubled(nn.Module):
 
 
 def _model_of(name: str, source: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    """The `Model` of `source`, imported anew as module `name`."""
+    """Return a `Model` of the code `source`, imported again as module `name`."""
     spec = importlib.util.spec_from_file_location(name, source)
     assert spec is not None
     assert spec.loader is not None
@@ -66,13 +66,13 @@ def test_code_that_was_edited_while_the_process_ran_is_not_stored(
     monkeypatch.setattr(fingerprint, "process_began", lambda: began - 0.1)
     StoredModule(Doubled(), EAGER, "doubled", store)(torch.ones(4))
     assert store.entries() == []
-    assert "test_stored_code.py, which was changed since this process began" in caplog.text
+    assert "test_stored_code.py changed after this process began" in caplog.text
 
 
 def test_a_release_that_a_link_was_switched_to_is_not_stored(
     store: CaptureStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its files are older than this process, which has read those of the release before."""
+    """Its files are older than this process, which has read the files of the previous release."""
     caplog.set_level("INFO", logger="moepass")
     for factor in (2, 3):
         release = tmp_path / f"release-{factor}"
@@ -94,5 +94,5 @@ def test_a_release_that_a_link_was_switched_to_is_not_stored(
         patch.setattr(stored_compile, "_own_digest", lambda: "")
         patch.setattr(fingerprint, "process_began", lambda: began)
         StoredModule(former, EAGER, "linked", store)(torch.ones(4))
-    assert "another link leads" in caplog.text
+    assert "a link that changed after this process began" in caplog.text
     assert compiles(store, newer)

@@ -1,4 +1,4 @@
-"""`moepass score` in processes of its own: what one of them compiles, the next one runs."""
+"""`moepass score` in separate processes: a later process runs the graphs that an earlier one compiled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEXT = json.dumps({"text": "the cat sat on the mat"}) + "\n"
 MODULE = [sys.executable, "-m", "moepass.cli"]
 SCRIPT = [os.path.join(sysconfig.get_path("scripts"), "moepass")]
 TEXT_OF_COMMAND = [sys.executable, "-c", "from moepass.cli.main import main; main()"]
-STORED = "runs as an earlier process has compiled it"
+STORED = "runs as an earlier process compiled it"
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _score(command: list[str], checkpoint: Path, caches: Path, lower: str = "eager", path: str = "") -> tuple[str, str]:
-    """What the command writes, and its log."""
+    """Return the output of the command, and its log."""
     options = ["--lower", lower, "--labels", "yes,no,maybe good", "--threads", "1"]
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(caches), "TORCH_LOGS": "moepass"}
     del environment["MOEPASS_CACHE_DIR"]
@@ -61,21 +61,21 @@ def test_a_second_process_runs_what_the_first_one_stored(checkpoint: Path, tmp_p
 
 @pytest.mark.slow
 def test_processes_with_code_of_their_own_neither_store_nor_use(checkpoint: Path, tmp_path: Path) -> None:
-    own = tmp_path / "own"
-    own.mkdir()
-    (own / "sitecustomize.py").write_text("")
+    own_folder = tmp_path / "own"
+    own_folder.mkdir()
+    (own_folder / "sitecustomize.py").write_text("")
     caches = tmp_path / "caches"
-    others = [(TEXT_OF_COMMAND, "", "the program of this process is of no file")]
-    others.append((MODULE, str(own), f"the module sitecustomize ({own}/sitecustomize.py)"))
-    expected, log = _score(*others[0][:1], checkpoint, caches)
-    assert others[0][2] in log
+    refused = [(TEXT_OF_COMMAND, "", "the program of this process is of no file")]
+    refused.append((MODULE, str(own_folder), f"the module sitecustomize ({own_folder}/sitecustomize.py)"))
+    expected, log = _score(*refused[0][:1], checkpoint, caches)
+    assert refused[0][2] in log
     assert not (caches / "moepass").exists()
     assert _score(MODULE, checkpoint, caches)[0] == expected
     files = _files(caches / "moepass")
     assert len(files) == 1
-    for command, path, reason in others:
-        found, log = _score(command, checkpoint, caches, path=path)
-        assert found == expected
+    for command, path, reason in refused:
+        output, log = _score(command, checkpoint, caches, path=path)
+        assert output == expected
         assert STORED not in log
         assert log.count(reason) == 1
     assert _files(caches / "moepass") == files

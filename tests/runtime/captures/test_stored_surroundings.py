@@ -1,6 +1,6 @@
-"""A stored graph is not used where something around the model differs: torch, modes, ranks, the environment.
+"""A stored graph is not used if the surroundings of the model differ: torch, modes, ranks, the environment.
 
-Nor is one stored that is only a part of what a call runs.
+A graph is not stored if it is only part of a call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Script = Callable[..., nn.Module]
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Script:
-    """The model of a file whose text is given, as a new process would load it."""
+    """Return a function that loads the model of a file with this code, as a new process would."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
@@ -90,7 +90,7 @@ def test_a_graph_that_is_a_part_of_a_call_is_not_stored(
 ) -> None:
     caplog.set_level("INFO", logger="moepass")
     assert compiles(store, script(text))
-    assert "does not compile as one function" in caplog.text
+    assert "does not compile a call as one function" in caplog.text
     compiles(store, script(text), -torch.ones(4))
     assert store.entries() == []
 
@@ -153,14 +153,14 @@ class Model(nn.Module):
     ids=["mkldnn.matmul", "mkldnn", "cuda.matmul"],
 )
 def test_the_precision_that_one_library_may_use_is_compared(part: Any) -> None:
-    """Inductor's passes ask for it; the call for all libraries together raises once it was set."""
-    found, before = fingerprint.settings(), part.fp32_precision
+    """Inductor's passes read this setting. The call for all libraries raises once it was set."""
+    settings, before = fingerprint.settings(), part.fp32_precision
     part.fp32_precision = "tf32"
     try:
-        assert fingerprint.settings() != found
+        assert fingerprint.settings() != settings
     finally:
         part.fp32_precision = before
-    assert fingerprint.settings() == found
+    assert fingerprint.settings() == settings
 
 
 @pytest.mark.parametrize("name", ["post_grad_custom_post_pass", "_pre_fusion_custom_pass", "custom_partitioner_fn"])
@@ -172,14 +172,14 @@ def test_nothing_is_stored_where_inductor_has_a_pass_of_the_program(
     with torch._inductor.config.patch({name: lambda graph: None}):
         assert compiles(store, script(text))
     assert store.entries() == []
-    assert f"torch._inductor.config.{name}, which is set to code" in caplog.text
+    assert f"the setting torch._inductor.config.{name} is a function" in caplog.text
 
 
 @pytest.mark.parametrize("other", [("NVIDIA L4", (8, 9)), ("NVIDIA A100", (8, 9)), ("NVIDIA L4", (8, 0))])
 def test_gpus_that_the_model_lies_on_are_compared(
     other: tuple[str, tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With CUDA_VISIBLE_DEVICES one machine shows one of several."""
+    """CUDA_VISIBLE_DEVICES can hide all but one of several different GPUs."""
     devices = [torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:0")]
     seen = []
     for name, ability in (("NVIDIA L4", (8, 9)), other):
@@ -191,12 +191,13 @@ def test_gpus_that_the_model_lies_on_are_compared(
 
 @pytest.mark.parametrize("field", ["model name", "flags", "CPU part", "Features"])
 def test_what_the_kernel_says_of_a_processor_is_compared(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Arm it has no model name and no flags."""
+    """On Arm there is no model name and there are no flags."""
     before = fingerprint.machine([])
     monkeypatch.setattr(fingerprint, "cpu_info", lambda name: "other" if name == field else None)
-    other = fingerprint.machine([])
+    other_machine = fingerprint.machine([])
     monkeypatch.setattr(fingerprint, "cpu_info", lambda name: None)
-    assert len({fingerprint.digest_of(found) for found in (before, other, fingerprint.machine([]))}) == 3
+    machines = (before, other_machine, fingerprint.machine([]))
+    assert len({fingerprint.digest_of(description) for description in machines}) == 3
 
 
 # ---- the context of a call -------------------------------------------------------------------------------------------

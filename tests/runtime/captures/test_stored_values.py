@@ -1,4 +1,4 @@
-"""A stored graph is not used where a value differs that a model holds, wherever it lies, or a tensor at a call."""
+"""A stored graph is not used if a value in the model differs, or a tensor of the call."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _times(rows: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 class Holder(nn.Module):
-    """Calls what it holds outside of its children, which is met before the children are."""
+    """Calls an object that is no child module. The description reaches this object before the children."""
 
     def __init__(self, held: Any, child: nn.Module | None = None) -> None:
         super().__init__()

@@ -26,7 +26,8 @@ from moepass.runtime.cuda_graphs import recorded_call, segment_graphs
 from moepass.runtime.cuda_graphs.graph_memory import GraphMemory, without_ownership
 from moepass.runtime.cuda_graphs.recorded_call import ExpectedTensor, RecordedCall
 from moepass.runtime.cuda_graphs.segment_graphs import GraphedRun, SegmentGraphs
-from moepass.runtime.execute.executor import Executor, SegmentCall, SegmentError
+from moepass.runtime.execute.bound_graph import SegmentCall
+from moepass.runtime.execute.executor import Executor, SegmentError
 from moepass.runtime.lowering.lower_segments import lower_segments
 from moepass.runtime.transfer import ring as ring_module
 from moepass.runtime.transfer.copier import Copier
@@ -66,7 +67,7 @@ class Compiled:
     def executor(self, record: Record, debug: bool) -> Executor:
         plan = dataclasses.replace(self.cut.plan, segments=record(self.cut.plan.segments))
         ring = None if self.store is None else self.store.ring(debug=debug)
-        return Executor(lower_segments(self.cut.module, "eager"), plan, ring, cudagraphs=True)
+        return Executor(lower_segments(self.cut.module, "eager").top, plan, ring, cudagraphs=True)
 
 
 @functools.cache
@@ -194,7 +195,8 @@ def test_the_plan_reports_a_segment_that_cuda_cannot_record() -> None:
     with mock.patch.object(FakeGraph, "capture_begin", fail_once):
         wrong, executor, graphs = _wrong_runs(4, _compiled(2), [5] * 4)
     assert wrong == []
-    refusals = [segment.cuda_graph and segment.cuda_graph.refusal for segment in executor.plan.segments]
+    segments = executor.findings.added_to(executor.plan).segments
+    refusals = [segment.cuda_graph and segment.cuda_graph.refusal for segment in segments]
     reason = "no CUDA graph: CUDA does not record it: CaptureError: operation not permitted when stream is capturing"
     assert [str(refusal) for refusal in refusals if refusal] == [reason]
     assert graphs.replayed > 0

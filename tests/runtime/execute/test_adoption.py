@@ -1,4 +1,4 @@
-"""Models that run with expert parallelism, compiled: their AllToAlls are gone, and real ranks stay exact."""
+"""Compiled models with expert parallelism: their AllToAlls are removed, and results on real ranks are exact."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CASES = {
 
 
 def _cases() -> list[Any]:
-    """AllToAll with uneven shards, AllGather with even ones, AllReduce without tokens; the rest is slow."""
+    """AllToAll with uneven shards, AllGather with even shards, AllReduce without tokens; all other cases are slow."""
     quick = {
         ("uneven bf16", "all_to_all"),
         ("even", "all_gather"),
@@ -94,7 +94,7 @@ def test_a_rank_runs_ten_steps_while_another_runs_none() -> None:
 
 def _shapes_and_models_share_one_ring() -> None:
     full = build_stack(SMALL)
-    other = dataclasses.replace(SMALL, seed=1, experts=6)
+    six_experts = dataclasses.replace(SMALL, seed=1, experts=6)
     with torch.no_grad(), moepass.record_compilations() as compilations:
         static = torch.compile(
             build_stack(SMALL, "all_to_all"), backend="asyncep", dynamic=False, options={"lower": "eager"}
@@ -103,9 +103,9 @@ def _shapes_and_models_share_one_ring() -> None:
         for tokens in (8, 12, 8):
             hidden = hidden_rows(SMALL, tokens, tokens)
             assert torch.equal(static(hidden), full(hidden))
-        second = torch.compile(build_stack(other, "all_gather"), backend="asyncep", options={"lower": "eager"})
-        hidden = hidden_rows(other, 8, 3)
-        assert torch.equal(second(hidden), build_stack(other)(hidden))
+        second = torch.compile(build_stack(six_experts, "all_gather"), backend="asyncep", options={"lower": "eager"})
+        hidden = hidden_rows(six_experts, 8, 3)
+        assert torch.equal(second(hidden), build_stack(six_experts)(hidden))
         assert torch.equal(static(hidden_rows(SMALL, 8, 8)), full(hidden_rows(SMALL, 8, 8)))
     rings = {id(compilation.executor.ring) for compilation in compilations}
     assert len(compilations) == 3
@@ -121,7 +121,7 @@ def test_shapes_and_models_of_one_group_share_one_ring() -> None:
 
 
 def _models_one_after_the_other() -> None:
-    """The memory of a model that is gone goes to the next one, which must not get its experts."""
+    """A new model may get the memory of a deleted one, but must not get its experts."""
     hidden = hidden_rows(SMALL, 8, 0)
     for seed in range(4):
         config = dataclasses.replace(SMALL, seed=seed)
@@ -139,7 +139,7 @@ def test_a_model_that_follows_another_has_its_own_experts() -> None:
 
 
 def _weights_change_too_late() -> None:
-    """Whatever writes them; what is put back is no change, and new parameters bring the ranks together again."""
+    """Every kind of write is noticed. Restored values are no change, and new parameters make the ranks meet again."""
     model = build_stack(SMALL, "all_to_all")
     compiled = compile_whole(model)
     hidden = hidden_rows(SMALL, 8, dist.get_rank())
@@ -187,7 +187,7 @@ def _other_ranks_send_old_weights() -> str:
 
 
 def _writes_that_torch_does_not_count() -> None:
-    """Without `debug` they are not seen: all ranks, this one too, go on with what they met with."""
+    """Without `debug` they are not noticed: all ranks, this one included, use the weights of the first run."""
     model = build_stack(SMALL, "all_to_all")
     compiled = compile_whole(model, debug=False)
     hidden = hidden_rows(SMALL, 8, dist.get_rank())
@@ -228,7 +228,7 @@ def test_changed_inference_tensors_are_an_error_too() -> None:
 
 
 def _one_comes_too_late() -> list[str]:
-    """Rank 0 runs alone, and fails; the errors of that and of the next runs. A new group is a new beginning."""
+    """Rank 0 runs alone and fails. The next runs fail as well, until there is a new group."""
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     compiled, hidden = compile_whole(build_stack(SMALL, "all_to_all"), timeout_s=0.5), hidden_rows(SMALL, 8, rank)
     texts = []
@@ -271,7 +271,7 @@ def test_a_rank_that_never_runs_is_named() -> None:
 
 
 def _ranks_bring_other_models() -> list[str]:
-    """Experts of 32 features on one rank and of 48 on the other: odd, but it runs."""
+    """Experts have 32 features on one rank and 48 on the other: unusual, but it runs."""
     config = dataclasses.replace(SMALL, width=32 if dist.get_rank() == 0 else 48)
     with torch.no_grad(), moepass.record_compilations() as compilations:
         model, hidden = build_stack(config, "all_to_all"), hidden_rows(SMALL, 8, dist.get_rank())
@@ -290,7 +290,7 @@ def test_ranks_with_other_shapes_keep_their_exchanges() -> None:
 
 
 def _refused_blocks_still_run(form: str) -> None:
-    """More ranks than experts: nothing is taken, and the exchanges stay."""
+    """There are more ranks than experts: no block is rewritten, and the exchanges stay."""
     config = dataclasses.replace(SMALL, experts=2, top_k=1)
     hidden = hidden_rows(config, 8, 0 if form == "all_reduce" else dist.get_rank())
     with torch.no_grad(), moepass.record_compilations() as compilations:

@@ -1,4 +1,4 @@
-"""Expert parallelism with a graph break in every layer: compiled code is shared, and each layer has its own experts."""
+"""Expert parallelism with a graph break in every layer: layers share compiled code, and each has its own experts."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_layers_that_share_code_have_their_own_experts_and_fetch_for_each_other(
 
 
 def _models_side_by_side() -> None:
-    """One compilation serves the layers of three models, by turns, and of models that come later."""
+    """One compilation serves the layers of three models alternately, and of models that are created later."""
     hidden = hidden_rows(CONFIG, 16, dist.get_rank())
     configs = [dataclasses.replace(CONFIG, seed=seed) for seed in range(3)]
     with torch.no_grad(), moepass.record_compilations() as compilations:

@@ -1,4 +1,4 @@
-"""Ranks of adopted models that are killed at any moment: one clear error on every other rank, and nothing stays."""
+"""Ranks of adopted models are killed at any moment: every other rank raises one clear error and cleans up."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _run_until_an_error(connection: Connection, store: str, rank: int) -> None:
 
 
 def _stop_at(connection: Connection, store: str, rank: int, stage: str) -> None:
-    """As `_run_until_an_error`; rank 1 says when it comes to `stage` of the meeting, and waits there to be killed."""
+    """Run until an error. Rank 1 reports when it reaches `stage` of the meeting, and waits there to be killed."""
     if rank == 1:
         owner: Any = PeerPacker if stage in ("agree_on", "pack_part") else PeerGroup
         real: Callable[..., Any] = getattr(owner, stage)
@@ -59,7 +59,7 @@ def _stop_at(connection: Connection, store: str, rank: int, stage: str) -> None:
 
 
 def _survivors_end(workers: list[Worker], killed: int) -> None:
-    """They say which rank is missing, once, within the timeout, and end by themselves."""
+    """The survivors name the missing rank once, within the timeout, and end by themselves."""
     survivors = [worker for rank, worker in enumerate(workers) if rank != killed]
     for worker in survivors:
         assert f"rank {killed}" in worker.hear()
@@ -80,7 +80,7 @@ def test_a_rank_may_be_killed_at_any_moment(attempt: int, tmp_path: Path) -> Non
         workers = [stack.enter_context(Worker(_run_until_an_error, store, rank)) for rank in range(RANKS)]
         for worker in workers:
             assert worker.hear() == "joined"
-        time.sleep(moment)  # not to wait for anything: the moment is what is tested
+        time.sleep(moment)  # the test varies this moment, so there is nothing to wait for
         workers[killed].kill()
         _survivors_end(workers, killed)
     assert named_memory() <= named

@@ -1,4 +1,4 @@
-"""Expert parallelism taken out of graphs where shards lie in device memory, which other memory stands for here."""
+"""Expert parallelism removed from graphs whose shards are in device memory, which is emulated here."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.helpers.processes.ranks import run_ranks
 
 @contextmanager
 def _in_device_memory(on_allocation: Callable[[int], object] = lambda nbytes: None) -> Iterator[list[Seen]]:
-    """Meetings put shards there; gives the memory of each bank."""
+    """Make meetings put shards into emulated device memory. Returns the memory of each bank."""
     made: list[Seen] = []
 
     class Memory(Segments):
@@ -103,7 +103,7 @@ def _holds_one_bank_twice() -> None:
     model = build_stack(config, "all_to_all")
     experts = [list(layer.experts.parameters()) for layer in model.moe]
     largest = max(sum(parameter.nbytes for parameter in bank) for bank in experts)
-    held = [(StorageWeakRef(part.untyped_storage()), part.nbytes) for bank in experts for part in bank]
+    held = [(StorageWeakRef(tensor.untyped_storage()), tensor.nbytes) for bank in experts for tensor in bank]
     bank_bytes = sum(nbytes for _, nbytes in held)
     taken, peaks = 0, []
 
@@ -125,7 +125,7 @@ def test_adopting_holds_one_bank_more_than_the_experts_at_most() -> None:
 
 
 class _Operators(TorchDispatchMode):
-    """What reaches a device, or waits for it."""
+    """Records operators that launch work on a device or wait for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ def test_what_is_written_into_the_parameters_later_is_an_error() -> None:
 
 
 def _is_written_past_the_count() -> None:
-    """One rank writes as a weight sync does: it gets the error, whatever the others have read by then."""
+    """One rank writes weights as a weight sync does. It raises an error, even if other ranks read old weights."""
     model, hidden = build_stack(SMALL, "all_to_all"), hidden_rows(SMALL, 16, 0)
     with _in_device_memory(), torch.no_grad():
         compiled = compile_whole(model)
@@ -205,7 +205,7 @@ def test_what_is_written_past_torchs_count_is_an_error() -> None:
 
 
 def _other_rank_fails() -> None:
-    """The parameters have moved when the meeting fails: they keep the memory that they lie in."""
+    """The meeting fails after the parameters have moved: they keep their new memory."""
     model: Any = build_stack(SMALL, "all_to_all")
     before = [parameter.clone() for parameter in model.moe.parameters()]
 
@@ -251,7 +251,7 @@ def test_replacing_some_of_the_experts_leaves_the_others_whole() -> None:
 
 
 def _is_kept_elsewhere() -> None:
-    """A parameter of which something else has the memory cannot move: it is copied, and watched as such."""
+    """A parameter whose memory something else refers to cannot move: it is copied, and changes of it are noticed."""
     model, hidden = build_stack(SMALL, "all_to_all"), hidden_rows(SMALL, 16, 0)
     view = model.moe[0].experts.down_proj.detach()
     with _in_device_memory(), torch.no_grad():

@@ -36,7 +36,7 @@ def _compiled(model: nn.Module, lower: str = "eager", debug: bool = True) -> Any
 
 
 def _first_run(model: nn.Module, *inputs: torch.Tensor, debug: bool = True) -> tuple[Any, Executor]:
-    """The compiled model and the executor of its only graph."""
+    """Run `model` once. Returns the compiled model and the executor of its only graph."""
     with moepass.record_compilations() as compilations, torch.no_grad():
         compiled = _compiled(model, debug=debug)
         compiled(*inputs)
@@ -62,7 +62,7 @@ def test_streaming_is_exact_with_any_number_of_slots(form: str, slots: int) -> N
 
 
 def _live_bytes() -> int:
-    """Bytes of all uint8 storages that are alive: the packed banks and the slots."""
+    """Return the bytes of all living uint8 storages: the packed banks and the slots."""
     gc.collect()
     seen = {}
     for value in gc.get_objects():
@@ -128,7 +128,7 @@ def test_the_schedule_is_a_graph_that_prints() -> None:
 
 
 def test_poison_makes_a_broken_schedule_visible() -> None:
-    """The release stands right behind the acquire; the passes would have refused this."""
+    """The release comes directly after the acquire, which the passes would refuse."""
     model = Stack("dense_bmm", depth=2)
     captured = streamed(model, tokens())
     good = up_to("schedule", captured.module)
@@ -137,7 +137,7 @@ def test_poison_makes_a_broken_schedule_visible() -> None:
     store = _banked(model)[0].store
     for module, finite in ((good.module, True), (broken, False)):
         cut = partition(module, good.plan, PassContext())
-        executor = Executor(lower_segments(cut.module, "eager"), cut.plan, store.ring(debug=True))
+        executor = Executor(lower_segments(cut.module, "eager").top, cut.plan, store.ring(debug=True))
         with torch.no_grad():
             (output,) = executor(list(captured.inputs))
         assert bool(output.isfinite().all()) is finite
@@ -146,7 +146,7 @@ def test_poison_makes_a_broken_schedule_visible() -> None:
 
 
 def _break_segment(executor: Executor, number: int) -> Callable[[], None]:
-    """Make the call of segment `number` raise; gives the undo."""
+    """Make the call of segment `number` raise. Returns a function that repairs it."""
     located = [module for module in executor.graph_module.modules() if type(module).__name__ == "SegmentCall"][number]
     original = located.segment
 
@@ -298,7 +298,7 @@ def test_threads_with_two_models_and_two_shapes_get_their_own_results() -> None:
 
 @contextlib.contextmanager
 def _calling(model: Stack, call: Callable[[], object]) -> Iterator[None]:
-    """Layer 1 of `model` calls `call` while it runs, through an operator that the compiler cannot look into."""
+    """Make layer 1 of `model` call `call` while it runs, through an operator that is opaque to the compiler."""
     library = torch.library.Library("moepass_tests", "FRAGMENT")
     library.define("call(Tensor x) -> Tensor")
 
@@ -324,7 +324,7 @@ def _calling(model: Stack, call: Callable[[], object]) -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [6, 9])
 def test_a_run_inside_a_run_of_the_same_thread_is_refused(shape: int) -> None:
-    """By the same graph, and by another graph of the model."""
+    """The inner run is of the same graph, or of another graph of the model."""
     model, calls = Stack("dense_bmm", depth=3), [lambda: None]
     with torch.no_grad(), _calling(model, lambda: calls[0]()):
         expected = {count: model(tokens(count)) for count in (6, 9)}
@@ -396,9 +396,9 @@ def _copy_threads() -> set[threading.Thread]:
 @pytest.mark.slow
 @pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_deleted_model_takes_its_banks_its_ring_and_its_thread_along(lower: str) -> None:
-    """Although Dynamo keeps the compiled code: nothing is reset here before the check."""
+    """Dynamo keeps the compiled code, because nothing is reset before the check."""
     gc.collect()
-    others = _copy_threads()
+    threads_before = _copy_threads()
     before = _live_bytes()
     model = Stack("dense_bmm", depth=3)
     report = moepass.offload_experts(model)
@@ -406,7 +406,7 @@ def test_a_deleted_model_takes_its_banks_its_ring_and_its_thread_along(lower: st
     with torch.no_grad():
         compiled(tokens())
         model(tokens())
-    (worker,) = _copy_threads() - others
+    (worker,) = _copy_threads() - threads_before
     gone = [weakref.ref(report.store), weakref.ref(report.store.ring()), *map(weakref.ref, _banked(model))]
     del model, compiled, report
     gc.collect()
@@ -423,7 +423,7 @@ def test_a_schedule_whose_model_is_gone_says_so() -> None:
     compiled, executor = _first_run(model, tokens())
     del model, compiled
     gc.collect()
-    with pytest.raises(moepass.InputError, match="the model of this compiled graph is gone"):
+    with pytest.raises(moepass.InputError, match="the model of this compiled graph was deleted"):
         executor([tokens()])
 
 
@@ -450,7 +450,7 @@ def test_no_grad_and_inference_mode_serve_each_other(order: tuple[int, int], off
 
 @pytest.mark.slow
 def test_transfers_overlap_with_computation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each layer computes until the bank of the next one has come: without overlap it would wait for ever."""
+    """Each layer computes until the next layer's bank has arrived: without overlap it would wait forever."""
 
     class Waiting(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -502,7 +502,7 @@ def test_dropout_in_training_mode_is_refused(lower: str) -> None:
 
 
 class Jitter(nn.Module):
-    """Noise on the router's input in training mode, as mixtral has it; in a branch or not."""
+    """Noise on the router's input in training mode, as in mixtral; inside a branch or not."""
 
     def __init__(self, branch: bool) -> None:
         super().__init__()
@@ -532,7 +532,7 @@ def test_noise_in_training_mode_is_refused(lower: str, branch: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("lower", ["eager", "inductor"])
 def test_training_mode_that_draws_nothing_gives_what_the_plain_model_gives(lower: str) -> None:
-    """A graph does not say that its modules are in training mode; without gradients and noise, nothing is wrong."""
+    """A graph does not say that its modules are in training mode. Without gradients and noise it is correct."""
     models = [nn.Sequential(nn.BatchNorm1d(32), Stack("dense_bmm", depth=2), nn.Dropout(0.0)) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     plain, model = (model.train() for model in models)
@@ -544,7 +544,7 @@ def test_training_mode_that_draws_nothing_gives_what_the_plain_model_gives(lower
 
 @pytest.mark.slow
 def test_the_ring_waits_out_the_previous_run_of_another_graph() -> None:
-    """Two graphs of one model in turn: each starts on slots that the other one has left."""
+    """Two graphs of one model alternate: each starts with the slots that the other one has left."""
     model = Stack("batched_mm", depth=3)
     with torch.no_grad():
         expected = {count: model(tokens(count)) for count in (4, 9)}

@@ -1,6 +1,4 @@
-"""Local models whose experts are modules in a loop, compiled with the backend: right in every run, and whatever happens
-to their parameters in between.
-"""
+"""Local models whose experts are modules in a loop: every compiled run is correct, also after parameters changed."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ def check(model: nn.Module, compiled: Callable[..., torch.Tensor], dtype: torch.
 
 
 def experts_memories(model: nn.Module) -> list[int]:
-    """The memory of each expert's weight, layer by layer."""
+    """Return the memory of each expert's weight, by layer."""
     layers = [layer for layer in model.modules() if isinstance(layer, MixtralLoop | SelectedLoop)]
     return [expert.w1.weight.untyped_storage().data_ptr() for layer in layers for expert in layer.experts]
 
@@ -111,19 +109,19 @@ def test_two_models_that_share_a_module() -> None:
     torch.manual_seed(0)
     torch._dynamo.reset()
     shared = MixtralLoop()
-    one, other = Stack(shared).eval(), Stack(LoopOfSums(), shared).eval()
+    stack, loop = Stack(shared).eval(), Stack(LoopOfSums(), shared).eval()
     with torch._dynamo.config.patch(SWITCHES):
         compiled = [
             torch.compile(model, backend="asyncep", dynamic=True, fullgraph=True, options={"lower": "eager"})
-            for model in (one, other)
+            for model in (stack, loop)
         ]
-        check(one, compiled[0], torch.float32, 8)
-        memories = experts_memories(one)
-        check(other, compiled[1], torch.float32, 8, 12)
-        assert experts_memories(one) == memories
+        check(stack, compiled[0], torch.float32, 8)
+        memories = experts_memories(stack)
+        check(loop, compiled[1], torch.float32, 8, 12)
+        assert experts_memories(stack) == memories
         nn.init.normal_(shared.experts[1].w2.weight)
-        check(one, compiled[0], torch.float32, 8)
-        check(other, compiled[1], torch.float32, 12)
+        check(stack, compiled[0], torch.float32, 8)
+        check(loop, compiled[1], torch.float32, 12)
 
 
 @pytest.mark.slow

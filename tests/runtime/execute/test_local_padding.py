@@ -1,4 +1,4 @@
-"""Local models that pad the rows of each expert: their experts are found, stream in, and give the same."""
+"""Local models that pad the rows of each expert: their experts are recognised and streamed, and results are equal."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def test_padded_rows_of_a_local_model(name: str, lower: str, dtype: torch.dtype)
     with torch._dynamo.config.patch(SWITCHES), moepass.record_compilations() as compilations:
         compiled = torch.compile(model, backend="asyncep", dynamic=True, fullgraph=True, options={"lower": lower})
         for number in (13, 5, 200):
-            given = tokens(sizes, number)
-            found, expected = compiled(given), reference(given)
+            inputs = tokens(sizes, number)
+            result, expected = compiled(inputs), reference(inputs)
             if lower == "eager" and name != "modules":
-                assert torch.equal(found, expected)  # as it was written
+                assert torch.equal(result, expected)  # as it was written
             tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
-            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(result, expected, rtol=tolerance, atol=tolerance)
         plan = compilations[-1].plan
         assert [block.form for block in plan.blocks] == ["grouped_mm"]
         assert len(plan.banks) == (name != "modules")

@@ -1,4 +1,4 @@
-"""Experts over both axes of a mesh on four real ranks, where something is amiss on some of them, or few tokens come."""
+"""Experts over both axes of a mesh on four real ranks: faults on some ranks, and runs with few tokens."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def _hidden(tokens: int, seed: int) -> torch.Tensor:
 def _run(
     name: str, of_ranks: Sequence[Any], tokens: Sequence[int], scale: float = 1.0, options: dict[str, Any] | None = None
 ) -> list[Any]:
-    """Differences from the uncompiled layer, forms that were taken, reasons and how runs went.
+    """Return differences from the uncompiled layer, forms of blocks, reasons of refusals and statistics of runs.
 
-    What lies between its GEMMs differs by `of_ranks`. The last rank's tokens are `scale` times what they should be.
+    The operations between GEMMs differ between ranks by `of_ranks`. The last rank's tokens are scaled by `scale`.
     """
     rank = dist.get_rank()
     model, reference = (LAYERS[name](SIZES, dist.group.WORLD).eval() for _ in range(2))  # type: ignore[call-arg]
@@ -43,18 +43,18 @@ def _run(
     chosen = {"lower": "eager", "timeout_s": 40, **(options or {})}
     switches = torch._dynamo.config.patch({"capture_scalar_outputs": True})
     with torch.no_grad(), switches, record_compilations() as compilations:
-        for one in (model, reference):
-            of_ranks[rank](one)
+        for layer in (model, reference):
+            of_ranks[rank](layer)
         compiled = torch.compile(model, backend="asyncep", options=chosen)
         for seed, number in enumerate(tokens):
             hidden = _hidden(number, 10 * seed + (rank // 2 if name == "cut, tokens" else rank))
             hidden = hidden * scale if rank == RANKS - 1 else hidden
             expected = reference(hidden)
             differences.append(float((compiled(hidden) - expected).abs().max()))
-    forms = [[block.form for block in one.plan.local_blocks] for one in compilations]
-    reasons = [refusal.reason for one in compilations for refusal in one.executor.plan.refusals]
-    statistics = [one.executor.forms for one in compilations]
-    runs = [(found.gathered_runs, found.exchanged_runs) for found in statistics if found is not None]
+    forms = [[block.form for block in compilation.plan.local_blocks] for compilation in compilations]
+    reasons = [refusal.reason for compilation in compilations for refusal in compilation.plan.refusals]
+    statistics = [compilation.executor.forms for compilation in compilations]
+    runs = [(counts.gathered_runs, counts.exchanged_runs) for counts in statistics if counts is not None]
     return [differences, forms, reasons, runs]
 
 
@@ -63,12 +63,12 @@ def _unchanged(layer: nn.Module) -> None:
 
 
 def _other_activation(layer: Any) -> None:
-    """Its experts are called in another order of operations: the same numbers by another graph."""
+    """Call the activation's operations in another order: another graph that computes the same numbers."""
     compute = layer._run if hasattr(layer, "_pass_on") or not hasattr(layer, "compute") else layer.compute
 
     def changed(*arguments: torch.Tensor) -> torch.Tensor:
-        first, *others = arguments
-        result: torch.Tensor = compute(first * 1.5, *others)
+        first, *remaining = arguments
+        result: torch.Tensor = compute(first * 1.5, *remaining)
         return result
 
     setattr(layer, compute.__name__, changed)
@@ -103,7 +103,7 @@ def test_few_tokens_on_a_mesh_are_exchanged(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_tokens_that_differ_between_ranks_with_parts_of_the_same_experts() -> None:
-    """With the same routing: their rows are added up as they are, and nobody can tell that it stays so."""
+    """The routing is equal, but results of different tokens would be added up."""
     arguments = ("cut, tokens", [_unchanged] * RANKS, (12, 12), 1.01)
     for differences, _, reasons, _ in run_ranks(RANKS, _run, *arguments, timeout=200.0):
         assert max(differences) < 1e-5

@@ -1,4 +1,4 @@
-"""Layers in the styles of other projects on real ranks: compiled with asyncep they give what they give uncompiled."""
+"""Layers in the styles of other projects on real ranks: the compiled results equal the uncompiled ones."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ AROUND = {
     "cut experts, in order": ("mesh_style.CutExpertsInOrder", ["all_reduce"] * 2),
     "cut experts of tokens": ("mesh_style.CutExpertsOfTokens", ["all_reduce"]),
 }
-# The number of slots follows from a rank's tokens; what is gathered has as many rows of each rank.
+# The number of slots depends on a rank's tokens, and a gather needs equally many rows from each rank.
 EVEN = (
     "gshard", "deepspeed", "megatron gathered", "gathered order", "gathered with drops", "sequence parallel",
     "sequence parallel, bare", "hops, slots, between first", "hops, slots, within first", "cut slots", "cut experts",
@@ -65,10 +65,10 @@ ALIKE = ("cut experts of tokens",)
 
 
 def compare(style: str, sizes: StyleSizes, lower: str) -> list[Any]:
-    """Largest difference of each run, relative to the largest number; then what the plans say and what is left."""
+    """Return the largest relative difference of each run, the texts of the plans, and the remaining collectives."""
     module, name = (STYLES[style] if style in STYLES else AROUND[style][0]).split(".")
-    found = importlib.import_module(f"tests.helpers.project_styles.{module}")
-    model, reference = (getattr(found, name)(sizes, dist.group.WORLD).eval() for _ in range(2))
+    style_module = importlib.import_module(f"tests.helpers.project_styles.{module}")
+    model, reference = (getattr(style_module, name)(sizes, dist.group.WORLD).eval() for _ in range(2))
     rank = dist.get_rank()
     differences = []
     switches = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
@@ -81,19 +81,19 @@ def compare(style: str, sizes: StyleSizes, lower: str) -> list[Any]:
     ):
         compiled = torch.compile(model, backend="asyncep", options={"lower": lower})
         for number, tokens in enumerate((12, 12, 40, 7, 33)):
-            own = tokens if style in EVEN else tokens + 5 * rank
+            rank_tokens = tokens if style in EVEN else tokens + 5 * rank
             generator = torch.Generator().manual_seed(10 * number + (rank // 2 if style in ALIKE else rank))
-            hidden = torch.randn(own, sizes.hidden, generator=generator).to(sizes.dtype)
+            hidden = torch.randn(rank_tokens, sizes.hidden, generator=generator).to(sizes.dtype)
             expected = reference(hidden).float()
             differences.append(float((compiled(hidden).float() - expected).abs().max() / expected.abs().max()))
-    blocks = [[block.form for block in one.plan.local_blocks] for one in compilations]
-    refusals = [str(refusal) for one in compilations for refusal in one.plan.refusals]
+    blocks = [[block.form for block in compilation.plan.local_blocks] for compilation in compilations]
+    refusals = [str(refusal) for compilation in compilations for refusal in compilation.plan.refusals]
     left = [
-        found.kind
-        for one in compilations
-        for part in one.executor.graph_module.modules()
-        if isinstance(part, GraphModule)
-        for found in communications_of(part.graph)
+        communication.kind
+        for compilation in compilations
+        for submodule in compilation.executor.graph_module.modules()
+        if isinstance(submodule, GraphModule)
+        for communication in communications_of(submodule.graph)
     ]
     return [differences, blocks, refusals, left]
 

@@ -1,4 +1,4 @@
-"""What was predicted beside what was measured, on a CPU and on a CUDA that is emulated."""
+"""Predictions are compared with measurements, on a CPU and on an emulated CUDA."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def machine() -> Hardware:
 
 
 def runs(model: PreTrainedModel, *batches: int) -> Compilation:
-    """The last compilation, after runs of so many sequences."""
+    """Return the last compilation, after a run for each of these batch sizes."""
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="asyncep", options={"lower": "eager"})
     with moepass.record_compilations() as compilations, torch.no_grad():
@@ -123,11 +123,11 @@ def test_a_run_that_raises_does_not_count() -> None:
                     raise ValueError
         except ValueError:
             assert fails
-    assert clock.measured(CPU).runs == 1
+    assert clock.measured().runs == 1
 
 
-class _GivenWaits:
-    """A ring, as far as a clock looks at it: the waits of the last run."""
+class _RingWithWaits:
+    """A ring that only reports the waits of its last run."""
 
     device_bytes = 0
 
@@ -136,8 +136,8 @@ class _GivenWaits:
 
 
 def test_waits_of_other_graphs_on_the_same_ring_and_of_failed_runs_do_not_count() -> None:
-    ring: Any = _GivenWaits()
-    ours, others = RunClock(), RunClock()
+    ring: Any = _RingWithWaits()
+    first, second = RunClock(), RunClock()
 
     def run(clock: RunClock, seconds: float) -> None:
         with clock.run(CPU, SIZES, ring):
@@ -146,16 +146,16 @@ def test_waits_of_other_graphs_on_the_same_ring_and_of_failed_runs_do_not_count(
                 raise TimeoutError
 
     for seconds in (3.0, 1.0, 2.0):
-        run(ours, seconds)
-        run(others, 4.0)
+        run(first, seconds)
+        run(second, 4.0)
         with pytest.raises(TimeoutError):
-            run(ours, 7.0)
-    assert ours.measured(CPU).exposed_seconds == (2 * 1.0 + 2 * 2.0) / 2
-    assert others.measured(CPU).exposed_seconds == 2 * 4.0
+            run(first, 7.0)
+    assert first.measured().exposed_seconds == (2 * 1.0 + 2 * 2.0) / 2
+    assert second.measured().exposed_seconds == 2 * 4.0
 
 
 def test_one_compilation_of_two_models_counts_the_waits_of_both() -> None:
-    """The code is shared, the rings are not."""
+    """The models share compiled code, and each has its own ring."""
     torch._dynamo.reset()
     models = [Stack("dense_bmm", depth=2) for _ in range(2)]
     rings = [moepass.offload_experts(model).store.ring() for model in models]
@@ -171,14 +171,14 @@ def test_one_compilation_of_two_models_counts_the_waits_of_both() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_events_time_runs_and_waits_on_cuda(seed: int) -> None:
-    """Runs on the emulated CUDA take as many milliseconds as pieces of work were done between their events."""
+    """A run on the emulated CUDA takes one millisecond for each piece of work between its events."""
     banks = [small_bank(index) for index in range(3)]
     with FakeCuda(random.Random(seed)).installed() as cuda:
         clock, ring = RunClock(), Ring(2, SLOT_BYTES, CPU, Copier(StreamLane(CPU)))
         for _ in range(4):
             with clock.run(CUDA, SIZES, ring):
                 run_banks(ring, 0, banks, 2, lambda *read: cuda.issue(functools.partial(len, read)))
-        measured = clock.measured(CUDA)
+        measured = clock.measured()
         waited = ring.statistics.waited_seconds
     assert measured.runs == 3
     assert measured.run_seconds is not None

@@ -379,8 +379,8 @@ class _Ranks:
             self.work.step()
 
     def copy(self, bank: int, slot: torch.Tensor) -> SlotCopy:
-        own, other = (shards[bank] for shards in self.shards)
-        size = own.numel()
+        shard, peer_shard = (shards[bank] for shards in self.shards)
+        size = shard.numel()
         return self.transport.copy(
             BankSpec(bank, f"layers.{bank}", "hybrid", BankFormat.plain(2 * size), ()),
             [

@@ -1,6 +1,6 @@
-"""torchtitan's expert parallel layers, compiled: their AllToAlls leave the graph, and results are those of one process.
+"""Compiled expert parallel layers of torchtitan: their AllToAlls are removed, and results equal those of one process.
 
-Not a dependency: `pip install torchtitan` runs these tests.
+torchtitan is no dependency: `pip install torchtitan` enables these tests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXPERTS, TOP_K, HIDDEN, WIDTH, RANKS = 8, 2, 64, 32, 2
 
 
 def _without_triton() -> None:
-    """torchtitan imports triton in one module that its MoE layer imports and does not use here."""
+    """Let torchtitan import without triton. Its MoE layer imports a module that needs it and does not use it here."""
     if importlib.util.find_spec("triton") is None:
         stub: Any = types.ModuleType("torchtitan.distributed.minimal_async_ep")
         stub.__path__ = []
@@ -65,18 +65,18 @@ def _build(dtype: torch.dtype) -> Any:
 
 
 def _spread(layer: Any) -> Any:
-    """The layer with this rank's experts, and an AllToAll of tokens."""
+    """Return the layer with this rank's experts and an AllToAll of tokens."""
     experts = layer.routed_experts.inner_experts
     for name, parameter in list(experts._parameters.items()):
-        part = parameter.chunk(RANKS)[dist.get_rank()].clone()
-        experts._parameters[name] = torch.nn.Parameter(part, requires_grad=False)
+        shard = parameter.chunk(RANKS)[dist.get_rank()].clone()
+        experts._parameters[name] = torch.nn.Parameter(shard, requires_grad=False)
     mesh = dist.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))
     layer.routed_experts.token_dispatcher.wire_meshes(ep_mesh=mesh)
     return layer
 
 
 def _run(dtype: torch.dtype, lower: str) -> tuple[list[str], list[str], list[str]]:
-    """Blocks, reasons of refusals, and what is left of the exchange in the graphs, of three exact steps."""
+    """Run three exact steps. Returns blocks, reasons of refusals and the collectives that remain in the graphs."""
     _without_triton()
     from torchtitan.distributed import parallel_dims, utils
 
@@ -99,7 +99,7 @@ def _run(dtype: torch.dtype, lower: str) -> tuple[list[str], list[str], list[str
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_experts_are_gathered_and_stay_exact(dtype: torch.dtype) -> None:
-    """In float32 the layer makes bfloat16 weights and rows in every run: a rank makes its weights once."""
+    """In float32 the layer casts weights and rows to bfloat16 in every run: a rank casts its weights once."""
     for blocks, reasons, remain in run_ranks(RANKS, _run, dtype, "eager", timeout=120):
         assert not reasons, reasons
         assert blocks == ["all_to_all"]

@@ -47,9 +47,9 @@ def _save(folder: Path, **overrides: Any) -> str:
 
 
 def _whole_dense_layers(path: str) -> dict[str, Any]:
-    """The group of the experts is that of the shared batch, in which every rank has all dense layers.
+    """The experts' group shares one batch, and every rank has complete dense layers.
 
-    transformers 5.23 cannot do without rules for dense layers, so each gets a style that leaves it alone.
+    transformers 5.23 needs rules for dense layers, so each gets a style that does not change it.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.distributed.expert_parallel import ALL_PARALLEL_STYLES, ExpertParallelLayer
@@ -80,7 +80,7 @@ def _reference(path: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def _tokens(seed: int, length: int = 12, *, shared: bool = True) -> torch.Tensor:
-    """Two prompts: the same on all ranks, or other ones on each."""
+    """Return two prompts: equal on all ranks, or different on each."""
     generator = torch.Generator().manual_seed(seed if shared else 100 * seed + dist.get_rank())
     return torch.randint(3, 64, (2, length), generator=generator)
 
@@ -187,21 +187,21 @@ def test_compiled_it_is_one_graph_whose_banks_are_prefetched(
 
 
 def _exchanges_few_tokens(path: str, implementation: str) -> list[tuple[int, int] | str]:
-    """Runs by form of each graph, or why it has one form only."""
+    """Return the runs by form for each graph, or the reason why it has only one form."""
     model, reference = _load(path, implementation, **_whole_dense_layers(path)), _reference(path)
     with torch.no_grad(), moepass.record_compilations() as compilations:
         compiled = _compile(model, fullgraph=True, all_to_all_below=20)
         for seed, length in enumerate((12, 7, 6, 12, 7)):  # twice as many tokens
             tokens = _tokens(seed, length)
             torch.testing.assert_close(_logits(compiled, tokens), _logits(reference, tokens))
-    found: list[tuple[int, int] | str] = []
+    outcomes: list[tuple[int, int] | str] = []
     for compilation in compilations:
         forms = compilation.executor.forms
         if forms is None:
-            found += [refusal.reason for refusal in compilation.plan.refusals]
+            outcomes += [refusal.reason for refusal in compilation.plan.refusals]
         else:
-            found.append((forms.gathered_runs, forms.exchanged_runs))
-    return found
+            outcomes.append((forms.gathered_runs, forms.exchanged_runs))
+    return outcomes
 
 
 @pytest.mark.slow
@@ -213,7 +213,7 @@ def test_few_tokens_are_exchanged_where_the_model_has_an_exchange(checkpoint: st
 
 
 def _stands_beside_tensor_parallelism(path: str, implementation: str) -> None:
-    """Dense layers with their own collectives, as transformers shards them by itself."""
+    """Dense layers have their own collectives, from transformers' tensor parallelism."""
     model = _load(path, implementation, tp_size=RANKS)
     with torch.no_grad(), moepass.record_compilations() as compilations:
         compiled = _compile(model, fullgraph=True)
@@ -245,7 +245,11 @@ def _is_right_under_fsdp(path: str) -> None:
             tokens = _tokens(seed, shared=False)
             assert torch.equal(_logits(compiled, tokens), _logits(reference, tokens))
     # FSDP's hooks break the graph, and one graph of experts serves all layers.
-    (experts,) = [one for one in compilations if "moepass.complete_experts.default" in _operators(one.executor)]
+    (experts,) = [
+        compilation
+        for compilation in compilations
+        if "moepass.complete_experts.default" in _operators(compilation.executor)
+    ]
     (refusal, *_) = experts.plan.refusals
     assert "this rank's experts lie elsewhere in every run, as under FSDP" in refusal.reason
 
@@ -258,8 +262,8 @@ def test_dense_layers_may_lie_in_shards_of_fsdp(checkpoint: str) -> None:
 def _takes_an_uneven_number_of_experts(path: str) -> None:
     plan = dict.fromkeys([f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"], UNEVEN_STYLE)
     model, reference = _load(path, NAME, ep_plan=plan, **_whole_dense_layers(path)), _reference(path)
-    own = [len(parameter._local_tensor) for parameter in model.model.layers[0].mlp.experts.parameters()]
-    assert own == [[4, 4], [3, 3]][dist.get_rank()]
+    counts = [len(parameter._local_tensor) for parameter in model.model.layers[0].mlp.experts.parameters()]
+    assert counts == [[4, 4], [3, 3]][dist.get_rank()]
     with torch.no_grad(), moepass.record_compilations() as compilations:
         compiled = _compile(model, fullgraph=True)
         for seed in (1, 2):

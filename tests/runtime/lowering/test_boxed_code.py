@@ -1,4 +1,4 @@
-"""A graph called with a list: the graph's own results, and no value that outlives its last reader."""
+"""A graph that is called with a list returns its own results, and no value outlives its last reader."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moepass.runtime.lowering.boxed_code import TakesList, run_by_list
 
 
 class _LastReader(TakesList):
-    """Adds up its inputs, and says which of the watched tensors live when it has let them go."""
+    """Adds up its inputs, and records which of the watched tensors are alive after it has dropped them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class _LastReader(TakesList):
 
 
 class _Watcher(nn.Module):
-    """Makes a tensor that its reader watches."""
+    """Returns a tensor that its reader watches."""
 
     def __init__(self, reader: _LastReader) -> None:
         super().__init__()
@@ -57,10 +57,10 @@ def _graph(reader: _LastReader, read_later: bool) -> GraphModule:
 def test_a_value_dies_before_its_last_reader_returns(read_later: bool) -> None:
     reader = _LastReader()
     run = run_by_list(_graph(reader, read_later))
-    given = [torch.ones(3)]
-    reader.watched.append(weakref.ref(given[0]))
-    (result,) = run(given)
-    assert given == []
+    inputs = [torch.ones(3)]
+    reader.watched.append(weakref.ref(inputs[0]))
+    (result,) = run(inputs)
+    assert inputs == []
     assert reader.alive == [False, read_later]
     assert torch.equal(result, torch.full((3,), 5.0 if read_later else 3.0))
 
@@ -75,35 +75,35 @@ def test_a_value_that_nobody_reads_dies_at_once() -> None:
     root.reader, root.make = reader, _Watcher(reader)
     assert not unread.users
     run = run_by_list(GraphModule(root, graph))
-    given = [torch.ones(3), torch.zeros(3)]
-    reader.watched.append(weakref.ref(given[1]))
-    run(given)
+    inputs = [torch.ones(3), torch.zeros(3)]
+    reader.watched.append(weakref.ref(inputs[1]))
+    run(inputs)
     assert reader.alive == [False, False]
 
 
 def test_nested_arguments_constants_and_methods_are_those_of_the_graph() -> None:
     graph = Graph()
     # Names of the function that runs the graph.
-    inputs, values, given = (graph.placeholder(name) for name in ("inputs", "values", "given"))
+    inputs, values, arguments_node = (graph.placeholder(name) for name in ("inputs", "values", "given"))
     constant = graph.get_attr("inner.constant")
     joined = graph.call_function(torch.cat, ([inputs, values, constant],), {"dim": 0})
-    part = graph.call_function(
+    sliced = graph.call_function(
         lambda tensor, index, options: tensor[index] * options["by"],
-        (joined, (slice(1, given), slice(None)), {"by": constant}),
+        (joined, (slice(1, arguments_node), slice(None)), {"by": constant}),
     )
-    bounded = graph.call_method("clamp", (part,), {"max": float("inf"), "min": -1.5})
-    graph.output((bounded, [joined, given], {"kept": constant}))
+    bounded = graph.call_method("clamp", (sliced,), {"max": float("inf"), "min": -1.5})
+    graph.output((bounded, [joined, arguments_node], {"kept": constant}))
     root = nn.Module()
     root.inner = nn.Module()
     root.inner.register_buffer("constant", torch.full((1, 2), 3.0))
     module = GraphModule(root, graph)
     arguments = [torch.randn(2, 2), torch.randn(3, 2), 5]
     expected = module(*arguments)
-    found = run_by_list(module)(list(arguments))
-    assert torch.equal(found[0], expected[0])
-    assert torch.equal(found[1][0], expected[1][0])
-    assert found[1][1] == 5
-    assert found[2]["kept"] is root.inner.constant
+    result = run_by_list(module)(list(arguments))
+    assert torch.equal(result[0], expected[0])
+    assert torch.equal(result[1][0], expected[1][0])
+    assert result[1][1] == 5
+    assert result[2]["kept"] is root.inner.constant
 
 
 def test_nodes_run_in_the_graphs_order() -> None:

@@ -1,4 +1,4 @@
-"""Inductor's waits for C++ compilers are put off to the end of a block, in this thread alone, and never lost."""
+"""Inductor waits for C++ compilers at the end of a block, in this thread only, and for all of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moepass.runtime.torch_private import compilers_side_by_side
 
 
 class _Compilers:
-    """In the place of Inductor's: notes for whom it waited."""
+    """A replacement for Inductor's compilers that records each wait."""
 
     def __init__(self) -> None:
         self.waited: list[str] = []
@@ -30,8 +30,8 @@ class _Compilers:
 def compilers(monkeypatch: pytest.MonkeyPatch) -> _Compilers:
     fresh = type("Fresh", (_Compilers,), {"wait": _Compilers.wait})  # its own `wait`, which is replaced
     monkeypatch.setattr(async_compile, "AsyncCompile", fresh)
-    given: _Compilers = fresh()
-    return given
+    compilers: _Compilers = fresh()
+    return compilers
 
 
 def test_all_waits_come_at_the_end_of_the_block_in_their_order(compilers: _Compilers) -> None:
@@ -49,9 +49,9 @@ def test_all_waits_come_at_the_end_of_the_block_in_their_order(compilers: _Compi
 def test_other_threads_wait_at_once(compilers: _Compilers) -> None:
     with compilers_side_by_side():
         compilers.wait({"name": "here"})
-        other = threading.Thread(target=compilers.wait, args=({"name": "there"},))
-        other.start()
-        other.join()
+        thread = threading.Thread(target=compilers.wait, args=({"name": "there"},))
+        thread.start()
+        thread.join()
         assert compilers.waited == ["there"]
     assert compilers.waited == ["there", "here"]
 

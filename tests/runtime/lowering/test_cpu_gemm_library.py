@@ -1,4 +1,4 @@
-"""Products of an expert's rows on a CPU: the same numbers from either library, and the right library."""
+"""Products of an expert's rows on a CPU: both libraries return the same numbers, and the right one is used."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WITH_ONEDNN = torch.ops.mkldnn._linear_pointwise.default
 
 
 class _Calls(TorchDispatchMode):
-    """Every operator called in it."""
+    """Records every operator that is called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class _Calls(TorchDispatchMode):
 
 @pytest.fixture(params=[True, False], ids=["onednn", "mkl"])
 def held_back(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether MKL counts as held back, whatever machine this is."""
+    """Set whether MKL counts as held back, on any machine."""
     is_it = bool(request.param)
     monkeypatch.setattr(cpu_gemm_library, "is_mkl_held_back", lambda: is_it)
     return is_it
@@ -76,11 +76,11 @@ def test_every_gemm_is_right(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_gemm_library, "is_mkl_held_back", lambda: is_held_back)
         patch.setattr(cpu_gemm_library, "_LEAST_MULTIPLICATIONS", 1)
-        found = multiply(left, weights, into)
-    assert into is None or found is into
-    assert found.is_contiguous()
+        product = multiply(left, weights, into)
+    assert into is None or product is into
+    assert product.is_contiguous()
     expected = (left.double() @ weights.double()).float()
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(product, expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_the_switch_of_torch_for_onednn(held_back: bool) -> None:
 
 @pytest.mark.parametrize("held_back", [True], indirect=True)
 def test_onednn_meets_few_numbers_of_rows(held_back: bool) -> None:
-    """It generates code for each, and routers give every number."""
+    """It generates code for each number of rows, and routers produce every number."""
     weights = drawn(512, 512)
     left = drawn(lower_experts.CHUNK_ROWS, 512)
     with _Calls() as calls:
@@ -126,15 +126,15 @@ def test_onednn_meets_few_numbers_of_rows(held_back: bool) -> None:
 
 
 def test_experts_use_it(held_back: bool) -> None:
-    """Rows of no expert are zeros with either library."""
+    """Rows of no expert are zeros with both libraries."""
     left, weights = drawn(40, 512), drawn(3, 512, 512)
     loop = lower_experts.grouped_gemm_loop(left, weights)
     ends = torch.tensor([10, 12, 30])
     with _Calls() as calls:
-        (found,) = loop([left, weights, ends])
+        (product,) = loop([left, weights, ends])
     expected = torch.cat([left[:10] @ weights[0].t(), left[10:12] @ weights[1].t(), left[12:30] @ weights[2].t()])
-    torch.testing.assert_close(found[:30], expected, rtol=1e-4, atol=1e-4)
-    assert not found[30:].any()
+    torch.testing.assert_close(product[:30], expected, rtol=1e-4, atol=1e-4)
+    assert not product[30:].any()
     assert calls.seen.count(WITH_ONEDNN) == (2 if held_back else 0)
     assert calls.seen.count(aten.mm.out) == (1 if held_back else 3)
 

@@ -1,4 +1,4 @@
-"""Experts lowered expert by expert: the same numbers as operator by operator, or a reason."""
+"""Experts that are lowered expert by expert: the numbers equal those of the operators, or a reason is reported."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def gated(table: torch.Tensor, chosen: torch.Tensor, ends: torch.Tensor, *weight
 
 
 def split(table: torch.Tensor, chosen: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> Inputs:
-    """Two GEMMs of the same rows, and the activations as a second output."""
+    """Two GEMMs of the same rows, with the activations as a second output."""
     _, up, _, down, _ = weights
     rows = table[chosen]
     gate, value = gemm(rows, up[:, :WIDTH].transpose(1, 2), ends), gemm(rows, up[:, WIDTH:].transpose(1, 2), ends)
@@ -45,15 +45,15 @@ def split(table: torch.Tensor, chosen: torch.Tensor, ends: torch.Tensor, *weight
 
 
 def plain(table: torch.Tensor, chosen: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> Inputs:
-    """Rows that come in as rows, and no activation function: two GEMMs in a row."""
+    """Two consecutive GEMMs of an input with rows, without an activation function."""
     _, up, _, down, _ = weights
     return (gemm(gemm(table, up[:, :WIDTH].transpose(1, 2), ends), down.transpose(1, 2), ends),)
 
 
 def viewed(table: torch.Tensor, chosen: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> Inputs:
-    """Row work on views with gaps: halves of a bias, a part of a weight, half a GEMM that a GEMM reads too.
+    """Row work on views with gaps: halves of a bias, part of a weight, half of a GEMM that another GEMM reads.
 
-    An input is an output as well.
+    One input is an output as well.
     """
     ids, up, up_bias, down, _ = weights
     gate, value = gemm(table[chosen], up.transpose(1, 2), ends).chunk(2, dim=-1)
@@ -66,7 +66,7 @@ FORMS: dict[str, Callable[..., Inputs]] = {"gated": gated, "split": split, "plai
 
 
 def inputs_for(counts: list[int], beyond: int, form: str, dtype: torch.dtype = torch.float64) -> Inputs:
-    """Inputs of a segment whose experts have `counts` rows, and `beyond` more rows that belong to none."""
+    """Return inputs of a segment whose experts have `counts` rows, and `beyond` more rows that belong to no expert."""
     generator = torch.Generator().manual_seed(len(counts) + sum(counts))
     rows = sum(counts) + beyond
 
@@ -93,9 +93,9 @@ def segment_of(function: Callable[..., Inputs], *example: torch.Tensor) -> Graph
 @functools.cache
 def lowered(form: str) -> tuple[GraphModule, Callable[[list[torch.Tensor]], Inputs]]:
     segment = segment_of(FORMS[form], *inputs_for([3, 4, 6, 7], 0, form))
-    found = lower_experts.lower_experts(segment, compile_with_inductor)
-    assert isinstance(found, lower_experts.ExpertLoop)
-    return segment, found
+    lowered = lower_experts.lower_experts(segment, compile_with_inductor)
+    assert isinstance(lowered, lower_experts.ExpertLoop)
+    return segment, lowered
 
 
 @pytest.mark.sampled(every=4)
@@ -117,14 +117,14 @@ def test_expert_by_expert_equals_all_at_once(form: str, counts: list[int], beyon
 
 @pytest.mark.parametrize("form", ["gated", "split"])
 def test_no_rows_of_no_tokens_are_compiled_as_a_whole(form: str) -> None:
-    """The first step of a rank without tokens: no number of rows can be looked up in an empty table."""
-    table, *others = inputs_for([0] * EXPERTS, 0, form)
-    inputs = (table[:0], *others)
+    """The first step of a rank without tokens: an empty table has no row to look up."""
+    table, *tensors = inputs_for([0] * EXPERTS, 0, form)
+    inputs = (table[:0], *tensors)
     segment = segment_of(FORMS[form], *inputs)
-    lowered = LOWERINGS["inductor"](segment)
-    refusal = lowered.lowering.refusal
+    lowered, lowering = LOWERINGS["inductor"](segment)
+    refusal = lowering.refusal
     assert refusal is not None
-    assert (lowered.lowering.how, refusal.wanted, refusal.reason) == ("inductor", "expert_loop", "it has no rows")
+    assert (lowering.how, refusal.wanted, refusal.reason) == ("inductor", "expert_loop", "it has no rows")
     outputs = lowered(*inputs)
     assert [output.shape for output in outputs] == [output.shape for output in segment(*inputs)]
 
@@ -243,11 +243,11 @@ def test_a_lookup_that_others_read_stays_where_it_is() -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, 9])
 def test_a_loop_of_one_gemm(rows: int) -> None:
-    """What is timed to learn what grouped GEMMs take on a CPU."""
+    """Calibration times this loop to learn the speed of grouped GEMMs on a CPU."""
     left, weights = torch.randn(EXPERTS * rows, HIDDEN), torch.randn(EXPERTS, WIDTH, HIDDEN)
     loop = lower_experts.grouped_gemm_loop(left, weights)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lower_experts, "CHUNK_ROWS", 4)
-        (found,) = loop([left, weights, torch.arange(1, EXPERTS + 1) * rows])
+        (product,) = loop([left, weights, torch.arange(1, EXPERTS + 1) * rows])
     expected = torch.bmm(left.view(EXPERTS, rows, HIDDEN), weights.transpose(1, 2)).flatten(0, 1)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(product, expected)

@@ -1,6 +1,6 @@
-"""Dense segments go to Torch-TensorRT, the others stay; and what happens where it does not take one.
+"""Dense segments are lowered to TensorRT and the others are not; refusals of TensorRT have reasons.
 
-TensorRT is not here: `stand_in_tensorrt` takes its place, notes the calls, and runs what it was given.
+TensorRT is not installed: `stand_in_tensorrt` replaces it, records the calls, and runs the exported graph.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 import moepass
 from moepass.models.errors import OptionError
 from moepass.options import Options, parse_options
+from moepass.passes.finish import with_lowerings
 from moepass.passes.graph.nodes import fake_value, graph_inputs
 from moepass.passes.ir.segment import TENSORRT, Segment
 from moepass.passes.segments import tensorrt_choice
@@ -38,8 +39,8 @@ def _put(monkeypatch: pytest.MonkeyPatch, package: Any) -> Any:
 
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    found: StandIn = _put(monkeypatch, StandIn())
-    return found
+    stand_in: StandIn = _put(monkeypatch, StandIn())
+    return stand_in
 
 
 class Dense(torch.nn.Module):
@@ -58,12 +59,12 @@ class Dense(torch.nn.Module):
 
 def _segment(model: torch.nn.Module, value: torch.Tensor) -> GraphModule:
     cut = cut_into_segments(captured_graph(model, value, lower="inductor"))
-    (segment,) = [part for part in cut.top.children() if isinstance(part, GraphModule)]
+    (segment,) = [child for child in cut.top.children() if isinstance(child, GraphModule)]
     return segment
 
 
 def _values(segment: GraphModule) -> list[torch.Tensor]:
-    """Any values for its inputs."""
+    """Return random values for the inputs of `segment`."""
     random = torch.Generator().manual_seed(0)
     return [torch.randn(fake_value(node).shape, generator=random) for node in graph_inputs(segment.graph)]
 
@@ -72,10 +73,10 @@ def test_a_segment_is_exported_and_its_engine_gives_what_the_segment_gives(packa
     segment = _segment(Dense(), tokens())
     engine = lower_to_tensorrt(segment)
     assert isinstance(engine, TensorrtEngine)
-    (given,) = package.given
-    assert [(one.shape, one.dtype) for one in given.inputs].count(((HIDDEN, HIDDEN), torch.float32)) == 2
-    assert (given.settings["device"], given.settings["use_fp32_acc"]) == (torch.device("cpu"), False)
-    targets = {str(node.target) for node in given.exported.graph.nodes}
+    (call,) = package.given
+    assert [(tensor.shape, tensor.dtype) for tensor in call.inputs].count(((HIDDEN, HIDDEN), torch.float32)) == 2
+    assert (call.settings["device"], call.settings["use_fp32_acc"]) == (torch.device("cpu"), False)
+    targets = {str(node.target) for node in call.exported.graph.nodes}
     assert "prims.convert_element_type.default" not in targets
     values = _values(segment)
     outputs = engine(*values)
@@ -116,7 +117,7 @@ def test_other_strides_are_copied_and_another_type_is_an_error(monkeypatch: pyte
     _put(monkeypatch, StandIn(changed(torch.bfloat16)))
     engine = lower_to_tensorrt(segment)
     assert isinstance(engine, TensorrtEngine)
-    with pytest.raises(RuntimeError, match=r"TensorRT gave \[\(torch.bfloat16, .*and the captured graph has \[\(torch"):
+    with pytest.raises(RuntimeError, match=r"TensorRT returned \[\(torch.bfloat16, .*but the captured graph has"):
         engine(*values)
 
 
@@ -151,10 +152,10 @@ def _in_part(given: Given) -> GraphModule:
 def test_what_tensorrt_does_not_take_whole_is_refused(monkeypatch: pytest.MonkeyPatch, make: Any, reason: str) -> None:
     _put(monkeypatch, StandIn(make))
     segment = _segment(Dense(), tokens())
-    found = lower_to_tensorrt(segment)
-    assert not isinstance(found, TensorrtEngine)
+    refusal = lower_to_tensorrt(segment)
+    assert not isinstance(refusal, TensorrtEngine)
     with pytest.raises(AssertionError, match=f"^not lowered as tensorrt: {reason}$"):
-        raise AssertionError(str(found))
+        raise AssertionError(str(refusal))
 
 
 # ---- The whole way, on a CPU: nothing is compiled by Inductor --------------------------------------------------------
@@ -162,7 +163,7 @@ def test_what_tensorrt_does_not_take_whole_is_refused(monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU is taken for a GPU, and operators run one by one where Inductor would compile them."""
+    """Treat the CPU as a GPU, and run operators one by one where Inductor would compile them."""
     monkeypatch.setattr(Options, "check_device", lambda options, device: None)
     monkeypatch.setattr(tensorrt_choice, "_NOT_READ_FROM", ())
     monkeypatch.setattr(lower_segments, "_lower_inductor", lower_segments._lower_eager)
@@ -254,7 +255,7 @@ def test_engines_do_not_become_cuda_graphs() -> None:
         put_on_gpu(dense)
         cut = cut_into_segments(captured_graph(dense, on_gpu(tokens()), lower="inductor"))
         lowered = lower_segments.lower_segments(cut.top, TENSORRT)
-    (segment,) = with_cuda_graphs(lower_segments.with_lowerings(cut.segments, lowered), cut.top)
+    (segment,) = with_cuda_graphs(with_lowerings(cut.segments, lowered.lowerings), cut.top)
     assert segment.lowering is not None
     assert segment.cuda_graph is not None
     assert (segment.lowering.how, str(segment.cuda_graph.refusal)) == (

@@ -1,4 +1,4 @@
-"""Segments compiled by Inductor: each test here was once a wrong result or a crash."""
+"""Segments compiled by Inductor: each of these tests was once a wrong result or a crash."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def relative_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.slow
 def test_depthwise_convolutions_keep_their_layout(no_grad: None) -> None:
-    """Inductor's layout optimisation made jamba's second convolution read the wrong elements, 1.5 off."""
+    """Inductor's layout optimisation made jamba's second convolution read wrong elements, with an error of 1.5."""
     model = tiny_model("jamba")
     inputs = tiny_inputs(model, batch=3, seq=17)
     expected = model(**inputs).logits
@@ -32,7 +32,7 @@ def test_depthwise_convolutions_keep_their_layout(no_grad: None) -> None:
 
 @pytest.mark.slow
 def test_two_inputs_whose_sizes_turn_out_equal(no_grad: None) -> None:
-    """Ids and mask each bring symbols of their own, which the model then finds equal."""
+    """Ids and mask have separate symbols, which the model then asserts to be equal."""
     model = tiny_model("qwen3_moe", num_hidden_layers=2)
     moepass.offload_experts(model)
     compiled = torch.compile(model, backend="asyncep")
@@ -50,7 +50,7 @@ def test_two_inputs_whose_sizes_turn_out_equal(no_grad: None) -> None:
 
 
 def test_a_constant_in_a_segment(no_grad: None) -> None:
-    """A tensor made inside the model becomes a constant of the graph, real although the rest is fake."""
+    """A tensor that the model creates becomes a constant of the graph. It is real while all other tensors are fake."""
     table = torch.arange(6.0)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -71,7 +71,7 @@ COPIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class TwoBlocks(nn.Module):
-    """Two blocks, and the chance to do something with a tensor in front of both."""
+    """Two blocks, with a hook on a tensor before both."""
 
     def __init__(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class CopiesWeights(TwoBlocks):
 
 
 class CopiesState(TwoBlocks):
-    """A copy of a buffer is taken in front of the blocks; the buffer is updated behind them."""
+    """A buffer is copied before the blocks and updated after them."""
 
     state: torch.Tensor
 
@@ -127,7 +127,7 @@ def test_a_copy_of_a_buffer_survives_its_update(name: str, blocks: bool, no_grad
 
 @pytest.mark.parametrize("lower", ["eager", "inductor"])
 def test_a_view_stays_a_view(lower: str, no_grad: None) -> None:
-    """Only what was fresh memory before is copied: an output that shows an input goes on showing it."""
+    """Only outputs that were new memory before are copied: a view of an input stays a view."""
 
     def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x[1:].transpose(0, 1), x.relu()
@@ -145,7 +145,7 @@ def _padded_to_8(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("first", [5, 8])
 def test_a_view_of_an_operator_whose_strides_are_not_the_traced_ones(first: int, no_grad: None) -> None:
-    """With a padding of 0, `constant_pad_nd` keeps the strides of its input; traced with a symbol, it does not."""
+    """`constant_pad_nd` keeps the strides of its input if the padding is 0, but not if it is traced as a symbol."""
     compiled = torch.compile(_padded_to_8, backend="asyncep", fullgraph=True, options={"lower": "eager"})
     with moepass.record_compilations() as compilations:
         for length in (first, 8, 5, 16):
@@ -161,12 +161,12 @@ def test_a_graph_that_is_lowered_later_asks_for_shapes_too(no_grad: None) -> Non
     graph.output((graph.call_function(torch.ops.aten.view.default, (x, [-1])),))
     captured = GraphModule({}, graph)
     value = torch.randn(3, 4).t()
-    (found,) = lower_later(captured, {}, "eager").run(value)
-    assert torch.equal(found, value.reshape(-1))
+    (result,) = lower_later(captured, {}, "eager").run(value)
+    assert torch.equal(result, value.reshape(-1))
 
 
 def _show(x: torch.Tensor) -> torch.Tensor:
-    """Stands for an operator that nobody knows to give a view."""
+    """Return a view, although the operator's schema does not say so."""
     return x.view(-1)
 
 
@@ -178,7 +178,7 @@ def test_an_operator_that_hides_that_it_gives_a_view() -> None:
     graph.output((shown, declared))
     for node in (x, shown, declared):
         node.meta["val"] = torch.empty(2, 2)
-    run = LOWERINGS["eager"](GraphModule({}, graph))
+    run, _ = LOWERINGS["eager"](GraphModule({}, graph))
     value = torch.ones(2, 2)
     copied, view = run(value)
     value.zero_()

@@ -1,4 +1,4 @@
-"""After compiling, the plan says of each segment how it runs, and where not as wanted, why and where in the model."""
+"""After compilation the plan says how each segment runs; if it is not as requested, with the reason and the line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers.graphs.backend_helper import TOP_K, GroupedBlock, Stack, toke
 
 
 class MeanOfRows(GroupedBlock):
-    """Its activation function reads all rows, so that no expert can be computed alone."""
+    """An activation function that reads all rows, so that no expert can be computed alone."""
 
     def activate(self, up: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
         return (up - up.mean(0)).relu()
@@ -56,8 +56,10 @@ def test_a_segment_of_experts_that_is_compiled_as_a_whole(tmp_path: Path) -> Non
     assert "up - up.mean(0)" in refusal.source_line
     # The dump and JSON have it too.
     assert Plan.from_json((tmp_path / "graph-0" / "plan.json").read_text()) == plan
-    others = [segment.lowering for segment in plan.segments if segment is not experts]
-    assert all(lowering is not None and (lowering.how, lowering.refusal) == ("inductor", None) for lowering in others)
+    lowerings = [segment.lowering for segment in plan.segments if segment is not experts]
+    assert all(
+        lowering is not None and (lowering.how, lowering.refusal) == ("inductor", None) for lowering in lowerings
+    )
 
 
 def test_experts_that_are_no_grouped_gemm() -> None:

@@ -1,4 +1,4 @@
-"""Chunks hold every token once; what is taken and put lies where slicing by hand finds it; loops give the same."""
+"""Chunks cover every token once, `take` and `put` agree with slicing by hand, and loops return equal results."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def test_chunks_are_as_few_and_as_equal_as_they_can_be(sequences: int, length: i
     chunks = list(chunks_of(sequences, length, most))
     parts = [chunk.tokens if length > most else chunk.sequences for chunk in chunks]
     assert max(parts) - min(parts) <= 1
-    whole = most // length
-    assert len(chunks) == (sequences * -(-length // most) if whole == 0 else -(-sequences // whole))
+    all_at_once = most // length
+    assert len(chunks) == (sequences * -(-length // most) if all_at_once == 0 else -(-sequences // all_at_once))
 
 
 @st.composite
 def _places(draw: st.DrawFn) -> tuple[TokenDims, tuple[int, int], torch.Tensor]:
-    """Where tokens lie, [sequences, length], and a tensor whose numbers all differ."""
+    """Return indices of tokens, [sequences, length], and a tensor whose numbers all differ."""
     sequences, length = draw(st.integers(1, 4)), draw(st.integers(1, 5))
     kind: tuple[Factor, ...] = draw(st.sampled_from(((ALL_TOKENS,), (SEQUENCES, TOKENS), (TOKENS,))))
     numbers = draw(st.lists(st.integers(1, 3), max_size=3))
@@ -62,7 +62,7 @@ def _size(factor: Factor, sizes: dict[TokenFactor, int]) -> int:
 
 
 def _by_token(whole: torch.Tensor, dims: TokenDims, sequences: int, length: int) -> torch.Tensor:
-    """[tokens of all sequences, numbers of each]."""
+    """Return the numbers by token, [tokens of all sequences, numbers of each]."""
     sizes = {SEQUENCES: sequences, TOKENS: length, ALL_TOKENS: sequences * length}
     order = dims.in_order
     apart = whole.reshape([_size(factor, sizes) for factor in order])
@@ -77,11 +77,11 @@ def _by_token(whole: torch.Tensor, dims: TokenDims, sequences: int, length: int)
 def test_what_is_taken_is_what_slicing_by_hand_finds(
     places: tuple[TokenDims, tuple[int, int], torch.Tensor], most: int
 ) -> None:
-    dims, (sequences, length), whole = places
-    rows = _by_token(whole, dims, sequences, length)
+    dims, (sequences, length), numbers = places
+    rows = _by_token(numbers, dims, sequences, length)
     for chunk in chunks_of(sequences, length, most):
-        taken = take(whole, dims, chunk)
-        assert taken.dim() == whole.dim()
+        taken = take(numbers, dims, chunk)
+        assert taken.dim() == numbers.dim()
         start = chunk.sequence * length + chunk.first
         assert torch.equal(_by_token(taken, dims, 1, chunk.count), rows[start : start + chunk.count])
 
@@ -90,28 +90,28 @@ def test_what_is_taken_is_what_slicing_by_hand_finds(
 def test_what_was_taken_is_put_back_in_its_place(
     places: tuple[TokenDims, tuple[int, int], torch.Tensor], most: int
 ) -> None:
-    dims, (sequences, length), whole = places
+    dims, (sequences, length), numbers = places
     if not {ALL_TOKENS, SEQUENCES} & set(dims.in_order) and sequences > 1:
         return  # no output is the same for all sequences: test_token_program.py
-    found = torch.full_like(whole, -1)
+    written = torch.full_like(numbers, -1)
     for chunk in chunks_of(sequences, length, most):
-        put(take(whole, dims, chunk), found, dims, chunk)
-    assert torch.equal(found, whole)
+        put(take(numbers, dims, chunk), written, dims, chunk)
+    assert torch.equal(written, numbers)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)])
 def test_several_sequences_come_one_behind_another(order: tuple[int, ...]) -> None:
-    """Sequences may lie before or behind the tokens in memory, or with other numbers between them."""
+    """The dimension of sequences may come before or after that of tokens, or with others between them."""
     numbers = torch.arange(24).reshape(2, 4, 3)  # sequences, tokens, features
-    whole = numbers.permute(order)
+    permuted = numbers.permute(order)
     dims = TokenDims(tuple(((SEQUENCES,), (TOKENS,), (3,))[dim] for dim in order))
     (chunk,) = chunks_of(2, 4, 8)
-    taken = take(whole, dims, chunk)
+    taken = take(permuted, dims, chunk)
     assert torch.equal(taken.permute([order.index(dim) for dim in range(3)]), numbers.reshape(1, 8, 3))
 
 
 def test_sequences_may_lie_beside_other_numbers_in_one_dimension() -> None:
-    """As attention has them that multiplies matrices of each sequence and head."""
+    """Attention has such tensors if it multiplies one matrix for each sequence and head."""
     numbers = torch.arange(120).reshape(2, 3, 4, 5)  # sequences, heads, tokens, features
     dims = TokenDims(((SEQUENCES, 3), (TOKENS,), (5,)))
     (chunk,) = chunks_of(2, 4, 8)

@@ -1,4 +1,4 @@
-"""Whole models with their experts as Triton kernels, interpreted, against the models as they are."""
+"""Models with their experts as interpreted Triton kernels, compared with the uncompiled models."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from tests.helpers.models.tiny_families import TINY_FAMILIES
 
 Compile = Callable[[GraphModule], Any]
 
+Lower = Callable[[GraphModule], tuple[LoweredSegment, Lowering]]
+
 
 def _one_by_one(graph: GraphModule) -> Any:
     return lambda inputs: graph(*inputs)
@@ -33,16 +35,16 @@ def _one_by_one(graph: GraphModule) -> Any:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[TritonExperts]:
-    """Experts run as kernels, whatever the lowering; gives those that were made."""
+    """Run experts as kernels for every lowering. Returns the list of kernels that were created."""
     made: list[TritonExperts] = []
 
-    def lowered_by(lower: Callable[[GraphModule], LoweredSegment]) -> Callable[[GraphModule], LoweredSegment]:
-        def lower_with_kernels(segment: GraphModule) -> LoweredSegment:
+    def lowered_by(lower: Lower) -> Lower:
+        def lower_with_kernels(segment: GraphModule) -> tuple[LoweredSegment, Lowering]:
             experts = lower_to_triton(segment, _one_by_one)
             if not isinstance(experts, TritonExperts):
                 return lower(segment)
             made.append(experts)
-            return LoweredSegment.of(experts, segment, boxed=True, lowering=Lowering(TRITON))
+            return LoweredSegment.of(experts, segment, boxed=True), Lowering(TRITON)
 
         return lower_with_kernels
 
@@ -54,13 +56,13 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[TritonExperts]:
 
 def _assert_equal_to_the_model(family: str, lower: str, kernels: list[TritonExperts]) -> None:
     model = tiny_model(family)
-    inputs, others = tiny_inputs(model), tiny_inputs(model, batch=3, seq=7, seed=1)
+    inputs, second_inputs = tiny_inputs(model), tiny_inputs(model, batch=3, seq=7, seed=1)
     with torch.no_grad(), moepass.record_compilations() as compilations:
-        expected = [model(**given).logits for given in (inputs, others)]
+        expected = [model(**arguments).logits for arguments in (inputs, second_inputs)]
         moepass.offload_experts(model)
         compiled = torch.compile(model, backend="asyncep", options={"lower": lower}, dynamic=True)
-        found = [compiled(**given).logits for given in (inputs, others)]
-    for ours, theirs in zip(found, expected, strict=True):
+        results = [compiled(**arguments).logits for arguments in (inputs, second_inputs)]
+    for ours, theirs in zip(results, expected, strict=True):
         # Of the largest result: so far is the uncompiled model from float64, and Inductor without kernels from both.
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
     ways = {segment.lowering.how for item in compilations for segment in item.plan.segments if segment.lowering}
@@ -91,9 +93,9 @@ def test_other_products_are_refused_by_line(no_grad: None) -> None:
     with pytest.MonkeyPatch.context() as patch:
         lower = lower_segments.LOWERINGS[EAGER]
 
-        def record(segment: GraphModule) -> LoweredSegment:
-            if (found := lower_to_triton(segment, _one_by_one)) is not None:
-                refused.append(str(found))
+        def record(segment: GraphModule) -> tuple[LoweredSegment, Lowering]:
+            if (refusal := lower_to_triton(segment, _one_by_one)) is not None:
+                refused.append(str(refusal))
             return lower(segment)
 
         patch.setitem(lower_segments.LOWERINGS, EAGER, record)
@@ -117,7 +119,7 @@ def test_experts_on_a_gpu_become_kernels_and_others_a_loop() -> None:
 
 @pytest.mark.slow
 def test_work_before_the_first_gemm_for_any_number_of_tokens() -> None:
-    """Inductor compiles it. Of the tokens it sees the rows alone, of which there are twice as many."""
+    """Inductor compiles it. Its inputs have twice as many rows as there are tokens."""
     product = torch.ops.transformers.grouped_mm_fallback
 
     def compute(tokens: int, rows: torch.Tensor, up: torch.Tensor, other: torch.Tensor, ends: torch.Tensor) -> Any:
@@ -133,7 +135,7 @@ def test_work_before_the_first_gemm_for_any_number_of_tokens() -> None:
     assert isinstance(lowered, TritonExperts)
     assert lowered.kernels.before is not None
     for number in (5, 1, 8):
-        given = (torch.randn(2 * number, 8), torch.randn(3, 8, 4), torch.randn(3, 8, 4))
+        tensors = (torch.randn(2 * number, 8), torch.randn(3, 8, 4), torch.randn(3, 8, 4))
         ends = torch.tensor([2, 2, 2 * number], dtype=torch.int32)
-        (found,) = lowered([number, *given, ends])
-        torch.testing.assert_close(found, compute(number, *given, ends)[0])
+        (result,) = lowered([number, *tensors, ends])
+        torch.testing.assert_close(result, compute(number, *tensors, ends)[0])

@@ -1,4 +1,4 @@
-"""Inductor's question about vector instructions, asked while the model is captured."""
+"""Inductor's check for vector instructions runs while the model is captured."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ def test_only_what_inductor_compiles_asks(lower: str, is_asked: bool, monkeypatc
 
 
 def test_stored_code_for_other_vector_instructions_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler may be another one than when it was stored, or a variable may ask for others."""
+    """The compiler may have changed since it was stored, or a variable may ask for other instructions."""
     asked = iter(["avx512", "avx2", "avx2"])
     monkeypatch.setattr(cpu_vec_isa, "pick_vec_isa", lambda: next(asked))
     monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", functools.cache(lambda: []))
     assert torch_private.vector_instructions() == "avx512"
-    with pytest.raises(ValueError, match="avx512; the compiler has avx2 now"):
+    with pytest.raises(ValueError, match="avx512; the compiler now has avx2"):
         segment_records.read_segments({}, "avx512")

@@ -20,7 +20,7 @@ import moepass
 from moepass.models.errors import InputError
 from moepass.runtime.banks import banks, identity
 from moepass.runtime.banks.banks import Bank
-from moepass.runtime.execute.executor import SegmentCall
+from moepass.runtime.execute.bound_graph import SegmentCall
 from moepass.runtime.transfer.copier import Copier
 from moepass.runtime.transfer.home_protocol import Home
 from moepass.runtime.transfer.lanes import StreamLane
