@@ -25,7 +25,7 @@ import moepass
 from benchmarks.common import interleaved_seconds, print_table, verdict
 from benchmarks.parts.causal_attention import CAUSAL, causal_attention
 from benchmarks.prediction import SEQUENCE, Calibrations
-from moepass.passes.ir.decisions import Decisions
+from moepass.passes.ir.planner_decisions import Decisions
 from moepass.passes.machine.hardware import Hardware
 from moepass.passes.planner.graph_problem import bank_phases
 from moepass.passes.planner.make_plan import MOST_SLOTS

@@ -44,7 +44,7 @@ from moepass.passes.machine.hardware import Collectives, Hardware, with_collecti
 from moepass.passes.machine.layer_times import Sequences, layer_seconds
 from moepass.passes.machine.seconds_table import table_of
 from moepass.passes.planner.forecast import curve_point, forecast
-from moepass.passes.planner.model_problem import model_phases, streaming_machine
+from moepass.passes.planner.model_problem import model_phases, streaming_execution
 from moepass.passes.planner.simulate import simulate_phases
 from moepass.passes.planner.strategies import Setting
 from moepass.runtime.calibrate.calibration import calibrate
@@ -192,7 +192,7 @@ def _predicted(hardware: Hardware, case: Case) -> float:
     links = [use.link for use in HOMES[case.home].travel]
     setting = _setting(with_emulated_link(hardware, case.link_bytes_per_s, links), case.layers, case.tokens)
     phases = model_phases(setting, case.home)
-    return simulate_phases(phases, case.slots, machine=streaming_machine(setting, case.home)).step_seconds
+    return simulate_phases(phases, case.slots, machine=streaming_execution(setting, case.home)).step_seconds
 
 
 def _report_crossover(rate: float, rounds: Sequence[tuple[Hardware, list[BothForms]]]) -> bool:

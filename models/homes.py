@@ -1,6 +1,6 @@
 """The homes where experts can rest: one record for each, for the planner, reports and the command line.
 
-A new home needs a record here and one in `runtime/homes/registry`, which defines how its banks are packed.
+A new home needs a record here and one in `runtime/homes/options`, which defines how its banks are packed.
 """
 
 from __future__ import annotations

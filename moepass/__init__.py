@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from moepass.options import Options
     from moepass.passes.ir.plan import Plan
     from moepass.runtime.execute.gather_only import gather_only_step
-    from moepass.runtime.homes.registry.home_options import Disk, Host, Hybrid, Peer
+    from moepass.runtime.homes.options.home_options import Disk, Host, Hybrid, Peer
     from moepass.runtime.integrations.transformers_ep import register_transformers
     from moepass.runtime.kernels.grouped_gemm.tuner import tune_kernels
     from moepass.runtime.offload.loading import load_pretrained, offload_report
@@ -66,15 +66,15 @@ __all__ = [
 _MODULE_OF = {
     "CheckpointError": "moepass.models.errors",
     "Compilation": "moepass.compilations",
-    "Disk": "moepass.runtime.homes.registry.home_options",
-    "Host": "moepass.runtime.homes.registry.home_options",
-    "Hybrid": "moepass.runtime.homes.registry.home_options",
+    "Disk": "moepass.runtime.homes.options.home_options",
+    "Host": "moepass.runtime.homes.options.home_options",
+    "Hybrid": "moepass.runtime.homes.options.home_options",
     "InputError": "moepass.models.errors",
     "MoepassError": "moepass.models.errors",
     "OffloadReport": "moepass.runtime.offload.offload",
     "OptionError": "moepass.models.errors",
     "Options": "moepass.options",
-    "Peer": "moepass.runtime.homes.registry.home_options",
+    "Peer": "moepass.runtime.homes.options.home_options",
     "Plan": "moepass.passes.ir.plan",
     "Report": "moepass.explaining.report",
     "explain": "moepass.explaining.explain_model",

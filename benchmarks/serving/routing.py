@@ -27,7 +27,7 @@ from moepass.models.formulas.layers import flops_per_token
 from moepass.models.formulas.saturation import GAMMA
 from moepass.models.sizes.presets import preset
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
-from moepass.runtime.serving.router.decisions import Assignment
+from moepass.runtime.serving.router.assignments import Assignment
 from moepass.runtime.serving.router.prefix_router import PrefixRouter
 from moepass.runtime.serving.router.routable import RoutableRequest
 from moepass.runtime.serving.router.router import RankRouter

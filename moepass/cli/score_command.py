@@ -24,7 +24,7 @@ from moepass.option_records import Count, option
 
 if TYPE_CHECKING:
     from moepass.compilations import Compilation
-    from moepass.runtime.serving.offline.encoded_texts import EncodedPart
+    from moepass.runtime.serving.offline.encoded_texts import EncodedChunk
     from moepass.runtime.serving.offline.text_scorer import ScoredWindow
 
 # Keys that `score` writes. An input line's key of the same name is written as `input_KEY`.
@@ -108,13 +108,13 @@ def score(
     with contextlib.ExitStack() as stack:
         with no_garbage_collection():
             from moepass.models.checkpoint.checkpoint_folders import load_config, resolve_model
-            from moepass.runtime.serving.offline.encoded_texts import encoded_parts, read_ahead
+            from moepass.runtime.serving.offline.encoded_texts import encoded_chunks, read_ahead
             from moepass.runtime.serving.offline.make_writer import make_writer
 
             folder = resolve_model(model)
             load_config(folder)  # checks the config before the tokenizer's loader reads it
             writer = make_writer(folder, options.template)
-            parts: Iterator[EncodedPart[InputLine]] = encoded_parts(writer, lines)
+            parts: Iterator[EncodedChunk[InputLine]] = encoded_chunks(writer, lines)
             if os.path.isfile(options.input):  # a thread that reads a pipe could not be stopped
                 parts = stack.enter_context(read_ahead(parts, _PARTS_AHEAD))
             check_compiler_cache()

@@ -95,8 +95,8 @@ def _engine(setup: RankSetup, rank: int, attempt: int) -> ModelEngine:
     from moepass.models.checkpoint.checkpoint_folders import load_prompt, load_tokenizer, resolve_model
     from moepass.models.homes import home_named
     from moepass.models.sizes.architecture import DTYPES
-    from moepass.runtime.homes.registry.home_options import Host
-    from moepass.runtime.homes.registry.packers import options_of
+    from moepass.runtime.homes.options.home_options import Host
+    from moepass.runtime.homes.options.packers import options_of
     from moepass.runtime.kernels.grouped_gemm.tuner import tune_kernels
     from moepass.runtime.offload.offload import check_device
     from moepass.runtime.serving.engine.load_engine import EngineOptions, load_engine

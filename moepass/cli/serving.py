@@ -164,7 +164,7 @@ def _service_and_costs(model: str, frontend: Frontend, settings: ServerSettings)
     """
     with no_garbage_collection():
         from moepass.runtime.serving.batching.step_flops import FlopsTable
-        from moepass.runtime.serving.http import listen  # noqa: F401  imported here, so that the event loop does not wait for it
+        from moepass.runtime.serving.http import draining_server  # noqa: F401  imported here, so that the event loop does not wait for it
         from moepass.runtime.serving.routes.service import Service
 
         writer, architecture = read_model(model)
@@ -205,14 +205,14 @@ async def _serve(
         frontend,
         starting,
     ):
-        from moepass.runtime.serving.http.listen import server_of
-        from moepass.runtime.serving.http.patience import ConnectionLimits
+        from moepass.runtime.serving.http.connection_limits import ConnectionLimits
+        from moepass.runtime.serving.http.draining_server import make_server
 
         url = f"http://{options.host}:{listening.getsockname()[1]}"
         typer.echo(f"moepass serves {names[0]} at {url}; starting", err=True)
         most = possible_connections(options.max_connections)
         connections = ConnectionLimits(most, read_seconds=options.timeout)
-        server = server_of(service, drain_seconds=options.drain, limits=connections)
+        server = make_server(service, drain_seconds=options.drain, limits=connections)
         serving = asyncio.create_task(server.serve([listening]))
         later: list[asyncio.Future[None]] = []
         try:

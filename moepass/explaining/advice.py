@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from moepass.models.errors import InputError
-from moepass.passes.ir.decisions import ASYNCEP, RESIDENT
+from moepass.passes.ir.planner_decisions import ASYNCEP, RESIDENT
 from moepass.passes.machine.hardware import with_ranks
 from moepass.passes.machine.layer_times import sequences_of
 from moepass.passes.planner.forecast import Forecast

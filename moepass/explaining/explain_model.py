@@ -37,7 +37,7 @@ from moepass.models.formulas.layers import flops_per_token, model_parameters
 from moepass.models.homes import home_named
 from moepass.models.sizes.architecture import short_dtype
 from moepass.models.version import __version__
-from moepass.passes.ir.decisions import ASYNCEP, RESIDENT, Decisions
+from moepass.passes.ir.planner_decisions import ASYNCEP, RESIDENT, Decisions
 from moepass.passes.machine.hardware import Hardware
 from moepass.passes.machine.layer_times import Sequences, sequences_of
 from moepass.passes.machine.times import peak_flops_per_s

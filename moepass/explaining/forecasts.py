@@ -6,7 +6,7 @@ import dataclasses
 
 from moepass.explaining.report_parts import HomeTried, StoredPart
 from moepass.models.errors import InputError
-from moepass.passes.ir.decisions import ASYNCEP
+from moepass.passes.ir.planner_decisions import ASYNCEP
 from moepass.passes.machine.times import peak_flops_per_s
 from moepass.passes.planner.forecast import Forecast, forecast
 from moepass.passes.planner.strategies import Setting, banks_bytes, homes_of

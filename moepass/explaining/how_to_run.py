@@ -7,7 +7,7 @@ import json
 from moepass.explaining.report_parts import SchedulePart, StrategyPart
 from moepass.models.homes import HOMES, home_named
 from moepass.models.sizes.weight_formats import WeightFormat
-from moepass.passes.ir.decisions import ASYNCEP, RESIDENT
+from moepass.passes.ir.planner_decisions import ASYNCEP, RESIDENT
 
 # With more layers, the code refers to the report's list of layers.
 _MOST_LAYERS_SHOWN = 12

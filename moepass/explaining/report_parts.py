@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from moepass.explaining.compiler_view import Explanation
-from moepass.passes.ir.decisions import Decisions
+from moepass.passes.ir.planner_decisions import Decisions
 from moepass.passes.ir.timeline import Event
 from moepass.runtime.serving.engine.step_engine import StepForm
 

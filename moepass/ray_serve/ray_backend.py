@@ -28,7 +28,7 @@ from moepass.runtime.serving.requests.view import BackendView
 from moepass.runtime.serving.router.routable import routable_request
 from moepass.runtime.serving.router.router import ATTEMPTS
 from moepass.runtime.serving.workers.frontend_limits import FrontendLimits
-from moepass.runtime.serving.workers.remote_answers import answer_of, encode_asked
+from moepass.runtime.serving.workers.remote_answers import decode_answer, encode_request
 
 _VIEW_SECONDS = 1.0
 _NO_STATUS = BackendStatus(state="starting", max_sequence_tokens=0, vocabulary_size=0)
@@ -117,9 +117,9 @@ class RayBackend:
                 deadline=deadline,
                 arrived=now,
             )
-            message = encode_asked(request, priority, max(0.001, deadline - time.monotonic()))
+            message = encode_request(request, priority, max(0.001, deadline - time.monotonic()))
             try:
-                return answer_of(await self._call("answer", message, routing=routable))
+                return decode_answer(await self._call("answer", message, routing=routable))
             except NotServingError:
                 if attempt == ATTEMPTS:
                     raise

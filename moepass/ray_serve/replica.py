@@ -17,7 +17,7 @@ from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.requests.backend import BackendStatus
 from moepass.runtime.serving.workers.frontend import STEPS_AT_A_RANK
 from moepass.runtime.serving.workers.frontend_limits import FrontendLimits
-from moepass.runtime.serving.workers.remote_answers import answer_asked
+from moepass.runtime.serving.workers.remote_answers import answer_encoded_request
 
 # The interval of a replica's reports to routers.
 REPORT_SECONDS = 1.0
@@ -49,7 +49,7 @@ class Replica:
 
     async def answer(self, asked: bytes, routing: object = None) -> bytes:
         """Return the encoded answer to an encoded request. The router reads `routing`."""
-        return await answer_asked(self._frontend, asked)
+        return await answer_encoded_request(self._frontend, asked)
 
     async def view(self, routing: object = None) -> bytes:
         """Return a BackendView without its histograms, as JSON."""

@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch.fx import Graph, Node
 
-from moepass.passes.graph.graph_writer import GraphWriter, describe_again, erase_unread
+from moepass.passes.graph.graph_writer import GraphWriter, erase_unread, refresh_fake_values
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
@@ -31,7 +31,7 @@ def fix_count_lengths(graph: Graph) -> None:
         with graph.inserting_before(node):
             counts = _counted(given["self"], given["minlength"], writer)
         node.replace_all_uses_with(counts)
-        describe_again(graph, counts)
+        refresh_fake_values(graph, counts)
         erase_unread(graph, node)
 
 

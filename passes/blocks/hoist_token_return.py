@@ -29,7 +29,7 @@ from torch.fx import Graph, GraphModule, Node
 from moepass.passes.blocks.detect import find_blocks
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
 from moepass.passes.blocks.sink_token_gather import with_lookup
-from moepass.passes.graph.contents import counts_up
+from moepass.passes.graph.contents import is_arange
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call, positions
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
@@ -88,7 +88,7 @@ def token_return(node: Node) -> TokenReturn | None:
     is_vector = all(value.dim() == 1 and value.dtype == torch.int64 for value in values)
     # By their text: to ask a symbolic size would guard on the answer.
     sizes = {str(value.shape[0]) for value in (fake_value(rows), *values)}
-    if not is_vector or len(sizes) != 1 or not counts_up(places):
+    if not is_vector or len(sizes) != 1 or not is_arange(places):
         return None
     return TokenReturn(rows, order, memory, places, inverse)
 

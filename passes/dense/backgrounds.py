@@ -24,7 +24,7 @@ from torch.fx import Node
 
 from moepass.passes.dense.dense_gemms import dense_gemm
 from moepass.passes.dense.pair_layouts import CUTS, REDUCTIONS, SAME, Pairs, is_counting, is_plain, sources
-from moepass.passes.graph.contents import number_everywhere
+from moepass.passes.graph.contents import fill_number
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import constant_of, draws_random_numbers, fake_value, is_call, map_nodes, mutates
@@ -306,7 +306,7 @@ def _constant(node: Node) -> Number | None:
         with unset_fake_temporarily():
             is_number = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and value.numel() == 1
             return value.item() if is_number else None
-    number = number_everywhere(node)
+    number = fill_number(node)
     return None if number is None else _cast(number, node)
 
 

@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from moepass.passes.graph.contents import counts_up
+from moepass.passes.graph.contents import is_arange
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments, named_arguments
 from moepass.passes.graph.nodes import fake_value, nodes_in
@@ -246,6 +246,6 @@ def is_counting(node: Any) -> bool:
     """True for 0, 1, 2, .. along the one dimension that has more than one element."""
     while isinstance(node, Node) and fake_value(node).dtype in (torch.int32, torch.int64):
         if operation(node) not in VIEWS and base_operation(node) not in SAME | CASTS:
-            return counts_up(node)
+            return is_arange(node)
         node = node.all_input_nodes[0]
     return False

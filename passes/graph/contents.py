@@ -109,11 +109,11 @@ def _is_order(node: Node) -> bool:
     if is_call(node, aten.index_put.default) and is_uninitialised(node.args[0]):  # type: ignore[arg-type]
         _, unread = inputs_read(node)
         values = named_arguments(node)["values"]
-        return bool(unread) and counts_up(values) and _have_equal_sizes(values, node)
+        return bool(unread) and is_arange(values) and _have_equal_sizes(values, node)
     return False
 
 
-def number_everywhere(node: Node) -> bool | int | float | None:
+def fill_number(node: Node) -> bool | int | float | None:
     """Return the number with which all elements of `node` are filled; None for other nodes."""
     if not _is_of_torch(node):
         return None
@@ -129,7 +129,7 @@ def number_everywhere(node: Node) -> bool | int | float | None:
     return number if isinstance(number, (bool, int, float)) else None
 
 
-def counts_up(node: Node) -> bool:
+def is_arange(node: Node) -> bool:
     """Return whether `node` is a one-dimensional arange 0, 1, 2, .. in int32 or int64."""
     if not is_call(node, aten.arange.default, aten.arange.start, aten.arange.start_step, prims.iota.default):
         return False

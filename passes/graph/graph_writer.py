@@ -122,7 +122,7 @@ class GraphWriter:
         return self.emit(aten.reshape.default, source, list(shape))
 
 
-def describe_again(graph: Graph, *changed: Node) -> None:
+def refresh_fake_values(graph: Graph, *changed: Node) -> None:
     """Recompute the fake values that depend on `changed`, where their sizes changed."""
     fresh = {*changed}
     with fake_value(changed[0]).fake_mode:

@@ -44,7 +44,7 @@ def permutation(node: Node) -> list[int]:
     return order
 
 
-def adds_to_places(node: Node) -> bool:
+def is_accumulating_write(node: Node) -> bool:
     """Return whether `node` is an indexed write that accumulates."""
     return base_operation(node) in ("index_put", "_unsafe_index_put") and bool(named_arguments(node).get("accumulate"))
 

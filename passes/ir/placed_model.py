@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from moepass.models.sizes.architecture import Architecture
-from moepass.passes.ir.decisions import Decisions, DeviceMemory
+from moepass.passes.ir.planner_decisions import Decisions, DeviceMemory
 from moepass.passes.machine.hardware import Hardware
 
 

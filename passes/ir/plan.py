@@ -15,7 +15,7 @@ from moepass.models.formulas.text import evaluate_text
 from moepass.passes.ir.activation_memory import ActivationMemory
 from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.cost import Cost
-from moepass.passes.ir.decisions import Decisions
+from moepass.passes.ir.planner_decisions import Decisions
 from moepass.passes.ir.segment import Segment
 from moepass.passes.ir.weight_recipe import WeightRecipe
 

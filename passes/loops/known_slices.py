@@ -22,8 +22,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.graph.collectives import WAIT, collective_of
-from moepass.passes.graph.contents import number_everywhere
-from moepass.passes.graph.graph_writer import GraphWriter, describe_again, erase_unread
+from moepass.passes.graph.contents import fill_number
+from moepass.passes.graph.graph_writer import GraphWriter, erase_unread, refresh_fake_values
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call
@@ -99,7 +99,7 @@ def _split(graph: Graph, pieces: list[Node], reads: list[Node]) -> None:
         piece.replace_all_uses_with(part)
     for piece in reversed(pieces):
         erase_unread(graph, piece)  # with the sums that it starts and ends at
-    describe_again(graph, *parts)
+    refresh_fake_values(graph, *parts)
     # Such as that each slice ends before the rows do: it is known now.
     for assertion, is_true in KnownCounts.of(reads, rows).assertions(graph):
         if is_true:
@@ -165,5 +165,5 @@ def _is_count(node: Node) -> bool:
 
 def _is_made(given: object) -> bool:
     """True for a number that is not below zero, or a tensor of one."""
-    number = number_everywhere(given) if isinstance(given, Node) else given
+    number = fill_number(given) if isinstance(given, Node) else given
     return isinstance(number, (bool, int, float)) and number >= 0

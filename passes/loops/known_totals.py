@@ -23,7 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.blocks.expert_masks import chosen_experts
 from moepass.passes.graph.collectives import communications_of
-from moepass.passes.graph.contents import counts_up, number_everywhere
+from moepass.passes.graph.contents import fill_number, is_arange
 from moepass.passes.graph.graph_writer import GraphWriter, erase_unread
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments
@@ -188,7 +188,7 @@ def known_total(counts: Node, experts: int) -> sympy.Expr | None:
         return _number_of(given["self"], experts) if is_whole else None
     if is_call(counts, aten.scatter_add.default):
         given = all_arguments(counts)
-        starts, steps = number_everywhere(given["self"]), number_everywhere(given["src"])
+        starts, steps = fill_number(given["self"]), fill_number(given["src"])
         is_count = (starts, steps) == (0, 1) and fake_value(given["index"]).dim() == 1
         return _elements(given["index"]) if is_count else None
     if not is_call(counts, aten.sum.dim_IntList):
@@ -212,7 +212,7 @@ def known_total(counts: Node, experts: int) -> sympy.Expr | None:
         assert isinstance(ids, Node)
         assert isinstance(numbers, Node)
         is_column = is_call(ids, aten.unsqueeze.default) and size_expression(fake_value(ids).shape[-1]) == 1
-        if counts_up(numbers) and is_column:
+        if is_arange(numbers) and is_column:
             return _number_of(ids, experts)
     return None
 

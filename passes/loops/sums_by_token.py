@@ -13,7 +13,7 @@ import dataclasses
 import torch
 from torch.fx import Graph, Node
 
-from moepass.passes.graph.contents import number_everywhere
+from moepass.passes.graph.contents import fill_number
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments
@@ -237,7 +237,7 @@ def summed(join: SumByToken, branches: Branches, writer: GraphWriter) -> Node:
     # `result[tokens] += rows` adds in the wider one of both types.
     wider = {"dtype": torch.promote_types(of_rows.dtype, first.dtype)} if is_cast else {}
     result = writer.emit(aten.sum.dim_IntList, writer.viewed(in_order, shape), [1], **wider)
-    if number_everywhere(join.first) != 0:
+    if fill_number(join.first) != 0:
         result = writer.emit(aten.add.Tensor, result, join.first)
     is_narrowed = fake_value(result).dtype != first.dtype
     return writer.emit(prims.convert_element_type.default, result, first.dtype) if is_narrowed else result

@@ -26,7 +26,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from moepass.passes.blocks.expert_gemms import refused
-from moepass.passes.graph.graph_writer import GraphWriter, describe_again, described_sizes, erase_unread
+from moepass.passes.graph.graph_writer import GraphWriter, described_sizes, erase_unread, refresh_fake_values
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.refusals import first_line
@@ -79,7 +79,7 @@ def write_grouped_gemms(module: GraphModule, plan: Plan, context: PassContext) -
         has_other_size = described_sizes(fake_value(join.node)) != described_sizes(fake_value(result))
         try:
             if has_other_size:
-                describe_again(written.graph, result)
+                refresh_fake_values(written.graph, result)
         except Exception as error:  # whatever an operator says to a size that it was not captured for
             reason = f"what reads the results of a loop over experts does not take their sizes ({first_line(error)})"
             refusal = refused(join.node, reason, place_of(join.node))

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import typing
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -19,7 +18,7 @@ from typing import Any, Protocol
 from moepass.models.errors import InputError, one_of
 
 
-class _Rule(Protocol):
+class _FieldRule(Protocol):
     """A condition on the value of one field."""
 
     def violation(self, value: Any) -> tuple[str, object, object] | None:
@@ -87,7 +86,7 @@ def check_fields(record: Any, context: str) -> None:
         _check_value(name, getattr(record, name), hint, context)
 
 
-def check_value(name: str, value: Any, rule: _Rule, context: str) -> None:
+def check_value(name: str, value: Any, rule: _FieldRule, context: str) -> None:
     """Raise InputError if `value` violates `rule`. The error calls it `name`."""
     violation = rule.violation(value)
     if violation is not None:
@@ -95,7 +94,6 @@ def check_value(name: str, value: Any, rule: _Rule, context: str) -> None:
         raise InputError(f"{context}: {name} {text}", name=name, value=wrong, expected=right)
 
 
-@functools.cache
 def _hints(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind, include_extras=True)
 

@@ -22,7 +22,7 @@ from typing import cast
 import torch
 from torch.fx import Node
 
-from moepass.passes.graph.contents import counts_up
+from moepass.passes.graph.contents import is_arange
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
@@ -188,7 +188,7 @@ def _one_hot(left: object, right: object) -> Chosen | None:
         if not is_call(ids, aten.unsqueeze.default) or all_arguments(ids)["dim"] % dims != dims - 1:
             continue
         chosen = chosen_by_top_k(all_arguments(ids)["self"])
-        if chosen is not None and counts_up(numbers) and fake_value(numbers).shape[0] >= chosen.experts:
+        if chosen is not None and is_arange(numbers) and fake_value(numbers).shape[0] >= chosen.experts:
             return chosen
     return None
 

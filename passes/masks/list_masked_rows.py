@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from moepass.passes.graph.contents import number_everywhere
-from moepass.passes.graph.graph_writer import GraphWriter, describe_again, erase_unread
+from moepass.passes.graph.contents import fill_number
+from moepass.passes.graph.graph_writer import GraphWriter, erase_unread, refresh_fake_values
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call
@@ -121,7 +121,7 @@ class _Lists:
         if is_resized:
             # Two masks of one expert select equally many, which torch does not know.
             try:
-                describe_again(self.graph, new)
+                refresh_fake_values(self.graph, new)
             except Exception as error:  # whatever an operator says to a size that it was not captured for
                 raise NotThisForm(str(error)) from error
 
@@ -233,7 +233,7 @@ def _masked(node: Node) -> list[tuple[Node, Node]]:
         pairs = [(given["self"], given["other"]), (given["other"], given["self"])]
     elif base == "where":
         other = given["other"]
-        number = number_everywhere(other) if isinstance(other, Node) else other
+        number = fill_number(other) if isinstance(other, Node) else other
         pairs = [(given["self"], given["condition"])] if number == 0 else []
     return [(one, other) for one, other in pairs if isinstance(one, Node) and isinstance(other, Node)]
 

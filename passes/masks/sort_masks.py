@@ -26,7 +26,7 @@ from torch.fx import GraphModule, Node
 
 from moepass.passes.blocks.expert_gemms import refused
 from moepass.passes.blocks.expert_masks import Mask, chosen_experts
-from moepass.passes.graph.graph_writer import GraphWriter, describe_again, erase_unread
+from moepass.passes.graph.graph_writer import GraphWriter, erase_unread, refresh_fake_values
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
@@ -65,7 +65,7 @@ def sort_masks(module: GraphModule, plan: Plan, context: PassContext) -> PassRes
         matches.append(node.name)
         node.replace_all_uses_with(selected)
         try:
-            describe_again(graph, selected)
+            refresh_fake_values(graph, selected)
         except Exception as error:  # whatever an operator says to a size that it was not captured for
             reason = f"what reads the selection has a size that does not follow from it ({first_line(error)})"
             refusal = refused(node, reason, place_of(node))

@@ -34,7 +34,7 @@ from moepass.passes.blocks.computed_weights import is_computed, parameters_behin
 from moepass.passes.blocks.count_lengths import fix_count_lengths
 from moepass.passes.blocks.expert_stack import is_expert_stack, parameters_of
 from moepass.passes.graph.collectives import collective_of, communications_of
-from moepass.passes.graph.graph_writer import describe_again, described_sizes, erase_unread
+from moepass.passes.graph.graph_writer import described_sizes, erase_unread, refresh_fake_values
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call, positions
 from moepass.passes.graph.not_this_form import NotThisForm
 from moepass.passes.graph.refusals import refusal_of
@@ -246,7 +246,7 @@ def _replace(graph: Graph, block: ParallelBlock, bank: BankSpec, proved: dict[st
     # A collective that something else still reads would have been found above; one that stays is a mistake here.
     assert not {exchange.node for exchange in block.exchanges}.intersection(graph.nodes)
     if has_other_sizes:
-        describe_again(graph, result)
+        refresh_fake_values(graph, result)
     return gathered, result
 
 

@@ -15,7 +15,7 @@ import dataclasses
 from moepass.models.formulas.communication import background_bytes
 from moepass.models.formulas.layers import model_flops
 from moepass.models.formulas.saturation import GAMMA, Saturation
-from moepass.passes.ir.decisions import ASYNCEP, Decisions, DeviceMemory
+from moepass.passes.ir.planner_decisions import ASYNCEP, Decisions, DeviceMemory
 from moepass.passes.ir.protocol import PlanError
 from moepass.passes.machine.layer_times import sequences_of
 from moepass.passes.machine.times import peak_flops_per_s
@@ -38,7 +38,7 @@ from moepass.passes.planner.model_problem import (
     read_in_place_bytes,
     resting_memory,
     saturation_at,
-    streaming_machine,
+    streaming_execution,
     threshold,
 )
 from moepass.passes.planner.phases import LayerPhase, RingSchedule, ring_schedule
@@ -174,7 +174,7 @@ def curve_point(planned: Forecast, tokens: int) -> CurvePoint:
     """
     setting = dataclasses.replace(planned.setting, sequences=sequences_of(tokens, planned.setting.sequences.length))
     phases = model_phases(setting, planned.home)
-    machine, schedule = streaming_machine(setting, planned.home), planned.schedule
+    machine, schedule = streaming_execution(setting, planned.home), planned.schedule
     if schedule is not None:
         run = simulate_phases(phases, schedule.slots, schedule.resident, machine)
     else:

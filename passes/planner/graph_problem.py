@@ -16,17 +16,17 @@ from collections.abc import Iterable, Mapping
 from moepass.models.errors import InputError
 from moepass.models.homes import COLLECTIVE
 from moepass.models.sizes.architecture import short_dtype
-from moepass.passes.ir.decisions import Decisions, DeviceMemory
 from moepass.passes.ir.placed_model import PlacedModel
 from moepass.passes.ir.plan import BankSpec, Plan
+from moepass.passes.ir.planner_decisions import Decisions, DeviceMemory
 from moepass.passes.ir.shards import slot_layout
 from moepass.passes.machine.hardware import Hardware, with_ranks
 from moepass.passes.machine.layer_times import Sequences
 from moepass.passes.machine.times import Work, gather_seconds, peak_flops_per_s, work_seconds
 from moepass.passes.planner.make_plan import NO_PROFILE, PlanningProblem, make_plan
-from moepass.passes.planner.model_problem import machine_beside_copies, model_problem, profile_of
+from moepass.passes.planner.model_problem import execution_with_copies, model_problem, profile_of
 from moepass.passes.planner.phases import LayerPhase
-from moepass.passes.planner.simulate import Machine
+from moepass.passes.planner.simulate import ExecutionModel
 from moepass.passes.planner.strategies import Setting, activations_bytes, peak_activation_bytes
 
 
@@ -164,12 +164,12 @@ def _graph_problem(
     batch, sequence = plan.sequence_counts(sizes) or (0, 0)
     unknown = NO_PROFILE if placed is None or not placed.unknown else placed.unknown
     phases: tuple[LayerPhase, ...] | None = None
-    profile, machine = None, Machine(fills_ahead=transport != COLLECTIVE)
+    profile, machine = None, ExecutionModel(fills_ahead=transport != COLLECTIVE)
     if hardware is not None:
         phases, unknown, memory_share = _timed_phases(plan, sizes, hardware, home, transport, numbers)
         if phases is not None:
             nbytes = max((plan.bank(stay.bank).format.link_bytes for stay in plan.slot_stays), default=0)
-            machine = machine_beside_copies(hardware, home, transport, nbytes, memory_share)
+            machine = execution_with_copies(hardware, home, transport, nbytes, memory_share)
             profile = profile_of(hardware)
     if phases is None:
         stays = [plan.bank(stay.bank) for stay in plan.slot_stays]

@@ -16,10 +16,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from moepass.passes.ir.decisions import ASYNCEP, RESIDENT, STRUCTURAL, Decisions, DeviceMemory, FormRange
+from moepass.passes.ir.planner_decisions import ASYNCEP, RESIDENT, STRUCTURAL, Decisions, DeviceMemory, FormRange
 from moepass.passes.planner.phases import LayerPhase, RingSchedule, ring_schedule, streamed_phases
 from moepass.passes.planner.schedule_search import BudgetError, search_schedule, spread_evenly
-from moepass.passes.planner.simulate import Machine, Simulation, simulate_phases
+from moepass.passes.planner.simulate import ExecutionModel, Simulation, simulate_phases
 
 DEFAULT_SLOTS = 2
 MOST_SLOTS = 4
@@ -28,7 +28,7 @@ ROUNDING = 1e-3
 
 NO_PROFILE = "no hardware profile"
 GIVEN = "given"
-_PLAIN = Machine()
+_PLAIN = ExecutionModel()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class PlanningProblem:
     resting: DeviceMemory | None
     batch: int = 0
     sequence: int = 0
-    machine: Machine = _PLAIN
+    machine: ExecutionModel = _PLAIN
     profile: Profile | None = None
     budget_bytes: float | None = None
     resident: tuple[int, ...] | None = None

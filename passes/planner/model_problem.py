@@ -15,14 +15,14 @@ from moepass.models.formulas.memory import element_bytes
 from moepass.models.formulas.saturation import GAMMA, Saturation, saturation
 from moepass.models.homes import COLLECTIVE, PULL, home_named
 from moepass.models.sizes.architecture import Layer
-from moepass.passes.ir.decisions import DeviceMemory
+from moepass.passes.ir.planner_decisions import DeviceMemory
 from moepass.passes.machine.hardware import Hardware, without_emulation
 from moepass.passes.machine.layer_times import LayerSeconds, Sequences, head_seconds, layer_seconds
 from moepass.passes.machine.times import gather_seconds, link_seconds, peak_flops_per_s
 from moepass.passes.planner.make_plan import MOST_SLOTS, ROUNDING, PlanningProblem, Profile
 from moepass.passes.planner.phases import LayerPhase
 from moepass.passes.planner.schedule_search import least_bank_bytes
-from moepass.passes.planner.simulate import Machine
+from moepass.passes.planner.simulate import ExecutionModel
 from moepass.passes.planner.strategies import Setting, activations_bytes, resident_cost
 
 # Iterations between the threshold and its rate; a few are enough.
@@ -68,7 +68,7 @@ def model_problem(
         resting=resting_memory(setting, home) if resting is None else resting,
         batch=setting.sequences.count,
         sequence=setting.sequences.length,
-        machine=streaming_machine(setting, home),
+        machine=streaming_execution(setting, home),
         profile=profile_of(setting.hardware),
         budget_bytes=setting.budget_bytes if math.isfinite(setting.budget_bytes) else None,
         resident=None
@@ -185,18 +185,18 @@ def _largest_shard_bytes(setting: Setting, layer: Layer) -> int:
     return largest_shard_bytes(setting.bank(layer.experts).home_bytes, layer.experts.count, setting.ranks)
 
 
-def streaming_machine(setting: Setting, home: str) -> Machine:
+def streaming_execution(setting: Setting, home: str) -> ExecutionModel:
     """Return how copies and computation act together, averaged over the model's layers."""
     kinds = [(count, _seconds(setting, layer)) for layer, count in setting.architecture.layer_counts.items()]
     total = sum(count * seconds.total for count, seconds in kinds)
     passes = sum(count * (seconds.attention_passes + seconds.mlp_passes) for count, seconds in kinds)
     nbytes = link_bytes(setting, setting.architecture.typical_moe_layer)
-    return machine_beside_copies(setting.hardware, home, setting.transport, nbytes, passes / total)
+    return execution_with_copies(setting.hardware, home, setting.transport, nbytes, passes / total)
 
 
-def machine_beside_copies(
+def execution_with_copies(
     hardware: Hardware, home: str, transport: str, link_bytes: float, memory_share: float
-) -> Machine:
+) -> ExecutionModel:
     """Return how copies of banks of `link_bytes` and computation act together.
 
     Copies slow GEMMs and memory traffic down by different factors. They are averaged, with `memory_share` as the
@@ -213,7 +213,7 @@ def machine_beside_copies(
         # A CPU makes one copy after the other; devices have a copy engine for each link.
         copying = sum(link_seconds(true, link_bytes, home))
     copied_fraction = min(1.0, copying / transfer) if transfer else 0.0
-    return Machine(
+    return ExecutionModel(
         copy_slowdown=1.0 + max(0.0, slowdown - 1.0) * copied_fraction,
         host_runs_ahead=not on_host,
         fills_ahead=transport != COLLECTIVE,

@@ -19,14 +19,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 from moepass.passes.ir.protocol import PlanError
 from moepass.passes.planner.phases import LayerPhase, RingSchedule, ring_schedule, streamed_phases
-from moepass.passes.planner.simulation_engine import Machine
+from moepass.passes.planner.simulation_engine import ExecutionModel
 
 # All schedules are tried if there are at most this many, else this many of them. 94 layers take about 0.3 ms each.
 MOST_TRIED = 1500
 _PERIODS = 12
 # Smaller relative differences are rounding.
 _EPSILON = 1e-9
-_PLAIN = Machine()
+_PLAIN = ExecutionModel()
 
 
 class BudgetError(PlanError):
@@ -47,7 +47,7 @@ def search_schedule(
     memory_bytes: int,
     most_slots: int = 4,
     slots: int | None = None,
-    machine: Machine = _PLAIN,
+    machine: ExecutionModel = _PLAIN,
 ) -> RingSchedule:
     """Return the best schedule of `phases` whose resident banks, shards and slots take at most `memory_bytes`.
 
@@ -88,7 +88,7 @@ def spread_evenly(positions: Sequence[int], count: int, fills_ahead: bool = True
 
 
 def steady_step(
-    phases: Sequence[LayerPhase], slots: int, resident: frozenset[int], machine: Machine = _PLAIN
+    phases: Sequence[LayerPhase], slots: int, resident: frozenset[int], machine: ExecutionModel = _PLAIN
 ) -> tuple[float, list[float]]:
     """Return the seconds of a step in the steady state, and how long each phase waits for its bank.
 
@@ -196,7 +196,7 @@ class _Tried:
 
 class _Search:
     def __init__(
-        self, phases: Sequence[LayerPhase], memory_bytes: int, counts: range, machine: Machine = _PLAIN
+        self, phases: Sequence[LayerPhase], memory_bytes: int, counts: range, machine: ExecutionModel = _PLAIN
     ) -> None:
         self.phases, self.memory_bytes, self.machine = phases, memory_bytes, machine
         self.counts = counts

@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.timeline import Event, Timeline, timeline_of
 from moepass.passes.planner.phases import LayerPhase, TimedStep, phase_steps, plan_steps
-from moepass.passes.planner.simulation_engine import Engine, Machine, SimulatedRun, never_filled, period_of
+from moepass.passes.planner.simulation_engine import Engine, ExecutionModel, SimulatedRun, never_filled, period_of
 
 # Runs are nearly always periodic after two or three steps. If they are not, the mean of the last steps is used.
 _MOST_STEPS = 48
@@ -69,27 +69,30 @@ class Simulation:
     bounds: Bounds
 
 
-_PLAIN = Machine()
+_PLAIN = ExecutionModel()
 
 
 def simulate_phases(
     phases: Sequence[LayerPhase],
     slots: int,
     resident: Collection[int] = (),
-    machine: Machine = _PLAIN,
+    machine: ExecutionModel = _PLAIN,
 ) -> Simulation:
     """Simulate a model that repeats `phases`. Raises as `phase_steps` and `simulate`."""
     return simulate([phase_steps(phases, slots, resident)], slots, machine)
 
 
 def simulate_plan(
-    plan: Plan, segment_seconds: Sequence[float], transfer_seconds: Mapping[int, float], machine: Machine = _PLAIN
+    plan: Plan,
+    segment_seconds: Sequence[float],
+    transfer_seconds: Mapping[int, float],
+    machine: ExecutionModel = _PLAIN,
 ) -> Simulation:
     """Simulate a model that is one graph with this plan. Raises as `plan_steps` and `simulate`."""
     return simulate([plan_steps(plan, segment_seconds, transfer_seconds)], plan.slots, machine)
 
 
-def simulate(runs: Sequence[Sequence[TimedStep]], ring_slots: int = 0, machine: Machine = _PLAIN) -> Simulation:
+def simulate(runs: Sequence[Sequence[TimedStep]], ring_slots: int = 0, machine: ExecutionModel = _PLAIN) -> Simulation:
     """Simulate a model whose step consists of `runs`, one for each of its graphs, over one ring.
 
     The ring has `ring_slots` slots, or as many as the largest run uses if that is more.
@@ -119,7 +122,7 @@ def simulate(runs: Sequence[Sequence[TimedStep]], ring_slots: int = 0, machine: 
     )
 
 
-def step_bounds(runs: Sequence[Sequence[TimedStep]], slots: int, machine: Machine = _PLAIN) -> Bounds:
+def step_bounds(runs: Sequence[Sequence[TimedStep]], slots: int, machine: ExecutionModel = _PLAIN) -> Bounds:
     """Return the bounds of a step of these runs, over a ring of `slots` slots."""
     issue = 0.0 if machine.host_runs_ahead else machine.issue_seconds
     links: dict[str, float] = {}
@@ -172,4 +175,4 @@ def _shown(events: Sequence[tuple[str, str, str, float, float]], start: float, e
     )
 
 
-__all__ = ["Bounds", "Machine", "Simulation", "simulate", "simulate_phases", "simulate_plan", "step_bounds"]
+__all__ = ["Bounds", "ExecutionModel", "Simulation", "simulate", "simulate_phases", "simulate_plan", "step_bounds"]

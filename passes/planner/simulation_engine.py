@@ -16,7 +16,7 @@ from moepass.passes.planner.phases import TimedStep
 
 
 @dataclasses.dataclass(frozen=True)
-class Machine:
+class ExecutionModel:
     """The interaction of host, computation and copies.
 
     Attributes:
@@ -112,7 +112,7 @@ def period_of(boundaries: Sequence[StepBoundary]) -> int:
 class Engine:
     """The simulation of runs, one after the other, over one ring."""
 
-    def __init__(self, runs: Sequence[SimulatedRun], ring_slots: int, machine: Machine) -> None:
+    def __init__(self, runs: Sequence[SimulatedRun], ring_slots: int, machine: ExecutionModel) -> None:
         self.runs, self.machine = runs, machine
         self.slots = max([ring_slots, *(run.slots for run in runs)])
         self.compute_seconds = sum(step.seconds for run in runs for step in run.steps if step.op == "segment")

@@ -22,7 +22,7 @@ from moepass.models.formulas.stored_weights import BankSizes, bank_sizes, dense_
 from moepass.models.homes import HOMES
 from moepass.models.sizes.architecture import Architecture, Experts, Layer
 from moepass.models.sizes.weight_formats import WeightFormat
-from moepass.passes.ir.decisions import ASYNCEP, RESIDENT
+from moepass.passes.ir.planner_decisions import ASYNCEP, RESIDENT
 from moepass.passes.machine.hardware import Hardware
 from moepass.passes.machine.layer_times import (
     LayerSeconds,

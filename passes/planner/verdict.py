@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moepass.passes.ir.decisions import ASYNCEP, RESIDENT
+from moepass.passes.ir.planner_decisions import ASYNCEP, RESIDENT
 from moepass.passes.planner.simulate import Simulation
 from moepass.passes.planner.strategies import StrategyCost
 

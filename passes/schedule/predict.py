@@ -21,8 +21,8 @@ from torch.fx import Graph, GraphModule
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, graph_inputs
 from moepass.passes.graph.source_lines import ARGUMENT_KEY
-from moepass.passes.ir.decisions import Decisions
 from moepass.passes.ir.plan import Plan
+from moepass.passes.ir.planner_decisions import Decisions
 from moepass.passes.ir.protocol import PassContext, PassResult, graph_pass
 from moepass.passes.planner.graph_problem import plan_graph
 

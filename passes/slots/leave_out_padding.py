@@ -22,7 +22,7 @@ import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from moepass.passes.graph.graph_writer import GraphWriter, describe_again, described_sizes, erase_unread
+from moepass.passes.graph.graph_writer import GraphWriter, described_sizes, erase_unread, refresh_fake_values
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, is_call
@@ -59,7 +59,7 @@ def leave_out_padding(module: GraphModule, plan: Plan, context: PassContext) -> 
         cut.replace_all_uses_with(result)
         erase_unread(graph, cut)
         if has_other_size:
-            describe_again(graph, result)
+            refresh_fake_values(graph, result)
     if not matches:
         return PassResult(module, plan)
     graph.lint()

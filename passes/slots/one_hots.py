@@ -20,7 +20,7 @@ import torch
 from torch.fx import Graph, Node
 
 from moepass.passes.dense.pair_layouts import is_counting
-from moepass.passes.graph.contents import number_everywhere
+from moepass.passes.graph.contents import fill_number
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments
@@ -97,7 +97,7 @@ def possible_masks(graph: Graph) -> set[Node]:
             is_mask = is_call(node, aten.eq.Tensor) and any(_counting_dim(used) is not None for used in node.args)
         elif base == "add":
             others = [used for used in node.all_input_nodes if used not in found]
-            is_mask = bool(masks) and all(number_everywhere(used) == 0 for used in others)
+            is_mask = bool(masks) and all(fill_number(used) == 0 for used in others)
         else:
             is_mask = bool(masks) and (base in _FOLLOWED or operation(node) in VIEWS)
         if is_mask:

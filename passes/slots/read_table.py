@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from moepass.passes.blocks.detect import BlockMatch
-from moepass.passes.graph.contents import number_everywhere
+from moepass.passes.graph.contents import fill_number
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
@@ -130,7 +130,7 @@ def _table(lookups: tuple[Node, ...], table: Node, between: set[Node]) -> ReadTa
     given = all_arguments(table) if table.op == "call_function" else {}
     if is_call(table, aten.cat.default) and given.get("dim", 0) % fake_value(table).dim() == 0:
         parts = list(given["tensors"])
-        fills = {part: number_everywhere(part) for part in parts}
+        fills = {part: fill_number(part) for part in parts}
         (slots, *others) = [part for part in parts if fills[part] is None] or [table]
         numbers = {fill for fill in fills.values() if fill is not None}
         types = {fake_value(part).dtype for part in parts}

@@ -20,7 +20,7 @@ from moepass.passes.ir.placed_model import PlacedModel
 from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.shards import ALIGNMENT_BYTES, pack_layout, parameter_places, shard_layout
 from moepass.runtime.banks.computed_parts import computed_part
-from moepass.runtime.banks.identity import MemoryTable, bank_key
+from moepass.runtime.banks.memory_table import MemoryTable, bank_key
 from moepass.runtime.kernels.decoders import codec_of
 from moepass.runtime.system.forking import OwnerProcess
 from moepass.runtime.transfer.home_protocol import Home
@@ -133,7 +133,7 @@ class BankStore:
         self.home = home
         self.number = next(_store_numbers)
         self.placed: PlacedModel | None = None
-        self.tells_of_uncompiled_calls = True
+        self.warns_of_uncompiled_calls = True
         self._banks: dict[int, Bank] = {}
         self._ring: Ring | None = None
         self._ring_lock = threading.RLock()
@@ -292,8 +292,8 @@ class BankStore:
 
     def _warn_of_uncompiled_code(self, name: str) -> None:
         if not _is_called_by_compiled_model():
-            if self.tells_of_uncompiled_calls:
-                self.tells_of_uncompiled_calls = False
+            if self.warns_of_uncompiled_calls:
+                self.warns_of_uncompiled_calls = False
                 logger.warning(
                     "%s: this call runs the uncompiled model, whose experts are copied layer by layer without overlap. "
                     "Compile it with torch.compile(model, backend='asyncep') and call the compiled model itself, "

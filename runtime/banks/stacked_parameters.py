@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from moepass.runtime.banks.identity import MemoryTable
+from moepass.runtime.banks.memory_table import MemoryTable
 from moepass.runtime.system.tensor_memory import offset_bytes, tensor_in_storage
 from moepass.runtime.system.tensor_users import are_only_users
 

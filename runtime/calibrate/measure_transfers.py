@@ -103,7 +103,7 @@ def open_benches(
     segment = create_segment(nbytes, "moepass-calibration")
     shared = segment.map(0, nbytes)
     shared.fill_(1)
-    with meeting.telling_failures():
+    with meeting.publishing_failures():
         addresses = meeting.exchange("segment", segment.address(), SegmentAddress)
         peers = [open_segment(address) for peer, address in addresses if peer != rank]
         benches["peer"] = TransferBench([peer.map(0, peer.nbytes) for peer in peers], slot)

@@ -30,7 +30,7 @@ from moepass.runtime.execute.schedules import Adopt
 from moepass.runtime.homes.adopted_banks import AdoptionOptions, adopted_banks, adopted_parts
 from moepass.runtime.homes.device_home import check_transport_to
 from moepass.runtime.ranks.agreement import RunCheck, taken_blocks
-from moepass.runtime.ranks.decisions import decisions_of, has_others
+from moepass.runtime.ranks.block_decisions import decisions_of, has_others
 from moepass.runtime.ranks.eager_watch import refuse_eager_stance
 from moepass.runtime.ranks.replicas import ReplicaCheck
 from moepass.runtime.torch_private import process_groups_by_name, suppresses_errors

@@ -68,8 +68,8 @@ class ReadTensor(torch.nn.Module):
         match = find_bank(self.bank, [shard])
         if match is None:
             raise InputError(MODEL_IS_GONE)
-        store, spec = match
-        return store.read_tensor(spec, [shard], index)
+        owner, spec = match
+        return owner.read_tensor(spec, [shard], index)
 
 
 class SegmentCall(TakesList):

@@ -22,7 +22,7 @@ from moepass.passes.graph.input_sizes import read_sizes, size_sources, sizes_at_
 from moepass.passes.ir.plan import BankSpec, Dispatch, LocalBlock
 from moepass.passes.ir.segment import Segment
 from moepass.passes.schedule.dispatch import EXCHANGED
-from moepass.runtime.banks.identity import MemoryTable, memories_of
+from moepass.runtime.banks.memory_table import MemoryTable, memories_of
 from moepass.runtime.execute.run_findings import RunFindings
 from moepass.runtime.lowering.lower_later import LateGraph, lower_later
 from moepass.runtime.ranks.agreement import RunVote, agreement_of
@@ -121,6 +121,7 @@ class CapturedFallback(CapturedForm):
         self._findings = findings
 
     def replaces_schedule(self, arguments: Sequence[Any], banks: Sequence[BankSpec], inputs: BankInputs) -> bool:
+        """Return whether the ranks found different tokens. They then run the captured graph."""
         reason = self._check.difference(arguments, [tensor for tensors in inputs for tensor in tensors])
         if reason is not None:
             self._findings.refuse_blocks(self._blocks, reason)
@@ -156,6 +157,7 @@ class Dispatcher(CapturedForm):
         self.compile_for(sizes_at_capture(captured.graph))  # now, so that no run has to wait for it
 
     def replaces_schedule(self, arguments: Sequence[Any], banks: Sequence[BankSpec], inputs: BankInputs) -> bool:
+        """Return whether the ranks agreed to run the exchanged form."""
         tensors = [tensor for tensors_of_bank in inputs for tensor in tensors_of_bank]
         if not self._registered.find(memories_of(tensors)):
             self._register(banks, inputs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from moepass.passes.ir.decisions import Decisions
+from moepass.passes.ir.planner_decisions import Decisions
 from moepass.runtime.execute.run_clock import MeasuredRuns
 
 NOT_MEASURED = "not measured"

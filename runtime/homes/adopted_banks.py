@@ -26,14 +26,14 @@ from moepass.models.homes import PULL
 from moepass.passes.ir.plan import BankSpec
 from moepass.runtime.banks.banks import Bank, BankStore, find_bank
 from moepass.runtime.banks.computed_parts import computed_parts
-from moepass.runtime.banks.identity import MemoryTable, bank_key, memories_of
+from moepass.runtime.banks.memory_table import MemoryTable, bank_key, memories_of
 from moepass.runtime.banks.mutation_guard import MutationGuard, any_is_written
 from moepass.runtime.homes.device_home import make_transport, packer_on
 from moepass.runtime.homes.peer_home import PeerPacker
 from moepass.runtime.homes.peers import DEFAULT_TIMEOUT_S, PeerGroup
 from moepass.runtime.homes.shared_parameters import share_parts
-from moepass.runtime.ranks.decisions import MEETING
-from moepass.runtime.ranks.eager_watch import FailureLook
+from moepass.runtime.ranks.block_decisions import MEETING
+from moepass.runtime.ranks.eager_watch import FailureCheck
 from moepass.runtime.system.forking import OwnerProcess
 from moepass.runtime.system.processes import ProcessWatch
 from moepass.runtime.system.tensor_memory import Memory
@@ -89,7 +89,7 @@ class AdoptedHome(Home):
 
     store: weakref.ref[BankStore]
 
-    def __init__(self, transport: Transport, failures: FailureLook) -> None:
+    def __init__(self, transport: Transport, failures: FailureCheck) -> None:
         self.transport = transport
         self.watch = ProcessWatch()
         self._failures = failures
@@ -162,7 +162,7 @@ class BankAdopter:
     Once the last bank is removed, the ring is freed, and a new store with other options may take its place.
     """
 
-    def __init__(self, device: torch.device, failures: FailureLook) -> None:
+    def __init__(self, device: torch.device, failures: FailureCheck) -> None:
         self.device = device
         self.options = AdoptionOptions()
         self._failures = failures
@@ -288,7 +288,7 @@ class BankAdopter:
                 moved.append([False] * len(tensors))
                 continue
             # Parameters move bank by bank, so that only one bank is in memory twice.
-            with peers.rendezvous.telling_failures():
+            with peers.rendezvous.publishing_failures():
                 moved.append(share_parts(packer, number, tensors, self._weakly(BankAdopter._remove_soon)))
         sources = packer.spread(shards)
         # Only now: a meeting that failed leaves no trace on any rank.
@@ -411,7 +411,7 @@ def adopted_banks(group: ProcessGroup, device: torch.device) -> BankAdopter:
     with _adopters_lock:
         of_group = _adopters.setdefault(group, {})
         if device not in of_group:
-            of_group[device] = BankAdopter(device, FailureLook(group))
+            of_group[device] = BankAdopter(device, FailureCheck(group))
         return of_group[device]
 
 

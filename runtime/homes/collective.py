@@ -80,7 +80,7 @@ class GatherAction(Action):
         def bring_own_shard() -> None:
             copy.bring([self.sources[self.group.rank]])
 
-        self.group.gather(self.request, send, receive, meanwhile=bring_own_shard)
+        self.group.gather(self.request, send, receive, overlapped=bring_own_shard)
         return started
 
     def raise_error(self, label: str, error: BaseException) -> NoReturn:

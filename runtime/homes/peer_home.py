@@ -97,7 +97,7 @@ class PeerPacker:
         """Check that all ranks have banks with these specs and digests, and allocate memory. Raises as `agree`."""
         self._specs = list(specs)
         self.group.agree(self._specs, digests, self.staging_buffers, self.device_type)
-        with self.group.rendezvous.telling_failures():
+        with self.group.rendezvous.publishing_failures():
             self._reserve()
 
     def pack(self, index: int, name: str, tensors: Mapping[str, torch.Tensor]) -> Bank:
@@ -108,7 +108,7 @@ class PeerPacker:
     def pack_part(self, index: int, parts: Sequence[torch.Tensor]) -> Bank:
         """Return bank `index`, packed from the parameters of this rank's shard, as `parameter_places` lists them."""
         spec, rank = self._specs[index], self.group.rank
-        with self.group.rendezvous.telling_failures():
+        with self.group.rendezvous.publishing_failures():
             shard = self._memory(index)
             write_parts(spec, rank, parts, shard)
         return Bank(spec, shard)
@@ -165,7 +165,7 @@ class PeerPacker:
         """Return the shards of each bank, by its index, once every rank has mapped them. Raises as `connect`."""
         shards = {self.group.rank: [bank.shard for bank in banks]}
         for rank, segment in self.group.share().items():
-            with self.group.rendezvous.telling_failures():
+            with self.group.rendezvous.publishing_failures():
                 shards[rank] = self._open(rank, segment)
         self.group.settle()
         # Each rank starts with a different shard and ends with its own, so that ranks do not all read one shard at

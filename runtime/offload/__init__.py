@@ -3,5 +3,5 @@
 Start with `offload.py` (`offload_experts`) and `loading.py` (`load_pretrained`). `placement.py` asks the planner which
 layers stay on the device.
 
-May import profiles, homes/registry, homes, homes/hybrid, homes/disk, banks, ranks, transfer, kernels, system.
+May import profiles, homes/options, homes, homes/hybrid, homes/disk, banks, ranks, transfer, kernels, system.
 """

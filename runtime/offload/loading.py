@@ -45,10 +45,10 @@ from moepass.models.homes import home_named
 from moepass.passes.machine.hardware import Hardware
 from moepass.runtime.banks.whole_models import keep_whole_model_store, whole_model_store
 from moepass.runtime.homes.disk.disk_home import streams_as_it_is
+from moepass.runtime.homes.options.home_options import HomeOptions, SpreadOptions
+from moepass.runtime.homes.options.packers import make_packer, options_of
 from moepass.runtime.homes.peer_home import weights_digest
 from moepass.runtime.homes.peers import PeerGroup
-from moepass.runtime.homes.registry.home_options import HomeOptions, SpreadOptions
-from moepass.runtime.homes.registry.packers import make_packer, options_of
 from moepass.runtime.offload.loading_progress import Progress, shown_progress
 from moepass.runtime.offload.offload import (
     BankedParameter,
@@ -132,7 +132,7 @@ def load_pretrained(
     )
     rank, ranks = (meeting.rank, meeting.size) if meeting is not None else (0, 1)
     with torch.inference_mode(False), torch.no_grad():
-        with meeting.telling_failures() if meeting is not None else contextlib.nullcontext():
+        with meeting.publishing_failures() if meeting is not None else contextlib.nullcontext():
             residents = Residents(resident_bytes, resident_layers)
             planning = PlanningOptions(memory_budget, hardware, tokens, slots, residents)
             unread_model = _build_unread(path, dtype, experts_implementation)

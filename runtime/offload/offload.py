@@ -24,9 +24,9 @@ from moepass.runtime.banks.banks import BankStore
 from moepass.runtime.banks.whole_models import keep_whole_model_store
 from moepass.runtime.homes.collective import CollectiveTransport
 from moepass.runtime.homes.host_home import Packer
+from moepass.runtime.homes.options.home_options import BankRoute, HomeOptions
+from moepass.runtime.homes.options.packers import make_packer, options_of
 from moepass.runtime.homes.peer_home import PeerPacker
-from moepass.runtime.homes.registry.home_options import BankRoute, HomeOptions
-from moepass.runtime.homes.registry.packers import make_packer, options_of
 from moepass.runtime.offload.placement import Placement, PlanningOptions, place
 from moepass.runtime.offload.residents import Residents
 from moepass.runtime.ranks.agree import agree
@@ -213,7 +213,7 @@ def offload_experts(
     route = options.route(compute_device)
     packer = make_packer(options, compute_device)
     meeting = packer.group.rendezvous if isinstance(packer, PeerPacker) else None
-    with meeting.telling_failures() if meeting is not None else contextlib.nullcontext():
+    with meeting.publishing_failures() if meeting is not None else contextlib.nullcontext():
         placement = place_experts(model, planning, route)
     if meeting is not None:
         deque(agree(meeting, _PLAN, placement.topics), maxlen=0)

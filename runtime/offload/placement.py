@@ -25,8 +25,8 @@ from moepass.models.homes import COLLECTIVE, home_named
 from moepass.models.limits import MOST_TOKENS, check_limit
 from moepass.models.sizes.architecture import Architecture, Layer, short_dtype
 from moepass.models.sizes.families import from_config
-from moepass.passes.ir.decisions import DeviceMemory
 from moepass.passes.ir.placed_model import PlacedModel
+from moepass.passes.ir.planner_decisions import DeviceMemory
 from moepass.passes.machine.hardware import Hardware, with_emulated_link, with_ranks
 from moepass.passes.machine.layer_times import Sequences
 from moepass.passes.machine.times import gather_seconds, peak_flops_per_s
@@ -34,9 +34,9 @@ from moepass.passes.planner.graph_problem import bank_phases, layer_numbers, mem
 from moepass.passes.planner.make_plan import DEFAULT_SLOTS, NO_PROFILE, MadePlan, PlanningProblem, make_plan
 from moepass.passes.planner.model_problem import model_problem, resting_bytes
 from moepass.passes.planner.schedule_search import BudgetError
-from moepass.passes.planner.simulate import Machine
+from moepass.passes.planner.simulate import ExecutionModel
 from moepass.passes.planner.strategies import Setting, activations_bytes, peak_activation_bytes
-from moepass.runtime.homes.registry.home_options import BankRoute
+from moepass.runtime.homes.options.home_options import BankRoute
 from moepass.runtime.offload.residents import Residents
 from moepass.runtime.profiles.hardware_profiles import load_hardware, profile_json
 from moepass.runtime.profiles.stored_profiles import calibrate_command, stored_profile
@@ -306,7 +306,7 @@ class _PlanningInputs:
             resting=weights,
             batch=sequences.count,
             sequence=sequences.length,
-            machine=Machine(fills_ahead=self.route.transport != COLLECTIVE),
+            machine=ExecutionModel(fills_ahead=self.route.transport != COLLECTIVE),
             budget_bytes=None if budget is None else float(budget),
             resident=resident,
             slots=slots,

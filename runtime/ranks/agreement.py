@@ -28,8 +28,8 @@ from moepass.passes.ir.plan import Dispatch, LocalBlock
 from moepass.passes.parallel.proposals import Proposal
 from moepass.passes.schedule.dispatch import choose_form
 from moepass.runtime.ranks.agree import Topic, agree_on_run
+from moepass.runtime.ranks.block_decisions import MEETING, decisions_of
 from moepass.runtime.ranks.connections import Connections
-from moepass.runtime.ranks.decisions import MEETING, decisions_of
 from moepass.runtime.ranks.of_group import OfGroup
 from moepass.runtime.ranks.rendezvous import Rendezvous
 from moepass.runtime.torch_private import store_of

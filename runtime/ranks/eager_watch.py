@@ -3,8 +3,8 @@
 In a rewritten graph no rank joins the exchanges any more. If Dynamo stops compiling a rank's model (recompile limit),
 that rank would run the exchanges uncompiled, and wait for ranks that never come. It raises an error instead; the others
 find the error in the store of the group before a later run. (If Dynamo cannot capture a function for another shape, it
-still compiles the function in pieces, which reach `decisions.py`.) If `torch.compiler.set_stance` sends new shapes to
-eager mode, none of our code runs at that moment, so an earlier run refuses that setting.
+still compiles the function in pieces, which reach `block_decisions.py`.) If `torch.compiler.set_stance` sends new
+shapes to eager mode, none of our code runs at that moment, so an earlier run refuses that setting.
 
 A rank may also wait in vain for a meeting that it alone began. The other ranks computed with its experts until then,
 and their results may be wrong. They find the error in the same store.
@@ -87,7 +87,7 @@ def publish_failure(group: ProcessGroup, failure: PeerError) -> PeerError:
     return PeerError.from_store(stored)
 
 
-class FailureLook:
+class FailureCheck:
     """A check whether another rank of a group failed for good. It reads the store at most once per interval."""
 
     def __init__(self, group: ProcessGroup) -> None:

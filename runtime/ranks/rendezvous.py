@@ -159,7 +159,7 @@ class Rendezvous:
             self._group_store.compare_set(_ENDED, "", reason.to_store())
 
     @contextmanager
-    def telling_failures(self) -> Iterator[None]:
+    def publishing_failures(self) -> Iterator[None]:
         """Publish an exception inside the block to the ranks that wait for this one, and re-raise it."""
         try:
             yield

@@ -15,7 +15,7 @@ from moepass.compilations import Compilation
 from moepass.models.errors import InputError
 from moepass.models.formulas.memory import bank_bytes
 from moepass.models.sizes.families import from_config
-from moepass.passes.ir.decisions import STRUCTURAL, Decisions
+from moepass.passes.ir.planner_decisions import STRUCTURAL, Decisions
 from moepass.passes.machine.hardware import Figure, Hardware, TransferLink
 from moepass.passes.machine.layer_times import Sequences
 from moepass.passes.planner.model_problem import least_memory_bytes

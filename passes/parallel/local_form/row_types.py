@@ -17,7 +17,7 @@ from moepass.passes.graph.collectives import collective_of
 from moepass.passes.graph.contents import MAKE_EMPTY
 from moepass.passes.graph.nodes import fake_value, is_call, is_view
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import adds_to_places, base_operation
+from moepass.passes.graph.operations import base_operation, is_accumulating_write
 from moepass.passes.graph.source_lines import named
 from moepass.passes.parallel.match.near_experts import ROW_MOVES
 from moepass.passes.rows.row_operations import MADE, MADE_LIKE
@@ -101,7 +101,7 @@ def _data_of(node: Node) -> list[Node]:
     if collective is not None:
         return [collective.input]
     is_move = is_call(node, *ROW_MOVES) or (is_view(node) and not is_call(node, aten.view.dtype))
-    is_move = is_move and not adds_to_places(node)
+    is_move = is_move and not is_accumulating_write(node)
     if not is_move:
         raise NotThisForm(
             f"it casts rows, and computes with them at {named(node)}, so its local form would round otherwise; "

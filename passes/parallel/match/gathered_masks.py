@@ -83,7 +83,7 @@ def _gathers_any_mask(node: Node) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class _MaskReader:
+class _GatheredMaskReader:
     """`node` reads `value`, which is `columns` of the mask, or the places of ones in them."""
 
     node: Node
@@ -93,7 +93,7 @@ class _MaskReader:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Pairs:
+class _MaskedPairs:
     """All pairs of a token and an expert, sorted by the experts of some columns, others behind: their places, and ids.
 
     `counts` are those of each expert.
@@ -117,7 +117,7 @@ class _GatheredPairs:
         known = map(collective_of, self._graph.nodes)
         gathers = [one for one in known if one is not None and one.kind == "all_gather"]
         self._gathers = {one.result: one for one in gathers if fake_value(one.result).dim() == 2}
-        self._pairs: dict[tuple[int, int], _Pairs] = {}
+        self._pairs: dict[tuple[int, int], _MaskedPairs] = {}
         # Of all experts what is gathered of the chosen ones.
         self._gathered: dict[Node, Node] = {}
 
@@ -169,8 +169,8 @@ class _GatheredPairs:
                     pending.append(user)
         return found
 
-    def _readers(self) -> list[_MaskReader]:
-        found: list[_MaskReader] = []
+    def _readers(self) -> list[_GatheredMaskReader]:
+        found: list[_GatheredMaskReader] = []
         pending = [(self._mask.result, MaskColumns.all_of(self._mask.result))]
         while pending:
             value, columns = pending.pop()
@@ -181,10 +181,10 @@ class _GatheredPairs:
                 elif base_operation(user) == "sort":
                     found += self._readers_of_places(user, columns)
                 else:
-                    found.append(_MaskReader(user, value, columns))
+                    found.append(_GatheredMaskReader(user, value, columns))
         return found
 
-    def _readers_of_places(self, sort: Node, columns: MaskColumns) -> Iterator[_MaskReader]:
+    def _readers_of_places(self, sort: Node, columns: MaskColumns) -> Iterator[_GatheredMaskReader]:
         """Readers of the places of ones in a flat mask: what a stable sort puts first, as many as there are."""
         given = all_arguments(sort)
         if columns.order is not Order.FLAT or not given["descending"] or not given.get("stable"):
@@ -194,9 +194,9 @@ class _GatheredPairs:
                 if item.args[1] != 1 or base_operation(first) != "slice" or not self._is_number_of(first, columns):
                     raise self._unknown(first)
                 for user in first.users:
-                    yield _MaskReader(user, first, columns, has_places=True)
+                    yield _GatheredMaskReader(user, first, columns, has_places=True)
 
-    def _read(self, reader: _MaskReader) -> Node:
+    def _read(self, reader: _GatheredMaskReader) -> Node:
         """What stands for what reads the mask. Raises NotThisForm."""
         node, columns = reader.node, reader.columns
         base, given = base_operation(node), all_arguments(node)
@@ -236,7 +236,7 @@ class _GatheredPairs:
                 return self.writer.product(tokens, int(times))  # type: ignore[no-any-return]
         raise self._unknown(node)
 
-    def _sum(self, reader: _MaskReader) -> Node:
+    def _sum(self, reader: _GatheredMaskReader) -> Node:
         node, columns, given = reader.node, reader.columns, all_arguments(reader.node)
         counts = self._of(columns).counts
         dims = given.get("dim")
@@ -252,7 +252,7 @@ class _GatheredPairs:
             return counts
         raise self._unknown(node)
 
-    def _selected(self, source: Node, reader: _MaskReader) -> Node:
+    def _selected(self, source: Node, reader: _GatheredMaskReader) -> Node:
         """What the mask selects of `source`, a value of each pair of an expert and a token."""
         node, columns = reader.node, reader.columns
         size = fake_value(node).shape[0]
@@ -292,7 +292,7 @@ class _GatheredPairs:
         found = columns_of(total.args[0], {self._mask.result: self._mask})
         return found is not None and (found[1].first, found[1].last) == (columns.first, columns.last)
 
-    def _of_places(self, reader: _MaskReader) -> Node:
+    def _of_places(self, reader: _GatheredMaskReader) -> Node:
         """What is computed of places in [experts · tokens]: their token, their expert, or what lies there."""
         node, columns, size = reader.node, reader.columns, fake_value(reader.value).shape[0]
         base, given = base_operation(node), all_arguments(node)
@@ -336,7 +336,7 @@ class _GatheredPairs:
         nobody = self.writer.emit(aten.scalar_tensor.default, experts, **like)
         return self.writer.emit(aten.where.self, self._at_ids(self._mask.input), ids, nobody)
 
-    def _of(self, columns: MaskColumns) -> _Pairs:
+    def _of(self, columns: MaskColumns) -> _MaskedPairs:
         key = (columns.first, columns.last)
         if key not in self._pairs:
             emit = self.writer.emit
@@ -350,7 +350,7 @@ class _GatheredPairs:
             zeros = emit(aten.new_zeros.default, experts, [columns.experts + 1])
             counts = emit(aten.scatter_add.default, zeros, 0, experts, emit(aten.ones_like.default, experts))
             counts = emit(aten.slice.Tensor, counts, 0, 0, columns.experts)
-            self._pairs[key] = _Pairs(self.writer.getitem(both, 1), experts, counts)
+            self._pairs[key] = _MaskedPairs(self.writer.getitem(both, 1), experts, counts)
         return self._pairs[key]
 
     def _number(self, columns: MaskColumns, size: Any) -> Node:

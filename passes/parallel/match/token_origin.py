@@ -15,7 +15,7 @@ from moepass.passes.graph.collectives import WAIT, Collective, collective_of
 from moepass.passes.graph.contents import MAKE_EMPTY
 from moepass.passes.graph.nodes import fake_value, is_call, is_view
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import adds_to_places, base_operation
+from moepass.passes.graph.operations import base_operation, is_accumulating_write
 from moepass.passes.graph.source_lines import named
 from moepass.passes.parallel.match.gathered_masks import OF_MASK_KEY
 from moepass.passes.parallel.match.near_experts import MOST_NODES, is_size
@@ -89,7 +89,7 @@ def _laid_out(node: Node) -> Node | None:
         return _node(rows[0]) if len(rows) == 1 else None
     if is_call(node, aten.constant_pad_nd.default):
         return _node(node.args[0])
-    if is_call(node, aten.index_put.default) and _is_filling(node.args[0]) and not adds_to_places(node):
+    if is_call(node, aten.index_put.default) and _is_filling(node.args[0]) and not is_accumulating_write(node):
         return _node(node.args[2])
     return None
 

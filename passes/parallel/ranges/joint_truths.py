@@ -47,7 +47,7 @@ from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import named_arguments
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import adds_to_places, base_operation, is_mask
+from moepass.passes.graph.operations import base_operation, is_accumulating_write, is_mask
 from moepass.passes.parallel.ranges.any_padding import ANY_PADDING
 from moepass.passes.parallel.ranges.growing_sizes import grows_in_size
 from moepass.passes.parallel.ranges.value_range import Kind, Range
@@ -156,7 +156,7 @@ class JointTruths:
             self._add_meeting(node, together)
         if found is not None and self._is_number(node, found):
             together = frozenset({_itself(node, found)})
-        elif found is not None and (base_operation(node) in _SORTS | _COUNTS or adds_to_places(node)):
+        elif found is not None and (base_operation(node) in _SORTS | _COUNTS or is_accumulating_write(node)):
             # Which place or size comes of it depends on how many there are of each number.
             together = frozenset(each for each in together if each.truth not in self._numbers)
         self._found[node] = together

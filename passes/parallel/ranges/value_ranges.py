@@ -38,7 +38,13 @@ from moepass.passes.graph.contents import MAKE_EMPTY
 from moepass.passes.graph.node_arguments import named_arguments
 from moepass.passes.graph.nodes import fake_value
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import adds_to_places, base_operation, indexed_dimensions, is_mask, operation
+from moepass.passes.graph.operations import (
+    base_operation,
+    indexed_dimensions,
+    is_accumulating_write,
+    is_mask,
+    operation,
+)
 from moepass.passes.parallel.match.parallel_block import GLOBAL_IDS, ParallelBlock
 from moepass.passes.parallel.ranges.any_padding import ANY_PADDING
 from moepass.passes.parallel.ranges.exact_types import check_type
@@ -240,7 +246,7 @@ class ValueRanges(RangeSums):
         return COUNT if is_order else self.range_of(source).moved(node)
 
     def _joined(self, node: Node, name: str, arguments: dict[str, Any]) -> Range:
-        if adds_to_places(node):
+        if is_accumulating_write(node):
             if str(fake_value(arguments["values"]).shape) != str(fake_value(arguments["indices"][0]).shape):
                 raise NotThisForm(f"{node.name} ({node.target}) adds one value to several places; {CHANGE}")
             self._check_places(node)

@@ -38,7 +38,7 @@ class HybridHome(PeerHome):
 
     def copying(self, bank: BankSpec) -> None:
         """Let the stager learn the order of banks."""
-        self._staged.asked_for(bank)
+        self._staged.copy_requested(bank)
 
 
 class HybridPacker(PeerPacker):

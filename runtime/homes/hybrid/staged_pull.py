@@ -32,7 +32,7 @@ _STALLED_SLICES, _STALLED_S = 4, 0.005
 _PAUSE_S = 0.0005
 
 
-class Patience:
+class WaitLimit:
     """A limit on the time that one copy waits for bytes on their way. Times are those of `time.perf_counter`.
 
     Args:
@@ -104,17 +104,17 @@ class StagedPull(Transport):
         """End the run, which failed."""
         self.end_run()
 
-    def asked_for(self, bank: BankSpec) -> None:
+    def copy_requested(self, bank: BankSpec) -> None:
         """Record that a copy of `bank` was requested. The stager learns the order of banks from these calls."""
         if self._stager is not None:
             self._stager.learn(bank.index)
 
-    def patience(self, nbytes: int) -> Patience:
+    def patience(self, nbytes: int) -> WaitLimit:
         """Return the limit on waiting for a copy of `nbytes`."""
         slice_seconds = self.host_link.expected_seconds(min(nbytes, slicing.SLICE_BYTES))
         stalled_seconds = max(_STALLED_S, _STALLED_SLICES * slice_seconds)
         whole_seconds = max(2 * stalled_seconds, _PATIENCE * self.host_link.expected_seconds(nbytes))
-        return Patience(whole_seconds, stalled_seconds, self._stalled)
+        return WaitLimit(whole_seconds, stalled_seconds, self._stalled)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +176,7 @@ class StageAction(Action):
         self._check(copy, unchecked, peer_link)
 
     def _find(
-        self, copy: SlotCopy, source: StagedSource, offset: int, size: int, patience: Patience
+        self, copy: SlotCopy, source: StagedSource, offset: int, size: int, patience: WaitLimit
     ) -> tuple[Held | None, float]:
         """Wait for bytes on their way into a buffer; return the buffer that holds them, and when it was found.
 
@@ -186,7 +186,7 @@ class StageAction(Action):
         assert staging is not None
         while True:
             began = time.perf_counter()
-            state = staging.look_for(source.bank, offset, size)
+            state = staging.find_buffer(source.bank, offset, size)
             if isinstance(state, Held):
                 return state, began
             if state is Found.ABSENT or not patience.waits_for(staging, staging.board.progress(), began):

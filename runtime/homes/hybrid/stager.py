@@ -75,7 +75,7 @@ class StagingBuffers:
         """Return the number of slices in `nbytes`."""
         return -(-nbytes // self.slice_bytes)
 
-    def look_for(self, bank: int, offset_bytes: int, nbytes: int) -> Held | Found:
+    def find_buffer(self, bank: int, offset_bytes: int, nbytes: int) -> Held | Found:
         """Return the buffer that holds these bytes of the rank's shard of `bank`, or COMING, or ABSENT."""
         for buffer in range(len(self.memories)):
             state = self.board.state(buffer)
@@ -84,7 +84,7 @@ class StagingBuffers:
         return Found.ABSENT
 
     def still_holds(self, held: Held) -> bool:
-        """Return whether no byte of the buffer was overwritten since `look_for`. Call it after reading the bytes."""
+        """Return whether no byte of the buffer was overwritten since `find_buffer`. Call it after reading the bytes."""
         # A writer changes the word before it overwrites a byte.
         now = self.board.state(held.buffer)
         return (now.bank, now.generation) == (held.state.bank, held.state.generation)

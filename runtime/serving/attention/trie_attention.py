@@ -138,8 +138,8 @@ def _over_parts(
         if not earlier.sees_all:
             mask = additive_mask(depth[columns] >= prepared.first_seen[rows, None])[None]
         keys, values = keys[:, :, columns], values[:, :, columns]
-        partial = partial_attention(query[:, :, rows], keys, values, scaling, softcap, False, mask)
-        merge_into(output[:, :, rows], log_sum_exp[:, :, rows], partial)
+        with_earlier = partial_attention(query[:, :, rows], keys, values, scaling, softcap, False, mask)
+        merge_into(output[:, :, rows], log_sum_exp[:, :, rows], with_earlier)
     return output, log_sum_exp
 
 

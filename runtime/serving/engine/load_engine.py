@@ -28,7 +28,7 @@ from moepass.models.checkpoint.checkpoint_folders import load_model
 from moepass.models.errors import CheckpointError, InputError
 from moepass.passes.planner.strategies import MICRO_BATCH_TOKENS
 from moepass.runtime.banks.banks import BankStore
-from moepass.runtime.homes.registry.home_options import HomeOptions
+from moepass.runtime.homes.options.home_options import HomeOptions
 from moepass.runtime.offload.loading import load_pretrained, offload_report
 from moepass.runtime.serving.attention.last_layer import LastLayer
 from moepass.runtime.serving.attention.probe import probe_trie
@@ -133,7 +133,7 @@ def make_engine(
     """
     store = _placed_store(model)
     if store is not None:
-        store.tells_of_uncompiled_calls = False  # the survey and the probe run uncompiled on purpose
+        store.warns_of_uncompiled_calls = False  # the survey and the probe run uncompiled on purpose
     head = ModelHead(model)
     survey = survey_attention(model)
     refusal = survey.refusal or probe_trie(model, survey)
@@ -182,7 +182,7 @@ def make_engine(
         head, runner, sizes.table, facts, index=BlockIndex(block_count), key=key, counters=counters, block_bytes=size
     )
     if store is not None:
-        store.tells_of_uncompiled_calls = is_compiled
+        store.warns_of_uncompiled_calls = is_compiled
     if options.warms_up:
         warm_up(engine, full_step.tokens)
     return engine

@@ -2,5 +2,5 @@
 
 Start at `text_scorer.py`.
 
-May import serving/engine, serving/questions, serving/batching, serving/requests, offload, homes/registry, transfer.
+May import serving/engine, serving/questions, serving/batching, serving/requests, offload, homes/options, transfer.
 """

@@ -39,18 +39,18 @@ _Item = TypeVar("_Item")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class EncodedPart(Generic[_Text]):
+class EncodedChunk(Generic[_Text]):
     """A chunk of texts; for each text its rendered prompt and tokens, or the error if it cannot be encoded."""
 
     texts: list[_Text]
     prompts: list[tuple[str, Tokens] | InputError]
 
 
-def encoded_parts(writer: PromptWriter, texts: Iterable[_Text]) -> Iterator[EncodedPart[_Text]]:
+def encoded_chunks(writer: PromptWriter, texts: Iterable[_Text]) -> Iterator[EncodedChunk[_Text]]:
     """Yield the chunks of `texts`, encoded. A chunk is read only when the caller asks for it."""
     source = iter(texts)
     while chunk := _read_chunk(source):
-        yield EncodedPart(chunk, _encode_chunk(writer, chunk))
+        yield EncodedChunk(chunk, _encode_chunk(writer, chunk))
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from moepass.models.checkpoint.checkpoint_folders import (
 from moepass.models.errors import CheckpointError, InputError, OptionError
 from moepass.models.homes import home_named
 from moepass.models.sizes.families import from_config
-from moepass.runtime.homes.registry.packers import options_of
+from moepass.runtime.homes.options.packers import options_of
 from moepass.runtime.offload.offload import check_device, find_expert_modules, offload_experts
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
 from moepass.runtime.serving.batching.step_flops import FlopsTable

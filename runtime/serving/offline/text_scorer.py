@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from moepass.models.errors import CheckpointError, InputError, MoepassError
 from moepass.runtime.serving.engine.model_engine import ModelEngine
-from moepass.runtime.serving.offline.encoded_texts import EncodedPart, NamedText, encoded_parts, named_error
+from moepass.runtime.serving.offline.encoded_texts import EncodedChunk, NamedText, encoded_chunks, named_error
 from moepass.runtime.serving.offline.label_pieces import LabelPieces
 from moepass.runtime.serving.questions.labels import (
     IMPOSSIBLE,
@@ -133,9 +133,9 @@ class TextScorer:
         Raises:
             CheckpointError: The model's logits are NaN.
         """
-        return self.windows_of(encoded_parts(self.writer, texts), stops=stops)
+        return self.windows_of(encoded_chunks(self.writer, texts), stops=stops)
 
-    def windows_of(self, parts: Iterable[EncodedPart[_Text]], *, stops: bool = True) -> Iterator[ScoredWindow[_Text]]:
+    def windows_of(self, parts: Iterable[EncodedChunk[_Text]], *, stops: bool = True) -> Iterator[ScoredWindow[_Text]]:
         """Yield the scores of encoded texts, as `windows` does. The same writer must have encoded them."""
         source = iter(parts)
         while window := self._read_window(source):
@@ -149,7 +149,7 @@ class TextScorer:
     # ---- Texts become prompts
 
     def _read_window(
-        self, source: Iterator[EncodedPart[_Text]]
+        self, source: Iterator[EncodedChunk[_Text]]
     ) -> tuple[list[_Text], list[EncodedPrompt | InputError]] | None:
         texts: list[_Text] = []
         prompts: list[EncodedPrompt | InputError] = []
@@ -161,7 +161,7 @@ class TextScorer:
             tokens += sum(len(prompt.tokens) for prompt in chunk_prompts if isinstance(prompt, EncodedPrompt))
         return (texts, prompts) if texts else None
 
-    def _prompts(self, chunk: EncodedPart[_Text], first: int) -> list[EncodedPrompt | InputError]:
+    def _prompts(self, chunk: EncodedChunk[_Text], first: int) -> list[EncodedPrompt | InputError]:
         prompts: list[EncodedPrompt | InputError] = []
         for index, (text, prompt) in enumerate(zip(chunk.texts, chunk.prompts, strict=True), first):
             if isinstance(prompt, InputError):

@@ -88,20 +88,24 @@ class RequestTree:
         self._sequences.append(sequence)
         return len(self._sequences) - 1
 
-    def read(self, sequence: int, place: int, tokens: Sequence[int] = (), top: int = 0) -> None:
-        """Ask for the prediction behind token `place` of a sequence: of `tokens`, and of the `top` most likely ones."""
-        self._reads.append((sequence, place, tokens, top))
+    def read(self, sequence: int, index: int, tokens: Sequence[int] = (), top: int = 0) -> None:
+        """Request the prediction after token `index` of a sequence: of `tokens`, and of the `top` most likely ones."""
+        self._reads.append((sequence, index, tokens, top))
 
     def score(self, sequence: int, top: int = 0) -> None:
-        """Ask for the log-probability of each of the sequence's own tokens, and of the `top` most likely ones."""
+        """Request the log-probability of each token of a sequence, and of the `top` most likely tokens instead of each."""
         self._scored.append((sequence, top))
 
     def vector(self, sequence: int, vector: Vector) -> None:
-        """Ask for the embedding or the class scores of a sequence."""
+        """Request the embedding or the class scores of a sequence."""
         self._vectors.append((sequence, vector))
 
     def request(self, request_id: str, salt: bytes = b"") -> Request:
-        """All of it as a request; call it once."""
+        """Return all sequences and reads as one request. Call it once.
+
+        Raises:
+            InputError: two different vectors were requested for equal sequences.
+        """
         trie = TokenTrie(np.concatenate([NO_TOKENS, *self._sequences]))
         root = trie.add_root()
         stops = list(itertools.accumulate(map(len, self._sequences), initial=0))
@@ -110,8 +114,8 @@ class RequestTree:
         nodes = trie.depth_first()[1:]
         pieces = {node: _PieceDraft(number) for number, node in enumerate(nodes)}
         self._paths = [_path(trie, pieces, end) for end in ends]
-        for number, place, tokens, top in self._reads:
-            node, offset = self.node_at(number, place)
+        for number, index, tokens, top in self._reads:
+            node, offset = self.node_at(number, index)
             read = node.reads.setdefault(offset, _Read())
             read.top = max(read.top, top)
             for token in tokens:
@@ -129,15 +133,18 @@ class RequestTree:
         return Request(request_id, tuple(_token_piece(trie, pieces, node) for node in nodes), salt)
 
     def length(self, sequence: int) -> int:
+        """Return the number of tokens of a sequence."""
         return len(self._sequences[sequence])
 
     def nodes(self, sequence: int) -> list[_PieceDraft]:
+        """Return the pieces of a sequence, from the first. Call `request` before."""
         return self._paths[sequence][1]
 
-    def node_at(self, sequence: int, place: int) -> tuple[_PieceDraft, int]:
+    def node_at(self, sequence: int, index: int) -> tuple[_PieceDraft, int]:
+        """Return the piece that holds token `index` of a sequence, and the offset of the token in it."""
         starts, pieces = self._paths[sequence]
-        found = bisect.bisect_right(starts, place) - 1
-        return pieces[found], place - starts[found]
+        piece = bisect.bisect_right(starts, index) - 1
+        return pieces[piece], index - starts[piece]
 
 
 class TreeAnswer:
@@ -147,16 +154,16 @@ class TreeAnswer:
         self.tree = tree
         self.answer = answer
 
-    def log_probabilities(self, sequence: int, place: int, tokens: Sequence[int]) -> list[float]:
-        """Return the log-probability of each of `tokens` behind `place`. Raise CheckpointError if one is NaN."""
-        read, columns = self._read(sequence, place)
+    def log_probabilities(self, sequence: int, index: int, tokens: Sequence[int]) -> list[float]:
+        """Return the log-probability of each of `tokens` after token `index`. Raise CheckpointError if one is NaN."""
+        read, columns = self._read(sequence, index)
         values = read.log_probabilities[[columns[int(token)] for token in tokens]]
         log_probabilities: list[float] = _checked(values).tolist()
         return log_probabilities
 
-    def top(self, sequence: int, place: int, count: int) -> list[tuple[int, float]]:
-        """Return the `count` most likely tokens behind `place` with their log-probabilities, best first."""
-        read, _ = self._read(sequence, place)
+    def top(self, sequence: int, index: int, count: int) -> list[tuple[int, float]]:
+        """Return the `count` most likely tokens after token `index` with their log-probabilities, best first."""
+        read, _ = self._read(sequence, index)
         values = _checked(read.top_log_probabilities[:count]).tolist()
         return list(zip(read.top_tokens[:count].tolist(), values, strict=True))
 
@@ -179,8 +186,8 @@ class TreeAnswer:
         assert vector is not None, "the request must ask for the vector"
         return _checked(vector)
 
-    def _read(self, sequence: int, place: int) -> tuple[ReadAnswer, dict[int, int]]:
-        node, offset = self.tree.node_at(sequence, place)
+    def _read(self, sequence: int, index: int) -> tuple[ReadAnswer, dict[int, int]]:
+        node, offset = self.tree.node_at(sequence, index)
         read = node.reads[offset]
         return self.answer.pieces[node.number].reads[read.index], read.columns
 
@@ -199,9 +206,9 @@ def _token_piece(trie: TokenTrie, pieces: Mapping[int, _PieceDraft], node: int) 
     piece = pieces[node]
     parent = pieces.get(trie.parents[node])
     reads: list[TokenRead] = []
-    for place, read in sorted(piece.reads.items()):
+    for index, read in sorted(piece.reads.items()):
         read.index = len(reads)
-        reads.append(TokenRead(place, np.array(list(read.columns), np.int32), read.top))
+        reads.append(TokenRead(index, np.array(list(read.columns), np.int32), read.top))
     return TokenPiece(
         -1 if parent is None else parent.number,
         trie.node_tokens(node),

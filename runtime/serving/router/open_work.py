@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from moepass.runtime.serving.router.assignments import Assignment
 from moepass.runtime.serving.router.block_tables import PendingRun
-from moepass.runtime.serving.router.decisions import Assignment
 from moepass.runtime.serving.router.routable import RoutableRequest, RoutedQuestion
 
 # Order in the queue: effective time of arrival, number of the submission, and index of the first part. The last one

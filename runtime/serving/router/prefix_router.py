@@ -7,7 +7,7 @@ import math
 
 from moepass.models.errors import InputError
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
-from moepass.runtime.serving.router.decisions import Round
+from moepass.runtime.serving.router.assignments import Round
 from moepass.runtime.serving.router.open_work import Work
 from moepass.runtime.serving.router.routable import FlopsFormula, RoutedQuestion
 from moepass.runtime.serving.router.router import RankChoice, RankRouter, set_bits

@@ -13,8 +13,8 @@ from collections.abc import Collection
 
 from moepass.models.errors import InputError
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
+from moepass.runtime.serving.router.assignments import Assignment, RankLoss, Round, Withdrawal
 from moepass.runtime.serving.router.block_tables import BlockTables
-from moepass.runtime.serving.router.decisions import Assignment, RankLoss, Round, Withdrawal
 from moepass.runtime.serving.router.open_work import Work
 from moepass.runtime.serving.router.routable import (
     BlockHash,

@@ -5,7 +5,7 @@ Loads and tables are kept as in every router, so shared prefixes are counted whe
 
 from __future__ import annotations
 
-from moepass.runtime.serving.router.decisions import Assignment
+from moepass.runtime.serving.router.assignments import Assignment
 from moepass.runtime.serving.router.open_work import Work
 from moepass.runtime.serving.router.routable import FlopsFormula
 from moepass.runtime.serving.router.router import RankChoice, RankRouter, set_bits

@@ -37,7 +37,7 @@ from moepass.runtime.serving.requests.backend import (
 )
 from moepass.runtime.serving.requests.request import Request
 from moepass.runtime.serving.requests.view import BackendView
-from moepass.runtime.serving.router.decisions import Assignment, Withdrawal
+from moepass.runtime.serving.router.assignments import Assignment, Withdrawal
 from moepass.runtime.serving.router.routable import FlopsFormula, routable_request
 from moepass.runtime.serving.router.router import RankRouter
 from moepass.runtime.serving.workers.frontend_limits import FrontendLimits

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from moepass.runtime.serving.engine.step_engine import EngineFacts
 from moepass.runtime.serving.requests.view import EngineView, RankState, RankView
-from moepass.runtime.serving.router.decisions import Assignment
+from moepass.runtime.serving.router.assignments import Assignment
 from moepass.runtime.serving.router.router import RankRouter
 
 _NO_VIEW = EngineView()

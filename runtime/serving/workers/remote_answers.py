@@ -52,13 +52,13 @@ _reply_decoder: msgspec.msgpack.Decoder[AnswerReply | NoAnswerReply] = msgspec.m
 )
 
 
-def encode_asked(request: Request, priority: int, timeout_seconds: float) -> bytes:
-    """Encode a request for `answer_asked`."""
+def encode_request(request: Request, priority: int, timeout_seconds: float) -> bytes:
+    """Encode a request for `answer_encoded_request`."""
     return _encoder.encode(RemoteRequest(request, priority, timeout_seconds))
 
 
-async def answer_asked(backend: Backend, encoded_request: bytes) -> bytes:
-    """Let `backend` answer an encoded request, and encode its answer or its error for `answer_of`."""
+async def answer_encoded_request(backend: Backend, encoded_request: bytes) -> bytes:
+    """Let `backend` answer an encoded request, and encode its answer or its error for `decode_answer`."""
     remote = _request_decoder.decode(encoded_request)
     try:
         answer = await backend.answer(remote.request, priority=remote.priority, timeout_seconds=remote.timeout_seconds)
@@ -71,7 +71,7 @@ async def answer_asked(backend: Backend, encoded_request: bytes) -> bytes:
     return _encoder.encode(AnswerReply(answer))
 
 
-def answer_of(reply: bytes) -> Answer:
+def decode_answer(reply: bytes) -> Answer:
     """Decode an answer, or raise the error that was encoded instead."""
     decoded = _reply_decoder.decode(reply)
     if isinstance(decoded, AnswerReply):

@@ -8,7 +8,7 @@ import dataclasses
 from moepass.runtime.serving.requests.answer import Answer
 from moepass.runtime.serving.requests.request import Request
 from moepass.runtime.serving.requests.request_parts import RequestPart, chosen_parts, everything, merged_answer
-from moepass.runtime.serving.router.decisions import Assignment
+from moepass.runtime.serving.router.assignments import Assignment
 
 
 class WaitingRequest:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import moepass
-from moepass.runtime.banks.identity import MemoryTable
+from moepass.runtime.banks.memory_table import MemoryTable
 from moepass.runtime.execute.executor import Executor
 from moepass.runtime.execute.schedules import Schedule
 

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from moepass.runtime.serving.router.decisions import Assignment, Round
+from moepass.runtime.serving.router.assignments import Assignment, Round
 from moepass.runtime.serving.router.routable import BlockHash, RoutableRequest
 
 BLOCK = 16

@@ -12,7 +12,7 @@ import httpx
 from transformers import PreTrainedModel
 
 from moepass.models.checkpoint.checkpoint_folders import Prompt, load_model, load_prompt, load_tokenizer
-from moepass.runtime.serving.http.listen import server_of
+from moepass.runtime.serving.http.draining_server import make_server
 from moepass.runtime.serving.http.listening_socket import open_socket
 from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.serving.routes.server_settings import ServerSettings
@@ -67,7 +67,7 @@ def served(
     writer = PromptWriter(tokenizer, prompt or load_prompt(folder), backend.status().max_sequence_tokens)
     service = Service(backend, writer, ServerSettings(("tiny", "alias"), api_key, timeout_seconds=30))
     with open_socket("127.0.0.1", 0) as listening:
-        server = server_of(service)
+        server = make_server(service)
         thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
         thread.start()
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"

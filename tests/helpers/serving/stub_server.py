@@ -11,7 +11,7 @@ from typing import Any
 
 import uvicorn
 
-from moepass.runtime.serving.http.listen import DrainingServer
+from moepass.runtime.serving.http.draining_server import DrainingServer
 from moepass.runtime.serving.http.listening_socket import open_socket
 
 Answer = tuple[int, dict[str, str], Any]

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from moepass.passes.graph.contents import counts_up, number_everywhere
+from moepass.passes.graph.contents import fill_number, is_arange
 
 
 def _made(make: Callable[[torch.Tensor], torch.Tensor]) -> Node:
@@ -32,7 +32,7 @@ def _made(make: Callable[[torch.Tensor], torch.Tensor]) -> Node:
     ],
 )
 def test_numbers_that_count_up(make: Callable[[torch.Tensor], torch.Tensor], expected: bool) -> None:
-    assert counts_up(_made(make)) is expected
+    assert is_arange(_made(make)) is expected
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,6 @@ def test_numbers_that_count_up(make: Callable[[torch.Tensor], torch.Tensor], exp
     ],
 )
 def test_numbers_everywhere(make: Callable[[torch.Tensor], torch.Tensor], expected: float | None) -> None:
-    number = number_everywhere(_made(make))
+    number = fill_number(_made(make))
     assert number == expected
     assert (number is None) == (expected is None)

@@ -24,7 +24,7 @@ from moepass.passes.planner.forecast import (
     forecast,
     threshold_curve,
 )
-from moepass.passes.planner.model_problem import least_memory_bytes, model_phases, streaming_machine
+from moepass.passes.planner.model_problem import least_memory_bytes, model_phases, streaming_execution
 from moepass.passes.planner.strategies import Setting, StrategyCost, activations_bytes, resident_cost
 from moepass.passes.planner.verdict import reason
 from moepass.runtime.profiles.hardware_profiles import load_hardware
@@ -275,13 +275,13 @@ def test_a_profile_measured_on_a_cpu_has_a_host_that_computes_and_an_emulated_li
     measured = Conditions("2026-01-01T00:00:00+00:00", "a processor", 8, 1, {}, computes_on_host=True)
     slowing = dataclasses.replace(H100.overlap, gemm=Figure(2.0, "user"), memory=Figure(2.0, "user"))
     hardware = dataclasses.replace(H100, conditions=measured, overlap=slowing)
-    plain = streaming_machine(_setting(hardware=hardware), "host")
+    plain = streaming_execution(_setting(hardware=hardware), "host")
     assert not plain.host_runs_ahead
-    assert streaming_machine(_setting(), "host").host_runs_ahead
+    assert streaming_execution(_setting(), "host").host_runs_ahead
     assert plain.copy_slowdown == pytest.approx(2.0)
     assert hardware.host is not None
     rate = hardware.host.bytes_per_s.value * hardware.efficiency.bandwidth.value / 4
-    waiting = streaming_machine(_setting(hardware=with_emulated_link(hardware, rate)), "host")
+    waiting = streaming_execution(_setting(hardware=with_emulated_link(hardware, rate)), "host")
     assert waiting.copy_slowdown == pytest.approx(1.25, rel=0.01)
 
 

@@ -12,14 +12,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from moepass.passes.cost.graph_cost import cost
 from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.cost import Cost
-from moepass.passes.ir.decisions import Decisions, DeviceMemory
 from moepass.passes.ir.placed_model import PlacedModel
 from moepass.passes.ir.plan import BankSpec, MoEBlock, Plan, SlotStay, Step
+from moepass.passes.ir.planner_decisions import Decisions, DeviceMemory
 from moepass.passes.ir.protocol import PassContext
 from moepass.passes.machine.hardware import Figure, Hardware, with_emulated_link, with_ranks, without_emulation
 from moepass.passes.machine.times import gather_seconds, work_seconds
 from moepass.passes.planner.graph_problem import plan_graph
-from moepass.passes.planner.model_problem import machine_beside_copies
+from moepass.passes.planner.model_problem import execution_with_copies
 from moepass.runtime.profiles.hardware_profiles import load_hardware
 
 H100 = load_hardware("1xh100-80g")
@@ -125,7 +125,7 @@ def test_computation_is_slower_while_its_transport_copies(transport: str) -> Non
     slowing = dataclasses.replace(H100.overlap, gemm=Figure(2.0, "user"))
     true = with_ranks(dataclasses.replace(H100, overlap=slowing), 8)
     slow = with_emulated_link(true, 1e9)
-    machine = machine_beside_copies(slow, "peer", transport, BANK_BYTES, 0.0)
+    machine = execution_with_copies(slow, "peer", transport, BANK_BYTES, 0.0)
     ratio = gather_seconds(true, BANK_BYTES, "peer", transport) / gather_seconds(slow, BANK_BYTES, "peer", transport)
     assert machine.copy_slowdown == pytest.approx(1 + ratio)
 

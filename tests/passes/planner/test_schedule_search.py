@@ -14,7 +14,7 @@ from moepass.passes.ir.protocol import PlanError
 from moepass.passes.planner import schedule_search
 from moepass.passes.planner.phases import LayerPhase, RingSchedule, streamed_phases
 from moepass.passes.planner.schedule_search import _Search, search_schedule, steady_step
-from moepass.passes.planner.simulate import Machine, simulate_phases
+from moepass.passes.planner.simulate import ExecutionModel, simulate_phases
 
 
 def phase(number: int, compute: float, transfer: float = 0.0, bank_bytes: int = 0, shard_bytes: int = 0) -> LayerPhase:
@@ -42,7 +42,7 @@ def model(most: int) -> st.SearchStrategy[list[LayerPhase]]:
 
 # The properties of a machine that a search needs: whether slots fill across steps, and how copies slow computation.
 MACHINES = st.builds(
-    Machine,
+    ExecutionModel,
     copy_slowdown=st.sampled_from([1.0, 1.0, 1.25, 2.0]),
     host_runs_ahead=st.booleans(),
     fills_ahead=st.booleans(),
@@ -67,9 +67,9 @@ def every_schedule(
 
 
 def check(
-    phases: list[LayerPhase], budget: int, most_slots: int, most_tried: int, machine: Machine | None = None
+    phases: list[LayerPhase], budget: int, most_slots: int, most_tried: int, machine: ExecutionModel | None = None
 ) -> None:
-    machine = machine or Machine()
+    machine = machine or ExecutionModel()
     every = list(every_schedule(phases, budget, most_slots))
     if not every:
         with pytest.raises(PlanError, match=f"memory_bytes is {budget}; resident banks, shards and one slot"):
@@ -96,7 +96,9 @@ def _check_claims(phases: list[LayerPhase], budget: int, most_slots: int, chosen
 
 @settings(max_examples=120, deadline=None)
 @given(model(most=5), st.integers(4, 40), st.integers(1, 3), MACHINES)
-def test_small_instances_are_solved(phases: list[LayerPhase], budget: int, most_slots: int, machine: Machine) -> None:
+def test_small_instances_are_solved(
+    phases: list[LayerPhase], budget: int, most_slots: int, machine: ExecutionModel
+) -> None:
     check(phases, budget, most_slots, 1500, machine)
 
 
@@ -106,7 +108,7 @@ def test_the_best_schedule_is_chosen_if_nothing_is_fetched_ahead(
     phases: list[LayerPhase], budget: int, most_slots: int
 ) -> None:
     """With the transport `collective`, the first banks of every run are not fetched ahead."""
-    machine = Machine(fills_ahead=False)
+    machine = ExecutionModel(fills_ahead=False)
     every = list(every_schedule(phases, budget, most_slots))
     if not every:
         return
@@ -118,7 +120,7 @@ def test_the_best_schedule_is_chosen_if_nothing_is_fetched_ahead(
 def test_fetching_ahead_decides_which_bank_is_resident() -> None:
     """Any of equal banks may be resident if slots fill across steps; else the first, whose copy is exposed."""
     phases = [phase(layer, 4, 4, 10) for layer in range(4)]
-    best = search_schedule(phases, 30, slots=2, machine=Machine(fills_ahead=False))
+    best = search_schedule(phases, 30, slots=2, machine=ExecutionModel(fills_ahead=False))
     assert best.resident == (0,)
     with_fills_ahead = [simulate_phases(phases, 2, [index]).step_seconds for index in range(4)]
     assert len(set(with_fills_ahead)) == 1
@@ -127,7 +129,7 @@ def test_fetching_ahead_decides_which_bank_is_resident() -> None:
 @settings(max_examples=120, deadline=None)
 @given(model(most=5), st.integers(4, 40), st.integers(1, 3), MACHINES)
 def test_small_instances_are_solved_without_trying_everything(
-    phases: list[LayerPhase], budget: int, most_slots: int, machine: Machine
+    phases: list[LayerPhase], budget: int, most_slots: int, machine: ExecutionModel
 ) -> None:
     """The search for deep models starts from few schedules, and improves them by single exchanges."""
     check(phases, budget, most_slots, 200, machine)
@@ -137,7 +139,7 @@ def test_small_instances_are_solved_without_trying_everything(
 @settings(max_examples=1500, deadline=None)
 @given(model(most=6), st.integers(4, 60), st.integers(1, 4), st.sampled_from([200, 1500]), MACHINES)
 def test_instances_are_solved(
-    phases: list[LayerPhase], budget: int, most_slots: int, most_tried: int, machine: Machine
+    phases: list[LayerPhase], budget: int, most_slots: int, most_tried: int, machine: ExecutionModel
 ) -> None:
     check(phases, budget, most_slots, most_tried, machine)
 
@@ -145,7 +147,7 @@ def test_instances_are_solved(
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(model(most=7), st.integers(1, 4), MACHINES)
-def test_the_recurrence_is_the_simulator(phases: list[LayerPhase], slots: int, machine: Machine) -> None:
+def test_the_recurrence_is_the_simulator(phases: list[LayerPhase], slots: int, machine: ExecutionModel) -> None:
     slots = min(slots, len(streamed_phases(phases)))
     step, waits = steady_step(phases, slots, frozenset(), machine)
     simulated = simulate_phases(phases, slots, machine=machine)

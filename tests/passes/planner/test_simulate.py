@@ -16,7 +16,7 @@ from moepass.passes.ir.plan import BankSpec, Plan, Step
 from moepass.passes.ir.protocol import PlanError
 from moepass.passes.ir.timeline import COMPUTE, COPY
 from moepass.passes.planner.phases import LayerPhase, TimedStep, phase_steps, plan_steps, streamed_phases
-from moepass.passes.planner.simulate import Machine, Simulation, simulate, simulate_phases, simulate_plan
+from moepass.passes.planner.simulate import ExecutionModel, Simulation, simulate, simulate_phases, simulate_plan
 from tests.helpers.graphs.error_fields import refused
 
 
@@ -69,20 +69,20 @@ def test_a_resident_stage_moves_nothing() -> None:
 
 def test_copies_slow_computation_down_only_while_they_run() -> None:
     # In each phase, 2 seconds run at half speed during a copy, which complete 1 of its 3 seconds; 2 remain.
-    simulated = simulate_phases(layers(2, compute=3, transfer=2), slots=2, machine=Machine(copy_slowdown=2))
+    simulated = simulate_phases(layers(2, compute=3, transfer=2), slots=2, machine=ExecutionModel(copy_slowdown=2))
     assert (simulated.step_seconds, simulated.exposed_seconds, simulated.slowed_seconds) == (8, 0, 2)
     assert simulated.compute_seconds == 6
 
 
 def test_a_transport_that_never_guesses_shows_the_first_transfer() -> None:
-    simulated = simulate_phases(layers(2, compute=3, transfer=2), slots=2, machine=Machine(fills_ahead=False))
+    simulated = simulate_phases(layers(2, compute=3, transfer=2), slots=2, machine=ExecutionModel(fills_ahead=False))
     assert (simulated.step_seconds, simulated.exposed_seconds) == (8, 2)
     assert simulated.bounds.path_seconds == 8
 
 
 def test_issuing_takes_compute_time_where_the_host_computes() -> None:
     # Ten steps: two each of prefetch, acquire, release and segment.
-    machine = Machine(issue_seconds=0.25)
+    machine = ExecutionModel(issue_seconds=0.25)
     assert simulate_phases(layers(2, compute=3, transfer=2), slots=2, machine=machine).step_seconds == 8
     ahead = dataclasses.replace(machine, host_runs_ahead=True)
     # The host is ahead, except at the start of a run, which issues two prefetches, an acquire and a segment.
@@ -165,9 +165,9 @@ def test_seconds_that_are_no_time_are_refused(seconds: float) -> None:
     with pytest.raises(ValueError, match=r"segment phase 0 takes .* it must be a finite time from 0 on"):
         simulate_phases([phase(0, seconds, 1)], slots=1)
     with pytest.raises(ValueError, match="copy_slowdown is"):
-        Machine(copy_slowdown=seconds)
+        ExecutionModel(copy_slowdown=seconds)
     with pytest.raises(ValueError, match="issue_seconds is"):
-        Machine(issue_seconds=seconds)
+        ExecutionModel(issue_seconds=seconds)
 
 
 def test_endless_waits_are_refused() -> None:
@@ -235,7 +235,7 @@ def test_the_simulator_agrees_with_the_recurrence(phases: list[LayerPhase], slot
 def test_every_simulation_adds_up(
     phases: list[LayerPhase], slots: int, slowdown: float, issue: float, host_runs_ahead: bool, fills_ahead: bool
 ) -> None:
-    machine = Machine(slowdown, issue, host_runs_ahead, fills_ahead)
+    machine = ExecutionModel(slowdown, issue, host_runs_ahead, fills_ahead)
     simulated = simulate_phases(phases, slots, machine=machine)
     serial = sum(phase.compute_seconds + phase.transfer_seconds for phase in phases if phase.bank_bytes)
     serial += sum(phase.compute_seconds for phase in phases if not phase.bank_bytes)
@@ -263,7 +263,7 @@ def test_more_slots_or_resident_banks_are_never_slower(
     phases: list[LayerPhase], slots: int, host_runs_ahead: bool, fills_ahead: bool
 ) -> None:
     # If issuing takes time they may be slower, because more prefetches precede the first acquire.
-    machine = Machine(host_runs_ahead=host_runs_ahead, fills_ahead=fills_ahead)
+    machine = ExecutionModel(host_runs_ahead=host_runs_ahead, fills_ahead=fills_ahead)
     fewer = simulate_phases(phases, slots, machine=machine).step_seconds
     assert simulate_phases(phases, slots + 1, machine=machine).step_seconds <= fewer + 1e-9
     for index in streamed_phases(phases):

@@ -21,12 +21,12 @@ from torch.utils._pytree import tree_map_only
 
 import moepass
 from moepass.models.errors import InputError
-from moepass.runtime.banks import identity
+from moepass.runtime.banks import banks
 from moepass.runtime.banks.banks import Bank, pack_bank
 from moepass.runtime.homes.device_collective import DeviceCollectiveTransport
+from moepass.runtime.homes.options.packers import make_packer
 from moepass.runtime.homes.peer_home import GatherPacker
 from moepass.runtime.homes.peers import PeerGroup
-from moepass.runtime.homes.registry.packers import make_packer
 from moepass.runtime.offload import offload
 from moepass.runtime.ranks.connections import Connections
 from moepass.runtime.ranks.device_gathers import DeviceGatherGroup
@@ -245,7 +245,7 @@ def _runs_that_differ(seeds: int) -> int:
         executor, arguments = compiled_executor(model, inputs)
         for seed in range(seeds):
             with _cuda(emulation, ranks * seed + rank) as cuda:
-                with mock.patch.object(identity, "make_ring", _ring_of_streams):
+                with mock.patch.object(banks, "make_ring", _ring_of_streams):
                     store._ring = None
                     ring = store.ring(debug=True)
                 forget_rings(executor)

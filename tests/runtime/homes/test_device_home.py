@@ -17,8 +17,8 @@ from torch.distributed import distributed_c10d as c10d
 import moepass
 from moepass.models.homes import PULL
 from moepass.runtime.homes.device_home import DevicePacker, SymmetricMemory
+from moepass.runtime.homes.options.packers import make_packer
 from moepass.runtime.homes.peers import PeerGroup
-from moepass.runtime.homes.registry.packers import make_packer
 from moepass.runtime.offload import offload
 from moepass.runtime.offload.offload import expert_parameters, find_expert_modules
 from moepass.runtime.ranks.rendezvous import PeerError

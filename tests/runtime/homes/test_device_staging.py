@@ -22,11 +22,11 @@ from moepass.runtime.banks.banks import Bank
 from moepass.runtime.homes.hybrid import device_hybrid
 from moepass.runtime.homes.hybrid.device_hybrid import DeviceHybridPacker
 from moepass.runtime.homes.hybrid.device_staging import DeviceStagingBuffers
-from moepass.runtime.homes.hybrid.staged_pull import Patience, StageAction, StagedPull, StagedSource
+from moepass.runtime.homes.hybrid.staged_pull import StageAction, StagedPull, StagedSource, WaitLimit
 from moepass.runtime.homes.hybrid.stager import StagingBuffers, _StagerWork
 from moepass.runtime.homes.hybrid.staging_board import StagingBoard, board_bytes
+from moepass.runtime.homes.options.packers import make_packer
 from moepass.runtime.homes.peers import PeerGroup
-from moepass.runtime.homes.registry.packers import make_packer
 from moepass.runtime.offload import offload
 from moepass.runtime.system.shared_memory import SharedMemoryError, SharedSegment, open_segment
 from moepass.runtime.transfer import slicing
@@ -71,8 +71,8 @@ class _Late(StagedPull):
     def copy_thread(self, link: Link) -> LateThread:
         return LateThread(self._random)
 
-    def patience(self, nbytes: int) -> Patience:
-        return Patience(0.0, 0.0, {})
+    def patience(self, nbytes: int) -> WaitLimit:
+        return WaitLimit(0.0, 0.0, {})
 
 
 class _Wants:

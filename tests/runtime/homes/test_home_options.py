@@ -20,8 +20,8 @@ from moepass.passes.ir.plan import BankSpec
 from moepass.passes.machine.times import gather_seconds
 from moepass.runtime.banks.banks import Bank, pack_bank
 from moepass.runtime.homes.device_home import make_transport
-from moepass.runtime.homes.registry.home_options import HomeOptions
-from moepass.runtime.homes.registry.packers import RUNNING_HOMES, RunningHome
+from moepass.runtime.homes.options.home_options import HomeOptions
+from moepass.runtime.homes.options.packers import RUNNING_HOMES, RunningHome
 from moepass.runtime.profiles.hardware_profiles import load_hardware
 from moepass.runtime.transfer.home_protocol import Home
 from moepass.runtime.transfer.link import Link

@@ -196,7 +196,7 @@ def test_after_the_same_error_on_all_ranks_they_can_try_again() -> None:
         raises = pytest.raises(MemoryError) if rank else refused(PeerError, rank=1)
         with raises:  # type: ignore[attr-defined]  # both are context managers
             rendezvous = PeerGroup(store, rank, 2, timeout_s=20).rendezvous
-            with rendezvous.telling_failures():
+            with rendezvous.publishing_failures():
                 if rank:
                     raise MemoryError
                 list(rendezvous.exchange("word", "", str))
@@ -226,7 +226,7 @@ def test_a_failure_of_a_rank_reaches_the_others_at_once() -> None:
         group = PeerGroup(store, rank, 2, timeout_s=30)
         group.agree(BANKS, ["a", "b"])
         if rank == 1:
-            with pytest.raises(MemoryError), group.rendezvous.telling_failures():
+            with pytest.raises(MemoryError), group.rendezvous.publishing_failures():
                 raise MemoryError("no room for the shard")
             return
         group.make_segment(10)

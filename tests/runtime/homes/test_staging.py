@@ -21,7 +21,7 @@ from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.shards import Piece
 from moepass.runtime.homes.hybrid import staging_board
-from moepass.runtime.homes.hybrid.staged_pull import Patience, StageAction, StagedPull, StagedSource
+from moepass.runtime.homes.hybrid.staged_pull import StageAction, StagedPull, StagedSource, WaitLimit
 from moepass.runtime.homes.hybrid.stager import Found, Held, Stager, StagerError, StagingBuffers, _StagerWork
 from moepass.runtime.homes.hybrid.staging_board import StagingBoard, board_bytes, pack_state, unpack_state
 from moepass.runtime.homes.hybrid.staging_order import StagingPlan, StagingState, Wants, choose_banks
@@ -175,7 +175,7 @@ def _copy_staged(
     shard = torch.full((offset + slot.numel(),), IN_HOST_MEMORY, dtype=torch.uint8)
     source = StagedSource(shard, (Piece(offset, 0, slot.numel()),), True, bank, staging)
     transport = StagedPull(Link())
-    transport.patience = lambda nbytes: Patience(0.0, 0.0, {})  # type: ignore[method-assign]
+    transport.patience = lambda nbytes: WaitLimit(0.0, 0.0, {})  # type: ignore[method-assign]
     copy = SlotCopy([source], slot, "bank", StageAction(transport, mock.Mock(), bank), _SlowLane(bring_staged))
     copy.perform(Link())
     return copy.staged_bytes == slot.numel()
@@ -238,7 +238,7 @@ def test_a_stage_that_is_overwritten_in_the_middle_of_a_copy_is_not_believed(sma
     fill(0)
     assert _copy_staged(staging, 0, 0, slot)
     assert slot.tolist() == [1] * SLICE
-    assert staging.look_for(1, 0, SLICE) is Found.ABSENT
+    assert staging.find_buffer(1, 0, SLICE) is Found.ABSENT
     copied: list[int] = []
 
     def overwritten(source: Source, offset_bytes: int, target: torch.Tensor) -> None:
@@ -250,7 +250,7 @@ def test_a_stage_that_is_overwritten_in_the_middle_of_a_copy_is_not_believed(sma
     assert copied == [2] * SLICE  # the bytes of another bank
     assert slot.tolist() == [IN_HOST_MEMORY] * SLICE
     assert _copy_staged(staging, 1, 0, slot)
-    assert staging.look_for(1, SLICE, SLICE) is Found.COMING
+    assert staging.find_buffer(1, SLICE, SLICE) is Found.COMING
 
 
 def test_a_bank_that_left_its_stage_and_came_back_while_it_was_copied_is_not_believed() -> None:
@@ -277,7 +277,7 @@ def test_a_bank_that_left_its_stage_and_came_back_while_it_was_copied_is_not_bel
 
 def test_no_copy_waits_for_a_stalled_rank_or_longer_than_fetching_takes() -> None:
     stalled: dict[object, int] = {}
-    patience = Patience(1.0, 0.1, stalled)
+    patience = WaitLimit(1.0, 0.1, stalled)
     assert patience.waits_for("a", 5, 10.0)
     assert patience.waits_for("a", 5, 10.09)
     assert patience.waits_for("a", 6, 10.15)
@@ -286,7 +286,7 @@ def test_no_copy_waits_for_a_stalled_rank_or_longer_than_fetching_takes() -> Non
     assert stalled == {"a": 6}
     assert patience.waits_for("b", 1, 10.3)
     # No other copy waits for that rank until it makes progress.
-    later = Patience(1.0, 0.1, stalled)
+    later = WaitLimit(1.0, 0.1, stalled)
     assert not later.waits_for("a", 6, 20.0)
     assert later.waits_for("a", 7, 20.0)
     later.waited(0.6)
@@ -401,7 +401,7 @@ def test_a_copy_takes_what_is_staged_and_the_rest_from_host_memory(small_slices:
         if staged:
             ranks.fill_other(bank)
         ranks.stager.reading(bank)
-        _wait_until(lambda bank=bank: isinstance(ranks.own.look_for(bank, 0, 3 * SLICE), Held))
+        _wait_until(lambda bank=bank: isinstance(ranks.own.find_buffer(bank, 0, 3 * SLICE), Held))
         slot.fill_(0xFF)
         copy = ranks.copy(bank, slot)
         copy.perform(Link())
@@ -417,7 +417,7 @@ def test_a_copy_follows_a_stage_that_is_being_filled(small_slices: None) -> None
     slot = torch.zeros(6 * SLICE, dtype=torch.uint8)
     thread = CopyThread(Link())
     # The limit on waiting is irrelevant in this test.
-    ranks.transport.patience = lambda nbytes: Patience(10.0, 10.0, {})  # type: ignore[method-assign]
+    ranks.transport.patience = lambda nbytes: WaitLimit(10.0, 10.0, {})  # type: ignore[method-assign]
     copy = thread.submit(ranks.copy(1, slot))
     time.sleep(0.01)
     assert not copy.finished.is_set()
@@ -484,7 +484,7 @@ def test_only_bytes_past_a_stage_take_time_on_the_host_link(
     ranks.fill_other(1)
     ranks.stager.reading(1)
     slot = torch.zeros(6 * SLICE, dtype=torch.uint8)
-    _wait_until(lambda: isinstance(ranks.own.look_for(1, 0, 3 * SLICE), Held))
+    _wait_until(lambda: isinstance(ranks.own.find_buffer(1, 0, 3 * SLICE), Held))
     ranks.transport.host_link = BusyLink(Link(1.0))  # a second for each byte
     clock = EmulatedClock(monkeypatch)
     copy = ranks.copy(1, slot)

@@ -15,11 +15,11 @@ from transformers import Qwen3MoeForCausalLM
 
 import moepass
 from moepass.models.errors import InputError, OptionError
-from moepass.passes.ir.decisions import STRUCTURAL
+from moepass.passes.ir.planner_decisions import STRUCTURAL
 from moepass.passes.machine.hardware import Conditions, Figure, Hardware
 from moepass.passes.planner.phases import LayerPhase
 from moepass.passes.planner.schedule_search import spread_evenly
-from moepass.passes.planner.simulate import Machine, simulate_phases
+from moepass.passes.planner.simulate import ExecutionModel, simulate_phases
 from moepass.runtime.offload.offload import OffloadReport
 from moepass.runtime.profiles.stored_profiles import store_profile
 from moepass.runtime.system.device_names import device_name
@@ -115,7 +115,7 @@ def test_an_even_spread_is_never_slower_than_another(
     The alternatives are the first layers, or, without a prefetch between runs, a spread that begins with a streamed
     layer.
     """
-    machine = Machine(fills_ahead=fills_ahead)
+    machine = ExecutionModel(fills_ahead=fills_ahead)
     phases = [
         LayerPhase(*[f"{number}"] * 2, seconds, *bank)
         for number in range(layers)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import moepass
 from moepass.models.errors import InputError
 from moepass.passes.machine.hardware import Figure, Hardware, TransferLink
-from moepass.runtime.homes.registry.home_options import HomeOptions
+from moepass.runtime.homes.options.home_options import HomeOptions
 from moepass.runtime.offload.offload import OffloadReport
 from moepass.runtime.ranks.rendezvous import PeerError
 from tests.helpers.models.planned_models import TOKENS, planned_machine, planned_model

@@ -20,7 +20,7 @@ from moepass.passes.ir.plan import LocalBlock
 from moepass.passes.parallel import eliminate_expert_parallelism as eliminate_expert_parallelism
 from moepass.passes.parallel.mock.mock_run import ContractBroken
 from moepass.passes.parallel.proposals import UNEXPLAINED, Proposal, RefusedBlock, blocks_to_leave, explain_difference
-from moepass.runtime.ranks.decisions import BlockDecisions
+from moepass.runtime.ranks.block_decisions import BlockDecisions
 from moepass.runtime.ranks.rendezvous import PeerError
 from tests.helpers.models.moe_stack import build_stack
 from tests.helpers.processes.adopted_stacks import SMALL, compile_whole, hidden_rows

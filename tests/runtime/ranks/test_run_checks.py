@@ -18,7 +18,7 @@ from moepass.models.reference.grouped_experts import grouped_gemm
 from moepass.passes.ir.plan import LocalBlock
 from moepass.passes.parallel.proposals import Proposal, RefusedBlock
 from moepass.runtime.ranks import eager_watch
-from moepass.runtime.ranks.decisions import BlockDecisions
+from moepass.runtime.ranks.block_decisions import BlockDecisions
 from moepass.runtime.ranks.rendezvous import PeerError
 from tests.helpers.models.moe_stack import StackConfig, build_stack
 from tests.helpers.processes.adopted_stacks import compile_whole, hidden_rows

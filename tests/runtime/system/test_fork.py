@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import moepass
-from moepass.runtime.ranks.eager_watch import FailureLook
+from moepass.runtime.ranks.eager_watch import FailureCheck
 from moepass.runtime.system.forking import ForkedProcessError
 from moepass.runtime.transfer.copying import CopyThread, SlotCopy
 from moepass.runtime.transfer.link import Link
@@ -143,7 +143,7 @@ def _homes_of_ranks(home: str) -> None:
             in_child(drop_all)
         dist.barrier()
         assert torch.equal(compiled(inputs), expected)
-        FailureLook(dist.group.WORLD).check()  # type: ignore[arg-type]  # it is initialised
+        FailureCheck(dist.group.WORLD).check()  # type: ignore[arg-type]  # it is initialised
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import moepass
 from moepass.models.errors import InputError
-from moepass.runtime.banks import banks, identity
+from moepass.runtime.banks import banks
 from moepass.runtime.banks.banks import Bank
 from moepass.runtime.execute.bound_graph import SegmentCall
 from moepass.runtime.transfer.copier import Copier
@@ -155,7 +155,7 @@ class _OnStreams:
     def stays_exact(self, seed: int) -> bool:
         with FakeCuda(random.Random(seed)).installed() as cuda:
             streams = [cuda.compute, cuda.stream()]
-            with mock.patch.object(identity, "make_ring", _ring_of_streams):
+            with mock.patch.object(banks, "make_ring", _ring_of_streams):
                 self._store._ring = None
                 ring = self._store.ring(debug=True)
             forget_rings(self._executor)
@@ -216,7 +216,7 @@ class _EagerReads:
 
     def __init__(self) -> None:
         self.store = moepass.offload_experts(Stack("dense_bmm", depth=2)).store
-        self.store.tells_of_uncompiled_calls = False
+        self.store.warns_of_uncompiled_calls = False
 
     def stay_right(self, seed: int) -> bool:
         try:

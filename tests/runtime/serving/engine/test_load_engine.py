@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, Qwen3MoeForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from moepass.models.errors import CheckpointError, InputError
-from moepass.runtime.homes.registry.home_options import Host
+from moepass.runtime.homes.options.home_options import Host
 from moepass.runtime.offload.offload import offload_experts
 from moepass.runtime.serving.engine.load_engine import EngineOptions, make_engine
 from moepass.runtime.serving.engine.model_head import ModelHead

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from moepass.models.errors import OptionError
-from moepass.runtime.serving.http.listen import server_of
+from moepass.runtime.serving.http.draining_server import make_server
 from moepass.runtime.serving.http.listening_socket import open_socket
 from moepass.runtime.serving.requests.answer import Answer
 from moepass.runtime.serving.requests.backend import Backend, BackendStatus
@@ -44,7 +44,7 @@ def test_invalid_addresses_are_refused(host: str, port: int) -> None:
 
 
 def test_the_second_signal_ends_at_once(chat: Served) -> None:
-    server = server_of(chat.service)
+    server = make_server(chat.service)
     server.handle_exit(signal.SIGTERM, None)
     assert (server.should_exit, server.force_exit) == (True, False)
     server.handle_exit(signal.SIGTERM, None)
@@ -73,7 +73,7 @@ import asyncio, sys
 from pathlib import Path
 from tests.helpers.serving.reference_backend import ReferenceBackend
 from moepass.models.checkpoint.checkpoint_folders import load_model, load_prompt, load_tokenizer
-from moepass.runtime.serving.http.listen import server_of
+from moepass.runtime.serving.http.draining_server import server_of
 from moepass.runtime.serving.http.listening_socket import open_socket
 from moepass.runtime.serving.routes.server_settings import ServerSettings
 from moepass.runtime.serving.routes.service import Service
@@ -136,7 +136,7 @@ class _Patient:
 @pytest.mark.slow
 def test_requests_that_are_open_after_the_drain_time_get_an_error_reply(chat: Served) -> None:
     backend = _Patient(chat.backend)
-    server = server_of(dataclasses.replace(chat.service, backend=backend), drain_seconds=1)
+    server = make_server(dataclasses.replace(chat.service, backend=backend), drain_seconds=1)
     with open_socket("127.0.0.1", 0) as opened, concurrent.futures.ThreadPoolExecutor(2) as pool:
         running = pool.submit(server.run, [opened])
         url = f"http://127.0.0.1:{opened.getsockname()[1]}/v1/completions"

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from moepass.models.limits import MOST_BODY_BYTES
-from moepass.runtime.serving.http.listen import DrainingServer, server_of
+from moepass.runtime.serving.http.connection_limits import ConnectionLimits
+from moepass.runtime.serving.http.draining_server import DrainingServer, make_server
 from moepass.runtime.serving.http.listening_socket import open_socket
-from moepass.runtime.serving.http.patience import ConnectionLimits
 from tests.helpers.serving.served import Served
 
 HEAD_SECONDS, READ_SECONDS = 0.3, 0.4
@@ -29,7 +29,7 @@ def head(length: int, path: str = "/v1/completions") -> bytes:
 @contextlib.contextmanager
 def limited(chat: Served, limits: ConnectionLimits) -> Iterator[tuple[DrainingServer, tuple[str, int]]]:
     settings = dataclasses.replace(chat.service.settings, read_seconds=READ_SECONDS)
-    server = server_of(dataclasses.replace(chat.service, settings=settings), limits=limits)
+    server = make_server(dataclasses.replace(chat.service, settings=settings), limits=limits)
     with open_socket("127.0.0.1", 0) as listening:
         thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
         thread.start()

@@ -10,7 +10,7 @@ import pytest
 
 from moepass.models.errors import InputError
 from moepass.runtime.serving.router import prefix_router
-from moepass.runtime.serving.router.decisions import Assignment, RankLoss
+from moepass.runtime.serving.router.assignments import Assignment, RankLoss
 from moepass.runtime.serving.router.open_work import Work
 from moepass.runtime.serving.router.prefix_router import PrefixRouter
 from moepass.runtime.serving.router.routable import RoutablePart, RoutableRequest, questions_of

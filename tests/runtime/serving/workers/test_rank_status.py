@@ -8,7 +8,7 @@ import pytest
 
 from moepass.runtime.serving.engine.step_engine import EngineFacts
 from moepass.runtime.serving.requests.view import EngineView
-from moepass.runtime.serving.router.decisions import Assignment
+from moepass.runtime.serving.router.assignments import Assignment
 from moepass.runtime.serving.workers import rank_status
 from moepass.runtime.serving.workers.rank_status import RankStatusPoller
 from moepass.runtime.serving.workers.rank_views import rank_views

@@ -16,7 +16,7 @@ from moepass.runtime.serving.requests.backend import (
     SequenceTooLongError,
 )
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead
-from moepass.runtime.serving.workers.remote_answers import answer_asked, answer_of, encode_asked
+from moepass.runtime.serving.workers.remote_answers import answer_encoded_request, decode_answer, encode_request
 
 ASKED = Request("name", (TokenPiece(-1, np.arange(3, dtype=np.int32), (TokenRead(2, np.array([1], np.int32)),)),), b"s")
 
@@ -35,7 +35,7 @@ class OneAnswer:
 
 
 def ask(backend: OneAnswer) -> Answer:
-    return answer_of(asyncio.run(answer_asked(backend, encode_asked(ASKED, -2, 1.5))))  # type: ignore[arg-type]
+    return decode_answer(asyncio.run(answer_encoded_request(backend, encode_request(ASKED, -2, 1.5))))  # type: ignore[arg-type]
 
 
 def test_request_and_answer_arrive_unchanged() -> None:

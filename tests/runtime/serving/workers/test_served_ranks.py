@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moepass.models.checkpoint.checkpoint_folders import load_prompt, load_tokenizer
-from moepass.runtime.serving.http.listen import server_of
+from moepass.runtime.serving.http.draining_server import make_server
 from moepass.runtime.serving.http.listening_socket import open_socket
 from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.serving.routes.server_settings import ServerSettings
@@ -27,7 +27,7 @@ def test_a_client_that_leaves_cancels_all_its_requests_before_the_next_step(tmp_
 
     async def work() -> None:
         async with serving(tmp_path, ranks=1, options=slow) as frontend:
-            server = server_of(Service(frontend, writer, ServerSettings(("tiny",))))
+            server = make_server(Service(frontend, writer, ServerSettings(("tiny",))))
             with open_socket("127.0.0.1", 0) as listening:
                 running = asyncio.create_task(server.serve([listening]))
                 _, writing = await asyncio.open_connection(*listening.getsockname()[:2])

@@ -7,7 +7,7 @@ from types import FrameType
 import uvicorn
 
 from moepass.runtime.serving.http.app import create_app
-from moepass.runtime.serving.http.patience import DEFAULT_LIMITS, ConnectionLimits, limited_protocol
+from moepass.runtime.serving.http.connection_limits import DEFAULT_LIMITS, ConnectionLimits, limited_protocol
 from moepass.runtime.serving.routes.service import Service
 
 
@@ -23,7 +23,7 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
 
 
-def server_of(
+def make_server(
     service: Service, *, drain_seconds: float = 30.0, limits: ConnectionLimits = DEFAULT_LIMITS
 ) -> DrainingServer:
     """Return a server for `service`; run it with a socket of `open_socket`.

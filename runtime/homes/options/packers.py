@@ -16,8 +16,8 @@ from moepass.runtime.homes.host_home import HostPacker, Packer
 from moepass.runtime.homes.hybrid.device_hybrid import DeviceHybridPacker
 from moepass.runtime.homes.hybrid.hybrid_home import HybridPacker
 from moepass.runtime.homes.hybrid.staged_pull import StagedPull
+from moepass.runtime.homes.options.home_options import Disk, HomeOptions, Host, Hybrid, Peer
 from moepass.runtime.homes.peers import PeerGroup
-from moepass.runtime.homes.registry.home_options import Disk, HomeOptions, Host, Hybrid, Peer
 from moepass.runtime.torch_private import default_group
 from moepass.runtime.transfer.link import check_link_to, parse_link
 

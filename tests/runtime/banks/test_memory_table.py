@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moepass.models.errors import InputError
-from moepass.runtime.banks.identity import MemoryTable, memories_of
+from moepass.runtime.banks.memory_table import MemoryTable, memories_of
 from moepass.runtime.homes.adopted_banks import adopted_banks
 from moepass.runtime.integrations.complete_experts import CompleteExperts
 from tests.helpers.processes.ranks import run_ranks
