@@ -93,7 +93,7 @@ class RequestTree:
         self._reads.append((sequence, index, tokens, top))
 
     def score(self, sequence: int, top: int = 0) -> None:
-        """Request the log-probability of each token of a sequence, and of the `top` most likely tokens instead of each."""
+        """Request the log-probability of each token, and of the `top` most likely tokens at its position."""
         self._scored.append((sequence, top))
 
     def vector(self, sequence: int, vector: Vector) -> None:
