@@ -123,11 +123,11 @@ def _over_parts(
             assert isinstance(rows, slice)
             keys, values = key[:, :, own_batch.keys], value[:, :, own_batch.keys]
             mask = step.mask_between(rows, own_batch.keys, prepared.first_seen)
-        partial, sums = partial_attention(queries, keys, values, scaling, softcap, mask is None, mask)
+        own_output, sums = partial_attention(queries, keys, values, scaling, softcap, mask is None, mask)
         if own_batch.result_indices is None or own_batch.positions is None:
-            output[:, :, rows], log_sum_exp[:, :, rows] = partial, sums
+            output[:, :, rows], log_sum_exp[:, :, rows] = own_output, sums
         else:
-            token_results = partial.transpose(1, 2).flatten(0, 1)[own_batch.result_indices]
+            token_results = own_output.transpose(1, 2).flatten(0, 1)[own_batch.result_indices]
             output[0].transpose(0, 1)[own_batch.positions] = token_results.float()
             log_sum_exp[0].T[own_batch.positions] = sums.transpose(1, 2).flatten(0, 1)[own_batch.result_indices]
     cached = _CachedContexts(step, attention_layer.cache_index)
