@@ -408,7 +408,7 @@ def test_truncated_weights_end_the_process_with_one_line(checkpoint: Path, tmp_p
 
 
 def test_demo_refuses_more_texts_than_there_are() -> None:
-    _assert_one_line(_run("demo", "--texts", "999999"), "texts is 999999, but only")
+    _assert_one_line(_run("demo", "--texts", "999999"), "texts is 999999, but there are only")
 
 
 @pytest.mark.slow
