@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any, Protocol
 
 from moepass.models.errors import InputError, one_of
@@ -51,7 +51,7 @@ class NumberBounds:
 class Keys:
     """The keys that a dict can have."""
 
-    names: Iterable[str]
+    names: Collection[str]
 
     def violation(self, value: Any) -> tuple[str, object, object] | None:
         """Return an error for the first unknown key."""
