@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any, Protocol
 
 from moepass.models.errors import InputError, one_of
@@ -50,7 +50,7 @@ class NumberBounds:
 class Keys:
     """The keys that a dict can have."""
 
-    names: Iterable[str]
+    names: Collection[str]
 
     def violation(self, value: Any) -> tuple[str, object, object] | None:
         """Return an error for the first unknown key."""
