@@ -85,7 +85,7 @@ def test_the_token_return_directly_follows_the_last_gemm(kernels: None, dynamic:
     for gemm in _gemms(module)[1::2]:
         end = ends[gemm]
         assert token_return(end) is not None
-        # Bias, weights, their lookups, and what makes the inverse: nothing that a tile cannot do.
+        # Bias, weights, their lookups, and the computation of the inverse: a tile supports all of them.
         assert position_of[end] - position_of[gemm] <= 9
     assert _equal(captured, module)
 

@@ -152,4 +152,4 @@ def test_a_scale_that_changes_the_type_is_not_merged() -> None:
     for each in (write_grouped_gemms, merge_low_rank):
         module = run_passes((each,), module, Plan(), PassContext(groups=captured.groups)).module
         counts.append(sum(map(is_grouped_gemm, module.graph.nodes)))
-    assert counts == [9, 5]  # those of gate and up, whose scale has their type, are merged
+    assert counts == [9, 5]  # pairs of gate and up are merged, because their scale has their type

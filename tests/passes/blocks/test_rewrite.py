@@ -90,7 +90,9 @@ def test_weights_that_the_graph_returns_are_refused_and_stay_right(view: bool) -
     model = ReturnsWeights(view)
     inputs = tokens(), torch.tensor([[0, 1]] * 6)
     with torch.no_grad():
-        expected = [value.clone() for value in model(*inputs)]  # offloading empties what refers to the parameters
+        expected = [
+            value.clone() for value in model(*inputs)
+        ]  # offloading empties tensors that share memory with parameters
     captured = streamed(model, *inputs)
     result = up_to("partition", captured.module)
     assert [refusal.reason for refusal in result.plan.refusals] == [

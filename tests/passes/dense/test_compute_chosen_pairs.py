@@ -180,7 +180,7 @@ class RoundedNumbers(OneHotDense):
 
 def test_masks_of_rounded_expert_numbers_are_unchanged() -> None:
     model = layer(RoundedNumbers, experts=258, width=2)
-    model.router.weight.data[256:] += torch.randn(2, 1)  # let them be chosen
+    model.router.weight.data[256:] += torch.randn(2, 1)  # so that the last two experts are chosen
     assert not any(map(is_grouped_gemm, compare_layer(model, counts=(40, 3)).module.graph.nodes))
 
 

@@ -55,7 +55,7 @@ class AddedPairs(FlatPairs):
     def write(self, result: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor, number: int) -> torch.Tensor:
         (pair,) = torch.where(mask)
         values = self.module_of(number)(rows[pair])
-        # What `empty_like` left there is no part of a sum.
+        # The content of `empty_like` must not be added.
         start = torch.zeros_like(result) if number == 0 else result
         return start.scatter_add(0, pair.unsqueeze(1).expand(-1, HIDDEN), values)
 

@@ -36,6 +36,6 @@ def test_every_mutant_is_written_rightly_or_left(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(tokens, HIDDEN, generator=generator) for tokens in (11, 4, 23)]
     outcomes = LocalMutants(LOOPS[name], inputs, (sort_masks, write_grouped_gemms)).check_all()
-    # Of two loops, most changes leave one alone.
+    # Most changes affect only one of the two loops.
     assert outcomes["left"] > (5 if name == "place by place" else 20)
     assert outcomes["right"] > 20

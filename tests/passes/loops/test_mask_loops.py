@@ -199,7 +199,7 @@ KEPT: list[type[MixtralLoop]] = [
     Descending, SomeExperts, OneExpertTwice, OrderOfMask, SumOverRows, OtherTokens, Places, OverwrittenNotAdded,
     PartialSums, ChosenByThreshold, NarrowIds, ChosenAmongFewer, MixedMasks, DoubledPairs,
 ]  # fmt: skip
-# It adds up no rows that nothing else reads, so no loop is seen in it.
+# These sums have other readers, so no loop is detected.
 NO_SUMS = (PartialSums,)
 
 
@@ -231,8 +231,7 @@ def _turned(table: torch.Tensor, number: int) -> torch.Tensor:
     return table.view(4, 1) if number % 2 else table.view(1, 4)
 
 
-# What an expert does with its rows, given a table [2 * experts, hidden] and its number, which another expert does with
-# other numbers.
+# Functions of an expert's rows, a table [2 * experts, hidden] and the expert's number, which differ between experts.
 BY_NUMBER: dict[str, Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]] = {
     "table from behind": lambda rows, table, number: rows * table[EXPERTS - 1 - number : EXPERTS - number],
     "every other of a table": lambda rows, table, number: rows * table[2 * number : 2 * number + 1],

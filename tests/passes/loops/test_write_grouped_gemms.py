@@ -175,7 +175,7 @@ def test_a_loop_becomes_grouped_gemms(model: type[nn.Module]) -> None:
     module, refusals = _rewrite(model())
     grouped, plain = _gemms(module)
     assert grouped in (2, 3)
-    assert plain <= 3  # the router, and what mixes tokens into slots and back
+    assert plain <= 3  # the router, and the products that mix tokens into slots and back
     assert refusals == []
 
 

@@ -45,7 +45,7 @@ def _a_sixteenth(layer: MoELayer, hidden: torch.Tensor) -> torch.Tensor:
     return output
 
 
-# Of n tokens: how many go through the experts, and how that is computed.
+# Functions of n tokens: how many of them go through the experts.
 LAYERS: dict[str, Callable[[MoELayer, torch.Tensor], torch.Tensor]] = {
     "padded by a remainder": lambda layer, hidden: _padded_by(layer, hidden, -hidden.shape[0] % 8),
     "padded by a quotient": lambda layer, hidden: _padded_by(

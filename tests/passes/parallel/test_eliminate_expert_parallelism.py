@@ -39,7 +39,7 @@ from tests.helpers.models.expert_variants import ACT_ON_MORE, OwnSizesExperts
 from tests.helpers.models.moe_stack import MoEStack, StackConfig, build_stack
 from tests.helpers.mutants.graph_mutants import finite_or_none, mutate
 
-# What must be gone from a graph of which every block was taken.
+# Operators that must not remain in a graph whose blocks are all taken.
 HOST_SYNCS = ("aten._local_scalar_dense", "aten._assert_scalar", "aten.nonzero")
 
 

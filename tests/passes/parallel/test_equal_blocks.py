@@ -16,7 +16,7 @@ from tests.helpers.graphs.simulated_ranks import Captured, capture
 from tests.helpers.models.moe_stack import StackConfig
 from tests.helpers.mutants.graph_mutants import mutate
 
-# The package's attribute of that name is the pass.
+# The package's attribute of that name is the pass, so the module is imported by name.
 MODULE = importlib.import_module("moepass.passes.parallel.eliminate_expert_parallelism")
 LAYERS = 3
 
@@ -56,7 +56,7 @@ def test_equal_layers_are_proved_once(form: str, dynamic: bool, monkeypatch: pyt
     banks, refused = _outcome(captured.module, captured)
     assert len(banks) == LAYERS
     assert refused == []
-    # Of all layers of a dynamic graph one holds the size arithmetic that all share.
+    # In a dynamic graph, one layer contains the size arithmetic that all layers share.
     assert proofs.count in ((1, 2) if dynamic else (1,))
 
 

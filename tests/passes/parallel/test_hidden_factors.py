@@ -13,7 +13,7 @@ from moepass.models.reference.grouped_experts import count_per_expert, sort_by_e
 from tests.helpers.graphs.refused_experts import CONFIG, refusal_of_experts
 
 WIDE = dataclasses.replace(CONFIG, max_tokens=400)
-# Takes the places [S] of the pairs in order, their experts [S], and experts of each token; gives places.
+# Takes the sorted indices [S] of pairs, their experts [S], and the number of experts of a token; returns indices [S].
 Places = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 

@@ -21,8 +21,8 @@ T = torch.Tensor
 WIDE = dataclasses.replace(CONFIG, max_tokens=400)
 TIMES = 120
 
-# Takes rows [S, H], the order of their places [S], their experts [S], and how many rows one rank brings (others may
-# bring more than five times as many); gives the rows in order.
+# Takes rows [S, H], their sort order [S], their sorted experts [S], and the number of rows of one rank (other ranks may
+# have more than five times as many); returns the sorted rows.
 Rows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 

@@ -294,7 +294,7 @@ CHAIN_CASES = {
     "chain": CHAINS,
     "beyond": st.sampled_from([10_000, 100_000, 3_000_000]),
 }
-# Examples that hide no threshold are thrown away before anything is captured.
+# Examples without a threshold are discarded before capturing.
 CHEAP = [HealthCheck.filter_too_much, HealthCheck.too_slow]
 
 
@@ -314,6 +314,6 @@ def test_a_threshold_behind_a_chain_of_operations_is_not_taken(
 def test_no_threshold_behind_a_chain_of_operations_is_taken(
     form: str, subject: str, chain: list[Step], beyond: int, dynamic: bool
 ) -> None:
-    # A graph for one number of tokens has no other number of rows, unless other ranks bring them.
+    # A graph for one number of tokens has a fixed number of rows, unless rows arrive from other ranks.
     assume(dynamic or subject != "rows" or form == "all_to_all")
     _check_chain(form, subject, chain, beyond, dynamic)

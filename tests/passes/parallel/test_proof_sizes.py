@@ -60,7 +60,7 @@ def test_the_elements_of_a_proof_do_not_depend_on_sizes(form: str) -> None:
     with _Elements() as elements:
         result = eliminate(captured)
     assert not result.refusals
-    # One activation of the captured block has 4096 * 4 * 256 numbers, twice as many as all ranks' slots.
+    # One activation of the captured block has 4096 * 4 * 256 elements, twice as many as all ranks' slots.
     assert elements.largest < 100_000
     assert elements.total < 20_000_000
 

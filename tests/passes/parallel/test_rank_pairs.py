@@ -142,7 +142,7 @@ def test_a_rank_with_other_parameters_never_makes_results_wrong(form: str) -> No
     outcomes = [_outcome(form, _captured(form), index) for index in _parameters(form)]
     assert len(outcomes) == 10
     assert set(outcomes) <= {"right", "refused in the run"}
-    # Whose tokens may differ may have other parameters too.
+    # In forms whose ranks may have different tokens, parameters may differ too.
     assert outcomes.count("right") == (4 if form == "all_reduce" else 10)
 
 

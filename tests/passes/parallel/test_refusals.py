@@ -227,7 +227,7 @@ def test_results_that_go_into_an_unknown_collective_are_refused(kind: str) -> No
     check_readable([refusal])
     assert f"its results go into {kind.split()[0]} `{FOREIGN[kind][0]}`" in refusal.reason
     assert "exchange_rows(rows, send=receive" in refusal.source_line or "_c10d.all_to_all_single" in refusal.source_line
-    # The group of the exchange before it, where the operator names none that ranks could meet over.
+    # If the operator names no group, that of the preceding exchange is used.
     assert refusal.group in captured.groups
 
 
@@ -268,7 +268,7 @@ def test_the_halves_that_a_graph_break_leaves_are_refused(monkeypatch: pytest.Mo
     monkeypatch.setitem(EP_FORMS, "all_to_all", BrokenAllToAll)
     with pretend_rank(0, 2):
         plans = plans_of(build_stack(CONFIG, "all_to_all"), hidden_states(CONFIG, 12, 0), switches=[SCALARS])
-    # What the fake group answers is no number of rows, so that no more than the first half may ever be compiled.
+    # The results of the fake group are no valid numbers of rows, so at most the first half is compiled.
     exchanging = [plan for plan in plans if plan.refusals]
     assert exchanging
     for plan in exchanging:

@@ -241,7 +241,7 @@ def _compiles_again_alone() -> int:
     with torch.no_grad(), moepass.record_compilations() as compilations, _counted_checksums() as counted:
         expected = model(hidden)
         compiled = compile_whole(model, debug=False, timeout_s=20)
-        # Adopted experts lie elsewhere in the second run.
+        # Adopted experts have another address in the second run.
         for _ in range(2):
             torch.testing.assert_close(compiled(hidden), expected, rtol=1e-5, atol=1e-5)
         before = len(counted)
@@ -391,7 +391,7 @@ def _one_goes_back_to_what_was_compared() -> None:
     first, second = router.weight, nn.Parameter(router.weight.flip(0) * 2.0, requires_grad=False)
     with torch.no_grad():
         compiled = compile_whole(model, debug=False, timeout_s=10)
-        # Which of the two each rank has: taken, refused, taken, refused.
+        # The outcomes of each rank: taken, refused, taken, refused.
         for choice in [(first, first), (first, first), (second, first), (second, second), (first, second)]:
             router.weight = choice[dist.get_rank()]
             torch.testing.assert_close(compiled(hidden), model(hidden), rtol=1e-5, atol=1e-5)

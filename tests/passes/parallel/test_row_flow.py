@@ -21,7 +21,7 @@ from tests.helpers.graphs.eliminated_graphs import complete_banks, eliminate
 from tests.helpers.graphs.simulated_ranks import Captured, capture, hidden_states, run_ranks, with_tokens
 from tests.helpers.models.moe_stack import StackConfig
 
-# Of what the GEMMs before it give for gate and up, on a rank.
+# A function of the rank and the outputs of the gate and up GEMMs.
 Activation = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 CONFIG = StackConfig(layers=1, hidden=16, width=16, experts=4, top_k=2, max_tokens=9)
@@ -154,7 +154,7 @@ def test_rows_that_meet_are_refused_with_the_operation(mixes: str, dynamic: bool
     reason = _refusal("all_to_all_capacity", activation, dynamic)
     assert operation in reason
     assert "computes every row alone" in reason
-    assert "_at_" not in reason  # no name of a node
+    assert "_at_" not in reason  # names of nodes must not appear
 
 
 @pytest.mark.slow
@@ -304,7 +304,7 @@ def _by_groups(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 ALONE = (_by_feature, _every_second, _half, _largest_four, _normed, _low_rank)
-# They write the number of rows into the graph.
+# Functions that write the number of rows into the graph.
 SIZED = (_in_fours, _with_ones, _stretched, _by_einsum, _by_groups)
 
 

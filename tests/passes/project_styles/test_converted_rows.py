@@ -83,7 +83,7 @@ def _check_right(captured: list[Captured], results: list[PassResult]) -> None:
     check_same_outputs(captured, results, [(30, 7)], hidden=SIZES.hidden, dtype=SIZES.dtype)
 
 
-# Each rounds so much that a cast left out, or done in another order, would show.
+# Each case rounds so coarsely that a missing or reordered cast changes the result.
 TAKEN: dict[str, dict[str, Change | torch.dtype]] = {
     "wire": {"wire": SHORT, "arrived": lambda rows: rows.float(), "sent": lambda rows: rows.to(SHORT)},
     "twice": {"arrived": lambda rows: rows.to(HALF).to(SHORT).float(), "sent": lambda rows: rows.to(HALF).float()},

@@ -33,7 +33,7 @@ def _ends(ids: torch.Tensor, experts: int) -> torch.Tensor:
     return torch.searchsorted(ids.sort()[0], _every(ids, experts), right=True)
 
 
-# Of expert ids [rows], how many of each there are.
+# Functions that count expert ids [rows].
 COUNTS: dict[str, Count] = {
     "bincount": lambda ids, experts: torch.bincount(ids, minlength=experts),
     "histc": lambda ids, experts: torch.histc(ids.float(), experts, 0, experts - 1).long(),

@@ -216,7 +216,7 @@ def test_lengths_that_are_compared_stay_so() -> None:
     captured = _reading_length(captured_ranks(LengthInside)[0], _arrived, compared=True)
     result = eliminate_readably(captured)
     assert result.plan.local_blocks
-    # It was asserted of what has gone.
+    # The assertion concerned the eliminated exchange.
     assert not any(is_call(node, aten._assert_scalar.default) for node in result.module.graph.nodes)
 
 

@@ -59,7 +59,7 @@ class WeightsInside(PaddedLayer):
         arrived = exchange_rows(hidden[order // self.sizes.top_k], send, receive, self.group_name)
         weights = exchange_rows(scores.view(-1)[order].to(hidden.dtype), send, receive, self.group_name)
         number, owned = arrived.shape[0], len(self.owned)
-        # Rows of each rank are padded by themselves.
+        # Rows of each rank are padded separately.
         groups = arriving.view(self.ranks, owned).t().reshape(-1)
         padded = (groups + 7) // 8 * 8
         start = (padded.cumsum(0) - padded).view(owned, self.ranks).t().reshape(-1)

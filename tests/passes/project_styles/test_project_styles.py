@@ -21,7 +21,7 @@ from tests.helpers.project_styles.style_layers import (
 )
 from tests.helpers.project_styles.style_sizes import StyleSizes
 
-# In the fast tests: slots, exact sizes, and weights that travel, or are gathered, and ids that travel.
+# Styles in the fast tests: slots, exact sizes, exchanged weights, gathered tokens, and exchanged ids.
 _SOON = ("deepspeed", "deepseek", "megatron", "megatron gathered", "local ids")
 
 
@@ -85,7 +85,7 @@ def test_with_fixed_sizes(style: str) -> None:
 
 
 @pytest.mark.slow
-# A batch of one expert is no batch of experts.
+# A batch of one expert is not recognised as a batch of experts.
 @pytest.mark.parametrize("style", [style for style in STYLES if style != "batched slots"])
 def test_one_expert_on_each_rank(style: str) -> None:
     check_style(style, 4, dataclasses.replace(SIZES, experts=4), [(9, 4, 33, 12)])

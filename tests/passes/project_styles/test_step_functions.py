@@ -50,7 +50,7 @@ def test_functions_have_their_values(steps: list[tuple[str, int]]) -> None:
         else:
             function, expected = function.plus(X, number), expected + number * ROWS
         if function is None:
-            return  # for too many numbers
+            return  # there would be too many steps
     assert function is not None
     assert np.array_equal(function.at(ROWS), expected)
     if function.bounds is not None:

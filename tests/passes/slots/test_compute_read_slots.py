@@ -50,7 +50,7 @@ def _zeros(outputs: torch.Tensor, rows: int = 1) -> torch.Tensor:
     return outputs.new_zeros(rows, HIDDEN)
 
 
-# `ids` are those of slots, and their number, which is that of all slots, where nothing is read.
+# `ids` are those of slots, or the number of slots for rows that read nothing.
 READS: dict[str, Callable[[torch.Tensor, Ids], torch.Tensor]] = {
     "zeros behind": lambda outputs, ids: torch.cat([outputs, _zeros(outputs)]).index_select(0, ids.view(-1)),
     "zeros in front": lambda outputs, ids: torch.cat([_zeros(outputs), outputs])[(ids + 1) % (len(outputs) + 1)],

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from moepass.passes.tokens.expert_ids import never_negative
 
-# Of scores [tokens, experts] and a whole number for each token.
+# Functions of scores [tokens, experts] and an integer for each token.
 Ids = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 KNOWN: dict[str, Ids] = {
     "of a top-k": lambda scores, numbers: scores.topk(2).indices.reshape(-1),

@@ -68,7 +68,7 @@ TAKEN = {
     "as many as there are experts": Routing(top_k=EXPERTS),
     "pairs without an expert": Routing(ids=lambda ids: torch.where(ids > 2, EXPERTS, ids).reshape(-1)),
 }
-# Each gives the same numbers as before only for all tokens together, or for luck.
+# Each returns the same results only for all tokens together, or by chance.
 REFUSED: dict[str, Routing] = {
     "experts from the last to the first": Routing(sort=lambda flat: torch.argsort(flat, descending=True, stable=True)),
     "pairs without an expert in front of all others": Routing(
@@ -109,7 +109,7 @@ def test_routing_runs_some_tokens_at_a_time(name: str) -> None:
     assert chunked(compilation) == 1
 
 
-# Rows by their place are seen when a region is to be cut, which it then is not.
+# Rows by their index are detected only when a region is cut, which is then refused.
 @pytest.mark.parametrize("name", sorted(REFUSED.keys() - {"rows by their place"}))
 @pytest.mark.sampled(every=14)
 def test_other_routing_is_in_no_region(name: str) -> None:
