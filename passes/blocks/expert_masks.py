@@ -10,7 +10,7 @@ from torch.fx import Node
 from moepass.passes.graph.collectives import Collective, collective_of
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
-from moepass.passes.graph.operations import TURNS, base_operation, permutation
+from moepass.passes.graph.operations import PERMUTATIONS, base_operation, permutation
 
 aten = torch.ops.aten
 
@@ -38,7 +38,7 @@ def chosen_experts(node: Node) -> Mask | None:
     is_turned = False
     while True:
         base, given = base_operation(node), all_arguments(node)
-        if base in TURNS and fake_value(node).dim() == 2:
+        if base in PERMUTATIONS and fake_value(node).dim() == 2:
             is_turned ^= permutation(node) == [1, 0]
         elif base == "ne":
             if given["other"] != 0:

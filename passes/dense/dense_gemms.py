@@ -20,7 +20,7 @@ from moepass.passes.dense.pair_layouts import SAME, Pairs
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
-from moepass.passes.graph.operations import TURNS, base_operation, operation, permutation
+from moepass.passes.graph.operations import PERMUTATIONS, base_operation, operation, permutation
 from moepass.passes.rows.row_layout import Layout, features
 from moepass.passes.rows.row_operations import VIEWS
 
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 _BATCHED = (aten.bmm.default, aten.baddbmm.default)
 _PLAIN = (aten.mm.default, aten.addmm.default)
-_MOVES = SAME | TURNS
+_MOVES = SAME | PERMUTATIONS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +158,7 @@ def _labels(source: Node, steps: list[Node]) -> list[list[int]] | None:
         return None
     found = [[dim] for dim in range(len(shape))]
     for node in steps:
-        if base_operation(node) in TURNS:
+        if base_operation(node) in PERMUTATIONS:
             found = [found[dim] for dim in permutation(node)]
         elif operation(node) in VIEWS:
             pending = [label for labels in found for label in labels]

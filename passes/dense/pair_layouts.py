@@ -18,7 +18,7 @@ from moepass.passes.graph.contents import is_arange
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments, named_arguments
 from moepass.passes.graph.nodes import fake_value, nodes_in
-from moepass.passes.graph.operations import CASTS, COPIES, TURNS, base_operation, operation, permutation
+from moepass.passes.graph.operations import CASTS, COPIES, PERMUTATIONS, base_operation, operation, permutation
 from moepass.passes.rows.row_layout import Dimension, Layout, Part, features, reshaped, size_of
 from moepass.passes.rows.row_operations import NORMS, VIEWS
 from moepass.passes.rows.row_rules import acts_by_element
@@ -122,7 +122,7 @@ def sources(node: Node, layout: Layout, pairs: Pairs) -> dict[Node, Layout] | No
     shape = getattr(fake_value(source), "shape", ())
     if name in VIEWS:
         return _only(source, reshaped(layout, shape))
-    if base in TURNS:
+    if base in PERMUTATIONS:
         order = permutation(node)
         back = sorted(range(len(order)), key=order.__getitem__)
         return {source: Layout(tuple(layout.dimensions[place] for place in back))}

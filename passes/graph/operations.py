@@ -14,7 +14,7 @@ from moepass.passes.graph.nodes import fake_value
 # dimensions.
 CASTS = frozenset({"_to_copy", "convert_element_type"})
 COPIES = frozenset({"clone", "alias", "detach", "contiguous"})
-TURNS = frozenset({"permute", "transpose", "t"})
+PERMUTATIONS = frozenset({"permute", "transpose", "t"})
 
 
 def operation(node: Node) -> str:
@@ -32,7 +32,7 @@ def base_operation(node: Node) -> str:
 
 
 def permutation(node: Node) -> list[int]:
-    """Return for each dimension of the result of one of `TURNS` the dimension of its operand."""
+    """Return for each dimension of the result of one of `PERMUTATIONS` the dimension of its operand."""
     base, arguments = base_operation(node), all_arguments(node)
     order = list(range(fake_value(node).dim()))
     if base == "permute":

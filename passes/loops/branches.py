@@ -27,7 +27,7 @@ from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments, named_arguments
 from moepass.passes.graph.nodes import draws_random_numbers, fake_value, is_call, map_nodes, mutates, nodes_in
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import CASTS, COPIES, TURNS, base_operation, operation, permutation
+from moepass.passes.graph.operations import CASTS, COPIES, PERMUTATIONS, base_operation, operation, permutation
 from moepass.passes.graph.source_lines import named
 from moepass.passes.loops.expert_weights import FixedNodes, stacked_weights
 from moepass.passes.loops.pieces import SPLITS, Pieces, pieces_of, rows_in
@@ -407,7 +407,7 @@ class Branches(RowRules):
             assert isinstance(found, Layout)
             rows, shape = self._only_rows(tensors).node, self._shape_of(found)
             return writer.emit(aten.expand.default, rows, shape) if base == "expand" else writer.viewed(rows, shape)
-        if base in TURNS:
+        if base in PERMUTATIONS:
             return self._permuted_rows(node, self._only_rows(tensors))
         if base == "index":
             looked_up = self._looked_up_rows(node, tensors)
@@ -487,7 +487,7 @@ class Branches(RowRules):
         value = fake_value(node)
         if base in CASTS | COPIES:
             return writer.emit(node.target, first.node, *node.args[1:], **node.kwargs)  # type: ignore[arg-type]
-        if base in TURNS:
+        if base in PERMUTATIONS:
             return writer.emit(aten.permute.default, first.node, [0, *(dim + 1 for dim in permutation(node))])
         if operation(node) in VIEWS:
             return writer.viewed(first.node, [self.experts, *value.shape])

@@ -26,7 +26,7 @@ from moepass.passes.graph.contents import is_arange
 from moepass.passes.graph.graph_writer import GraphWriter
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
-from moepass.passes.graph.operations import CASTS, COPIES, TURNS, base_operation, operation, permutation
+from moepass.passes.graph.operations import CASTS, COPIES, PERMUTATIONS, base_operation, operation, permutation
 from moepass.passes.rows.row_operations import VIEWS
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -123,7 +123,7 @@ def expert_mask(node: Node) -> ExpertMask | None:
         if not isinstance(fake_value(node), torch.Tensor) or node.op != "call_function":
             return None
         base, given = base_operation(node), all_arguments(node)
-        if base in TURNS | _OVER_PLACES | {"select", "squeeze"}:
+        if base in PERMUTATIONS | _OVER_PLACES | {"select", "squeeze"}:
             steps.append((base, node))
         elif base in ("ne", "gt"):
             if given["other"] != 0:
@@ -241,7 +241,7 @@ def _ids_of_places(node: Node) -> Node | None:
         return None
     given = all_arguments(cut)
     ids, dim = given["self"], given["dim"] % 2
-    while fake_value(ids).dim() == 2 and base_operation(ids) in TURNS:
+    while fake_value(ids).dim() == 2 and base_operation(ids) in PERMUTATIONS:
         dim = permutation(ids)[dim]
         ids = ids.args[0]
     return ids if fake_value(ids).dim() == 2 and dim == 1 else None

@@ -11,7 +11,7 @@ from torch.fx import Node
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, nodes_in
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import TURNS, base_operation, operation
+from moepass.passes.graph.operations import PERMUTATIONS, base_operation, operation
 from moepass.passes.graph.source_lines import named
 from moepass.passes.rows.row_layout import (
     Layout,
@@ -69,7 +69,7 @@ class RowRules:
             return self._view(node, first)
         if base == "expand":
             return self._expanded(node, first)
-        if base in TURNS:
+        if base in PERMUTATIONS:
             return self._permuted(node, base, first, arguments)
         if base in MADE_LIKE:
             return first

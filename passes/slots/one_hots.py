@@ -26,14 +26,14 @@ from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_call
 from moepass.passes.graph.not_this_form import NotThisForm
-from moepass.passes.graph.operations import CASTS, COPIES, TURNS, base_operation, operation
+from moepass.passes.graph.operations import CASTS, COPIES, PERMUTATIONS, base_operation, operation
 from moepass.passes.graph.source_lines import named
 from moepass.passes.rows.row_operations import VIEWS
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
 _PRODUCTS = {"mul", "bitwise_and", "logical_and"}
-_FOLLOWED = {*CASTS, *COPIES, *TURNS, *_PRODUCTS, "expand", "ne", "gt"}
+_FOLLOWED = {*CASTS, *COPIES, *PERMUTATIONS, *_PRODUCTS, "expand", "ne", "gt"}
 # Places of a token are compared with each other.
 _MOST_PLACES = 8
 
@@ -136,7 +136,7 @@ class MaskReader:
             if given["other"] != 0:
                 self._refuse(node, "compares a mask with something other than 0")
             return self._truths(node, mask, node.target)
-        if base in TURNS:
+        if base in PERMUTATIONS:
             order = list(range(len(mask.dimensions)))
             if base == "permute":
                 order = [dim % len(order) for dim in given["dims"]]

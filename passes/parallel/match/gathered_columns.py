@@ -16,7 +16,7 @@ from moepass.passes.graph.collectives import Collective
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value
-from moepass.passes.graph.operations import TURNS, base_operation, permutation
+from moepass.passes.graph.operations import PERMUTATIONS, base_operation, permutation
 
 _VIEWS = {"view", "_unsafe_view", "reshape"}
 # Beyond this a bound of a slice means the end, whatever the size.
@@ -64,7 +64,7 @@ class MaskColumns:
             return self._regrouped(fake_value(node))
         if self.order is Order.FLAT:
             return None
-        if base in TURNS:
+        if base in PERMUTATIONS:
             return self._turned() if permutation(node) == [1, 0] else self
         return self._cut(given) if base == "slice" else None
 
