@@ -236,7 +236,7 @@ def test_a_profile_gives_the_crossover_and_says_why() -> None:
     assert plan.dispatch is not None
     assert plan.dispatch == other.dispatch
     assert plan.dispatch.is_estimated
-    assert "by profile 8xh100-80g a gathered run takes no less than" in plan.dispatch.reason
+    assert "by profile 8xh100-80g a gathered run takes at least the" in plan.dispatch.reason
     estimate = CrossoverEstimate(
         plan, sympy.Symbol(plan.dispatch.tokens), load_hardware("8xh100-80g"), ranks=2, slots=plan.slots
     )
