@@ -265,7 +265,7 @@ def test_tensorrt_is_explained_without_its_package(monkeypatch: pytest.MonkeyPat
     }
     text = " ".join(report.text(width=200).split())
     assert "tensorrt 1 of 3 distinct segments would become TensorRT engines: segment_2 (head) whether TensorRT" in text
-    assert "segment_1 (experts) stays with Inductor: it has GEMMs of experts" in text
+    assert "segment_1 (experts) stays with Inductor: it has expert GEMMs" in text
     assert "TensorRT" not in moepass.explain("olmoe-1b-7b").text()
 
 
@@ -288,7 +288,7 @@ def test_any_number_of_reports_in_one_process() -> None:
         ({"hidden_size": 0}, "hidden_size of olmoe is 0; it must be 1 or more"),
         ({"num_hidden_layers": -1}, "num_hidden_layers of olmoe is -1"),
         ({"num_attention_heads": 0}, "num_attention_heads of olmoe is 0"),
-        ({"num_experts_per_tok": 100}, "num_experts_per_tok is 100, but num_experts is 64; a token meets"),
+        ({"num_experts_per_tok": 100}, "num_experts_per_tok is 100, but num_experts is 64; a token can use"),
         ({"num_key_value_heads": 3}, "olmoe cannot be captured; perhaps the numbers of its config do not match"),
     ],
 )

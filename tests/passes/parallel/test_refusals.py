@@ -350,7 +350,7 @@ def test_other_parallelism_around_local_experts_is_not_refused(form: str) -> Non
     assert plan.refusals == ()
     assert [block.name for block in plan.blocks] == ["moe.0.experts", "moe.1.experts"]
     assert re.match(
-        r"every expert bank lies on the compute device already; \d collectives stay in the graph \(.*\), none of them "
+        r"every expert bank is already on the compute device; \d collectives stay in the graph \(.*\), none of them "
         "around experts",
         plan.reason,
     )

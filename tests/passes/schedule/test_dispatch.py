@@ -236,7 +236,7 @@ def test_a_profile_determines_the_crossover_and_its_reason() -> None:
     assert plan.dispatch is not None
     assert plan.dispatch == plan_of_second_rank.dispatch
     assert plan.dispatch.is_estimated
-    assert "by profile 8xh100-80g a gathered run takes no less than" in plan.dispatch.reason
+    assert "by profile 8xh100-80g a gathered run takes at least the" in plan.dispatch.reason
     estimate = CrossoverEstimate(
         plan, sympy.Symbol(plan.dispatch.tokens), load_hardware("8xh100-80g"), ranks=2, slots=plan.slots
     )
