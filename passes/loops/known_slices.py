@@ -131,7 +131,9 @@ def _reads_of_sums(graph: Graph, added: Node) -> Iterator[list[Node]]:
 def _added_up(node: Node) -> Node:
     """Numbers that add up to the same as those of `node`; none of the steps between them takes a narrower type."""
     while fake_value(node).dtype in (torch.int32, torch.int64):
-        if base_operation(node) not in PERMUTATIONS | COPIES | CASTS and operation(node) not in VIEWS | {"sum.dim_IntList"}:
+        if base_operation(node) not in PERMUTATIONS | COPIES | CASTS and operation(node) not in VIEWS | {
+            "sum.dim_IntList"
+        }:
             break
         before = node.all_input_nodes[0]
         if fake_value(before).dtype not in (torch.bool, torch.int32, fake_value(node).dtype):
@@ -159,7 +161,9 @@ def _is_count(node: Node) -> bool:
     collective = collective_of(node)
     if collective is not None:
         return collective.kind in ("all_to_all", "all_gather") and _is_count(collective.input)
-    passes_on = base in PERMUTATIONS | COPIES | CASTS | _SOME | {"sum"} or operation(node) in VIEWS or is_call(node, WAIT)
+    passes_on = (
+        base in PERMUTATIONS | COPIES | CASTS | _SOME | {"sum"} or operation(node) in VIEWS or is_call(node, WAIT)
+    )
     return passes_on and _is_count(node.all_input_nodes[0])
 
 

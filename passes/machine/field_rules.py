@@ -43,7 +43,8 @@ class NumberBounds:
         if self.least <= number <= self.most:
             return None
         bounds = f"between {self.least:g} and {self.most:g}"
-        return f"is {number:g}; it must lie {bounds}: {self.reason}", number, (self.least, self.most)
+        shown = f"{number:,}" if isinstance(number, int) else f"{number:g}"
+        return f"is {shown}; it must lie {bounds}: {self.reason}", number, (self.least, self.most)
 
 
 @dataclasses.dataclass(frozen=True)

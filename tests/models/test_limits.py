@@ -71,7 +71,7 @@ def test_deep_json_is_refused_wherever_it_is_read(depth: int, checkpoint: Path, 
         parse_labels(deep)
     profile = tmp_path / "profile.json"
     profile.write_text(f'{{"extends": "h100", "remarks": {deep}}}')
-    with pytest.raises(InputError, match="is no JSON: it is nested deeper"):
+    with pytest.raises(InputError, match="is not JSON: it is nested deeper"):
         read_profile(profile)
     folder = broken_copy(checkpoint, tmp_path / "deep", edit_config())
     config = json.loads((folder / "config.json").read_text())

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +16,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.fx import GraphModule
 
+from benchmarks import gpu as gpu_benchmark
+from benchmarks.on_gpu import (
+    expert_layers,
+    kernel_runs,
+    memory_runs,
+    models,
+    profiles,
+    streaming_runs,
+    summary,
+    tables,
+    target,
+)
 from moepass.models.sizes.presets import preset_config
 from moepass.passes.ir.segment import INDUCTOR, TRITON, Lowering
 from moepass.runtime.lowering import lower_segments
@@ -27,35 +39,20 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def gpu() -> Iterator[SimpleNamespace]:
+def gpu() -> SimpleNamespace:
     """Return the modules of the benchmark."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        import gpu
-        from on_gpu import (
-            expert_layers,
-            kernel_runs,
-            memory_runs,
-            models,
-            profiles,
-            streaming_runs,
-            summary,
-            tables,
-            target,
-        )
-
-        yield SimpleNamespace(
-            main=gpu,
-            layers=expert_layers,
-            kernels=kernel_runs,
-            memory=memory_runs,
-            models=models,
-            profiles=profiles,
-            streaming=streaming_runs,
-            summary=summary,
-            tables=tables,
-            target=target,
-        )
+    return SimpleNamespace(
+        main=gpu_benchmark,
+        layers=expert_layers,
+        kernels=kernel_runs,
+        memory=memory_runs,
+        models=models,
+        profiles=profiles,
+        streaming=streaming_runs,
+        summary=summary,
+        tables=tables,
+        target=target,
+    )
 
 
 @pytest.fixture

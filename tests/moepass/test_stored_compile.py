@@ -429,7 +429,7 @@ def test_an_argument_that_is_given_twice_or_not_read_is_not_stored(
     unread.reads_second = False
     StoredModule(unread, EAGER, "sum", store)(rows, torch.ones(4))
     assert store.entries() == []
-    assert sum("is given twice" in record.getMessage() for record in caplog.records) == 2
+    assert sum("is passed twice" in record.getMessage() for record in caplog.records) == 2
     StoredModule(Sum(), EAGER, "sum", store)(rows, torch.ones(4))
     assert len(store.entries()) == 1
 

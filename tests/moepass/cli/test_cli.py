@@ -199,7 +199,7 @@ def test_bad_models_are_errors_of_one_line(case: str, checkpoint: Path, tmp_path
 def test_a_model_without_experts_scores_only_without_streaming(dense: Path) -> None:
     _assert_one_line(
         _run("score", dense, *QUICK, text=_lines(RECORDS)),
-        "has no experts to stream: LlamaForCausalLM is dense; use --no-stream",
+        "has no experts to stream, because LlamaForCausalLM is dense; use --no-stream",
     )
     assert _run("score", dense, *QUICK, "--no-stream", text=_lines(RECORDS)).exit_code == 0
 

@@ -262,9 +262,16 @@ def test_numbers_of_score_have_limits(options: list[str], message: str, checkpoi
     assert len(result.stderr) < 1200
 
 
-@pytest.mark.parametrize("options", [["--ranks", "1000"], ["--hardware", "1000000xh100"], ["--batch", "1000000000"]])
-def test_numbers_of_explain_have_limits(options: list[str]) -> None:
-    _assert_one_line(_run("explain", "demo", *options), "; the limit is ")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ranks", "1000"], "; the limit is 512"),
+        (["--hardware", "1000000xh100"], "ranks is 1,000,000; it must lie between 1 and 512"),
+        (["--batch", "1000000000"], "; the limit is "),
+    ],
+)
+def test_numbers_of_explain_have_limits(options: list[str], message: str) -> None:
+    _assert_one_line(_run("explain", "demo", *options), message)
 
 
 @pytest.mark.parametrize("command", ["score", "explain", "calibrate"])

@@ -166,7 +166,7 @@ def test_a_label_without_its_leading_blank_is_a_warning_with_its_tokens(checkpoi
     )
     assert result.exit_code == 0, result.output
     assert result.stderr.startswith("moepass: warning: label 'the' ")
-    assert result.stderr.endswith("Which one was the model trained with?\n")
+    assert result.stderr.endswith("Use the form that the model was trained with.\n")
 
 
 @pytest.mark.sampled(every=5)
@@ -192,13 +192,13 @@ def test_the_dtype_of_the_weights(checkpoint: Path) -> None:
 
 
 def test_a_long_shared_prefix_is_cached(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moepass.runtime.serving.offline.load_scorer._KEPT_PREFIX_TOKENS", 16)
+    monkeypatch.setattr("moepass.runtime.serving.offline.load_scorer._CACHED_PREFIX_TOKENS", 16)
     prompt = tmp_path / "long.json"
     prompt.write_text(json.dumps({"template": "the cat sat on the mat " * 4 + "{text}<sep>"}))
     text = _lines(*({"text": text} for text in GOOD))
     options = ["--template", str(prompt), "--step-tokens", "1"]
     cached = _probabilities(_run("score", checkpoint, *QUICK, *options, text=text))
-    monkeypatch.setattr("moepass.runtime.serving.offline.load_scorer._KEPT_PREFIX_TOKENS", 1 << 20)
+    monkeypatch.setattr("moepass.runtime.serving.offline.load_scorer._CACHED_PREFIX_TOKENS", 1 << 20)
     for ours, theirs in zip(
         cached, _probabilities(_run("score", checkpoint, *QUICK, *options, text=text)), strict=True
     ):

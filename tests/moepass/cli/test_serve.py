@@ -85,7 +85,7 @@ def test_ranks_start_before_the_imports_of_the_server() -> None:
         (["demo", "--link", "wet"], "link is 'wet'"),
         (["demo", "--hardware", "big"], "hardware 'big' is unknown"),
         (["demo", "--device", "tpu"], "device"),
-        (["demo", "--host", "256.1.1.1"], "nothing can listen"),
+        (["demo", "--host", "256.1.1.1"], "the server cannot listen on"),
     ],
 )
 def test_wrong_options_are_errors_of_one_line(arguments: list[str], words: str) -> None:
