@@ -86,8 +86,8 @@ def _folder(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "key", "problem"),
     [
-        (lambda path: path.chmod(0o620), KEY, "written by others"),
-        (lambda path: path.chmod(0o602), KEY, "written by others"),
+        (lambda path: path.chmod(0o620), KEY, "can be written by other users"),
+        (lambda path: path.chmod(0o602), KEY, "can be written by other users"),
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), KEY, "does not match its digest"),
         (
             lambda path: path.write_bytes(path.read_bytes().replace(b"content", b"context")),
@@ -101,8 +101,8 @@ def _folder(path: Path) -> None:
         (_linked, KEY, "it is a link"),
         (lambda path: _dated(path, "1e300"), KEY, "its date is 1e+300"),
         (lambda path: _dated(path, "-1e18"), KEY, "its date is -1e+18"),
-        (_pipe, KEY, "no ordinary file"),
-        (_folder, KEY, "no ordinary file"),
+        (_pipe, KEY, "not a regular file"),
+        (_folder, KEY, "not a regular file"),
     ],
 )
 def test_a_file_that_cannot_be_trusted_is_reported_and_not_loaded(

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,9 +23,10 @@ from torch import nn
 import moepass
 from moepass.models.checkpoint.checkpoint_folders import load_model
 from moepass.runtime.banks.banks import BankStore
-from moepass.runtime.homes.hybrid import stager, staging_board
+from moepass.runtime.homes.hybrid import staged_pull, staging_board
 from moepass.runtime.homes.hybrid.staging_order import StagingState
 from moepass.runtime.ranks.rendezvous import PeerError
+from moepass.runtime.transfer.sources import MemorySource
 from tests.helpers.graphs.backend_helper import BLOCKS, Stack, tokens
 from tests.helpers.graphs.tiny_checkpoint import save_tiny_checkpoint
 from tests.helpers.models.tiny import tiny_inputs, tiny_model
@@ -171,12 +171,13 @@ def _all_is_overwritten_while_it_is_copied() -> None:
         def never_the_same(board: staging_board.StagingBoard, buffer: int) -> StagingState:
             return dataclasses.replace(states(board, buffer), generation=next(generations))
 
-        def poisoning(address: int, source: int, nbytes: int) -> None:
-            ctypes.memset(address, 0xFF, nbytes)
+        class PoisonedSource(MemorySource):
+            def copy(self, offset_bytes: int, nbytes: int, address: int) -> None:
+                ctypes.memset(address, 0xFF, nbytes)
 
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(staging_board.StagingBoard, "state", never_the_same)
-            patched.setattr(stager, "ctypes", SimpleNamespace(memmove=poisoning))
+            patched.setattr(staged_pull, "MemorySource", PoisonedSource)
             compiled = _compiled(model)
             for _ in range(3):
                 assert torch.equal(compiled(tokens()), expected)
