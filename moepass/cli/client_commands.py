@@ -59,10 +59,13 @@ def batch(
         ),
     ] = None,
     in_flight: Annotated[
-        int, typer.Option(min=1, max=1 << 16, metavar="N", help="The most requests that are open at the same time.")
+        int,
+        typer.Option(
+            min=1, max=1 << 16, metavar="N", help="The maximum number of requests that are open at the same time."
+        ),
     ] = 512,
     retry_errors: Annotated[
-        bool, typer.Option("--retry-errors", help="Ask the requests again that an earlier run answered with an error.")
+        bool, typer.Option("--retry-errors", help="Send the requests again that an earlier run answered with an error.")
     ] = False,
     timeout: Annotated[
         float,

@@ -34,7 +34,8 @@ class ExplainOptions(Struct, frozen=True, kw_only=True):
         str | None,
         option(
             "Where the experts rest.",
-            details="A simpler home is preferred within 1 %, in this order. On one device it is host.",
+            details="Of the homes within 1 % of the fastest, the first in this order is chosen. On one device it is "
+            "host.",
             unset=f"the fastest of {_CANDIDATES} that fits",
             metavar=f"[{'|'.join(HOMES)}]",
         ),
@@ -43,7 +44,7 @@ class ExplainOptions(Struct, frozen=True, kw_only=True):
         Literal["bf16", "fp8", "fp32"] | None,
         option(
             "The dtype of the weights.",
-            details="Without a dtype in the config it is bf16. For a model object it is that of its weights.",
+            details="If the config names none, it is bf16. For a model object, it is the dtype of its weights.",
             unset="that of the config",
         ),
     ] = None
@@ -61,7 +62,8 @@ class ExplainOptions(Struct, frozen=True, kw_only=True):
         ),
     ] = None
     slots: Annotated[
-        Count | None, option("The most slots that experts stream through.", unset="as many as help, up to 4")
+        Count | None,
+        option("The maximum number of slots that experts stream through.", unset="as many as help, up to 4"),
     ] = None
     lower: Annotated[
         Literal["inductor", "eager", "tensorrt"],
@@ -72,7 +74,10 @@ class ExplainOptions(Struct, frozen=True, kw_only=True):
     ] = "inductor"
     format: Annotated[
         Literal["text", "json", "html", "trace"],
-        option("The format of the report; open trace in ui.perfetto.dev.", details="html is one file without links."),
+        option(
+            "The format of the report; open a **trace** in ui.perfetto.dev.",
+            details="An **html** report is one file that loads no others.",
+        ),
     ] = "text"
     output: Annotated[str, option("The file to write; - is standard output.", metavar="FILE")] = "-"
     all: Annotated[bool, option("With --format text: add the schedule of the captured layers, row by row.")] = False

@@ -24,7 +24,7 @@ class ComputeOptions(msgspec.Struct, frozen=True, kw_only=True):
     home: Annotated[
         str,
         option(
-            "Where experts rest; **device** streams none.",
+            "Where experts rest; **device** keeps all of them on the device, so none are streamed.",
             details="See [homes](homes.md).",
             metavar=f"[{'|'.join(HOMES)}]",
         ),
@@ -35,7 +35,10 @@ class ComputeOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     step_tokens: Annotated[
         Annotated[int, Meta(ge=1, le=MOST_TOKENS)] | None,
-        option("The number of tokens that fills a step.", unset="the plan's saturation threshold"),
+        option(
+            "A step takes waiting requests until it has about this many tokens; the last one may exceed the number.",
+            unset="the plan's saturation threshold, or 4096 if there is none",
+        ),
     ] = None
     eager: Annotated[bool, option("Do not compile at all.")] = False
     link: Annotated[
@@ -52,25 +55,33 @@ class RankOptions(ComputeOptions, frozen=True, kw_only=True):
 
     ranks: Annotated[Annotated[int, Meta(ge=1, le=MOST_RANKS)], option("The number of processes that compute.")] = 1
     slots: Annotated[
-        Count | None, option("Slots of the ring that experts stream through; each holds one layer's.", unset="2")
+        Count | None,
+        option(
+            "The number of slots of the ring that experts stream through; each slot holds the experts of one layer.",
+            unset="2, or the planner's choice for a memory budget",
+        ),
     ] = None
     memory_budget: Annotated[
         str | None,
         option(
-            "Memory of each rank's device, such as 6GB; the planner chooses the layers whose experts stay there.",
+            "Device memory that each rank may use, such as 6GB; the planner chooses layers whose experts stay there.",
             details="See [offload_experts](options.md#offload_experts).",
-            unset="experts of no layer stay",
+            unset="the experts of all layers are streamed",
             metavar="BYTES",
         ),
     ] = None
     hardware: Annotated[
         str | None,
-        option("A preset or a profile of the machine.", unset="what `moepass calibrate` has stored", metavar="NAME"),
+        option(
+            "The machine to plan for: a preset, or the file of a profile.",
+            unset="the profile that `moepass calibrate` has stored",
+            metavar="NAME",
+        ),
     ] = None
     kv_cache: Annotated[
         str | None,
         option(
-            "Memory of each rank for the keys and values of prefixes that repeat; **off** keeps none.",
+            "Memory of each rank for the keys and values of prefixes that repeat; **off** disables this cache.",
             unset="a tenth of the free memory",
             metavar="BYTES",
         ),
@@ -78,8 +89,8 @@ class RankOptions(ComputeOptions, frozen=True, kw_only=True):
     chunk_tokens: Annotated[
         Count | Literal["auto"] | None,
         option(
-            "The most tokens of a step that the operations between two attentions process at a time, so that longer "
-            "inputs fit into memory. **auto**: as many as fit into the memory budget.",
+            "The maximum number of tokens that the operations between two attention layers process at a time, so that "
+            "longer inputs fit into memory. **auto**: as many as fit into the memory budget.",
             details="See [hybrid prefill](options.md#hybrid-prefill).",
             unset="all at once",
             metavar="N",
@@ -93,7 +104,13 @@ class RankOptions(ComputeOptions, frozen=True, kw_only=True):
             details="See [tuned kernels](options.md#tuned-kernels).",
         ),
     ] = False
-    lower: Annotated[Literal["inductor", "eager"], option("How segments are compiled.")] = "inductor"
+    lower: Annotated[
+        Literal["inductor", "eager"],
+        option(
+            "How the segments of the captured model run: **inductor** compiles them, **eager** runs their operators "
+            "one by one."
+        ),
+    ] = "inductor"
     threads: Annotated[
         Annotated[int, Meta(ge=1, le=MOST_THREADS)] | None,
         option("CPU threads of each rank.", unset="the cores, divided evenly"),

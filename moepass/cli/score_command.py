@@ -61,17 +61,22 @@ class ScoreOptions(ComputeOptions, frozen=True, kw_only=True):
     ] = None
     on_error: Annotated[
         Literal["stop", "skip"],
-        option("What to do at a line that cannot be scored: stop, or skip it and list it at the end."),
+        option("What to do with a line that cannot be scored: stop there, or skip it and list it at the end."),
     ] = "stop"
     stream: Annotated[bool, option("--no-stream is the same as --home device.")] = True
-    slots: Annotated[int, option("Slots of the ring that experts stream through; each holds one layer's.")] = 2
-    batch_size: Annotated[Count | None, option("The most texts that run together.", unset="as many as fill a step")] = (
-        None
-    )
+    slots: Annotated[
+        int,
+        option(
+            "The number of slots of the ring that experts stream through; each slot holds the experts of one layer."
+        ),
+    ] = 2
+    batch_size: Annotated[
+        Count | None, option("The maximum number of texts in a step.", unset="as many as fill a step")
+    ] = None
     lower: Annotated[
         Literal["inductor", "eager"] | None,
         option(
-            "Compile in any case, and how; **eager** is bit-identical to the uncompiled model.",
+            "Compile even a short input, and how; **eager** is bit-identical to the uncompiled model.",
             unset="inductor if the input is long enough for compiling to pay",
         ),
     ] = None
@@ -81,7 +86,7 @@ class ScoreOptions(ComputeOptions, frozen=True, kw_only=True):
 @takes_records
 def score(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A checkpoint folder, or **demo** for the embedded model.")
+        str, typer.Argument(metavar="MODEL", help="A checkpoint folder, or **demo** for the bundled model.")
     ],
     *,
     options: ScoreOptions,

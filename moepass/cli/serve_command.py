@@ -24,7 +24,7 @@ def serve(
     server: ServerOptions,
     rank: RankOptions,
 ) -> None:
-    """Answer decisions, scores, rankings and embeddings over HTTP, in the formats of OpenAI's and other clients.
+    """Serve decisions, scores, rankings and embeddings over HTTP, in the formats of OpenAI's and other clients.
 
     Ranks compile and warm up first; /ready answers 200 when they have finished. All questions of a request and all
     requests of a step share their prefixes.

@@ -16,7 +16,7 @@ _Seconds = Annotated[float, Meta(ge=0.001, le=MOST_WAIT_SECONDS)]
 
 
 class FrontendOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The limits and the key of what answers clients."""
+    """The API key and the limits of the process that answers clients."""
 
     api_key: Annotated[
         str | None,
@@ -27,22 +27,26 @@ class FrontendOptions(msgspec.Struct, frozen=True, kw_only=True):
             metavar="KEY",
         ),
     ] = None
-    timeout: Annotated[_Seconds, option("Seconds after which a request is answered with 504.", metavar="SECONDS")] = (
+    timeout: Annotated[_Seconds, option("Seconds after which an unanswered request gets 504.", metavar="SECONDS")] = (
         60.0
     )
     queue_seconds: Annotated[
         _Seconds,
         option(
-            "Seconds of work that may wait; beyond it requests are refused with 429.",
-            details="Such an answer has a `Retry-After`. A call is accepted whole or not at all, and an idle server "
-            "accepts every call that its model can compute.",
+            "The limit on waiting work, in seconds of computation; while it is reached, calls are refused with 429.",
+            details="The header `Retry-After` says when to try again. A call is one HTTP request, which may contain "
+            "several prompts; it is accepted or refused as a whole. An idle server accepts every call that its model "
+            "can compute.",
             metavar="SECONDS",
         ),
     ] = 30.0
     queue_bytes: Annotated[
         str,
         option(
-            "The most bytes of tokens in all open requests; beyond it requests are refused with 429.", metavar="BYTES"
+            "The limit on the bytes that the tokens of all open requests take; while it is reached, calls are refused "
+            "with 429.",
+            details="The header `Retry-After` says when to try again.",
+            metavar="BYTES",
         ),
     ] = "1GB"
     drain: Annotated[
@@ -59,8 +63,8 @@ class FrontendOptions(msgspec.Struct, frozen=True, kw_only=True):
 class ServerOptions(FrontendOptions, frozen=True, kw_only=True):
     """The options of `moepass serve` that are not about its ranks."""
 
-    host: Annotated[str, option("The address to listen at.", metavar="ADDRESS")] = "127.0.0.1"
-    port: Annotated[Annotated[int, Meta(ge=0, le=65535)], option("The port to listen at; 0 picks a free one.")] = 8000
+    host: Annotated[str, option("The address to listen on.", metavar="ADDRESS")] = "127.0.0.1"
+    port: Annotated[Annotated[int, Meta(ge=0, le=65535)], option("The port to listen on; 0 picks a free one.")] = 8000
     name: Annotated[
         tuple[str, ...],
         option(
@@ -72,9 +76,9 @@ class ServerOptions(FrontendOptions, frozen=True, kw_only=True):
     max_connections: Annotated[
         Annotated[int, Meta(ge=1, le=1 << 20)],
         option(
-            "The most open connections of all clients; one more is answered with 503.",
-            details="Such an answer has a `Retry-After`. Each connection is an open file: if the system allows fewer, "
-            "the server prints a warning when it starts.",
+            "The maximum number of open connections, over all clients; further ones are answered with 503.",
+            details="The header `Retry-After` says when to try again. Each connection is an open file: if the system "
+            "allows fewer, the server prints a warning when it starts.",
         ),
     ] = MOST_CONNECTIONS
 

@@ -26,13 +26,16 @@ class ApplicationOptions(msgspec.Struct, frozen=True, kw_only=True):
         str | None, option("The name by which clients call the model.", unset="the last part of `model`")
     ] = None
     replicas: Annotated[
-        _ProcessCount, option("The number of replicas, each with `ranks` processes and a frontend of its own.")
+        _ProcessCount,
+        option(
+            "The number of replicas. Each has `ranks` processes that compute, and one that distributes work to them."
+        ),
     ] = 1
     frontends: Annotated[
         _ProcessCount,
         option(
-            "The number of processes that receive HTTP requests, tokenize them and route them. Each sees only its own "
-            "requests."
+            "The number of processes that receive HTTP requests, tokenise them and choose a replica for each. Each "
+            "frontend knows only its own requests."
         ),
     ] = 1
     num_cpus: Annotated[
