@@ -46,9 +46,9 @@ class Options(msgspec.Struct, frozen=True):
         option(
             "Fill released slots with NaN, so that a read after a release shows in the output.",
             details="With expert parallelism, every run also compares this rank's experts byte by byte with the copies "
-            "that the other ranks received. This catches writes that torch does not count (`.data`, numpy, `dist.recv` "
-            "and `dist.broadcast` into a parameter). With AllReduce, every run also compares the inputs that the "
-            "tokens are computed from.",
+            "that the other ranks received. This catches writes that bypass torch's version counter (`.data`, numpy, "
+            "`dist.recv` and `dist.broadcast` into a parameter). With AllReduce, the ranks also compare in every run "
+            "the tensors from which their tokens are computed.",
         ),
     ] = False
     dump: Annotated[
@@ -64,7 +64,7 @@ class Options(msgspec.Struct, frozen=True):
     chunk_tokens: Annotated[
         Count | Literal["auto"] | None,
         option(
-            "The most tokens that the operations between two attentions process at a time.",
+            "Maximum number of tokens that the operations between two attention layers process at once.",
             details='`"auto"`: as many as fit into the memory budget. None: all at once. See '
             "[hybrid prefill](#hybrid-prefill).",
             expected="a number of tokens from 1 on, 'auto' to fit the memory budget, or None for all tokens at once",
@@ -73,7 +73,7 @@ class Options(msgspec.Struct, frozen=True):
     slots: Annotated[
         Count | None,
         option(
-            "Slots of the ring that the experts of all ranks stream through.",
+            "Number of slots in the ring through which the experts of all ranks stream.",
             unset="2",
             expected="a number from 1 on; from 2 on, transfers overlap with computation",
         ),
@@ -107,10 +107,10 @@ class Options(msgspec.Struct, frozen=True):
         option(
             "Tokens per rank (mean over the ranks) below which a run exchanges tokens, as the model itself does, "
             "instead of gathering weights.",
-            details="Within 10 % of this number a run uses the form of the previous run. None: all runs gather. The "
-            "ranks agree at the beginning of each run, so every rank must call every forward, without tokens if it has "
-            "none. If a rank does not come within `timeout_s`, the others raise an error, and later runs of the group "
-            "fail.",
+            details="Within 10 % of this number, a run does what the previous run did. None: all runs gather. The "
+            "ranks agree at the beginning of each run, so every rank must take part in every run, with zero tokens if "
+            "it has none. If a rank does not respond within `timeout_s`, the others raise an error, and later runs of "
+            "the group fail.",
             expected=f"a number of tokens per rank from 1 to {LARGEST_EXACT}, or None",
         ),
     ] = None

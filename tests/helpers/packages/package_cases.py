@@ -24,7 +24,10 @@ SCALARS = "torch._dynamo.config.capture_scalar_outputs = True"
 SHAPES = "torch._dynamo.config.capture_dynamic_output_shape_ops = True"
 WARNINGS = "torch._dynamo.config.ignore_logging_functions.add(warnings.warn)"
 STATIC = "torch.compile(dynamic=False)"
-IN_CODE = "sizes and orders as lists, and no notes in the dispatcher (tests/helpers/packages/megatron_layer.py)"
+IN_CODE = (
+    "sizes and orders converted to lists, and the dispatcher's records of a run cleared after it "
+    "(tests/helpers/packages/megatron_layer.py)"
+)
 OWN_MEMORY = "gathered tokens not in Megatron-Core's global memory buffer (same file)"
 # Needs that are settings of Dynamo. The code that builds or compiles the layer fulfils the others.
 _SWITCHES: dict[str, tuple[str, Any]] = {

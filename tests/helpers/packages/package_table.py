@@ -97,10 +97,12 @@ def _outcome(run: PackageRun) -> str:
     if run.is_taken:
         left = [f"{number} {kind}" for kind, number in run.exchanges.items()]
         left += [f"{run.waits} host syncs"] * bool(run.waits)
-        return f"**taken** ({', '.join(run.forms)})" + f"; left: {', '.join(left)}" * bool(left)
+        return f"**rewritten** ({', '.join(run.forms)})" + f"; remaining: {', '.join(left)}" * bool(left)
     reason = run.refusals[0] if run.refusals else "the graph breaks between the exchanges and the experts"
     # Graphs with constant and with symbolic numbers of tokens have separate refusals.
-    verdict = f"**taken in part** ({', '.join(run.forms)}), the other graphs refused" if run.forms else "**refused**"
+    verdict = (
+        f"**rewritten in part** ({', '.join(run.forms)}), the other graphs refused" if run.forms else "**refused**"
+    )
     return f"{verdict}: {re.sub(r'; its collectives stay$', '', reason)}"
 
 
