@@ -160,7 +160,7 @@ def test_weights_that_are_not_there_are_not_made_up(load: Any, checkpoint: Path,
     ("numbers", "message"),
     [
         ({"ranks": 1000}, "ranks is 1000; the limit is 512"),
-        ({"hardware": "1000000xh100"}, "ranks is 1e.06; it must lie between 1 and 512"),
+        ({"hardware": "1000000xh100"}, "ranks is 1,000,000; it must lie between 1 and 512"),
         ({"batch": 10**9}, "batch 1000000000 times seq 4096 is 4096000000000; the limit is 16777216"),
         ({"seq": 1 << 25, "batch": 1}, "seq 33554432 is 33554432; the limit is 16777216"),
         ({"tokens": 10**12}, "tokens is 1000000000000; the limit is 16777216"),
