@@ -58,7 +58,7 @@ def full_sizes(models: Sequence[str], layers: int, memory_layers: int) -> Sizes:
     on_device, in_host = torch.cuda.mem_get_info()[0], psutil.virtual_memory().available
     fitting = fitting_layers(config, counts[-1], SLOTS, on_device, in_host)
     if not fitting:
-        raise ValueError(f"{on_device} free bytes of the device and {in_host} of the host hold not one layer")
+        raise ValueError(f"{on_device} free bytes on the device and {in_host} on the host cannot hold a single layer")
     # The sizes with targets come first.
     tokens = (32768, 4096, 131072)
     return Sizes(

@@ -22,7 +22,7 @@ def parse_bytes(text: str | None, name: str = "memory_budget") -> float | None:
         number = 0.0
     if not match or not 0 < number < math.inf:
         raise InputError(
-            f"{name.replace('_', ' ')} {text!r} is no number of bytes above 0, such as 60e9, 60GB or 56GiB",
+            f"{name.replace('_', ' ')} {text!r} is not a number of bytes above 0, such as 60e9, 60GB or 56GiB",
             name=name,
             value=text,
         )

@@ -117,9 +117,9 @@ class StoredModule:
             try:
                 record = msgspec.json.decode(content, type=CaptureRecord)
                 if file_digests(record.sources) != record.sources:
-                    raise NotStorableError("the sources of the model changed")
+                    raise NotStorableError("source files of the model changed since it was stored")
                 if {name: os.environ.get(name) for name in record.environment} != record.environment:
-                    raise NotStorableError("environment variables changed")
+                    raise NotStorableError("environment variables changed since it was stored")
                 banks = _bank_store(self._module)
                 context = pass_context(self._options, banks, whole_model_store(self._module.parameters()))
                 captures.append(StoredCapture(record, self._module, banks, context))

@@ -69,6 +69,6 @@ class Peer:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self._process.args!r} has ended; its own message tells why")
+            raise RuntimeError(f"{self._process.args!r} has ended; see its output")
         result: dict[str, object] = json.loads(line)
         return result

@@ -77,7 +77,7 @@ def served_process(arguments: Sequence[str], environment: Mapping[str, str], log
         end = time.monotonic() + MOST_START_SECONDS
         while served.get("/ready")[0] != 200:
             if process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError("the server is not ready; its log tells why")
+                raise RuntimeError("the server is not ready; see its log")
             time.sleep(0.2)
         yield served
     finally:

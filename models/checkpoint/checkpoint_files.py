@@ -129,7 +129,7 @@ class CheckpointFiles:
             try:
                 self._handle = safe_open(file, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{file} is truncated or no safetensors file: {error}", path=file) from error
+                raise CheckpointError(f"{file} is truncated or not a safetensors file: {error}", path=file) from error
             # Equal stamps before and after opening prove that this version of the file was opened.
             self._stamps.check(file)
             self._open_file = file

@@ -112,9 +112,7 @@ def resolve_model(name_or_path: str | Path, *, config_alone: bool = False) -> Pa
             f"{path} does not exist; give the folder of a checkpoint, or {DEMO} for the embedded one", path=path
         ) from None
     except OSError as error:
-        raise CheckpointError(
-            f"{str(path)[:200]} is no folder that can be read: {error.strerror}", path=path
-        ) from error
+        raise CheckpointError(f"{str(path)[:200]} is not a readable folder: {error.strerror}", path=path) from error
     if path.is_file() and config_alone:
         return path
     if not path.is_dir():
@@ -129,7 +127,7 @@ def resolve_model(name_or_path: str | Path, *, config_alone: bool = False) -> Pa
             path=path,
         )
     if not (path / CONFIG_FILE).is_file():
-        raise CheckpointError(f"{path} is no checkpoint: it holds no {CONFIG_FILE}", path=path)
+        raise CheckpointError(f"{path} is not a checkpoint: it has no {CONFIG_FILE}", path=path)
     return path
 
 
@@ -236,7 +234,9 @@ def meta_model_of(config: PreTrainedConfig, name: str, experts_implementation: s
                 dtype = torch.bfloat16  # the compute dtype of fp8 weights; torch cannot construct fp8 models
             model: PreTrainedModel = build(config, dtype=dtype, **class_options(model_class, experts_implementation))
     except Exception as error:  # the family's constructor may raise any exception for the config's numbers
-        raise CheckpointError(f"{name} makes no {model_class.__name__}: {one_line(error)}", path=name) from error
+        raise CheckpointError(
+            f"{model_class.__name__} cannot be built from {name}: {one_line(error)}", path=name
+        ) from error
     model.requires_grad_(False)
     return model.eval()
 

@@ -52,7 +52,7 @@ def read_header(descriptor: int, file: Path) -> FileHeader:
     try:
         length = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
         if not 0 < length <= _LONGEST_HEADER_BYTES:
-            raise CheckpointError(f"{file} is no safetensors file: its header would have {length} bytes", path=file)
+            raise CheckpointError(f"{file} is not a safetensors file: its header would have {length} bytes", path=file)
         text = os.pread(descriptor, length, _LENGTH_BYTES)
         size = os.fstat(descriptor).st_size
     except OSError as error:
@@ -62,7 +62,7 @@ def read_header(descriptor: int, file: Path) -> FileHeader:
         metadata = msgspec.convert(entries.pop(_METADATA, {}), dict[str, str])
         tensors = msgspec.convert(entries, dict[str, _HeaderEntry])
     except (InputError, msgspec.ValidationError) as error:
-        raise CheckpointError(f"{file} is truncated or no safetensors file: {error}", path=file) from error
+        raise CheckpointError(f"{file} is truncated or not a safetensors file: {error}", path=file) from error
     begin = _LENGTH_BYTES + length
     extents = {
         key: Extent(

@@ -26,7 +26,7 @@ def check_model_type(file: Path, values: Mapping[str, Any]) -> str:
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
         raise CheckpointError(
-            f"{file} names no model_type; it must be one that transformers knows, as qwen3_moe",
+            f"{file} has no model_type; it must be one that transformers knows, such as qwen3_moe",
             path=file,
             expected="one that transformers knows, as qwen3_moe",
         )

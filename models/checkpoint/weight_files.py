@@ -54,7 +54,7 @@ def weight_files(folder: Path) -> list[Path]:
             value=pickles[0],
             expected=WEIGHTS_FILE,
         )
-    raise CheckpointError(f"{folder} holds no weights: neither {WEIGHTS_FILE} nor {INDEX_FILE}", path=folder)
+    raise CheckpointError(f"{folder} has no weights: neither {WEIGHTS_FILE} nor {INDEX_FILE} exists", path=folder)
 
 
 def check_weight_files(folder: Path, config: PreTrainedConfig) -> int:
@@ -85,7 +85,7 @@ def check_weight_files(folder: Path, config: PreTrainedConfig) -> int:
                         )
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
-                f"{file} ({file.stat().st_size} bytes) is truncated or no safetensors file: {one_line(error)}",
+                f"{file} ({file.stat().st_size} bytes) is truncated or not a safetensors file: {one_line(error)}",
                 path=file,
             ) from error
     return numbers

@@ -42,7 +42,7 @@ def attention_pairs(attention: Attention, sequence: Size, prefix: Size = 0) -> S
     if attention.kind in ("full", "sliding"):
         return causal_pairs(sequence, attention.window, prefix)
     raise InputError(
-        f"attention of kind {attention.kind!r} has a state and looks at no pairs of tokens",
+        f"attention of kind {attention.kind!r} has a recurrent state instead of pairs of tokens",
         name="kind",
         value=attention.kind,
     )

@@ -55,9 +55,9 @@ def evaluate_text(text: str, sizes: Mapping[str, float]) -> float:
     except InputError as error:
         raise InputError(f"{_shortened(text)}: {error}", name=error.name, value=text) from error
     except (SyntaxError, ArithmeticError, ValueError, TypeError, RecursionError) as error:
-        raise InputError(f"{_shortened(text)} is no expression of sizes: {error}", value=text) from error
+        raise InputError(f"{_shortened(text)} is not an expression of sizes: {error}", value=text) from error
     if isinstance(number, complex) or not math.isfinite(number):
-        raise InputError(f"{_shortened(text)} is {number}, which is no size", value=number)
+        raise InputError(f"{_shortened(text)} is {number}, which is not a valid size", value=number)
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
@@ -93,4 +93,4 @@ def _value(node: ast.expr, sizes: Mapping[str, float]) -> float:
         return _OPERATORS[type(node.op)](_value(node.left, sizes), _value(node.right, sizes))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
         return _FUNCTIONS[node.func.id](*(_value(argument, sizes) for argument in node.args))
-    raise InputError(f"this is no expression of sizes: {ast.unparse(node)} is not arithmetic")
+    raise InputError(f"this is not an expression of sizes: {ast.unparse(node)} is not arithmetic")

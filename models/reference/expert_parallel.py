@@ -180,7 +180,7 @@ class CapacityAllToAllExperts(ShardedExperts):
         tokens, top_k = top_k_index.shape
         if tokens > self.max_tokens:
             raise InputError(
-                f"{tokens} tokens, but max_tokens is {self.max_tokens}; it must be the most of any rank",
+                f"{tokens} tokens, but max_tokens is {self.max_tokens}; it must be the largest count of any rank",
                 name="max_tokens",
                 value=self.max_tokens,
                 expected=tokens,

@@ -91,7 +91,7 @@ def batch(
     command was interrupted.
     """
     if (model is None) == (url is None):
-        raise OptionError("give either a MODEL, to run it here, or --url, for a server that runs already", name="model")
+        raise OptionError("give either a MODEL, to run it here, or --url, for a running server", name="model")
     if url is not None:
         _refuse_rank_options(context)
     check_wait("timeout", timeout)
@@ -300,11 +300,11 @@ def _refuse_rank_options(context: typer.Context) -> None:
         option = name.replace("_", "-")
         if source is not None and source.name == "COMMANDLINE":
             raise OptionError(
-                f"--{option} is for a MODEL, but --url is a server that runs already; leave it out", name=name
+                f"--{option} only applies to a MODEL, but --url names a running server; remove --{option}", name=name
             )
         if source is not None and source.name == "ENVIRONMENT":
             variable = f"MOEPASS_{name.upper()}"
-            typer.echo(f"{variable} is not used: it is for a MODEL, but --url is a server that runs already", err=True)
+            typer.echo(f"{variable} is ignored: it only applies to a MODEL, but --url names a running server", err=True)
 
 
 async def _ask_server(

@@ -197,7 +197,8 @@ class Batch:
             else:
                 shown = answer.id if answer.custom_id is None else f"custom_id {answer.custom_id[:100]!r}"
                 raise InputError(
-                    f"output {target!r} has an answer to {shown}, but {source!r} has no such line; choose another file",
+                    f"output {target!r} has an answer to {shown}, but {source!r} has no such line; choose "
+                    "another output file",
                     name="output",
                     value=answer.custom_id,
                     path=target,

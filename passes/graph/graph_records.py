@@ -77,7 +77,7 @@ def read_graph(records: tuple[NodeRecord, ...], modules: Mapping[str, torch.nn.M
     nodes: dict[str, Node] = {}
     for record in records:
         if record.op not in ("placeholder", "call_function", "call_module", "output"):
-            raise ValueError(f"a node of kind {record.op!r}")
+            raise ValueError(f"nodes of kind {record.op!r} are unknown")
         target = _target_of(record.target) if record.op == "call_function" else record.target
         args = tuple(_from_data(value, nodes) for value in record.args)
         kwargs = {key: _from_data(value, nodes) for key, value in record.kwargs.items()}
@@ -93,13 +93,13 @@ def _name_of_target(node: Node) -> str:
     if node.op in ("placeholder", "output", "call_module"):
         return str(node.target)
     if node.op == "get_attr":
-        raise NotStorableError(f"the constant {node.target}")
+        raise NotStorableError(f"the constant {node.target} of the graph cannot be stored")
     if isinstance(node.target, torch._ops.OpOverload):
         return f"torch.ops.{node.target}"
     try:
         return _NAMES[node.target]  # type: ignore[index]
     except KeyError:
-        raise NotStorableError(f"a call of {node.target}") from None
+        raise NotStorableError(f"a call of {node.target} cannot be stored") from None
 
 
 def _target_of(name: str) -> Callable[..., Any]:
@@ -139,7 +139,7 @@ def _to_data(value: Any) -> Any:
     for name, kind in _CONSTANTS:
         if isinstance(value, kind):
             return {name: str(value).removeprefix("torch.")}
-    raise NotStorableError(f"an argument of type {type(value).__name__}")
+    raise NotStorableError(f"arguments of type {type(value).__name__} cannot be stored")
 
 
 def _from_data(value: Any, nodes: Mapping[str, Node]) -> Any:
@@ -162,5 +162,5 @@ def _from_data(value: Any, nodes: Mapping[str, Node]) -> Any:
         return torch.device(content)
     constant = getattr(torch, content, None)
     if not any(kind == name and isinstance(constant, expected) for name, expected in _CONSTANTS):
-        raise ValueError(f"the constant {kind} {content!r}")
+        raise ValueError(f"{content!r} is not a constant of kind {kind}")
     return constant

@@ -312,7 +312,7 @@ class Plan:
         Raises InputError if a size is missing or negative, and ValueError if pass activation_memory did not run.
         """
         if self.activations is None:
-            raise ValueError("the plan has no activations: pass activation_memory is disabled")
+            raise ValueError("the plan has no activation memory, because pass activation_memory is disabled")
         counts, chunk = self.sequence_counts(sizes), None
         if self.activations.room_bytes is not None:
             chunk, _ = self.activations.chosen_chunk_tokens(sizes, counts)

@@ -126,9 +126,9 @@ class CaptureRecord(msgspec.Struct, frozen=True):
         arguments = [item for item in self.inputs if isinstance(item, ArgumentInput)]
         ranks = {item.position: len(item.layout.shape) for item in arguments}
         if len(ranks) != self.arguments or not all(0 <= position < len(ranks) for position in ranks):
-            raise ValueError(f"its inputs are the arguments {sorted(ranks)} of {self.arguments}")
+            raise ValueError(f"its inputs are the arguments {sorted(ranks)}, but the call had {self.arguments}")
         if not all(item.paths for item in self.inputs if isinstance(item, StateInput)):
-            raise ValueError("an input is a tensor of the model without a path")
+            raise ValueError("one of its inputs is a tensor of the model, but has no path")
         for name, (position, dim) in self.sizes.items():
             if not 0 <= dim < ranks.get(position, 0):
                 raise ValueError(f"its size {name} is dimension {dim} of argument {position}, which does not exist")

@@ -83,7 +83,7 @@ def record_capture(watch: CaptureWatch, model: nn.Module, arguments: Sequence[ob
             raise NotStorableError(f"the graph's input {node.name} is neither an argument nor a tensor of the model")
     outputs = [position for position, value in enumerate(run.outputs) if value is result]
     if not outputs:
-        raise NotStorableError("the result of a call is no output of the graph")
+        raise NotStorableError("the result of a call is not an output of the graph")
     sizes = _sizes([record for record in records if isinstance(record, ArgumentInput)])
     conditions = _conditions(graph.captured.graph)
     for text in size_texts(records, conditions):
@@ -164,7 +164,7 @@ class StoredCapture:
             top = read_graph(record.top, read_segments(record.segments, record.vector_instructions))
             results = next((node.args[0] for node in top.graph.nodes if node.op == "output"), None)
             if not isinstance(results, (list, tuple)) or not 0 <= record.result < len(results):
-                raise ValueError(f"its result is output {record.result} of {results}")
+                raise ValueError(f"its result is output {record.result}, but the graph has {results} outputs")
             if plan.decisions is not None:
                 # The machine's profile may be another one than when this capture was stored.
                 plan = dataclasses.replace(plan, decisions=decisions_for(plan, dict(plan.sizes), self.context))

@@ -42,8 +42,8 @@ def gather_only_step(model: nn.Module) -> None:
     parts = adopted_parts(model) + _offloaded_parts(model)
     if not parts:
         raise InputError(
-            f"{type(model).__name__} has no expert banks: call offload_experts or load_pretrained, or, where it runs "
-            "with expert parallelism, run it once, compiled with backend='asyncep'"
+            f"{type(model).__name__} has no expert banks: call offload_experts or load_pretrained first; a model with "
+            "expert parallelism must first run once, compiled with backend='asyncep'"
         )
     for transport, banks in parts:
         if isinstance(transport, CollectiveTransport):

@@ -119,7 +119,7 @@ class SymmetricMemory:
                 handle = symmetric_memory.rendezvous(memory, group)
         except RuntimeError as error:
             if isinstance(error, DistError) or "imeout" in str(error):
-                raise PeerError(f"a rank did not come to share its GPU's memory: {error}") from error
+                raise PeerError(f"a rank did not respond when GPUs shared their memory: {error}") from error
             raise SharedMemoryError(
                 f"the GPUs of the ranks cannot read each other's memory: {error}; each rank needs its own GPU, "
                 "chosen by torch.cuda.set_device from GPUs that all ranks see (one CUDA_VISIBLE_DEVICES), on one "

@@ -43,7 +43,7 @@ DEFAULT_TIMEOUT_S = 60.0
 # Keys of the records that ranks publish, in the order of publication.
 _BANKS, _SHARDS, _MAPPED = "list of banks", "segment of shards", "note that all is mapped"
 _PROCESS = "process"
-# Value of a segment's first byte once its rank has said goodbye; zero before.
+# Value of a segment's first byte once its rank has left; zero before.
 _LEFT = 1
 OFFLOADING = "every rank of the group must call offload_experts with the same home, and with the same group"
 
@@ -114,8 +114,8 @@ class PeerGroup:
             group = default_group()
         if not isinstance(group, ProcessGroup) or torch.distributed.get_rank(group) < 0:
             raise InputError(
-                f"group is {group!r}, which is not a process group with this process in it; give the group that "
-                "torch.distributed.new_group returned on a member, or None for all ranks",
+                f"group is {group!r}, which is not a process group with this process in it; pass a group of "
+                "torch.distributed.new_group that contains this process, or None for all ranks",
                 name="group",
                 value=group,
             )

@@ -80,8 +80,8 @@ class CompleteExperts:
                 self._copies = [shard.detach().clone(memory_format=torch.contiguous_format) for shard in parts]
         if _shapes(parts) != _shapes(self._copies):
             raise InputError(
-                f"{self.name} are {_shapes(parts)}, but were {_shapes(self._copies)} in their first use, on which "
-                "other ranks rely; load, convert and place the model before its first run",
+                f"the shapes of {self.name} are {_shapes(parts)}, but were {_shapes(self._copies)} at first use, which "
+                "other ranks still expect; load, convert and place the model before its first run",
                 name=self.name,
                 value=_shapes(parts),
                 expected=_shapes(self._copies),

@@ -110,7 +110,7 @@ class FailureCheck:
             raise failure
         if ended is not None:
             raise PeerError(
-                "the ranks of this group missed each other, so that what they computed since may be wrong: "
+                "the ranks of this group got out of step, and what they computed since may be wrong: "
                 f"{ended}; start all ranks again, or let all of them use a new process group",
                 rank=ended.rank,
                 ranks=ended.ranks,

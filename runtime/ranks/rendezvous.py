@@ -91,7 +91,7 @@ class Rendezvous:
             ended = why_ended(store)
         if ended is not None:
             raise PeerError(
-                f"the ranks of this group missed each other before, and cannot meet any more: {ended}; start all ranks "
+                f"the ranks of this group got out of step before, and cannot meet any more: {ended}; start all ranks "
                 "again, or let all of them use a new process group",
                 rank=ended.rank,
                 ranks=ended.ranks,
@@ -143,7 +143,9 @@ class Rendezvous:
                 record = msgspec.json.decode(text, type=kind)
             except msgspec.DecodeError as error:
                 raise PeerError(
-                    f"rank {rank} sent a {name} that this version of moepass cannot read: {error}", rank=rank
+                    f"rank {rank} sent a {name} that this version of moepass cannot read: {error}; run the same "
+                    "version on all ranks",
+                    rank=rank,
                 ) from error
             yield rank, record
         outcome = self.publish_first(_outcome(name), _ALL_CAME)

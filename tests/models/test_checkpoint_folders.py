@@ -126,7 +126,7 @@ def _custom_code(folder: Path) -> None:
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no weights": (
         lambda folder: (folder / "model.safetensors").unlink(),
-        "holds no weights: neither model.safetensors",
+        "has no weights: neither model.safetensors",
     ),
     "truncated": (_truncate, r"model.safetensors \(\d+ bytes\) is truncated"),
     "truncated header": (_truncate_header, r"model.safetensors \(5 bytes\) is truncated"),
@@ -150,7 +150,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         "config.json is malformed",
     ),
     "config a list": (lambda folder: (folder / "config.json").write_text("[]"), "config.json is malformed"),
-    "no type": (lambda folder: (folder / "config.json").write_text("{}"), "names no model_type"),
+    "no type": (lambda folder: (folder / "config.json").write_text("{}"), "has no model_type"),
     "unknown type": (edit_config(model_type="qwen3_mow"), "'qwen3_mow' is unknown .* did you mean qwen3_moe"),
     "no language model": (edit_config(model_type="vit"), "'vit' has no language-model head"),
     "custom code": (_custom_code, "'mine' is unknown to transformers"),
@@ -189,9 +189,9 @@ def test_a_config_whose_numbers_make_no_model_is_refused(checkpoint: Path, tmp_p
 def test_paths_that_are_no_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
     with refused(CheckpointError, path=tmp_path / "nowhere"):
         resolve_model(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match=r"holds no config\.json"):
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
         resolve_model(tmp_path)
-    with pytest.raises(CheckpointError, match="x is no folder that can be read: File name too long"):
+    with pytest.raises(CheckpointError, match="x is not a readable folder: File name too long"):
         resolve_model("x" * 5000)
     with pytest.raises(CheckpointError, match="does not exist"):
         resolve_model("a\0b")

@@ -89,9 +89,9 @@ def test_a_header_of_weights_that_is_nested_deeply_is_refused(checkpoint: Path, 
         (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
 
     folder = broken_copy(checkpoint, tmp_path / "deep", deepen)
-    with pytest.raises(CheckpointError, match="truncated or no safetensors"):
+    with pytest.raises(CheckpointError, match="truncated or not a safetensors"):
         load_model(folder)
-    with pytest.raises(CheckpointError, match="truncated or no safetensors"):
+    with pytest.raises(CheckpointError, match="truncated or not a safetensors"):
         moepass.load_pretrained(folder)
 
 
@@ -288,5 +288,5 @@ def test_of_a_line_that_is_too_long_nothing_is_kept(monkeypatch: pytest.MonkeyPa
 
 def test_bytes_of_memory_are_no_infinity() -> None:
     for text in ("1e999", "nan", "9" * 400):
-        with pytest.raises(InputError, match="is no number of bytes"):
+        with pytest.raises(InputError, match="is not a number of bytes"):
             parse_bytes(text)

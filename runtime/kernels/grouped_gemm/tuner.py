@@ -33,7 +33,7 @@ def seconds_on_gpu(launch: Launch) -> float:
     Raises InputError without a GPU.
     """
     if not torch.cuda.is_available():
-        raise InputError("kernels are tuned on a GPU, and this process sees none", expected=("cuda",))
+        raise InputError("tuning kernels needs a GPU, but this process sees none", expected=("cuda",))
     launch()
     spans = []
     for _ in range(_LAUNCHES):

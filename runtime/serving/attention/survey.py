@@ -144,7 +144,10 @@ class _Records:
                 if isinstance(past, InputError):
                     raise past
                 return past
-        raise InputError("attention is called with a mask that transformers' mask functions did not make", name="mask")
+        raise InputError(
+            "attention gets a mask that transformers' mask functions did not create, so what it hides is unknown",
+            name="mask",
+        )
 
 
 _recording: contextvars.ContextVar[_Records] = contextvars.ContextVar("moepass_attention_survey")

@@ -196,7 +196,7 @@ def trie_attention_forward(
         return attended, None
     supported = attention_arguments(module, arguments)
     if attention_mask is not None:
-        raise InputError("attention over a trie has no mask; call the model with attention_mask=None", name="mask")
+        raise InputError("attention over a trie takes no mask; call the model with attention_mask=None", name="mask")
     output = torch.ops.moepass.trie_attention(
         query, key, value, supported.sinks, module.layer_idx, supported.scaling(query), supported.softcap
     )

@@ -147,7 +147,9 @@ class ModelEngine:
             has_mean = facts.vector == "embedding"
             if piece.vector is not None and (facts.vector is None or (piece.vector == "mean" and not has_mean)):
                 raise InputError(
-                    f"the model has no {piece.vector!r} vector of a sequence", name="vector", value=piece.vector
+                    f"the model's head returns no {piece.vector!r} vector of a sequence",
+                    name="vector",
+                    value=piece.vector,
                 )
         limit = min(facts.max_sequence_tokens, facts.most_tokens)
         if longest > limit:

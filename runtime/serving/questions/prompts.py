@@ -65,9 +65,7 @@ class PromptWriter:
             rendered = self.ask(probe)
             self.encode([rendered])
         except InputError as error:
-            raise CheckpointError(
-                f"this checkpoint's template renders no prompt: {error}", name="chat_template"
-            ) from error
+            raise CheckpointError(f"this checkpoint's template fails: {error}", name="chat_template") from error
         if probe not in rendered:
             raise CheckpointError(
                 f"this checkpoint's template omits the text: it renders {probe!r} as {rendered[:200]!r}; correct its "

@@ -79,8 +79,8 @@ class RoutableRequest:
         most = (self.prompt_tokens - least) // BLOCK_TOKENS
         if len(self.blocks) > most:
             raise InputError(
-                f"request {self.id} has {len(self.blocks)} blocks; at most {most} of its {self.prompt_tokens} tokens "
-                f"can come from a cache",
+                f"request {self.id} has {len(self.blocks)} blocks; of its {self.prompt_tokens} tokens at most {most} "
+                f"blocks of {BLOCK_TOKENS} can come from a cache",
                 name="blocks",
                 value=len(self.blocks),
                 expected=most,
@@ -96,9 +96,13 @@ class RoutableRequest:
                     expected=range(-1, number),
                 )
         if not math.isfinite(self.arrived):
-            raise InputError(f"request {self.id} arrived at {self.arrived}", name="arrived", value=self.arrived)
+            raise InputError(
+                f"request {self.id} arrived at {self.arrived}; it must be a finite time",
+                name="arrived",
+                value=self.arrived,
+            )
         if math.isnan(self.deadline):
-            raise InputError(f"the deadline of request {self.id} is no number", name="deadline", value=self.deadline)
+            raise InputError(f"the deadline of request {self.id} is not a number", name="deadline", value=self.deadline)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

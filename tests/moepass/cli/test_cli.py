@@ -181,8 +181,8 @@ def test_bad_options_are_errors_of_one_line(case: str, checkpoint: Path) -> None
 
 
 BAD_MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no config": (lambda folder: (folder / "config.json").unlink(), "is no checkpoint: it holds no config.json"),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "holds no weights"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "is not a checkpoint: it has no config.json"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
     "truncated": (lambda folder: os.truncate(folder / "model.safetensors", 4000), "(4000 bytes) is truncated"),
     "shapes": (edit_config(num_hidden_layers=9), "lacks weights that the config asks for"),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer.json"),
@@ -340,8 +340,8 @@ BAD_EXPLAIN: dict[str, tuple[list[str], str, int]] = {
     "no fp8": (["--hardware", "8xa100-80g", "--dtype", "fp8"], "has no fp8 rate; it has", 1),
     "no disk": (["--home", "disk"], "has no disk link", 1),
     "no peers": (["--hardware", "8xl40s", "--home", "peer"], "has no peer link", 1),
-    "budget": (["--memory-budget", "lots"], "memory budget 'lots' is no number of bytes above 0", 1),
-    "budget 0": (["--memory-budget", "0"], "memory budget '0' is no number of bytes above 0", 1),
+    "budget": (["--memory-budget", "lots"], "memory budget 'lots' is not a number of bytes above 0", 1),
+    "budget 0": (["--memory-budget", "0"], "memory budget '0' is not a number of bytes above 0", 1),
     "beyond the memory": (
         ["--memory-budget", "100GB"],
         "it must be between 1 and 80000000000, the memory of a device",
@@ -404,7 +404,7 @@ def test_truncated_weights_end_the_process_with_one_line(checkpoint: Path, tmp_p
     folder = broken_copy(checkpoint, tmp_path / "broken", BAD_MODELS["truncated"][0])
     finished = _process("score", folder, *QUICK, text=_lines(RECORDS))
     assert (finished.returncode, finished.stdout, finished.stderr.count("\n")) == (1, "", 1)
-    assert "is truncated or no safetensors file" in finished.stderr
+    assert "is truncated or not a safetensors file" in finished.stderr
 
 
 def test_demo_refuses_more_texts_than_there_are() -> None:

@@ -446,7 +446,7 @@ def test_requests_carry_the_key(files: tuple[Path, Path]) -> None:
         source.write_text(source.read_text() + "{}\n")
         result = command("-i", source, "-o", target, MOEPASS_URL=stub.url, MOEPASS_HOME="peer")
         assert result.exit_code == 1
-        assert "MOEPASS_HOME is not used: it is for a MODEL" in result.stderr
+        assert "MOEPASS_HOME is ignored: it only applies to a MODEL" in result.stderr
         assert result.stderr.count("MOEPASS_") == 1
         assert "3 lines, 2 of them already answered" in result.stderr
         assert "--retry-errors" in result.stderr
@@ -458,7 +458,7 @@ def test_requests_carry_the_key(files: tuple[Path, Path]) -> None:
         ([], "give either a MODEL, to run it here, or --url"),
         (["demo", "--url", "http://127.0.0.1:1"], "give either a MODEL, to run it here, or --url"),
         (["--url", "ftp://127.0.0.1"], "such as http://127.0.0.1:8000"),
-        (["--url", "http://127.0.0.1:1", "--ranks", "2"], "--ranks is for a MODEL"),
+        (["--url", "http://127.0.0.1:1", "--ranks", "2"], "--ranks only applies to a MODEL"),
         (["demo", "--home", "moon"], "home"),
         (["demo", "--timeout", "inf"], "timeout"),
     ],

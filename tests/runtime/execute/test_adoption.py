@@ -253,7 +253,7 @@ def test_ranks_that_missed_each_other_say_so_from_then_on_without_waiting() -> N
     )
     assert again == first
     assert late == (
-        f"the ranks of this group missed each other before, and cannot meet any more: {first}; start all ranks again, "
+        f"the ranks of this group got out of step before, and cannot meet any more: {first}; start all ranks again, "
         "or let all of them use a new process group"
     )
 

@@ -262,7 +262,7 @@ def _idle_ranks_of_adopted_models_join() -> None:
     with torch.no_grad():
         for config in (SMALL, second_config):
             compiled, full, hidden = adopted_model(config), build_stack(config), hidden_states(config, 8, rank)
-            with pytest.raises(moepass.InputError, match="run it once, compiled with backend='asyncep'"):
+            with pytest.raises(moepass.InputError, match="first run once, compiled with backend='asyncep'"):
                 moepass.gather_only_step(compiled)  # type: ignore[arg-type]
             assert torch.equal(compiled(hidden), full(hidden))
             for step in range(4):

@@ -144,9 +144,9 @@ def test_descriptors_are_closed_with_their_last_user(tmp_path: Path) -> None:
     [
         (b"", "its header would have 0 bytes"),
         (b"\xff" * 64, r"its header would have \d+ bytes"),
-        ((16).to_bytes(8, "little") + b"{", "is truncated or no safetensors file"),
-        ((2).to_bytes(8, "little") + b"[]", "is truncated or no safetensors file"),
-        ((12).to_bytes(8, "little") + b'{"a":{"x":1}', "is truncated or no safetensors file"),
+        ((16).to_bytes(8, "little") + b"{", "is truncated or not a safetensors file"),
+        ((2).to_bytes(8, "little") + b"[]", "is truncated or not a safetensors file"),
+        ((12).to_bytes(8, "little") + b'{"a":{"x":1}', "is truncated or not a safetensors file"),
         (make_header({"a": ("U8", (4,), 4)}, {}) + b"abc", r"has \d+ bytes, but its header says \d+: it is truncated"),
     ],
 )

@@ -280,7 +280,7 @@ def test_a_rank_that_comes_too_late_keeps_its_model(transport: str) -> None:
         "rank 1 did not publish a plan of its layers within 0.5 s; every rank of the group must call"
     )
     for text in (again, *late):
-        assert f"missed each other before, and cannot meet any more: {first}; start all ranks again, or let" in text
+        assert f"got out of step before, and cannot meet any more: {first}; start all ranks again, or let" in text
 
 
 def _in_a_subgroup() -> None:

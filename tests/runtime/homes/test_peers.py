@@ -31,7 +31,7 @@ from tests.helpers.graphs.error_fields import refused
 from tests.helpers.processes.rank_threads import on_rank_threads
 from tests.helpers.processes.workers import Worker
 
-ENDED = "the ranks of this group missed each other before, and cannot meet any more: "
+ENDED = "the ranks of this group got out of step before, and cannot meet any more: "
 
 
 def _bank(index: int = 0, **changes: Any) -> BankSpec:
@@ -164,7 +164,7 @@ def test_a_rank_that_comes_after_the_others_gave_up_gets_their_error() -> None:
     assert second.value.rank == first.value.rank == 1
     for rank in range(2):
         with pytest.raises(
-            PeerError, match=r"missed each other before, and cannot meet any more: rank 1 did not pub"
+            PeerError, match=r"got out of step before, and cannot meet any more: rank 1 did not pub"
         ) as ended:
             PeerGroup(store, rank, 2)
         assert ended.value.rank == 1

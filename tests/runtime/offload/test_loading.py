@@ -369,8 +369,8 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-9]),
         r"model.safetensors \(\d+ bytes\) is truncated",
     ),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "holds no weights"),
-    "no config": (lambda folder: (folder / "config.json").unlink(), "is no checkpoint: it holds no config.json"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "is not a checkpoint: it has no config.json"),
     "missing projection": (
         edit_weights(lambda weights: weights.pop(EXPERT.format("gate"))),
         "the weights of single experts do not merge",

@@ -165,7 +165,7 @@ def _connect_errors(ranks: int, timeout_s: float, connect: Callable[[int], _Link
         return str(caught.value)
 
     texts = _on_ranks(list(range(ranks)), join)
-    with pytest.raises(PeerError, match="missed each other before"):
+    with pytest.raises(PeerError, match="got out of step before"):
         Rendezvous(store, 0, ranks, timeout_s, "come")
     return texts
 

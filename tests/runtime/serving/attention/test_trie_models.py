@@ -146,7 +146,7 @@ def test_sparse_attention_and_masks_of_a_models_own_are_refused() -> None:
         return given, {**named, "attention_mask": named["attention_mask"].clone()}
 
     model.model.layers[1].self_attn.register_forward_pre_hook(with_another_mask, with_kwargs=True)
-    assert "a mask that transformers' mask functions did not make" in (trie_refusal(model) or "")
+    assert "a mask that transformers' mask functions did not create" in (trie_refusal(model) or "")
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama4", "deepseek_v3", "jamba"])

@@ -123,7 +123,7 @@ def test_the_error_of_a_template_is_the_reason(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize(
     ("template", "reason"),
-    [("{{ undefined.role }}", "renders no prompt"), ("{{ messages[0].role }}: ", "omits the text")],
+    [("{{ undefined.role }}", "template fails"), ("{{ messages[0].role }}: ", "omits the text")],
 )
 def test_check_finds_a_wrong_template(checkpoint: Path, template: str, reason: str) -> None:
     tokenizer: Any = load_tokenizer(checkpoint)
