@@ -122,7 +122,7 @@ class BankStore:
 
     Attributes:
         number: the store's number in graphs, see `find_store`.
-        placed: what the planner decided when the banks were brought to their home; None if there was no plan.
+        placed: the planner's decisions when the banks were moved to their home; None if there was no plan.
         tells_of_uncompiled_calls: whether the first call of the uncompiled model logs a warning.
     """
 
@@ -212,8 +212,8 @@ class BankStore:
 
         Args:
             debug: whether released slots are filled with NaN. Once on, it stays on, because graphs share the ring.
-            slot_bytes: the size of the slots that the graph needs. None: the present size, or, in a new ring, slots for
-                any complete bank.
+            slot_bytes: the size of the slots that the graph needs; by default the present size, or in a new ring
+                that of the largest bank.
         """
         self.forget_gathered()
         self._owner.check()
@@ -250,7 +250,7 @@ class BankStore:
         return slot[start:stop]
 
     def read_tensor(self, bank: BankSpec, inputs: Sequence[torch.Tensor], index: int) -> torch.Tensor:
-        """Return tensor `index` of the complete `bank`, in fresh memory on the device. Raises as `read`."""
+        """Return tensor `index` of the complete `bank`, in fresh memory on the device. Raises the errors of `read`."""
         tensor = bank.tensors[index]
         memory = self.read(bank, inputs, tensor.offset_bytes, tensor.offset_bytes + tensor.nbytes)
         return memory.view(tensor.torch_dtype).view(tensor.shape)

@@ -28,7 +28,7 @@ class MutationGuard:
     Args:
         parts: the parameters that the bank was made from.
         shard: the present values of the first of `parts`, in memory that is never written to.
-        are_shard: for each tensor of `shard`, whether the parameter is that memory itself. None: no parameter is.
+        are_shard: for each tensor of `shard`, whether the parameter is that memory itself. With None, no parameter is.
         compute: the function that makes further tensors of the bank from `parts`.
         computed: the present results of `compute`, in memory that is never written to.
     """

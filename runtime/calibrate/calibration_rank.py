@@ -39,7 +39,7 @@ class RankTask:
     Attributes:
         threads: The number of CPU threads.
         store: The path of the file through which the ranks find each other.
-        cores: The cores on which the process stays. Empty: all.
+        cores: The cores on which the process stays; all if empty.
     """
 
     rank: int

@@ -42,7 +42,7 @@ class TransferBench:
 
     @property
     def largest_bytes(self) -> int:
-        """The most bytes that one copy can bring."""
+        """The largest number of bytes that one copy can transfer."""
         return min(self.slot.numel(), sum(source.numel() for source in self.sources))
 
     def start(self, nbytes: int) -> SlotCopy:
@@ -82,7 +82,7 @@ def open_benches(
     """Yield the benches of this machine by name: `host` and `local`, and `peer` if there are several ranks.
 
     On a CPU, `local` is the bench `host`, because device and host memory are one. All ranks call this together; the
-    memory exists until all of them have left the block. Raises PeerError if a rank does not come.
+    memory exists until all of them have left the block. Raises PeerError if a rank does not respond.
     """
     nbytes = max(sizes.transfer_bytes)
     slot = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -129,7 +129,7 @@ def _device_benches(
 def transfer_experiments(
     sizes: CalibrationSizes, device: torch.device, benches: dict[str, TransferBench]
 ) -> list[Experiment]:
-    """Return the experiments `host`, `local` and `peer`; without `local` where it is the bench `host`."""
+    """Return the experiments `host`, `local` and `peer`; without `local` if it is the same bench as `host`."""
     distinct = {name: bench for name, bench in benches.items() if name == "host" or bench is not benches["host"]}
     return [
         Experiment(name, {"bytes": sizes.transfer_bytes}, _time_transfers(bench, sizes, device))

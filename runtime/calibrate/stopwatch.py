@@ -13,7 +13,7 @@ import torch
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """The result of some measurements.
+    """Median and spread of repeated measurements.
 
     Attributes:
         seconds: The median.

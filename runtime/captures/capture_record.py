@@ -88,15 +88,14 @@ class Condition(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CaptureRecord(msgspec.Struct, frozen=True):
-    """A capture as it is stored.
+    """A compiled graph as it is stored, from which a later process restores it.
 
     Attributes:
         inputs: the inputs of the graph, in order.
-        sizes: for each size by name, the argument and the dimension that show it.
+        sizes: the argument and the dimension from which each symbolic size is read.
         conditions: conditions on the sizes.
         arguments: the number of arguments of the call.
         result: the position of the graph's output that the call returned.
-        plan: the plan of the graph.
         top: the nodes of the top-level graph.
         segments: the lowered segments by name.
         sources: digests of the files whose code was traced, by path.

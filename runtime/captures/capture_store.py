@@ -57,7 +57,7 @@ class EntryHeader(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass(frozen=True)
 class StoredEntry:
-    """A file of the folder. If it cannot be used, `header` is missing and `problem` says why."""
+    """A capture file of the store's folder. If it is unusable, `header` is None and `problem` is the reason."""
 
     path: Path
     nbytes: int

@@ -1,4 +1,4 @@
-"""Digests of everything but the inputs that a capture depends on: the model, its settings, and the compiler.
+"""Digests of everything that a capture depends on, except its inputs: the model, its settings, and the compiler.
 
 All values that traced code may branch on belong here: attributes of modules, configurations, hooks, torch's settings.
 Installed code is represented by its version (see `process_code`). If a value has no stable text, NotStorableError is
@@ -174,7 +174,7 @@ def file_digests(files: Iterable[str | Path]) -> dict[str, str]:
 
 
 def _last_linked(path: str, known: dict[str, float]) -> float:
-    """Return when the latest symbolic link on the way to `path` was created, or 0 without links. Raises OSError.
+    """Return the creation time of the latest symbolic link on the way to `path`, 0 without links. Raises OSError.
 
     Deployments switch releases by a link, so the files themselves may be older than this process.
     """

@@ -6,7 +6,7 @@ package or with moepass, and the main program must be moepass's command or one o
 results of such a process depend on the versions of its packages, the sources of moepass, and the values that
 `fingerprint` describes.
 
-This is no defence against a program that hides, for example by removing its modules from `sys.modules` or by replacing
+This does not protect from a program that hides, for example by removing its modules from `sys.modules` or by replacing
 `__main__`. Only the versions of packages are compared, and the files that were traced.
 """
 

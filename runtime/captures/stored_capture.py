@@ -201,7 +201,7 @@ class _StateTensors:
                 raise ValueError(f"{item.paths[0]} of the model has another layout than the stored one")
 
     def read(self) -> list[torch.Tensor] | None:
-        """Return the tensors, or None if one has another type or layout than recorded, or if two are no longer tied."""
+        """Return the model's tensors, or None if one has another layout than recorded, or two are no longer tied."""
         values = self._values()
         if self._have_known_layouts is None or not self._have_known_layouts(*values):
             if not all(item.layout.holds_for(value, {}) for item, value in zip(self._items, values, strict=True)):

@@ -36,7 +36,10 @@ _NOT_COMPARED = {"_original_object_hash", "_dynamo_static_input_type", "_torchdy
 
 
 class Description:
-    """Texts of values. A repeated object is replaced by its number, which also ends cycles."""
+    """Builds canonical descriptions of values.
+
+    An object that was described before is written as its number, which also ends cycles.
+    """
 
     def __init__(self) -> None:
         # Tensors in the order in which they were described.

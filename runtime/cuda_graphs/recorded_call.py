@@ -58,7 +58,7 @@ class ExpectedTensor:
 
 @dataclasses.dataclass(frozen=True)
 class ViewOfInput:
-    """An output in the memory of an input.
+    """An output that shares the memory of an input.
 
     Attributes:
         index: The index of the input.
@@ -112,7 +112,7 @@ def _is_like(expected: object, value: object) -> bool:
 
 
 class NotRecordableError(Exception):
-    """CUDA cannot record a call that runs otherwise. The cause is the error of CUDA."""
+    """CUDA cannot record a call that runs without recording. The cause is the error of CUDA."""
 
 
 def record_call(

@@ -78,7 +78,7 @@ class GraphedRun:
     """A run that records or replays.
 
     Attributes:
-        stopped: Why a replay ended early. Empty if it did not.
+        stopped: Why a replay ended early; empty if it did not.
     """
 
     memory: GraphMemory
@@ -102,7 +102,7 @@ class GraphedRun:
 
 
 class _CurrentRun(threading.local):
-    """The run of each thread."""
+    """The run that the current thread executes."""
 
     run: GraphedRun | None = None
 

@@ -1,4 +1,4 @@
-"""Forms of a compiled graph besides its schedule: when a run takes the captured graph, and how it is compiled.
+"""The form of a compiled graph that a run uses: its schedule, or the captured graph, which is compiled here.
 
 Both forms read the same inputs, parameters included, so nothing is stored twice. A run of the captured graph prefetches
 nothing and leaves the ring as it was: its slots stay filled for the next gathered run.
@@ -71,9 +71,9 @@ class CapturedForm:
         return read_sizes(self._sources, arguments)
 
     def replaces_schedule(self, arguments: Sequence[Any], banks: Sequence[BankSpec], inputs: BankInputs) -> bool:
-        """Return whether this run takes the captured graph, the same on all ranks.
+        """Return whether this run uses the captured graph instead of the schedule, the same on all ranks.
 
-        `inputs` are this rank's tensors of each of `banks`. Raises PeerError if a rank differs, or does not come.
+        `inputs` are this rank's tensors of each of `banks`. Raises PeerError if a rank differs or does not respond.
         """
         raise NotImplementedError
 
@@ -121,7 +121,7 @@ class CapturedFallback(CapturedForm):
         self._findings = findings
 
     def replaces_schedule(self, arguments: Sequence[Any], banks: Sequence[BankSpec], inputs: BankInputs) -> bool:
-        """Return whether the ranks found different tokens. They then run the captured graph."""
+        """Return whether the tokens differ between ranks, so that the captured graph must run."""
         reason = self._check.difference(arguments, [tensor for tensors in inputs for tensor in tensors])
         if reason is not None:
             self._findings.refuse_blocks(self._blocks, reason)
@@ -157,7 +157,7 @@ class Dispatcher(CapturedForm):
         self.compile_for(sizes_at_capture(captured.graph))  # now, so that no run has to wait for it
 
     def replaces_schedule(self, arguments: Sequence[Any], banks: Sequence[BankSpec], inputs: BankInputs) -> bool:
-        """Return whether the ranks agreed to run the exchanged form."""
+        """Return whether the ranks agreed to exchange tokens in this run, with the captured graph."""
         tensors = [tensor for tensors_of_bank in inputs for tensor in tensors_of_bank]
         if not self._registered.find(memories_of(tensors)):
             self._register(banks, inputs)

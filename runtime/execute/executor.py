@@ -1,4 +1,4 @@
-"""Run a compiled graph: its schedule, or the captured graph where ranks agree on that."""
+"""Run a compiled graph: its schedule, or the captured graph if the ranks agree on that."""
 
 from __future__ import annotations
 

@@ -24,20 +24,15 @@ def gather_only_step(model: nn.Module) -> None:
     forward the same way, in eager mode or compiled.
 
     Args:
-        model: a model that was offloaded or loaded with transport "collective", or one that runs with expert
-            parallelism
-            and was compiled with that transport and has run once on all ranks. It may be the model or its compiled
-                form.
+        model: a model, compiled or not, that was offloaded or loaded with transport "collective"; or one with expert
+            parallelism that was compiled with that transport and has run once on all ranks.
 
     Raises:
         InputError: `model` has no banks; or ranks agree on each of its runs, because it was compiled with
-            all_to_all_below
-            or its experts are summed over ranks (all_reduce); or layers share a bank and the order is unknown,
-                before this
-            rank's first forward or after one with graph breaks. The group stays usable: the other ranks keep
-                waiting, and
-            this rank can run a forward instead.
-        PeerError: a rank is gone or does not come, as in a forward.
+            all_to_all_below or its experts are summed over ranks (all_reduce); or layers share a bank and the order is
+            unknown, before this rank's first forward or after one with graph breaks. The group stays usable: the other
+            ranks keep waiting, and this rank can run a forward instead.
+        PeerError: a rank is gone or does not respond, as in a forward.
     """
     parts = adopted_parts(model) + _offloaded_parts(model)
     if not parts:

@@ -36,7 +36,7 @@ class MeasuredRuns:
         exposed_seconds: mean time that the last 32 of them waited for banks; None without runs.
         slot_bytes: bytes of the ring; None before the first run.
         weight_bytes: bytes of the graph's inputs on its device, without banks at rest; None before the first run.
-        peak_bytes: the most memory that torch allocated on the device at once; None where torch does not count it.
+        peak_bytes: peak of the memory that torch allocated on the device; None if torch does not track it.
     """
 
     sizes: Mapping[str, int]
@@ -52,7 +52,7 @@ class RunClock:
     """Times the runs of one graph, all on one device.
 
     Args:
-        inputs_at_rest: positions of the graph's inputs that are banks with another home than the device.
+        inputs_at_rest: positions of the graph's inputs that are banks whose home is not the device.
     """
 
     def __init__(self, inputs_at_rest: Collection[int] = ()) -> None:

@@ -15,15 +15,15 @@ _PEAK = "the most since the process began: loading, compiling and other models o
 
 @dataclasses.dataclass(frozen=True)
 class ReportedFigure:
-    """A number as the planner predicted it and as it was measured.
+    """A number that the planner predicted and a run measured.
 
     Attributes:
-        name: what the number measures.
+        name: the measured quantity.
         unit: "s" or "B".
         predicted: the prediction; None with the reason in `predicted_by`.
         measured: the measurement; None with the reason in `note`.
         predicted_by: the source of the prediction.
-        note: what the measurement includes besides the run.
+        note: further work that the measurement includes.
     """
 
     name: str

@@ -52,7 +52,7 @@ class Schedule:
 
 
 class Schedules:
-    """Finds the schedule of a run by the memory of its bank inputs, and binds one for banks that are new.
+    """Looks up a run's schedule by the addresses of its bank inputs, and binds a new one for banks not seen before.
 
     Attributes:
         banks: the banks that the graph streams.

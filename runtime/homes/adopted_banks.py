@@ -144,7 +144,7 @@ class AdoptedHome(Home):
         return self._adopted(bank).group.rank
 
     def forget(self, bank: BankSpec) -> None:
-        """Drop what the transport and, before the next run, the ring remember of a removed bank."""
+        """Remove a bank from the transport and, before the next run, from the ring."""
         self.transport.forget(bank)
         self._has_removed_banks = True
 
@@ -189,12 +189,12 @@ class BankAdopter:
             group: the ranks.
             banks: the banks of a graph.
             parts: for each bank this rank's tensors, each [own experts, ...].
-            options: how the banks stream. None, as in eager code: as the banks that the group has already, else with
-                the defaults and `timeout_s`.
+            options: how the banks stream. Eager code has no options: they stream like the group's other banks,
+                or with the defaults and `timeout_s` if there are none.
             timeout_s: seconds that ranks wait for each other without `options`.
 
         Raises:
-            PeerError: ranks are missing, have ended, or come with other banks.
+            PeerError: ranks are missing, have ended, or have other banks.
             SharedMemoryError: the machine has no shared memory left.
             InputError: the ring has other options, or experts lie on another device.
         """

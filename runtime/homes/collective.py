@@ -107,7 +107,7 @@ class CollectiveTransport(Transport):
         self._plan = NO_GATHER_SIGNATURE
 
     def connect(self, rendezvous: Rendezvous) -> None:
-        """Make the connections on the first call. Raises as the group of `_make_group`."""
+        """Make the connections on the first call. Raises the errors of `_make_group`."""
         if self._group is None:
             self._group = self._make_group(rendezvous, functools.partial(_describe, self._banks))
 
@@ -205,7 +205,7 @@ class CollectiveTransport(Transport):
             gather.wait()
 
     def _gather_now(self, request: Request, memory: torch.Tensor | None) -> SlotCopy:
-        """Return a gather outside of a ring, into `memory`. None: this rank sends and receives nothing."""
+        """Return a gather outside of a ring, into `memory`. With None, this rank sends and receives nothing."""
         action = self._gather(request)
         if memory is None:
             action, nothing = dataclasses.replace(action, receives=False), action.own.memory[:0]
@@ -220,7 +220,7 @@ class CollectiveTransport(Transport):
         return HOST_LANE
 
     def _gather(self, request: Request, into_slot: Sequence[Source] | None = None) -> GatherAction:
-        """`into_slot` are the parts of all ranks as they go into a slot; None: into a buffer of the requested bytes."""
+        """Return a gather into a slot, whose parts from all ranks are `into_slot`, or by default into a buffer."""
         assert self._group is not None, "connect comes first"
         bank, sources = self._banks[request[0]]
         start, stop = request[1:]

@@ -62,7 +62,7 @@ class RankMemory(Protocol):
         """
 
     def finish_writing(self) -> None:
-        """Return when other ranks can read everything that was written to this rank's memory."""
+        """Block until other ranks can read everything that was written to this rank's memory."""
 
     def with_own_storage(self, memory: torch.Tensor, when_freed: Callable[[], None]) -> torch.Tensor:
         """Return a tensor over the same bytes with a separate storage. Freeing that storage calls `when_freed`."""
@@ -168,7 +168,7 @@ def _waiting_at_most(group: ProcessGroup, timeout_s: float) -> Iterator[None]:
 
 
 class DevicePacker(PeerPacker):
-    """A packer with shards in memory that `make_memory` makes. Its segment of shared memory serves only to say goodbye.
+    """A packer with shards in memory of `make_memory`. Its shared segment only shows whether this rank has left.
 
     By default it allocates memory for all banks at once, so that a failure leaves the model unchanged. With
     `bank_by_bank` it allocates for one bank at a time, so that parameters that move into a shard free memory for the

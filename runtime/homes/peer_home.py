@@ -1,6 +1,6 @@
 """Home `peer`: every rank stores 1/N of each bank.
 
-With transport `pull` the shards lie in shared memory, and each rank copies at any time. With transport `collective`
+With transport `pull` the shards are in shared memory, and each rank copies at any time. With transport `collective`
 they lie in private memory of the host or the device, and all ranks gather together.
 """
 
@@ -94,7 +94,10 @@ class PeerPacker:
         self.agree_on(specs, [weights_digest(tensors) for tensors in banks.values()])
 
     def agree_on(self, specs: Sequence[BankSpec], digests: Sequence[str]) -> None:
-        """Check that all ranks have banks with these specs and digests, and allocate memory. Raises as `agree`."""
+        """Check that all ranks have banks with these specs and digests, and allocate memory.
+
+        Raises the errors of `agree`.
+        """
         self._specs = list(specs)
         self.group.agree(self._specs, digests, self.staging_buffers, self.device_type)
         with self.group.rendezvous.publishing_failures():
@@ -162,7 +165,10 @@ class PeerPacker:
         return self._segment.map(self._offsets(rank)[index], shard_layout(self._specs[index], rank).nbytes)
 
     def spread(self, banks: Sequence[Bank]) -> dict[int, tuple[Source, ...]]:
-        """Return the shards of each bank, by its index, once every rank has mapped them. Raises as `connect`."""
+        """Return the shards of each bank, by its index, once every rank has mapped them.
+
+        Raises the errors of `connect`.
+        """
         shards = {self.group.rank: [bank.shard for bank in banks]}
         for rank, segment in self.group.share().items():
             with self.group.rendezvous.publishing_failures():
@@ -209,7 +215,7 @@ class GatherPacker(PeerPacker):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def spread(self, banks: Sequence[Bank]) -> dict[int, tuple[Source, ...]]:
-        """Return the shards of each bank, by rank, once every rank can send its own. Raises as `connect`."""
+        """Return the shards of each bank, by rank, once every rank can send its own. Raises the errors of `connect`."""
         spread: dict[int, tuple[Source, ...]] = {}
         for bank in banks:
             spread[bank.spec.index] = tuple(

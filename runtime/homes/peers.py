@@ -99,7 +99,7 @@ class PeerGroup:
         transport: str = PULL,
         watch: ProcessWatch | None = None,
     ) -> PeerGroup:
-        """Return the ranks of `group`, by default all ranks. Raises as the constructor.
+        """Return the ranks of `group`, by default all ranks. Raises the errors of the constructor.
 
         Raises:
             InputError: torch.distributed is not initialised, or this process is not in the group.
@@ -134,7 +134,7 @@ class PeerGroup:
             device_type: the kind of device that has the shards.
 
         Raises:
-            PeerError: ranks differ (the error names both values and ranks, and is the same on every rank), do not come
+            PeerError: ranks differ (the error names both values and ranks, the same on every rank), do not respond
                 within the timeout, or have ended.
         """
         process = this_process() if self.transport == PULL else None
@@ -189,7 +189,7 @@ class PeerGroup:
     def share(self) -> dict[int, SharedSegment]:
         """Publish this rank's segment and return those of the others, by rank.
 
-        Raises PeerError if a rank has ended or does not come within the timeout.
+        Raises PeerError if a rank has ended or does not respond within the timeout.
         """
         assert self._segment is not None, "make_segment comes first"
         segments: dict[int, SharedSegment] = {}
@@ -208,12 +208,15 @@ class PeerGroup:
         return segments
 
     def settle(self) -> None:
-        """Wait until every rank has mapped the shards; later no process opens memory of another. Raises as `share`."""
+        """Wait until every rank has mapped the shards; later no process opens memory of another.
+
+        Raises the errors of `share`.
+        """
         deque(self.rendezvous.exchange(_MAPPED, True, bool, self.check_alive), maxlen=0)
         self._segment = None
 
     def check_alive(self) -> None:
-        """Raise PeerError if a rank has ended without saying goodbye. Makes one system call and never waits."""
+        """Raise PeerError if a rank has ended without `leave`. Makes one system call and never waits."""
         self._owner.check()
         missed = [
             rank for rank in sorted(self._watch.gone()) if rank not in self._states or self._states[rank][0] != _LEFT
@@ -227,7 +230,10 @@ class PeerGroup:
             )
 
     def leave(self) -> None:
-        """Say goodbye to the other ranks. This also happens when this object is freed and when the process ends."""
+        """Signal to the other ranks that this rank ends on purpose.
+
+        This also happens when this object is freed and when the process ends.
+        """
         if self._leave is not None:
             self._leave()
 

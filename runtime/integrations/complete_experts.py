@@ -74,7 +74,7 @@ class CompleteExperts:
         return [store.read_tensor(stored_spec, shards, index) for index in range(len(shards))]
 
     def _copied(self, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return `parts` of the first call, in memory that stays."""
+        """Return the copy of `parts` that the first call makes. Raises InputError if shapes have changed since."""
         if self._copies is None:
             with torch.inference_mode(False):
                 self._copies = [shard.detach().clone(memory_format=torch.contiguous_format) for shard in parts]

@@ -30,7 +30,7 @@ def is_mkl_held_back() -> bool:
 
 
 def multiply(rows: torch.Tensor, weights: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return `rows` [n, in] times `weights` [in, out], in `out` [n, out] if it is given.
+    """Return `rows` [n, in] times `weights` [in, out], in `out` [n, out] or a new tensor.
 
     The library depends on the machine, the type, the layout and the sizes, never on a measurement, so that every run of
     the same rows gives the same numbers. For compiled code only: autocast and autograd do not see it.

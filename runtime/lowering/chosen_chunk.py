@@ -1,4 +1,4 @@
-"""The chunk size that the current run chose, for segments that process some tokens at a time."""
+"""The chunk size that the current run chose, for segments that run in chunks of tokens."""
 
 from __future__ import annotations
 

@@ -33,7 +33,10 @@ Compile = Callable[[GraphModule, FakeTensorMode], Callable[[list[Any]], Sequence
 
 
 def lower_experts(segment: GraphModule, compile_rows: Compile) -> ExpertLoop | NotLowered | None:
-    """Return a loop over the experts of `segment`, the reason why it cannot be one, or None if it has no experts."""
+    """Lower the experts of `segment` to a loop.
+
+    Returns the reason if that is impossible, and None if the segment has no experts.
+    """
     experts = expert_gemms_in(segment)
     if not experts:
         return None

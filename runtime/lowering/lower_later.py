@@ -38,7 +38,7 @@ _STALE = ("val", "tensor_meta", "unbacked_bindings", "eager_input_vals")
 
 @dataclasses.dataclass(frozen=True)
 class LateGraph:
-    """A compiled graph.
+    """A captured graph, compiled for the sizes of one run.
 
     Attributes:
         run: takes the graph's inputs.

@@ -233,7 +233,10 @@ def _lower_tensorrt(segment: GraphModule) -> tuple[LoweredSegment, Lowering]:
 
 
 def _by_expert(segment: GraphModule) -> ExpertLoop | TritonExperts | NotLowered | None:
-    """Return the segment's experts as a loop or as kernels, the reason why neither works, or None without experts."""
+    """Lower the segment's experts to a loop or to kernels.
+
+    Returns the reason if neither works, and None if the segment has no experts.
+    """
     inputs = [fake_value(node) for node in graph_inputs(segment.graph)]
     if any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in inputs):
         mode = _fake_mode_of(segment, inputs)

@@ -97,7 +97,7 @@ def _tokens_alone(order: Sequence[Factor]) -> int:
 
 
 class TokenLoop:
-    """Runs a segment some tokens at a time: call it with a list of its inputs. It returns the segment's outputs.
+    """Runs a segment in chunks of tokens: call it with a list of its inputs. It returns the segment's outputs.
 
     `body` takes the number of tokens and the tensors of a chunk. Weights may come in parts, which are passed on.
     """

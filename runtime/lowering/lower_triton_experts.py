@@ -29,7 +29,10 @@ Compile = Callable[[GraphModule], Callable[[list[Any]], Sequence[torch.Tensor]]]
 
 
 def lower_to_triton(segment: GraphModule, compile_graph: Compile) -> TritonExperts | NotLowered | None:
-    """Return `segment` as Triton kernels, the reason why it cannot be that, or None if it has no experts."""
+    """Lower the experts of `segment` to Triton kernels.
+
+    Returns the reason if that is impossible, and None if the segment has no experts.
+    """
     experts = expert_gemms_in(segment)
     if not experts:
         return None

@@ -65,7 +65,7 @@ class ExpertLoopRecord(msgspec.Struct, frozen=True, tag="experts"):
 
 
 class SegmentRecord(msgspec.Struct, frozen=True):
-    """A `LoweredSegment`."""
+    """The record of a `LoweredSegment`."""
 
     run: EagerGraph | InductorCode | ExpertLoopRecord
     tensors: tuple[int, ...]

@@ -104,23 +104,23 @@ def load_pretrained(
         path: a checkpoint folder.
         home: where the experts rest, see `offload_experts`. Ranks wait `timeout_s` for each other before and after they
             read their experts, so it must exceed the difference between the fastest and the slowest rank.
-        device: where the model computes. None: the CPU.
+        device: where the model computes, by default the CPU.
         slots: buffers on `device`, see `offload_experts`.
         resident_bytes: bytes of experts that stay on `device`, see `offload_experts`.
         resident_layers: layers whose experts stay on `device`, see `offload_experts`.
         memory_budget: bytes on `device` for this process, see `offload_experts`.
         hardware: the machine to plan for, see `offload_experts`.
         tokens: the tokens of a step to plan for, see `offload_experts`.
-        dtype: the dtype of the weights. None: the one in the checkpoint's config.
+        dtype: the dtype of the weights, by default the one in the checkpoint's config.
         experts_implementation: the implementation of experts in transformers.
-        progress: a function of (bytes read, total bytes), called on every rank that passes one. None: a progress bar on
-            rank 0 if stderr is a terminal.
+        progress: a function of (bytes read, total bytes), called on each rank that passes one. By default a progress
+            bar on rank 0 if stderr is a terminal.
 
     Raises:
         CheckpointError: `path` is not a checkpoint; files or tensors are missing, truncated, or do not fit the config;
             or a file changed while it was read.
         InputError: single experts cannot be read (quantised weights, a family whose conversion mixes experts).
-        PeerError: ranks have different checkpoints, fail or do not come.
+        PeerError: ranks have different checkpoints, fail or do not respond.
         And the errors of `offload_experts`.
     """
     options = options_of(home)
@@ -324,7 +324,7 @@ def _name_after(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _read_dense(model: nn.Module, device: torch.device) -> None:
-    """Read every weight that is not read yet. Tied weights stay tied."""
+    """Read every weight that has not been read yet. Tied weights stay tied."""
     read: dict[int, torch.Tensor] = {}
     for tensors, name, tensor in _unread(model):
         if id(tensor) not in read:

@@ -15,7 +15,7 @@ def shown_progress(hook: Progress | None, is_first: bool, total_bytes: int) -> I
     """Yield the function to call with the bytes of each read; None if progress is not shown.
 
     Args:
-        hook: called with (bytes read, total bytes). None: a progress bar if `is_first` and stderr is a terminal.
+        hook: called with (bytes read, total bytes), by default a progress bar if `is_first` and stderr is a terminal.
         is_first: whether this is rank 0.
         total_bytes: all bytes to read.
     """

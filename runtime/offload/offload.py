@@ -120,8 +120,8 @@ def place_experts(model: nn.Module, planning: PlanningOptions, route: BankRoute)
     """Decide which layers of `model` stay on the device, and the number of slots.
 
     Raises:
-        OptionError: fewer than 1 slot, and as `place`.
-        InputError: the model has no experts, and as `place`.
+        OptionError: fewer than 1 slot, or an error of `place`.
+        InputError: the model has no experts, or an error of `place`.
     """
     slots: object = planning.slots
     if slots is not None and (not isinstance(slots, int) or isinstance(slots, bool) or slots < 1):
@@ -176,9 +176,9 @@ def offload_experts(
         home: where the experts rest: `"host"`, `"peer"`, `"hybrid"` or `"disk"`, or, with other options than the
             defaults, a `moepass.Host`, `Peer`, `Hybrid` or `Disk`. With `peer` and `hybrid` all ranks call this, each
             with the complete model.
-        device: where the model computes. None: the device of its other parameters.
+        device: where the model computes, by default the device of its other parameters.
         slots: buffers on `device`, each for the experts of one layer. 2 overlap copies with computation, 1 takes less
-            memory, and more than a few hide no more time. None: 2, or the planner's choice for a memory budget.
+            memory, and more than a few hide no more time. By default 2, or the planner's choice for a memory budget.
         resident_bytes: the first layers whose experts fit into this many bytes together stay on `device`, on every
             rank. It is a good use of free memory: the first copies overlap with the compute time of these layers.
         resident_layers: the layers that stay instead, by the numbers in their modules' paths. `moepass explain` prints
@@ -187,11 +187,11 @@ def offload_experts(
             layers, slots, staging buffers, this rank's shards if they are there, and activations. The planner chooses
             the layers that stay so that the step is fastest. Banks at rest in host memory or in files do not count,
             even if the device is the CPU.
-        hardware: the machine to plan for, a preset or a profile. None: the profile that `moepass calibrate` has stored
+        hardware: the machine to plan for, a preset or a profile, by default the one that `moepass calibrate` has stored
             for this machine. Without a profile, or for a family of unknown sizes, no times are predicted, and the
             layers that stay are spread evenly over the model.
-        tokens: the tokens of a step to plan for: a number, or the number of sequences and the tokens of each. None: one
-            sequence of 4096.
+        tokens: the tokens of a step to plan for: a number, or the number of sequences and the tokens of each.
+            By default one sequence of 4096.
 
     Returns:
         Homes and bytes of the experts.
@@ -203,7 +203,7 @@ def offload_experts(
             that home; the budget is too small; the profile lacks a link or a rate; there is no process group; home
             `disk` needs a folder, or disk space. The model is unchanged.
         PeerError: ranks are missing, or have different models or options. The model is unchanged, unless a rank is lost
-            after all have agreed. Ranks that missed each other cannot use their group again.
+            after all have agreed. Ranks that got out of step cannot use their group again.
         SharedMemoryError: ranks on this machine cannot share memory. The model is unchanged.
     """
     options = options_of(home)
@@ -228,7 +228,9 @@ def move_experts(
     planning: PlanningOptions,
     placement: Placement,
 ) -> OffloadReport:
-    """Move the experts of `model` as `placement` says, which all ranks have agreed on. Raises as `offload_experts`.
+    """Move the experts of `model` as `placement` says, which all ranks have agreed on.
+
+    Raises the errors of `offload_experts`.
 
     Args:
         model: the model.

@@ -1,7 +1,7 @@
 """The planner's choice of the layers that stay on the device and of the number of slots for the others.
 
-Of the model, the planner gets its weights by shape and dtype, and its config if a formula covers the family. Of the
-machine, it gets the profile in the options, or else the one that `moepass calibrate` has stored.
+The planner gets the model's weights by shape and dtype, and its config if a formula covers the family. The profile of
+the machine is the one in the options, or else the one that `moepass calibrate` has stored.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PlanningOptions:
         memory_budget: bytes of the device's memory, as a number or as text.
         hardware: the machine, a preset or a profile.
         tokens: the tokens of a step, or the number of sequences and the tokens of each.
-        slots: the number of slots; None: the planner's choice.
+        slots: the number of slots, by default the planner's choice.
         residents: the layers that stay; by default the planner's choice.
     """
 
@@ -117,13 +117,13 @@ class PlanningOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The result of planning.
+    """The layers that stay resident, and the ring for the others.
 
     Attributes:
         residents: the layers that stay as they are.
         slots: the number of slots that the others stream through.
         placed: the decisions, for the plans of graphs.
-        topics: the causes of the decision, by which ranks find out why theirs differ.
+        topics: the causes of the decision, which tell ranks why theirs differ.
     """
 
     residents: Residents
@@ -147,7 +147,7 @@ def place(
         route: the route of banks to the compute device.
 
     Raises:
-        OptionError: there is both a budget and residents, and as `PlanningOptions`.
+        OptionError: there is both a budget and residents, or an error of `PlanningOptions`.
         InputError: the budget is too small (the error names the least that suffices), or the profile lacks a link or
             rate.
     """
@@ -263,7 +263,7 @@ class _PlanningInputs:
         return resting_bytes(self.dense_bytes, self.shard_bytes.values(), self.route.staging_buffers)
 
     def plan(self, stay: tuple[str, ...] | None, slots: int | None) -> MadePlan:
-        """Return the plan. `stay` are the layers that stay, and `slots` the slots, if they are already decided."""
+        """Choose the layers that stay resident and the number of slots, unless `stay` or `slots` sets them."""
         if self.hardware is not None and self.architecture is not None:
             return self._made(self._by_sizes(self.hardware, self.architecture, stay, slots))
         return self._made(self._by_bytes(stay, slots))

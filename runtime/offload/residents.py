@@ -50,7 +50,7 @@ class Residents:
             )
 
     def among(self, bank_bytes: Mapping[str, int]) -> tuple[str, ...]:
-        """Return the paths that stay, in the model's order, of banks that are given as bytes by path.
+        """Return the paths of the banks that stay, in the model's order, from the bytes of all banks by path.
 
         Raises InputError if a layer has no bank.
         """

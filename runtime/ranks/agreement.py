@@ -125,7 +125,7 @@ class Agreement:
 
         Raises:
             PeerError: ranks have different crossovers or layers (the same text on all ranks), or a rank has ended or
-                did not come within `timeout_s`. No rank can agree any more.
+                did not respond within `timeout_s`. No rank can agree any more.
         """
         with self._lock:
             tokens = sum(tokens for tokens, _ in self._exchange(own, timeout_s))
@@ -188,7 +188,7 @@ class RunCheck:
         self._has_logged = False
 
     def __call__(self) -> None:
-        """Raise PeerError if ranks are about to run different blocks, have ended or do not come."""
+        """Raise PeerError if ranks are about to run different blocks, have ended or do not respond."""
         group = self._group()
         if not decisions_of(group).must_agree(self._own):
             return

@@ -72,7 +72,7 @@ class BlockDecisions:
             timeout_s: seconds that ranks wait for each other.
 
         Raises:
-            PeerError: ranks do not come within `timeout_s`, or have different crossovers.
+            PeerError: ranks do not respond within `timeout_s`, or have different crossovers.
         """
         self._owner.check()
         with self._lock:

@@ -70,7 +70,7 @@ class Connections:
 
     @property
     def others(self) -> list[int]:
-        """All ranks but this one."""
+        """All ranks except this one."""
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def check(self) -> None:
@@ -103,7 +103,7 @@ class Connections:
             send: for each rank the tensors to send.
             deadline: when the exchange must end, in the time of `time.monotonic`.
             late: the error text for a late rank: "rank N `late`".
-            lost: the error text for a lost connection: what the ranks were doing.
+            lost: the error text for a lost connection, which says what the ranks were doing.
             overlapped: called while bytes are on their way.
 
         Raises:

@@ -3,7 +3,7 @@
 ask       between hosts, as on a CPU
 gather    the bytes go from device to device; all hosts wait for them
 
-If a rank ends, the NCCL transfer with it never ends, and a stream behind it waits for ever. So the host of every rank
+If a rank ends, the NCCL transfer with it never ends, and a stream behind it waits forever. So the host of every rank
 waits for each gather, with a deadline, before the computation may read it. After the deadline, hosts tell each other
 whose transfers have ended, by which they find the missing rank, and abort NCCL.
 """
@@ -38,7 +38,7 @@ class DeviceGatherGroup(GatherGroup):
         connect: connects the devices; all ranks call it together.
 
     Raises:
-        PeerError: devices cannot be connected, or not within the rendezvous's timeout; and as `GatherGroup`.
+        PeerError: devices cannot be connected, or not within the timeout, or an error of `GatherGroup`.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class DeviceGatherGroup(GatherGroup):
             raise
 
     def _connect(self, connect: Callable[[], DeviceLinks]) -> None:
-        """Connect the devices on another thread, because this one must not wait for ever."""
+        """Connect the devices on another thread, because this one must not wait forever."""
         links: list[DeviceLinks] = []
         errors: list[Exception] = []
         has_ended = threading.Event()
@@ -111,7 +111,7 @@ class DeviceGatherGroup(GatherGroup):
         return first
 
     def _wait_together(self, is_done: Callable[[], bool], aim: str, lost: str) -> None:
-        """Return when `is_done` on all ranks. Raises PeerError if a rank fails, or after the timeout."""
+        """Block until `is_done` on all ranks. Raises PeerError if a rank fails, or after the timeout."""
         deadline = time.monotonic() + self._timeout_s
         next_read = time.monotonic() + _STORE_PAUSE_S
         while not (has_ended := is_done()) and time.monotonic() < deadline:

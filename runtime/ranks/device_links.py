@@ -39,7 +39,7 @@ class DeviceLinks(Protocol):
 
 
 class NcclLinks:
-    """`DeviceLinks` of the CUDA device of each rank. Waits for a rank that has ended without a timeout.
+    """`DeviceLinks` of the CUDA device of each rank. If a rank has ended, an exchange with it waits without a timeout.
 
     It has a separate communicator: a process group of torch, but not one of `torch.distributed.new_group`, for the
     reasons in `connections.py`.

@@ -1,4 +1,4 @@
-"""Errors on all ranks if Dynamo falls back to eager on one of them, or if ranks missed each other.
+"""Errors on all ranks if Dynamo falls back to eager on one of them, or if ranks got out of step.
 
 In a rewritten graph no rank joins the exchanges any more. If Dynamo stops compiling a rank's model (recompile limit),
 that rank would run the exchanges uncompiled, and wait for ranks that never come. It raises an error instead; the others
@@ -6,7 +6,7 @@ find the error in the store of the group before a later run. (If Dynamo cannot c
 still compiles the function in pieces, which reach `block_decisions.py`.) If `torch.compiler.set_stance` sends new
 shapes to eager mode, none of our code runs at that moment, so an earlier run refuses that setting.
 
-A rank may also wait in vain for a meeting that it alone began. The other ranks computed with its experts until then,
+A rank may also wait for a meeting that no other rank joins. The other ranks computed with its experts until then,
 and their results may be wrong. They find the error in the same store.
 """
 
@@ -95,7 +95,7 @@ class FailureCheck:
         self._next_read = 0.0
 
     def check(self) -> None:
-        """Raise the PeerError of the first rank that failed, or that waited for others in vain."""
+        """Raise the PeerError of the first rank that failed, or whose meeting no other rank joined."""
         now = time.monotonic()
         if now < self._next_read:
             return

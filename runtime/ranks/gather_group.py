@@ -74,7 +74,7 @@ class GatherGroup(Connections):
 
         Raises:
             DisagreementError: ranks ask for different gathers, or in different orders.
-            PeerError: a rank does not come within the timeout, or has ended.
+            PeerError: a rank does not respond within the timeout, or has ended.
         """
         self.check()
         bank = self._describe(request)

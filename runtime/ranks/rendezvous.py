@@ -38,9 +38,9 @@ def no_check() -> None:
 
 
 class PeerError(MoepassError, RuntimeError):
-    """Another rank has ended, did not come, or does not fit this one.
+    """Another rank has ended, did not respond, or does not match this one.
 
-    `rank` or `ranks` name it or them, the same on all ranks.
+    `rank` is its number, or `ranks` has several numbers, the same on all ranks.
     """
 
     def to_store(self) -> str:
@@ -70,11 +70,11 @@ class Rendezvous:
         rank: this rank.
         size: the number of ranks.
         timeout_s: seconds that ranks wait for each other.
-        title: what ranks must do to come here; the error of a failed meeting quotes it.
+        title: what ranks must do to join; the error of a failed meeting quotes it.
         is_optional: whether a failure is ignored if all ranks that came passed True.
 
     Raises:
-        PeerError: ranks of this store missed each other before.
+        PeerError: ranks of this store got out of step before.
     """
 
     def __init__(

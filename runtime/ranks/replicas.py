@@ -51,7 +51,12 @@ class _RunInputs(NamedTuple):
 
 
 class _Compared(NamedTuple):
-    """The result of the meeting `number` for parameters with these `contents`: the difference, or None."""
+    """The result of one comparison: the difference between the ranks, or None if there is none.
+
+    Attributes:
+        number: the number of the meeting in which the ranks compared.
+        contents: the contents of this rank's parameters.
+    """
 
     number: int
     difference: str | None
@@ -64,7 +69,7 @@ class _Compared(NamedTuple):
 
 
 class Comparisons:
-    """The last comparison for each graph and its parameters, of the ranks of one group, as this rank knows them."""
+    """The ranks' last comparison for each graph and its parameters, in one group."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -125,7 +130,7 @@ class ReplicaCheck:
             experts: this rank's tensors of the banks.
 
         Raises:
-            PeerError: ranks are about to run different blocks, have ended, or do not come within the timeout.
+            PeerError: ranks are about to run different blocks, have ended, or do not respond within the timeout.
         """
         group = self._group()
         comparisons = comparisons_of(group)

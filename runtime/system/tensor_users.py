@@ -1,4 +1,4 @@
-"""Finding out what else references a tensor's memory."""
+"""Search for other references to a tensor's memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def are_only_users(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether only `tensors`, which may share memory, reference their memory; False if that is unknown."""
+    """Return whether nothing but `tensors` references their memory, which they may share; False if that is unknown."""
     if not all(type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.numel() for tensor in tensors):
         return False
     if any(tensor.is_conj() or tensor.is_neg() for tensor in tensors):

@@ -134,7 +134,7 @@ class Copier:
         self._pending.remove(copy)
 
     def quiesce(self) -> None:
-        """Return once all copies have ended and no computation issued so far, on any stream, reads a slot."""
+        """Abandon all copies, and block until they have ended and no issued computation reads a slot, on any stream."""
         for copy in self._pending:
             copy.abandon()
         for copy in self._pending:
@@ -143,7 +143,7 @@ class Copier:
         self._lane.synchronize()
 
     def close(self) -> None:
-        """Return once all users of the ring's memory that hold no reference to it are done; in any thread."""
+        """Block until all users of the ring's memory that hold no reference to it are done. Any thread may call it."""
         if self._lane.is_synchronous:
             return
         # This may be the copy thread, which cannot wait for its own copies. They hold the memory that they use.

@@ -118,7 +118,7 @@ class SlotCopy:
 
     @property
     def filled(self) -> Moment:
-        """The moment at which the slot is full, of a copy that is finished."""
+        """The moment at which the slot was full. The copy must be finished."""
         assert self.performed is not None, "the copy is finished"
         return self.performed[1]
 
@@ -188,7 +188,7 @@ class CopyThread:
 
 
 class _CopyWork:
-    """The state of the copy thread."""
+    """The loop of the copy thread: it carries out queued copies in order until it is stopped."""
 
     def __init__(self, link: Link) -> None:
         self.link = link

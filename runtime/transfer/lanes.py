@@ -72,7 +72,7 @@ class Lane:
         return True
 
     def synchronize(self) -> None:
-        """Return once no work that was issued so far, by copies or by the computation, uses a slot."""
+        """Block until no work that was issued so far, by copies or by the computation, uses a slot."""
 
 
 HOST_LANE = Lane()

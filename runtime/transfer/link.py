@@ -23,7 +23,7 @@ class Link:
     """A link for copies.
 
     Attributes:
-        bytes_per_s: The emulated speed. None for the real link, on which copies take as long as they take.
+        bytes_per_s: The emulated speed. None for the real link, whose copies are not delayed.
     """
 
     bytes_per_s: float | None = None

@@ -67,7 +67,7 @@ class DeviceClock:
         return recorded_event(torch.cuda.current_stream(self._device))
 
     def seconds(self, event: torch.cuda.Event) -> float:
-        """Return when `event` happened, as a time of `time.perf_counter`. It must have happened."""
+        """Return the time of `event` on the clock of `time.perf_counter`. The event must have happened."""
         since_zero: float = self._zero.elapsed_time(event) / 1e3
         return self._host_zero + since_zero
 

@@ -146,9 +146,9 @@ class Ring:
         return sum(buffer.numel() for buffer in [*self._buffers, self._encoded_buffer])
 
     def reserve(self, slots: int, slot_bytes: int, encoded_buffer_bytes: int = 0) -> None:
-        """Enlarge the ring to at least these sizes, between two runs. The next run then begins with empty slots.
+        """Enlarge the ring to at least these sizes. The next run then begins with empty slots.
 
-        Raises InputError inside a run of the same thread.
+        Raises InputError if the calling thread is inside a run.
         """
         with self._lock.pause():
             largest = max((buffer.numel() for buffer in self._buffers), default=0)

@@ -99,7 +99,7 @@ class RemoteSource(Source):
         return dataclasses.replace(self, pieces=pieces)
 
     def contents(self) -> Hashable:
-        """Return None: only the other rank knows its bytes."""
+        """Return None, because only the other rank knows its bytes."""
         return None
 
 

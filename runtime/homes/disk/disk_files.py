@@ -100,7 +100,7 @@ class DiskFile:
             )
 
     def announce(self, offset_bytes: int, nbytes: int) -> None:
-        """Let the kernel start to read these bytes into its cache, unless they seem to be cached."""
+        """Ask the kernel to read these bytes into its page cache, unless they seem to be cached."""
         stop = offset_bytes + nbytes
         for start in range(offset_bytes, stop, _ASKED_AT_ONCE_BYTES):
             if self._is_cached(start):
@@ -159,7 +159,7 @@ class FileSource(Source):
         return self
 
     def announce(self) -> None:
-        """Let the kernel start to read all pieces into its cache."""
+        """Ask the kernel to read all pieces into its page cache."""
         start = stop = 0
         for piece in self.pieces:
             if piece.source_offset_bytes != stop:

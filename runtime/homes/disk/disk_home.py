@@ -69,7 +69,7 @@ class DiskPacker:
     """A packer that finds, or writes, the files of a model's banks.
 
     Args:
-        folder: where banks are written, if necessary; None: such banks are an error.
+        folder: where banks are written, if necessary; with None, such banks raise an error.
         keeps_pages: whether pages stay in the kernel's cache after a read.
 
     Raises:

@@ -37,7 +37,7 @@ class HybridHome(PeerHome):
         self._staged = transport
 
     def copying(self, bank: BankSpec) -> None:
-        """Let the stager learn the order of banks."""
+        """Tell the stager that `bank` is being copied, so that it learns the order of banks."""
         self._staged.copy_requested(bank)
 
 

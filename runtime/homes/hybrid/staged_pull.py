@@ -96,12 +96,12 @@ class StagedPull(Transport):
             self._stager.show_running(True)
 
     def end_run(self) -> None:
-        """Show the other ranks that this rank is idle."""
+        """Signal to the other ranks that this rank's run has ended."""
         if self._stager is not None:
             self._stager.show_running(False)
 
     def fail(self, reason: str) -> None:
-        """End the run, which failed."""
+        """Do the same as `end_run`: a failed run needs no other cleanup."""
         self.end_run()
 
     def copy_requested(self, bank: BankSpec) -> None:

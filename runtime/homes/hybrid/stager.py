@@ -35,7 +35,7 @@ class StagerError(MoepassError, RuntimeError):
 
 
 class Found(enum.Enum):
-    """Why a staging buffer does not hold the wanted bytes."""
+    """The reason why a staging buffer does not hold the requested bytes."""
 
     COMING = "not there yet, but on its way"
     ABSENT = "not there"
@@ -128,15 +128,15 @@ class Stager:
         self._order.learn(bank, bank)
 
     def reading(self, bank: int) -> None:
-        """Show the other ranks that this rank copies `bank` into a slot now."""
+        """Publish that this rank is copying `bank` into a slot, and the banks that it needs next."""
         self._show([bank, *self._following(bank)])
 
     def has_read(self, bank: int) -> None:
-        """Show the banks that this rank needs next: the copy of `bank` has ended."""
+        """Publish the banks that this rank needs next, after the copy of `bank` has ended."""
         self._show(self._following(bank))
 
     def show_running(self, is_running: bool) -> None:
-        """Show whether this rank is in a run."""
+        """Publish whether this rank is in a run."""
         self._own.board.show_running(is_running)
         self._work.changed.set()
 
@@ -155,7 +155,7 @@ class Stager:
 
 
 class _StagerWork:
-    """The state of the thread."""
+    """The work of the staging thread, which copies the slices that ranks need into this rank's buffers."""
 
     def __init__(
         self, own: StagingBuffers, others: Sequence[StagingBoard], shards: Sequence[Source], link: BusyLink

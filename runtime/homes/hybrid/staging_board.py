@@ -76,12 +76,12 @@ class StagingBoard:
         return Wants(tuple(word - 1 for word in words if word), bool(self._words[_IS_RUNNING]))
 
     def show_wants(self, banks: tuple[int, ...]) -> None:
-        """Show that the rank will read `banks`, the first one now. Banks beyond the number of buffers are ignored."""
+        """Publish that the rank will read `banks`, the first one now; at most as many as there are buffers."""
         for number in range(self.buffers):
             self._words[_FIRST_WANT + number] = banks[number] + 1 if number < len(banks) else 0
 
     def show_running(self, is_running: bool) -> None:
-        """Show whether the rank is in a run."""
+        """Publish whether the rank is in a run."""
         self._words[_IS_RUNNING] = int(is_running)
 
     def state(self, buffer: int) -> StagingState:
@@ -89,7 +89,7 @@ class StagingBoard:
         return unpack_state(self._words[_FIRST_WANT + self.buffers + buffer])
 
     def show_state(self, buffer: int, state: StagingState) -> None:
-        """Show the contents of a buffer."""
+        """Publish the contents of a buffer."""
         self._words[_FIRST_WANT + self.buffers + buffer] = pack_state(state)
 
     def progress(self) -> int:
@@ -97,7 +97,7 @@ class StagingBoard:
         return self._words[_PROGRESS]
 
     def show_progress(self) -> None:
-        """Count one more copied slice."""
+        """Publish that one more slice was copied."""
         self._words[_PROGRESS] += 1
 
 

@@ -32,9 +32,9 @@ def choose_banks(wants: Sequence[Wants], buffers: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class StagingState:
-    """The contents of a buffer: the first `filled_slices` of a rank's shard of `bank`, or nothing.
+    """The contents of a buffer: the first `filled_slices` slices of a rank's shard of `bank`; empty if `bank` is None.
 
-    `generation` counts how often the buffer was assigned to a bank. While it stays the same, no byte is overwritten.
+    `generation` counts how often the buffer was assigned to a bank. While it is unchanged, no byte is overwritten.
     """
 
     bank: int | None = None

@@ -73,7 +73,7 @@ class HomeOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Host(HomeOptions):
-    """Complete banks in the memory of this process, pinned where a CUDA device reads them. The default home.
+    """Complete banks in the memory of this process, pinned if a CUDA device reads them. The default home.
 
     Args:
         link: the speed of copies into the slots, see `HomeOptions`.
@@ -180,7 +180,7 @@ class Disk(HomeOptions):
 
     Args:
         folder: where moepass writes, once, the banks that no file contains byte for byte: experts that are converted or
-            transposed, or that come from a model in memory. None: such banks raise an error.
+            transposed, or that come from a model in memory. With None, such banks raise an error.
         page_cache: `"keep"`: pages that were read stay in the kernel's cache while there is memory for them. `"drop"`:
             they leave it at once, for machines where other processes need that cache more.
         link: the speed of copies into the slots, see `HomeOptions`.

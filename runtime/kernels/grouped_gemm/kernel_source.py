@@ -102,7 +102,7 @@ def kernel_source(kernel: GemmKernel) -> str:
 
 
 def kernel_parameters(kernel: GemmKernel) -> list[str]:
-    """Return the names of the kernel's parameters: tensors with their strides and sizes. Constants follow them."""
+    """Return the names of the tensors, strides and sizes that the kernel takes before its constants."""
     names = ["weights", "weight_stride_inner", "weight_stride_column", "ends", "count"]
     for number, node in enumerate(kernel.operands):
         names += _with_strides(f"operand_{number}", fake_value(node).dim())
@@ -314,7 +314,7 @@ def chosen_once(kernel: GemmKernel) -> int | None:
 
 
 def is_wide_choice(value: Loaded) -> bool:
-    """Return whether the rows of a tile choose rows of a table by index, with more than one column."""
+    """Return whether this is an indexed row lookup in a table with more than one column."""
     return isinstance(value.rows, int) and value.columns.step > 0
 
 

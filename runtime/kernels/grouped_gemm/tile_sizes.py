@@ -21,7 +21,7 @@ class TileSizes:
         warps: Warps that compute a tile.
         stages: Steps of the inner loop that are in flight.
         group: Row tiles with the same columns that run next to each other.
-        registers: The most registers of a thread. None lets the compiler choose; it may spill some to run more tiles.
+        registers: The most registers per thread. None lets the compiler choose; it may spill some to run more tiles.
         descriptors: Whether the hardware copies tiles (TMA) of weights and rows that allow it.
         blocks: Tiles that each multiprocessor computes at a time.
     """
@@ -49,7 +49,7 @@ class _SizesFrom:
     Attributes:
         single: For kernels that hold one tile of sums.
         double: For kernels that hold two or more.
-        short: Replaces `single` if the inner dimension is below _SHORT_INNER. None: it does not.
+        short: If set, replaces `single` if the inner dimension is below _SHORT_INNER.
     """
 
     rows_per_expert: int

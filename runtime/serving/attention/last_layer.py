@@ -34,7 +34,7 @@ class AttentionIsDoneError(Exception):
 
 
 class LastLayer:
-    """The read tokens of the running step, known to the last layer of a model. It serves one step at a time.
+    """Tells the last layer of a model which tokens of the running step are read. It serves one step at a time.
 
     Attributes:
         places: [m] positions in the stream; None if all tokens are computed, so that the model runs unchanged.
@@ -83,7 +83,7 @@ class LastLayer:
             raise InputError("the hidden states of all tokens are not an argument of the last layer", name="model")
 
     def read(self, places: torch.Tensor) -> None:
-        """Set the read tokens of the next run."""
+        """Set the tokens that the next run reads."""
         self.places, self.attended = places, None
 
     def forget(self) -> None:

@@ -35,8 +35,8 @@ _NODES = (
 def probe_trie(model: PreTrainedModel, survey: AttentionSurvey | None = None, seed: int = 0) -> str | None:
     """Return why steps of `model` cannot be tries although its survey found no reason; None if they can.
 
-    Runs two eager forward passes of up to 120 tokens through all layers but the head. With streamed experts, this takes
-    two transfers of all banks. The model is left unchanged. If the survey has a refusal, it is returned.
+    Runs two eager forward passes of up to 120 tokens through all layers except the head. With streamed experts, this
+    takes two transfers of all banks. The model is left unchanged. If the survey has a refusal, it is returned.
     """
     survey = survey or survey_attention(model)
     if survey.refusal is not None:

@@ -260,7 +260,7 @@ def _first_seen(rule: Callable[..., Any], query: int) -> int:
 
 
 def _temperature(module: torch.nn.Module) -> Temperature | None:
-    """Llama 4 scales queries by their index in the stream, in layers without rotary positions."""
+    """Return the temperature of Llama 4's layers without rotary positions, None for other layers."""
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", False):
         return None
     tuned: Any = module
@@ -279,7 +279,7 @@ def _refusal_without_a_pass(model: PreTrainedModel) -> str | None:
 
 
 def _position_limit(config: Any) -> int | None:
-    """Rotations of these kinds change for all tokens of a pass where one position lies beyond the trained length."""
+    """Return the position beyond which the rotations of a whole pass depend on its longest sequence, or None."""
     limits = []
     parameters = getattr(config, "rope_parameters", None) or {}
     for rope in (parameters, *(nested for nested in parameters.values() if isinstance(nested, dict))):

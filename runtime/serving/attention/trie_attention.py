@@ -205,7 +205,7 @@ def trie_attention_forward(
 
 
 def no_mask(**_: Any) -> None:
-    """Return no mask: the trie determines what a token sees."""
+    """Return None, because the trie determines which tokens a token attends to."""
 
 
 def register() -> None:

@@ -51,7 +51,7 @@ class VisiblePast:
     chunk: int = 0
 
     def first_seen(self, depth: Indices) -> Indices:
-        """Return the depth of the first token that tokens at `depth` see."""
+        """Return the depth of the earliest token that a token at `depth` attends to."""
         first = np.zeros_like(depth)
         if self.window:
             first = np.maximum(first, depth - self.window + 1)

@@ -47,9 +47,10 @@ class TokenMap:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class RequestPlacement:
-    """The positions of the tokens of one request. Pieces are numbered as in the request.
+    """The positions of one request's tokens in the stream of a step.
 
-    Tokens that come from the cache, and tokens that no needed output depends on, are not in the stream.
+    An argument `piece` is the index of a piece in the request. Tokens that come from the cache, and tokens that no
+    needed output depends on, are not in the stream.
     """
 
     usage: Usage

@@ -1,4 +1,4 @@
-"""True FLOPs in exact integers.
+"""FLOPs without padding, in exact integers.
 
 The cost of a token depends only on its depth: it passes the same weights as every other token, and attends to all
 tokens before it (or those in its window), whether they are in the step, shared, or cached. So a sequence of n tokens

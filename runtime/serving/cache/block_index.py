@@ -78,7 +78,7 @@ class BlockIndex:
         self._now = 0
 
     def __len__(self) -> int:
-        """Blocks that are found."""
+        """Return the number of blocks in the index."""
         return len(self._blocks)
 
     @property

@@ -1,4 +1,4 @@
-"""The modules that are compiled: a model's backbone, which returns the states of the read tokens only."""
+"""The modules that are compiled: backbones that return hidden states only for tokens whose output is requested."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class TrieBackbone(nn.Module):
 
     Args:
         backbone: the model's backbone.
-        last_layer: attached to `backbone`; with it, the last layer computes the read tokens only.
+        last_layer: attached to `backbone`; with it, the last layer computes only the tokens whose output is requested.
     """
 
     def __init__(self, backbone: nn.Module, last_layer: LastLayer | None = None) -> None:

@@ -4,7 +4,7 @@ Pseudo-code
     load the model, with its experts at their home
     survey its attention, and run a small trie on it: use tries if both agree, padded rows otherwise
     compare a few outputs with the model's own, and refuse the model if they differ
-        with a trie, the last layer computes the read tokens only, unless that makes the outputs differ
+        with a trie, the last layer computes only tokens whose output is requested, unless that changes outputs
     set limits: the plan's saturation threshold, and the tokens that fit into memory
     warm up: run steps of different sizes, so that everything is compiled, and measure FLOPs per second of the largest
 """
@@ -83,12 +83,12 @@ class EngineOptions:
     Attributes:
         home: home of the experts; None loads them on the device, as transformers does.
         device: device of the computation.
-        dtype: type of the model; None is that of the checkpoint.
-        slots: slots of the ring; None as planned.
+        dtype: type of the model, by default that of the checkpoint.
+        slots: slots of the ring, by default as planned.
         memory_budget: device memory for weights, slots and activations, such as "6GB"; None for no budget.
         hardware: name of a hardware profile for the plan.
         cache_bytes: size of the prefix cache; 0 switches it off, None takes a share of the free memory.
-        step_tokens: tokens of a full step; None as planned.
+        step_tokens: tokens of a full step, by default as planned.
         sharers: number of processes that share the memory of the device, this one included.
         warms_up: run steps before the first request, so that no request waits for a compilation.
     """
@@ -189,7 +189,7 @@ def make_engine(
 
 
 class _Narrowing(NamedTuple):
-    """A backbone, and whether its last layer computes the read tokens only.
+    """A backbone, and whether its last layer computes only tokens whose output is requested.
 
     Attributes:
         backbone: the module to compile.

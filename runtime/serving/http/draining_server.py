@@ -1,4 +1,4 @@
-"""The application as a server that drains before it ends."""
+"""A uvicorn server that answers open requests before it shuts down."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ async def models(call: Call) -> ModelList:
 
 
 async def health(call: Call) -> EmptyReply:
-    """Return 200 while the process runs; /ready tells whether it answers requests."""
+    """Return 200 while the process runs; /ready says whether it answers requests."""
     return EmptyReply()
 
 

@@ -56,7 +56,7 @@ class PromptWriter:
         return names | {label: label for label in self.prompt.labels}
 
     def check(self) -> None:
-        """Raise CheckpointError if the template renders no prompt, or a prompt without the text.
+        """Raise CheckpointError if the template fails, or omits the text.
 
         A server checks this before it is ready, because a wrong template produces bad scores without an error.
         """

@@ -45,7 +45,7 @@ class QuestionAnswer:
 
     @property
     def best(self) -> int:
-        """The index of the most likely option; the first one of equals."""
+        """The index of the most likely option, the first if several are equal."""
         return max(range(len(self.probabilities)), key=self.probabilities.__getitem__)
 
 

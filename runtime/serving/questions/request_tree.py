@@ -3,7 +3,7 @@
 Pseudo-code
     insert the sequences into a radix tree: a node for each run of tokens without a branch
     the nodes become the pieces of the request, parents first
-    a position of a sequence is a position in a piece, which locates its output in the answer
+    map each position of a sequence to a piece and an offset, which locate its output in the answer
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class TreeAnswer:
 
 
 def _path(trie: TokenTrie, pieces: Mapping[int, _PieceDraft], node: int) -> tuple[list[int], list[_PieceDraft]]:
-    """Return where the pieces of the sequence that ends with `node` begin, and the pieces."""
+    """Return the start offsets and the pieces of the sequence that ends with `node`."""
     nodes: list[int] = []
     while node in pieces:
         nodes.append(node)

@@ -103,7 +103,7 @@ class Backend(Protocol):
         ...
 
     def status(self) -> BackendStatus:
-        """Return the current status. Does not wait."""
+        """Return the abilities and the current state, without waiting."""
         ...
 
     async def view(self) -> BackendView:

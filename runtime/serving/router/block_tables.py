@@ -115,7 +115,7 @@ class BlockTables:
         return held, depth
 
     def promise(self, blocks: Sequence[BlockHash], rank: int) -> PendingRun | None:
-        """Record `blocks` as pending on `rank` until `release` is called with the returned run. None for no blocks."""
+        """Record `blocks` as pending on `rank` until `release` is called with the returned run, None without blocks."""
         runs = self._runs
         bit = 1 << rank
         increment = 1 << rank * _COUNT_BITS

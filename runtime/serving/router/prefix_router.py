@@ -1,4 +1,4 @@
-"""The routing policy of the server: true FLOPs, saturation, and committed or pending prefixes."""
+"""The routing policy of the server: FLOPs without padding, saturation, and committed or pending prefixes."""
 
 from __future__ import annotations
 

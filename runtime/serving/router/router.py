@@ -82,7 +82,7 @@ class RankRouter(abc.ABC):
 
     @property
     def loads(self) -> tuple[int, ...]:
-        """For each rank, the true FLOPs of its unfinished assignments."""
+        """For each rank, the FLOPs of its unfinished assignments, without padding."""
         return tuple(self._loads)
 
     @property

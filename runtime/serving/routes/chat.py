@@ -28,7 +28,7 @@ from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt, 
 
 
 class ChatMessage(msgspec.Struct):
-    """A message of a conversation."""
+    """An entry of `messages` in a chat request."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
@@ -78,7 +78,7 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class ChatReplyMessage(msgspec.Struct):
-    """The answer as a message."""
+    """The `message` of a choice."""
 
     content: str
     role: Literal["assistant"] = "assistant"
@@ -86,7 +86,7 @@ class ChatReplyMessage(msgspec.Struct):
 
 
 class ChatChoice(msgspec.Struct):
-    """The only choice of a reply."""
+    """The single entry of `choices` in a chat completion."""
 
     message: ChatReplyMessage
     logprobs: ChatLogprobs | None
@@ -106,7 +106,7 @@ class ChatReply(msgspec.Struct):
 
 
 class ChunkChoice(msgspec.Struct):
-    """The only choice of a streamed chunk."""
+    """The single entry of `choices` in a chunk of a stream."""
 
     delta: ChatReplyMessage
     logprobs: ChatLogprobs | None
@@ -115,7 +115,7 @@ class ChunkChoice(msgspec.Struct):
 
 
 class ChatChunk(msgspec.Struct):
-    """A chunk of a streamed reply."""
+    """A server-sent event of a streamed chat completion."""
 
     id: str
     created: int

@@ -148,7 +148,7 @@ async def classify(call: Call) -> ClassifyReply:
 
 
 async def pool(call: Call) -> PoolingReply:
-    """Return class probabilities or normalised embeddings, whichever the model's head gives."""
+    """Return class probabilities or normalised embeddings, depending on the model's head."""
     body = call.body(VectorBody)
     kind = call.service.backend.status().vector
     tasks = {"class scores": ("classify", "score"), "embedding": ("embed", "encode")}.get(kind or "", ())

@@ -16,7 +16,7 @@ from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt, 
 
 
 class RerankDocument(msgspec.Struct):
-    """A document."""
+    """A document in a rerank request or its reply."""
 
     text: str
 

@@ -98,7 +98,7 @@ class AnsweredRequest:
 
 @dataclasses.dataclass(slots=True)
 class Call:
-    """One call of a client: its body, and the requests to the backend that it has made so far."""
+    """One HTTP call of a client: its body, and the requests to the backend that were made for it so far."""
 
     service: Service
     raw: bytes
@@ -172,7 +172,7 @@ class Call:
         return await asyncio.to_thread(function, *args, **kwargs)
 
     async def answer(self, request: Request, priority: int = 0, *, is_admitted: bool = False) -> Answer:
-        """Return the backend's answer. `is_admitted`: `check_room` has admitted the call already.
+        """Return the backend's answer. With `is_admitted`, `check_room` has admitted the call already.
 
         Raises:
             TooLargeError: The request has more than MOST_REQUEST_TOKENS tokens.
@@ -265,7 +265,7 @@ class TokenUsage(msgspec.Struct):
 
 
 class EmptyReply(msgspec.Struct):
-    """An empty object."""
+    """An empty JSON object as the reply."""
 
 
 def json_response(value: Any) -> Response:

@@ -27,7 +27,7 @@ class TokenizeBody(msgspec.Struct):
 
 
 class TokenizeReply(msgspec.Struct):
-    """The tokens of the text."""
+    """The reply of /tokenize."""
 
     count: int
     max_model_len: int
@@ -36,14 +36,14 @@ class TokenizeReply(msgspec.Struct):
 
 
 class DetokenizeBody(msgspec.Struct):
-    """Token ids."""
+    """The body of /detokenize."""
 
     tokens: list[int]
     model: str = ""
 
 
 class DetokenizeReply(msgspec.Struct):
-    """The text of the tokens."""
+    """The reply of /detokenize."""
 
     prompt: str
 

@@ -221,7 +221,7 @@ class Frontend:
                 self._route_soon()
 
     def status(self) -> BackendStatus:
-        """Return what the ranks serve, and all counters, as `Backend.status` specifies."""
+        """Return the abilities of the ranks, and all counters, as `Backend.status` specifies."""
         state = self._state
         if state == "ready" and not self._facts:
             state = "no rank"

@@ -75,12 +75,12 @@ class WatchedProcess:
 
     @property
     def pid(self) -> int:
-        """The number of the process."""
+        """The process id."""
         return self._pid
 
     @property
     def returncode(self) -> int | None:
-        """None while the process runs, then 1. Only the launcher knows the real exit status."""
+        """The exit status: None while the process runs, then 1, because only the launcher knows the real one."""
         return 1 if self._watch.gone() else None
 
     def kill(self) -> None:

@@ -1,6 +1,7 @@
 """Messages between the frontend and the ranks, typed and encoded as MessagePack, never as pickle.
 
-An array is an extension type: one byte for the number of dimensions, the dimensions, and the numbers.
+An array is encoded as an extension whose code is the dtype: one byte with the number of dimensions, the shape, and the
+elements.
 """
 
 from __future__ import annotations
@@ -47,20 +48,20 @@ class RankReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """From a rank: a step with these requests starts."""
+    """From a rank: it has started a step with these requests."""
 
     ids: tuple[str, ...]
 
 
 class StepDone(msgspec.Struct, frozen=True, tag=True):
-    """From a rank: a step is over. `compilations` counts graphs compiled since the rank was ready; it should stay 0."""
+    """From a rank: a step has ended. `compilations` counts graphs compiled since the rank was ready; it must stay 0."""
 
     result: StepResult
     compilations: int
 
 
 class RequestFailed(msgspec.Struct, frozen=True, tag=True):
-    """From a rank: it cannot answer this request. `is_refused`: the request itself is at fault, so that no rank can."""
+    """From a rank: it cannot answer this request. If `is_refused`, the request is invalid, so no rank can."""
 
     id: str
     reason: str

@@ -31,7 +31,7 @@ class RemoteRequest(msgspec.Struct, frozen=True):
 
 
 class AnswerReply(msgspec.Struct, frozen=True, tag=True):
-    """An answer."""
+    """The reply to a request that was answered."""
 
     answer: Answer
 

@@ -41,7 +41,7 @@ class RankProcess(Protocol):
 
     @property
     def pid(self) -> int:
-        """The number of the process."""
+        """The process id."""
         ...
 
     @property
