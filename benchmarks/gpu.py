@@ -3,9 +3,9 @@
     python -m benchmarks.gpu kernels|streaming|memory|all --output FOLDER
 
 Weights are random. Results are compared with float64, or with the uncompiled model, before anything is timed. A part
-ends when its time is over, and reports what it skipped. FOLDER receives each table as Markdown, row by row. If moepass
-is not installed, it is imported from the source tree. `--device cpu --tiny` runs everything without a GPU on tiny
-sizes; the numbers are then meaningless, and the tables say so.
+ends when its time is over, and reports skipped measurements. FOLDER receives each table as Markdown, row by row. If
+moepass is not installed, it is imported from the source tree. `--device cpu --tiny` runs everything without a GPU on
+tiny sizes; the numbers are then meaningless, and the tables say so.
 """
 
 from __future__ import annotations

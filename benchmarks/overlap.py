@@ -16,7 +16,7 @@ LIMIT = 1.05
 def main(
     layers: int = 24, tokens: int = 2048, repeats: int = 5, ratios: str = "0.8,2.0", lower: str = "inductor"
 ) -> None:
-    """Time resident against streaming forwards where a transfer takes RATIOS of a layer's compute."""
+    """Compare resident with streaming forwards if a transfer takes RATIOS of a layer's compute time."""
     torch.set_num_threads(
         1
     )  # the copy thread gets the other core, like a copy engine that works independently of the SMs

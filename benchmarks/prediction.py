@@ -78,8 +78,8 @@ def main(
 ) -> None:
     """Measure steps of TOKENS tokens per rank of models with LAYERS layers, over SLOTS slots, in each of ROUNDS.
 
-    Over links on which a bank takes RATIOS of a layer's computation with 1024 tokens. PROFILES: a folder in which the
-    calibrations are kept, and taken from where they are there already; none for new ones in every round.
+    Links are such that a bank takes RATIOS of a layer's computation with 1024 tokens. The folder PROFILES caches the
+    calibrations; without it, every round calibrates again.
     """
     causal_attention()
     wanted = parts.split(",")
@@ -151,7 +151,7 @@ def _round(hardware: Hardware, cases: Sequence[Case], seconds: Sequence[Sequence
 
 
 def _report(cases: Sequence[Case], rounds: Sequence[Sequence[_Trial]], are_equal: Sequence[bool], repeats: int) -> bool:
-    """Print the table; True where all cases hold but those of home hybrid."""
+    """Print the table, and return whether all cases except those of home hybrid are within the limit."""
     of_cases = list(zip(*rounds, strict=True))
     offs = [statistics.median(trial.off for trial in trials) for trials in of_cases]
     print_table(
@@ -196,7 +196,7 @@ def _predicted(hardware: Hardware, case: Case) -> float:
 
 
 def _report_crossover(rate: float, rounds: Sequence[tuple[Hardware, list[BothForms]]]) -> bool:
-    """Print both forms, predicted and measured; True where the tokens at which they take as long agree."""
+    """Print both forms, predicted and measured, and return whether their crossovers agree."""
     predicted = [_both_forms(hardware, rate) for hardware, _ in rounds]
     measured = [points for _, points in rounds]
     print_table(
@@ -277,7 +277,7 @@ def _rounds(count: int) -> str:
 class Calibrations:
     """Profiles of this machine with `ranks` ranks of one thread, each calibrated when it is requested.
 
-    With a `folder`, there is one profile, which is taken from there, or made and kept there.
+    With a `folder`, the machine is calibrated once, and the profile is stored there.
     """
 
     def __init__(self, ranks: int, folder: str) -> None:

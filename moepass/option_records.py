@@ -27,10 +27,10 @@ def option(description: str, *, unset: str = "", details: str = "", metavar: str
 
     Args:
         description: one or two sentences in Markdown, shown by `--help` and in the documentation.
-        unset: what None stands for, shown as the default.
+        unset: the meaning of None, shown as the default.
         details: sentences that only the documentation adds to the description.
         metavar: the placeholder of the value on the command line.
-        expected: the valid values, for error messages. Empty: derived from the type.
+        expected: the valid values, for error messages; derived from the type if empty.
     """
     texts = {"unset": unset, "details": details, "metavar": metavar, "expected": expected}
     return Meta(description=description, extra=texts)

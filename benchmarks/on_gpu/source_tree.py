@@ -1,9 +1,9 @@
-"""Make `moepass` importable from the source tree, where it is not installed and pip can install nothing.
+"""Make `moepass` importable from the source tree, on machines where pip can install nothing.
 
     python -m benchmarks.on_gpu.source_tree FOLDER
 
 makes FOLDER, which PYTHONPATH then names: links show the four folders as the one package that they install as, and a
-description of the package tells torch.compile of the backend "asyncep", as an installed one does.
+description of the package registers the backend "asyncep" of torch.compile, as in an installed package.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NEEDED = ("torch", "transformers", "msgspec", "networkx", "numpy", "psutil", "ri
 
 
 def link_source_tree(folder: Path) -> None:
-    """Make `folder` anew. Raises FileExistsError where it has files that are not of a source tree."""
+    """Create `folder` again. Raises FileExistsError if it has files that are not of a source tree."""
     package = folder / "moepass"
     if folder.exists():
         if any(folder.iterdir()) and not package.is_dir():

@@ -1,12 +1,12 @@
-"""Part `streaming`: a whole model with its experts resident, streamed from pinned memory, and by other means.
+"""Part `streaming`: a whole model with resident experts, with streamed experts, and with Inductor and accelerate.
 
     resident    torch.compile(backend="asyncep"), all experts on the device
     streamed    the same, experts in pinned host memory, through a ring of slots
     inductor    torch.compile(backend="inductor"), all experts on the device
     accelerate  accelerate.cpu_offload, uncompiled, all weights in host memory
 
-The variants share their weights on the device. Their logits are compared with those of the uncompiled model before
-anything is timed.
+The variants share the weights that they keep on the device. Their logits are compared with those of the uncompiled
+model before anything is timed.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class _Variant:
         return None if self.store is None else self.store.ring().statistics.waited_seconds
 
     def bytes(self, target: Target, ids: torch.Tensor) -> int | None:
-        """Return the bytes of weights and slots on the device, and the additional peak of a run."""
+        """Return the bytes on the device: weights, slots, and the peak that a run adds to them."""
         taken = target.memory_of(lambda: self.run(ids))
         if taken is None:
             return None

@@ -132,7 +132,7 @@ def summarise(
     conditions: Mapping[str, str],
     folder: Path | None,
 ) -> list[Point]:
-    """Print all points as one table, with those of parts that were not run (None)."""
+    """Print all points as one table. Points of a part that was not run (None) say so."""
     table = ResultTable(
         "summary", "Targets and measurements", ["what", "wanted", "found", "verdict"], conditions, folder
     )

@@ -141,7 +141,7 @@ class Failures:
         self._found: list[Exception] = []
 
     def add(self, error: Exception) -> str:
-        """Write down `error` with its traceback, and let go of what its frames hold; gives it in one line."""
+        """Print `error` with its traceback, free the objects in its frames, and return the error as one line."""
         traceback.print_exception(error)
         lines = str(error).strip().splitlines() or [""]
         error.__traceback__ = error.__context__ = error.__cause__ = None

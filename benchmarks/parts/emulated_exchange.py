@@ -18,7 +18,7 @@ def link_delay(rows: torch.Tensor, crossing: torch.Tensor, bytes_per_s: float) -
 
 
 class DelayedExperts(AllToAllExperts):
-    """Experts whose rows from other ranks, and their results, arrive after the time of an emulated link."""
+    """Experts behind an emulated link, which delays both the rows from other ranks and the results for them."""
 
     bytes_per_s: float
 
@@ -32,7 +32,10 @@ class DelayedExperts(AllToAllExperts):
 
 
 def exchanges_take(model: MoEStack, bytes_per_s: float) -> MoEStack:
-    """Return `model`, of form all_to_all over the default group, with AllToAlls over a link of this bandwidth."""
+    """Return `model` with its AllToAlls delayed as on a link of this bandwidth.
+
+    The model must be of form all_to_all over the default group.
+    """
     for layer in model.moe:
         owned = layer.experts
         assert isinstance(owned, AllToAllExperts)

@@ -42,7 +42,7 @@ class Load:
         self.end = 0.0
 
     def request(self) -> bytes:
-        """Return the bytes of a random request."""
+        """Return the HTTP bytes of a random request."""
         prompts = [[self.random.randrange(5, 2000) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
         return posted("/v1/completions", {"prompt": prompts, "max_tokens": 1})
 

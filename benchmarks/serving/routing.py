@@ -128,7 +128,7 @@ class Run:
 
 
 class Rank:
-    """A simulated rank: it computes assignments in steps up to the threshold, and caches recent shared blocks."""
+    """A simulated rank. A step takes assignments up to a threshold of FLOPs; the cache keeps recently used blocks."""
 
     def __init__(self, cache_blocks: int) -> None:
         self.assigned: collections.deque[Assignment] = collections.deque()

@@ -87,7 +87,7 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.template.replace(_TEXT_MARK, text)
 
     def render_pair(self, query: str, document: str) -> str:
-        """Return `pair_template`, which must be set, with both texts in it."""
+        """Return `pair_template` with both texts filled in. The template must be set."""
         assert self.pair_template is not None
         texts = {"query": query, "document": document}
         # A single substitution, because the query may contain `{document}`.
@@ -166,7 +166,7 @@ def load_model(
 
     Args:
         folder: The checkpoint folder.
-        dtype: The dtype of the weights; None: that of the config.
+        dtype: The dtype of the weights, by default that of the config.
         experts_implementation: As in transformers; no effect on families without experts.
 
     Raises:

@@ -200,7 +200,7 @@ class Joined(Recipe):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Converted(Recipe):
-    """A tensor in another dtype."""
+    """A tensor that is converted to `dtype` when it is read."""
 
     source: Recipe
     dtype: torch.dtype
@@ -229,7 +229,7 @@ class Converted(Recipe):
         return self.source.file_ranges()
 
     def copy_to(self, target: torch.Tensor) -> None:
-        """Copy into `target`; a conversion to a third dtype goes through this dtype."""
+        """Copy into `target`. Values are converted to `self.dtype` first, then to the dtype of `target`."""
         # `Tensor.copy_` converts, but directly from the stored dtype to that of `target`, skipping `self.dtype`.
         if target.dtype == self.dtype:
             self.source.copy_to(target)
@@ -243,7 +243,10 @@ class Converted(Recipe):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Replayed(Recipe):
-    """Output `output` of an operation without side effects, run when it is read; None if it has one output."""
+    """Output number `output` of an operation without side effects, which runs when it is read.
+
+    `output` is None for an operation with a single output.
+    """
 
     operation: Any
     arguments: tuple[Any, ...]

@@ -54,14 +54,14 @@ def _always_read(experts: Experts, hidden: int) -> int:
 
 
 def experts_parameters(experts: Experts, hidden: int, routed: int | None = None) -> int:
-    """Return the parameters of an MoE block with `routed` of its routed experts (None: all)."""
+    """Return the parameters of an MoE block with `routed` of its routed experts, by default all."""
     counted = experts.count if routed is None else routed
     bias = experts.count if experts.router_bias else 0
     return _always_read(experts, hidden) + bias + counted * expert_parameters(experts, hidden)
 
 
 def layer_parameters(layer: Layer, hidden: int, routed: int | None = None) -> int:
-    """Return the parameters of a layer with `routed` of its routed experts (None: all)."""
+    """Return the parameters of a layer with `routed` of its routed experts, by default all."""
     if layer.experts is None:
         assert layer.dense_width is not None
         block = mlp_parameters(hidden, layer.dense_width)

@@ -1,6 +1,6 @@
 """Bytes at rest (weights, banks, keys and values, activations) and in motion (reads and writes of a layer).
 
-Bytes of banks do not include the padding between their tensors, which is below 1 KiB.
+Sizes of banks exclude padding, which is less than 256 bytes per tensor.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def experts_hit(experts: Size, top_k: Size, tokens: Size) -> Size:
 def attention_traffic_bytes(layer: Layer, hidden: int, tokens: Size, activation_dtype: str = "bf16") -> Size:
     """Return the bytes of activations that attention reads and writes, with its norm and residual addition.
 
-    Attention reads queries, keys and values once, like fused kernels for all but the longest sequences.
+    Attention reads queries, keys and values once, like fused kernels except for the longest sequences.
     """
     attention = layer.attention
     inputs = attention.query_width + attention.key_width + attention.value_width

@@ -16,7 +16,7 @@ batch, sequence, tokens, ranks = sympy.symbols("batch sequence tokens ranks", in
 
 
 def smaller(left: Size, right: Size) -> Size:
-    """Return the minimum."""
+    """Return the smaller of two sizes."""
     if isinstance(left, int) and isinstance(right, int):
         return min(left, right)
     return sympy.Min(left, right)

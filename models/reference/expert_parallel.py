@@ -139,7 +139,7 @@ class CapacityAllToAllExperts(ShardedExperts):
         down_proj: As in `ShardedExperts`.
         experts: As in `ShardedExperts`.
         group: As in `ShardedExperts`.
-        max_tokens: The most tokens of any rank; equal on every rank.
+        max_tokens: The largest number of tokens of any rank; equal on every rank.
         capacity_factor: None gives every expert `max_tokens` slots, which is enough for any routing. A number gives it
             ceil(capacity_factor * max_tokens * k / E) slots. Pairs beyond that are dropped, those of the last tokens
             first, and add nothing to their token's sum.

@@ -16,9 +16,11 @@ from torch.nn import functional as F
 class GroupedExperts(nn.Module):
     """E experts `down(silu(gate(x)) * up(x))` on one device: the reference for expert parallelism.
 
+    Rows of both tensors must be multiples of 16 bytes, as grouped GEMMs require.
+
     Args:
         gate_up_proj: [E, 2h, H], the gate's rows first.
-        down_proj: [E, H, h]. A row of either must be a multiple of 16 bytes long, which grouped GEMMs require.
+        down_proj: [E, H, h].
     """
 
     def __init__(self, gate_up_proj: torch.Tensor, down_proj: torch.Tensor) -> None:

@@ -29,7 +29,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One entry of `presets.json`.
 
     Attributes:
-        sliding_every: of every n layers, the first n - 1 have the window; 0: none
+        sliding_every: of every n layers, the first n - 1 have the window; 0 if no layer has it
         quantization: the published checkpoint's `quantization_config`
     """
 

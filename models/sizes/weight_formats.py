@@ -33,7 +33,7 @@ class WeightFormat:
     Attributes:
         bits: bits of one element
         block_rows, block_columns: size of the blocks that share a scale; blocks at the edge of a matrix may be smaller.
-            None: the complete dimension
+            None stands for the complete dimension
         scale_bytes: bytes of a scale
         computes_in: dtype of the GEMMs that kernels for this format run
     """
@@ -101,7 +101,7 @@ def _quantised_parts(left_out: Sequence[str], parts_of_layers: Sequence[Sequence
 
 
 def _is_left_out(left_out: Sequence[str], layer: str, part: str) -> bool | None:
-    """Return whether a part of a layer is excluded; None if only some of its matrices are."""
+    """Return whether a part of a layer is excluded; None if only some of its matrices are excluded."""
     some = False
     for module, matrices in _MODULES[part]:
         path = f"{layer}.{module}"

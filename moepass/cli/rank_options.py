@@ -1,4 +1,4 @@
-"""Options that say how a model computes: those of every command, and those of the ranks of a server.
+"""Options of how a model is run: those of every command, and those that only the ranks of a server have.
 
 The command line, `moepass.ray_serve` and the message that starts a rank use the same records.
 """
@@ -160,7 +160,7 @@ class RankSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         model: a checkpoint folder, or `demo`.
         options: how the rank computes.
-        key: the secret key of block hashes, in hexadecimal digits. Empty: the server draws one.
+        key: the secret key of block hashes, in hexadecimal digits. If it is empty, the server draws one.
         meeting: a folder in which the ranks of a spread home meet.
     """
 

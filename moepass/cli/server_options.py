@@ -56,7 +56,7 @@ class FrontendOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def open_bytes(self) -> int:
-        """`queue_bytes` as a number. Raises InputError for text that is no number of bytes."""
+        """`queue_bytes` as a number. Raises InputError if it is not a valid number of bytes."""
         return int(parse_bytes(self.queue_bytes, "queue_bytes") or 0)
 
 

@@ -54,11 +54,11 @@ def run_server(
     Args:
         options: the address and the limits of the server.
         setup: the model and the options of its ranks.
-        visit: called with the server's URL when it is ready. None: the server runs until a signal.
+        visit: called with the server's URL when it is ready. With None, the server runs until a signal.
         launched: this process among those that torchrun started, or None.
 
     Raises:
-        OptionError: if the server cannot listen at the address.
+        OptionError: if the server cannot listen on the address.
         RankStartError: if a rank cannot start.
         RankLostError: if a rank ends that torchrun started.
     """
@@ -68,7 +68,7 @@ def run_server(
 
 
 def serve_once(model: str, threads: int | None, visit: Callable[[str], Awaitable[None]]) -> bool:
-    """Serve `model` at a free port until `visit` returns, uncompiled because that starts soonest.
+    """Serve `model` on a free port until `visit` returns, uncompiled because that starts soonest.
 
     Returns:
         False if a signal ended the server first.

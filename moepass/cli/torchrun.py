@@ -58,7 +58,7 @@ class RankStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The message by which the server lets the other processes become ranks.
 
     Attributes:
-        endpoint: the ZeroMQ endpoint at which the server listens for ranks.
+        endpoint: the ZeroMQ endpoint on which the server listens for ranks.
         server: the process number of the server.
         setup: the model and the options of every rank.
     """

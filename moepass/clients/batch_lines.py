@@ -60,7 +60,7 @@ class BatchResponse(msgspec.Struct, frozen=True):
 
 
 class BatchError(msgspec.Struct, frozen=True):
-    """The reason why there is no response."""
+    """The reason for a missing response."""
 
     code: Literal["invalid_line", "timeout", "no_connection", "no_json"]
     message: str

@@ -128,7 +128,7 @@ class Batch:
 
         Args:
             client: the client of the server.
-            most_open: the most requests that are open at the same time.
+            most_open: the largest number of requests that are open at the same time.
             patience_seconds: how long to ask again while no request is answered.
             on_answer: called after each answer with the current counts.
 

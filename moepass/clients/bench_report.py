@@ -97,7 +97,7 @@ def report_of(
         workload: the name of the workload.
         settings: the options of the run.
         goodput_ms: the limit on the latency of good answers, None to report no goodput.
-        is_open_loop: True if requests were sent at given times.
+        is_open_loop: whether requests were sent at scheduled times.
         metrics_before: the text of `/metrics` before the run.
         metrics_after: the text of `/metrics` after the run.
     """

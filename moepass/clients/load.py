@@ -1,6 +1,6 @@
 """Requests that are sent to a server, and the time of each answer.
 
-A closed loop keeps a number of requests open; an open loop sends requests at given times.
+A closed loop keeps a number of requests open; an open loop sends requests at scheduled times.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RequestOutcome:
         sent: when it was sent.
         done: when the response was complete.
         status: the HTTP status, 0 without a response.
-        problem: why the response is no answer; empty for an answer.
+        problem: why the response is not an answer; empty for an answer.
         input_tokens: the input tokens that `usage` reports, or None.
         cached_tokens: the cached tokens among these, or None.
     """

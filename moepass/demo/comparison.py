@@ -75,7 +75,7 @@ def run_demo(texts: int | None = None, lower: str = "inductor") -> bool:
         lower: how segments are compiled.
 
     Returns:
-        True if streamed experts give the same prediction for every text as plain PyTorch.
+        Whether streamed experts predict the same for every text as plain PyTorch.
 
     Raises:
         InputError: if there are fewer held-out texts than `texts`.

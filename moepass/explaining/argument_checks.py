@@ -16,7 +16,7 @@ DEFAULT_MEMORY_SHARE = 0.9
 
 
 def check_numbers(batch: int, seq: int, tokens: int | None, slots: int | None, ranks: int | None) -> None:
-    """Raise InputError for an argument that is not a whole number from 1 on, or that is beyond its limit."""
+    """Raise InputError for an argument that is not an integer of at least 1, or that exceeds its limit."""
     numbers = {"batch": batch, "seq": seq, "tokens": tokens, "slots": slots, "ranks": ranks}
     for name, value in numbers.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):

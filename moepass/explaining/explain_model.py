@@ -78,8 +78,8 @@ def explain(
         batch: sequences per rank and step.
         seq: tokens of each sequence.
         tokens: one sequence of this many tokens, instead of `batch` and `seq`.
-        memory_budget_bytes: the bytes to use on each device. None: 0.9 of its memory.
-        slots: the most slots of the ring. None: as many as help, up to 4.
+        memory_budget_bytes: the bytes to use on each device, by default 0.9 of its memory.
+        slots: the largest number of slots of the ring, by default as many as help, up to 4.
         lower: how segments would be compiled, "inductor", "eager" or "tensorrt".
 
     Raises:

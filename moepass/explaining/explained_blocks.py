@@ -21,7 +21,7 @@ def explained_blocks(
     Args:
         compiler: the captured layers.
         architecture: the sizes of all layers. If only the first were captured, a block of another layer is that of an
-            equal layer. None: only the captured blocks are returned.
+            equal layer. With None, only the captured blocks are returned.
         dtype: the dtype of the banks.
         stored: the format of the banks, if they are used as the checkpoint stores them.
     """

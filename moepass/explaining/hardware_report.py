@@ -58,7 +58,7 @@ def _rows(hardware: Hardware) -> list[tuple[str, str, Figure]]:
 
 
 def _si(value: float, unit: str) -> str:
-    """Return three digits with a prefix, such as `989 TFLOP/s`."""
+    """Format a value with three significant digits and an SI prefix, such as `989 TFLOP/s`."""
     prefixes = [(1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n")]
     scale, prefix = next(((scale, prefix) for scale, prefix in prefixes if value >= scale), (1.0, ""))
     return f"{value / scale:.3g} {prefix}{unit}"

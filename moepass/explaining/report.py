@@ -30,7 +30,7 @@ class Report(ReportContent, frozen=True):
         return report_text(self, width, every_row)
 
     def html(self) -> str:
-        """Return the report as one HTML page, which a browser shows without a network."""
+        """Return the report as one self-contained HTML page."""
         return report_page(self)
 
     def trace(self) -> str:

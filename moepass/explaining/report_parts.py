@@ -117,7 +117,7 @@ class StrategyPart(ReportPart, frozen=True):
         chosen: its name.
         runner_up: the next strategy that fits, or None.
         home: where asyncep keeps its experts.
-        crossover_tokens: tokens per rank from which asyncep beats AllToAll. None: never, or on one device.
+        crossover_tokens: tokens per rank from which asyncep beats AllToAll; None if it never does, and on one device.
     """
 
     chosen: str
@@ -236,7 +236,7 @@ class CompilerPart(ReportPart, frozen=True):
 
     @property
     def captured_text(self) -> str:
-        """The captured layers in words."""
+        """The captured layers, described for people."""
         return "the first layer" if self.captured_layers == 1 else f"the first {self.captured_layers} layers"
 
 

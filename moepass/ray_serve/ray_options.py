@@ -76,11 +76,11 @@ class RayOptions(msgspec.Struct, frozen=True):
 
 
 def parse_options(options: Mapping[str, Any]) -> RayOptions:
-    """Check the options of an application, whose values may be written as text.
+    """Validate the options of an application, and convert values that are text.
 
     Raises:
-        OptionError: for an option that is unknown or has a wrong value.
-        InputError: for a `queue_bytes` that is no number of bytes.
+        OptionError: an option is unknown or has an invalid value.
+        InputError: `queue_bytes` is not a valid number of bytes.
     """
     check_names(options, (ApplicationOptions, FrontendOptions, RankOptions))
     values = {**_DEFAULTS, **options}

@@ -37,7 +37,7 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]  # ray has no ty
 
     @property
     def max_num_routing_tasks(self) -> int:
-        """The most calls that wait for a replica at the same time."""
+        """The largest number of calls that wait for a replica at the same time."""
         return _MOST_ROUTED
 
     def replicas_by_name(self) -> dict[str, RunningReplica]:

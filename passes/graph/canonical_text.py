@@ -55,7 +55,7 @@ class CanonicalText:
         self._lines += texts
 
     def names(self, value: Any) -> Any:
-        """Return `value`, of tuples, lists and mappings, with canonical names in place of nodes."""
+        """Return `value`, a nesting of tuples, lists and mappings, with each node replaced by its canonical name."""
         return map_nodes(value, self._name)
 
     def __str__(self) -> str:

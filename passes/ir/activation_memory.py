@@ -27,13 +27,13 @@ class ActivationPeak:
 
 @dataclasses.dataclass(frozen=True)
 class ActivationMemory:
-    """The most bytes that a run holds at once, beyond its inputs, weights and slots: the largest of `peaks`.
+    """The largest of `peaks`: the peak bytes of a run without its inputs, weights and slots.
 
     Attributes:
         source: how the peaks were determined
-        chunk_tokens: the most tokens that token-wise operations process at a time; None: all
+        chunk_tokens: the largest number of tokens that token-wise operations process at a time; None for all at once
         room_bytes: memory budget without weights and slots. A run chooses its chunks by its sizes to stay within it.
-            None: runs choose no chunks
+            With None, runs choose no chunks
     """
 
     peaks: tuple[ActivationPeak, ...]

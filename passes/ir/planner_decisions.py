@@ -83,7 +83,7 @@ class Decisions:
         return dict(self.sources)[field]
 
     def exchanged_below(self, crossover_tokens: int | None) -> Decisions:
-        """Return the decisions of a model that exchanges tokens below `crossover_tokens` per rank; None: always.
+        """Return the decisions of a model that exchanges tokens below `crossover_tokens` per rank, or with None always.
 
         Raises ValueError if no layer is streamed, so that nothing could be exchanged instead.
         """

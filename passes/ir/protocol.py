@@ -79,20 +79,20 @@ NO_NOTES = CaptureNotes()
 
 @dataclasses.dataclass(frozen=True)
 class PassContext:
-    """Everything that passes may know besides the graph.
+    """The inputs of passes in addition to the graph.
 
     Attributes:
         slots: size of the ring through which banks stream
         disabled: names of passes to skip
         groups: process groups of the graph by name, as this rank sees them
-        all_to_all_below: runs of fewer tokens per rank keep their exchanges. None: decided from `hardware`; without a
+        all_to_all_below: runs of fewer tokens per rank keep their exchanges. None derives it from `hardware`; without a
             profile no run does
         transport: the transport that gathers banks
         placed: decisions made when the model's experts were placed
         capture: facts about the capture, used only in reasons of refusals
         leave: names of blocks of expert parallelism that the ranks do not all treat alike, with the reason for each
         runs_by_expert: expert segments are lowered expert by expert, or to our own grouped GEMM kernels, if possible
-        chunk_tokens: token-wise operations process at most this many tokens at a time; None: all
+        chunk_tokens: token-wise operations process at most this many tokens at a time; None for all at once
         chooses_chunks: each run chooses its chunks by its sizes, within the memory budget of `placed`
     """
 
@@ -219,7 +219,7 @@ def run_passes(
         passes: The passes in order.
         module: The captured graph.
         plan: The plan before the first pass.
-        context: What passes may know besides the graph.
+        context: The inputs of the passes in addition to the graph.
         observe: Called with the name, graph and plan after every pass, and with the captured graph.
         agree: Compares this rank's result with those of the other ranks.
 

@@ -4,7 +4,7 @@ A bank passes through three forms of graph:
 
     captured    moepass::bank_tensor   one tensor of a bank, where the model reads it (synchronous)
     canonical   gather                 the complete bank of a block, once per block (synchronous)
-    scheduled   prefetch, decode, acquire, release   what the executor runs; each takes the event that it waits for
+    scheduled   prefetch, decode, acquire, release   run by the executor; each takes the event that it waits for
 
 `bank_tensor` is a registered operator, because Dynamo and AOT trace through it. Its `shard` is the complete bank, or
 this rank's shard if `expert_bounds` covers several ranks; then only the executor can complete it. `format_bytes` and

@@ -88,7 +88,7 @@ def check_fields(record: Any, context: str) -> None:
 
 
 def check_value(name: str, value: Any, rule: _FieldRule, context: str) -> None:
-    """Raise InputError if `value` violates `rule`. The error calls it `name`."""
+    """Raise InputError if `value` violates `rule`. The message calls the value `name`, after the text of `context`."""
     violation = rule.violation(value)
     if violation is not None:
         text, wrong, right = violation

@@ -173,9 +173,9 @@ class Hardware:
         memory_bytes_per_s: bytes read plus bytes written
         host_memory_bytes: memory of the machine that holds all ranks, not per device; None if unknown
         peer, host, disk: links into the device from another device, from host memory, from files; None if missing
-        local: copies inside the device's memory; None: at the rate of its memory
+        local: copies inside the device's memory; None if they run at the rate of its memory
         collective_latency_seconds: latency of each step of a collective that has no table
-        processors: units that take one tile of a GEMM each (a GPU's multiprocessors); None: no tiles
+        processors: units that compute one tile of a GEMM each (a GPU's multiprocessors); None if GEMMs have no tiles
         overlap: slowdowns while copies and computation overlap
         compute: tables of seconds by kind (COMPUTE_AXES) and dtype
         memory: seconds of elementwise traffic, by `bytes`

@@ -100,7 +100,7 @@ class SecondsTable:
         return math.exp(float(values) + beyond)
 
     def points(self) -> Iterator[tuple[dict[str, float], float]]:
-        """Yield the size on each axis and the seconds of every point."""
+        """Yield each point: its size on every axis, and its seconds."""
         sizes = itertools.product(*[axis.points for axis in self.axes])
         for point, seconds in zip(sizes, self.seconds, strict=True):
             yield {axis.name: size for axis, size in zip(self.axes, point, strict=True)}, seconds

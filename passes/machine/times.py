@@ -49,10 +49,7 @@ def stream_slice_bytes(nbytes: float) -> int:
 
 
 def transfer_seconds(link: TransferLink, nbytes: float, efficiency: float = 1.0) -> float:
-    """Return the seconds of one transfer over `link`: a latency per slice, plus the bytes at the reached rate.
-
-    `efficiency` is the fraction of the link's rate that is reached.
-    """
+    """Return the seconds of one transfer over `link`: a latency per slice, plus nbytes / (efficiency * link rate)."""
     if nbytes <= 0:
         return 0.0
     if link.seconds is not None:
@@ -102,8 +99,8 @@ def link_seconds(hardware: Hardware, bank_bytes: float, home: str) -> tuple[floa
 def gather_seconds(hardware: Hardware, bank_bytes: float, home: str, transport: str = PULL) -> float:
     """Return the seconds to bring a complete bank from `home` into its slot.
 
-    `transport` is how ranks exchange shards, for homes that support several. Raises as `link_seconds`, and InputError
-    for an unknown transport.
+    `transport` is how ranks exchange shards, for homes that support several. Raises the errors of `link_seconds`,
+    and InputError for an unknown transport.
     """
     if transport not in (PULL, COLLECTIVE):
         raise InputError.wrong("transport", transport, one_of((PULL, COLLECTIVE)))
@@ -244,7 +241,7 @@ def attention_seconds(
         flops: FLOPs of all heads and sequences. With `is_masked` they count all pairs of queries and keys, else only
             the pairs that a causal kernel computes.
         moved_bytes: Memory traffic, which is a lower bound of the time.
-        sequence: The most keys that a query sees. With `head_dim` it selects the rate.
+        sequence: The largest number of keys that a query attends to. With `head_dim` it selects the rate.
         head_dim: Width of a head.
         is_masked: The kernel applies a mask.
         queries: Queries of all heads and sequences, of which kernels take a tile at a time; None if unknown.

@@ -67,7 +67,7 @@ class SegmentExecution:
 
     Attributes:
         is_fused: segments run as Inductor code and kernels, not operator by operator
-        chunk_tokens: regions run in chunks of at most this many tokens; None: they run all tokens at once
+        chunk_tokens: regions run in chunks of at most this many tokens; None for all at once
     """
 
     is_fused: bool

@@ -48,7 +48,7 @@ class PlanningProblem:
         machine: how copies and computation act together, as far as known
         resting: bytes on the device that are independent of the decisions: dense weights, staging buffers, activations;
             None if unknown
-        budget_bytes: memory that may be used on the device; None: no limit, so that only `resident` stays
+        budget_bytes: memory that may be used on the device; with None there is no limit, and only `resident` stays
         resident: positions of the phases that stay, if already decided
         slots: size of the ring, if already decided
         most_slots: the largest ring, if `slots` is not decided

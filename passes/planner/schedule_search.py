@@ -159,7 +159,7 @@ def steady_step(
 
 
 def _worked(now: float, seconds: float, busy: deque[tuple[float, float]], slowdown: float) -> float:
-    """Return when computation of `seconds` that begins now ends; it is slower by `slowdown` while the link is busy."""
+    """Return when a computation of `seconds` that begins now ends, if a busy link slows it down by `slowdown`."""
     while busy and seconds > 0:
         begun, ended = busy[0]
         if ended <= now:

@@ -57,7 +57,7 @@ class Simulation:
         compute_seconds: seconds of the segments alone
         exposed_seconds: time in which the compute stream waits for a copy
         slowed_seconds: additional seconds of segments while copies run
-        peak_slot_bytes: the most bytes of banks in slots at once; the ring itself occupies slots times slot size
+        peak_slot_bytes: the peak bytes of banks in slots; the ring itself occupies slots times slot size
     """
 
     timeline: Timeline
@@ -78,7 +78,7 @@ def simulate_phases(
     resident: Collection[int] = (),
     machine: ExecutionModel = _PLAIN,
 ) -> Simulation:
-    """Simulate a model that repeats `phases`. Raises as `phase_steps` and `simulate`."""
+    """Simulate a model that repeats `phases`. Raises the errors of `phase_steps` and `simulate`."""
     return simulate([phase_steps(phases, slots, resident)], slots, machine)
 
 
@@ -88,7 +88,7 @@ def simulate_plan(
     transfer_seconds: Mapping[int, float],
     machine: ExecutionModel = _PLAIN,
 ) -> Simulation:
-    """Simulate a model that is one graph with this plan. Raises as `plan_steps` and `simulate`."""
+    """Simulate a model that is one graph with this plan. Raises the errors of `plan_steps` and `simulate`."""
     return simulate([plan_steps(plan, segment_seconds, transfer_seconds)], plan.slots, machine)
 
 

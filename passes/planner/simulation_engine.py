@@ -97,7 +97,7 @@ class StepBoundary:
 
 
 def period_of(boundaries: Sequence[StepBoundary]) -> int:
-    """Return after how many steps the last boundary repeats an earlier one; 0 if it repeats none of the last eight."""
+    """Return the number of steps after which the boundaries repeat, 0 if none of the last eight equals the last one."""
     last = boundaries[-1]
     for period in range(1, min(len(boundaries), 9)):
         earlier = boundaries[-1 - period]

@@ -64,8 +64,9 @@ class Setting:
     Attributes:
         dtype: dtype of GEMMs
         budget_bytes: memory that may be used on each device
-        engine_tokens: tokens of a micro-batch of every strategy but asyncep; None: only pipelines have micro-batches
-        stored: how a checkpoint stores the weights, which rest and travel like this; None: in `dtype`
+        engine_tokens: size of a micro-batch in tokens, for all strategies except asyncep; with None, only pipelines use
+            micro-batches
+        stored: storage format of the weights at rest and in transfers; None means `dtype`
         transport: how ranks exchange the shards of banks
     """
 
@@ -108,7 +109,7 @@ def homes_of(setting: Setting) -> tuple[str, ...]:
 
 
 def compare_strategies(setting: Setting) -> tuple[StrategyCost, ...]:
-    """Return the costs of every strategy but asyncep, in the order of the table.
+    """Return the costs of all strategies except asyncep, in the order of the table.
 
     On a single device they differ from the resident strategy only by micro-batches (pp_pp). Raises InputError for a
     dtype without a rate.

@@ -36,7 +36,7 @@ class Lifetime:
     Attributes:
         views: views before `first_reader`. They move no bytes and depend only on the gather, so they can be moved right
             before it
-        first_reader, last_reader: for a region that processes some tokens at a time, its first and last node
+        first_reader, last_reader: for a region that runs in chunks of tokens, its first and last node
     """
 
     gather: Node

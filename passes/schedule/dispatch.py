@@ -46,7 +46,7 @@ def choose_form(tokens: float, ranks: int, crossover_tokens: int, hysteresis: fl
 
 
 def plan_dispatch(module: GraphModule, plan: Plan, context: PassContext) -> tuple[Dispatch | None, tuple[Refusal, ...]]:
-    """Return when runs of a canonical graph exchange tokens, or a refusal if that was requested but is impossible.
+    """Return the rule by which runs of a canonical graph exchange tokens, or a refusal of an impossible request.
 
     `plan` has the graph's blocks and costs. Raises InputError if the profile lacks a rate or a link.
     """
@@ -87,7 +87,7 @@ def _estimated(plan: Plan, tokens: sympy.Expr, context: PassContext) -> Dispatch
 
 
 def _problem(module: GraphModule, gathers: Sequence[Node]) -> str | None:
-    """Return why the graph cannot run as it was captured, or None if it can."""
+    """Return the reason why the captured graph cannot run, or None if it can."""
     if not gathers:
         return "no expert parallelism was eliminated from the graph, so it has only one form"
     for node in gathers:

@@ -8,7 +8,7 @@ Contract
 Pseudo-code
     for each planned stay and its gather:
         acquire    right before the first reader of the bank and its lookup, followed by the views of the bank that
-                   stood before it
+                   preceded it
         release    right after the last reader, or after the return of rows that a kernel fuses with it
         prefetch   right after the release of the slot's previous content; for a fresh slot, at the start of the graph
         decode     right after the prefetch, if the bank's format has a decoder

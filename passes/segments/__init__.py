@@ -1,4 +1,4 @@
-"""Segments of a graph, and programs that run a segment expert by expert or some tokens at a time.
+"""Segments of a graph, and programs that run a segment expert by expert or in chunks of tokens.
 
 Start at `partition.py`.
 

@@ -58,7 +58,7 @@ def with_bank_parts(module: GraphModule, plan: Plan) -> Plan:
 
 
 def with_complete_banks(module: GraphModule, plan: Plan, readers: Collection[str]) -> Plan:
-    """Return `plan` with complete tensors of banks where a segment in `readers` reads them."""
+    """Return `plan`, in which the tensors of banks that a segment in `readers` reads are complete."""
     incomplete = {bank.index: set(bank.in_parts) for bank in plan.banks if bank.in_parts}
     if not incomplete:
         return plan
@@ -132,7 +132,7 @@ def _weights_by_expert(segment: GraphModule) -> frozenset[int]:
 
 
 def _taken_within(region: GraphModule) -> frozenset[int]:
-    """Return these positions for a region that runs some tokens at a time, if its segments run expert by expert."""
+    """Return these positions for a region that runs in chunks of tokens, if its segments run expert by expert."""
     top = cut_into_segments(region, within_regions=True).top
     takers = {
         name: _weights_by_expert(segment)

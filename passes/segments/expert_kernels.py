@@ -62,7 +62,7 @@ ONE_COLUMN = Columns(0, 0)
 
 @dataclasses.dataclass(frozen=True)
 class Accumulated:
-    """Columns of the result of the kernel's GEMM."""
+    """Columns of the GEMM's result, before they are stored."""
 
     columns: Columns
     dtype: torch.dtype
@@ -85,7 +85,7 @@ class Loaded:
 
 @dataclasses.dataclass(frozen=True)
 class At:
-    """An argument of a function: the tile value with the index `place`."""
+    """A reference to tile value number `place`, as an argument of a `Computed`."""
 
     place: int
 

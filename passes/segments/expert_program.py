@@ -46,9 +46,9 @@ _ALONG_A_DIMENSION: dict[Any, int] = {
 
 
 class NotByExpertError(Exception):
-    """This segment cannot run expert by expert, because of `node`.
+    """Raised if `node` prevents a segment from running expert by expert.
 
-    The text says why; like reasons of refusals, it names nodes as `name (operator)`.
+    The message says why; like reasons of refusals, it names nodes as `name (operator)`.
     """
 
     def __init__(self, node: Node, reason: str) -> None:

@@ -10,7 +10,7 @@ Pseudo-code
         slot operations, their elements, synchronous bank reads, expert stacks, updates of inputs and size arithmetic
         stay at the top level
         a slot operation, an update, or the edge of a resident block ends the current segment
-        a region that runs some tokens at a time is one segment, including the blocks in it
+        a region that runs in chunks of tokens is one segment, including the blocks in it
     for each segment: inputs are the values that it reads from outside, outputs those that are read after it
     segments with the same text (operations, constants, shapes of inputs) become one module
 """
@@ -77,7 +77,7 @@ class Segmented:
 def cut_into_segments(module: GraphModule, blocks: Sequence[MoEBlock] = (), within_regions: bool = False) -> Segmented:
     """Cut a copy of `module` into segments. A captured graph is cut only at the edges of its blocks.
 
-    `blocks` are the detected blocks of the graph. With `within_regions`, regions that run some tokens at a time are cut
+    `blocks` are the detected blocks of the graph. With `within_regions`, regions that run in chunks of tokens are cut
     too.
     """
     sized = _with_symbol_nodes(module)

@@ -36,7 +36,7 @@ _MADE_AGAIN = (aten.arange.default, torch.ops.prims.iota.default, aten.empty.mem
 
 
 class NotByTokenError(Exception):
-    """This segment cannot run some tokens at a time, because of `node`; the text says why."""
+    """Raised if `node` prevents a segment from being run in chunks of tokens; the message says why."""
 
     def __init__(self, node: Node, reason: str) -> None:
         super().__init__(reason)
@@ -96,7 +96,7 @@ class TokenProgram:
         body: graph whose inputs are the number of tokens and then the segment's tensors, in order; tensors with
             `inputs` are cut
         tensors: positions of these tensors among the segment's inputs
-        inputs, outputs: their token dimensions; None: the value is the same for all tokens
+        inputs, outputs: their token dimensions; None if the value is the same for all tokens
         shapes: shapes of the body's tensors
         expected: shapes of the values that the body computes
         sequences, tokens_per_sequence: sizes of the segment
@@ -113,12 +113,12 @@ class TokenProgram:
 
 
 def is_region(segment: GraphModule) -> bool:
-    """Return whether `segment` is a region that can run some tokens at a time."""
+    """Return whether `segment` is a region that can run in chunks of tokens."""
     return any(REGION_KEY in node.meta for node in segment.graph.nodes)
 
 
 def read_token_program(segment: GraphModule) -> TokenProgram:
-    """Return the program of a region. Raises NotByTokenError if it cannot run some tokens at a time."""
+    """Return the program of a region. Raises NotByTokenError if it cannot run in chunks of tokens."""
     return _Writer(segment).write()
 
 
