@@ -1,4 +1,4 @@
-# Every target sets up what it needs: a virtual environment with pinned versions, then the job.
+# Every target first creates the virtual environment with pinned versions that it needs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,22 +14,22 @@ export TOKENIZERS_PARALLELISM := false
 .PHONY: help install demo test test-slow test-packages record-packages test-gpu benchmark-gpu source-tree bytecode lint types benchmarks clean
 
 help:
-	@echo "make demo        score real text with the embedded model, its experts streamed; then ask it over HTTP"
-	@echo "make install     a virtual environment in $(VENV) with pinned versions (the other targets do this first)"
-	@echo "make test        ruff, mypy and the fast tests (about 6 minutes on 2 cores)"
-	@echo "make test-slow   the tests that take longer (two to four hours on 2 cores)"
-	@echo "make test-packages  MoE layers of other projects' own packages, on real ranks: installs these in $(PACKAGES)"
-	@echo "                 (record-packages writes what becomes of them into docs/)"
-	@echo "make test-gpu    the tests that need a CUDA device, and a torch that knows it; benchmark-gpu measures there"
-	@echo "                 (with PYTHON_GPU=python3: by that Python and the packages that it has, nothing is installed)"
-	@echo "make lint        ruff alone"
-	@echo "make types       mypy alone"
-	@echo "make benchmarks  every measurement of docs/results"
-	@echo "make clean       remove everything that the other targets made"
+	@echo "make demo        score text with the demo model, its experts streamed; then send a request to a server"
+	@echo "make install     create a virtual environment in $(VENV) with pinned versions (other targets do this first)"
+	@echo "make test        run ruff, mypy and the fast tests (about 6 minutes on 2 cores)"
+	@echo "make test-slow   run the slow tests (two to four hours on 2 cores)"
+	@echo "make test-packages  run MoE layers of other projects' packages on real ranks; installs them in $(PACKAGES)"
+	@echo "                 (make record-packages writes the results into docs/)"
+	@echo "make test-gpu    run the tests that need a CUDA device and a CUDA build of torch; make benchmark-gpu measures"
+	@echo "                 (with PYTHON_GPU=python3 both use that Python and its packages, and install nothing)"
+	@echo "make lint        run ruff only"
+	@echo "make types       run mypy only"
+	@echo "make benchmarks  run all benchmarks of docs/results"
+	@echo "make clean       remove everything that the other targets created"
 
 install: $(INSTALLED)
 
-# torch comes first and pinned: left to the others, pip would pick whatever build is newest.
+# Install torch first and pinned; as a dependency of other packages, pip would choose the newest build.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
@@ -52,18 +52,18 @@ test-packages: $(PACKAGES)/.installed bytecode
 record-packages: $(PACKAGES)/.installed bytecode
 	PYTHONPATH=$(PACKAGES) $(BIN)/python -m tests.helpers.packages.record_packages $(NAMES)
 
-# Beside the environment, which they must not change: other projects ask for other versions of torch.
+# Installed in a separate folder, because these packages require other versions of torch.
 $(PACKAGES)/.installed: $(INSTALLED) tests/packages/requirements.txt
 	@rm -rf $(PACKAGES)
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-deps --target $(PACKAGES) -r tests/packages/requirements.txt
 	@touch $@
 
-# Tests start hundreds of processes. Where PYTHONDONTWRITEBYTECODE is set, each would compile all modules again.
+# Tests start hundreds of processes. If PYTHONDONTWRITEBYTECODE is set, each would compile all modules again.
 bytecode: $(INSTALLED)
 	@$(BIN)/python -m compileall -q moepass models passes runtime tests
 
-# A Python that has torch for CUDA, and the packages, needs no environment and no network: make test-gpu PYTHON_GPU=python3
-# Its tests and benchmarks read the source tree, through links that show it as the package that it installs as.
+# A Python with a CUDA build of torch and the packages needs no environment and no network:
+# make test-gpu PYTHON_GPU=python3. Its tests and benchmarks import the source tree through links that form the package.
 ifdef PYTHON_GPU
 GPU_NEEDS := source-tree
 GPU_PYTHON := PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/$(SOURCE_TREE):$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON_GPU)
@@ -86,7 +86,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# mypy reads source trees, not package-dir; links show it the four folders as the one package that they install as.
+# mypy does not know package-dir, so links show it the four folders as the package that is installed.
 types: $(INSTALLED)
 	@rm -rf $(TYPING) && mkdir -p $(TYPING)/moepass
 	@ln -s $(CURDIR)/moepass/* $(TYPING)/moepass/

@@ -217,7 +217,7 @@ def demo(
         int | None, typer.Option(min=1, metavar="N", help="CPU threads to compute with.", show_default="all cores")
     ] = None,
 ) -> None:
-    """Compile the embedded model, stream its experts, compare every prediction with plain PyTorch, then serve it.
+    """Compile the demo model, stream its experts, compare every prediction with plain PyTorch, then serve it.
 
     The server starts at a free port, answers one decision over HTTP, and ends.
     """

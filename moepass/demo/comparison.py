@@ -1,4 +1,4 @@
-"""The first part of `moepass demo`: compare the predictions of the embedded model, streamed and with plain PyTorch."""
+"""The first part of `moepass demo`: compare the predictions of the demo model, streamed and with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ROUNDS = 2
 
 
 class HeldOutText(msgspec.Struct, frozen=True):
-    """A text that the embedded model was not trained on, with its label."""
+    """A text that the demo model was not trained on, with its label."""
 
     text: str
     label: str
