@@ -75,11 +75,6 @@ def limited_memory(target: Target, limit_bytes: int) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0, target.device)
 
 
-def has_hybrid_prefill() -> bool:
-    """Return True if this moepass runs token-wise segments in chunks."""
-    return any(field.name == "chunk_tokens" for field in dataclasses.fields(moepass.Options))
-
-
 @torch.no_grad()
 def measure_memory(
     target: Target,
@@ -111,9 +106,7 @@ def measure_memory(
         for chunk in (None, chunk_tokens):
             for keeps_kv in (False, True):
                 result = LongestSequence(chunk, keeps_kv)
-                if chunk is not None and not has_hybrid_prefill():
-                    result = dataclasses.replace(result, reason="not available: no option chunk_tokens")
-                elif deadline.is_over:
+                if deadline.is_over:
                     result = dataclasses.replace(result, reason=f"the part's {deadline.seconds:.0f} s were over")
                 else:
                     try:
