@@ -28,7 +28,8 @@ class Options(msgspec.Struct, frozen=True):
     """The options of `torch.compile(model, backend="asyncep", options={...})`.
 
     docs/options.md lists them with their meanings. Those from `slots` on are for models that run with expert
-    parallelism; for offloaded models they are arguments of `offload_experts`.
+    parallelism. For offloaded models, `slots` is an argument of `offload_experts`, and `link`, `timeout_s` and
+    `transport` are options of the home.
     """
 
     lower: Annotated[
