@@ -177,7 +177,7 @@ def test_without_a_cache_folder_this_process_uses_its_measurements(monkeypatch: 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_is_needed_to_tune() -> None:
-    with pytest.raises(InputError, match="on a GPU"):
+    with pytest.raises(InputError, match="needs a GPU"):
         seconds_on_gpu(lambda: None)
 
 
