@@ -1,4 +1,4 @@
-"""Finish a plan: what lowering the segments decided, written once."""
+"""Complete the plan of a graph with the results of lowering its segments."""
 
 from __future__ import annotations
 
@@ -25,11 +25,18 @@ def finish(
     tensorrt: bool = False,
     cudagraphs: bool = False,
 ) -> Plan:
-    """Return the plan that runs, from the `plan` of the passes and what lowering decided.
+    """Return the final plan: `plan`, completed with the results of lowering.
 
-    The passes assume that segments of experts run expert by expert. A bank that another segment reads comes complete.
-    `module` has the segments before they were lowered. With `tensorrt` and `cudagraphs` the plan says which segments
-    are for TensorRT and which become CUDA graphs.
+    The passes assume that segments of experts run expert by expert. If another kind of segment reads a bank, the bank
+    is marked as complete, and the decisions are made again.
+
+    Args:
+        plan: the plan of the passes.
+        module: the graph of segments before lowering.
+        lowerings: how each segment was lowered, by its name.
+        context: the context of the passes.
+        tensorrt: whether the plan says which segments are for TensorRT.
+        cudagraphs: whether the plan says which segments are recorded as CUDA graphs.
     """
     segments = with_lowerings(plan.segments, lowerings)
     if tensorrt:

@@ -265,7 +265,7 @@ def test_every_package_has_a_docstring() -> None:
 )
 def test_the_docstring_of_a_room_names_the_imports_that_the_table_allows(folder: str, room: str) -> None:
     docstring = ast.get_docstring(ast.parse((ROOT / folder / room / "__init__.py").read_text(encoding="utf-8")))
-    (contract,) = re.findall(r"May import ([^.]+)\.|Imports no other room\.", docstring or "")
+    (contract,) = re.findall(r"May import ([^.]+)\.|Imports no other folder\.", docstring or "")
     names = re.split(r",\s+", contract) if contract else []
     assert sorted(names) == sorted(target or "the face" for target in ROOMS[folder][room])
 

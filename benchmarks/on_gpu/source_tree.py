@@ -79,4 +79,6 @@ def _print_error(message: str) -> int:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit("usage: python -m benchmarks.on_gpu.source_tree FOLDER")
     link_source_tree(Path(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""The demo checkpoint: a small model that names the language of a short text. Imports no other room."""
+"""The demo checkpoint: a small model that names the language of a short text. Imports no other folder."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
 """Sizes of models: the architecture of a configuration, and presets of well-known models. Start at `architecture.py`.
 
-Imports no other room.
+Imports no other folder.
 """

@@ -2,5 +2,5 @@
 
 Start reading at `explain_model.py`, which makes the report, and at `report_parts.py`, which defines it.
 
-Imports no other room.
+Imports no other folder.
 """

@@ -1,4 +1,4 @@
 """System: processes, threads, memory pages and shared memory, through the operating system alone.
 
-Imports no other room.
+Imports no other folder.
 """

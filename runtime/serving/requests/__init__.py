@@ -2,5 +2,5 @@
 
 Start with `request.py` and `answer.py`. `backend.py` is the protocol between the HTTP routes and the ranks.
 
-Imports no other room.
+Imports no other folder.
 """
