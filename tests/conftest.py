@@ -2,13 +2,16 @@
 
 Triton's kernels are interpreted where there is no GPU.
 
-`@pytest.mark.sampled(every=N)`: the fast tests take one in N combinations of a test's parameters, the others are slow.
+`@pytest.mark.covering(strength)`: of all combinations of a test's parameters, only so many run that every value occurs
+(strength 1), or every pair of values of two parameters (strength 2).
+`@pytest.mark.sampled(every=N)`: the fast tests take one in N combinations that run, the others are slow.
 """
 
 from __future__ import annotations
 
 import collections
 import gc
+import itertools
 import math
 import os
 
@@ -97,15 +100,57 @@ def pytest_collection_finish() -> None:
 
 # This hook is first, so that `-m "not slow"` deselects the tests that it marks.
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out = _combinations_left_out(items)
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
     seen: collections.Counter[tuple[str, str]] = collections.Counter()
     for item in items:
         sampled = item.get_closest_marker("sampled")
         if sampled is None or item.get_closest_marker("slow") is not None:
             continue
-        test = (str(item.path), getattr(item, "originalname", item.name))
+        test = _test_of(item)
         block, place = divmod(seen[test], sampled.kwargs["every"])
         # The position varies from block to block, because parameters repeat in cycles, and all values should occur.
         if place != int(block * GOLDEN_RATIO % 1 * sampled.kwargs["every"]):
             item.add_marker(pytest.mark.slow)
         seen[test] += 1
+
+
+def _test_of(item: pytest.Item) -> tuple[str, str]:
+    return str(item.path), getattr(item, "originalname", item.name)
+
+
+def _combinations_left_out(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return the items of tests marked `covering` that add no value or pair of values to those of the other items.
+
+    Items that are fast come first. Of the others, the one that adds the most is taken until none adds anything.
+    """
+    by_test = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("covering") is not None:
+            by_test[_test_of(item)].append(item)
+    left_out: set[pytest.Item] = set()
+    for candidates in by_test.values():
+        values = {item: _sets_of_values(item) for item in candidates}
+        covered: set[frozenset[tuple[str, int]]] = set()
+        remaining = sorted(candidates, key=lambda item: item.get_closest_marker("slow") is not None)
+        while remaining:
+            best = max(remaining, key=lambda item: len(values[item] - covered))
+            if values[best] <= covered:
+                break
+            covered |= values[best]
+            remaining.remove(best)
+        left_out.update(remaining)
+    return left_out
+
+
+def _sets_of_values(item: pytest.Item) -> set[frozenset[tuple[str, int]]]:
+    """Return every value of the item's parameters, or every pair of values, whichever the mark `covering` asks for.
+
+    Values are numbered as in their `parametrize`; the rows of a `parametrize` with several names count as one value.
+    """
+    strength = item.get_closest_marker("covering").args[0]
+    values = item.callspec.indices.items()
+    return {frozenset(together) for together in itertools.combinations(values, min(strength, len(values)))}

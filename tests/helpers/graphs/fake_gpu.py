@@ -35,13 +35,13 @@ static c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::CUDA, &gua
 
 
 @contextlib.contextmanager
-def pretended_gpu() -> Iterator[None]:
-    """Pretend that there is a GPU with the compute capability of an H100."""
+def pretended_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
+    """Pretend that there is a GPU with this compute capability, by default that of an H100."""
     if not torch.cuda.is_available():
         _load_guard()
 
     def get_device_capability(device: torch.device | None = None) -> tuple[int, int]:
-        return (9, 0)
+        return capability
 
     has_capability = mock.patch.object(torch.cuda, "get_device_capability", get_device_capability)
     with has_capability, FakeTensorMode(allow_non_fake_inputs=True):
