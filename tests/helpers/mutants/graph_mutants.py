@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch._guards import detect_fake_mode
@@ -164,18 +162,6 @@ def changes_of(module: GraphModule, ways: Sequence[int | str]) -> list[tuple[int
     """Return all pairs of the number of a node that calls a function, and one of `ways`."""
     nodes = sum(node.op == "call_function" for node in module.graph.nodes)
     return [(index, how) for index in range(nodes) for how in ways]
-
-
-def outcomes_of(cases: Iterable[tuple[Any, ...]], check: Callable[..., str]) -> collections.Counter[str]:
-    """Count the outcomes of `check` for `cases`, except "no mutant". Raises AssertionError if `check` raises."""
-    outcomes: collections.Counter[str] = collections.Counter()
-    for case in cases:
-        try:
-            outcomes[check(*case)] += 1
-        except Exception as error:
-            raise AssertionError(f"case {case}") from error
-    del outcomes["no mutant"]
-    return outcomes
 
 
 def finite_or_none(run: Callable[[], Sequence[torch.Tensor]]) -> Sequence[torch.Tensor] | None:

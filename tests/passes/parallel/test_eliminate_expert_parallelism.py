@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import operator
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch.fx import GraphModule
 
 from moepass.models.formulas.expert_placement import shard_bounds
@@ -38,6 +34,7 @@ from tests.helpers.graphs.simulated_ranks import (
 from tests.helpers.models.expert_variants import ACT_ON_MORE, OwnSizesExperts
 from tests.helpers.models.moe_stack import MoEStack, StackConfig, build_stack
 from tests.helpers.mutants.graph_mutants import finite_or_none, mutate
+from tests.helpers.mutants.random_cases import outcomes_of
 
 # Operators that must not remain in a graph whose blocks are all taken.
 HOST_SYNCS = ("aten._local_scalar_dense", "aten._assert_scalar", "aten.nonzero")
@@ -83,15 +80,6 @@ CONFIGS = {
 }
 
 
-def _capture_modes(case: str) -> list[Any]:
-    """Return the ways to capture `case`: three are fast for the uneven case, one for four ranks, others slow."""
-    modes = itertools.product((torch.float32, torch.bfloat16), (True, False), ("eager", "inductor"))
-    quick = {(torch.float32, True, "eager")} if case in ("uneven", "four ranks") else set()
-    if case == "uneven":
-        quick |= {(torch.float32, True, "inductor"), (torch.bfloat16, False, "eager")}
-    return [pytest.param(case, *mode, marks=() if mode in quick else pytest.mark.slow) for mode in modes]
-
-
 def _check_local(
     captured: Sequence[Captured], config: StackConfig, hidden: Sequence[torch.Tensor], *, rtol: float, atol: float
 ) -> None:
@@ -107,14 +95,25 @@ def _check_local(
         torch.testing.assert_close(output, reference, rtol=rtol, atol=atol)
 
 
+@pytest.mark.parametrize("form", EP_FORMS)
+def test_every_form_becomes_local(form: str) -> None:
+    _check_form(form, "top-1", torch.float32, True, "eager")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "dtype", "dynamic", "lower"), [mode for case in CONFIGS for mode in _capture_modes(case)]
-)
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("lower", ["eager", "inductor"])
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CONFIGS)
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_every_form_becomes_local_and_stays_right(
     form: str, case: str, dtype: torch.dtype, dynamic: bool, lower: str
 ) -> None:
+    _check_form(form, case, dtype, dynamic, lower)
+
+
+def _check_form(form: str, case: str, dtype: torch.dtype, dynamic: bool, lower: str) -> None:
     ranks, config = CONFIGS[case]
     config = dataclasses.replace(config, dtype=dtype, max_tokens=12)
     captured = [capture(config, form, rank, ranks, 12, dynamic=dynamic, lower=lower) for rank in range(ranks)]
@@ -158,6 +157,7 @@ def test_counts_of_unsorted_ids_belong_to_their_own_layer(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_the_local_form_is_the_single_process_model_to_the_bit(form: str, dtype: torch.dtype) -> None:
@@ -200,6 +200,7 @@ def test_ranks_with_one_expert_each_are_taken(form: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("experts", "ranks", "top_k"), [(32, 2, 1), (128, 8, 8)])
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_as_many_experts_as_large_models_have_are_taken(form: str, experts: int, ranks: int, top_k: int) -> None:
@@ -240,6 +241,7 @@ def test_a_graph_without_collectives_is_unchanged() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize("experts", ACT_ON_MORE, ids=lambda experts: experts.__name__)
 def test_operations_that_act_only_on_large_inputs_are_refused(
@@ -345,25 +347,12 @@ def _check_mutant(form: str, experts: int, node_index: int, how: int) -> str:
 
 
 @pytest.mark.slow
-@settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(
-    form=st.sampled_from(list(EP_FORMS)),
-    experts=st.sampled_from([4, 5]),
-    node_index=st.integers(0, 120),
-    how=st.integers(0, 4),
-)
-def test_a_mutated_graph_is_taken_rightly_or_refused(form: str, experts: int, node_index: int, how: int) -> None:
-    _check_mutant(form, experts, node_index, how)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("form", EP_FORMS)
-def test_every_single_mutation_is_taken_rightly_or_refused(form: str) -> None:
-    outcomes = [
-        _check_mutant(form, experts, index, how) for experts in (4, 5) for index in range(120) for how in range(5)
-    ]
-    assert outcomes.count("refused") > 30
-    assert outcomes.count("right") > 5
+def test_mutated_graphs_are_taken_rightly_or_refused(form: str) -> None:
+    cases = [(form, experts, index, how) for experts in (4, 5) for index in range(120) for how in range(5)]
+    outcomes = outcomes_of(cases, _check_mutant, 40)
+    assert outcomes["refused"]
+    assert outcomes["right"]
 
 
 def test_a_sum_in_another_type_is_not_taken_in_this_one() -> None:

@@ -14,7 +14,8 @@ from moepass.models.reference.expert_parallel import EP_FORMS
 from tests.helpers.graphs.eliminated_graphs import eliminate
 from tests.helpers.graphs.simulated_ranks import Captured, capture
 from tests.helpers.models.moe_stack import StackConfig
-from tests.helpers.mutants.graph_mutants import mutate
+from tests.helpers.mutants.graph_mutants import changes_of, mutant_of
+from tests.helpers.mutants.random_cases import outcomes_of
 
 # The package's attribute of that name is the pass, so the module is imported by name.
 MODULE = importlib.import_module("moepass.passes.parallel.eliminate_expert_parallelism")
@@ -60,33 +61,23 @@ def test_equal_layers_are_proved_once(form: str, dynamic: bool, monkeypatch: pyt
     assert proofs.count in ((1, 2) if dynamic else (1,))
 
 
-def _mutants(form: str, dynamic: bool, step: int) -> int:
-    """Compare outcomes with and without shared proofs for changes of every `step`-th node."""
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize("form", EP_FORMS)
+def test_no_layer_that_was_changed_passes_for_another(form: str, dynamic: bool) -> None:
+    """Changed graphs have the same outcomes with and without shared proofs."""
     captured = _captured(form, dynamic)
-    nodes = sum(node.op == "call_function" for node in captured.module.graph.nodes)
-    tried = 0
-    for number in range(0, nodes * 5, step):
-        mutant = mutate(captured.module, number // 5, number % 5)
+
+    def check(node_index: int, how: int | str) -> str:
+        mutant = mutant_of(captured.module, node_index, how)
         if mutant is None:
-            continue
-        tried += 1
+            return "no mutant"
         outcomes = []
         for share in (True, False):
             with pytest.MonkeyPatch.context() as patch:
                 _Proofs(patch, share)
                 outcomes.append(_outcome(mutant, captured))
-        assert outcomes[0] == outcomes[1], (number // 5, number % 5)
-    return tried
+        assert outcomes[0] == outcomes[1]
+        return "the same"
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", EP_FORMS)
-def test_a_layer_that_was_changed_does_not_pass_for_another(form: str) -> None:
-    assert _mutants(form, dynamic=True, step=37) > 5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dynamic", [True, False])
-@pytest.mark.parametrize("form", EP_FORMS)
-def test_no_layer_that_was_changed_passes_for_another(form: str, dynamic: bool) -> None:
-    assert _mutants(form, dynamic, step=4) > 20
+    assert outcomes_of(changes_of(captured.module, range(5)), check, 12)["the same"] > 5

@@ -20,6 +20,7 @@ from moepass.passes.rows.row_layout import Layout, broadcast, features, reshaped
 from tests.helpers.graphs.eliminated_graphs import complete_banks, eliminate
 from tests.helpers.graphs.simulated_ranks import Captured, capture, hidden_states, run_ranks, with_tokens
 from tests.helpers.models.moe_stack import StackConfig
+from tests.helpers.mutants.random_cases import times
 
 # A function of the rank and the outputs of the gate and up GEMMs.
 Activation = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -147,6 +148,7 @@ MIXING: dict[str, tuple[Activation, str]] = {
 
 
 @pytest.mark.sampled(every=18)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("mixes", MIXING)
 def test_rows_that_meet_are_refused_with_the_operation(mixes: str, dynamic: bool) -> None:
@@ -267,6 +269,7 @@ def _low_rank(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("form", EP_FORMS)
 @pytest.mark.parametrize("activation", [_summed_places, _own_number])
 def test_ranks_with_other_constants_have_other_signatures(form: str, activation: Activation) -> None:
@@ -309,6 +312,7 @@ SIZED = (_in_fours, _with_ones, _stretched, _by_einsum, _by_groups)
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("activation", [*ALONE, *SIZED])
 @pytest.mark.parametrize("form", ["all_to_all", "all_to_all_capacity", "all_reduce"])
 def test_the_text_of_the_experts_does_not_depend_on_the_number_of_tokens(form: str, activation: Activation) -> None:
@@ -320,6 +324,7 @@ def test_the_text_of_the_experts_does_not_depend_on_the_number_of_tokens(form: s
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("form", EP_FORMS)
 @pytest.mark.parametrize("activation", [_of_two_results, _log_sigmoid])
 def test_an_operation_on_elements_may_have_several_results(form: str, activation: Activation) -> None:
@@ -346,6 +351,7 @@ def _chosen_features(rank: int, gate: torch.Tensor, up: torch.Tensor) -> torch.T
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("form", EP_FORMS)
 @pytest.mark.parametrize("activation", [_masked_features, _chosen_features])
 def test_a_constant_mask_of_features_is_repeated(form: str, activation: Activation) -> None:
@@ -355,6 +361,7 @@ def test_a_constant_mask_of_features_is_repeated(form: str, activation: Activati
 
 
 @pytest.mark.sampled(every=9)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_a_constant_mask_of_rows_is_refused(form: str, dynamic: bool) -> None:
@@ -401,6 +408,7 @@ def test_another_size_is_named(form: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("form", EP_FORMS)
 @pytest.mark.parametrize("activation", [_by_feature, _normed])
 def test_features_may_differ_from_each_other(form: str, activation: Activation) -> None:
@@ -454,7 +462,7 @@ def _program(steps: Sequence[Step]) -> Activation:
 
 
 EXAMPLES = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
-FEW, MANY = settings(max_examples=2, **EXAMPLES), settings(max_examples=60, **EXAMPLES)
+MANY = settings(max_examples=times(15), **EXAMPLES)
 FORMS, STEPS = st.sampled_from(list(EP_FORMS)), st.sampled_from(list(BY_ROW))
 ROWS_ALONE = given(FORMS, st.lists(STEPS, min_size=3, max_size=6))
 ROWS_MEET = given(FORMS, st.lists(STEPS, max_size=3), st.sampled_from(list(ACROSS)), st.lists(STEPS, max_size=3))
@@ -472,33 +480,16 @@ def _check_rows_meet(form: str, before: list[str], across: str, after: list[str]
 
 
 @pytest.mark.slow
-@FEW
+@MANY
 @ROWS_ALONE
 def test_programs_with_independent_rows_are_taken_and_right(form: str, names: list[str]) -> None:
     _check_rows_alone(form, names)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 @MANY
-@ROWS_ALONE
-def test_many_programs_with_independent_rows_are_taken_and_right(form: str, names: list[str]) -> None:
-    _check_rows_alone(form, names)
-
-
-@pytest.mark.slow
-@FEW
 @ROWS_MEET
 def test_programs_with_one_step_across_rows_are_refused(
-    form: str, before: list[str], across: str, after: list[str]
-) -> None:
-    _check_rows_meet(form, before, across, after)
-
-
-@pytest.mark.slow
-@MANY
-@ROWS_MEET
-def test_many_programs_with_one_step_across_rows_are_refused(
     form: str, before: list[str], across: str, after: list[str]
 ) -> None:
     _check_rows_meet(form, before, across, after)

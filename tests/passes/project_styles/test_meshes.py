@@ -6,7 +6,7 @@ Rows reach their experts in two hops, or experts are cut by their width and thei
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -60,42 +60,55 @@ def check_mesh(layer: type[nn.Module], ranks: int, sizes: StyleSizes, tokens: Se
             torch.testing.assert_close(output, wanted, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [
-        ExactByExpert,
-        *(pytest.param(layer, marks=pytest.mark.slow) for layer in MESH_LAYERS if layer is not ExactByExpert),
-    ],
-)
+# Rows in two hops, and slots whose experts are cut. Their tests are fast, and all variants of them run.
+KINDS = (ExactByExpert, CutSlots)
+OTHERS = tuple(layer for layer in MESH_LAYERS if layer not in KINDS)
+
+
+@pytest.mark.parametrize("layer", [*KINDS, *(pytest.param(layer, marks=pytest.mark.slow) for layer in OTHERS)])
 def test_experts_over_both_axes_are_taken_whole_and_right(layer: type[nn.Module]) -> None:
     check_mesh(layer, 4, SIZES, [(9, 9, 9, 9), (17, 5, 2, 30), (1, 1, 40, 1)])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layer", MESH_LAYERS)
-def test_more_machines_than_ranks_of_one(layer: type[nn.Module]) -> None:
+def check_more_machines_than_ranks_of_one(layer: type[nn.Module]) -> None:
     sizes = dataclasses.replace(SIZES, experts=12, skew=2.0)
     check_mesh(layer, 6, sizes, [(9, 9, 9, 9, 9, 9), (17, 5, 2, 30, 1, 12)])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layer", MESH_LAYERS)
-def test_one_expert_on_each_rank_of_a_mesh(layer: type[nn.Module]) -> None:
+def check_one_expert_on_each_rank(layer: type[nn.Module]) -> None:
     check_mesh(layer, 4, dataclasses.replace(SIZES, experts=4), [(9, 9, 9, 9), (1, 20, 3, 5)])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layer", MESH_LAYERS)
-def test_meshes_in_bfloat16(layer: type[nn.Module]) -> None:
+def check_bfloat16(layer: type[nn.Module]) -> None:
     check_mesh(layer, 4, dataclasses.replace(SIZES, dtype=torch.bfloat16), [(9, 9, 9, 9)])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layer", MESH_LAYERS)
-def test_meshes_with_fixed_sizes(layer: type[nn.Module]) -> None:
+def check_fixed_sizes(layer: type[nn.Module]) -> None:
     result = eliminate_readably(captured_on_mesh(layer, 1, 4, 12, SIZES, dynamic=False))
     assert len(result.plan.local_blocks) == 1, result.plan.refusals
     assert [communication.kind for communication in communications_of(result.module.graph)] == CUT.get(layer, [])
+
+
+VARIANTS = (check_more_machines_than_ranks_of_one, check_one_expert_on_each_rank, check_bfloat16, check_fixed_sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", VARIANTS, ids=lambda check: check.__name__.removeprefix("check_"))
+@pytest.mark.parametrize("layer", KINDS)
+def test_every_variant_of_a_kind_is_taken_whole_and_right(
+    layer: type[nn.Module], check: Callable[[type[nn.Module]], None]
+) -> None:
+    check(layer)
+
+
+@pytest.mark.slow
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("check", VARIANTS, ids=lambda check: check.__name__.removeprefix("check_"))
+@pytest.mark.parametrize("layer", OTHERS)
+def test_a_variant_of_every_mesh_is_taken_whole_and_right(
+    layer: type[nn.Module], check: Callable[[type[nn.Module]], None]
+) -> None:
+    check(layer)
 
 
 @pytest.mark.slow

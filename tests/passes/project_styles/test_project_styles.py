@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -21,8 +21,13 @@ from tests.helpers.project_styles.style_layers import (
 )
 from tests.helpers.project_styles.style_sizes import StyleSizes
 
-# Styles in the fast tests: slots, exact sizes, exchanged weights, gathered tokens, and exchanged ids.
-_SOON = ("deepspeed", "deepseek", "megatron", "megatron gathered", "local ids")
+# One style of each kind: slots, exact sizes, exchanged weights, gathered tokens, converted weights, low rank, exchanged
+# ids, halves that overlap, and padded rows. Their tests are fast, and all variants of them run.
+KINDS = (
+    "deepspeed", "deepseek", "megatron", "megatron gathered", "flat weights", "low rank", "global ids", "local ids",
+    "overlapped halves", "padded by table",
+)  # fmt: skip
+OTHERS = tuple(style for style in STYLES if style not in KINDS)
 
 
 def check_style(style: str, ranks: int, sizes: StyleSizes, tokens: Sequence[Sequence[int]]) -> None:
@@ -38,9 +43,7 @@ def check_style(style: str, ranks: int, sizes: StyleSizes, tokens: Sequence[Sequ
     check_same_outputs(captured, results, tokens, hidden=sizes.hidden, dtype=sizes.dtype)
 
 
-@pytest.mark.parametrize(
-    "style", [*_SOON, *(pytest.param(style, marks=pytest.mark.slow) for style in STYLES if style not in _SOON)]
-)
+@pytest.mark.parametrize("style", [*KINDS, *(pytest.param(style, marks=pytest.mark.slow) for style in OTHERS)])
 def test_a_style_is_taken_whole_and_right(style: str) -> None:
     check_style(style, 2, SIZES, [(9, 9), (17, 5), (1, 30), (40, 40)])
 
@@ -63,29 +66,40 @@ def test_counts_may_come_over_another_group_of_the_same_ranks() -> None:
         assert bool(result.refusals) != is_taken, members
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("style", STYLES)
-def test_on_four_ranks_and_with_skew(style: str) -> None:
+def check_four_ranks_and_skew(style: str) -> None:
     check_style(style, 4, dataclasses.replace(SIZES, skew=3.0), [(9, 4, 33, 12), (2, 2, 2, 2)])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("style", STYLES)
-def test_in_bfloat16(style: str) -> None:
+def check_bfloat16(style: str) -> None:
     check_style(style, 2, dataclasses.replace(SIZES, dtype=torch.bfloat16), [(9, 9), (33, 6)])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("style", STYLES)
-def test_with_fixed_sizes(style: str) -> None:
+def check_fixed_sizes(style: str) -> None:
     captured = capture_style(style, 0, 2, tokens=12, dynamic=False)
     result = eliminate_readably(captured)
     assert {block.form for block in result.plan.local_blocks} == {STYLES[style][1]}, result.plan.refusals
     assert not list(communications_of(result.module.graph))
 
 
+def check_one_expert_on_each_rank(style: str) -> None:
+    # A batch of one expert is not recognised as a batch of experts.
+    if style != "batched slots":
+        check_style(style, 4, dataclasses.replace(SIZES, experts=4), [(9, 4, 33, 12)])
+
+
+VARIANTS = (check_four_ranks_and_skew, check_bfloat16, check_fixed_sizes, check_one_expert_on_each_rank)
+
+
 @pytest.mark.slow
-# A batch of one expert is not recognised as a batch of experts.
-@pytest.mark.parametrize("style", [style for style in STYLES if style != "batched slots"])
-def test_one_expert_on_each_rank(style: str) -> None:
-    check_style(style, 4, dataclasses.replace(SIZES, experts=4), [(9, 4, 33, 12)])
+@pytest.mark.parametrize("check", VARIANTS, ids=lambda check: check.__name__.removeprefix("check_"))
+@pytest.mark.parametrize("style", KINDS)
+def test_every_variant_of_a_kind_is_taken_whole_and_right(style: str, check: Callable[[str], None]) -> None:
+    check(style)
+
+
+@pytest.mark.slow
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("check", VARIANTS, ids=lambda check: check.__name__.removeprefix("check_"))
+@pytest.mark.parametrize("style", OTHERS)
+def test_a_variant_of_every_style_is_taken_whole_and_right(style: str, check: Callable[[str], None]) -> None:
+    check(style)

@@ -1,0 +1,40 @@
+"""Draw the random cases of a test: the same in every run, and others or more where the environment asks for them.
+
+TEST_SEED=7 draws other cases, and TEST_TIMES=10 ten times as many; a test prints the seed of its cases.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+SEED = int(os.environ.get("TEST_SEED", "0"))
+TIMES = float(os.environ.get("TEST_TIMES", "1"))
+
+
+def times(count: int) -> int:
+    """Return `count` multiplied by TEST_TIMES."""
+    return max(1, round(count * TIMES))
+
+
+def outcomes_of(cases: Sequence[tuple[Any, ...]], check: Callable[..., str], most: int) -> collections.Counter[str]:
+    """Count the outcomes of `check` for `most` cases, drawn with TEST_SEED, whose outcome is not "no mutant".
+
+    Raises AssertionError with the case if `check` raises.
+    """
+    most = times(most)
+    print(f"\nup to {most} of {len(cases)} cases, TEST_SEED={SEED}")
+    outcomes: collections.Counter[str] = collections.Counter()
+    for case in random.Random(SEED).sample(cases, len(cases)):
+        if outcomes.total() == most:
+            break
+        try:
+            outcome = check(*case)
+        except Exception as error:
+            raise AssertionError(f"case {case}, TEST_SEED={SEED}") from error
+        if outcome != "no mutant":
+            outcomes[outcome] += 1
+    return outcomes
