@@ -46,6 +46,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("offloaded", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("form", "dtype"), FORMS)

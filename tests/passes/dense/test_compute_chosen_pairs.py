@@ -54,6 +54,7 @@ def test_only_the_chosen_pairs_are_computed(kind: type[DenseExperts]) -> None:
 
 
 @pytest.mark.sampled(every=16)
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("lower", ["eager", "inductor"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", WRITINGS)

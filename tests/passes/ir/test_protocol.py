@@ -130,9 +130,8 @@ def test_matches_and_refusals_of_all_passes_are_collected() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("form", ["dense_bmm", "grouped_mm"])
-def test_no_pass_edits_its_input(name: str, form: str) -> None:
+def test_no_pass_edits_its_input(form: str) -> None:
     inputs: dict[str, GraphModule] = {}
     prints = {}
 
@@ -140,8 +139,8 @@ def test_no_pass_edits_its_input(name: str, form: str) -> None:
         inputs[stage], prints[stage] = module, fingerprint(module)
 
     compile_graph(streamed(Stack(form, depth=2), tokens()).module, PassContext(), keep)
-    before = ["captured", *NAMES][NAMES.index(name)]
-    assert fingerprint(inputs[before]) == prints[before]
+    assert list(inputs) == ["captured", *NAMES]
+    assert [stage for stage, module in inputs.items() if fingerprint(module) != prints[stage]] == []
 
 
 # A bad pass for every invariant

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +42,9 @@ def _sorted(function: Callable[[torch.Tensor], torch.Tensor], *tokens: int) -> P
 
 
 @pytest.mark.sampled(every=3)
-@pytest.mark.parametrize(("selection", "turn"), itertools.product(SELECTIONS, TURNS))
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("turn", TURNS)
+@pytest.mark.parametrize("selection", SELECTIONS)
 def test_a_selection_by_chosen_experts_is_a_lookup(selection: str, turn: str) -> None:
     def function(scores: torch.Tensor) -> torch.Tensor:
         return SELECTIONS[selection](TURNS[turn](scores) + 1, TURNS[turn](_mask(scores))) * 2

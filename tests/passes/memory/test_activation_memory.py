@@ -16,14 +16,15 @@ from moepass.passes.ir.plan import Plan
 from moepass.passes.memory.activation_memory import COUNTED, ESTIMATED
 from tests.helpers.graphs.error_fields import refused
 from tests.helpers.models.peak_memory import peak_bytes
-from tests.helpers.models.tiny import TINY_FAMILIES, tiny_inputs, tiny_model
+from tests.helpers.models.tiny import tiny_inputs, tiny_model
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
 # Long enough that memory that grows with the tokens dominates.
 BATCH, LENGTH = 2, 512
-# The graph has one step for each token: Inductor takes minutes, and the estimate does not know its order of steps.
-RECURRENT = "jamba"
+# Gated experts, experts with biases and attention with sinks, latent attention and shared experts, linear attention,
+# and all experts for every token.
+FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "llama4")
 
 
 def _measured_and_predicted(model: PreTrainedModel, batch: int, length: int, **options: Any) -> tuple[int, float, Plan]:
@@ -40,12 +41,10 @@ def _measured_and_predicted(model: PreTrainedModel, batch: int, length: int, **o
     return measured, predicted, plan
 
 
-def _families(*fast: str) -> list[Any]:
-    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in sorted(TINY_FAMILIES)]
-
-
-@pytest.mark.parametrize("chunk_tokens", [pytest.param(None, marks=pytest.mark.slow), 100])
-@pytest.mark.parametrize("family", _families("qwen3_moe"))
+@pytest.mark.slow
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("chunk_tokens", [None, 100])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_operators_one_by_one_are_counted(family: str, chunk_tokens: int | None) -> None:
     model = tiny_model(family)
     measured, predicted, plan = _measured_and_predicted(model, BATCH, LENGTH, lower="eager", chunk_tokens=chunk_tokens)
@@ -55,7 +54,7 @@ def test_operators_one_by_one_are_counted(family: str, chunk_tokens: int | None)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [name for name in sorted(TINY_FAMILIES) if name != RECURRENT])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_fused_segments_are_estimated(family: str) -> None:
     measured, predicted, plan = _measured_and_predicted(tiny_model(family), BATCH, LENGTH, lower="inductor")
     assert predicted == pytest.approx(measured, rel=0.1)
@@ -71,8 +70,9 @@ def test_scores_of_attention_in_memory_are_the_peak(lower: str) -> None:
     assert predicted == pytest.approx(measured, rel=0.1)
 
 
-@pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("chunk_tokens", [pytest.param(None, marks=pytest.mark.slow), 64])
+@pytest.mark.sampled(every=4)
+@pytest.mark.parametrize("lower", ["eager", "inductor"])
+@pytest.mark.parametrize("chunk_tokens", [64, None])
 def test_wide_experts_are_the_peak_and_chunks_lower_it(lower: str, chunk_tokens: int | None) -> None:
     model = tiny_model("mixtral", num_hidden_layers=1, intermediate_size=1024, max_position_embeddings=4096)
     # With Inductor, one expert gets the largest number of rows that are computed together.
@@ -118,6 +118,7 @@ def test_a_run_takes_the_largest_chunk_that_fits() -> None:
     assert (chunk, nbytes) == (LEAST_CHUNK_TOKENS, 20e6)
 
 
+@pytest.mark.slow
 def test_chunks_are_chosen_within_the_budget(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model("mixtral", num_hidden_layers=1, intermediate_size=1024, max_position_embeddings=4096)
     inputs = tiny_inputs(model, 1, 1000)

@@ -74,18 +74,10 @@ def _captured(kind: str, form: str, rank: int, monkeypatch: pytest.MonkeyPatch, 
     return capture(CONFIG, form, rank, 2, TOKENS, moe_alone=True, dynamic=dynamic)
 
 
-_QUICK = {("all_gather", "padded by a remainder"), ("all_gather", "a quotient"), ("all_reduce", "padded by a quotient")}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("form", "kind"),
-    [
-        pytest.param(form, kind, marks=() if (form, kind) in _QUICK else pytest.mark.slow)
-        for form in EP_FORMS
-        for kind in LAYERS
-    ],
-)
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("form", EP_FORMS)
 def test_they_are_taken_and_right(form: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     experts = build_stack(CONFIG).moe[0].experts
     complete = {"experts": [experts.gate_up_proj, experts.down_proj]}
@@ -153,6 +145,7 @@ class _SentElsewhere(AllToAllExperts):
 
 
 @pytest.mark.sampled(every=15)
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("form", "experts"), [("all_gather", _LastRows), ("all_to_all", _SentElsewhere)])
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -268,6 +268,7 @@ SLOTS: dict[str, Slots] = {
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("moves", [False, True])
 @pytest.mark.parametrize("slots", SLOTS)
 def test_the_slot_of_an_expert_hides_no_threshold(slots: str, moves: bool) -> None:

@@ -81,6 +81,7 @@ def _some(
 
 
 @pytest.mark.sampled(every=9)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("subject", SUBJECTS)
 @pytest.mark.parametrize("form", ["all_to_all", "all_reduce", "all_gather"])
 def test_predicates_that_are_always_true_are_taken(form: str, subject: str) -> None:

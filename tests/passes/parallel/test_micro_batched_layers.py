@@ -56,16 +56,10 @@ class AfterAnother(InTurns):
         return torch.cat(outputs)
 
 
-def _forms(*quick: tuple[str, str]) -> list[Any]:
-    return [
-        pytest.param(form, order, marks=() if (form, order.__name__) in quick else pytest.mark.slow)
-        for form in EP_FORMS
-        for order in (InTurns, AfterAnother)
-    ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("form", "order"), _forms(("all_to_all", "InTurns"), ("all_reduce", "AfterAnother")))
+@pytest.mark.sampled(every=4)
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("order", [InTurns, AfterAnother])
+@pytest.mark.parametrize("form", EP_FORMS)
 def test_a_layer_of_expert_parallelism_has_one_bank(
     form: str, order: type[InTurns], monkeypatch: pytest.MonkeyPatch
 ) -> None:

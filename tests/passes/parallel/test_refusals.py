@@ -118,6 +118,7 @@ def test_rows_that_come_and_go_nowhere_are_refused(form: str, experts: Any, monk
 
 
 @pytest.mark.sampled(every=12)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("form", ["all_to_all", "all_gather", "all_reduce"])
 @pytest.mark.parametrize("rank", range(3))
 def test_a_rank_without_experts_refuses_the_same_blocks(form: str, rank: int) -> None:

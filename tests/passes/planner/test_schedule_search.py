@@ -15,6 +15,7 @@ from moepass.passes.planner import schedule_search
 from moepass.passes.planner.phases import LayerPhase, RingSchedule, streamed_phases
 from moepass.passes.planner.schedule_search import _Search, search_schedule, steady_step
 from moepass.passes.planner.simulate import ExecutionModel, simulate_phases
+from tests.helpers.mutants.random_cases import times
 
 
 def phase(number: int, compute: float, transfer: float = 0.0, bank_bytes: int = 0, shard_bytes: int = 0) -> LayerPhase:
@@ -136,7 +137,7 @@ def test_small_instances_are_solved_without_trying_everything(
 
 
 @pytest.mark.slow
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=times(300), deadline=None)
 @given(model(most=6), st.integers(4, 60), st.integers(1, 4), st.sampled_from([200, 1500]), MACHINES)
 def test_instances_are_solved(
     phases: list[LayerPhase], budget: int, most_slots: int, most_tried: int, machine: ExecutionModel

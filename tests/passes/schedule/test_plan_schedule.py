@@ -172,6 +172,7 @@ class UpFront(nn.Module):
 
 
 @pytest.mark.sampled(every=6)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
 def test_weights_taken_up_front_are_acquired_where_they_are_first_read(order: tuple[int, ...], slots: int) -> None:

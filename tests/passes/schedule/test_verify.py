@@ -200,6 +200,7 @@ def test_a_bank_copied_from_another_banks_shard_is_caught() -> None:
 
 
 @pytest.mark.sampled(every=15)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("slots", [1, 2, 3, 5])
 @pytest.mark.parametrize("form", ["dense_bmm", "batched_mm", "grouped_mm"])
 def test_correct_schedules_are_accepted_and_unchanged(form: str, slots: int) -> None:

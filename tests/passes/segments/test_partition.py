@@ -51,6 +51,7 @@ def _equal(got: tuple[object, ...], want: tuple[object, ...]) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("offloaded", [False, True])
 @pytest.mark.parametrize("form", BLOCKS)
@@ -65,6 +66,7 @@ def test_results_are_equal_to_the_bit(form: str, offloaded: bool, dynamic: bool)
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("offloaded", [False, True])
 def test_distinct_segments_do_not_grow_with_depth(offloaded: bool, dynamic: bool) -> None:
@@ -189,6 +191,7 @@ class Counting(nn.Module):
 
 
 @pytest.mark.sampled(every=4)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("lower", ["eager", "inductor"])
 @pytest.mark.parametrize("offloaded", [False, True])
 def test_updates_of_buffers_survive(offloaded: bool, lower: str) -> None:
@@ -242,6 +245,7 @@ class Selecting(nn.Module):
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("offloaded", [False, True])
 @pytest.mark.parametrize("lower", ["eager", "inductor"])
 def test_a_size_that_comes_out_of_a_tensor(lower: str, offloaded: bool) -> None:
@@ -279,6 +283,7 @@ def _slice(weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.sampled(every=6)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("copy", [_noop, _cast, _slice])
 @pytest.mark.parametrize("lower", ["eager", "inductor"])
 def test_a_copy_of_weights_is_no_view_even_for_a_compiler_that_removes_copies(

@@ -88,6 +88,7 @@ SIZES = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("batch", "length", "width", "chunk"), SIZES)
 @pytest.mark.parametrize(
     "forward",
@@ -97,7 +98,7 @@ SIZES = [
         _repeated,
     ],
 )
-@pytest.mark.sampled(every=44)
+@pytest.mark.sampled(every=12)
 def test_chunks_of_tokens_return_the_same(forward: Forward, batch: int, length: int, width: int, chunk: int) -> None:
     model, ids = token_model(forward, batch, length, width)
     expected = model(ids)

@@ -154,6 +154,7 @@ def test_a_mask_is_lookups(mask: str, writing: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("writing", WRITINGS)
 def test_all_masks_in_all_writings(mask: str, writing: str) -> None:
