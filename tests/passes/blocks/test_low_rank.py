@@ -65,7 +65,7 @@ class LowRankExperts(nn.Module):
         return torch.zeros_like(hidden).index_add(0, order // TOP_K, rows)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("is_offloaded", [True, False])
 @pytest.mark.parametrize("form", ["grouped_mm", "chosen bmm", "dense_bmm"])
 def test_local_pairs_are_parts_of_the_block(form: str, is_offloaded: bool) -> None:
@@ -128,6 +128,7 @@ class TwoTypes(LowRankModules):
             )
 
 
+@pytest.mark.slow
 def test_a_pair_that_cannot_be_merged_is_refused_in_words() -> None:
     sizes = StyleSizes(experts=4)
     with pretend_rank(0, 2):
@@ -140,6 +141,7 @@ def test_a_pair_that_cannot_be_merged_is_refused_in_words() -> None:
     assert sum(map(is_grouped_gemm, result.module.graph.nodes)) == 9
 
 
+@pytest.mark.slow
 def test_a_scale_that_changes_the_type_is_not_merged() -> None:
     """A scale with one dimension promotes its factor, so the results of the experts are float64."""
     with pretend_rank(0, 2):

@@ -36,7 +36,7 @@ def layer(kind: type[DenseExperts], **sizes: int) -> DenseExperts:
     return kind(**sizes)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("kind", WRITINGS)
 def test_only_the_chosen_pairs_are_computed(kind: type[DenseExperts]) -> None:
     result = compare_layer(layer(kind))
@@ -148,7 +148,7 @@ class MeanOverTokens(GptOssDense):
         return super().activate(up - up.mean(dim=1, keepdim=True))
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=9)
 @pytest.mark.parametrize(
     "kind",
     [
@@ -179,6 +179,7 @@ class RoundedNumbers(OneHotDense):
         return (mask.to(weights.dtype) * weights.unsqueeze(-1)).sum(dim=1)
 
 
+@pytest.mark.slow
 def test_masks_of_rounded_expert_numbers_are_unchanged() -> None:
     model = layer(RoundedNumbers, experts=258, width=2)
     model.router.weight.data[256:] += torch.randn(2, 1)  # so that the last two experts are chosen
@@ -206,6 +207,7 @@ class ReadTwice(GptOssDense):
         return super().forward(hidden) + self.largest
 
 
+@pytest.mark.slow
 def test_results_with_another_reader_are_refused() -> None:
     result = compare_layer(layer(ReadTwice))
     assert not any(map(is_grouped_gemm, result.module.graph.nodes))
@@ -228,6 +230,7 @@ def test_a_token_that_is_not_finite_stays_one(kind: type[DenseExperts]) -> None:
     torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
+@pytest.mark.slow
 def test_all_experts_chosen_stay_dense() -> None:
     result = compare_layer(layer(EinsumDense, top_k=EXPERTS))
     assert not any(map(is_grouped_gemm, result.module.graph.nodes))

@@ -105,7 +105,7 @@ class AllLookedUp(DenseExperts):
 TAKEN = [Slots, TwoNumbers, FromBehind, Gathered, Added, AllComputed, AllLookedUp]
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("kind", TAKEN, ids=lambda kind: kind.__name__)
 def test_slots_that_are_read_are_computed(kind: type[DenseExperts]) -> None:
     torch.manual_seed(0)

@@ -155,7 +155,7 @@ TAKEN: dict[type[MaskLoop], int] = dict.fromkeys(
 TAKEN |= dict.fromkeys((PlaceByPlace, CutColumns, TurnedColumns, SplitColumns), 6)
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(every=19)
 @pytest.mark.parametrize("model", TAKEN, ids=lambda model: model.__name__)
 def test_a_loop_over_boolean_masks_becomes_grouped_gemms(model: type[MaskLoop]) -> None:
     torch.manual_seed(0)
@@ -292,7 +292,7 @@ KEPT: dict[type[MaskLoop], str] = {
 }
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(every=11)
 @pytest.mark.parametrize("model", KEPT, ids=lambda model: model.__name__)
 def test_a_loop_over_unsupported_masks_is_unchanged(model: type[MaskLoop]) -> None:
     torch.manual_seed(0)
@@ -321,6 +321,7 @@ class ExpertByExpert(MaskLoop):
         return result
 
 
+@pytest.mark.slow
 def test_a_refused_loop_after_a_rewritten_loop_has_a_reason() -> None:
     torch.manual_seed(0)
     module, (refusal,) = rewrite_loop(ExpertByExpert())

@@ -29,7 +29,7 @@ aten = torch.ops.aten
 TAKEN: list[type[MaskLoop]] = [MixtralLoop, NonzeroLoop, SelectedLoop, LoopOfSums]
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("model", TAKEN, ids=lambda model: model.__name__)
 def test_a_loop_over_masks_becomes_grouped_gemms(model: type[MaskLoop]) -> None:
     torch.manual_seed(0)
@@ -203,7 +203,7 @@ KEPT: list[type[MixtralLoop]] = [
 NO_SUMS = (PartialSums,)
 
 
-@pytest.mark.sampled(every=7)
+@pytest.mark.sampled(every=14)
 @pytest.mark.parametrize("model", KEPT, ids=lambda model: model.__name__)
 def test_code_similar_to_a_mask_loop_is_unchanged(model: type[MaskLoop]) -> None:
     torch.manual_seed(0)
@@ -212,6 +212,7 @@ def test_code_similar_to_a_mask_loop_is_unchanged(model: type[MaskLoop]) -> None
     assert len(refusals) == (model not in NO_SUMS)
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
@@ -256,7 +257,7 @@ class ByNumber(MixtralLoop):
         return lambda rows: self.change(self.experts[number](rows), self.table, number)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=10)
 @pytest.mark.parametrize("name", BY_NUMBER)
 def test_experts_that_differ_only_in_constants_are_refused(name: str) -> None:
     torch.manual_seed(0)

@@ -169,6 +169,7 @@ def _gemms(module: GraphModule) -> tuple[int, int]:
     return grouped, plain
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("model", TAKEN, ids=lambda model: model.__name__)
 def test_a_loop_becomes_grouped_gemms(model: type[nn.Module]) -> None:
     torch.manual_seed(0)
@@ -179,7 +180,7 @@ def test_a_loop_becomes_grouped_gemms(model: type[nn.Module]) -> None:
     assert refusals == []
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("model", TAKEN, ids=lambda model: model.__name__)
 def test_inductor_lowers_every_operator(model: type[nn.Module]) -> None:
     torch.manual_seed(0)
@@ -314,6 +315,7 @@ REFUSED: list[tuple[type[nn.Module], str]] = [
 ]
 
 
+@pytest.mark.sampled(every=9)
 @pytest.mark.parametrize(("model", "why"), REFUSED, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_loop_that_cannot_be_taken_stays_and_says_why(model: type[nn.Module], why: str) -> None:
     torch.manual_seed(0)
@@ -323,6 +325,7 @@ def test_a_loop_that_cannot_be_taken_stays_and_says_why(model: type[nn.Module], 
     assert re.search(why, refusal.reason)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("model", [OverlappingSlices, SharedWeights], ids=lambda model: model.__name__)
 def test_code_similar_to_a_loop_is_unchanged(model: type[nn.Module]) -> None:
     torch.manual_seed(0)
@@ -369,6 +372,7 @@ class TransposedParameters(SlicesByCounts):
             expert.gate.weight.data = expert.gate.weight.data.t().contiguous().t()
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("model", "grouped", "why"),
     [(TiedLoops, 3, "is a weight of two loops over experts"), (TransposedParameters, 0, "does not lie contiguously")],
@@ -395,6 +399,7 @@ ROW_WORK: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     work=st.lists(st.sampled_from(sorted(ROW_WORK)), max_size=4, unique=True),

@@ -149,6 +149,7 @@ def _weights(model: PreTrainedModel) -> int:
     return every - bank * model.config.num_hidden_layers + bank
 
 
+@pytest.mark.slow
 def test_without_a_budget_nothing_can_be_chosen() -> None:
     model = tiny_model("qwen3_moe", num_hidden_layers=1)
     with pytest.raises(BackendCompilerFailed, match=r"OptionError.*memory_budget"):

@@ -144,7 +144,7 @@ class _SentElsewhere(AllToAllExperts):
         return send[::-1], receive
 
 
-@pytest.mark.sampled(every=15)
+@pytest.mark.slow
 @pytest.mark.covering(2)
 @pytest.mark.parametrize(("form", "experts"), [("all_gather", _LastRows), ("all_to_all", _SentElsewhere)])
 @pytest.mark.parametrize("kind", LAYERS)

@@ -355,6 +355,7 @@ def test_mutated_graphs_are_taken_rightly_or_refused(form: str) -> None:
     assert outcomes["right"]
 
 
+@pytest.mark.slow
 def test_a_sum_in_another_type_is_not_taken_in_this_one() -> None:
     """The mock run is in float64, so only the types in the graph show the difference."""
     config = StackConfig(layers=1, dtype=torch.bfloat16)

@@ -48,7 +48,7 @@ def _outcome(module: GraphModule, captured: Captured) -> tuple[list[str], list[s
     return [bank.name for bank in result.plan.banks], [refusal.reason for refusal in result.plan.refusals]
 
 
-@pytest.mark.sampled(every=9)
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_equal_layers_are_proved_once(form: str, dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:

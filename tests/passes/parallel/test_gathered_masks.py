@@ -184,7 +184,7 @@ REFUSED: dict[str, tuple[Choose, Select, str]] = {
 }
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=10)
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_selections_are_unchanged(name: str) -> None:
     choose, select, said = REFUSED[name]
@@ -209,6 +209,7 @@ class _AlsoRead(Selecting):
         return (*self.select(mask[:, self.own], probabilities[:, self.own]), probabilities * 2)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("is_read", [True, False])
 def test_gathers_are_removed_unless_masks_have_other_readers(is_read: bool) -> None:
     with pretend_rank(0, RANKS):
@@ -249,6 +250,7 @@ def _captured_layer(layer: type[nn.Module]) -> Captured:
         return capture_module(layer(sizes, dist.group.WORLD), hidden, 1, RANKS, dynamic=True)  # type: ignore[call-arg]
 
 
+@pytest.mark.slow
 def test_a_block_that_another_rank_refuses_still_gathers_its_mask() -> None:
     captured = _captured_layer(GatheredOrder)
     taken = eliminate(captured)
@@ -271,6 +273,7 @@ def test_a_mask_by_a_threshold_is_refused_with_its_line() -> None:
     assert "scores > 1 / self.sizes.experts" in refusal.source_line
 
 
+@pytest.mark.slow
 def test_masks_of_refused_blocks_are_unchanged() -> None:
     module = copy_graph_module(captured_ranks(whole, masked, _columns)[0].module)
     (mask,) = filter(_is_mask, module.graph.nodes)

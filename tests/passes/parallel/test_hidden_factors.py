@@ -89,7 +89,7 @@ HIDDEN = (
 )  # fmt: skip
 
 
-@pytest.mark.sampled(every=9)
+@pytest.mark.slow
 @pytest.mark.parametrize("places", HIDDEN, ids=lambda places: places.__name__.strip("_"))
 def test_a_constant_that_is_put_together_is_not_taken(places: Places) -> None:
     assert refusal_of_experts("all_reduce", _variant(places), config=WIDE)
@@ -118,5 +118,6 @@ class TenTimes(AllToAllExperts):
         return super()._run_arrived(rows[places - (places - most).clamp(min=0)], arriving)
 
 
+@pytest.mark.slow
 def test_a_ratio_that_no_run_has_is_not_taken() -> None:
     assert refusal_of_experts("all_to_all", TenTimes, config=WIDE)

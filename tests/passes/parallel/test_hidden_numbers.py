@@ -224,7 +224,7 @@ def test_numbers_computed_from_ids_cannot_hide_a_threshold(change: Rows) -> None
     assert refusal_of_experts("all_to_all", _arrived(change), config=WIDE)
 
 
-@pytest.mark.sampled(every=15)
+@pytest.mark.slow
 @pytest.mark.parametrize("few", _FEW)
 def test_no_way_to_a_small_number_hides_a_threshold(few: str) -> None:
     assert refusal_of_experts("all_to_all", _arrived(_as_a_shift(_FEW[few])), config=WIDE)

@@ -80,7 +80,7 @@ def _some(
     return rows.masked_fill(~is_kept.unsqueeze(-1), 0.0), order
 
 
-@pytest.mark.sampled(every=9)
+@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("subject", SUBJECTS)
 @pytest.mark.parametrize("form", ["all_to_all", "all_reduce", "all_gather"])
@@ -185,7 +185,7 @@ class PairsOfRows(AllToAllExperts):
         return torch.where(pairs <= total, super()._run_arrived(rows, arriving), 0.0)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("experts", "reason"),
     [

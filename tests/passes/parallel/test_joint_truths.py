@@ -138,7 +138,7 @@ NESTED = (
 )  # fmt: skip
 
 
-@pytest.mark.sampled(every=15)
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", NESTED, ids=lambda experts: experts.__name__)
 def test_mask_combinations_that_were_never_tried_are_refused(experts: type[AllToAllExperts]) -> None:
     assert refusal_of_experts("all_to_all", experts, config=WIDE)
@@ -152,5 +152,6 @@ class RowsInTheirPlaces(AllToAllExperts):
         return torch.empty_like(outputs).index_copy(0, torch.arange(outputs.shape[0]), outputs)
 
 
+@pytest.mark.slow
 def test_data_dependent_sizes_are_not_compared() -> None:
     assert refusal_of_experts("all_to_all", RowsInTheirPlaces, config=WIDE) == ""

@@ -287,8 +287,8 @@ class MaskedInside(AllToAllExperts):
         return grouped_gemm(inner, self.down_proj.transpose(1, 2), ends)
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.covering(1)
-@pytest.mark.sampled(every=9)
 @pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize(
     "experts", [_ByFeature, RolledFeatures, CutFeatures, MaskedInside], ids=lambda experts: experts.__name__

@@ -122,7 +122,7 @@ def _parameters(form: str) -> Iterator[int]:
             yield index
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_a_rank_with_other_parameters_never_makes_results_wrong(form: str) -> None:
     """The parameters are those of routers, dense layers and experts."""

@@ -147,7 +147,7 @@ MIXING: dict[str, tuple[Activation, str]] = {
 }
 
 
-@pytest.mark.sampled(every=18)
+@pytest.mark.sampled(every=10)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("mixes", MIXING)

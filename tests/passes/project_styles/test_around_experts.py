@@ -38,7 +38,7 @@ def test_experts_on_one_axis_of_a_mesh(layer: type[torch.nn.Module]) -> None:
     assert host_syncs(result) == []
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [SequenceParallel, SequenceParallelBare])
 def test_sequence_parallelism_around_experts(layer: type[torch.nn.Module]) -> None:
     captured = [captured_on_mesh(layer, rank, 2, 9, SIZES) for rank in range(2)]

@@ -177,15 +177,18 @@ def test_counts_may_have_a_data_dependent_length() -> None:
     check_counts(COUNTS["bincount"], COUNTS["histc"], 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer_type", [CountsOfAllRanks, SlicesByCountsOfAllRanks], ids=lambda kind: kind.__name__)
 def test_counts_that_all_ranks_gather_and_add_up(layer_type: type[ExactLayer]) -> None:
     check_counts(COUNTS["histc"], COUNTS["histc"], 3, layer_type, dataclasses.replace(SIZES, experts=9))
 
 
+@pytest.mark.slow
 def test_counts_that_are_exchanged_into_given_memory() -> None:
     check_counts(COUNTS["histc"], COUNTS["histc"], 2, SlicesByCountsInGivenMemory)
 
 
+@pytest.mark.slow
 def test_counts_that_travel_in_another_type() -> None:
     check_counts(COUNTS["one_hot"], COUNTS["histc"], 2, CountsOnTheWire)
 

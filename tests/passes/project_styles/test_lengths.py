@@ -156,11 +156,12 @@ def is_hidden(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 2 and not isinstance(value.shape[0], int)
 
 
+@pytest.mark.slow
 def test_a_length_that_only_the_tokens_have_is_known() -> None:
     check_taken([_reading_parts(captured_rank) for captured_rank in captured_ranks(LengthInside)], [])
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("is_length", [True, False])
 def test_a_length_of_something_else_is_refused(is_length: bool) -> None:
     captured = captured_ranks(OtherLength)[0]
@@ -170,7 +171,7 @@ def test_a_length_of_something_else_is_refused(is_length: bool) -> None:
     assert ("reads the length" if is_length else "computes with a size") in refusal.reason
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("lower", ["inductor", "eager"])
 def test_memory_for_results_has_a_size_that_is_known_without_them(lower: str) -> None:
     check_taken(captured_ranks(AgreedSlots, lower=lower), ["all_reduce"])
@@ -220,6 +221,7 @@ def test_lengths_that_are_compared_stay_so() -> None:
     assert not any(is_call(node, aten._assert_scalar.default) for node in result.module.graph.nodes)
 
 
+@pytest.mark.slow
 def test_a_length_that_only_the_exchange_tells_is_refused() -> None:
     captured = capture_layer(functools.partial(SlicesOfModules, StyleSizes()), 0, RANKS)
     assert eliminate_readably(captured).plan.local_blocks
@@ -246,7 +248,7 @@ class KeptMemory:
         return memory
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layer", "exchange"), [(GatheredMasks, "gathered_style.GatherTokens"), (IndexedSlots, "slots_style.EqualAllToAll")]
 )

@@ -186,7 +186,7 @@ def captured_padding(padding: Padding, rank: int) -> Captured:
     return capture_layer(layer, rank, 2)
 
 
-@pytest.mark.sampled(every=7)
+@pytest.mark.slow
 @pytest.mark.parametrize("padding", [LastBits, NegativeQuotient, Int32, LeastRoom, RoomForAll, RoomByHost, SumByHost])
 def test_further_padding_methods_are_taken(padding: type[Padding]) -> None:
     captured = [captured_padding(padding(), rank) for rank in range(2)]
@@ -197,7 +197,7 @@ def test_further_padding_methods_are_taken(padding: type[Padding]) -> None:
     check_same_outputs(captured, results, [(9, 4), (0, 3), (40, 61)])
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.sampled(every=10)
 @pytest.mark.parametrize(
     ("padding", "reason"),
     [

@@ -126,7 +126,7 @@ class OrderAndScatter(OrderThatPads):
     padding = ScatteredRows()
 
 
-@pytest.mark.sampled(every=7)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layer", "form"),
     [

@@ -48,6 +48,7 @@ def test_a_style_is_taken_whole_and_right(style: str) -> None:
     check_style(style, 2, SIZES, [(9, 9), (17, 5), (1, 30), (40, 40)])
 
 
+@pytest.mark.slow
 def test_counts_may_come_over_another_group_of_the_same_ranks() -> None:
     captured = capture_style("megatron", 0, 2)
     (name,) = captured.groups
