@@ -154,6 +154,7 @@ class SharedInverse(Weighted):
         return out[self.inverse]
 
 
+@pytest.mark.slow
 def test_an_inverse_with_other_readers_is_duplicated(kernels: None) -> None:
     captured = capture(_stack(SharedInverse), tokens())
     module, moved = _hoisted(captured)

@@ -82,6 +82,7 @@ def _planned(*layers: Layer) -> Any:
     return up_to("partition", capture(model, tokens()).module)
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("form", BLOCKS)
 def test_blocks_read_gathers_of_banks_in_shards(form: str) -> None:
     layers = [Layer(number, form) for number in range(3)]

@@ -92,11 +92,13 @@ def check_slots(layer: type[nn.Module], ranks: int, kinds: Sequence[str], tokens
     check_same_outputs(captured, results, tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [EinsumExperts, pytest.param(EinsumOfRanks, marks=pytest.mark.slow)])
 def test_slots_multiplied_by_einsum(layer: type[nn.Module]) -> None:
     check_slots(layer, 2, [], [(9, 9), (40, 40), (1, 1)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [RoundedCapacity, pytest.param(AgreedCapacity, marks=pytest.mark.slow)])
 def test_as_many_slots_as_any_rank_needs(layer: type[nn.Module]) -> None:
     check_slots(layer, 2, ["all_reduce"], [(9, 9), (40, 3), (1, 1)])

@@ -148,6 +148,7 @@ def test_sizes_are_read_from_inputs() -> None:
     assert SizeSource(2, 1).read([0, 0, torch.ones(4, 3)]) == 3
 
 
+@pytest.mark.slow
 def test_a_graph_compiled_late_knows_for_which_sizes_it_is_right() -> None:
     graph = _captured(_rank_rows, torch.arange(100.0))
     sources = size_sources(graph.graph)

@@ -88,7 +88,7 @@ def test_the_mutants_are_of_every_kind_both_right_and_wrong() -> None:
     assert verdicts.counts["wrong", "rejected"] >= 300
 
 
-@pytest.mark.sampled(every=12)
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_the_loss_of_a_rule_would_be_noticed(rule: str) -> None:
     assert _sample().caught_by_one[rule], f"no mutant is rejected by {rule} alone"

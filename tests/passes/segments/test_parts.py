@@ -94,6 +94,7 @@ def test_families(family: str, lower: str, experts: str) -> None:
     assert set(gemms) <= set(parts)
 
 
+@pytest.mark.slow
 def test_attention_over_a_trie_is_attention() -> None:
     model = tiny_model("gpt_oss", num_hidden_layers=2)
     model.set_attn_implementation(TRIE_ATTENTION_NAME)

@@ -119,6 +119,7 @@ def test_sizes_may_be_symbols(forward: Forward) -> None:
     assert chunked(compilation) > 0
 
 
+@pytest.mark.slow
 def test_as_many_sequences_as_tokens_have_one_symbol() -> None:
     model, ids = token_model(_attention_of_matrices, batch=5, length=5)
     expected = model(ids)
@@ -128,6 +129,7 @@ def test_as_many_sequences_as_tokens_have_one_symbol() -> None:
     assert chunked(compilation) > 0
 
 
+@pytest.mark.slow
 def test_sizes_may_have_no_value_before_a_run() -> None:
     model, ids = token_model(_time_major)
     for dim in (0, 1):
@@ -163,6 +165,7 @@ def _one_value_for_all_sequences(model: TokenModel, ids: torch.Tensor) -> torch.
     return model.mlp(torch.bmm(x.permute(1, 2, 0), x.transpose(0, 1)))
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize(
     ("forward", "reason"),
     [

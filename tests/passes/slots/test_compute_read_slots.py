@@ -89,6 +89,7 @@ def _rows(result: PassResult) -> list[Any]:
     return [node.meta["val"].shape[0] for node in result.module.graph.nodes if is_grouped_gemm(node)]
 
 
+@pytest.mark.sampled(every=9)
 @pytest.mark.parametrize("read", READS)
 def test_lookups_return_the_same(read: str) -> None:
     inputs = [_inputs(5, 2, 4), _inputs(3, 2, 2, 1), _inputs(40, 2, 30, 2, dropped=1.0), _inputs(9, 2, 50, dropped=0.0)]
@@ -98,6 +99,7 @@ def test_lookups_return_the_same(read: str) -> None:
     assert [str(rows) for rows in _rows(result)] == [str(ids.numel())] * 2
 
 
+@pytest.mark.sampled(every=9)
 @pytest.mark.parametrize("work", WORK)
 def test_row_operations_are_repeated(work: str) -> None:
     _check(SlotExperts(READS["zeros behind"], WORK[work]), [_inputs(5, 2, 4), _inputs(11, 2, 9, 1)])
@@ -148,6 +150,7 @@ class CountedSlots(SlotExperts):
         return super().forward(first, ids.clamp(max=EXPERTS * each))
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("read", ["zeros behind", "numbers on both sides"])
 def test_there_may_be_no_slots(read: str) -> None:
     _check(
@@ -195,6 +198,7 @@ KEPT: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.sampled(every=9)
 @pytest.mark.parametrize("name", KEPT)
 def test_other_reads_of_slots_are_unchanged(name: str) -> None:
     result = compare_with_dynamic_rows(
@@ -222,6 +226,7 @@ def test_more_lookups_than_slots_are_unchanged() -> None:
     assert result.matches == ()
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(st.data())
 def test_any_ids_and_sizes(data: st.DataObject) -> None:

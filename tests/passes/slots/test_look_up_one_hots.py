@@ -137,6 +137,7 @@ def _large_gemms(result: PassResult) -> list[Any]:
 CASES = [(mask, gshard.__name__) for mask in MASKS] + [(top_1.__name__, writing) for writing in WRITINGS]
 
 
+@pytest.mark.sampled(every=10)
 @pytest.mark.parametrize(("mask", "writing"), CASES)
 def test_a_mask_is_lookups(mask: str, writing: str) -> None:
     model = Layer(MASKS[mask], WRITINGS[writing])
@@ -168,6 +169,7 @@ def test_with_fixed_sizes() -> None:
     assert len(result.matches) == 2
 
 
+@pytest.mark.slow
 def test_sums_in_bfloat16_are_rounded_once() -> None:
     """The lookups are closer to the sum in float64 than products that are rounded one by one."""
     inputs = [_inputs(64, 40, 3, torch.bfloat16)]
@@ -175,6 +177,7 @@ def test_sums_in_bfloat16_are_rounded_once() -> None:
     assert len(result.matches) == 2
 
 
+@pytest.mark.slow
 def test_a_row_that_is_not_finite_stays_where_it_is_looked_up() -> None:
     scores, hidden, capacity = _inputs(7, 7)
     hidden[3] = torch.nan
@@ -230,6 +233,7 @@ KEPT: dict[str, Callable[[Tensor, int], Tensor]] = {
 }
 
 
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("name", KEPT)
 def test_other_masks_are_unchanged(name: str) -> None:
     result = compare_with_dynamic_rows(
