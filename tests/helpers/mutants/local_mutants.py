@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -80,6 +79,6 @@ class LocalMutants:
             torch.testing.assert_close(written.forward(*arguments), expected, rtol=1e-4, atol=1e-4)
         return "right" if any(map(is_grouped_gemm, written.graph.nodes)) else "left"
 
-    def check_some(self, most: int) -> collections.Counter[str]:
-        """Count the outcomes of `most` changes of single nodes, drawn at random."""
-        return outcomes_of(changes_of(self.module, WAYS), self.check, most)
+    def check_some(self, most: int, needed: Collection[str]) -> None:
+        """Check `most` changes of single nodes, drawn at random, and more until all outcomes `needed` have occurred."""
+        outcomes_of(changes_of(self.module, WAYS), self.check, most, needed)

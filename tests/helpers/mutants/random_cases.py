@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 SEED = int(os.environ.get("TEST_SEED", "0"))
@@ -20,16 +20,19 @@ def times(count: int) -> int:
     return max(1, round(count * TIMES))
 
 
-def outcomes_of(cases: Sequence[tuple[Any, ...]], check: Callable[..., str], most: int) -> collections.Counter[str]:
+def outcomes_of(
+    cases: Sequence[tuple[Any, ...]], check: Callable[..., str], most: int, needed: Collection[str] = ()
+) -> collections.Counter[str]:
     """Count the outcomes of `check` for `most` cases, drawn with TEST_SEED, whose outcome is not "no mutant".
 
-    Raises AssertionError with the case if `check` raises.
+    More cases are drawn until all outcomes `needed` have occurred. Raises AssertionError if one of them never occurs,
+    and with the case if `check` raises.
     """
     most = times(most)
-    print(f"\nup to {most} of {len(cases)} cases, TEST_SEED={SEED}")
+    print(f"\n{most} of {len(cases)} cases, TEST_SEED={SEED}")
     outcomes: collections.Counter[str] = collections.Counter()
     for case in random.Random(SEED).sample(cases, len(cases)):
-        if outcomes.total() == most:
+        if outcomes.total() >= most and outcomes.keys() >= set(needed):
             break
         try:
             outcome = check(*case)
@@ -37,4 +40,5 @@ def outcomes_of(cases: Sequence[tuple[Any, ...]], check: Callable[..., str], mos
             raise AssertionError(f"case {case}, TEST_SEED={SEED}") from error
         if outcome != "no mutant":
             outcomes[outcome] += 1
+    assert outcomes.keys() >= set(needed), outcomes
     return outcomes

@@ -34,7 +34,4 @@ LOOPS: dict[str, type[nn.Module]] = {
 def test_mutants_are_written_rightly_or_left(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(tokens, HIDDEN, generator=generator) for tokens in (11, 4, 23)]
-    outcomes = LocalMutants(LOOPS[name], inputs, (sort_masks, write_grouped_gemms)).check_some(24)
-    # Most changes of the loops over the columns of ids affect only one of the two loops.
-    assert outcomes["left"] or name == "place by place"
-    assert outcomes["right"]
+    LocalMutants(LOOPS[name], inputs, (sort_masks, write_grouped_gemms)).check_some(24, needed={"left", "right"})
