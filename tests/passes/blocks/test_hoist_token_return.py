@@ -90,6 +90,7 @@ def test_the_token_return_directly_follows_the_last_gemm(kernels: None, dynamic:
     assert _equal(captured, module)
 
 
+@pytest.mark.slow
 def test_a_bank_is_released_right_behind_the_return(kernels: None) -> None:
     captured = streamed(_stack(), tokens())
     module = up_to("schedule", captured.module).module

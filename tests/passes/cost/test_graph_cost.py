@@ -159,6 +159,7 @@ def test_a_block_costs_its_products() -> None:
     assert block.cost.at({})[0] == formulas.grouped_gemm_flops(rows, block.hidden, matrices * block.intermediate)
 
 
+@pytest.mark.slow
 def test_costs_of_dynamic_shapes_hold_for_other_sizes() -> None:
     x = tokens(24)
     torch._dynamo.mark_dynamic(x, 0)

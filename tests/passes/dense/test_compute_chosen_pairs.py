@@ -148,7 +148,7 @@ class MeanOverTokens(GptOssDense):
         return super().activate(up - up.mean(dim=1, keepdim=True))
 
 
-@pytest.mark.sampled(every=9)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [

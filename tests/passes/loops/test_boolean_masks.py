@@ -292,7 +292,7 @@ KEPT: dict[type[MaskLoop], str] = {
 }
 
 
-@pytest.mark.sampled(every=11)
+@pytest.mark.slow
 @pytest.mark.parametrize("model", KEPT, ids=lambda model: model.__name__)
 def test_a_loop_over_unsupported_masks_is_unchanged(model: type[MaskLoop]) -> None:
     torch.manual_seed(0)

@@ -92,7 +92,7 @@ def test_counts_with_a_known_total_are_not_read(model: type[nn.Module]) -> None:
     assert count_host_reads(model()) == 0
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [OfSomeTokens, OfOtherIds, CountsReturned], ids=lambda model: model.__name__)
 def test_counts_without_a_known_total_are_read(model: type[nn.Module]) -> None:
     torch.manual_seed(0)

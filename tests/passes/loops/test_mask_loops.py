@@ -203,7 +203,7 @@ KEPT: list[type[MixtralLoop]] = [
 NO_SUMS = (PartialSums,)
 
 
-@pytest.mark.sampled(every=14)
+@pytest.mark.slow
 @pytest.mark.parametrize("model", KEPT, ids=lambda model: model.__name__)
 def test_code_similar_to_a_mask_loop_is_unchanged(model: type[MaskLoop]) -> None:
     torch.manual_seed(0)
@@ -257,7 +257,7 @@ class ByNumber(MixtralLoop):
         return lambda rows: self.change(self.experts[number](rows), self.table, number)
 
 
-@pytest.mark.sampled(every=10)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BY_NUMBER)
 def test_experts_that_differ_only_in_constants_are_refused(name: str) -> None:
     torch.manual_seed(0)

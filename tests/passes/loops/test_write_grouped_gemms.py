@@ -325,7 +325,7 @@ def test_a_loop_that_cannot_be_taken_stays_and_says_why(model: type[nn.Module], 
     assert re.search(why, refusal.reason)
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [OverlappingSlices, SharedWeights], ids=lambda model: model.__name__)
 def test_code_similar_to_a_loop_is_unchanged(model: type[nn.Module]) -> None:
     torch.manual_seed(0)
@@ -372,7 +372,7 @@ class TransposedParameters(SlicesByCounts):
             expert.gate.weight.data = expert.gate.weight.data.t().contiguous().t()
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "grouped", "why"),
     [(TiedLoops, 3, "is a weight of two loops over experts"), (TransposedParameters, 0, "does not lie contiguously")],

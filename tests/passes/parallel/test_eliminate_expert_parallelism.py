@@ -266,7 +266,7 @@ def test_a_single_token_is_taken(rank: int) -> None:
     assert [block.form for block in _eliminated(captured).plan.local_blocks] == ["all_reduce"]
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["all_reduce", "all_gather"])
 def test_as_many_tokens_as_own_experts_are_no_expert_tensor(form: str) -> None:
     """The hidden states of a single layer are an input with the same first size as the expert weights."""

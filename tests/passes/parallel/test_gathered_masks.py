@@ -184,7 +184,7 @@ REFUSED: dict[str, tuple[Choose, Select, str]] = {
 }
 
 
-@pytest.mark.sampled(every=10)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_selections_are_unchanged(name: str) -> None:
     choose, select, said = REFUSED[name]
@@ -209,7 +209,7 @@ class _AlsoRead(Selecting):
         return (*self.select(mask[:, self.own], probabilities[:, self.own]), probabilities * 2)
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("is_read", [True, False])
 def test_gathers_are_removed_unless_masks_have_other_readers(is_read: bool) -> None:
     with pretend_rank(0, RANKS):
@@ -263,6 +263,7 @@ def test_a_block_that_another_rank_refuses_still_gathers_its_mask() -> None:
     assert targets[0] == targets[1]
 
 
+@pytest.mark.slow
 def test_a_mask_by_a_threshold_is_refused_with_its_line() -> None:
     captured = _captured_layer(_Thresholds)
     result = eliminate(captured)

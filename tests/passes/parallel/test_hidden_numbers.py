@@ -290,5 +290,6 @@ class ConstantsInside(AllReduceExperts):
         return grouped_gemm(F.silu(gate) * up * scale, self.down_proj.transpose(1, 2), ends)
 
 
+@pytest.mark.slow
 def test_constants_of_the_activation_function_are_taken() -> None:
     assert refusal_of_experts("all_reduce", ConstantsInside, config=WIDE) == ""

@@ -151,7 +151,7 @@ class StackInTurns(Stack):
         return torch.cat(halves)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("order", "form", "slots"),
     [(StackInTurns, "grouped_mm", 1), (Overlapped, "grouped_mm", 2), (Overlapped, "batched_mm", 1)],

@@ -287,7 +287,7 @@ class MaskedInside(AllToAllExperts):
         return grouped_gemm(inner, self.down_proj.transpose(1, 2), ends)
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ def test_sequence_parallelism_around_experts(layer: type[torch.nn.Module]) -> No
     check_same_outputs(captured, results, [(9, 9), (1, 1), (20, 20)])
 
 
+@pytest.mark.slow
 def test_ids_on_two_hops_are_refused() -> None:
     captured = captured_on_mesh(TwoHops, 2, 4, 9, SIZES)
     result = eliminate_readably(captured)

@@ -177,6 +177,7 @@ class _AddedBehind(CutExpertsOfTokens):
         return SplitOfStacks._run(self, rows, counts)
 
 
+@pytest.mark.slow
 def test_parts_that_are_added_up_behind_the_way_back_are_nothing_special() -> None:
     captured = captured_on_mesh(_AddedBehind, 3, 4, 9, SIZES)
     result = eliminate_readably(captured)

@@ -197,7 +197,7 @@ def test_further_padding_methods_are_taken(padding: type[Padding]) -> None:
     check_same_outputs(captured, results, [(9, 4), (0, 3), (40, 61)])
 
 
-@pytest.mark.sampled(every=10)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("padding", "reason"),
     [

@@ -72,7 +72,7 @@ def captured_layer(layer: type[GlobalIdsTravel], rank: int) -> Captured:
     return capture_layer(functools.partial(layer, SIZES), rank, 2)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layer", "reason"),
     [

@@ -92,6 +92,7 @@ def test_other_lowerings_need_complete_banks(how: str, takes: bool) -> None:
     assert lowered.slot_bytes == (plan.slot_bytes if takes else cut.plan.slot_bytes)
 
 
+@pytest.mark.slow
 def test_one_reader_that_needs_it_whole_is_enough() -> None:
     cut = _cut(depth=1)
     plan = with_bank_parts(cut.module, _spread(cut.plan))

@@ -107,7 +107,7 @@ def test_chunks_of_tokens_return_the_same(forward: Forward, batch: int, length: 
     assert chunked(compilation) > 0
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "forward", [_time_major, _mean_over_tokens, _attention, _attention_of_matrices, _written_side_by_side]
 )

@@ -150,7 +150,7 @@ class CountedSlots(SlotExperts):
         return super().forward(first, ids.clamp(max=EXPERTS * each))
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("read", ["zeros behind", "numbers on both sides"])
 def test_there_may_be_no_slots(read: str) -> None:
     _check(

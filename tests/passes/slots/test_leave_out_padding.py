@@ -118,7 +118,7 @@ def test_padding_that_is_cut_off_is_left_out(loop: type[Loop]) -> None:
     )
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", [Mixed, InFront, MaybeFewer, Moved])
 def test_padding_that_affects_results_is_unchanged(loop: type[Loop]) -> None:
     result = compare_with_dynamic_rows(loop(), PASSES, INPUTS, tolerance=1e-5)

@@ -164,6 +164,7 @@ def test_all_masks_in_all_writings(mask: str, writing: str) -> None:
     assert len(result.matches) == 2
 
 
+@pytest.mark.slow
 def test_with_fixed_sizes() -> None:
     result = compare_with_model(Layer(top_2), (look_up_one_hots,), [_inputs(7, 3)], rtol=1e-5, dynamic=False)
     assert len(result.matches) == 2
@@ -233,7 +234,7 @@ KEPT: dict[str, Callable[[Tensor, int], Tensor]] = {
 }
 
 
-@pytest.mark.sampled(every=8)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KEPT)
 def test_other_masks_are_unchanged(name: str) -> None:
     result = compare_with_dynamic_rows(

@@ -171,6 +171,7 @@ def test_unsupported_routing_is_not_chunked(forward: Callable[..., Any]) -> None
     assert chunked(compilation) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forward", [_shared_sort, _two_sorts])
 def test_a_sort_is_used_only_in_the_region_of_its_rows(forward: Callable[..., Any]) -> None:
     model, ids = token_model(forward)
