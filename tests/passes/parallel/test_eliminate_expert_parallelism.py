@@ -73,6 +73,7 @@ def _remains(module: GraphModule) -> list[str]:
 
 CONFIGS = {
     "even": (2, StackConfig(layers=2)),
+    "one layer": (2, StackConfig(layers=1, experts=7, top_k=3)),
     "uneven": (3, StackConfig(layers=1, experts=7, top_k=3)),
     "top-1": (2, StackConfig(layers=1, top_k=1)),
     "top-8": (2, StackConfig(layers=1, experts=8, top_k=8)),
@@ -97,7 +98,7 @@ def _check_local(
 
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_every_form_becomes_local(form: str) -> None:
-    _check_form(form, "top-1", torch.float32, True, "eager")
+    _check_form(form, "one layer", torch.float32, True, "eager")
 
 
 @pytest.mark.slow
