@@ -216,7 +216,7 @@ def _models_come_and_go(models: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("models", [2, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("models", [2, 8])
 def test_models_that_are_gone_give_their_shared_memory_back(models: int) -> None:
     run_ranks(2, _models_come_and_go, models, timeout=30.0 + 10.0 * models)
 

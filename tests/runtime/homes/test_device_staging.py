@@ -247,7 +247,6 @@ def _model_stays_exact() -> int:
     return report.staging_bytes
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_model_stays_exact_with_buffers_in_memory_of_all_ranks(ranks: int) -> None:
     """Four experts on three ranks give shards of different sizes, and buffers of one size."""

@@ -84,20 +84,20 @@ def _model_stays_exact(family: str, overrides: dict[str, Any]) -> None:
     _check_figures(report.store, dist.get_rank(), dist.get_world_size())
 
 
-@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("ranks", "family", "overrides"),
     [
-        (1, "dense_bmm", {}),
+        pytest.param(1, "dense_bmm", {}, marks=pytest.mark.slow),
         pytest.param(2, "batched_mm", {}, marks=pytest.mark.slow),
         (3, "grouped_mm", {}),  # 4 experts on 3 ranks
-        (2, "qwen3_moe", {"num_hidden_layers": 2}),
+        pytest.param(2, "qwen3_moe", {"num_hidden_layers": 2}, marks=pytest.mark.slow),
         pytest.param(3, "qwen3_moe", {}, marks=pytest.mark.slow),  # 8 experts on 3 ranks
-        (
+        pytest.param(  # a rank without experts
             3,
             "qwen3_moe",
             {"num_experts": 2, "num_experts_per_tok": 1, "num_hidden_layers": 2},
-        ),  # a rank without experts
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_models_stay_exact_on_every_rank(ranks: int, family: str, overrides: dict[str, Any]) -> None:

@@ -60,7 +60,8 @@ def _assert_right(activation: str, form: str, inputs: ExpertInputs) -> None:
     assert error <= TOLERANCES[result.dtype]
 
 
-@pytest.mark.sampled(every=40)
+@pytest.mark.sampled(every=14)
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -105,7 +106,8 @@ def descriptors(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     return launches
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(every=3)
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(
