@@ -108,6 +108,7 @@ def expected() -> torch.Tensor:
     return expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_temporary_adapter_is_refused_with_a_remedy(compiled: bool, expected: torch.Tensor) -> None:
     model = adapted()
@@ -129,6 +130,7 @@ def test_an_adapter_of_a_layer_that_stays_works(expected: torch.Tensor) -> None:
         torch.testing.assert_close(model(tokens()), expected)
 
 
+@pytest.mark.slow
 def test_merged_adapters_are_offloaded(expected: torch.Tensor) -> None:
     model = merged(adapted())
     moepass.offload_experts(model)

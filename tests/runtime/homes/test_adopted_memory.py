@@ -119,6 +119,7 @@ def _writes_too_late() -> None:
             assert torch.equal(compiled(hidden), expected)
 
 
+@pytest.mark.slow
 def test_other_ranks_never_see_what_is_written_into_the_parameters_later() -> None:
     run_ranks(2, _writes_too_late)
 

@@ -185,6 +185,7 @@ def _all_is_overwritten_while_it_is_copied() -> None:
         assert statistics.staged_bytes == 0 < statistics.unstaged_bytes
 
 
+@pytest.mark.slow
 def test_bytes_overwritten_during_a_copy_are_fetched_again() -> None:
     run_ranks(2, _all_is_overwritten_while_it_is_copied)
 

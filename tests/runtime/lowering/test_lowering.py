@@ -112,7 +112,7 @@ def test_a_copy_of_weights_survives_the_slot_that_it_was_made_from(name: str, no
     assert torch.equal(weight, expected)
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("blocks", [True, False])
 @pytest.mark.parametrize("name", COPIES)

@@ -73,6 +73,7 @@ def test_experts_that_are_no_grouped_gemm() -> None:
             assert refusal.source_line.startswith("backend_helper.py:")
 
 
+@pytest.mark.slow
 def test_what_is_lowered_as_wanted_has_no_reason() -> None:
     plan = _compiled_plan(OneBlock(GroupedBlock()), "inductor", *_inputs())
     by_role = {segment.role: segment.lowering for segment in plan.segments}
@@ -81,7 +82,7 @@ def test_what_is_lowered_as_wanted_has_no_reason() -> None:
     assert all(lowering is not None and lowering.refusal is None for lowering in by_role.values())
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["grouped_mm", "batched_mm", "dense_bmm"])
 def test_operators_one_by_one_are_wanted_in_eager(form: str) -> None:
     depth = 3

@@ -271,7 +271,7 @@ def _options_differ(crossovers: tuple[int | None, int | None]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("crossovers", [(10, 20), (None, 20), pytest.param((20, None), marks=pytest.mark.slow)])
 def test_ranks_with_other_options_get_the_same_error_at_once(crossovers: tuple[int | None, int | None]) -> None:
     first, second = run_ranks(2, _options_differ, crossovers)
@@ -354,7 +354,7 @@ def _no_work(form: str, options: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "options"), [("all_to_all", {"all_to_all_below": 10}), ("all_reduce", {"transport": "collective"})]
 )

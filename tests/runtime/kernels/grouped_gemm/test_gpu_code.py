@@ -90,6 +90,7 @@ def largest_tiles() -> list[dict[str, Any]]:
     return _compiled("swiglu", "returned", "bfloat16", *CAPABILITIES, tiles="largest")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_nothing_spills_and_tensor_cores_multiply(largest_tiles: list[dict[str, Any]], capability: int) -> None:
     codes = [code for code in largest_tiles if code["capability"] == capability]

@@ -131,6 +131,7 @@ CHANGES: dict[str, Callable[[str], str]] = {
 }
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_used_is_reported(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with tune_kernels(_timer(3)):
         RecordedGemm().run()
@@ -166,6 +167,7 @@ def test_candidates_that_do_not_fit_the_gpu_are_skipped(folder: Path) -> None:
     assert "shared memory" in next(folder.iterdir()).read_text()
 
 
+@pytest.mark.slow
 def test_without_a_cache_folder_this_process_uses_its_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEPASS_CACHE_DIR", "")
     gemm = RecordedGemm()
