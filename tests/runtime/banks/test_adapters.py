@@ -130,7 +130,6 @@ def test_an_adapter_of_a_layer_that_stays_works(expected: torch.Tensor) -> None:
         torch.testing.assert_close(model(tokens()), expected)
 
 
-@pytest.mark.slow
 def test_merged_adapters_are_offloaded(expected: torch.Tensor) -> None:
     model = merged(adapted())
     moepass.offload_experts(model)

@@ -218,7 +218,6 @@ def _write_many(folder: Path, letter: bytes) -> None:
         assert store.save(KEY, "same", letter * 100_000, "demo", VERSIONS)
 
 
-@pytest.mark.slow
 def test_writers_at_the_same_time_leave_one_complete_file(store: CaptureStore) -> None:
     context = multiprocessing.get_context("spawn")
     writers = [context.Process(target=_write_many, args=(store.folder, letter)) for letter in (b"a", b"b")]

@@ -65,7 +65,6 @@ def _runs_exact(how: str, form: str) -> tuple[int, RingStatistics]:
     return len(adopting), ring.statistics
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("form", ["all_to_all", pytest.param("all_reduce", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", ["layer by layer", pytest.param("graph break", marks=pytest.mark.slow)])
 def test_layers_that_share_code_have_their_own_experts_and_fetch_for_each_other(how: str, form: str) -> None:

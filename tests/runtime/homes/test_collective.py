@@ -238,7 +238,6 @@ def _an_order_that_is_not_known_ends_nothing() -> None:
             assert torch.equal(compiled(tokens()), expected)
 
 
-@pytest.mark.slow
 def test_an_unknown_order_does_not_end_gathering() -> None:
     run_ranks(2, _an_order_that_is_not_known_ends_nothing)
 
@@ -294,7 +293,6 @@ def _reads_outside_blocks_are_gathered() -> None:
                 assert torch.equal(compiled(tokens()), expected)
 
 
-@pytest.mark.slow
 def test_reads_outside_recognised_blocks_are_gathered_tensor_by_tensor() -> None:
     run_ranks(2, _reads_outside_blocks_are_gathered)
 

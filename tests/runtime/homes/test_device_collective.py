@@ -342,7 +342,6 @@ def _gather_without_end(connection: Connection, store: str, rank: int) -> None:
             connection.send(str(error))
 
 
-@pytest.mark.slow
 def test_a_rank_that_is_killed_in_a_gather_is_named_within_the_timeout(tmp_path: Path) -> None:
     store = str(tmp_path / "store")
     with Worker(_gather_without_end, store, 0) as first, Worker(_gather_without_end, store, 1) as killed:

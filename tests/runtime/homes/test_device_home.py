@@ -103,7 +103,6 @@ def _sources_are_all_that_is_kept() -> None:
         assert torch.equal(tensor.view(complete), value)
 
 
-@pytest.mark.slow
 def test_later_reads_keep_the_memory_of_other_ranks() -> None:
     run_ranks(2, _sources_are_all_that_is_kept)
 

@@ -197,7 +197,6 @@ def test_a_checkpoint_that_is_changed_is_an_error_in_the_next_run(change: str, t
         moepass.offload_report(model).store.gather_now(0)
 
 
-@pytest.mark.slow
 def test_a_bank_that_is_changed_within_a_run_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Stack("dense_bmm", depth=3)
     expected = model(tokens())

@@ -232,7 +232,6 @@ def _one_fails_half_way() -> None:
             _compiled(model)(tokens())
 
 
-@pytest.mark.slow
 def test_a_rank_that_fails_half_way_is_one_error_on_the_others_and_never_a_wrong_result() -> None:
     run_ranks(2, _one_fails_half_way)
 

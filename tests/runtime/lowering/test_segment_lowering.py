@@ -73,7 +73,6 @@ def test_experts_that_are_no_grouped_gemm() -> None:
             assert refusal.source_line.startswith("backend_helper.py:")
 
 
-@pytest.mark.slow
 def test_what_is_lowered_as_wanted_has_no_reason() -> None:
     plan = _compiled_plan(OneBlock(GroupedBlock()), "inductor", *_inputs())
     by_role = {segment.role: segment.lowering for segment in plan.segments}

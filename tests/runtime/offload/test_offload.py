@@ -352,7 +352,6 @@ def test_layers_that_share_all_parameters_share_a_bank() -> None:
     assert state["blocks.0.up"].data_ptr() == state["blocks.2.up"].data_ptr()
 
 
-@pytest.mark.slow
 def test_layers_that_share_some_parameters_have_banks_of_their_own() -> None:
     model = _tied(3, "up")
     expected = model(tokens())

@@ -78,7 +78,7 @@ EDGES = {
 }
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("edge", EDGES)
 def test_edges(edge: str, dtype: torch.dtype) -> None:
@@ -106,7 +106,7 @@ def descriptors(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     return launches
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=9)
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCES)

@@ -131,7 +131,6 @@ CHANGES: dict[str, Callable[[str], str]] = {
 }
 
 
-@pytest.mark.slow
 def test_a_file_that_cannot_be_used_is_reported(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with tune_kernels(_timer(3)):
         RecordedGemm().run()
