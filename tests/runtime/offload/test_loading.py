@@ -78,12 +78,12 @@ def _reference(folder: Path, dtype: torch.dtype | None = None) -> tuple[PreTrain
     return model, moepass.offload_experts(model)
 
 
-def _check_same(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Check that every bit and attribute is the same as after `from_pretrained` and `offload_experts`.
+def _check_same(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None = None) -> None:
+    """Check that every bit and attribute is the same as after `from_pretrained` and `offload_experts`."""
+    _check_same_as(*_reference(folder, dtype), model)
 
-    Returns that model.
-    """
-    reference, report = _reference(folder, dtype)
+
+def _check_same_as(reference: PreTrainedModel, report: OffloadReport, model: PreTrainedModel) -> None:
     banks = moepass.offload_report(model).store.banks
     for bank, expected in zip(banks, report.store.banks, strict=True):
         assert bank.spec == expected.spec
@@ -95,7 +95,6 @@ def _check_same(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None 
     assert getattr(model, "generation_config", None) == getattr(reference, "generation_config", None)
     assert model.name_or_path == reference.name_or_path
     _check_outputs_same(model, reference)
-    return reference
 
 
 def _check_outputs_same(model: PreTrainedModel, reference: PreTrainedModel) -> None:
@@ -140,14 +139,14 @@ def test_every_family_of_transformers_is_the_same_or_refused(family: str, tmp_pa
     record = next(record for record in discover_expert_families() if record.name == family)
     try:
         discovered_tiny_model(record).save_pretrained(tmp_path)
-        load_model(tmp_path)
+        reference, report = _reference(tmp_path)
     except (TinyModelUnavailableError, moepass.CheckpointError) as error:
         pytest.skip(str(error))
     if family in CHANGE_LOADED_WEIGHTS:
         with pytest.raises(moepass.InputError, match=r"changes a weight that is not read yet; use from_pretrained"):
             moepass.load_pretrained(tmp_path)
         return
-    reference = _check_same(moepass.load_pretrained(tmp_path), tmp_path)
+    _check_same_as(reference, report, moepass.load_pretrained(tmp_path))
     if sys.platform != "linux":
         return  # home disk advises the Linux kernel
     if family in HAVE_TO_BE_MADE:

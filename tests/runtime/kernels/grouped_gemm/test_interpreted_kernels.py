@@ -160,7 +160,7 @@ def _assert_right_at(
     _assert_right(*what, expert_inputs(sizes, torch.tensor(shares)))
 
 
-test_many_sizes = pytest.mark.slow(settings(max_examples=60)(ANY_SIZES(_assert_right_at)))
+test_many_sizes = pytest.mark.slow(settings(max_examples=30)(ANY_SIZES(_assert_right_at)))
 
 
 def test_no_rows() -> None:
