@@ -24,7 +24,20 @@ import torch
 import torch.distributed as dist
 
 # Modules imported once, in the process that the ranks are forked from.
-_PRELOADED = ["pytest", "hypothesis", "torch._dynamo.backends.common", "tests.helpers.models.tiny"]
+# Without those that the first compilation imports, every rank would import them again.
+_PRELOADED = [
+    "pytest",
+    "hypothesis",
+    "torch._dynamo.backends.common",
+    "torch._inductor.compile_fx",
+    "torch.distributed.tensor.experimental",
+    "torch.export._trace",
+    "functorch.compile",
+    "moepass.backend",
+    "tests.helpers.graphs.backend_helper",
+    "tests.helpers.models.tiny",
+    "tests.helpers.processes.adopted_stacks",
+]
 _START_SECONDS = 60.0
 # The time for further ranks to report after one has failed, because the first failure is not always the cause.
 _GRACE_SECONDS = 0.3

@@ -108,6 +108,7 @@ def expected() -> torch.Tensor:
     return expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_temporary_adapter_is_refused_with_a_remedy(compiled: bool, expected: torch.Tensor) -> None:
     model = adapted()

@@ -241,6 +241,7 @@ def test_models_are_copied_and_stored_as_before() -> None:
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_plan_says_which_parameters_are_copied_in_each_run() -> None:
     torch.manual_seed(0)

@@ -149,6 +149,7 @@ def _measure_here() -> RankMeasurements:
     return measure_rank(TINY, CPU, lambda done, total, what: None)
 
 
+@pytest.mark.slow
 def test_two_ranks_also_measure_transfers_and_collectives() -> None:
     of_ranks = run_ranks(2, _measure_here)
     for measurements in of_ranks:

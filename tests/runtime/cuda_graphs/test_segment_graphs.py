@@ -150,6 +150,7 @@ def test_runs_of_one_shape_are_recorded_once_and_replayed(slots: int) -> None:
     assert executor.graphs.staged_bytes == tokens(5).nbytes
 
 
+@pytest.mark.slow
 def test_shapes_beyond_the_limit_run_without_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment_graphs, "MOST_SHAPES", 2)
     wrong, executor, _ = _wrong_runs(1, _compiled(2), [3, 4, 6] * 3)
@@ -274,7 +275,7 @@ _is_like, _replay, _run = ExpectedTensor.is_like, RecordedCall.replay, SegmentGr
 _record_call, _addresses = recorded_call.record_call, segment_graphs._addresses
 
 
-@pytest.mark.sampled(every=5)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "broken",
     [

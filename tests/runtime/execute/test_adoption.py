@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 import moepass
-from moepass.models.reference.expert_parallel import EP_FORMS
 from moepass.runtime.ranks.rendezvous import PeerError
 from tests.helpers.graphs.error_fields import refused
 from tests.helpers.models.moe_stack import MoEStack, build_stack
@@ -32,22 +31,22 @@ CASES = {
 }
 
 
-def _cases() -> list[Any]:
-    """AllToAll with uneven shards, AllGather with even shards, AllReduce without tokens; all other cases are slow."""
-    quick = {
-        ("uneven bf16", "all_to_all"),
-        ("even", "all_gather"),
-        ("top-1, one rank without tokens", "all_reduce"),
-    }
-    return [
-        pytest.param(case, form, marks=() if (case, form) in quick else pytest.mark.slow)
-        for case in CASES
-        for form in EP_FORMS
-    ]
+# Every form is fast once, and every case runs with two forms.
+RUNS = [
+    ("even", "all_gather"),
+    ("uneven bf16", "all_to_all"),
+    ("top-1, one rank without tokens", "all_reduce"),
+    ("even", "all_to_all_capacity"),
+    pytest.param("uneven bf16", "all_gather", marks=pytest.mark.slow),
+    pytest.param("top-1, one rank without tokens", "all_to_all", marks=pytest.mark.slow),
+    pytest.param("top-8, all to few", "all_to_all_capacity", marks=pytest.mark.slow),
+    pytest.param("top-8, all to few", "all_reduce", marks=pytest.mark.slow),
+    pytest.param("four ranks, all to one", "all_to_all", marks=pytest.mark.slow),
+    pytest.param("four ranks, all to one", "all_to_all_capacity", marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.sampled(every=3)
-@pytest.mark.parametrize(("case", "form"), _cases())
+@pytest.mark.parametrize(("case", "form"), RUNS)
 def test_ranks_stay_exact_without_a_single_exchange(case: str, form: str) -> None:
     ranks, config, tokens = CASES[case]
     if form == "all_reduce":
@@ -63,7 +62,9 @@ def _inductor_is_close(form: str) -> float:
     return float(difference.abs().max() / expected.abs().max())
 
 
-@pytest.mark.parametrize("form", [pytest.param(form, marks=pytest.mark.slow) for form in EP_FORMS])
+# The other forms are compiled with Inductor in test_dispatch_ranks.
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["all_to_all", "all_reduce"])
 def test_with_inductor_ranks_stay_close(form: str) -> None:
     assert max(run_ranks(2, _inductor_is_close, form, timeout=200)) < 1e-5
 

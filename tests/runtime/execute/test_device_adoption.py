@@ -160,6 +160,7 @@ def _costs_nothing() -> None:
     assert [operators.called for operators in seen] == [[]] * len(seen)
 
 
+@pytest.mark.slow
 def test_a_run_begins_without_a_kernel_for_each_parameter_and_without_a_host_sync() -> None:
     run_ranks(2, _costs_nothing)
 

@@ -48,7 +48,7 @@ def _banked(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "store")]
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(every=9)
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("form", BLOCKS)
 @pytest.mark.usefixtures("no_grad")
@@ -427,7 +427,8 @@ def test_a_schedule_whose_model_is_gone_says_so() -> None:
         executor([tokens()])
 
 
-@pytest.mark.sampled(every=9)
+@pytest.mark.sampled(every=4)
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("lower", ["eager", "inductor"])
 @pytest.mark.parametrize("offloaded", [False, True])
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

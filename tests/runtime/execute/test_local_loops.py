@@ -57,7 +57,6 @@ def experts_memories(model: nn.Module) -> list[int]:
         ("eager", torch.float32),
         pytest.param("eager", torch.bfloat16, marks=pytest.mark.slow),
         pytest.param("inductor", torch.float32, marks=pytest.mark.slow),
-        pytest.param("inductor", torch.bfloat16, marks=pytest.mark.slow),
     ],
 )
 @torch.no_grad()
@@ -88,7 +87,8 @@ def test_a_local_model_of_loops(lower: str, dtype: torch.dtype) -> None:
     assert compilations == [compilation]  # nothing of this made Dynamo compile again
 
 
-@pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lower", ["eager", "inductor"])
 @torch.no_grad()
 def test_loops_over_boolean_masks(lower: str) -> None:
     torch.manual_seed(0)

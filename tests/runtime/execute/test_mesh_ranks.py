@@ -75,6 +75,7 @@ def _other_activation(layer: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("changed", [0, 3])
 @pytest.mark.parametrize("name", LAYERS)

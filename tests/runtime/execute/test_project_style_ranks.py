@@ -62,9 +62,24 @@ EVEN = (
 )  # fmt: skip
 # Two ranks that hold parts of the same experts bring the same tokens.
 ALIKE = ("cut experts of tokens",)
+# One style of each form of a block, with the number of ranks; over one axis of a mesh, over both, and with experts cut.
+QUICK = {
+    "deepspeed": 2, "deepseek": 2, "gathered order": 2, "global ids": 2, "local ids": 2,
+    "mesh": 4, "hops, slots, within first": 4, "hops, by expert": 4, "cut slots": 4, "cut experts": 4,
+}  # fmt: skip
+# One style for each kind of segments that Inductor gets; the other styles differ in what the passes take out.
+WITH_INDUCTOR = {
+    "gshard": torch.float32, "torchtitan loop": torch.bfloat16, "megatron": torch.float32,
+    "gathered with drops": torch.bfloat16, "flat weights": torch.bfloat16, "scaled modules": torch.float32,
+    "global ids": torch.bfloat16, "local ids": torch.float32, "overlapped halves": torch.bfloat16,
+    "padded by table": torch.bfloat16, "modules that pad": torch.float32,
+}  # fmt: skip
+# Runs for which a layer is compiled once.
+ONCE: dict[str, Any] = {"runs": (12, 40, 7), "dynamic": True}
+AROUND_WITH_INDUCTOR = ("sequence parallel", "hops, slots, within first", "hops, by expert", "cut experts of tokens")
 
 
-def compare(style: str, sizes: StyleSizes, lower: str) -> list[Any]:
+def compare(style: str, sizes: StyleSizes, lower: str, runs: tuple[int, ...], dynamic: bool | None) -> list[Any]:
     """Return the largest relative difference of each run, the texts of the plans, and the remaining collectives."""
     module, name = (STYLES[style] if style in STYLES else AROUND[style][0]).split(".")
     style_module = importlib.import_module(f"tests.helpers.project_styles.{module}")
@@ -79,8 +94,8 @@ def compare(style: str, sizes: StyleSizes, lower: str) -> list[Any]:
         torch._inductor.config.patch(emulate_precision_casts=True),
         record_compilations() as compilations,
     ):
-        compiled = torch.compile(model, backend="asyncep", options={"lower": lower})
-        for number, tokens in enumerate((12, 12, 40, 7, 33)):
+        compiled = torch.compile(model, backend="asyncep", dynamic=dynamic, options={"lower": lower})
+        for number, tokens in enumerate(runs):
             rank_tokens = tokens if style in EVEN else tokens + 5 * rank
             generator = torch.Generator().manual_seed(10 * number + (rank // 2 if style in ALIKE else rank))
             hidden = torch.randn(rank_tokens, sizes.hidden, generator=generator).to(sizes.dtype)
@@ -98,8 +113,16 @@ def compare(style: str, sizes: StyleSizes, lower: str) -> list[Any]:
     return [differences, blocks, refusals, left]
 
 
-def check(style: str, ranks: int, sizes: StyleSizes, lower: str) -> None:
-    for differences, blocks, refusals, left in run_ranks(ranks, compare, style, sizes, lower, timeout=300.0):
+def check(
+    style: str,
+    ranks: int,
+    sizes: StyleSizes,
+    lower: str,
+    runs: tuple[int, ...] = (12, 12, 40, 7, 33),
+    dynamic: bool | None = None,
+) -> None:
+    arguments = (style, sizes, lower, runs, dynamic)
+    for differences, blocks, refusals, left in run_ranks(ranks, compare, *arguments, timeout=300.0):
         assert max(differences) < (1e-5 if sizes.dtype == torch.float32 else 2e-2), differences
         assert blocks
         assert all(len(set(forms)) == 1 for forms in blocks), refusals
@@ -108,29 +131,34 @@ def check(style: str, ranks: int, sizes: StyleSizes, lower: str) -> None:
         assert left == (AROUND[style][1] * len(blocks) if style in AROUND and lower == "eager" else [])
 
 
-def test_a_layer_of_another_project_on_two_ranks() -> None:
-    check("deepspeed", 2, StyleSizes(), "eager")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("lower", ["eager", "inductor"])
-@pytest.mark.parametrize("style", STYLES)
-def test_layers_of_other_projects(style: str, lower: str, ranks: int) -> None:
-    check(style, ranks, dataclasses.replace(StyleSizes(), skew=2.0), lower)
+@pytest.mark.parametrize("style", QUICK)
+def test_a_layer_of_each_form(style: str) -> None:
+    check(style, QUICK[style], StyleSizes(), "eager", **ONCE)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("style", STYLES)
-def test_in_bfloat16(style: str) -> None:
-    check(style, 2, dataclasses.replace(StyleSizes(), dtype=torch.bfloat16), "inductor")
+def test_layers_of_other_projects(style: str) -> None:
+    # Every other style runs on four ranks, compiled for any number of tokens at once; the others for one number first.
+    ranks = (2, 4)[list(STYLES).index(style) % 2]
+    check(style, ranks, dataclasses.replace(StyleSizes(), skew=2.0), "eager", **(ONCE if ranks == 4 else {}))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("lower", ["eager", "inductor"])
-@pytest.mark.parametrize("style", AROUND)
+@pytest.mark.parametrize("style", WITH_INDUCTOR)
+def test_layers_of_other_projects_with_inductor(style: str) -> None:
+    check(style, 2, dataclasses.replace(StyleSizes(), skew=2.0, dtype=WITH_INDUCTOR[style]), "inductor", **ONCE)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("style", "lower"),
+    [*((style, "eager") for style in AROUND), *((style, "inductor") for style in AROUND_WITH_INDUCTOR)],
+)
 def test_other_parallelism_around_experts(style: str, lower: str) -> None:
-    check(style, 4, dataclasses.replace(StyleSizes(), skew=2.0), lower)
+    first_for_one_number = lower == "eager" and style in AROUND_WITH_INDUCTOR
+    sizes = dataclasses.replace(StyleSizes(), skew=2.0)
+    check(style, 4, sizes, lower, **({} if first_for_one_number else ONCE))

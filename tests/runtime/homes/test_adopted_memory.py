@@ -119,6 +119,7 @@ def _writes_too_late() -> None:
             assert torch.equal(compiled(hidden), expected)
 
 
+@pytest.mark.slow
 def test_other_ranks_never_see_what_is_written_into_the_parameters_later() -> None:
     run_ranks(2, _writes_too_late)
 
@@ -216,7 +217,7 @@ def _models_come_and_go(models: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("models", [2, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("models", [2, 8])
 def test_models_that_are_gone_give_their_shared_memory_back(models: int) -> None:
     run_ranks(2, _models_come_and_go, models, timeout=30.0 + 10.0 * models)
 

@@ -69,8 +69,7 @@ def _stays_exact() -> int:
     return report.home_bytes
 
 
-@pytest.mark.sampled(every=3)
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_model_stays_exact(ranks: int) -> None:
     """Four experts on three ranks give shards of different sizes, in memory of one size."""
     assert len(set(run_ranks(ranks, _stays_exact))) == (2 if ranks == 3 else 1)

@@ -183,6 +183,7 @@ def _run(seed: int, slots: int, order: list[int]) -> tuple[int, int, int]:
     return len(wrong), statistics.staged_bytes, statistics.unstaged_bytes
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 1 << 30), slots=st.integers(1, 3), order=st.lists(st.integers(0, 4), max_size=4))
 def test_every_bank_is_read_correctly(seed: int, slots: int, order: list[int]) -> None:
@@ -247,7 +248,6 @@ def _model_stays_exact() -> int:
     return report.staging_bytes
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_model_stays_exact_with_buffers_in_memory_of_all_ranks(ranks: int) -> None:
     """Four experts on three ranks give shards of different sizes, and buffers of one size."""

@@ -179,6 +179,7 @@ def test_a_new_home_runs(home: str | HomeOptions, rooms: int, attic: None) -> No
     assert compilations[0].plan.reason.startswith("3 banks gather dust in the attic and stream through 2 slots")
 
 
+@pytest.mark.slow
 def test_a_new_home_is_forecast(attic: None) -> None:
     hardware = load_hardware("h100")
     assert hardware.host is not None

@@ -79,21 +79,21 @@ def _model_stays_exact(family: str, overrides: dict[str, Any], buffers: int) -> 
     _check_figures(report.store)
 
 
-@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("ranks", "family", "overrides", "buffers"),
     [
         pytest.param(1, "dense_bmm", {}, 2, marks=pytest.mark.slow),
-        (2, "dense_bmm", {}, 1),
+        pytest.param(2, "dense_bmm", {}, 1, marks=pytest.mark.slow),
         (3, "grouped_mm", {}, 2),  # 4 experts on 3 ranks
         pytest.param(2, "qwen3_moe", {"num_hidden_layers": 3}, 3, marks=pytest.mark.slow),
         pytest.param(3, "qwen3_moe", {}, 2, marks=pytest.mark.slow),  # 8 experts on 3 ranks
-        (
+        pytest.param(  # a rank without experts
             3,
             "qwen3_moe",
             {"num_experts": 2, "num_experts_per_tok": 1, "num_hidden_layers": 2},
             2,
-        ),  # a rank without experts
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_models_stay_exact_on_every_rank(ranks: int, family: str, overrides: dict[str, Any], buffers: int) -> None:
@@ -185,6 +185,7 @@ def _all_is_overwritten_while_it_is_copied() -> None:
         assert statistics.staged_bytes == 0 < statistics.unstaged_bytes
 
 
+@pytest.mark.slow
 def test_bytes_overwritten_during_a_copy_are_fetched_again() -> None:
     run_ranks(2, _all_is_overwritten_while_it_is_copied)
 

@@ -110,6 +110,7 @@ def test_the_switch_of_torch_for_onednn(held_back: bool) -> None:
     assert WITH_ONEDNN not in calls.seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("held_back", [True], indirect=True)
 def test_onednn_meets_few_numbers_of_rows(held_back: bool) -> None:
     """It generates code for each number of rows, and routers produce every number."""

@@ -214,7 +214,7 @@ def test_what_is_no_work_on_single_rows_is_compiled_as_a_whole(function: Callabl
     assert raised.value.node.graph is segment.graph
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("streaming", [False, True])
 def test_segments_hand_on_no_rows_but_the_outputs_of_experts(streaming: bool, no_grad: None) -> None:
     config = StackConfig(layers=2, hidden=32, width=16, experts=4, top_k=3)

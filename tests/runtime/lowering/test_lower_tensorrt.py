@@ -140,7 +140,7 @@ def _in_part(given: Given) -> GraphModule:
     return made
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "reason"),
     [

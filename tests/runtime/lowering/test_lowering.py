@@ -102,7 +102,7 @@ class CopiesState(TwoBlocks):
         return y, before
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COPIES)
 def test_a_copy_of_weights_survives_the_slot_that_it_was_made_from(name: str, no_grad: None) -> None:
     model = CopiesWeights(COPIES[name])
@@ -112,7 +112,8 @@ def test_a_copy_of_weights_survives_the_slot_that_it_was_made_from(name: str, no
     assert torch.equal(weight, expected)
 
 
-@pytest.mark.sampled(every=8)
+@pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("blocks", [True, False])
 @pytest.mark.parametrize("name", COPIES)
 def test_a_copy_of_a_buffer_survives_its_update(name: str, blocks: bool, no_grad: None) -> None:

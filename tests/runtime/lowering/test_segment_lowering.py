@@ -81,7 +81,7 @@ def test_what_is_lowered_as_wanted_has_no_reason() -> None:
     assert all(lowering is not None and lowering.refusal is None for lowering in by_role.values())
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["grouped_mm", "batched_mm", "dense_bmm"])
 def test_operators_one_by_one_are_wanted_in_eager(form: str) -> None:
     depth = 3

@@ -106,6 +106,7 @@ def _stances() -> list[str]:
     return [str(eager.value), str(failed.value)]
 
 
+@pytest.mark.slow
 def test_a_stance_that_sends_new_shapes_to_eager_mode_is_refused_before_one_comes() -> None:
     for eager, failed in run_ranks(2, _stances):
         assert eager.startswith("torch.compiler.set_stance('eager_on_recompile') would run the model in eager mode")

@@ -188,6 +188,7 @@ def _one_suppresses_errors() -> tuple[str, dict[str, str]]:
     }
 
 
+@pytest.mark.slow
 def test_a_rank_that_suppresses_errors_takes_no_block_nor_do_the_others() -> None:
     """An error would send that rank to eager mode, where it waits for ranks that exchange nothing."""
     (first, first_reasons), (second, second_reasons) = run_ranks(2, _one_suppresses_errors)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 _SCRIPT = """
 import atexit, threading
 
@@ -26,6 +28,7 @@ print("copies take 18 hours each")
 """
 
 
+@pytest.mark.slow
 def test_copies_are_abandoned_and_threads_joined_when_the_process_ends() -> None:
     done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout.splitlines()) == (0, ["copies take 18 hours each", "['MainThread']"]), done

@@ -90,6 +90,7 @@ def largest_tiles() -> list[dict[str, Any]]:
     return _compiled("swiglu", "returned", "bfloat16", *CAPABILITIES, tiles="largest")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_nothing_spills_and_tensor_cores_multiply(largest_tiles: list[dict[str, Any]], capability: int) -> None:
     codes = [code for code in largest_tiles if code["capability"] == capability]
@@ -97,24 +98,27 @@ def test_nothing_spills_and_tensor_cores_multiply(largest_tiles: list[dict[str, 
     _check(codes, "bfloat16")
 
 
+# The activation stands between the GEMMs, the rest of a form before and after them.
 @pytest.mark.slow
-@pytest.mark.parametrize(("activation", "form"), itertools.product(ACTIVATIONS, FORMS))
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("form", FORMS)
 def test_all_row_work(activation: str, form: str) -> None:
     _check(_compiled(activation, form, "bfloat16", *CAPABILITIES), "bfloat16")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(("turned", "dtype"), itertools.product([False, True], ["bfloat16", "float16", "float32"]))
 @pytest.mark.parametrize("form", FORMS)
-def test_all_types_and_layouts(form: str, turned: bool, dtype: str) -> None:
-    for activation in ("swiglu", "clamped, interleaved"):
-        _check(_compiled(activation, form, dtype, *CAPABILITIES, turned=turned), dtype)
+@pytest.mark.parametrize("activation", ["swiglu", "clamped, interleaved"])
+def test_all_types_and_layouts(activation: str, form: str, turned: bool, dtype: str) -> None:
+    _check(_compiled(activation, form, dtype, *CAPABILITIES, turned=turned), dtype)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(("dtype", "capability"), itertools.product(["bfloat16", "float32"], CAPABILITIES))
 @pytest.mark.parametrize(
     ("activation", "form"), [("swiglu", "returned"), ("clamped, interleaved", "biases, returned"), ("geglu", "plain")]
 )

@@ -60,7 +60,8 @@ def _assert_right(activation: str, form: str, inputs: ExpertInputs) -> None:
     assert error <= TOLERANCES[result.dtype]
 
 
-@pytest.mark.sampled(every=40)
+@pytest.mark.sampled(every=14)
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -77,7 +78,7 @@ EDGES = {
 }
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("edge", EDGES)
 def test_edges(edge: str, dtype: torch.dtype) -> None:
@@ -105,7 +106,8 @@ def descriptors(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     return launches
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.sampled(every=9)
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(
@@ -132,7 +134,7 @@ def test_rows_of_odd_sizes_are_loaded_by_pointers(hidden: int, width: int, descr
     assert descriptors[1][1] == (width % 4 == 0)
 
 
-@pytest.mark.sampled(every=6)
+@pytest.mark.slow
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_types_and_layouts_of_weights(dtype: torch.dtype, turned: bool) -> None:
@@ -158,8 +160,7 @@ def _assert_right_at(
     _assert_right(*what, expert_inputs(sizes, torch.tensor(shares)))
 
 
-test_any_sizes = settings(max_examples=4)(ANY_SIZES(_assert_right_at))
-test_many_sizes = pytest.mark.slow(settings(max_examples=60)(ANY_SIZES(_assert_right_at)))
+test_many_sizes = pytest.mark.slow(settings(max_examples=30)(ANY_SIZES(_assert_right_at)))
 
 
 def test_no_rows() -> None:
@@ -224,6 +225,7 @@ def test_weights_in_several_ranges_of_experts(cuts: tuple[int, ...]) -> None:
     assert torch.equal(ours[0], expected[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("hidden", [48, 40])
 def test_one_descriptor_for_all_experts(hidden: int, turned: bool) -> None:
@@ -249,6 +251,7 @@ def test_one_descriptor_for_all_experts(hidden: int, turned: bool) -> None:
     assert torch.equal(ours.nan_to_num(), pointers.nan_to_num())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["biases", "biases, returned"])
 @pytest.mark.parametrize("activation", ["swiglu", "clamped, interleaved"])
 def test_rows_of_a_tile_may_choose_any_rows_of_a_table(activation: str, form: str) -> None:
@@ -292,12 +295,14 @@ def test_offsets_beyond_32_bits() -> None:
     assert torch.equal(ours, near)
 
 
+@pytest.mark.slow
 def test_rows_counted_from_the_end() -> None:
     inputs = expert_inputs(SIZES, SKEWED)
     negative = dataclasses.replace(inputs, token=inputs.token - SIZES.tokens)
     assert torch.equal(_run("swiglu", "plain", negative), _run("swiglu", "plain", inputs))
 
 
+@pytest.mark.slow
 def test_rows_return_to_the_order_of_tokens() -> None:
     inputs = expert_inputs(SIZES, SKEWED)
     sorted_rows, returned = _run("swiglu", "weights last", inputs), _run("swiglu", "returned", inputs)
@@ -335,6 +340,7 @@ def _kernels_of(activation: str, form: str) -> Sequence[tuple[int, int]]:
     return [(len(kernel.values), len(kernel.outputs)) for kernel in read_kernels(program).kernels]
 
 
+@pytest.mark.slow
 def test_nothing_but_gemms_is_launched() -> None:
     for activation in ACTIVATIONS:
         assert len(_kernels_of(activation, "plain")) == len(_kernels_of(activation, "biases")) == 2

@@ -94,7 +94,7 @@ def _kernels(activation: str, form: str, sizes: ExpertSizes) -> tuple[GemmKernel
     return read_kernels(read_program(segment)).kernels
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("activation", "form"),
     [("swiglu", "plain"), ("clamped, interleaved", "biases"), ("geglu", "returned"), ("squared relu", "low rank")],

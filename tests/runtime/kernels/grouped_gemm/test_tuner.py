@@ -166,6 +166,7 @@ def test_candidates_that_do_not_fit_the_gpu_are_skipped(folder: Path) -> None:
     assert "shared memory" in next(folder.iterdir()).read_text()
 
 
+@pytest.mark.slow
 def test_without_a_cache_folder_this_process_uses_its_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEPASS_CACHE_DIR", "")
     gemm = RecordedGemm()
