@@ -134,7 +134,7 @@ def _combinations_left_out(items: list[pytest.Item]) -> set[pytest.Item]:
     left_out: set[pytest.Item] = set()
     for candidates in by_test.values():
         values = {item: _sets_of_values(item) for item in candidates}
-        covered: set[frozenset[tuple[str, int]]] = set()
+        covered: set[frozenset[tuple[object, ...]]] = set()
         remaining = sorted(candidates, key=lambda item: item.get_closest_marker("slow") is not None)
         while remaining:
             best = max(remaining, key=lambda item: len(values[item] - covered))
@@ -146,11 +146,15 @@ def _combinations_left_out(items: list[pytest.Item]) -> set[pytest.Item]:
     return left_out
 
 
-def _sets_of_values(item: pytest.Item) -> set[frozenset[tuple[str, int]]]:
+def _sets_of_values(item: pytest.Item) -> set[frozenset[tuple[object, ...]]]:
     """Return every value of the item's parameters, or every pair of values, whichever the mark `covering` asks for.
 
-    Values are numbered as in their `parametrize`; the rows of a `parametrize` with several names count as one value.
+    The rows of a `parametrize` with several names count as one value. Values are compared by identity, because some
+    have no hash, and pytest numbers combinations of values, not values.
     """
     strength = item.get_closest_marker("covering").args[0]
-    values = item.callspec.indices.items()
+    values = []
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        values.append((*names, *(id(item.callspec.params[name.strip()]) for name in names)))
     return {frozenset(together) for together in itertools.combinations(values, min(strength, len(values)))}
