@@ -305,6 +305,7 @@ def _meta_demo() -> torch.nn.Module:
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("named", [None, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("dtype", "short"), [(torch.float32, "fp32"), (torch.bfloat16, "bf16")])
 def test_a_model_is_explained_in_the_dtype_of_its_weights(
@@ -332,7 +333,6 @@ def test_a_configuration_without_a_dtype_is_explained_as_bf16() -> None:
     assert report.compiler.explanation.plans[0].blocks[0].dtype == "bfloat16"
 
 
-@pytest.mark.slow
 def test_models_and_configurations_are_explained_too() -> None:
     model = original_model()
     for form in (torch.compile(model, backend="asyncep"), model, model.config):
