@@ -234,7 +234,6 @@ def test_usage_errors_have_status_2(checkpoint: Path) -> None:
 # ---- explain ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_explain_begins_with_the_strategy(checkpoint: Path) -> None:
     result = _run("explain", checkpoint, "--all")
     assert result.exit_code == 0, result.output
