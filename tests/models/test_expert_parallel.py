@@ -159,9 +159,16 @@ def assert_close(outputs: Sequence[torch.Tensor], expected: Sequence[torch.Tenso
         torch.testing.assert_close(output, wanted, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.sampled(every=63)
+# Each form has a fast case; its ranks are those of the first test.
+FAST_CASE = "even"
+CASES_BY_TIME = [
+    pytest.param(case, id=name, marks=[] if name == FAST_CASE else pytest.mark.slow) for name, case in CASES.items()
+]
+
+
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", CASES_BY_TIME)
 @pytest.mark.parametrize("form", FORMS)
 def test_eager_equals_all_experts_in_one_process(form: str, case: Case, dtype: torch.dtype) -> None:
     outputs, expected = run_ranks(case.ranks, run_eager, form, case, dtype), reference(form, case, dtype)
@@ -171,25 +178,16 @@ def test_eager_equals_all_experts_in_one_process(form: str, case: Case, dtype: t
         assert_close(outputs, expected)
 
 
-def check_compiled(form: str, case: Case, dtype: torch.dtype) -> None:
+@pytest.mark.slow
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("form", FORMS)
+def test_compiled_as_one_graph_equals_eager(form: str, case: Case, dtype: torch.dtype) -> None:
     for outcomes in run_ranks(case.ranks, run_compiled, form, case, dtype, (6, 11, 0)):
         assert_equal([compiled for _, compiled, _ in outcomes], [eager for eager, _, _ in outcomes])
         # All numbers of tokens share a graph except 0 and 1, on which torch specialises.
         assert [graphs for _, _, graphs in outcomes] == [1, 1, 2]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
-def test_compiled_as_one_graph_equals_eager(form: str) -> None:
-    check_compiled(form, CASES["even"], torch.float32)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("form", FORMS)
-def test_compiled_as_one_graph_equals_eager_in_every_case(form: str, case: Case, dtype: torch.dtype) -> None:
-    check_compiled(form, case, dtype)
 
 
 @pytest.mark.slow

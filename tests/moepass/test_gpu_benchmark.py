@@ -99,6 +99,7 @@ def test_kernels_are_checked_and_timed(
     assert written.count(f"| {family} |") == 2
 
 
+@pytest.mark.slow
 def test_wrong_kernels_are_not_timed(
     gpu: SimpleNamespace, cpu: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

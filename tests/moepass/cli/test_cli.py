@@ -234,7 +234,6 @@ def test_usage_errors_have_status_2(checkpoint: Path) -> None:
 # ---- explain ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_explain_begins_with_the_strategy(checkpoint: Path) -> None:
     result = _run("explain", checkpoint, "--all")
     assert result.exit_code == 0, result.output
@@ -246,7 +245,6 @@ def test_explain_begins_with_the_strategy(checkpoint: Path) -> None:
     assert max(map(len, lines)) <= 80
 
 
-@pytest.mark.slow
 def test_explain_writes_json_for_a_config_alone(checkpoint: Path, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_bytes((checkpoint / "config.json").read_bytes())

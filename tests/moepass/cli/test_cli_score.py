@@ -169,7 +169,6 @@ def test_a_label_without_its_leading_blank_is_a_warning_with_its_tokens(checkpoi
     assert result.stderr.endswith("Use the form that the model was trained with.\n")
 
 
-@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("home", HOMES)
 def test_homes(home: str, checkpoint: Path) -> None:
     text = _lines(*({"text": text} for text in GOOD))

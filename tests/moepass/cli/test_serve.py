@@ -166,7 +166,7 @@ def test_a_model_that_fails_its_probe_is_not_served(copied_demo: Path, tmp_path:
     environment = {**os.environ, "MOEPASS_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=START_SECONDS)
     assert done.returncode == 1
-    assert "rank 0: the model fails the probe of its prompt.json: it answers 'German'" in done.stderr
+    assert "rank 0: the model fails the probe in its prompt.json: its best answer is 'German'" in done.stderr
     assert "Traceback" not in done.stderr
 
 

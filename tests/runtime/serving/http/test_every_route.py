@@ -312,6 +312,34 @@ def test_the_state_names_the_labels_that_a_model_knows(chat: Served, demo: Serve
         assert (state["labels"], state["predicts_tokens"], state["ranks"]) == ([], predicts, [])
 
 
+# A body for every route that computes something and does not occur in INVOCATIONS.
+MORE_BODIES: list[tuple[dict[str, Any], str]] = [
+    ({"query": "a", "items": ["b"], "label_token_ids": [5]}, "/generative_scoring"),
+    ({"query": "a", "documents": ["b"]}, "/v1/rerank"),
+    ({"query": "a", "documents": ["b"]}, "/v2/rerank"),
+    ({"input": "a"}, "/pooling"),
+    ({"prompt": "a"}, "/tokenize"),
+    ({"tokens": [5]}, "/detokenize"),
+    ({"prompt": "a", "max_tokens": 1}, "/invocations"),
+]
+BODIES_OF_CLASSIFIERS: list[tuple[dict[str, Any], str]] = [
+    ({"input": "a"}, "/classify"),
+    ({"input": "a"}, "/v1/classify"),
+    ({"inputs": "a"}, "/predict"),
+]
+
+
+def test_every_route_answers(chat: Served, classes: Served) -> None:
+    answered = {("GET", route.path) for route in ROUTES if route.method == "GET"} | {("POST", "/ping")}
+    for method, path in answered:
+        assert chat.client.request(method, path).status_code == 200, (method, path)
+    for server, bodies in ((chat, INVOCATIONS + MORE_BODIES), (classes, BODIES_OF_CLASSIFIERS)):
+        for body, path in bodies:
+            assert server.post(path, body), path
+            answered.add(("POST", path))
+    assert answered == {(route.method, route.path) for route in ROUTES}
+
+
 @pytest.mark.parametrize(("body", "path"), INVOCATIONS)
 def test_an_invocation_calls_the_route_of_its_body(chat: Served, body: Any, path: str) -> None:
     invoked, direct = chat.post("/invocations", body), chat.post(path, body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import pytest
@@ -253,7 +254,9 @@ def test_the_router_is_what_the_oracle_computes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_the_router_is_what_the_oracle_computes_in_ten_thousand_sequences() -> None:
+def test_the_router_is_what_the_oracle_computes_in_many_sequences() -> None:
+    """Sequences are the same in every run; the environment variable asks for more of them."""
+    count = int(os.environ.get("MOEPASS_TEST_SEQUENCES", "500"))
     run_state_machine_as_test(
-        RouterMachine, settings=settings(max_examples=10_000, stateful_step_count=40, deadline=None)
+        RouterMachine, settings=settings(max_examples=count, stateful_step_count=40, deadline=None)
     )
