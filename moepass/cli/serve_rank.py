@@ -56,7 +56,7 @@ def serve_as_rank(setup: RankSetup, endpoint: str, rank: int, attempt: int, watc
         with no_garbage_collection():
             engine = _engine(setup, rank, attempt)
         freeze_live_objects()
-        mailbox = Mailbox(zmq.Context(), endpoint, rank_name(rank, attempt), engine.check, watch, engine.look)
+        mailbox = Mailbox(zmq.Context(), endpoint, rank_name(rank, attempt), engine.check, watch, engine.view)
         try:
             run_rank(engine, mailbox)
         finally:

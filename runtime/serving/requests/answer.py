@@ -29,17 +29,15 @@ class ReadAnswer:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class ScoredTokens:
-    """Scores of the tokens of a piece. The first token of a sequence has no score: NaN, rank 0 and token -1.
+    """Scores of the tokens of a piece. The first token of a sequence has no score: NaN and token -1.
 
     Attributes:
         log_probabilities: [tokens]
-        ranks: [tokens] 1 is the most likely token.
         top_tokens: [tokens, scored_top] the most likely tokens at each position, best first.
         top_log_probabilities: [tokens, scored_top]
     """
 
     log_probabilities: Floats
-    ranks: Tokens
     top_tokens: Tokens
     top_log_probabilities: Floats
 

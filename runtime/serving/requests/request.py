@@ -27,12 +27,12 @@ class TokenRead:
     Log-probabilities are natural logarithms over the whole vocabulary.
 
     Attributes:
-        place: index of the token within its piece.
+        index: position of the token within its piece.
         tokens: next tokens whose log-probabilities are returned.
         top: number of most likely next tokens that are returned.
     """
 
-    place: int
+    index: int
     tokens: Tokens
     top: int = 0
 
@@ -45,7 +45,7 @@ class TokenPiece:
         parent: index of the piece before it, an earlier one; -1 if a sequence begins here.
         tokens: token ids.
         reads: predictions to read.
-        is_scored: return the log-probability and rank of each token of the piece. The first token of a sequence has
+        is_scored: return the log-probability of each token of the piece. The first token of a sequence has
             none.
         scored_top: number of most likely tokens to return at each scored position.
         vector: vector of the sequence that ends with this piece (class scores or an embedding): that of its last token,
@@ -93,11 +93,11 @@ class Request:
                     expected=range(-1, number),
                 )
             for read in piece.reads:
-                if not 0 <= read.place < len(piece.tokens):
+                if not 0 <= read.index < len(piece.tokens):
                     raise InputError(
-                        f"{where} has a read at index {read.place}; the piece has {len(piece.tokens)} tokens",
-                        name="place",
-                        value=read.place,
+                        f"{where} has a read at index {read.index}; the piece has {len(piece.tokens)} tokens",
+                        name="index",
+                        value=read.index,
                         expected=range(len(piece.tokens)),
                     )
 

@@ -69,7 +69,7 @@ class CountingEngine:
     def compilations(self) -> int:
         return 3
 
-    def look(self) -> EngineView:
+    def view(self) -> EngineView:
         return EngineView(cache_blocks=7)
 
 
@@ -95,7 +95,7 @@ class FakeFrontend:
         self.thread.start()
 
     def _run(self, endpoint: str) -> None:
-        mailbox = Mailbox(self.context, endpoint, b"rank 0", self.engine.check, self.watch, self.engine.look)
+        mailbox = Mailbox(self.context, endpoint, b"rank 0", self.engine.check, self.watch, self.engine.view)
         try:
             run_rank(self.engine, mailbox)
         except FailingRankError as error:
