@@ -22,16 +22,15 @@ from collections.abc import Callable, Sequence
 import typer
 
 from benchmarks.serving.shared import REAL, print_table, real_shape, verdict
+from benchmarks.serving.simple_routers import LeastTokensRouter, RoundRobinRouter
 from moepass.models.formulas.attention import score_flops
 from moepass.models.formulas.layers import flops_per_token
 from moepass.models.formulas.saturation import GAMMA
 from moepass.models.sizes.presets import preset
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
-from moepass.runtime.serving.router.assignments import Assignment
 from moepass.runtime.serving.router.prefix_router import PrefixRouter
-from moepass.runtime.serving.router.routable import RoutableRequest
+from moepass.runtime.serving.router.routable import Assignment, RoutableRequest
 from moepass.runtime.serving.router.router import RankRouter
-from moepass.runtime.serving.router.simple_routers import LeastTokensRouter, RoundRobinRouter
 
 MODEL = preset("qwen3-235b-a22b")
 LEAST_REQUESTS_PER_S = 100_000

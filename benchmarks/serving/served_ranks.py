@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import TracebackType
 
 import msgspec
@@ -24,12 +24,12 @@ from moepass.models.sizes.families import from_config
 from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.engine.step_engine import EngineFacts
 from moepass.runtime.serving.requests.answer import Answer
+from moepass.runtime.serving.requests.backend import FrontendLimits
 from moepass.runtime.serving.requests.request import NO_TOKENS, Request, TokenPiece, TokenRead
 from moepass.runtime.serving.router.routable import FlopsFormula
 from moepass.runtime.serving.router.router import RankRouter
 from moepass.runtime.serving.workers.frontend import Frontend
-from moepass.runtime.serving.workers.frontend_limits import FrontendLimits
-from moepass.runtime.serving.workers.supervisor import RankCommand
+from moepass.runtime.serving.workers.supervisor import RankProcess, start_process
 
 MakeRouter = Callable[[int, FlopsFormula, list[EngineFacts]], RankRouter]
 _TIMEOUT_SECONDS = 600.0
@@ -52,13 +52,13 @@ class ServedRanks:
             self._folder.name,
         )
 
-        def command(rank: int, attempt: int, endpoint: str) -> RankCommand:
-            words = (sys.executable, "-m", "moepass.cli.serve_rank", endpoint, str(rank), str(attempt))
-            return RankCommand((*words, str(os.getpid())), msgspec.json.encode(setup))
+        def start_rank(rank: int, attempt: int) -> Awaitable[RankProcess]:
+            words = (sys.executable, "-m", "moepass.cli.serve_rank", self._endpoint, str(rank), str(attempt))
+            return start_process((*words, str(os.getpid())), msgspec.json.encode(setup))
 
         self._loop = asyncio.new_event_loop()
         self._frontend = self._loop.run_until_complete(
-            self._started(model, make_router, ranks, command, key, home_named(home).is_spread)
+            self._started(model, make_router, ranks, start_rank, key, home_named(home).is_spread)
         )
 
     async def _started(
@@ -66,13 +66,13 @@ class ServedRanks:
         model: ServedModel,
         make_router: MakeRouter,
         ranks: int,
-        command: Callable[[int, int, str], RankCommand],
+        start_rank: Callable[[int, int], Awaitable[RankProcess]],
         key: bytes,
         ends_together: bool,
     ) -> Frontend:
         frontend = Frontend(
             ranks,
-            command,
+            start_rank,
             endpoint=self._endpoint,
             formula=FlopsTable(from_config(load_config(model.folder))),
             make_router=make_router,

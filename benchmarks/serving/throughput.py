@@ -34,11 +34,11 @@ from benchmarks.serving.peer_process import Peer, Run
 from benchmarks.serving.served_ranks import MakeRouter, ServedRanks
 from benchmarks.serving.serving_workloads import Prompts, ServedModel, demo_model, larger_model, prompts_of
 from benchmarks.serving.shared import print_table, verdict
+from benchmarks.serving.simple_routers import LeastTokensRouter, RoundRobinRouter
 from moepass.cli.rank_frontend import make_router as prefix_router
 from moepass.runtime.serving.engine.load_engine import EngineOptions, load_engine
 from moepass.runtime.serving.engine.model_engine import ModelEngine
 from moepass.runtime.serving.requests.request import NO_TOKENS, Request, TokenPiece, TokenRead
-from moepass.runtime.serving.router.simple_routers import LeastTokensRouter, RoundRobinRouter
 
 WORKLOADS = ("shared", "none", "mixed")
 BATCH_SIZES = (2, 4, 8, 16, 32)

@@ -9,6 +9,7 @@ import asyncio
 import os
 import secrets
 import sys
+from collections.abc import Awaitable
 from pathlib import Path
 
 import msgspec
@@ -18,14 +19,14 @@ from moepass.cli.torchrun import LaunchedProcess, RankStart, publish_setup
 from moepass.models.checkpoint.checkpoint_folders import resolve_model
 from moepass.models.homes import home_named
 from moepass.runtime.serving.engine.step_engine import EngineFacts
+from moepass.runtime.serving.requests.backend import FrontendLimits
 from moepass.runtime.serving.router.prefix_router import PrefixRouter
 from moepass.runtime.serving.router.routable import FlopsFormula
 from moepass.runtime.serving.router.router import RankRouter
 from moepass.runtime.serving.workers.frontend import HANGS, STEPS_AT_A_RANK, Frontend
-from moepass.runtime.serving.workers.frontend_limits import FrontendLimits
-from moepass.runtime.serving.workers.launched_ranks import LaunchedRank
+from moepass.runtime.serving.workers.launched_ranks import launched_rank
 from moepass.runtime.serving.workers.rank_watch import HangLimits
-from moepass.runtime.serving.workers.supervisor import RankCommand, RankStarter
+from moepass.runtime.serving.workers.supervisor import RankProcess, start_process
 
 # The time that ranks have to end by themselves after the server has answered the open requests.
 RANKS_END_SECONDS = 5.0
@@ -61,17 +62,17 @@ def make_frontend(
     message = msgspec.json.encode(setup)
     endpoint = f"ipc://{meeting}/ranks"
 
-    def command(rank: int, attempt: int, endpoint: str) -> RankStarter:
+    def start_rank(rank: int, attempt: int) -> Awaitable[RankProcess]:
         if launched is not None and rank != launched.rank:
-            return LaunchedRank(Path(meeting), rank)
+            return launched_rank(Path(meeting), rank)
         program = (sys.executable, "-m", "moepass.cli.serve_rank", endpoint, str(rank), str(attempt), str(os.getpid()))
-        return RankCommand(program, message)
+        return start_process(program, message)
 
     if launched is not None:
         publish_setup(launched, Path(meeting), RankStart(endpoint, os.getpid(), setup))
     return Frontend(
         setup.options.ranks,
-        command,
+        start_rank,
         endpoint=endpoint,
         formula=formula,
         make_router=make_router,

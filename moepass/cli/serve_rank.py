@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -18,7 +19,6 @@ import msgspec
 if TYPE_CHECKING:  # these imports take seconds
     from moepass.cli.rank_options import RankSetup
     from moepass.runtime.serving.engine.model_engine import ModelEngine
-    from moepass.runtime.serving.workers.rank_loop import ParentWatch
 
 # If cores are scarce, the server must run first: it needs little time for a request, and ranks compute continuously.
 # [Empirical] A rank then gets a third of the server's share of a core that both want.
@@ -31,11 +31,12 @@ def main() -> int:
 
     endpoint, rank, attempt, server = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     setup = msgspec.json.decode(sys.stdin.buffer.read(), type=RankSetup)
-    return serve_as_rank(setup, endpoint, rank, attempt, _ParentServer(server))
+    # The server may have ended already.
+    return serve_as_rank(setup, endpoint, rank, attempt, lambda: os.getppid() != server)
 
 
-def serve_as_rank(setup: RankSetup, endpoint: str, rank: int, attempt: int, watch: ParentWatch) -> int:
-    """Serve requests until the server ends the rank or is gone, and return the exit status."""
+def serve_as_rank(setup: RankSetup, endpoint: str, rank: int, attempt: int, is_orphan: Callable[[], bool]) -> int:
+    """Serve requests until the server ends the rank or is gone (`is_orphan`), and return the exit status."""
     # Ctrl-C reaches all processes of a terminal, and SIGTERM all processes of a service; the server decides when ranks
     # end. SIGTERM gets a handler, because child processes would inherit that it is ignored.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -49,14 +50,14 @@ def serve_as_rank(setup: RankSetup, endpoint: str, rank: int, attempt: int, watc
 
     from moepass.cli.progress import freeze_live_objects, no_garbage_collection
     from moepass.models.errors import MoepassError
+    from moepass.runtime.serving.workers.messages import rank_name
     from moepass.runtime.serving.workers.rank_loop import Mailbox, run_rank
-    from moepass.runtime.serving.workers.rank_names import rank_name
 
     try:
         with no_garbage_collection():
             engine = _engine(setup, rank, attempt)
         freeze_live_objects()
-        mailbox = Mailbox(zmq.Context(), endpoint, rank_name(rank, attempt), engine.check, watch, engine.look)
+        mailbox = Mailbox(zmq.Context(), endpoint, rank_name(rank, attempt), engine.check, is_orphan, engine.view)
         try:
             run_rank(engine, mailbox)
         finally:
@@ -75,17 +76,6 @@ def _leave_group() -> None:
 
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-class _ParentServer:
-    """The server that started this process."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def is_gone(self) -> bool:
-        """Return True if the server has ended, which it may have done before this object was made."""
-        return os.getppid() != self._number
 
 
 def _engine(setup: RankSetup, rank: int, attempt: int) -> ModelEngine:

@@ -26,10 +26,10 @@ from moepass.models.sizes.architecture import Architecture
 from moepass.models.sizes.families import FAMILIES, from_config
 from moepass.runtime.serving.http.listening_socket import open_socket
 from moepass.runtime.serving.questions.prompts import PromptWriter
+from moepass.runtime.serving.requests.backend import FrontendLimits
 from moepass.runtime.serving.router.routable import FlopsFormula
 from moepass.runtime.serving.routes.server_settings import ServerSettings
 from moepass.runtime.serving.workers.frontend import Frontend
-from moepass.runtime.serving.workers.frontend_limits import FrontendLimits
 from moepass.runtime.serving.workers.supervisor import RankLostError
 from moepass.runtime.system.open_files import allow_many_files
 
@@ -205,8 +205,7 @@ async def _serve(
         frontend,
         starting,
     ):
-        from moepass.runtime.serving.http.connection_limits import ConnectionLimits
-        from moepass.runtime.serving.http.draining_server import make_server
+        from moepass.runtime.serving.http.draining_server import ConnectionLimits, make_server
 
         url = f"http://{options.host}:{listening.getsockname()[1]}"
         typer.echo(f"moepass serves {names[0]} at {url}; starting", err=True)

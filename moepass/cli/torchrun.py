@@ -117,15 +117,15 @@ def publish_setup(launched: LaunchedProcess, folder: Path, start: RankStart) -> 
 def run_launched_rank(launched: LaunchedProcess) -> int:
     """Run this process as a rank until the server ends, and return the exit status."""
     from moepass.cli.serve_rank import serve_as_rank
-    from moepass.runtime.serving.workers.launched_ranks import ServerWatch
+    from moepass.runtime.serving.workers.launched_ranks import WatchedProcess
 
     # torchrun ends all its processes at once, but ranks must stay until the server has answered all open requests.
     folder = Path(_store(launched).get(_KEY).decode())
     check_own_folder(folder)
     start = msgspec.json.decode((folder / _START).read_bytes(), type=RankStart)
-    watch = ServerWatch(start.server)
+    server = WatchedProcess(start.server)
     announce(folder, launched.rank)
-    return serve_as_rank(start.setup, start.endpoint, launched.rank, 0, watch)
+    return serve_as_rank(start.setup, start.endpoint, launched.rank, 0, lambda: server.returncode is not None)
 
 
 def check_own_folder(folder: Path) -> None:

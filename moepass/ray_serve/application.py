@@ -18,9 +18,9 @@ from moepass.ray_serve.ray_backend import RayBackend
 from moepass.ray_serve.ray_options import parse_options
 from moepass.ray_serve.replica import REPORT_SECONDS, Replica
 from moepass.runtime.serving.http.app import create_app
+from moepass.runtime.serving.requests.backend import FrontendLimits
 from moepass.runtime.serving.routes.server_settings import ServerSettings
 from moepass.runtime.serving.routes.service import Service
-from moepass.runtime.serving.workers.frontend_limits import FrontendLimits
 
 # The router limits a replica to two steps of FLOPs, so Ray's own limit, which counts requests, must never apply.
 _MOST_REQUESTS = 100_000

@@ -20,6 +20,7 @@ from moepass.runtime.serving.batching.block_hashes import path_hashes
 from moepass.runtime.serving.requests.answer import Answer
 from moepass.runtime.serving.requests.backend import (
     BackendStatus,
+    FrontendLimits,
     NotServingError,
     answer_within,
 )
@@ -27,7 +28,6 @@ from moepass.runtime.serving.requests.request import Request
 from moepass.runtime.serving.requests.view import BackendView
 from moepass.runtime.serving.router.routable import routable_request
 from moepass.runtime.serving.router.router import ATTEMPTS
-from moepass.runtime.serving.workers.frontend_limits import FrontendLimits
 from moepass.runtime.serving.workers.remote_answers import decode_answer, encode_request
 
 _VIEW_SECONDS = 1.0

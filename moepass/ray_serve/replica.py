@@ -14,9 +14,8 @@ from moepass.cli.rank_frontend import RANKS_END_SECONDS, make_frontend
 from moepass.cli.rank_options import RankSetup
 from moepass.cli.serving import read_model
 from moepass.runtime.serving.batching.step_flops import FlopsTable
-from moepass.runtime.serving.requests.backend import BackendStatus
+from moepass.runtime.serving.requests.backend import BackendStatus, FrontendLimits
 from moepass.runtime.serving.workers.frontend import STEPS_AT_A_RANK
-from moepass.runtime.serving.workers.frontend_limits import FrontendLimits
 from moepass.runtime.serving.workers.remote_answers import answer_encoded_request
 
 # The interval of a replica's reports to routers.

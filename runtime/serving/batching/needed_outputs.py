@@ -65,8 +65,8 @@ def needed_outputs(chains: CachedChains) -> NeededOutputs:
         # Ranges [first, end) of positions in the sequence whose outputs are needed.
         runs: list[tuple[int, int]] = []
         for read in piece.reads:
-            runs.append((depth + read.place, depth + read.place + 1))
-            needed.logits += (start + read.place, 1, request)
+            runs.append((depth + read.index, depth + read.index + 1))
+            needed.logits += (start + read.index, 1, request)
         if piece.is_scored:
             for first, end in _unknown_scores(chains, needed, number):
                 runs.append((depth + first - 1, depth + end - 1))

@@ -59,8 +59,8 @@ class PackedStep:
     Attributes:
         batch: the step, without blocks to store. It has no tokens if the cache holds everything.
         placements: the positions of the tokens of each request.
-        logit_places: ascending positions whose logits are read, a subset of `batch.places`; the others are only read as
-            vectors.
+        logit_places: ascending positions whose logits are read, a subset of `batch.output_positions`; the others are
+            only read as vectors.
         read_positions: the positions of all reads, in the order of requests, pieces and reads.
         scores: the sources of the scores of all scored pieces.
         offered: blocks that a cache may store.
@@ -140,7 +140,7 @@ def pack(
         for number, first in enumerate(pieces.first_pieces)
     )
     return PackedStep(
-        dataclasses.replace(stream.batch, places=np.flatnonzero(is_place)),
+        dataclasses.replace(stream.batch, output_positions=np.flatnonzero(is_place)),
         placements,
         np.flatnonzero(is_logit_place),
         read_positions(pieces, token_positions),

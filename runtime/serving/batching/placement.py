@@ -152,7 +152,7 @@ def score_places(chains: CachedChains, needed: NeededOutputs, token_positions: T
 def read_positions(table: RequestPieces, token_positions: TokenMap) -> Indices:
     """Return the positions in the stream of all reads, in the order of requests, pieces and reads."""
     tokens = [
-        start + read.place for start, piece in zip(table.starts, table.pieces, strict=True) for read in piece.reads
+        start + read.index for start, piece in zip(table.starts, table.pieces, strict=True) for read in piece.reads
     ]
     return token_positions.positions(np.array(tokens, np.int64))
 

@@ -55,7 +55,7 @@ class StepBatch:
         subtree_end: [n] index right after the last descendant of each token.
         nodes: the trie without its single-child chains, in depth-first order.
         contexts: chains of cached blocks before the roots, first tokens first.
-        places: [m] ascending positions in the stream whose output is read.
+        output_positions: [m] ascending positions in the stream whose output is read.
         stored: blocks to store in the cache.
     """
 
@@ -64,7 +64,7 @@ class StepBatch:
     subtree_end: Indices
     nodes: tuple[TrieNode, ...]
     contexts: tuple[tuple[int, ...], ...]
-    places: Indices
+    output_positions: Indices
     stored: tuple[StoredBlock, ...]
 
     @property

@@ -78,7 +78,7 @@ def trie_stream(trie: TokenTrie, computed: ComputedParts, chains: CachedChains) 
         subtree_end=per_token(subtree_ends),
         nodes=_nodes(parts, starts.tolist(), stops.tolist(), subtree_ends.tolist()),
         contexts=contexts,
-        places=NO_INDICES,
+        output_positions=NO_INDICES,
         stored=(),
     )
     start_of = {

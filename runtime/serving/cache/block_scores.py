@@ -11,16 +11,15 @@ from moepass.runtime.serving.requests.answer import ScoredTokens
 
 
 class BlockScores:
-    """The log-probability and rank of each token of each block, and the most likely token with its log-probability.
+    """The log-probability of each token of each block, and the most likely token with its log-probability.
 
-    Scores are addressed by cache slot. A slot is known once all four values have been written.
+    Scores are addressed by cache slot. A slot is known once all three values have been written.
     """
 
     def __init__(self, block_count: int) -> None:
         slots = block_count * BLOCK_TOKENS
         self._known = np.zeros(slots, bool)
         self._log_probabilities = np.zeros(slots, np.float32)
-        self._ranks = np.zeros(slots, np.int32)
         self._top_tokens = np.zeros(slots, np.int32)
         self._top_log_probabilities = np.zeros(slots, np.float32)
 
@@ -40,7 +39,6 @@ class BlockScores:
         chosen = chosen[~self._known[slots[chosen]]]
         written_slots = slots[chosen]
         self._log_probabilities[written_slots] = scored.log_probabilities[chosen]
-        self._ranks[written_slots] = scored.ranks[chosen]
         self._top_tokens[written_slots] = scored.top_tokens[chosen, 0]
         self._top_log_probabilities[written_slots] = scored.top_log_probabilities[chosen, 0]
         self._known[written_slots] = True
@@ -58,7 +56,6 @@ class BlockScores:
             raise InputError(f"slot {unknown[0]} of the cache stores no score", name="slots", value=int(unknown[0]))
         return ScoredTokens(
             self._log_probabilities[slots],
-            self._ranks[slots],
             self._top_tokens[slots, None][:, :scored_top],
             self._top_log_probabilities[slots, None][:, :scored_top],
         )

@@ -48,7 +48,7 @@ class StatesRunner(Protocol):
     """Runs steps of a model."""
 
     def states(self, batch: StepBatch) -> torch.Tensor:
-        """Return the states [m, hidden] at `batch.places`."""
+        """Return the states [m, hidden] at `batch.output_positions`."""
         ...
 
 
@@ -117,9 +117,9 @@ class ModelEngine:
         """Return the number of graphs that this process has compiled."""
         return self._counters.compilations()
 
-    def look(self) -> EngineView:
+    def view(self) -> EngineView:
         """Return the last step and the occupancy of the cache. May be called from any thread."""
-        return self._watch.look()
+        return self._watch.view()
 
     def check(self, request: Request) -> None:
         """Check that the model can answer `request`.
@@ -296,7 +296,7 @@ class ModelEngine:
             blocks = lease.reserve(packed.offered)
             batch = packed.storing(blocks)
             # If the cache holds all outputs, nothing runs.
-            states = self._runner.states(batch) if len(batch.places) else torch.empty(0)
+            states = self._runner.states(batch) if len(batch.output_positions) else torch.empty(0)
             reads = StepReads(packed, requests, keeps_scores=self._caches)
             scores = score_tokens(states, self._head, self._facts.vocabulary_size, reads.wanted)
             answers = reads.answers(scores, lambda rows: self._vectors(states, rows), self._index.scores)

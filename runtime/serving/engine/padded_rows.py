@@ -34,7 +34,7 @@ class PaddedRows:
 
     @torch.no_grad()
     def states(self, batch: StepBatch) -> torch.Tensor:
-        """Return the states [m, hidden] at `batch.places`.
+        """Return the states [m, hidden] at `batch.output_positions`.
 
         Raises:
             ValueError: the step reads or stores cached blocks.
@@ -46,14 +46,16 @@ class PaddedRows:
         for number, positions in enumerate(rows):
             fresh = positions[row_of[positions] < 0]
             row_of[fresh] = number
-        owners = row_of[batch.places]
+        owners = row_of[batch.output_positions]
         group_states: list[torch.Tensor] = []
         order: list[Indices] = []
         for group in self._groups(rows):
             read = np.flatnonzero(np.isin(owners, group))
             if len(read):
                 order.append(read)
-                group_states.append(self._run(batch, rows, group, owners[read], batch.depth[batch.places[read]]))
+                group_states.append(
+                    self._run(batch, rows, group, owners[read], batch.depth[batch.output_positions[read]])
+                )
         states = torch.cat(group_states)
         ordered = torch.empty_like(states)
         ordered[torch.from_numpy(np.concatenate(order)).to(states.device)] = states

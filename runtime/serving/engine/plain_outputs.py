@@ -88,7 +88,7 @@ def sequence_step(count: int) -> StepBatch:
         subtree_end=np.full(count, count),
         nodes=(TrieNode(0, count, -1, count),),
         contexts=(),
-        places=np.array([count - 1]),
+        output_positions=np.array([count - 1]),
         stored=(),
     )
 
@@ -128,6 +128,6 @@ def _step(tokens: Sequence[int] | Indices, places: Indices = _READ) -> StepBatch
             TrieNode(_LENGTH, _LENGTH + _BRANCH, 0, _LENGTH + _BRANCH),
         ),
         contexts=(),
-        places=places,
+        output_positions=places,
         stored=(),
     )

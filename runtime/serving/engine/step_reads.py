@@ -23,7 +23,7 @@ from moepass.runtime.serving.requests.request import NO_TOKENS, Request
 
 
 class StepReads:
-    """The reads of a packed step. A row is the state at one of `batch.places`.
+    """The reads of a packed step. A row is the state at one of `batch.output_positions`.
 
     Attributes:
         wanted: the scores to compute.
@@ -47,14 +47,13 @@ class StepReads:
         self._most_scored_top = max([int(keeps_scores), *tops])
         scored_tops = np.repeat(np.maximum(np.array(tops, np.int64), int(keeps_scores)), np.diff(scores.starts))
 
-        top = np.zeros(len(packed.batch.places), np.int64)
+        top = np.zeros(len(packed.batch.output_positions), np.int64)
         np.maximum.at(top, self._read_rows, np.array([read.top for read in reads], np.int64))
         np.maximum.at(top, self._scored_rows, scored_tops[self._computed])
         rows = np.concatenate((np.repeat(self._read_rows, counts), self._scored_rows))
         tokens = np.concatenate((NO_TOKENS, *(read.tokens for read in reads), scores.tokens[self._computed]))
         order = np.argsort(rows, kind="stable")
-        is_ranked = np.arange(len(rows)) >= counts.sum()
-        self.wanted = WantedScores(rows[order], tokens[order].astype(np.int64), is_ranked[order], top)
+        self.wanted = WantedScores(rows[order], tokens[order].astype(np.int64), top)
         # Index of each pair among the pairs that are ordered by row.
         self._pair_order = np.empty(len(order), np.int64)
         self._pair_order[order] = np.arange(len(order))
@@ -89,25 +88,18 @@ class StepReads:
         count, top = len(sources.tokens), self._most_scored_top
         scored = ScoredTokens(
             np.full(count, np.nan, np.float32),
-            np.zeros(count, np.int32),
             np.full((count, top), -1, np.int32),
             np.full((count, top), np.nan, np.float32),
         )
         pairs = self._pair_order[len(self._pair_order) - len(self._computed) :]
-        scored.log_probabilities[self._computed], scored.ranks[self._computed] = (
-            scores.log_probabilities[pairs],
-            scores.ranks[pairs],
-        )
+        scored.log_probabilities[self._computed] = scores.log_probabilities[pairs]
         if len(self._computed):
             scored.top_tokens[self._computed] = scores.top_tokens[self._scored_rows, :top]
             scored.top_log_probabilities[self._computed] = scores.top_log_probabilities[self._scored_rows, :top]
         from_cache = np.flatnonzero(sources.score_slots >= 0)
         if len(from_cache):
             cached_scores = cached.read(sources.score_slots[from_cache], 1)
-            scored.log_probabilities[from_cache], scored.ranks[from_cache] = (
-                cached_scores.log_probabilities,
-                cached_scores.ranks,
-            )
+            scored.log_probabilities[from_cache] = cached_scores.log_probabilities
             scored.top_tokens[from_cache, :1] = cached_scores.top_tokens
             scored.top_log_probabilities[from_cache, :1] = cached_scores.top_log_probabilities
         return scored
@@ -119,7 +111,6 @@ class StepReads:
             top = self._requests[key[0]].pieces[key[1]].scored_top
             pieces[key] = ScoredTokens(
                 scored.log_probabilities[start:end],
-                scored.ranks[start:end],
                 scored.top_tokens[start:end, :top],
                 scored.top_log_probabilities[start:end, :top],
             )
@@ -138,4 +129,4 @@ class StepReads:
         ]
 
     def _rows_of(self, positions: Indices) -> Indices:
-        return np.searchsorted(self._packed.batch.places, positions)
+        return np.searchsorted(self._packed.batch.output_positions, positions)

@@ -50,7 +50,7 @@ class StepWatch:
         self._packed = self._last = None
         self._number = 0
 
-    def look(self) -> EngineView:
+    def view(self) -> EngineView:
         """Return the view of the last step and the cache."""
         index = self._index
         return EngineView(
@@ -93,7 +93,7 @@ def step_nodes(batch: StepBatch, most: int = MOST_NODES) -> tuple[tuple[StepNode
     first = len(nodes)
     starts = [node.start for node in batch.nodes]
     stops = [node.end for node in batch.nodes]
-    reads = np.searchsorted(batch.places, stops) - np.searchsorted(batch.places, starts)
+    reads = np.searchsorted(batch.output_positions, stops) - np.searchsorted(batch.output_positions, starts)
     for node, count in zip(batch.nodes, reads.tolist(), strict=True):
         parent = first + node.parent if node.parent >= 0 else ends[node.context] if node.context >= 0 else -1
         nodes.append(StepNode(parent, node.end - node.start, False, count))

@@ -1,9 +1,9 @@
-"""Log-probabilities, ranks and most likely tokens from logits, a few rows at a time.
+"""Log-probabilities and most likely tokens from logits, a few rows at a time.
 
 Pseudo-code
     for groups of rows whose logits take a bounded number of bytes:
         compute logits in fp32 and their log-sum-exp
-        read the log-probability of every requested token of these rows, and its rank if requested
+        read the log-probability of every requested token of these rows
         read the most likely tokens of the rows that request some
 """
 
@@ -13,7 +13,6 @@ import dataclasses
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from moepass.runtime.serving.batching.step_batch import Indices
@@ -31,13 +30,11 @@ class WantedScores:
     Attributes:
         rows: [p] ascending row of each pair.
         tokens: [p] token whose log-probability is computed.
-        is_ranked: [p] whether its rank is computed, too.
         top: [rows of the step] number of most likely tokens to return for each row.
     """
 
     rows: Indices
     tokens: Indices
-    is_ranked: npt.NDArray[np.bool_]
     top: Indices
 
 
@@ -47,13 +44,11 @@ class TokenScores:
 
     Attributes:
         log_probabilities: [p]
-        ranks: [p] 0 if no rank was requested.
         top_tokens: [rows of the step, largest top]
         top_log_probabilities: [rows of the step, largest top]
     """
 
     log_probabilities: Floats
-    ranks: Tokens
     top_tokens: Tokens
     top_log_probabilities: Floats
 
@@ -66,7 +61,6 @@ def score_tokens(
     count, most_top = len(states), int(wanted.top.max(initial=0))
     scores = TokenScores(
         np.empty(len(wanted.rows), np.float32),
-        np.zeros(len(wanted.rows), np.int32),
         np.full((count, most_top), -1, np.int32),
         np.full((count, most_top), -np.inf, np.float32),
     )
@@ -80,13 +74,7 @@ def score_tokens(
             pairs = slice(first, last)
             rows = torch.from_numpy(wanted.rows[pairs] - start).to(states.device)
             tokens = torch.from_numpy(wanted.tokens[pairs]).to(states.device)
-            token_logits = logits[rows, tokens]
-            scores.log_probabilities[pairs] = (token_logits - log_totals[rows]).cpu().numpy()
-            ranked = np.flatnonzero(wanted.is_ranked[pairs])
-            for offset in range(0, len(ranked), rows_at_once):
-                chosen = torch.from_numpy(ranked[offset : offset + rows_at_once]).to(states.device)
-                better = (logits[rows[chosen]] > token_logits[chosen, None]).sum(-1) + 1
-                scores.ranks[first + ranked[offset : offset + rows_at_once]] = better.cpu().numpy()
+            scores.log_probabilities[pairs] = (logits[rows, tokens] - log_totals[rows]).cpu().numpy()
         top_rows = np.flatnonzero(wanted.top[start:end])
         if len(top_rows):
             most = int(wanted.top[start:end].max())

@@ -38,10 +38,10 @@ class TrieStates:
 
     @torch.no_grad()
     def states(self, batch: StepBatch) -> torch.Tensor:
-        """Return the states [m, hidden] at `batch.places`. Raises the errors of `RunningStep`."""
+        """Return the states [m, hidden] at `batch.output_positions`. Raises the errors of `RunningStep`."""
         # torch.compile treats sizes 0 and 1 as constants and would recompile, so every size is at least 2.
         padded = _with_two_tokens(batch)
-        places = np.resize(batch.places, max(2, len(batch.places)))
+        places = np.resize(batch.output_positions, max(2, len(batch.output_positions)))
         ids, positions, read = (
             torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
             for array in (padded.tokens[None], padded.depth[None], places)
@@ -50,7 +50,7 @@ class TrieStates:
             torch._dynamo.mark_dynamic(tensor, 1)
         torch._dynamo.mark_dynamic(read, 0)
         with running_step(RunningStep(padded, self.layers, self.memory, self.device)):
-            return self.forward(ids, positions, read)[: len(batch.places)]
+            return self.forward(ids, positions, read)[: len(batch.output_positions)]
 
 
 def _with_two_tokens(batch: StepBatch) -> StepBatch:

@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -23,34 +24,19 @@ from moepass.models.version import __version__
 from moepass.runtime.serving.http import server_routes, status_page
 from moepass.runtime.serving.http.tracing import TracingMiddleware, configured_tracer
 from moepass.runtime.serving.requests.backend import Backend
-from moepass.runtime.serving.routes import (
-    chat,
-    completions,
-    decision_routes,
-    pooling,
-    rerank,
-    scores,
-    systemone,
-    token_routes,
+from moepass.runtime.serving.routes import token_routes
+from moepass.runtime.serving.routes.errors import (
+    ErrorReply,
+    HttpError,
+    error_response,
+    framework_error_response,
+    response_of,
 )
-from moepass.runtime.serving.routes.errors import ErrorReply, HttpError, add_handlers, error_response, response_of
 from moepass.runtime.serving.routes.service import Call, Route, Service, json_response, new_id
 
-ROUTES: tuple[Route, ...] = tuple(
-    route
-    for family in (
-        decision_routes,
-        systemone,
-        scores,
-        completions,
-        chat,
-        token_routes,
-        pooling,
-        rerank,
-        server_routes,
-        status_page,
-    )
-    for route in family.ROUTES
+ROUTES: tuple[Route, ...] = (
+    *(*server_routes.MODEL_ROUTES, *token_routes.ROUTES),
+    *(*server_routes.ROUTES, *status_page.ROUTES),
 )
 # These paths need no API key. The status page is public; it asks for the key that its own requests need.
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping"})
@@ -67,17 +53,18 @@ def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="moepass", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     schemas, components = _schemas()
     for route in ROUTES:
+        endpoint = _endpoint(route, service)
         if route.method == "GET":  # load balancers probe with HEAD; uvicorn omits the body
-            app.add_api_route(route.path, _endpoint(route, service), methods=["HEAD"], include_in_schema=False)
+            app.add_api_route(route.path, endpoint, methods=["HEAD"], include_in_schema=False)
         app.add_api_route(
             route.path,
-            _endpoint(route, service),
+            endpoint,
             methods=[route.method],
             operation_id=f"{route.method.lower()}{route.path.replace('/', '_')}",
             response_class=Response,
             openapi_extra=_description(route, schemas),
         )
-    add_handlers(app)
+    app.add_exception_handler(HTTPException, framework_error_response)
     model_paths = frozenset(route.path for route in ROUTES if route.bodies and route.asks_model)
     app.add_middleware(
         _RequestGuard, api_key=service.settings.api_key, backend=service.backend, model_paths=model_paths
@@ -165,11 +152,8 @@ async def _read_chunks(request: HttpRequest, chunks: list[bytes], service: Servi
 
 def _check_size(size: int, description: str) -> None:
     if size > MOST_BODY_BYTES:
-        raise HttpError(
-            413,
-            f"the body has {description}, but the limit is {MOST_BODY_BYTES} bytes; send several requests",
-            code="body_too_large",
-        )
+        problem = f"the body has {description}, but the limit is {MOST_BODY_BYTES} bytes; send several requests"
+        raise HttpError(413, problem, code="body_too_large")
 
 
 async def _wait_for_disconnect(request: HttpRequest) -> None:
@@ -258,19 +242,12 @@ def _schemas() -> tuple[dict[Any, Any], dict[str, Any]]:
 
 def _description(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
 
-    def content(kinds: tuple[Any, ...]) -> dict[str, Any]:
+    def content(kinds: tuple[Any, ...], media_type: str = "application/json") -> dict[str, Any]:
         schema = schemas[kinds[0]] if len(kinds) == 1 else {"anyOf": [schemas[kind] for kind in kinds]}
-        return {"application/json": {"schema": schema}}
+        return {media_type: {"schema": schema}}
 
-    answers = {route.media_type: content(route.replies)["application/json"]}
-    if route.has_streams:
-        answers["text/event-stream"] = {"schema": {"type": "string"}}
-    described: dict[str, Any] = {
-        "responses": {
-            "200": {"description": "The answer", "content": answers},
-            "default": {"description": "An error", "content": content((ErrorReply,))},
-        }
-    }
-    if route.bodies:
-        described["requestBody"] = {"required": True, "content": content(route.bodies)}
-    return described
+    streams = {"text/event-stream": {"schema": {"type": "string"}}} if route.has_streams else {}
+    answer = {"description": "The answer", "content": content(route.replies, route.media_type) | streams}
+    error = {"description": "An error", "content": content((ErrorReply,))}
+    body = {"requestBody": {"required": True, "content": content(route.bodies)}} if route.bodies else {}
+    return {"responses": {"200": answer, "default": error}, **body}

@@ -6,12 +6,11 @@ names begin with `moepass_`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
 from moepass.runtime.serving.requests.backend import BackendStatus
-from moepass.runtime.serving.requests.histogram import Histogram
-from moepass.runtime.serving.requests.view import BackendView
+from moepass.runtime.serving.requests.view import BackendView, Histogram, RankView
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -53,6 +52,26 @@ _HISTOGRAMS = {
     "request_prompt_tokens": "Tokens of a request; a shared prefix counts once.",
     "iteration_tokens_total": "Tokens that a step computed.",
 }
+# Help text and value of the gauges of each rank.
+_RANK_GAUGES: dict[str, tuple[str, Callable[[RankView], float]]] = {
+    "moepass_rank_ready": ("1 if the rank takes requests, otherwise 0.", lambda rank: rank.state == "ready"),
+    "moepass_load_flops": ("FLOPs of the rank's open requests.", lambda rank: rank.load_flops),
+    "moepass_saturation": (
+        "Load of the rank; at 1 it takes no more requests.",
+        lambda rank: rank.load_flops / rank.most_load_flops if rank.most_load_flops else 0.0,
+    ),
+    "moepass_full_step_flops": (
+        "FLOPs of a step that hides all expert transfers.",
+        lambda rank: rank.saturation_flops,
+    ),
+    "moepass_flops_per_second": (
+        "FLOPs per second that full steps of the rank reach.",
+        lambda rank: rank.flops_per_second,
+    ),
+    "moepass_open_requests": ("Open requests of the rank, or parts of requests.", lambda rank: rank.open_requests),
+    "moepass_cache_blocks": ("Blocks of the rank's cache.", lambda rank: rank.engine.cache_blocks),
+    "moepass_cached_blocks": ("Cache blocks that hold a prefix.", lambda rank: rank.engine.cached_blocks),
+}
 
 
 def metrics_text(model: str, status: BackendStatus, view: BackendView) -> str:
@@ -91,33 +110,12 @@ def _lines(model: _Labels, status: BackendStatus, view: BackendView) -> Iterator
 
 
 def _rank_lines(model: _Labels, view: BackendView) -> Iterator[str]:
-    def rank_gauge(name: str, help_text: str, values: Iterable[float]) -> Iterator[str]:
-        pairs = zip(view.ranks, values, strict=True)
-        return _family(name, "gauge", help_text, [({"rank": str(rank.rank)}, value) for rank, value in pairs])
-
-    ranks, engines = view.ranks, [rank.engine for rank in view.ranks]
-    yield from rank_gauge(
-        "moepass_rank_ready", "1 if the rank takes requests, otherwise 0.", [r.state == "ready" for r in ranks]
-    )
-    yield from rank_gauge("moepass_load_flops", "FLOPs of the rank's open requests.", [r.load_flops for r in ranks])
-    saturation = [rank.load_flops / rank.most_load_flops if rank.most_load_flops else 0.0 for rank in ranks]
-    yield from rank_gauge("moepass_saturation", "Load of the rank; at 1 it takes no more requests.", saturation)
-    full = [rank.saturation_flops for rank in ranks]
-    yield from rank_gauge("moepass_full_step_flops", "FLOPs of a step that hides all expert transfers.", full)
-    rates = [rank.flops_per_second for rank in ranks]
-    yield from rank_gauge("moepass_flops_per_second", "FLOPs per second that full steps of the rank reach.", rates)
-    yield from rank_gauge(
-        "moepass_open_requests", "Open requests of the rank, or parts of requests.", [r.open_requests for r in ranks]
-    )
-    yield from rank_gauge(
-        "moepass_cache_blocks", "Blocks of the rank's cache.", [engine.cache_blocks for engine in engines]
-    )
-    yield from rank_gauge(
-        "moepass_cached_blocks", "Cache blocks that hold a prefix.", [e.cached_blocks for e in engines]
-    )
+    for name, (help_text, value_of) in _RANK_GAUGES.items():
+        samples = [({"rank": str(rank.rank)}, float(value_of(rank))) for rank in view.ranks]
+        yield from _family(name, "gauge", help_text, samples)
     used = [
         (model | {"engine": str(rank.rank)}, rank.engine.used_blocks / max(1, rank.engine.cache_blocks))
-        for rank in ranks
+        for rank in view.ranks
     ]
     yield from _family("vllm:kv_cache_usage_perc", "gauge", "Share of the cache that running requests use.", used)
 

@@ -90,39 +90,32 @@ async def metrics(call: Call) -> Response:
 
 async def invoke(call: Call) -> Any:
     """Call the route that the fields of the body indicate."""
-    return await _handler_of(call.json())(call)
-
-
-def _handler_of(body: dict[str, Any]) -> Callable[[Call], Awaitable[Any]]:
-    handlers: tuple[tuple[str, Callable[[Call], Awaitable[Any]]], ...] = (
-        ("state", systemone.systemone),
-        ("questions", decision_routes.create_decision),
-        ("messages", chat.chat),
-        ("prompt", completions.complete),
-        ("label_token_ids", scores.score),
-        ("queries", scores.score),
-        ("text_1", scores.score),
-        ("documents", rerank.rerank),
-        ("texts", rerank.rerank),
-        ("input", pooling.embed),
-        ("inputs", pooling.embed_plain),
-    )
-    for field, handler in handlers:
+    body = call.json()
+    for field, handler in _HANDLERS.items():
         if field in body:
-            return handler
-    fields = tuple(field for field, _ in handlers)
-    raise InputError(
-        f"the body matches no route; it must have one of the fields {', '.join(fields)}", name="body", expected=fields
-    )
+            return await handler(call)
+    problem = f"the body matches no route; it must have one of the fields {', '.join(_HANDLERS)}"
+    raise InputError(problem, name="body", expected=tuple(_HANDLERS))
 
 
-_MODEL_ROUTES = [
-    route
-    for module in (systemone, decision_routes, chat, completions, scores, rerank, pooling)
-    for route in module.ROUTES
-]
-_BODIES = tuple(dict.fromkeys(body for route in _MODEL_ROUTES for body in route.bodies))
-_REPLIES = tuple(dict.fromkeys(kind for route in _MODEL_ROUTES for kind in route.replies))
+# The route that /invocations calls if the body has a field; the first of these fields decides.
+_HANDLERS: dict[str, Callable[[Call], Awaitable[Any]]] = {
+    "state": systemone.systemone,
+    "questions": decision_routes.create_decision,
+    "messages": chat.chat,
+    "prompt": completions.complete,
+    "label_token_ids": scores.score,
+    "queries": scores.score,
+    "text_1": scores.score,
+    "documents": rerank.rerank,
+    "texts": rerank.rerank,
+    "input": pooling.embed,
+    "inputs": pooling.embed_plain,
+}
+_MODULES = (systemone, decision_routes, chat, completions, scores, rerank, pooling)
+MODEL_ROUTES = [route for module in _MODULES for route in module.ROUTES]
+_BODIES = tuple(dict.fromkeys(body for route in MODEL_ROUTES for body in route.bodies))
+_REPLIES = tuple(dict.fromkeys(kind for route in MODEL_ROUTES for kind in route.replies))
 
 ROUTES = (
     Route("GET", "/v1/models", models, (), (ModelList,)),

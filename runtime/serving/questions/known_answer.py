@@ -25,10 +25,7 @@ _SALT = b"probe"
 def check_known_answer(writer: PromptWriter, ask: Callable[[Request], Answer], class_names: Sequence[str] = ()) -> None:
     """Ask the probe of `writer.prompt`, if there is one, and check its answer.
 
-    Args:
-        writer: Makes the prompt of the probe.
-        ask: Computes the answer to a request.
-        class_names: The classes of a model with class scores; empty for a model that predicts tokens.
+    `class_names` are the classes of a model with class scores; empty for a model that predicts tokens.
 
     Raises:
         CheckpointError: The expected answer is not the most probable one, or the probe cannot be asked.
@@ -67,12 +64,8 @@ def _class_scores(
 ) -> dict[str, float]:
     unknown = [answer for answer in probe.answers if answer not in class_names]
     if unknown:
-        raise InputError(
-            f"the answer {unknown[0]!r} is not one of the model's classes: {', '.join(class_names)}",
-            name="answers",
-            value=unknown[0],
-            expected=tuple(class_names),
-        )
+        problem = f"the answer {unknown[0]!r} is not one of the model's classes: {', '.join(class_names)}"
+        raise InputError(problem, name="answers", value=unknown[0], expected=tuple(class_names))
     tree = RequestTree(writer.most_tokens)
     sequence = tree.add(writer.encode_plain([probe.input], name="the probe")[0], "the probe")
     tree.vector(sequence, "last")

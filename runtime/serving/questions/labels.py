@@ -30,13 +30,9 @@ class ImpossibleLabelsError(CheckpointError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LabelScores:
-    """The scores of labels, in their order.
+    """The log-probabilities of labels, their softmax, and the probability of all labels together (`mass`).
 
-    Attributes:
-        log_probabilities: The log-probability of each label.
-        probabilities: The softmax of the log-probabilities; they sum to 1.
-        mass: The probability of all labels together. A label that starts with another label is part of that one and is
-            not counted again.
+    For the mass, a label that starts with another label is part of that one and is not counted again.
     """
 
     log_probabilities: tuple[float, ...]
@@ -55,11 +51,8 @@ def encode_labels(encoder: TextEncoder, prompt: str, labels: Sequence[str]) -> t
     labels_by_tokens: dict[LabelTokens, str] = {}
     for label, (tokens, _) in zip(labels, _in_context(encoder, prompt, labels), strict=True):
         if not tokens:
-            raise InputError(
-                f"label {_short(label)} has no tokens; a label needs at least one token",
-                name="label",
-                value=label,
-            )
+            text = f"label {_short(label)} has no tokens; a label needs at least one token"
+            raise InputError(text, name="label", value=label)
         if tokens in labels_by_tokens:
             first = labels_by_tokens[tokens]
             raise InputError(
@@ -134,7 +127,6 @@ class LabelReads:
     """The positions in a `RequestTree` from which labels are read.
 
     Attributes:
-        labels: The tokens of each label.
         first: The index of the prompt's last token; it predicts the first token of each label.
         sequences: For each label, the sequence of the prompt and the label without its last token.
     """
@@ -151,16 +143,13 @@ class LabelReads:
             ImpossibleLabelsError: All labels have probability 0.
         """
         firsts = answer.log_probabilities(self.sequences[0], self.first, [label[0] for label in self.labels])
-        sums = [
-            math.fsum(
-                [first]
-                + [
-                    answer.log_probabilities(sequence, self.first + offset, [token])[0]
-                    for offset, token in enumerate(label[1:], 1)
-                ]
-            )
-            for first, label, sequence in zip(firsts, self.labels, self.sequences, strict=True)
-        ]
+        sums = []
+        for first, label, sequence in zip(firsts, self.labels, self.sequences, strict=True):
+            later = [
+                answer.log_probabilities(sequence, self.first + offset, [token])[0]
+                for offset, token in enumerate(label[1:], 1)
+            ]
+            sums.append(math.fsum([first, *later]))
         return score_labels(self.labels, sums)
 
 
@@ -174,12 +163,10 @@ def score_labels(labels: Sequence[LabelTokens], log_probabilities: Sequence[floa
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class LabelTable:
-    """The scores of the same labels for several prompts.
+    """The probabilities [rows, labels] and the mass [rows] of the same labels for several prompts, as in `LabelScores`.
 
-    Attributes:
-        probabilities: [rows, labels]; meaningless in rows that are not possible.
-        is_possible: [rows]; False if the model gives all labels of the row the probability 0.
-        mass: [rows], as in `LabelScores`.
+    `is_possible` [rows] is False if the model gives all labels of the row the probability 0; ignore the row's values
+    then.
     """
 
     probabilities: npt.NDArray[np.float64]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import ctypes
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from moepass.models.checkpoint.checkpoint_folders import Prompt
 from moepass.models.errors import CheckpointError, InputError
 from moepass.models.limits import MOST_CHARACTERS_PER_TOKEN, check_limit
-from moepass.runtime.serving.questions.render_limit import RenderLimit, RenderTimeoutError
 from moepass.runtime.serving.questions.text_encoding import TextEncoder
 from moepass.runtime.serving.requests.request import Tokens
 
@@ -20,16 +23,72 @@ _CHARACTERS_PER_CUT_TOKEN = 16
 # A text behind control tokens may take up to this number of tokens less than alone, because some tokenizers add a blank
 # before the first word.
 _BORDER_TOKENS = 4
+# Templates in use take less than a millisecond. [Empirical]
+RENDER_SECONDS = 5.0
+
+
+class RenderTimeoutError(InputError):
+    """A template did not finish within its `expected` seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(
+            f"the chat template did not finish within {seconds:g} s; check it for a loop, or send shorter messages",
+            name="chat_template",
+            expected=seconds,
+        )
+
+
+class _Expired(BaseException):
+    """Raised inside the code that takes too long; `except Exception` in a template does not catch it."""
+
+
+class RenderLimit:
+    """Interrupts blocks of pure Python that take longer than `seconds`, in any thread. One thread watches all.
+
+    Chat templates come with checkpoints, and one that loops must not block the server.
+    """
+
+    def __init__(self, seconds: float = RENDER_SECONDS) -> None:
+        self.seconds = seconds
+        self._lock = threading.Lock()
+        self._deadlines: dict[int, float] = {}  # by thread
+        self._is_watched = False
+
+    @contextlib.contextmanager
+    def limited(self) -> Iterator[None]:
+        """Run the block with the time limit, and raise RenderTimeoutError if it expires."""
+        thread = threading.get_ident()
+        try:
+            try:
+                with self._lock:
+                    self._deadlines[thread] = time.monotonic() + self.seconds
+                    if not self._is_watched:
+                        self._is_watched = True
+                        threading.Thread(target=self._watch, daemon=True).start()
+                yield
+            finally:
+                with self._lock:
+                    self._deadlines.pop(thread, None)
+        except _Expired:
+            raise RenderTimeoutError(self.seconds) from None
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(self.seconds / 4)
+            with self._lock:
+                if not self._deadlines:  # the next limited block starts a new thread
+                    self._is_watched = False
+                    return
+                for thread, deadline in list(self._deadlines.items()):
+                    if time.monotonic() > deadline:
+                        del self._deadlines[thread]
+                        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Expired))
 
 
 class PromptWriter:
-    """Renders and encodes the prompts of one checkpoint.
+    """Renders and encodes the prompts of one checkpoint, for a model that takes `most_tokens` tokens.
 
-    Args:
-        tokenizer: The tokenizer of the checkpoint.
-        prompt: The checkpoint's `prompt.json`.
-        most_tokens: The longest sequence that the model takes.
-        takes_chat: Use the chat template if there is one.
+    With `takes_chat`, prompts are rendered by the tokenizer's chat template if it has one, otherwise by `prompt`.
     """
 
     def __init__(
@@ -78,7 +137,8 @@ class PromptWriter:
     def check_length(self, text: str, name: str) -> None:
         """Raise TooLargeError if the text has too many characters to fit, without encoding it."""
         advice = f"the model takes {self.most_tokens} tokens; send a shorter text"
-        check_limit(f"the length of {name} in characters", len(text), self._most_characters, advice, name=name)
+        most = MOST_CHARACTERS_PER_TOKEN * self.most_tokens
+        check_limit(f"the length of {name} in characters", len(text), most, advice, name=name)
 
     def ask(self, text: str, name: str = "the text") -> str:
         """Return the prompt for `text`: its only message, or `{text}` of the template.
@@ -127,11 +187,7 @@ class PromptWriter:
         return rendered, encoded
 
     def chat(self, messages: Sequence[Mapping[str, str]], **options: Any) -> str:
-        """Return the prompt of a conversation.
-
-        Args:
-            messages: The messages, each with `role` and `content`.
-            **options: Variables of the template.
+        """Return the prompt of messages, each with `role` and `content`; `options` are variables of the template.
 
         Raises:
             InputError: There is no chat template, it raises an error, or it takes too long.
@@ -195,7 +251,3 @@ class PromptWriter:
         """True if the template has control tokens, or nothing, on both sides of the text."""
         before, _, after = self.prompt.template.partition("{text}")
         return not self.encoder.context_of(before) and self.encoder.begins_with_control_token(after)
-
-    @property
-    def _most_characters(self) -> int:
-        return MOST_CHARACTERS_PER_TOKEN * self.most_tokens

@@ -12,7 +12,9 @@ be a choice among its labels.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
+from typing import Literal
 
 from moepass.models.errors import InputError
 from moepass.models.limits import MOST_CHOICES, MOST_ORDERS
@@ -31,10 +33,9 @@ from moepass.runtime.serving.requests.request import Request
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QuestionAnswer:
-    """The answer to one question.
+    """The probability of each option of a question; they sum to 1.
 
     Attributes:
-        probabilities: The probability of each option, in their order; they sum to 1.
         mass: The probability that the model gives to all labels of the question together.
         refusal: The reason if the model cannot answer the question; then `probabilities` is empty.
     """
@@ -46,7 +47,7 @@ class QuestionAnswer:
     @property
     def best(self) -> int:
         """The index of the most likely option, the first if several are equal."""
-        return max(range(len(self.probabilities)), key=self.probabilities.__getitem__)
+        return self.probabilities.index(max(self.probabilities))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,14 +61,8 @@ class _OrderedQuestion:
 class QuestionTree:
     """Questions about one input, as one request.
 
-    Args:
-        writer: Makes the prompts.
-        text: The input.
-        questions: The questions.
-        wording: How questions are phrased.
-        order_invariant: Average over several orders of the options.
-        text_name: The name of the input in errors.
-        names: The names of the questions in errors.
+    With `order_invariant`, the answer is the mean over several orders of the options. Errors contain `text_name` as the
+    name of the input, and `names` as those of the questions.
 
     Raises:
         InputError: A prompt is too long, or the labels of a question cannot be distinguished.
@@ -187,10 +182,28 @@ def checked_question(kind: QuestionKind, text: str, options: Sequence[Option], n
             and `option_noun` for its options.
     """
     if not 2 <= len(options) <= MOST_CHOICES:
-        raise InputError(
-            f"{name} has {len(options)} {option_noun}; a question takes 2 to {MOST_CHOICES}",
-            name=name,
-            value=len(options),
-            expected=range(2, MOST_CHOICES + 1),
-        )
+        problem = f"{name} has {len(options)} {option_noun}; a question takes 2 to {MOST_CHOICES}"
+        raise InputError(problem, name=name, value=len(options), expected=range(2, MOST_CHOICES + 1))
     return Question(kind, text, tuple(options))
+
+
+def expected_level(probabilities: tuple[float, ...]) -> float:
+    """Return the mean level; levels are numbered from 0."""
+    return math.fsum(level * probability for level, probability in enumerate(probabilities))
+
+
+def confidence(kind: Literal["choice", "score"], probabilities: tuple[float, ...]) -> float:
+    """Return a confidence from 0 (all options equally likely) to 1 (one option is certain).
+
+    It is defined as in transformers' decision pipeline. For a choice: how far the best option is above chance. For a
+    score: the mean distance of the levels to the best one, relative to that of equally likely levels.
+    """
+    count = len(probabilities)
+    if count == 1:
+        return 1.0
+    best = probabilities.index(max(probabilities))
+    if kind == "choice":
+        return max(0.0, (probabilities[best] - 1 / count) / (1 - 1 / count))
+    distance = math.fsum(probability * abs(level - best) for level, probability in enumerate(probabilities))
+    uniform = math.fsum(abs(level - (count - 1) / 2) for level in range(count)) / count
+    return max(0.0, 1 - distance / uniform)

@@ -20,13 +20,9 @@ _RELEVANT = Question("predicate", "Is the document relevant to the query?", (Opt
 
 
 class PairTree:
-    """Pairs of query and document, as one request.
+    """Pairs of query and document, as one request, for the class scores of the model's head or for predicted tokens.
 
-    Args:
-        writer: Makes the prompts.
-        pairs: Pairs of query and document.
-        by_class_scores: Ask for the class scores of the model's head instead of predicted tokens.
-        names: The names of the queries and the documents in errors.
+    Errors contain `names` as the names of the queries and the documents.
 
     Raises:
         InputError: A pair is too long, or the model cannot compare texts.
@@ -79,26 +75,16 @@ class PairTree:
 
 def class_probabilities(scores: Floats) -> list[float]:
     """Return the softmax of class scores, or the sigmoid of a single score, as reward models define it."""
-    values = [float(value) for value in scores]
-    if len(values) == 1:
-        return [_sigmoid(values[0])]
+    # The sigmoid is the softmax with a second score of 0.
+    values = [float(value) for value in scores] if len(scores) > 1 else [float(scores[0]), 0.0]
     highest = max(values)
     weights = [math.exp(value - highest) for value in values]
     total = math.fsum(weights)
-    return [weight / total for weight in weights]
+    return [weight / total for weight in weights][: len(scores)]
 
 
 def _relevance(scores: Floats) -> float:
     if len(scores) > 2:
-        raise InputError(
-            f"this model has {len(scores)} classes, but a model that compares texts has 1 or 2; use a reranker",
-            name="model",
-            value=len(scores),
-            expected="1 or 2",
-        )
+        problem = f"this model has {len(scores)} classes, but a model that compares texts has 1 or 2; use a reranker"
+        raise InputError(problem, name="model", value=len(scores), expected="1 or 2")
     return class_probabilities(scores)[-1]
-
-
-def _sigmoid(value: float) -> float:
-    # Both forms avoid overflow of exp().
-    return 1 / (1 + math.exp(-value)) if value >= 0 else math.exp(value) / (1 + math.exp(value))

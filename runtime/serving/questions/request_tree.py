@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from moepass.models.errors import CheckpointError, InputError
-from moepass.runtime.serving.requests.answer import Answer, Floats, ReadAnswer
+from moepass.runtime.serving.requests.answer import Answer, Floats, ReadAnswer, ScoredTokens
 from moepass.runtime.serving.requests.request import NO_TOKENS, Request, TokenPiece, TokenRead, Tokens, Vector
 from moepass.runtime.serving.requests.token_trie import TokenTrie
 
@@ -44,21 +44,6 @@ class _Read:
     columns: dict[int, int] = dataclasses.field(default_factory=dict)
     top: int = 0
     index: int = -1
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ScoredSequence:
-    """The scores of a sequence's own tokens.
-
-    Attributes:
-        log_probabilities: [tokens]; NaN for the first token.
-        top_tokens: [tokens, top], the most likely tokens at each position, best first.
-        top_log_probabilities: [tokens, top], their log-probabilities.
-    """
-
-    log_probabilities: Floats
-    top_tokens: Tokens
-    top_log_probabilities: Floats
 
 
 class RequestTree:
@@ -167,14 +152,14 @@ class TreeAnswer:
         values = _checked(read.top_log_probabilities[:count]).tolist()
         return list(zip(read.top_tokens[:count].tolist(), values, strict=True))
 
-    def scored(self, sequence: int) -> ScoredSequence:
+    def scored(self, sequence: int) -> ScoredTokens:
         """Return the scores of the sequence's own tokens. Raise CheckpointError if one is NaN."""
         pieces = [self.answer.pieces[node.number].scored for node in self.tree.nodes(sequence)]
         scored = [piece for piece in pieces if piece is not None]
         top = min(piece.top_tokens.shape[1] for piece in scored)
         log_probabilities = np.concatenate([piece.log_probabilities for piece in scored])
         _checked(log_probabilities[1:])
-        return ScoredSequence(
+        return ScoredTokens(
             log_probabilities,
             np.concatenate([piece.top_tokens[:, :top] for piece in scored]),
             np.concatenate([piece.top_log_probabilities[:, :top] for piece in scored]),

@@ -33,12 +33,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wording:
-    """A way to phrase questions.
-
-    Attributes:
-        labels: Returns the labels of a question's options.
-        lines: Returns the lines that ask a question with these labels.
-    """
+    """A way to phrase questions: functions that return the labels of the options, and the lines that ask with these."""
 
     labels: Callable[[Question], tuple[str, ...]]
     lines: Callable[[Question, Sequence[str]], list[str]]

@@ -14,13 +14,7 @@ Floats = npt.NDArray[np.float32]
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class ReadAnswer:
-    """The answer to a `TokenRead`.
-
-    Attributes:
-        log_probabilities: one for each requested token.
-        top_tokens: the most likely tokens, best first.
-        top_log_probabilities: their log-probabilities.
-    """
+    """The answer to a `TokenRead`: the requested tokens' log-probabilities, and the most likely tokens, best first."""
 
     log_probabilities: Floats
     top_tokens: Tokens
@@ -29,17 +23,12 @@ class ReadAnswer:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class ScoredTokens:
-    """Scores of the tokens of a piece. The first token of a sequence has no score: NaN, rank 0 and token -1.
+    """Scores [tokens] of the tokens of a piece, and the most likely tokens [tokens, scored_top] at their positions.
 
-    Attributes:
-        log_probabilities: [tokens]
-        ranks: [tokens] 1 is the most likely token.
-        top_tokens: [tokens, scored_top] the most likely tokens at each position, best first.
-        top_log_probabilities: [tokens, scored_top]
+    The first token of a sequence has no score: NaN and token -1.
     """
 
     log_probabilities: Floats
-    ranks: Tokens
     top_tokens: Tokens
     top_log_probabilities: Floats
 
@@ -55,12 +44,9 @@ class PieceAnswer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Usage:
-    """The tokens and FLOPs of a request. FLOPs that several requests of a step share count for the first of them.
+    """The distinct tokens of a request, those that came from the cache, and the FLOPs of the computed ones.
 
-    Attributes:
-        tokens: distinct tokens; a prefix shared by several sequences counts once.
-        cached_tokens: tokens that came from the cache.
-        flops: FLOPs of the computed tokens.
+    FLOPs that several requests of a step share count for the first of them.
     """
 
     tokens: int
@@ -70,12 +56,7 @@ class Usage:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AnswerTimes:
-    """Durations of a request in seconds.
-
-    Attributes:
-        queue_seconds: from arrival until a rank starts the request.
-        compute_seconds: from that start until the answer.
-    """
+    """The time from a request's arrival until a rank starts it, and from then until the answer."""
 
     queue_seconds: float
     compute_seconds: float

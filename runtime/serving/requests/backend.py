@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import Awaitable, Mapping
 from typing import Literal, Protocol
 
@@ -22,6 +23,33 @@ class QueueFullError(MoepassError):
     def __init__(self, message: str, *, retry_after_seconds: float, **fields: object) -> None:
         super().__init__(message, **fields)  # type: ignore[arg-type]
         self.retry_after_seconds = retry_after_seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class FrontendLimits:
+    """Limits above which new requests are refused.
+
+    They bound the seconds that the ranks need for the requests that are not assigned yet, and the bytes of the tokens
+    of all open requests.
+    """
+
+    waiting_seconds: float = math.inf
+    open_bytes: float = math.inf
+
+    def check(self, waiting_seconds: float, open_bytes: float) -> None:
+        """Raise QueueFullError if the waiting work reaches a limit."""
+        for name, value, limit in (
+            ("seconds of work", waiting_seconds, self.waiting_seconds),
+            ("bytes", open_bytes, self.open_bytes),
+        ):
+            if value >= limit:
+                raise QueueFullError(
+                    f"the queue is full: {value:.3g} {name} are waiting, and the limit is {limit:.3g}; try again later",
+                    retry_after_seconds=max(1.0, math.ceil(waiting_seconds)),
+                    name=name,
+                    value=value,
+                    expected=limit,
+                )
 
 
 class NotServingError(MoepassError):
@@ -56,11 +84,8 @@ class BackendStatus:
 
     Attributes:
         state: "ready" if requests are answered; otherwise they raise NotServingError.
-        max_sequence_tokens: limit of the tokens of one sequence.
-        vocabulary_size: token ids are below this number.
         predicts_tokens: the head gives next-token probabilities, which `TokenRead` and `is_scored` need.
         vector: kind of the vectors that `TokenPiece.vector` returns, None if the model has none.
-        class_names: names of the class scores, in order.
         details: descriptions for people, such as how the model runs.
         metrics: sums since the start, by name.
     """
@@ -85,14 +110,10 @@ class Backend(Protocol):
     async def answer(
         self, request: Request, *, priority: int = 0, timeout_seconds: float, is_admitted: bool = False
     ) -> Answer:
-        """Return the complete answer to `request`.
+        """Return the complete answer to `request`. Of two waiting requests, the one with the lower priority runs first.
 
-        Args:
-            request: the request.
-            priority: of two waiting requests, the one with the lower number runs first.
-            timeout_seconds: time limit until the answer.
-            is_admitted: `check_room` has already passed for the call that this request belongs to. A queue that the
-                call itself has filled must not refuse its remaining requests.
+        `is_admitted`: `check_room` has already passed for the call that this request belongs to. A queue that the call
+        itself has filled must not refuse its remaining requests.
 
         Raises:
             QueueFullError: too much work is waiting.

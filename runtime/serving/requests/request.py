@@ -22,17 +22,12 @@ Vector = Literal["last", "mean"]
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class TokenRead:
-    """A read of the model's prediction after one token of a piece.
+    """A read of the prediction after token `index` of a piece: of `tokens`, and of the `top` most likely next tokens.
 
     Log-probabilities are natural logarithms over the whole vocabulary.
-
-    Attributes:
-        place: index of the token within its piece.
-        tokens: next tokens whose log-probabilities are returned.
-        top: number of most likely next tokens that are returned.
     """
 
-    place: int
+    index: int
     tokens: Tokens
     top: int = 0
 
@@ -43,10 +38,7 @@ class TokenPiece:
 
     Attributes:
         parent: index of the piece before it, an earlier one; -1 if a sequence begins here.
-        tokens: token ids.
-        reads: predictions to read.
-        is_scored: return the log-probability and rank of each token of the piece. The first token of a sequence has
-            none.
+        is_scored: return the log-probability of each token of the piece. The first token of a sequence has none.
         scored_top: number of most likely tokens to return at each scored position.
         vector: vector of the sequence that ends with this piece (class scores or an embedding): that of its last token,
             or the mean over all its tokens.
@@ -62,12 +54,9 @@ class TokenPiece:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Request:
-    """A request of one client, answered as a whole.
+    """A tree of tokens, parents first, that is answered as a whole. Its id is unique among those of its sender.
 
-    Attributes:
-        id: identifies the request among those of its sender.
-        pieces: the tree of tokens, parents first.
-        salt: requests with different salts share neither cached nor computed tokens.
+    Requests with different salts share neither cached nor computed tokens.
 
     Raises:
         InputError: there is no piece, a piece has no tokens, a parent is not an earlier piece, or a read lies outside
@@ -86,20 +75,12 @@ class Request:
             if not len(piece.tokens):
                 raise InputError(f"{where} has no tokens", name="tokens", expected="1 or more")
             if not -1 <= piece.parent < number:
-                raise InputError(
-                    f"{where} has parent {piece.parent}; a parent must be an earlier piece, or -1",
-                    name="parent",
-                    value=piece.parent,
-                    expected=range(-1, number),
-                )
+                problem = f"{where} has parent {piece.parent}; a parent must be an earlier piece, or -1"
+                raise InputError(problem, name="parent", value=piece.parent, expected=range(-1, number))
             for read in piece.reads:
-                if not 0 <= read.place < len(piece.tokens):
-                    raise InputError(
-                        f"{where} has a read at index {read.place}; the piece has {len(piece.tokens)} tokens",
-                        name="place",
-                        value=read.place,
-                        expected=range(len(piece.tokens)),
-                    )
+                if not 0 <= read.index < len(piece.tokens):
+                    problem = f"{where} has a read at index {read.index}; the piece has {len(piece.tokens)} tokens"
+                    raise InputError(problem, name="index", value=read.index, expected=range(len(piece.tokens)))
 
     def depths(self) -> list[int]:
         """Return for each piece how many tokens of its sequence come before it."""

@@ -5,11 +5,11 @@ They hold no token and no text, because those belong to clients.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Literal
-
-from moepass.runtime.serving.requests.histogram import Histogram
 
 RankState = Literal["starting", "ready", "lost"]
 
@@ -103,6 +103,25 @@ class RankView:
     form: Literal["trie", "rows"] | None
     form_text: str
     engine: EngineView
+
+
+class Histogram:
+    """Counts of observed values up to each of the ascending `bounds`, and their sum, as in Prometheus."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.sum = 0.0
+        self._counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        """Add `value`."""
+        self._counts[bisect.bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    @property
+    def cumulative(self) -> tuple[int, ...]:
+        """The number of values up to each bound; the last entry counts all values."""
+        return tuple(itertools.accumulate(self._counts))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ it, and two prompts that differ in one block differ in all later ones.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from moepass.runtime.serving.router.routable import BlockHash
@@ -18,63 +19,57 @@ _COUNT_BITS = 32
 _COUNT_MASK = (1 << _COUNT_BITS) - 1
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class PendingRun:
     """Blocks [start, end) of a prompt that at least one assigned request brings in full.
 
     Attributes:
-        blocks: the blocks of the complete prompt.
         parent: the run before it, None if the prompt begins with it.
         counts: number of such requests of each rank, in `_COUNT_BITS` bits per rank. One integer takes far less memory
             than a dictionary, and nearly every request has a run.
         ranks: bit mask of the ranks with a count above 0.
     """
 
-    __slots__ = ("blocks", "counts", "end", "parent", "ranks", "start")
-
-    def __init__(
-        self, blocks: Sequence[BlockHash], start: int, end: int, parent: PendingRun | None, counts: int, ranks: int
-    ) -> None:
-        self.blocks = blocks
-        self.start = start
-        self.end = end
-        self.parent = parent
-        self.counts = counts
-        self.ranks = ranks
+    blocks: Sequence[BlockHash]
+    start: int
+    end: int
+    parent: PendingRun | None
+    counts: int
+    ranks: int
 
 
 class BlockTables:
-    """Committed and pending blocks of all ranks."""
+    """Committed and pending blocks of all ranks. `committed` has the mask of ranks of each block."""
 
     def __init__(self) -> None:
-        self._committed: dict[BlockHash, int] = {}
+        self.committed: dict[BlockHash, int] = {}
         self._runs: dict[BlockHash, PendingRun] = {}  # by their first block
 
     def store(self, rank: int, block: BlockHash) -> None:
         """Record that `rank` holds `block`."""
-        self._committed[block] = self._committed.get(block, 0) | 1 << rank
+        self.committed[block] = self.committed.get(block, 0) | 1 << rank
 
     def evict(self, rank: int, block: BlockHash) -> None:
         """Record that `rank` no longer holds `block`."""
-        ranks = self._committed.get(block, 0) & ~(1 << rank)
+        ranks = self.committed.get(block, 0) & ~(1 << rank)
         if ranks:
-            self._committed[block] = ranks
+            self.committed[block] = ranks
         else:
-            self._committed.pop(block, None)
+            self.committed.pop(block, None)
 
     def forget(self, rank: int) -> None:
         """Remove all committed blocks of `rank`."""
         mask = ~(1 << rank)
-        self._committed = {block: remaining for block, ranks in self._committed.items() if (remaining := ranks & mask)}
-
-    @property
-    def committed(self) -> dict[BlockHash, int]:
-        """A copy of the mask of ranks of every committed block."""
-        return dict(self._committed)
+        self.committed = {block: remaining for block, ranks in self.committed.items() if (remaining := ranks & mask)}
 
     @property
     def pending(self) -> dict[BlockHash, dict[int, int]]:
         """A copy of the number of assigned requests of each rank that bring each pending block."""
-        return {block: _counts(run) for run in self._runs.values() for block in run.blocks[run.start : run.end]}
+        return {
+            block: {rank: run.counts >> rank * _COUNT_BITS & _COUNT_MASK for rank in set_bits(run.ranks)}
+            for run in self._runs.values()
+            for block in run.blocks[run.start : run.end]
+        }
 
     def longest_match(self, blocks: Sequence[BlockHash], ranks: int) -> tuple[int, int]:
         """Return the ranks with the most leading `blocks`, committed or pending, and the number of these blocks.
@@ -92,7 +87,7 @@ class BlockTables:
                 break
             run = self._runs.get(blocks[depth])
         # A rank that holds a block holds all before it, so only committed blocks at this depth or deeper matter.
-        committed = self._committed.get
+        committed = self.committed.get
         if depth < len(blocks) and (held := committed(blocks[depth], 0) & ranks):
             return self._longest_committed_match(blocks, ranks, depth + 1, held)
         return (holders | committed(blocks[depth - 1], 0) & ranks if depth else holders), depth
@@ -101,7 +96,7 @@ class BlockTables:
         self, blocks: Sequence[BlockHash], ranks: int, depth: int, held: int
     ) -> tuple[int, int]:
         """Return the longest match among committed blocks, if the ranks `held` hold the first `depth` blocks."""
-        committed = self._committed.get
+        committed = self.committed.get
         step = 1
         missing = len(blocks) + 1  # the smallest number of blocks known to be held by no rank
         while depth + 1 < missing:
@@ -162,9 +157,9 @@ class BlockTables:
         return head
 
 
-def _counts(run: PendingRun) -> dict[int, int]:
-    ranks = range(run.ranks.bit_length())
-    return {rank: count for rank in ranks if (count := run.counts >> rank * _COUNT_BITS & _COUNT_MASK)}
+def set_bits(mask: int) -> list[int]:
+    """Return the indices of the set bits of `mask`, ascending."""
+    return [index for index in range(mask.bit_length()) if mask >> index & 1]
 
 
 def _shared_end(run: PendingRun, blocks: Sequence[BlockHash]) -> int:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 
-from moepass.models.errors import InputError
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
-from moepass.runtime.serving.router.assignments import Round
-from moepass.runtime.serving.router.open_work import Work
-from moepass.runtime.serving.router.routable import FlopsFormula, RoutedQuestion
-from moepass.runtime.serving.router.router import RankChoice, RankRouter, set_bits
+from moepass.runtime.serving.router.block_tables import set_bits
+from moepass.runtime.serving.router.routable import FlopsFormula, Round
+from moepass.runtime.serving.router.router import RankChoice, RankRouter
+from moepass.runtime.serving.router.waiting_queue import RoutedQuestion, Work
 
 # Limit of the work that one round parks for saturated ranks; it bounds the duration of a round.
 MOST_PASSED_OVER = 1024
@@ -23,14 +22,8 @@ class PrefixRouter(RankRouter):
     and one rank: `_wait` (wait for a saturated rank, or compute the prefix on another rank) and `_split` (distribute
     the questions of one request).
 
-    Args:
-        ranks: number of ranks.
-        formula: FLOPs of tokens.
-        saturation_flops: from the plan; a rank with this load or more gets no more work.
-        flops_per_second: rate of a rank, from the plan.
-        priority_seconds: as in `RankRouter`.
-        keeps_blocks: as in `RankRouter`.
-        splits: the questions of one request may go to several ranks.
+    It takes the arguments of `RankRouter`, the rate of a rank from the plan, and whether the questions of a request may
+    go to several ranks (`splits`).
     """
 
     def __init__(
@@ -40,19 +33,10 @@ class PrefixRouter(RankRouter):
         *,
         saturation_flops: int,
         flops_per_second: float,
-        priority_seconds: float = 1.0,
         keeps_blocks: bool = True,
         splits: bool = True,
     ) -> None:
-        if not (flops_per_second > 0 and math.isfinite(flops_per_second)):
-            raise InputError.wrong("flops_per_second", flops_per_second, "a number above 0")
-        super().__init__(
-            ranks,
-            formula,
-            saturation_flops=saturation_flops,
-            priority_seconds=priority_seconds,
-            keeps_blocks=keeps_blocks,
-        )
+        super().__init__(ranks, formula, saturation_flops=saturation_flops, keeps_blocks=keeps_blocks)
         self._flops_per_second = flops_per_second
         self._splits = splits
         self._passed_over = 0
@@ -68,13 +52,13 @@ class PrefixRouter(RankRouter):
         blocks = 0
         holders = self._available
         if request.blocks:
-            holders, blocks = self._tables.longest_match(request.blocks, holders)
+            holders, blocks = self.tables.longest_match(request.blocks, holders)
         if not holders & open_ranks:
             if work.may_wait and self._passed_over < MOST_PASSED_OVER and self._wait(work, holders, blocks, now):
                 return ()
-            holders, blocks = self._tables.longest_match(request.blocks, open_ranks)
+            holders, blocks = self.tables.longest_match(request.blocks, open_ranks)
         rank = self._least_loaded(holders & open_ranks)
-        if self._splits and len(work.questions) > 1 and self._loads[rank] + work.flops > self._saturation_flops:
+        if self._splits and len(work.questions) > 1 and self._loads[rank] + work.flops > self.saturation_flops:
             return self._split(work, rank, blocks)
         return ((rank, blocks, work.questions),)
 
@@ -98,7 +82,7 @@ class PrefixRouter(RankRouter):
                 return False
         patience_seconds: float | None = seconds
         if work.prompt_flops > load:  # otherwise no prefix of it costs more than the load
-            open_tokens = self._tables.longest_match(request.blocks, self._open)[1] * BLOCK_TOKENS
+            open_tokens = self.tables.longest_match(request.blocks, self._open)[1] * BLOCK_TOKENS
             if self._flops(open_tokens, held_tokens - open_tokens) > load:
                 patience_seconds = None
         self._queue.park(work, holder, patience_seconds)
@@ -113,7 +97,7 @@ class PrefixRouter(RankRouter):
         unsplit = ((first, blocks, work.questions),)
         request = work.request
         total = sum(question.flops for question in work.questions)
-        matched = {rank: self._tables.longest_match(request.blocks, 1 << rank)[1] for rank in set_bits(self._open)}
+        matched = {rank: self.tables.longest_match(request.blocks, 1 << rank)[1] for rank in set_bits(self._open)}
         prompts = {
             rank: self._flops(count * BLOCK_TOKENS, request.prompt_tokens - count * BLOCK_TOKENS)
             for rank, count in matched.items()
@@ -135,7 +119,7 @@ class PrefixRouter(RankRouter):
         return tuple((rank, matched[rank], share) for rank, share in used)
 
     def _end(self, load: int) -> int:
-        return max(load, int(self._saturation_flops))
+        return max(load, int(self.saturation_flops))
 
 
 def _even_load(loads: list[int], total: int) -> int:

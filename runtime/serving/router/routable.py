@@ -1,18 +1,17 @@
-"""Requests as the router sees them: sizes and hashes of blocks, no tokens."""
+"""Records of the router: requests as it sees them, as sizes and hashes of blocks without tokens, and its decisions."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from moepass.models.errors import InputError
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
-from moepass.runtime.serving.requests.request import Request, Tokens
-from moepass.runtime.serving.requests.request_parts import prompt_length
+from moepass.runtime.serving.requests.request import NO_TOKENS, Request, Tokens
+from moepass.runtime.serving.requests.request_parts import prompt_and_branches
 
 # The hash of a block covers all tokens before it, so equal hashes mean equal prefixes.
 BlockHash = int | bytes
@@ -30,108 +29,80 @@ class FlopsFormula(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RoutablePart:
-    """A run of tokens after the part `parent`, an index of an earlier part; -1 for parts that follow the prompt."""
+class RoutableQuestion:
+    """Pieces behind the prompt that one rank computes together, such as a question and its labels.
 
-    parent: int
-    tokens: int
+    Attributes:
+        parts: ascending indices of the pieces, counted from the end of the prompt.
+        runs: tokens before, and tokens of, each run to compute.
+    """
+
+    parts: tuple[int, ...]
+    runs: tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RoutableRequest:
-    """A prompt and the tree of parts that follow it. Times are in seconds of one monotonic clock.
+    """A prompt and the questions that follow it, which may go to different ranks.
 
     Attributes:
         blocks: hashes of the prompt's blocks of BLOCK_TOKENS tokens, in order. Only blocks that can come from a cache:
             if nothing follows the prompt, its last token is always computed.
-        prompt_tokens: tokens of the prompt; 0 if the parts have no common prefix.
-        parts: questions and their labels. A part that follows the prompt directly is a question. Different ranks may
-            get different questions, but the parts of one question stay together.
-        priority: a level is worth `priority_seconds` of waiting; higher levels come first.
-        deadline: the request expires if a part of it has not started by then.
-        arrived: time of arrival.
-        shares_prefixes: False if ranks compute each sequence of the tree separately from its first token. Then there
-            are no blocks, and if there are parts, no prompt: the tokens of the prompt are included in the first parts.
-
-    Raises:
-        InputError: the request has no tokens or more blocks than its prompt, a part has no tokens, a parent is not an
-            earlier part, or a time is not a number.
+        prompt_tokens: 0 if the questions have no common prefix, or if ranks do not share prefixes.
+        priority: a level is worth PRIORITY_SECONDS of waiting; higher levels come first.
+        deadline: the request expires if a question has not started by then. In seconds of the same clock as `arrived`.
     """
 
     id: str
     blocks: tuple[BlockHash, ...]
     prompt_tokens: int
-    parts: tuple[RoutablePart, ...] = ()
+    questions: tuple[RoutableQuestion, ...] = ()
     priority: int = 0
     deadline: float = math.inf
     arrived: float = 0.0
-    shares_prefixes: bool = True
-
-    def __post_init__(self) -> None:
-        least = 0 if self.parts else 1
-        if self.prompt_tokens < least:
-            raise InputError(
-                f"the prompt of request {self.id} has {self.prompt_tokens} tokens; at least {least} are needed",
-                name="prompt_tokens",
-                value=self.prompt_tokens,
-                expected=least,
-            )
-        most = (self.prompt_tokens - least) // BLOCK_TOKENS
-        if len(self.blocks) > most:
-            raise InputError(
-                f"request {self.id} has {len(self.blocks)} blocks; of its {self.prompt_tokens} tokens at most {most} "
-                f"blocks of {BLOCK_TOKENS} can come from a cache",
-                name="blocks",
-                value=len(self.blocks),
-                expected=most,
-            )
-        for number, node in enumerate(self.parts):
-            if node.tokens < 1:
-                raise InputError(f"part {number} of request {self.id} has no tokens", name="tokens", value=node.tokens)
-            if not -1 <= node.parent < number:
-                raise InputError(
-                    f"part {number} of request {self.id} has parent {node.parent}; it must be an earlier part, or -1",
-                    name="parent",
-                    value=node.parent,
-                    expected=range(-1, number),
-                )
-        if not math.isfinite(self.arrived):
-            raise InputError(
-                f"request {self.id} arrived at {self.arrived}; it must be a finite time",
-                name="arrived",
-                value=self.arrived,
-            )
-        if math.isnan(self.deadline):
-            raise InputError(f"the deadline of request {self.id} is not a number", name="deadline", value=self.deadline)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RoutedQuestion:
-    """A part that follows the prompt, with all its descendants: their ascending indices and total FLOPs."""
+class Assignment(NamedTuple):
+    """A request, or some of its questions, assigned to a rank.
 
-    parts: tuple[int, ...]
+    Attributes:
+        number: unique number of the assignment. Later events refer to it, so that a late report is never mistaken for
+            one about another assignment.
+        parts: ascending indices of the assigned parts; None for the complete request. Every assignment computes the
+            prompt or takes it from the cache. The assignment with part 0 answers the reads of the prompt itself.
+        shared_tokens: leading tokens of the prompt that the rank holds, or will hold because of other assignments.
+        flops: FLOPs added to the load of the rank.
+        attempt: 1, or 2 after the loss of a rank.
+    """
+
+    number: int
+    request_id: str
+    rank: int
+    parts: tuple[int, ...] | None
+    shared_tokens: int
     flops: int
+    attempt: int
 
 
-def questions_of(request: RoutableRequest, formula: FlopsFormula) -> tuple[RoutedQuestion, ...]:
-    """Return the questions of a request, in order. Their cost does not depend on whether the prompt is cached."""
-    ends: list[int] = []
-    roots: list[int] = []
-    members: dict[int, list[int]] = {}
-    flops: dict[int, int] = {}
-    for number, node in enumerate(request.parts):
-        before = request.prompt_tokens if node.parent < 0 else ends[node.parent]
-        root = number if node.parent < 0 else roots[node.parent]
-        ends.append(before + node.tokens)
-        roots.append(root)
-        members.setdefault(root, []).append(number)
-        if request.shares_prefixes:
-            flops[root] = flops.get(root, 0) + formula.flops(before, node.tokens)
-    if not request.shares_prefixes:
-        inner = {node.parent for node in request.parts}
-        for number in set(range(len(ends))) - inner:
-            flops[roots[number]] = flops.get(roots[number], 0) + formula.flops(0, ends[number])
-    return tuple(RoutedQuestion(tuple(numbers), flops[root]) for root, numbers in members.items())
+class Withdrawal(NamedTuple):
+    """A request that ended without an answer, and its assignments that ranks no longer need to compute."""
+
+    request_id: str
+    assignments: tuple[Assignment, ...]
+
+
+class Round(NamedTuple):
+    """The decisions of one call of `route`. Expired requests had passed their deadline before the round began."""
+
+    assignments: list[Assignment]
+    expired: list[Withdrawal]
+
+
+class RankLoss(NamedTuple):
+    """The ids of requests that wait again after the loss of a rank, and the requests that lost a second rank."""
+
+    rerun: tuple[str, ...]
+    failed: tuple[Withdrawal, ...]
 
 
 def routable_request(
@@ -145,30 +116,27 @@ def routable_request(
 ) -> tuple[RoutableRequest, int]:
     """Return `request` as the router sees it, and how many of its leading pieces are the prompt.
 
-    The prompt is the chain of pieces that all other pieces follow. The other pieces are the parts: part k is piece
-    (prompt pieces + k).
-
-    Args:
-        request: the request.
-        hashes: returns the hashes of the complete blocks of tokens, for a salt.
-        priority: as in `RoutableRequest`.
-        deadline: as in `RoutableRequest`.
-        arrived: as in `RoutableRequest`.
-        shares_prefixes: as in `RoutableRequest`; a property of the ranks.
+    `hashes` returns the hashes of the complete blocks of tokens, for a salt. With `shares_prefixes=False`, ranks
+    compute each sequence of the tree separately from its first token. Then there are no blocks, and if there are
+    questions, no prompt: each question computes complete sequences.
     """
-    pieces = request.pieces
-    prompt = prompt_length(request)
-    tokens = np.concatenate([piece.tokens for piece in pieces[:prompt]]) if prompt else pieces[0].tokens[:0]
-    is_complete = prompt == len(pieces)
-    prompt_tokens = len(tokens)
-    reusable = (prompt_tokens - is_complete) // BLOCK_TOKENS if prompt and shares_prefixes else 0
-    repeated = 0 if shares_prefixes or is_complete else prompt_tokens
-    parts = tuple(
-        RoutablePart(max(piece.parent - prompt, -1), len(piece.tokens) + (repeated if piece.parent < prompt else 0))
-        for piece in pieces[prompt:]
+    pieces, depths = request.pieces, request.depths()
+    prompt, branches = prompt_and_branches(request)
+    tokens = np.concatenate([NO_TOKENS, *(piece.tokens for piece in pieces[:prompt])])
+    if shares_prefixes:
+        runs = [(depth, len(piece.tokens)) for depth, piece in zip(depths, pieces, strict=True)]
+        reusable = (len(tokens) - (not branches)) // BLOCK_TOKENS * BLOCK_TOKENS
+        computed = set(range(len(pieces)))
+    else:
+        runs = [(0, depth + len(piece.tokens)) for depth, piece in zip(depths, pieces, strict=True)]
+        reusable = 0
+        computed = set(range(len(pieces))) - {piece.parent for piece in pieces}
+    questions = tuple(
+        RoutableQuestion(
+            tuple(number - prompt for number in branch), tuple(runs[number] for number in branch if number in computed)
+        )
+        for branch in branches
     )
-    blocks = tuple(hashes(tokens[: reusable * BLOCK_TOKENS], request.salt)) if reusable else ()
-    routable = RoutableRequest(
-        request.id, blocks, prompt_tokens - repeated, parts, priority, deadline, arrived, shares_prefixes
-    )
-    return routable, prompt
+    blocks = tuple(hashes(tokens[:reusable], request.salt)) if reusable else ()
+    prompt_tokens = len(tokens) if shares_prefixes or not branches else 0
+    return RoutableRequest(request.id, blocks, prompt_tokens, questions, priority, deadline, arrived), prompt

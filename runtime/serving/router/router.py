@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import abc
 import heapq
+import itertools
 import math
 from collections.abc import Collection
 
-from moepass.models.errors import InputError
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
-from moepass.runtime.serving.router.assignments import Assignment, RankLoss, Round, Withdrawal
-from moepass.runtime.serving.router.block_tables import BlockTables
-from moepass.runtime.serving.router.open_work import Work
+from moepass.runtime.serving.router.block_tables import BlockTables, set_bits
 from moepass.runtime.serving.router.routable import (
+    Assignment,
     BlockHash,
     FlopsFormula,
+    RankLoss,
+    Round,
     RoutableRequest,
-    RoutedQuestion,
-    questions_of,
+    Withdrawal,
 )
-from moepass.runtime.serving.router.waiting_queue import WaitingQueue
+from moepass.runtime.serving.router.waiting_queue import RoutedQuestion, WaitingQueue, Work
 
 ATTEMPTS = 2
+# Waiting time after which a request is as urgent as a new one of the next priority.
+PRIORITY_SECONDS = 1.0
 
 # A rank, the number of leading blocks that it holds, and the questions that it gets.
 RankChoice = tuple[int, int, tuple[RoutedQuestion, ...]]
@@ -34,17 +36,9 @@ RankChoice = tuple[int, int, tuple[RoutedQuestion, ...]]
 class RankRouter(abc.ABC):
     """A router without a policy. Subclasses implement `_choose_ranks`, which may also park work in the queue.
 
-    Args:
-        ranks: number of ranks; all are available at first.
-        formula: FLOPs of tokens.
-        saturation_flops: a rank with this load or more gets no more work. Infinity assigns all work at once.
-        priority_seconds: waiting time after which a request is as urgent as a new one of the next priority.
-        keeps_blocks: ranks have a cache, so later work can use the blocks of running work. Without a cache, only work
-            of the same step shares blocks.
-
-    Raises:
-        InputError: `ranks`, `saturation_flops` or `priority_seconds` are out of range. Events raise it for an unknown
-            rank, and for a request with the id of an unfinished one.
+    All ranks are available at first. A rank with a load of `saturation_flops` or more gets no more work; infinity
+    assigns all work at once. With `keeps_blocks`, ranks have a cache, so later work can use the blocks of running work.
+    Without a cache, only work of the same step shares blocks.
     """
 
     def __init__(
@@ -53,23 +47,14 @@ class RankRouter(abc.ABC):
         formula: FlopsFormula,
         *,
         saturation_flops: float = math.inf,
-        priority_seconds: float = 1.0,
         keeps_blocks: bool = True,
     ) -> None:
-        if ranks < 1:
-            raise InputError.wrong("ranks", ranks, "at least 1")
-        if not saturation_flops > 0:
-            raise InputError.wrong("saturation_flops", saturation_flops, "above 0")
-        if not (priority_seconds >= 0 and math.isfinite(priority_seconds)):
-            raise InputError.wrong("priority_seconds", priority_seconds, "a number of at least 0")
         self._flops = formula.flops
-        self._formula = formula
-        self._saturation_flops = saturation_flops
-        self._priority_seconds = priority_seconds
+        self.saturation_flops = saturation_flops
         self._keeps_blocks = keeps_blocks
-        self._tables = BlockTables()
+        self.tables = BlockTables()
         self._queue = WaitingQueue(ranks)
-        self._requests: dict[str, Work] = {}
+        self.requests: dict[str, Work] = {}  # the unanswered ones, in the order of submission
         self._running: dict[int, Work] = {}
         self._deadlines: list[tuple[float, int, str]] = []
         self._submitted = 0
@@ -86,11 +71,6 @@ class RankRouter(abc.ABC):
         return tuple(self._loads)
 
     @property
-    def saturation_flops(self) -> float:
-        """A rank with this load or more gets no more work."""
-        return self._saturation_flops
-
-    @property
     def waiting_flops(self) -> int:
         """FLOPs of all unassigned work without any sharing, an upper bound of its cost."""
         return self._queue.flops
@@ -101,16 +81,6 @@ class RankRouter(abc.ABC):
         return self._queue.count
 
     @property
-    def tables(self) -> BlockTables:
-        """The committed and pending blocks of all ranks."""
-        return self._tables
-
-    @property
-    def requests(self) -> tuple[str, ...]:
-        """Ids of the unanswered requests, in the order of submission."""
-        return tuple(self._requests)
-
-    @property
     def assignments(self) -> tuple[Assignment, ...]:
         """The unfinished assignments, in the order of their creation."""
         return tuple(work.assignment for work in self._running.values() if work.assignment)
@@ -118,29 +88,23 @@ class RankRouter(abc.ABC):
     # Events of requests
 
     def submit(self, request: RoutableRequest) -> None:
-        """Add a request to the queue.
-
-        Raises:
-            InputError: an unfinished request has the same id.
-        """
-        if request.id in self._requests:
-            raise InputError(f"request {request.id} is still unfinished; use another id", name="id", value=request.id)
+        """Add a request to the queue. No unfinished request has its id."""
         self._submitted = order = self._submitted + 1
-        queue_key = (request.arrived - request.priority * self._priority_seconds, order, 0)
-        prompt_flops = flops = self._flops(0, request.prompt_tokens)
-        questions: tuple[RoutedQuestion, ...] = ()
-        if request.parts:
-            questions = questions_of(request, self._formula)
-            flops += _total_flops(questions)
-        work = Work(request, queue_key, prompt_flops, questions, flops)
-        self._requests[request.id] = work
+        queue_key = (request.arrived - request.priority * PRIORITY_SECONDS, order, 0)
+        prompt_flops = self._flops(0, request.prompt_tokens)
+        questions = tuple(
+            RoutedQuestion(question.parts, sum(itertools.starmap(self._flops, question.runs)))
+            for question in request.questions
+        )
+        work = Work(request, queue_key, prompt_flops, questions, prompt_flops + _total_flops(questions))
+        self.requests[request.id] = work
         self._queue.push(work)
         if request.deadline != math.inf:
             self._watch_deadline(work)
 
     def cancel(self, request_id: str) -> Withdrawal | None:
         """End a request. Return None if it is unknown; it may have been answered already."""
-        work = self._requests.get(request_id)
+        work = self.requests.get(request_id)
         return None if work is None else self._close(work)
 
     def route(self, now: float) -> Round:
@@ -167,7 +131,7 @@ class RankRouter(abc.ABC):
         work.is_started = True
         if not self._keeps_blocks and work.promised is not None:
             assert work.assignment
-            self._tables.release(work.promised, work.assignment.rank)
+            self.tables.release(work.promised, work.assignment.rank)
             work.promised = None
         return True
 
@@ -186,7 +150,7 @@ class RankRouter(abc.ABC):
             work.siblings.remove(work)
             if work.siblings:
                 return len(work.siblings)
-        del self._requests[work.request.id]
+        del self.requests[work.request.id]
         return 0
 
     # Events of ranks
@@ -197,7 +161,7 @@ class RankRouter(abc.ABC):
         A rank reports this before it reports the assignment as done.
         """
         if self._is_available(rank):
-            self._tables.store(rank, block)
+            self.tables.store(rank, block)
 
     def block_evicted(self, rank: int, block: BlockHash) -> None:
         """Record that the cache of `rank` no longer holds a block.
@@ -205,7 +169,7 @@ class RankRouter(abc.ABC):
         Later blocks of the same prompt, useless without it, are evicted before it.
         """
         if self._is_available(rank):
-            self._tables.evict(rank, block)
+            self.tables.evict(rank, block)
 
     def rank_lost(self, rank: int) -> RankLoss:
         """Requeue the work of `rank`. Requests that have lost a second rank fail."""
@@ -213,7 +177,7 @@ class RankRouter(abc.ABC):
             return RankLoss((), ())
         self._available &= ~(1 << rank)
         self._open &= self._available
-        self._tables.forget(rank)
+        self.tables.forget(rank)
         self._queue.unpark(rank)
         lost = [work for work in self._running.values() if work.assignment and work.assignment.rank == rank]
         for work in lost:
@@ -257,18 +221,16 @@ class RankRouter(abc.ABC):
     def _assign(self, work: Work, rank: int, blocks: int) -> Assignment:
         request = work.request
         shared = blocks * BLOCK_TOKENS
-        flops = self._flops(shared, request.prompt_tokens - shared)
+        flops = self._flops(shared, request.prompt_tokens - shared) + _total_flops(work.questions)
         parts = None
-        if work.questions:
-            flops += _total_flops(work.questions)
-            if work.siblings is not None:
-                parts = tuple(sorted(part for question in work.questions for part in question.parts))
+        if work.siblings is not None:
+            parts = tuple(sorted(part for question in work.questions for part in question.parts))
         self._assigned = number = self._assigned + 1
         work.assignment = assignment = Assignment(number, request.id, rank, parts, shared, flops, work.attempt)
-        work.promised = self._tables.promise(request.blocks, rank)
+        work.promised = self.tables.promise(request.blocks, rank)
         self._running[number] = work
         self._loads[rank] = load = self._loads[rank] + flops
-        if load >= self._saturation_flops:
+        if load >= self.saturation_flops:
             self._open &= ~(1 << rank)
         return assignment
 
@@ -280,10 +242,10 @@ class RankRouter(abc.ABC):
         rank = assignment.rank
         del self._running[assignment.number]
         self._loads[rank] = load = self._loads[rank] - assignment.flops
-        if load < self._saturation_flops:
+        if load < self.saturation_flops:
             self._open |= 1 << rank & self._available
         if work.promised is not None:
-            self._tables.release(work.promised, rank)
+            self.tables.release(work.promised, rank)
             work.promised = None
         return assignment
 
@@ -300,7 +262,7 @@ class RankRouter(abc.ABC):
                 self._queue.drop(unfinished)
         if work.siblings is not None:
             work.siblings.clear()
-        del self._requests[work.request.id]
+        del self.requests[work.request.id]
         return Withdrawal(work.request.id, tuple(withdrawn))
 
     def _watch_deadline(self, work: Work) -> None:
@@ -311,7 +273,7 @@ class RankRouter(abc.ABC):
         deadlines = self._deadlines
         while deadlines and deadlines[0][0] <= now:
             _, order, request_id = heapq.heappop(deadlines)
-            work = self._requests.get(request_id)
+            work = self.requests.get(request_id)
             if work is None or work.queue_key[1] != order:
                 continue  # the request is done, and another one may have its id by now
             if any(not unfinished.is_started for unfinished in work.unfinished()):
@@ -319,14 +281,6 @@ class RankRouter(abc.ABC):
         return expired
 
     def _is_available(self, rank: int) -> bool:
-        if not 0 <= rank < len(self._loads):
-            raise InputError(
-                f"there is no rank {rank}; ranks are 0 to {len(self._loads) - 1}",
-                name="rank",
-                value=rank,
-                expected=range(len(self._loads)),
-                rank=rank,
-            )
         return bool(self._available >> rank & 1)
 
     def _least_loaded(self, ranks: int) -> int:
@@ -337,11 +291,6 @@ class RankRouter(abc.ABC):
         if ranks == self._open and self._available == self._all:
             return loads.index(min(loads))  # saturated ranks have a higher load than open ones
         return min(set_bits(ranks), key=loads.__getitem__)
-
-
-def set_bits(mask: int) -> list[int]:
-    """Return the indices of the set bits of `mask`, ascending."""
-    return [index for index in range(mask.bit_length()) if mask >> index & 1]
 
 
 def _total_flops(questions: tuple[RoutedQuestion, ...]) -> int:

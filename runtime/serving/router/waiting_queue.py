@@ -1,6 +1,6 @@
-"""The queue of unassigned work.
+"""Work, which is a request or a part of it, and the queue of unassigned work.
 
-A level of priority is worth a fixed waiting time, so work is ordered by `arrived - priority · priority_seconds`. The
+A level of priority is worth a fixed waiting time, so work is ordered by `arrived - priority · PRIORITY_SECONDS`. The
 order never changes over time, and work that waits long enough comes first. Work that is parked for a saturated rank
 keeps this order for that rank. For other ranks it is delayed by its patience.
 """
@@ -8,10 +8,64 @@ keeps this order for that rank. For other ranks it is delayed by its patience.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import heapq
 import itertools
+from typing import NamedTuple
 
-from moepass.runtime.serving.router.open_work import QueueKey, Work
+from moepass.runtime.serving.router.block_tables import PendingRun
+from moepass.runtime.serving.router.routable import Assignment, RoutableRequest
+
+# Order in the queue: effective time of arrival, number of the submission, and index of the first part. The last one
+# distinguishes work of the same request.
+QueueKey = tuple[float, int, int]
+
+
+class RoutedQuestion(NamedTuple):
+    """The parts of a question, and their total FLOPs, which do not depend on whether the prompt is cached."""
+
+    parts: tuple[int, ...]
+    flops: int
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Work:
+    """A request, or its prompt and some of its questions. It waits in the queue, or a rank has it as `assignment`.
+
+    Attributes:
+        flops: FLOPs without any sharing.
+        siblings: all unfinished work of a request that was split, this work included; the siblings share the list. None
+            if the request was not split.
+        promised: the pending blocks of the assignment.
+        may_wait: it has not been parked yet. Work is parked for a saturated rank at most once.
+    """
+
+    request: RoutableRequest
+    queue_key: QueueKey
+    prompt_flops: int
+    questions: tuple[RoutedQuestion, ...]
+    flops: int
+    attempt: int = 1
+    siblings: list[Work] | None = None
+    assignment: Assignment | None = None
+    promised: PendingRun | None = None
+    is_started: bool = False
+    may_wait: bool = True
+    is_parked: bool = False
+    is_closed: bool = False
+
+    def with_questions(self, questions: tuple[RoutedQuestion, ...]) -> Work:
+        """Return some of its questions as separate work."""
+        flops = self.prompt_flops + sum(question.flops for question in questions)
+        queue_key = (*self.queue_key[:2], questions[0].parts[0])
+        return Work(self.request, queue_key, self.prompt_flops, questions, flops, self.attempt)
+
+    def unfinished(self) -> list[Work]:
+        """Return all unfinished work of the request."""
+        if self.siblings is not None:
+            return list(self.siblings)
+        return [] if self.is_closed else [self]
+
 
 # Entries are numbered, because an entry of work that was taken from another heap stays here, and a share of that work
 # may be pushed with the same key.
@@ -19,12 +73,7 @@ _Heap = list[tuple[QueueKey, int, Work]]
 
 
 class WaitingQueue:
-    """Unassigned work in order.
-
-    Attributes:
-        flops: FLOPs of all work in the queue, without any sharing.
-        count: number of pieces of work.
-    """
+    """Unassigned work in order; `flops` are those of all work without any sharing."""
 
     def __init__(self, ranks: int) -> None:
         self.flops = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -11,11 +10,11 @@ from fastapi.responses import Response
 
 from moepass.models.errors import InputError
 from moepass.runtime.serving.questions.request_tree import RequestTree
-from moepass.runtime.serving.questions.token_texts import TokenTexts
+from moepass.runtime.serving.questions.text_encoding import TokenTexts
 from moepass.runtime.serving.requests.request import Tokens
 from moepass.runtime.serving.routes.completions import (
     CompletionUsage,
-    StreamOptions,
+    SamplingBody,
     TopCount,
     check_decoding,
     check_sampling,
@@ -24,7 +23,7 @@ from moepass.runtime.serving.routes.completions import (
     usage_of,
 )
 from moepass.runtime.serving.routes.message_text import Content, content_text
-from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt, json_response, new_id
+from moepass.runtime.serving.routes.service import Call, CreatedReply, Route, json_response
 
 
 class ChatMessage(msgspec.Struct):
@@ -34,26 +33,16 @@ class ChatMessage(msgspec.Struct):
     content: Content
 
 
-class ChatBody(msgspec.Struct):
+class ChatBody(SamplingBody):
     """OpenAI's body of /v1/chat/completions. Only one token can be requested."""
 
     messages: list[ChatMessage]
-    model: str = ""
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: TopCount | None = None
-    temperature: float | None = None
-    n: int | None = 1
-    presence_penalty: float | None = 0.0
-    frequency_penalty: float | None = 0.0
-    logit_bias: dict[str, float] | None = None
     tools: list[Any] | None = None
     response_format: dict[str, Any] | None = None
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    priority: Priority = 0
-    cache_salt: Salt = None
 
 
 class ListedToken(msgspec.Struct):
@@ -94,12 +83,9 @@ class ChatChoice(msgspec.Struct):
     index: int = 0
 
 
-class ChatReply(msgspec.Struct):
+class ChatReply(CreatedReply):
     """The reply of /v1/chat/completions."""
 
-    id: str
-    created: int
-    model: str
     choices: list[ChatChoice]
     usage: CompletionUsage
     object: Literal["chat.completion"] = "chat.completion"
@@ -114,12 +100,9 @@ class ChunkChoice(msgspec.Struct):
     index: int = 0
 
 
-class ChatChunk(msgspec.Struct):
+class ChatChunk(CreatedReply):
     """A server-sent event of a streamed chat completion."""
 
-    id: str
-    created: int
-    model: str
     choices: list[ChunkChoice]
     usage: CompletionUsage | None = None
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -128,11 +111,9 @@ class ChatChunk(msgspec.Struct):
 async def chat(call: Call) -> Response:
     """Answer a conversation with its most likely next token."""
     body = call.body(ChatBody)
-    if body.max_tokens is None:
-        check_decoding(body.max_completion_tokens, "max_completion_tokens", least=1)
-    else:
-        check_decoding(body.max_tokens, "max_tokens", least=1)
-    check_sampling(body.n, body.temperature, body.presence_penalty, body.frequency_penalty, body.logit_bias)
+    limit = "max_completion_tokens" if body.max_tokens is None else "max_tokens"
+    check_decoding(getattr(body, limit), limit, least=1)
+    check_sampling(body)
     for name, value in (("tools", body.tools), ("response_format", body.response_format)):
         if value and value != {"type": "text"}:
             raise InputError(f"{name} is not supported, because the answer is a single token; remove it", name=name)
@@ -144,7 +125,7 @@ async def chat(call: Call) -> Response:
     number = tree.add(prompt, "messages")
     count = body.top_logprobs or 0
     tree.read(number, len(prompt) - 1, top=max(1, count))
-    answer = await call.answer_tree(tree, body.cache_salt, body.priority)
+    answer = await call.answer_tree(tree)
     best = answer.top(number, len(prompt) - 1, max(1, count))
     texts = TokenTexts(call.writer.tokenizer)
     listed = [ListedToken(texts.name(token), json_log_probability(value), texts.utf8(token)) for token, value in best]
@@ -156,11 +137,11 @@ async def chat(call: Call) -> Response:
     finish: Literal["stop", "length"] = "stop" if is_end else "length"
     message = ChatReplyMessage("" if is_end else texts.text([best[0][0]]))
     usage = usage_of(call, [len(prompt)], 1)
-    identity = (new_id("chatcmpl"), int(time.time()), call.model)
+    identity = call.reply_fields("chatcmpl")
     if not body.stream:
         return json_response(ChatReply(*identity, [ChatChoice(message, logprobs, finish)], usage))
     chunks = [ChatChunk(*identity, [ChunkChoice(message, logprobs, finish)])]
-    if (body.stream_options or StreamOptions()).include_usage:
+    if body.stream_options is not None and body.stream_options.include_usage:
         chunks.append(ChatChunk(*identity, [], usage))
     return event_stream(chunks)
 

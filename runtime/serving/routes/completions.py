@@ -6,7 +6,6 @@ The default of `max_tokens` is 16, as in OpenAI's API, and is refused, because t
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -17,14 +16,16 @@ from msgspec import Meta
 from moepass.models.errors import CheckpointError, InputError
 from moepass.models.limits import MOST_TOP_TOKENS
 from moepass.runtime.serving.questions.request_tree import NO_NUMBERS, RequestTree, TreeAnswer
-from moepass.runtime.serving.questions.token_texts import TokenTexts
+from moepass.runtime.serving.questions.text_encoding import TokenTexts
 from moepass.runtime.serving.requests.request import Tokens
 from moepass.runtime.serving.routes.errors import DecodingError
 from moepass.runtime.serving.routes.prompt_inputs import Inputs, check_answer_size, encode_prompts, parse_prompts
-from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt, json_response, new_id
+from moepass.runtime.serving.routes.service import Call, CreatedReply, ModelBody, Route, json_response
 
 # JSON has no infinity. OpenAI writes this value for a token with a probability of almost 0.
 LEAST_LOG_PROBABILITY = -9999.0
+# A token, its log-probability, and the most likely tokens at its position; None for the first token of a prompt.
+_ListedToken = tuple[int, float | None, list[tuple[int, float]] | None]
 TopCount = Annotated[int, Meta(ge=0, le=MOST_TOP_TOKENS)]
 
 
@@ -34,28 +35,30 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool = False
 
 
-class CompletionBody(msgspec.Struct):
-    """OpenAI's body of /v1/completions. At most one token can be requested."""
+class SamplingBody(ModelBody, kw_only=True):
+    """Fields of both OpenAI bodies. Values that would change which token is the most likely one are refused."""
 
-    prompt: Inputs
-    model: str = ""
-    max_tokens: int | None = 16
-    echo: bool = False
-    logprobs: TopCount | None = None
     temperature: float | None = None
     n: int | None = 1
-    best_of: int | None = 1
-    stop: str | list[str] | None = None
-    suffix: str | None = None
     presence_penalty: float | None = 0.0
     frequency_penalty: float | None = 0.0
     logit_bias: dict[str, float] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
+
+
+class CompletionBody(SamplingBody):
+    """OpenAI's body of /v1/completions. At most one token can be requested."""
+
+    prompt: Inputs
+    max_tokens: int | None = 16
+    echo: bool = False
+    logprobs: TopCount | None = None
+    best_of: int | None = 1
+    stop: str | list[str] | None = None
+    suffix: str | None = None
     add_special_tokens: bool = True
     return_tokens_as_token_ids: bool = False
-    priority: Priority = 0
-    cache_salt: Salt = None
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -91,12 +94,9 @@ class CompletionUsage(msgspec.Struct):
     prompt_tokens_details: CachedDetails
 
 
-class CompletionReply(msgspec.Struct):
+class CompletionReply(CreatedReply):
     """The reply of /v1/completions, and a chunk of a streamed reply."""
 
-    id: str
-    created: int
-    model: str
     choices: list[CompletionChoice]
     usage: CompletionUsage | None
     object: Literal["text_completion"] = "text_completion"
@@ -106,7 +106,7 @@ async def complete(call: Call) -> Response:
     """Score prompts and return the most likely next token of each."""
     body = call.body(CompletionBody)
     check_decoding(body.max_tokens, "max_tokens", least=0)
-    check_sampling(body.n, body.temperature, body.presence_penalty, body.frequency_penalty, body.logit_bias)
+    check_sampling(body)
     if body.best_of not in (None, 1):
         raise InputError.wrong("best_of", body.best_of, "1, because only the most likely token is returned")
     if body.suffix:
@@ -124,19 +124,18 @@ async def complete(call: Call) -> Response:
         if body.echo and body.logprobs is not None:
             tree.score(number, body.logprobs)
         trees.append(tree)
-    answers = await call.answer_trees(trees, body.cache_salt, body.priority)
+    answers = await call.answer_trees(trees)
     texts = TokenTexts(call.writer.tokenizer, as_ids=body.return_tokens_as_token_ids)
     choices = [
         _choice(index, prompt, body, answer, texts)
         for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
     ]
     usage = usage_of(call, [len(prompt) for prompt in prompts], body.max_tokens or 0)
-    reply = CompletionReply(new_id("cmpl"), int(time.time()), call.model, choices, usage)
+    reply = CompletionReply(*call.reply_fields("cmpl"), choices, usage)
     if not body.stream:
         return json_response(reply)
-    options = body.stream_options or StreamOptions()
     chunks = [msgspec.structs.replace(reply, choices=[choice], usage=None) for choice in choices]
-    if options.include_usage:
+    if body.stream_options is not None and body.stream_options.include_usage:
         chunks.append(msgspec.structs.replace(reply, choices=[]))
     return event_stream(chunks)
 
@@ -149,7 +148,7 @@ def _prompts(call: Call, body: CompletionBody) -> list[Tokens]:
 def _choice(
     index: int, prompt: Tokens, body: CompletionBody, answer: TreeAnswer, texts: TokenTexts
 ) -> CompletionChoice:
-    listed: list[tuple[int, float | None, list[tuple[int, float]] | None]] = []
+    listed: list[_ListedToken] = []
     if body.echo and body.logprobs is not None:
         scored = answer.scored(0)
         for position, token in enumerate(prompt.tolist()):
@@ -176,9 +175,7 @@ def _choice(
     return CompletionChoice(index, text, logprobs, finish)
 
 
-def _logprobs(
-    listed: Sequence[tuple[int, float | None, list[tuple[int, float]] | None]], texts: TokenTexts
-) -> CompletionLogprobs:
+def _logprobs(listed: Sequence[_ListedToken], texts: TokenTexts) -> CompletionLogprobs:
     logprobs = CompletionLogprobs([], [], [], [])
     offset = 0
     for token, value, best in listed:
@@ -226,22 +223,16 @@ def check_decoding(count: int | None, name: str, *, least: int) -> None:
         raise InputError.wrong(name, count, "0 or 1" if least == 0 else "1")
 
 
-def check_sampling(
-    n: int | None,
-    temperature: float | None,
-    presence_penalty: float | None,
-    frequency_penalty: float | None,
-    logit_bias: dict[str, float] | None,
-) -> None:
+def check_sampling(body: SamplingBody) -> None:
     """Raise InputError for a parameter that would change which token is the most likely one."""
-    if n not in (None, 1):
-        raise InputError.wrong("n", n, "1, because only the most likely token is returned")
-    if temperature:
-        raise InputError.wrong("temperature", temperature, "0, because the most likely token is returned")
-    for name, value in (("presence_penalty", presence_penalty), ("frequency_penalty", frequency_penalty)):
-        if value:
+    if body.n not in (None, 1):
+        raise InputError.wrong("n", body.n, "1, because only the most likely token is returned")
+    if body.temperature:
+        raise InputError.wrong("temperature", body.temperature, "0, because the most likely token is returned")
+    for name in ("presence_penalty", "frequency_penalty"):
+        if value := getattr(body, name):
             raise InputError.wrong(name, value, "0, because the model's log-probabilities are returned unchanged")
-    if logit_bias:
+    if body.logit_bias:
         raise InputError(
             "logit_bias is not supported, because the model's log-probabilities are returned unchanged; remove it",
             name="logit_bias",

@@ -5,15 +5,21 @@ The questions distinguish the two bodies: OpenAI's have `instructions`, SGLang's
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from moepass.models.errors import InputError
 from moepass.models.limits import MOST_QUESTIONS
-from moepass.runtime.serving.questions.confidence import confidence, expected_level
-from moepass.runtime.serving.questions.question_tree import QuestionAnswer, QuestionTree, checked_question
+from moepass.runtime.serving.questions.question_tree import (
+    QuestionAnswer,
+    QuestionTree,
+    checked_question,
+    confidence,
+    expected_level,
+)
 from moepass.runtime.serving.questions.request_tree import TreeAnswer
 from moepass.runtime.serving.questions.wordings import SGLANG, SGLANG_VERSION, SYSTEMONE, Option, Question
 from moepass.runtime.serving.routes.message_text import (
@@ -24,8 +30,9 @@ from moepass.runtime.serving.routes.message_text import (
     input_text,
     json_text,
 )
-from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt, TokenUsage
+from moepass.runtime.serving.routes.service import Call, ModelBody, Priority, Route, Salt, TokenUsage
 
+_Body = TypeVar("_Body")
 JsonText = str | dict[str, Any] | list[Any]
 
 
@@ -192,21 +199,18 @@ class LabelledYesNo(msgspec.Struct, tag_field="type", tag="yes_no"):
     no: JsonText | None = None
 
 
-class LabelledBody(msgspec.Struct):
+class LabelledBody(ModelBody):
     """SGLang's body of /v1/decisions."""
 
     input: JsonText
     questions: Annotated[
         list[LabelledChoice | LabelledScore | LabelledYesNo], Meta(min_length=1, max_length=MOST_QUESTIONS)
     ]
-    model: str = ""
     temperature: float = 1.0
     prompt_format_version: int | None = None
-    images: list[Any] = []
+    images: list[Any] = msgspec.field(default_factory=list)
     return_prompt_token_ids: bool = False
     order_invariant: bool = False
-    priority: Priority = 0
-    cache_salt: Salt = None
 
 
 class LabelledAnswer(msgspec.Struct, omit_defaults=True):
@@ -236,8 +240,8 @@ async def create_decision(call: Call) -> DecisionsReply | LabelledReply:
         return await _labelled(call)
     body = call.body(DecisionsBody)
     call.need_predictions()
-    tree = await call.prepare(_tree, call, body)
-    answers = await ask_tree(call, tree, body.prompt_cache_key, body.priority)
+    call.salt = (body.prompt_cache_key or "").encode()
+    answers = await ask(call, _tree, body)
     return DecisionsReply(
         call.model,
         [_reply(question, answer) for question, answer in zip(body.questions, answers, strict=True)],
@@ -245,10 +249,11 @@ async def create_decision(call: Call) -> DecisionsReply | LabelledReply:
     )
 
 
-async def ask_tree(call: Call, tree: QuestionTree, salt: str | None, priority: int) -> list[QuestionAnswer]:
-    """Return the answers to the questions of `tree`."""
-    request = await call.prepare(tree.request, call.id, (salt or "").encode())
-    answer = None if request is None else TreeAnswer(tree.tree, await call.answer(request, priority))
+async def ask(call: Call, make_tree: Callable[[Call, _Body], QuestionTree], body: _Body) -> list[QuestionAnswer]:
+    """Return the answers to the questions of the tree that `make_tree` returns for a call and its body."""
+    tree = await call.prepare(make_tree, call, body)
+    request = await call.prepare(tree.request, call.id, call.salt)
+    answer = None if request is None else TreeAnswer(tree.tree, await call.answer(request))
     return await call.prepare(tree.answers, answer)
 
 
@@ -331,8 +336,7 @@ async def _labelled(call: Call) -> LabelledReply:
     ids = [question.id for question in body.questions]
     if len(set(ids)) < len(ids):
         raise InputError("two questions have the same id; ids must be unique", name="questions")
-    tree = await call.prepare(_labelled_tree, call, body)
-    answers = await ask_tree(call, tree, body.cache_salt, body.priority)
+    answers = await ask(call, _labelled_tree, body)
     replies = {}
     for number, (question, answer) in enumerate(zip(body.questions, answers, strict=True)):
         if answer.refusal is not None:  # this reply has no refusals of single questions

@@ -16,7 +16,7 @@ import re
 from collections.abc import Set
 
 import msgspec
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
@@ -96,8 +96,6 @@ def response_of(error: Exception, fields: Set[str] = frozenset()) -> Response:
             return error_response(400, _text(error), code="context_length_exceeded")
         case InputError():
             return error_response(400, _text(error), param=_param(error.name, fields))
-        case HTTPException():
-            return error_response(error.status_code, str(error.detail), headers=dict(error.headers or {}))
         case MoepassError() if error.path is None:
             logger.error("a request failed: %s", error)
             return error_response(500, _text(error))
@@ -105,33 +103,17 @@ def response_of(error: Exception, fields: Set[str] = frozenset()) -> Response:
     return error_response(500, "the server failed to answer this request; the server's log has the reason")
 
 
-def add_handlers(app: FastAPI) -> None:
-    """Convert expected errors into responses in OpenAI's format. Other errors propagate and are logged."""
-
-    async def handle(request: Request, error: Exception) -> Response:
-        if isinstance(error, HTTPException) and error.status_code in (404, 405):
-            error = _no_route(request, error)
-        return response_of(error, request.scope["moepass"].get("fields", frozenset()))
-
-    for kind in (MoepassError, HTTPException):
-        app.add_exception_handler(kind, handle)
-
-
-def _no_route(request: Request, error: HTTPException) -> HTTPException:
-    """Return the framework's error 404 or 405 with a message that lists the supported methods or routes."""
-    path = request.url.path[:200]
+async def framework_error_response(request: Request, error: Exception) -> Response:
+    """Return the response to an error of the framework; for 404 and 405 it lists the supported routes or methods."""
+    assert isinstance(error, HTTPException)
+    path, message, headers = request.url.path, str(error.detail), dict(error.headers or {})
     if error.status_code == 404:
-        message = f"there is no route {path!r}; GET /openapi.json lists all routes"
-        return HTTPException(error.status_code, message, error.headers)
-    allowed = ", ".join(sorted(_methods(request)))  # the framework's error has the methods of one route only
-    message = f"{path} does not support {request.method}; it supports {allowed}"
-    return HTTPException(error.status_code, message, {"Allow": allowed})
-
-
-def _methods(request: Request) -> set[str]:
-    """Return the methods that the request's path supports."""
-    routes = (route for route in request.app.routes if isinstance(route, Route) and route.path == request.url.path)
-    return {method for route in routes for method in route.methods or ()}
+        message = f"there is no route {path[:200]!r}; GET /openapi.json lists all routes"
+    elif error.status_code == 405:  # the framework's error has the methods of one route only
+        routes = (route for route in request.app.routes if isinstance(route, Route) and route.path == path)
+        allowed = ", ".join(sorted({method for route in routes for method in route.methods or ()}))
+        message, headers = f"{path[:200]} does not support {request.method}; it supports {allowed}", {"Allow": allowed}
+    return error_response(error.status_code, message, headers=headers)
 
 
 def _param(name: str | None, fields: Set[str]) -> str | None:

@@ -77,12 +77,8 @@ def json_text(value: str | dict[str, Any] | list[Any] | None, *, compact: bool) 
 def _item_text(item: InputItem, name: str, calls: dict[tuple[str, str], bool]) -> str:
     if item.type == "message":
         if item.role not in _ROLES:
-            raise InputError(
-                f"{name}.role is {item.role!r}; it must be one of {', '.join(_ROLES)}",
-                name=f"{name}.role",
-                value=item.role,
-                expected=_ROLES,
-            )
+            problem = f"{name}.role is {item.role!r}; it must be one of {', '.join(_ROLES)}"
+            raise InputError(problem, name=f"{name}.role", value=item.role, expected=_ROLES)
         content = _required(item.content, "content", name)
         return f"{item.role}: {content_text(content, f'{name}.content')}"
     if item.type in _CALLS:
@@ -100,12 +96,8 @@ def _item_text(item: InputItem, name: str, calls: dict[tuple[str, str], bool]) -
             )
         return f"{item.type}: {content_text(_required(item.output, 'output', name), f'{name}.output')}"
     types = ("message", *_CALLS, *_CALLS.values())
-    raise InputError(
-        f"{name}.type is {item.type[:100]!r}; it must be one of {', '.join(types)}",
-        name=f"{name}.type",
-        value=item.type,
-        expected=types,
-    )
+    problem = f"{name}.type is {item.type[:100]!r}; it must be one of {', '.join(types)}"
+    raise InputError(problem, name=f"{name}.type", value=item.type, expected=types)
 
 
 def _part_text(part: InputPart, name: str) -> str:
@@ -115,11 +107,8 @@ def _part_text(part: InputPart, name: str) -> str:
         )
     text = json_text(part.data, compact=True) if part.type == "input_json" else (part.text or part.refusal)
     if part.type not in ("text", "input_text", "output_text", "refusal", "input_json"):
-        raise InputError(
-            f"{name}.type is {part.type[:100]!r}; it must be text, input_text, output_text, refusal or input_json",
-            name=f"{name}.type",
-            value=part.type,
-        )
+        problem = f"{name}.type is {part.type[:100]!r}; it must be text, input_text, output_text, refusal or input_json"
+        raise InputError(problem, name=f"{name}.type", value=part.type)
     return text or ""
 
 

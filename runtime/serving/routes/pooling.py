@@ -6,7 +6,6 @@ A checkpoint with labels in its `prompt.json` classifies too; its classes are th
 from __future__ import annotations
 
 import base64
-import time
 from collections.abc import Sequence
 from typing import Literal
 
@@ -26,19 +25,16 @@ from moepass.runtime.serving.routes.prompt_inputs import (
     encode_prompts,
     parse_prompts,
 )
-from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt, TokenUsage, new_id
+from moepass.runtime.serving.routes.service import Call, CreatedReply, ModelBody, Priority, Route, TokenUsage
 
 
-class VectorBody(msgspec.Struct):
+class VectorBody(ModelBody):
     """OpenAI's body of /v1/embeddings, and vLLM's of /classify and /pooling."""
 
     input: Inputs
-    model: str = ""
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
     task: str | None = None
-    priority: Priority = 0
-    cache_salt: Salt = None
 
 
 class Embedding(msgspec.Struct):
@@ -76,12 +72,9 @@ class ClassifiedText(msgspec.Struct):
     num_classes: int
 
 
-class ClassifyReply(msgspec.Struct):
+class ClassifyReply(CreatedReply):
     """The reply of /classify."""
 
-    id: str
-    created: int
-    model: str
     data: list[ClassifiedText]
     usage: TokenUsage
     object: Literal["list"] = "list"
@@ -95,12 +88,9 @@ class PooledText(msgspec.Struct):
     object: Literal["pooling"] = "pooling"
 
 
-class PoolingReply(msgspec.Struct):
+class PoolingReply(CreatedReply):
     """The reply of /pooling."""
 
-    id: str
-    created: int
-    model: str
     data: list[PooledText]
     usage: TokenUsage
     object: Literal["list"] = "list"
@@ -124,7 +114,7 @@ class Prediction(msgspec.Struct):
 async def embed(call: Call) -> EmbeddingReply:
     """Return normalised embeddings in OpenAI's format."""
     body = call.body(VectorBody)
-    vectors = await _embeddings(call, "input", body.input, body.dimensions, body.cache_salt, body.priority)
+    vectors = await _embeddings(call, "input", body.input, body.dimensions)
     data = [Embedding(index, _encode_vector(_normalise(vector), body)) for index, vector in enumerate(vectors)]
     return EmbeddingReply(call.model, data, call.usage)
 
@@ -132,7 +122,7 @@ async def embed(call: Call) -> EmbeddingReply:
 async def embed_plain(call: Call) -> list[list[float]]:
     """Return embeddings as plain lists, normalised unless the body says otherwise."""
     body = call.body(PlainBody)
-    vectors = await _embeddings(call, "inputs", body.inputs, body.dimensions, None, body.priority)
+    vectors = await _embeddings(call, "inputs", body.inputs, body.dimensions)
     return [(_normalise(vector) if body.normalize else vector).tolist() for vector in vectors]
 
 
@@ -141,10 +131,11 @@ async def classify(call: Call) -> ClassifyReply:
     body = call.body(VectorBody)
     prompts = await call.prepare(parse_prompts, call, body.input, "input")
     names = _class_names(call)
-    data = []
-    for index, scores in enumerate(await _class_scores(call, "input", prompts, body.cache_salt, body.priority)):
-        data.append(ClassifiedText(index, names[_best(scores)], scores, len(scores)))
-    return ClassifyReply(new_id("classify"), int(time.time()), call.model, data, call.usage)
+    data = [
+        ClassifiedText(index, names[scores.index(max(scores))], scores, len(scores))
+        for index, scores in enumerate(await _class_scores(call, "input", prompts))
+    ]
+    return ClassifyReply(*call.reply_fields("classify"), data, call.usage)
 
 
 async def pool(call: Call) -> PoolingReply:
@@ -157,13 +148,11 @@ async def pool(call: Call) -> PoolingReply:
         raise InputError.wrong("task", body.task, supported)
     if kind == "class scores":
         prompts = await call.prepare(parse_prompts, call, body.input, "input")
-        scores = await _class_scores(call, "input", prompts, body.cache_salt, body.priority)
-        pooled = [np.array(values, np.float32) for values in scores]
+        pooled = [np.array(scores, np.float32) for scores in await _class_scores(call, "input", prompts)]
     else:
-        vectors = await _embeddings(call, "input", body.input, body.dimensions, body.cache_salt, body.priority)
-        pooled = [_normalise(vector) for vector in vectors]
+        pooled = [_normalise(vector) for vector in await _embeddings(call, "input", body.input, body.dimensions)]
     data = [PooledText(index, _encode_vector(vector, body)) for index, vector in enumerate(pooled)]
-    return PoolingReply(new_id("pool"), int(time.time()), call.model, data, call.usage)
+    return PoolingReply(*call.reply_fields("pool"), data, call.usage)
 
 
 async def predict(call: Call) -> list[Prediction] | list[list[Prediction]]:
@@ -172,7 +161,7 @@ async def predict(call: Call) -> list[Prediction] | list[list[Prediction]]:
     texts: list[list[str]] = [[body.inputs]] if isinstance(body.inputs, str) else _texts(body.inputs)
     check_count(texts, "inputs")
     prompts = await call.prepare(_joined, call, texts)
-    all_scores = await _class_scores(call, "inputs", prompts, None, body.priority, is_raw=body.raw_scores)
+    all_scores = await _class_scores(call, "inputs", prompts, is_raw=body.raw_scores)
     names = _class_names(call)
     predictions = [
         sorted(
@@ -193,12 +182,8 @@ def _texts(inputs: Sequence[str | list[str]]) -> list[list[str]]:
         raise InputError("inputs mixes texts and lists of texts; send texts only, or lists only", name="inputs")
     for text in texts or [single_texts]:
         if not 1 <= len(text) <= 2:
-            raise InputError(
-                f"inputs has a list of {len(text)} texts; send one text or a pair of texts, or a list of these",
-                name="inputs",
-                value=len(text),
-                expected="1 or 2",
-            )
+            problem = f"inputs has a list of {len(text)} texts; send one text or a pair of texts, or a list of these"
+            raise InputError(problem, name="inputs", value=len(text), expected="1 or 2")
     return texts or [single_texts]
 
 
@@ -217,9 +202,7 @@ def _joined(call: Call, texts: Sequence[Sequence[str]]) -> list[str] | list[Toke
     ]
 
 
-async def _embeddings(
-    call: Call, name: str, inputs: Inputs, dimensions: int | None, salt: str | None, priority: int
-) -> list[Floats]:
+async def _embeddings(call: Call, name: str, inputs: Inputs, dimensions: int | None) -> list[Floats]:
     status = call.service.backend.status()
     if status.vector != "embedding":
         raise InputError(
@@ -228,7 +211,7 @@ async def _embeddings(
             name="model",
         )
     prompts = await call.prepare(parse_prompts, call, inputs, name)
-    vectors = await _vectors(call, name, prompts, salt, priority)
+    vectors = await _vectors(call, name, prompts)
     size = len(vectors[0])
     check_answer_size(size * len(vectors))
     if dimensions not in (None, size):
@@ -236,16 +219,14 @@ async def _embeddings(
     return vectors
 
 
-async def _vectors(
-    call: Call, name: str, prompts: list[str] | list[Tokens], salt: str | None, priority: int
-) -> list[Floats]:
+async def _vectors(call: Call, name: str, prompts: list[str] | list[Tokens]) -> list[Floats]:
     trees = []
     for index, tokens in enumerate(await call.prepare(encode_prompts, call, prompts, name)):
         tree = RequestTree(call.writer.most_tokens)
         number = tree.add(tokens, f"{name}[{index}]")
         tree.vector(number, call.writer.prompt.vector)
         trees.append(tree)
-    return [answer.vector(0) for answer in await call.answer_trees(trees, salt, priority)]
+    return [answer.vector(0) for answer in await call.answer_trees(trees)]
 
 
 def _class_names(call: Call) -> tuple[str, ...]:
@@ -254,18 +235,12 @@ def _class_names(call: Call) -> tuple[str, ...]:
 
 
 async def _class_scores(
-    call: Call,
-    name: str,
-    prompts: list[str] | list[Tokens],
-    salt: str | None,
-    priority: int,
-    *,
-    is_raw: bool = False,
+    call: Call, name: str, prompts: list[str] | list[Tokens], *, is_raw: bool = False
 ) -> list[list[float]]:
     status, writer = call.service.backend.status(), call.writer
     if status.vector == "class scores":
-        scores = await _vectors(call, name, prompts, salt, priority)
-        return [values.tolist() if is_raw else class_probabilities(values) for values in scores]
+        vectors = await _vectors(call, name, prompts)
+        return [scores.tolist() if is_raw else class_probabilities(scores) for scores in vectors]
     if not writer.prompt.labels:
         raise InputError(
             "this model has no classification head, and its prompt.json has no labels; ask /v1/decisions, which takes "
@@ -274,7 +249,7 @@ async def _class_scores(
         )
     check_answer_size(len(prompts) * len(writer.prompt.labels))
     trees, reads = await call.prepare(_label_trees, call, name, prompts)
-    answers = await call.answer_trees(trees, salt, priority)
+    answers = await call.answer_trees(trees)
     label_scores = [read.scores(answer) for read, answer in zip(reads, answers, strict=True)]
     return [list(scores.log_probabilities if is_raw else scores.probabilities) for scores in label_scores]
 
@@ -295,10 +270,6 @@ def _label_trees(
         reads.append(ask_labels(tree, writer.encode([rendered])[0], labels, f"{name}[{index}]"))
         trees.append(tree)
     return trees, reads
-
-
-def _best(scores: Sequence[float]) -> int:
-    return max(range(len(scores)), key=scores.__getitem__)
 
 
 def _normalise(vector: Floats) -> Floats:

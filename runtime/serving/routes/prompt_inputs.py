@@ -19,12 +19,8 @@ Inputs = str | list[str | int | list[int]]
 def check_count(entries: Sized, name: str, most: int = MOST_ITEMS) -> None:
     """Raise InputError unless field `name` has 1 to `most` entries."""
     if not 1 <= len(entries) <= most:
-        raise InputError(
-            f"{name} has {len(entries)} entries; a request takes 1 to {most}",
-            name=name,
-            value=len(entries),
-            expected=range(1, most + 1),
-        )
+        problem = f"{name} has {len(entries)} entries; a request takes 1 to {most}"
+        raise InputError(problem, name=name, value=len(entries), expected=range(1, most + 1))
 
 
 def check_answer_size(numbers: int) -> None:
@@ -37,12 +33,8 @@ def check_token_ids(call: Call, tokens: Sequence[int], name: str) -> None:
     vocabulary_size = call.service.backend.status().vocabulary_size
     for token in tokens:
         if not 0 <= token < vocabulary_size:
-            raise InputError(
-                f"{name} contains the token id {token}; this model has ids 0 to {vocabulary_size - 1}",
-                name=name,
-                value=token,
-                expected=range(vocabulary_size),
-            )
+            problem = f"{name} contains the token id {token}; this model has ids 0 to {vocabulary_size - 1}"
+            raise InputError(problem, name=name, value=token, expected=range(vocabulary_size))
 
 
 def parse_prompts(call: Call, inputs: Inputs, name: str) -> list[str] | list[Tokens]:

@@ -12,7 +12,7 @@ import msgspec
 
 from moepass.models.errors import InputError
 from moepass.runtime.serving.routes.scores import pair_scores
-from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt, new_id
+from moepass.runtime.serving.routes.service import Call, ModelBody, Priority, Route, new_id
 
 
 class RerankDocument(msgspec.Struct):
@@ -21,17 +21,14 @@ class RerankDocument(msgspec.Struct):
     text: str
 
 
-class RerankBody(msgspec.Struct):
+class RerankBody(ModelBody):
     """The body of Cohere and Jina."""
 
     query: str
     documents: list[str | RerankDocument]
-    model: str = ""
     top_n: int | None = None
     return_documents: bool = False
     relevant_spans: Any = None
-    priority: Priority = 0
-    cache_salt: Salt = None
 
 
 class RerankResult(msgspec.Struct, omit_defaults=True):
@@ -106,7 +103,7 @@ async def rerank(call: Call) -> RerankReply | list[RankedText]:
     if body.top_n is not None and body.top_n < 0:
         raise InputError.wrong("top_n", body.top_n, "1 or more, or left out")
     texts = [document if isinstance(document, str) else document.text for document in body.documents]
-    ranked = await _rank(call, body.query, texts, "documents", body.cache_salt, body.priority)
+    ranked = await _rank(call, body.query, texts, "documents")
     results = [
         RerankResult(index, score, RerankDocument(texts[index]) if body.return_documents else None)
         for index, score in ranked[: body.top_n or None]
@@ -120,14 +117,12 @@ async def _rerank_texts(call: Call) -> list[RankedText]:
     body = call.body(PlainRerankBody)
     if body.raw_scores:
         raise InputError("raw_scores is not supported: scores are always from 0 to 1; remove it", name="raw_scores")
-    ranked = await _rank(call, body.query, body.texts, "texts", None, body.priority)
+    ranked = await _rank(call, body.query, body.texts, "texts")
     return [RankedText(index, score, body.texts[index] if body.return_text else None) for index, score in ranked]
 
 
-async def _rank(
-    call: Call, query: str, texts: list[str], name: str, salt: str | None, priority: int
-) -> list[tuple[int, float]]:
-    scores = await pair_scores(call, [(query, text) for text in texts], salt, priority, ("query", name))
+async def _rank(call: Call, query: str, texts: list[str], name: str) -> list[tuple[int, float]]:
+    scores = await pair_scores(call, [(query, text) for text in texts], ("query", name))
     return sorted(enumerate(scores), key=lambda pair: -pair[1])
 
 

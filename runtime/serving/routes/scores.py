@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -22,12 +22,12 @@ from moepass.runtime.serving.questions.relevance import PairTree
 from moepass.runtime.serving.questions.request_tree import RequestTree
 from moepass.runtime.serving.requests.request import Tokens
 from moepass.runtime.serving.routes.prompt_inputs import TextOrTokens, check_answer_size, check_count, check_token_ids
-from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt, TokenUsage, new_id
+from moepass.runtime.serving.routes.service import Call, CreatedReply, ModelBody, Route, TokenUsage
 
 LabelIds = Annotated[list[int], Meta(min_length=1, max_length=MOST_LABELS)]
 
 
-class LabelScoreBody(msgspec.Struct):
+class LabelScoreBody(ModelBody):
     """SGLang's body. `items` may be a single text. With `apply_softmax`, scores are normalised over the labels."""
 
     query: TextOrTokens
@@ -35,9 +35,6 @@ class LabelScoreBody(msgspec.Struct):
     label_token_ids: LabelIds
     apply_softmax: bool = False
     item_first: bool = False
-    model: str = ""
-    priority: Priority = 0
-    cache_salt: Salt = None
 
 
 class LabelScoreReply(msgspec.Struct):
@@ -50,16 +47,13 @@ class LabelScoreReply(msgspec.Struct):
     object: Literal["scoring"] = "scoring"
 
 
-class PairScoreBody(msgspec.Struct):
+class PairScoreBody(ModelBody):
     """vLLM's body: one query for all documents, or one query for each document."""
 
     queries: str | list[str] | None = None
     documents: str | list[str] | None = None
     text_1: str | list[str] | None = None
     text_2: str | list[str] | None = None
-    model: str = ""
-    priority: Priority = 0
-    cache_salt: Salt = None
 
 
 class PairScore(msgspec.Struct):
@@ -70,12 +64,9 @@ class PairScore(msgspec.Struct):
     object: Literal["score"] = "score"
 
 
-class PairScoreReply(msgspec.Struct):
+class PairScoreReply(CreatedReply):
     """The reply to vLLM's bodies."""
 
-    id: str
-    created: int
-    model: str
     data: list[PairScore]
     usage: TokenUsage
     object: Literal["list"] = "list"
@@ -128,12 +119,12 @@ async def _score_pairs(call: Call) -> PairScoreReply:
         "queries" if body.queries is not None else "text_1",
         "documents" if body.documents is not None else "text_2",
     )
-    return _pair_reply(call, await pair_scores(call, pairs, body.cache_salt, body.priority, names))
+    return _pair_reply(call, await pair_scores(call, pairs, names))
 
 
 def _pair_reply(call: Call, scores: Sequence[float]) -> PairScoreReply:
     data = [PairScore(index, value) for index, value in enumerate(scores)]
-    return PairScoreReply(new_id("score"), call.service.created, call.model, data, call.usage)
+    return PairScoreReply(*call.reply_fields("score"), data, call.usage)
 
 
 async def _label_scores(
@@ -151,7 +142,7 @@ async def _label_scores(
     numbers = [tree.add(tokens, f"items[{index}] with the query") for index, tokens in enumerate(sequences)]
     for number in numbers:
         tree.read(number, tree.length(number) - 1, body.label_token_ids)
-    answer = await call.answer_tree(tree, body.cache_salt, body.priority)
+    answer = await call.answer_tree(tree)
     labels = [(token,) for token in body.label_token_ids]
     scores, masses = [], []
     for number in numbers:
@@ -164,49 +155,30 @@ async def _label_scores(
     return scores, masses
 
 
-def _joined(call: Call, body: LabelScoreBody, items: Sequence[TextOrTokens], add_special: bool) -> list[Tokens]:
-    query = body.query
-    if isinstance(query, str):
-        texts = []
-        for index, item in enumerate(items):
-            if not isinstance(item, str):
-                raise InputError(
-                    f"items[{index}] has token ids, but the query is a text; send texts or token ids for both",
-                    name="items",
-                )
-            texts.append(item + query if body.item_first else query + item)
-        return call.writer.encode_plain(texts, add_special=add_special, name="query with an item")
-    check_token_ids(call, query, "query")
-    joined = []
+def _joined(call: Call, body: LabelScoreBody, items: Sequence[Any], add_special: bool) -> list[Tokens]:
+    query: Any = body.query
     for index, item in enumerate(items):
-        if isinstance(item, str):
-            raise InputError(
-                f"items[{index}] is a text, but the query has token ids; send texts or token ids for both", name="items"
-            )
+        if isinstance(item, str) != isinstance(query, str):
+            kinds = ["is a text" if isinstance(value, str) else "has token ids" for value in (item, query)]
+            problem = f"items[{index}] {kinds[0]}, but the query {kinds[1]}"
+            raise InputError(f"{problem}; send texts or token ids for both", name="items")
+    joined = [item + query if body.item_first else query + item for item in items]
+    if isinstance(query, str):
+        return call.writer.encode_plain(joined, add_special=add_special, name="query with an item")
+    check_token_ids(call, query, "query")
+    for index, item in enumerate(items):
         check_token_ids(call, item, f"items[{index}]")
-        joined.append(np.array(item + query if body.item_first else query + item, np.int32))
-    return joined
+    return [np.array(tokens, np.int32) for tokens in joined]
 
 
-async def pair_scores(
-    call: Call, pairs: Sequence[tuple[str, str]], salt: str | None, priority: int, names: tuple[str, str]
-) -> list[float]:
-    """Return the relevance of each pair's document to its query, from 0 to 1.
-
-    Args:
-        call: The call.
-        pairs: Pairs of query and document.
-        salt: Separates the cached prefixes of different clients.
-        priority: The priority of the request.
-        names: The fields of the queries and of the documents, for errors.
-    """
+async def pair_scores(call: Call, pairs: Sequence[tuple[str, str]], names: tuple[str, str]) -> list[float]:
+    """Return the relevance of each pair's document to its query, from 0 to 1; errors contain the `names` of both."""
     check_count(pairs, names[1])
-    status = call.service.backend.status()
-    has_classes = status.vector == "class scores"
+    has_classes = call.service.backend.status().vector == "class scores"
     if not has_classes:
         call.need_predictions()
     tree = await call.prepare(PairTree, call.writer, pairs, by_class_scores=has_classes, names=names)
-    return tree.scores(await call.answer_tree(tree.tree, salt, priority))
+    return tree.scores(await call.answer_tree(tree.tree))
 
 
 ROUTES = (

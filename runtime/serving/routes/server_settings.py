@@ -12,11 +12,8 @@ from moepass.models.limits import MOST_WAIT_SECONDS
 class ServerSettings:
     """Settings of a server. Raises OptionError for invalid values.
 
-    Attributes:
-        model_names: The names under which clients may request the model. Replies contain the first one.
-        api_key: The key that clients must send; None allows all clients.
-        timeout_seconds: The time to wait for and compute a request; after that it is cancelled.
-        read_seconds: The time to receive a body.
+    Clients may request the model under any of `model_names`; replies contain the first one. Without an API key, all
+    clients are allowed. A request is cancelled after `timeout_seconds`, and a body must arrive within `read_seconds`.
     """
 
     model_names: tuple[str, ...]

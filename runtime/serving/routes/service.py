@@ -103,6 +103,8 @@ class Call:
     service: Service
     raw: bytes
     id: str
+    priority: int = 0
+    salt: bytes = b""
     backend_seconds: float = 0.0
     answered: list[AnsweredRequest] = dataclasses.field(default_factory=list)
 
@@ -116,6 +118,10 @@ class Call:
         """The model name in replies."""
         return self.service.settings.model_names[0]
 
+    def reply_fields(self, prefix: str) -> tuple[str, int, str]:
+        """Return the fields of a `CreatedReply`: a random id with this prefix, the time, and the model name."""
+        return new_id(prefix), int(time.time()), self.model
+
     def json(self) -> Any:
         """Return the body as a dict. Raise InputError if it is not a JSON object or is nested too deeply."""
         value = _decode(self.raw, Any)
@@ -125,7 +131,9 @@ class Call:
         return value
 
     def body(self, kind: type[_Kind]) -> _Kind:
-        """Return the body as a `kind`. Unknown fields are ignored, unless they would change the results.
+        """Return the body as a `kind`, and use its priority and salt for all requests of this call.
+
+        Unknown fields are ignored, unless they would change the results.
 
         Raises:
             InputError: The body does not match; its name is the path of the field.
@@ -140,6 +148,8 @@ class Call:
                 )
         value: _Kind = _decode(self.raw, kind)
         self.check_model(getattr(value, "model", None))
+        self.priority = getattr(value, "priority", 0)
+        self.salt = (getattr(value, "cache_salt", None) or "").encode()
         return value
 
     def check_model(self, name: str | None) -> None:
@@ -147,12 +157,8 @@ class Call:
         names = self.service.settings.model_names
         if name and name not in names:
             shown = name if len(name) <= 100 else name[:100] + "…"
-            raise HttpError(
-                404,
-                f"this server has no model {shown!r}; use {' or '.join(map(repr, names))}",
-                code="model_not_found",
-                name="model",
-            )
+            problem = f"this server has no model {shown!r}; use {' or '.join(map(repr, names))}"
+            raise HttpError(404, problem, code="model_not_found", name="model")
 
     def need_predictions(self) -> None:
         """Raise InputError if the model does not predict tokens."""
@@ -171,7 +177,7 @@ class Call:
             return function(*args, **kwargs)
         return await asyncio.to_thread(function, *args, **kwargs)
 
-    async def answer(self, request: Request, priority: int = 0, *, is_admitted: bool = False) -> Answer:
+    async def answer(self, request: Request, *, is_admitted: bool = False) -> Answer:
         """Return the backend's answer. With `is_admitted`, `check_room` has admitted the call already.
 
         Raises:
@@ -183,7 +189,7 @@ class Call:
         try:
             answer = await self.service.backend.answer(
                 request,
-                priority=priority,
+                priority=self.priority,
                 timeout_seconds=self.service.settings.timeout_seconds,
                 is_admitted=is_admitted,
             )
@@ -192,21 +198,19 @@ class Call:
         self.answered.append(AnsweredRequest(answer.usage, answer.times, time.time()))
         return answer
 
-    async def answer_tree(self, tree: RequestTree, salt: str | None = None, priority: int = 0) -> TreeAnswer:
+    async def answer_tree(self, tree: RequestTree) -> TreeAnswer:
         """Return the answer to the request of `tree`, as `answer` does."""
-        request = await self.prepare(tree.request, self.id, (salt or "").encode())
-        return TreeAnswer(tree, await self.answer(request, priority))
+        request = await self.prepare(tree.request, self.id, self.salt)
+        return TreeAnswer(tree, await self.answer(request))
 
-    async def answer_trees(
-        self, trees: Sequence[RequestTree], salt: str | None = None, priority: int = 0
-    ) -> list[TreeAnswer]:
+    async def answer_trees(self, trees: Sequence[RequestTree]) -> list[TreeAnswer]:
         """Return the answers to several trees, each as a separate request.
 
         All requests are admitted, or none. If one fails, the others are cancelled.
         """
-        requests = [tree.request(f"{self.id}-{number}", (salt or "").encode()) for number, tree in enumerate(trees)]
+        requests = [tree.request(f"{self.id}-{number}", self.salt) for number, tree in enumerate(trees)]
         self.service.backend.check_room()
-        answers = await _gather_or_cancel([self.answer(request, priority, is_admitted=True) for request in requests])
+        answers = await _gather_or_cancel([self.answer(request, is_admitted=True) for request in requests])
         return [TreeAnswer(tree, answer) for tree, answer in zip(trees, answers, strict=True)]
 
     @property
@@ -227,15 +231,9 @@ class Call:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Route:
-    """A route.
+    """A route, with the types that its body and its reply may have.
 
     Attributes:
-        method: The HTTP method.
-        path: The path.
-        handler: Answers a call.
-        bodies: The types of its body; empty if it has none.
-        replies: The types of its reply.
-        media_type: The media type of its reply.
         has_streams: The reply may also be a stream of server-sent events.
         asks_model: The route asks the backend, so its requests are refused unread while the queue is full.
     """
@@ -256,12 +254,28 @@ class Route:
         return names | _CHANGING_FIELDS.keys() if names else names
 
 
+class ModelBody(msgspec.Struct, kw_only=True):
+    """Fields of most bodies. The salt separates the cached prefixes of different clients."""
+
+    model: str = ""
+    priority: Priority = 0
+    cache_salt: Salt = None
+
+
 class TokenUsage(msgspec.Struct):
     """Tokens of a request; none are decoded, so `completion_tokens` is 0."""
 
     prompt_tokens: int
     total_tokens: int
     completion_tokens: int = 0
+
+
+class CreatedReply(msgspec.Struct):
+    """The first fields of many replies, as `Call.reply_fields` returns them."""
+
+    id: str
+    created: int
+    model: str
 
 
 class EmptyReply(msgspec.Struct):

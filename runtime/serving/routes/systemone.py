@@ -8,13 +8,18 @@ import msgspec
 
 from moepass.models.errors import InputError
 from moepass.models.limits import MOST_QUESTIONS
-from moepass.runtime.serving.questions.confidence import confidence, expected_level
-from moepass.runtime.serving.questions.question_tree import QuestionAnswer, QuestionTree, checked_question
+from moepass.runtime.serving.questions.question_tree import (
+    QuestionAnswer,
+    QuestionTree,
+    checked_question,
+    confidence,
+    expected_level,
+)
 from moepass.runtime.serving.questions.wordings import SYSTEMONE, Option, Question
-from moepass.runtime.serving.routes.decision_routes import JsonText, ask_tree
+from moepass.runtime.serving.routes.decision_routes import JsonText, ask
 from moepass.runtime.serving.routes.message_text import check_not_blank, json_text
 from moepass.runtime.serving.routes.prompt_inputs import check_count
-from moepass.runtime.serving.routes.service import Call, Priority, Route, Salt
+from moepass.runtime.serving.routes.service import Call, ModelBody, Route
 
 
 class NoulQuestion(msgspec.Struct, tag_field="type", tag="noul"):
@@ -38,16 +43,13 @@ class ScoreQuestion(msgspec.Struct, tag_field="type", tag="score"):
     instructions: JsonText | None = None
 
 
-class SystemoneBody(msgspec.Struct):
+class SystemoneBody(ModelBody):
     """The body of /v1/systemone. `order_invariant`, an extension, averages over several orders of the options."""
 
     state: JsonText
     questions: dict[str, NoulQuestion | ChoiceQuestion | ScoreQuestion]
-    model: str = ""
-    assets: dict[str, Any] = {}
+    assets: dict[str, Any] = msgspec.field(default_factory=dict)
     order_invariant: bool = False
-    priority: Priority = 0
-    cache_salt: Salt = None
 
 
 class NoulReply(msgspec.Struct, tag_field="type", tag="noul"):
@@ -101,8 +103,7 @@ async def systemone(call: Call) -> SystemoneReply:
             "assets is not supported, because this server only takes text and JSON; remove it", name="assets"
         )
     check_count(body.questions, "questions", MOST_QUESTIONS)
-    tree = await call.prepare(_tree, call, body)
-    answers = await ask_tree(call, tree, body.cache_salt, body.priority)
+    answers = await ask(call, _tree, body)
     replies = {}
     for (name, question), answer in zip(body.questions.items(), answers, strict=True):
         if answer.refusal is not None:  # this reply has no refusals of single questions

@@ -8,7 +8,7 @@ import msgspec
 
 from moepass.models.errors import InputError
 from moepass.models.limits import MOST_REQUEST_TOKENS, check_limit
-from moepass.runtime.serving.questions.token_texts import TokenTexts
+from moepass.runtime.serving.questions.text_encoding import TokenTexts
 from moepass.runtime.serving.requests.request import Tokens
 from moepass.runtime.serving.routes.chat import ChatMessage, encode_messages
 from moepass.runtime.serving.routes.prompt_inputs import check_token_ids

@@ -18,7 +18,7 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import zmq
 import zmq.asyncio
@@ -30,40 +30,22 @@ from moepass.runtime.serving.requests.answer import Answer
 from moepass.runtime.serving.requests.backend import (
     AnswerTimeoutError,
     BackendStatus,
+    FrontendLimits,
     NotServingError,
     QueueFullError,
     ServingState,
     answer_within,
 )
 from moepass.runtime.serving.requests.request import Request
+from moepass.runtime.serving.requests.request_parts import RequestPart, merged_answer, request_part
 from moepass.runtime.serving.requests.view import BackendView
-from moepass.runtime.serving.router.assignments import Assignment, Withdrawal
-from moepass.runtime.serving.router.routable import FlopsFormula, routable_request
+from moepass.runtime.serving.router.routable import Assignment, FlopsFormula, Withdrawal, routable_request
 from moepass.runtime.serving.router.router import RankRouter
-from moepass.runtime.serving.workers.frontend_limits import FrontendLimits
-from moepass.runtime.serving.workers.messages import (
-    Alive,
-    Cancel,
-    Drain,
-    RankReady,
-    RequestFailed,
-    Run,
-    Started,
-    StatusReport,
-    StatusRequest,
-    StepDone,
-    ToRank,
-    decode_from_rank,
-    encode,
-)
-from moepass.runtime.serving.workers.rank_names import parsed_rank_name, rank_name
-from moepass.runtime.serving.workers.rank_status import RankStatusPoller
-from moepass.runtime.serving.workers.rank_views import rank_views
+from moepass.runtime.serving.workers import messages
+from moepass.runtime.serving.workers.rank_status import RankStatusPoller, rank_views
 from moepass.runtime.serving.workers.rank_watch import CHECK_SECONDS, HangLimits, RankWatch
-from moepass.runtime.serving.workers.request_times import RequestTimes
-from moepass.runtime.serving.workers.serving_counters import ServingCounters
-from moepass.runtime.serving.workers.supervisor import RankStarter, Supervisor
-from moepass.runtime.serving.workers.waiting_request import WaitingRequest
+from moepass.runtime.serving.workers.serving_counters import RequestTimes, ServingCounters
+from moepass.runtime.serving.workers.supervisor import RankProcess, Supervisor
 
 # While a rank computes a step, it already holds the requests of the next one, so that it never waits for the frontend.
 STEPS_AT_A_RANK = 2
@@ -76,27 +58,54 @@ HANGS = HangLimits()
 logger = logging.getLogger("moepass")
 
 
+class WaitingRequest:
+    """A request whose answer is awaited. `began` is the time when a rank started it, None before.
+
+    The first `prompt_pieces` pieces form the prompt of all assignments. The remaining pieces are the parts that the
+    router may distribute over ranks. The assignment with part 0 also answers the prompt's reads.
+    """
+
+    def __init__(self, request: Request, prompt_pieces: int, future: asyncio.Future[Answer], arrived: float) -> None:
+        self.request, self.prompt_pieces, self.future = request, prompt_pieces, future
+        self.arrived = arrived
+        self.began: float | None = None
+        self._answers: list[tuple[RequestPart, Answer]] = []
+
+    def work_of(self, assignment: Assignment) -> Request:
+        """Return the request that the rank of `assignment` computes; its id is the assignment's number."""
+        name = str(assignment.number)
+        if assignment.parts is None:
+            return dataclasses.replace(self.request, id=name)
+        return self._part(assignment).of(self.request, name)
+
+    def add(self, assignment: Assignment, answer: Answer) -> None:
+        """Store the answer of one assignment."""
+        self._answers.append((self._part(assignment), answer))
+
+    def answer(self) -> Answer:
+        """Return the merged answer; call it when all assignments are done."""
+        return merged_answer(self.request, self._answers)
+
+    def _part(self, assignment: Assignment) -> RequestPart:
+        if assignment.parts is None:
+            return request_part(len(self.request.pieces), (), answers_prompt=True)
+        behind = [self.prompt_pieces + part for part in assignment.parts]
+        return request_part(self.prompt_pieces, behind, answers_prompt=0 in assignment.parts)
+
+
 class Frontend:
     """A `Backend` whose ranks are processes of their own.
 
-    Args:
-        ranks: The number of ranks.
-        command: Called with a rank, the number of its start (from 0 on) and the endpoint; returns how to start it. The
-            process connects to the endpoint with the socket name `rank_name(rank, attempt)`.
-        endpoint: An unused `ipc://` address.
-        formula: FLOPs per token, or a future of it, because ranks may start before it is known.
-        make_router: Makes the router once the facts of all engines are known.
-        key: The key of block hashes; the engines of the ranks use the same key.
-        limits: How much work may wait before requests are refused.
-        ends_together: The ranks hold parts of one model, so that all end if one ends.
-        hangs: When a rank counts as hung.
-        restarts: Restart ranks that end. If False, `lost` raises instead.
+    `start_process`, `ends_together` and `restarts` are those of `Supervisor`. A process of a rank connects to
+    `endpoint`, an unused `ipc://` address, with the socket name `rank_name(rank, attempt)`. `formula` may be a future,
+    because ranks may start before it is known, and `make_router` is called once the facts of all engines are known. The
+    engines of the ranks use the same `key` of block hashes.
     """
 
     def __init__(
         self,
         ranks: int,
-        command: Callable[[int, int, str], RankStarter],
+        start_process: Callable[[int, int], Awaitable[RankProcess]],
         *,
         endpoint: str,
         formula: FlopsFormula | asyncio.Future[FlopsFormula],
@@ -110,11 +119,7 @@ class Frontend:
         self._ranks, self._endpoint, self._key, self._limits = ranks, endpoint, key, limits
         self._formula, self._make_router = formula, make_router
         self._supervisor = Supervisor(
-            ranks,
-            lambda rank, attempt: command(rank, attempt, endpoint),
-            self._handle_lost_ranks,
-            ends_together=ends_together,
-            restarts=restarts,
+            ranks, start_process, self._handle_lost_ranks, ends_together=ends_together, restarts=restarts
         )
         self._context: zmq.asyncio.Context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket = self._context.socket(zmq.ROUTER)
@@ -131,7 +136,7 @@ class Frontend:
         self._compilations: dict[int, int] = {}
         self._watch = RankWatch(hangs)
         self._tasks: list[asyncio.Task[None]] = []
-        self._status_poller = RankStatusPoller(lambda rank: self._send(rank, StatusRequest()))
+        self._status_poller = RankStatusPoller(lambda rank: self._send(rank, messages.StatusRequest()))
         self._times = RequestTimes()
         self.counters = ServingCounters()
 
@@ -161,7 +166,7 @@ class Frontend:
         while self._waiting and time.monotonic() < end:
             await asyncio.sleep(0.02)
         for rank in self._supervisor.processes:
-            self._send(rank, Drain())
+            self._send(rank, messages.Drain())
         for number in list(self._waiting):
             self._fail(number, NotServingError("the server is shutting down; send the request again", value="draining"))
         # A rank that is still starting reads no messages.
@@ -212,7 +217,8 @@ class Frontend:
         self._route_soon()
         try:
             answer = await answer_within(timeout_seconds, waiting.future)
-            return self._times.answered(waiting, answer, time.monotonic())
+            now = time.monotonic()
+            return self._times.answered(answer, waiting.arrived, waiting.began or now, now)
         finally:
             self._open_bytes -= size
             if self._waiting.pop(number, None) is not None:  # the request timed out or its client left
@@ -228,16 +234,10 @@ class Frontend:
         facts = next(iter(self._facts.values()), None) or self._last_facts
         metrics = {name: float(value) for name, value in dataclasses.asdict(self.counters).items()}
         metrics["compilations_after_ready"] = float(sum(self._compilations.values()))
-        return BackendStatus(
-            state=state,
-            max_sequence_tokens=facts.max_sequence_tokens if facts else 0,
-            vocabulary_size=facts.vocabulary_size if facts else 0,
-            predicts_tokens=facts.predicts_tokens if facts else False,
-            vector=facts.vector if facts else None,
-            class_names=facts.class_names if facts else (),
-            details=dict(facts.notes) if facts else {},
-            metrics=metrics,
-        )
+        if facts is None:
+            return BackendStatus(state, 0, 0, predicts_tokens=False, metrics=metrics)
+        abilities = (facts.max_sequence_tokens, facts.vocabulary_size, facts.predicts_tokens, facts.vector)
+        return BackendStatus(state, *abilities, facts.class_names, dict(facts.notes), metrics)
 
     async def view(self) -> BackendView:
         """Return the state of the ranks and the histograms, as `Backend.view` specifies."""
@@ -279,7 +279,7 @@ class Frontend:
             by_rank.setdefault(assignment.rank, []).append(str(assignment.number))
             self._assigned.pop(str(assignment.number), None)
         for rank, numbers in by_rank.items():
-            self._send(rank, Cancel(tuple(numbers)))
+            self._send(rank, messages.Cancel(tuple(numbers)))
 
     # ---- Routing
 
@@ -306,20 +306,20 @@ class Frontend:
             work = self._waiting[assignment.request_id].work_of(assignment)
             by_rank.setdefault(assignment.rank, []).append(work)
         for rank, requests in by_rank.items():
-            self._send(rank, Run(tuple(requests)))
+            self._send(rank, messages.Run(tuple(requests)))
 
     # ---- Ranks
 
-    def _send(self, rank: int, message: ToRank) -> None:
-        name = rank_name(rank, self._supervisor.attempts[rank])
+    def _send(self, rank: int, message: messages.ToRank) -> None:
+        name = messages.rank_name(rank, self._supervisor.attempts[rank])
         # This never blocks: the router bounds the work of a rank, so the socket's queue needs no limit. Messages to a
         # rank that has ended are dropped; the supervisor notices its end.
-        self._socket.send_multipart([name, encode(message)], zmq.NOBLOCK)
+        self._socket.send_multipart([name, messages.encode(message)], zmq.NOBLOCK)
 
     async def _receive(self) -> None:
         while True:
             name, content = await self._socket.recv_multipart()
-            rank, attempt = parsed_rank_name(name)
+            rank, attempt = messages.parsed_rank_name(name)
             if self._supervisor.is_current(rank, attempt):
                 try:
                     self._handle_message(rank, content)
@@ -328,16 +328,16 @@ class Frontend:
                     logger.exception("a message of rank %d could not be processed", rank)
 
     def _handle_message(self, rank: int, content: bytes) -> None:
-        message = decode_from_rank(content)
-        if isinstance(message, StatusReport):  # a report does not reset the time of the current step
+        message = messages.decode_from_rank(content)
+        if isinstance(message, messages.StatusReport):  # a report does not reset the time of the current step
             self._status_poller.report(rank, message.engine)
             return
         self._watch.message_received(
-            rank, time.monotonic(), message.busy_seconds if isinstance(message, Alive) else None
+            rank, time.monotonic(), message.busy_seconds if isinstance(message, messages.Alive) else None
         )
-        if isinstance(message, Alive):
+        if isinstance(message, messages.Alive):
             return
-        if isinstance(message, RankReady):
+        if isinstance(message, messages.RankReady):
             self._watch.begin(rank, time.monotonic())
             self._facts[rank] = self._last_facts = message.facts
             self._supervisor.ready(rank)
@@ -345,14 +345,17 @@ class Frontend:
                 self._router.rank_back(rank)
         elif self._router is None:
             return
-        elif isinstance(message, Started):
+        elif isinstance(message, messages.Started):
             self._watch.started(rank, message.ids)
             for number in message.ids:
                 self._router.started(int(number))
-                self._mark_started(number)
-        elif isinstance(message, StepDone):
+                assignment = self._assigned.get(number)
+                waiting = self._waiting.get(assignment.request_id) if assignment is not None else None
+                if waiting is not None and waiting.began is None:
+                    waiting.began = time.monotonic()
+        elif isinstance(message, messages.StepDone):
             self._step_done(self._router, rank, message)
-        elif isinstance(message, RequestFailed):
+        elif isinstance(message, messages.RequestFailed):
             self._request_failed(self._router, message)
         self._route_soon()
 
@@ -365,13 +368,7 @@ class Frontend:
                 self.counters.ranks_hung += 1
                 self._supervisor.kill(rank)
 
-    def _mark_started(self, number: str) -> None:
-        assignment = self._assigned.get(number)
-        waiting = self._waiting.get(assignment.request_id) if assignment is not None else None
-        if waiting is not None and waiting.began is None:
-            waiting.began = time.monotonic()
-
-    def _step_done(self, router: RankRouter, rank: int, message: StepDone) -> None:
+    def _step_done(self, router: RankRouter, rank: int, message: messages.StepDone) -> None:
         result = message.result
         for block in result.stored:
             router.block_stored(rank, block)
@@ -400,7 +397,7 @@ class Frontend:
         self.counters.add_step(result)
         self._times.stepped(result.tokens)
 
-    def _request_failed(self, router: RankRouter, message: RequestFailed) -> None:
+    def _request_failed(self, router: RankRouter, message: messages.RequestFailed) -> None:
         assignment = self._assigned.pop(message.id, None)
         if assignment is None:
             return

@@ -25,58 +25,33 @@ def announce(folder: Path, rank: int) -> None:
     written.rename(_rank_file(folder, rank))  # a reader never sees a partly written file
 
 
-class ServerWatch:
-    """A watch on the server's process, for ranks that the server has not started."""
+async def launched_rank(folder: Path, rank: int) -> WatchedProcess:
+    """Wait until `rank` has written its process number into `folder`, and return its process.
 
-    def __init__(self, server: int) -> None:
-        self._watch = _watch_of(server)
-
-    def is_gone(self) -> bool:
-        """Return True if the server's process has ended."""
-        return bool(self._watch.gone())
-
-
-@dataclasses.dataclass(frozen=True)
-class LaunchedRank:
-    """A rank that will write its process number into `folder`."""
-
-    folder: Path
-    rank: int
-
-    async def start(self) -> WatchedProcess:
-        """Wait for the rank's process number, and return its process.
-
-        Raises:
-            InputError: The file does not contain a process number.
-        """
-        file = _rank_file(self.folder, self.rank)
-        while not file.exists():
-            await asyncio.sleep(_POLL_SECONDS)
-        text = file.read_text(encoding="ascii")
-        if not text.isdecimal():
-            raise InputError(
-                f"{file} must contain the process number of rank {self.rank}, but contains {text!r}",
-                name="pid",
-                value=text,
-            )
-        return WatchedProcess(int(text))
+    Raises:
+        InputError: The file does not contain a process number.
+    """
+    file = _rank_file(folder, rank)
+    while not file.exists():
+        await asyncio.sleep(_POLL_SECONDS)
+    text = file.read_text(encoding="ascii")
+    if not text.isdecimal():
+        message = f"{file} must contain the process number of rank {rank}, but contains {text!r}"
+        raise InputError(message, name="pid", value=text)
+    return WatchedProcess(int(text))
 
 
 class WatchedProcess:
-    """A process that is not a child of this one, with the interface of `RankProcess`."""
+    """A process that is not a child of this one, with the interface of `asyncio.subprocess.Process`."""
 
     def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._watch = _watch_of(pid)
+        self.pid = pid
+        self._watch = ProcessWatch()
+        self._watch.add(0, dataclasses.replace(this_process(), pid=pid))
         try:
             self._process: psutil.Process | None = psutil.Process(pid)
         except psutil.NoSuchProcess:
             self._process = None
-
-    @property
-    def pid(self) -> int:
-        """The process id."""
-        return self._pid
 
     @property
     def returncode(self) -> int | None:
@@ -87,10 +62,10 @@ class WatchedProcess:
         """Kill the process. Raise ProcessLookupError if it has ended."""
         try:
             if self._process is None:
-                raise psutil.NoSuchProcess(self._pid)
+                raise psutil.NoSuchProcess(self.pid)
             self._process.kill()  # psutil refuses if the number belongs to another process now
         except psutil.NoSuchProcess as error:
-            raise ProcessLookupError(self._pid) from error
+            raise ProcessLookupError(self.pid) from error
 
     async def wait(self) -> int:
         """Wait until the process ends, and return 1."""
@@ -101,9 +76,3 @@ class WatchedProcess:
 
 def _rank_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}"
-
-
-def _watch_of(pid: int) -> ProcessWatch:
-    watch = ProcessWatch()
-    watch.add(0, dataclasses.replace(this_process(), pid=pid))
-    return watch

@@ -1,4 +1,4 @@
-"""Messages between the frontend and the ranks, typed and encoded as MessagePack, never as pickle.
+"""Messages between the frontend and the ranks, typed and encoded as MessagePack, never as pickle; names of sockets.
 
 An array is encoded as an extension whose code is the dtype: one byte with the number of dimensions, the shape, and the
 elements.
@@ -6,11 +6,9 @@ elements.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import struct
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -23,6 +21,7 @@ from moepass.runtime.serving.requests.view import EngineView
 # Extension codes of MessagePack, and the little-endian type of an array's numbers.
 _TYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<i4"), 2: np.dtype("<i8"), 3: np.dtype("<f4")}
 _MOST_DIMENSIONS = 2
+_Message = TypeVar("_Message")
 
 
 class Run(msgspec.Struct, frozen=True, tag=True):
@@ -88,6 +87,17 @@ ToRank = Run | Cancel | Drain | StatusRequest
 FromRank = RankReady | Started | StepDone | RequestFailed | Alive | StatusReport
 
 
+def rank_name(rank: int, attempt: int) -> bytes:
+    """Return the name of a rank's socket; `attempt` is the number of restarts."""
+    return f"{rank}.{attempt}".encode()
+
+
+def parsed_rank_name(name: bytes) -> tuple[int, int]:
+    """Return the rank and the attempt of a socket name, or (-1, -1) if it is not the name of a rank."""
+    rank, _, attempt = name.decode(errors="replace").partition(".")
+    return (int(rank), int(attempt)) if rank.isdecimal() and attempt.isdecimal() else (-1, -1)
+
+
 def extension_of_array(value: Any) -> msgspec.msgpack.Ext:
     """Encode an array, as msgspec's `enc_hook`. Raise NotImplementedError for any other value."""
     for code, kind in _TYPES.items():
@@ -114,26 +124,23 @@ _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank, ext_
 _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank, ext_hook=array_of_extension)
 
 
-def encode(message: ToRank | FromRank) -> bytes:
-    """Encode a message in either direction."""
+def encode(message: msgspec.Struct) -> bytes:
+    """Encode a message."""
     return _encoder.encode(message)
 
 
 def decode_for_rank(data: bytes) -> ToRank:
     """Decode a message to a rank. Raise InputError for malformed bytes."""
-    with _refuse_malformed(data):
-        return _to_rank.decode(data)
+    return _decode(_to_rank, data)
 
 
 def decode_from_rank(data: bytes) -> FromRank:
     """Decode a message from a rank. Raise InputError for malformed bytes."""
-    with _refuse_malformed(data):
-        return _from_rank.decode(data)
+    return _decode(_from_rank, data)
 
 
-@contextlib.contextmanager
-def _refuse_malformed(data: bytes) -> Iterator[None]:
+def _decode(decoder: msgspec.msgpack.Decoder[_Message], data: bytes) -> _Message:
     try:
-        yield
+        return decoder.decode(data)
     except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
         raise InputError(f"{len(data)} bytes cannot be decoded as a message: {error}", name="message") from error

@@ -17,7 +17,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import zmq
 
@@ -25,35 +24,13 @@ from moepass.models.errors import InputError, MoepassError
 from moepass.runtime.serving.engine.step_engine import StepEngine
 from moepass.runtime.serving.requests.request import Request
 from moepass.runtime.serving.requests.view import EngineView
-from moepass.runtime.serving.workers.messages import (
-    Alive,
-    Cancel,
-    Drain,
-    FromRank,
-    RankReady,
-    RequestFailed,
-    Run,
-    Started,
-    StatusReport,
-    StatusRequest,
-    StepDone,
-    decode_for_rank,
-    encode,
-)
+from moepass.runtime.serving.workers import messages
 from moepass.runtime.serving.workers.rank_watch import ALIVE_SECONDS
 
 logger = logging.getLogger("moepass")
 
 # The rank ends after this number of failed steps in a row.
 MOST_FAILED_STEPS = 3
-
-
-class ParentWatch(Protocol):
-    """A watch on the process that started this one."""
-
-    def is_gone(self) -> bool:
-        """Return True if that process has ended."""
-        ...
 
 
 class FailingRankError(MoepassError, RuntimeError):
@@ -63,13 +40,8 @@ class FailingRankError(MoepassError, RuntimeError):
 class Mailbox:
     """The waiting requests of a rank, and the thread that talks to the frontend.
 
-    Args:
-        context: Makes the sockets.
-        endpoint: The frontend's address.
-        name: The name of this rank's socket, from `rank_name`.
-        check: Raises InputError for a request that must be refused.
-        watch: Reports the end of the process that started this one.
-        engine_view: Returns the engine's view; it must not wait for a step.
+    `name` is that of this rank's socket, from `rank_name`. `check` raises InputError for a request that must be
+    refused, `is_orphan` returns True if the server has ended, and `engine_view` must not wait for a step.
     """
 
     def __init__(
@@ -78,14 +50,14 @@ class Mailbox:
         endpoint: str,
         name: bytes,
         check: Callable[[Request], None],
-        watch: ParentWatch,
+        is_orphan: Callable[[], bool],
         engine_view: Callable[[], EngineView] = EngineView,
     ) -> None:
         self._condition = threading.Condition()
         self._waiting: dict[str, Request] = {}
         self._ends = False
         self._busy_since: float | None = None
-        self._check, self._watch, self._engine_view = check, watch, engine_view
+        self._check, self._is_orphan, self._engine_view = check, is_orphan, engine_view
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, name)
         self._socket.setsockopt(zmq.LINGER, 2000)
@@ -102,9 +74,9 @@ class Mailbox:
 
     # ---- The thread that runs steps
 
-    def send(self, message: FromRank) -> None:
+    def send(self, message: messages.FromRank) -> None:
         """Send a message to the frontend, from the thread that runs steps."""
-        self._outbox.send(encode(message))
+        self._outbox.send(messages.encode(message))
 
     def waiting(self) -> list[Request]:
         """Return the waiting requests in order of arrival; block until there is one. Return [] if the rank ends."""
@@ -137,7 +109,7 @@ class Mailbox:
             if (now := time.monotonic()) - last_alive >= ALIVE_SECONDS:
                 last_alive = now
                 since = self._busy_since
-                self._socket.send(encode(Alive(0.0 if since is None else now - since)))
+                self._socket.send(messages.encode(messages.Alive(0.0 if since is None else now - since)))
             if self._socket in ready:
                 self._receive(self._socket.recv())
             if self._inbox in ready:
@@ -145,34 +117,34 @@ class Mailbox:
                 if not content:
                     break
                 self._socket.send(content)
-            if not ready and self._watch.is_gone():
+            if not ready and self._is_orphan():
                 self._end(drop=True)
         self._socket.close()
         self._inbox.close()
 
     def _receive(self, data: bytes) -> None:
         try:
-            message = decode_for_rank(data)
+            message = messages.decode_for_rank(data)
         except InputError:
             logger.exception("the frontend sent a malformed message; this rank ends")
             self._end(drop=True)
             return
-        if isinstance(message, Drain):
+        if isinstance(message, messages.Drain):
             self._end(drop=False)
             return
-        if isinstance(message, StatusRequest):
-            self._socket.send(encode(StatusReport(self._engine_view())))
+        if isinstance(message, messages.StatusRequest):
+            self._socket.send(messages.encode(messages.StatusReport(self._engine_view())))
             return
         accepted = {}
-        for request in message.requests if isinstance(message, Run) else ():
+        for request in message.requests if isinstance(message, messages.Run) else ():
             try:
                 self._check(request)
                 accepted[request.id] = request
             except InputError as error:
-                self._socket.send(encode(RequestFailed(request.id, str(error), is_refused=True)))
+                self._socket.send(messages.encode(messages.RequestFailed(request.id, str(error), is_refused=True)))
         with self._condition:
             self._waiting.update(accepted)
-            for number in message.ids if isinstance(message, Cancel) else ():
+            for number in message.ids if isinstance(message, messages.Cancel) else ():
                 self._waiting.pop(number, None)
             self._condition.notify()
 
@@ -191,25 +163,25 @@ def run_rank(engine: StepEngine, mailbox: Mailbox) -> None:
         FailingRankError: Several steps failed in a row.
     """
     before = engine.compilations()
-    mailbox.send(RankReady(engine.facts))
+    mailbox.send(messages.RankReady(engine.facts))
     failed = 0
     while waiting := mailbox.waiting():
         requests = mailbox.take(engine.choose(waiting))
         if not requests:
             continue
-        mailbox.send(Started(tuple(request.id for request in requests)))
+        mailbox.send(messages.Started(tuple(request.id for request in requests)))
         try:
             result = engine.step(requests)
         except Exception as error:
             logger.exception("a step of %d requests failed", len(requests))
             reason = f"the step of this request failed with {type(error).__name__}; the server's log has the details"
             for request in requests:
-                mailbox.send(RequestFailed(request.id, reason, is_refused=False))
+                mailbox.send(messages.RequestFailed(request.id, reason, is_refused=False))
             failed += 1
             if failed >= MOST_FAILED_STEPS:
                 raise FailingRankError(f"{failed} steps failed in a row", value=failed) from error
         else:
             failed = 0
             for number, reason in result.refused:
-                mailbox.send(RequestFailed(number, reason, is_refused=True))
-            mailbox.send(StepDone(result, engine.compilations() - before))
+                mailbox.send(messages.RequestFailed(number, reason, is_refused=True))
+            mailbox.send(messages.StepDone(result, engine.compilations() - before))

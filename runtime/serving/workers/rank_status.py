@@ -1,13 +1,17 @@
-"""Polling of the ranks' status, only on demand, so that it costs nothing during steps."""
+"""The status of the ranks for the status page and the metrics. It is polled only on demand, so steps are not slower."""
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
-from moepass.runtime.serving.requests.view import EngineView
+from moepass.runtime.serving.engine.step_engine import EngineFacts
+from moepass.runtime.serving.requests.view import EngineView, RankState, RankView
+from moepass.runtime.serving.router.routable import Assignment
+from moepass.runtime.serving.router.router import RankRouter
 
 # A poll waits this long for the ranks. A rank that does not report in time is shown with its last report.
 ANSWER_SECONDS = 0.25
@@ -17,12 +21,9 @@ FRESH_SECONDS = 0.1
 
 
 class RankStatusPoller:
-    """Polls the status of ranks, and caches their reports.
+    """Polls the status of ranks with `send`, and caches their reports.
 
     Concurrent polls share one request to each rank, so that a rank that hangs does not accumulate requests.
-
-    Args:
-        send: Sends a status request to a rank.
     """
 
     def __init__(self, send: Callable[[int], None]) -> None:
@@ -58,3 +59,40 @@ class RankStatusPoller:
         pending = self._pending.pop(rank, None)
         if pending is not None:
             pending.set_result(None)
+
+
+def rank_views(
+    ranks: int,
+    router: RankRouter | None,
+    facts: Mapping[int, EngineFacts],
+    attempts: Mapping[int, int],
+    assigned: Iterable[Assignment],
+    engine_views: Mapping[int, EngineView],
+) -> tuple[RankView, ...]:
+    """Return the view of each of `ranks` ranks.
+
+    `router` is None before all ranks are ready. Ranks without `facts` are starting, or lost if they have been
+    restarted.
+    """
+    open_requests = collections.Counter(assignment.rank for assignment in assigned)
+    loads = router.loads if router is not None else (0,) * ranks
+    most = router.saturation_flops if router is not None and math.isfinite(router.saturation_flops) else None
+    views = []
+    for rank in range(ranks):
+        engine = facts.get(rank)
+        state: RankState = "ready" if engine is not None else "lost" if attempts.get(rank) else "starting"
+        views.append(
+            RankView(
+                rank,
+                state,
+                loads[rank],
+                engine.saturation_flops if engine is not None else 0,
+                most,
+                open_requests[rank],
+                engine.flops_per_second if engine is not None else 0.0,
+                engine.form if engine is not None else None,
+                engine.notes.get("steps", engine.form) if engine is not None else "",
+                engine_views.get(rank, EngineView()),
+            )
+        )
+    return tuple(views)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from moepass.models.errors import OptionError
 from moepass.runtime.serving.engine.step_engine import EngineFacts
 
 # Interval of a rank's `Alive` messages, and interval of the checks for hung ranks.
@@ -26,26 +25,16 @@ CHECK_SECONDS = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class HangLimits:
-    """Limits after which a rank counts as hung. Raises OptionError for a limit that is not above 0.
+    """Limits after which a rank counts as hung.
 
     [Empirical] Ten seconds of silence are twenty missing messages. A healthy step can be `patience` times slower than
     predicted if the machine is busy, memory is swapped, or the step was split. After `step_seconds`, a request with the
     default timeout of 60 seconds can still run on another rank.
-
-    Attributes:
-        silent_seconds: Longest time without a message.
-        step_seconds: A step of at most this duration is never a hang.
-        patience: Longest step, as a multiple of its predicted duration.
     """
 
     silent_seconds: float = 10.0
     step_seconds: float = 30.0
     patience: float = 20.0
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if not getattr(self, field.name) > 0:
-                raise OptionError.wrong(field.name, getattr(self, field.name), "above 0")
 
 
 @dataclasses.dataclass
@@ -100,14 +89,10 @@ class RankWatch:
             missing.discard(number)
 
     def hung(self, now: float, facts: Mapping[int, EngineFacts]) -> dict[int, str]:
-        """Return the ranks that hang, with the reason of each.
+        """Return the ranks that hang, with the reason of each. `facts` are those of all watched ranks.
 
         Call it every CHECK_SECONDS. A longer interval means that the caller itself was suspended and read no messages,
         so it does not count as silence.
-
-        Args:
-            now: The current time.
-            facts: Engine facts of all watched ranks.
         """
         pause = 0.0 if self._last_check is None else max(0.0, now - self._last_check - CHECK_SECONDS)
         self._last_check = now

@@ -14,11 +14,12 @@ from moepass.runtime.serving.requests.backend import (
     SequenceTooLongError,
 )
 from moepass.runtime.serving.requests.request import Request
-from moepass.runtime.serving.workers.messages import array_of_extension, extension_of_array
+from moepass.runtime.serving.workers.messages import array_of_extension, encode
 
 # Errors that are sent to the caller with their class, subclasses first. Other errors propagate as those of the call.
 _ERRORS: dict[str, type[MoepassError]] = {
-    kind.__name__: kind for kind in (SequenceTooLongError, InputError, AnswerTimeoutError, NotServingError)
+    kind.__name__: kind
+    for kind in (QueueFullError, SequenceTooLongError, InputError, AnswerTimeoutError, NotServingError)
 }
 
 
@@ -45,7 +46,6 @@ class NoAnswerReply(msgspec.Struct, frozen=True, tag=True):
     retry_after_seconds: float | None = None
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=extension_of_array)
 _request_decoder = msgspec.msgpack.Decoder(RemoteRequest, ext_hook=array_of_extension)
 _reply_decoder: msgspec.msgpack.Decoder[AnswerReply | NoAnswerReply] = msgspec.msgpack.Decoder(
     AnswerReply | NoAnswerReply, ext_hook=array_of_extension
@@ -54,7 +54,7 @@ _reply_decoder: msgspec.msgpack.Decoder[AnswerReply | NoAnswerReply] = msgspec.m
 
 def encode_request(request: Request, priority: int, timeout_seconds: float) -> bytes:
     """Encode a request for `answer_encoded_request`."""
-    return _encoder.encode(RemoteRequest(request, priority, timeout_seconds))
+    return encode(RemoteRequest(request, priority, timeout_seconds))
 
 
 async def answer_encoded_request(backend: Backend, encoded_request: bytes) -> bytes:
@@ -62,13 +62,10 @@ async def answer_encoded_request(backend: Backend, encoded_request: bytes) -> by
     remote = _request_decoder.decode(encoded_request)
     try:
         answer = await backend.answer(remote.request, priority=remote.priority, timeout_seconds=remote.timeout_seconds)
-    except QueueFullError as error:
-        refusal = NoAnswerReply(QueueFullError.__name__, str(error), error.name, error.retry_after_seconds)
-        return _encoder.encode(refusal)
     except tuple(_ERRORS.values()) as error:
         kind = next(name for name, kind in _ERRORS.items() if isinstance(error, kind))
-        return _encoder.encode(NoAnswerReply(kind, str(error), error.name))
-    return _encoder.encode(AnswerReply(answer))
+        return encode(NoAnswerReply(kind, str(error), error.name, getattr(error, "retry_after_seconds", None)))
+    return encode(AnswerReply(answer))
 
 
 def decode_answer(reply: bytes) -> Answer:

@@ -1,10 +1,22 @@
-"""Counters of a server."""
+"""Counters of a server, and histograms of requests and steps with the names and bounds of vLLM."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from moepass.runtime.serving.engine.step_engine import StepResult
+from moepass.runtime.serving.requests.answer import Answer, AnswerTimes
+from moepass.runtime.serving.requests.view import Histogram
+
+# vLLM's bounds, which start at 0.3 seconds, and smaller ones for fast decisions. All bounds of vLLM are included, so
+# that histograms of both servers can be added.
+_SECONDS = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
+    *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_REQUEST_TOKENS = tuple(mantissa * 10**power for power in range(7) for mantissa in (1, 2, 5))
 
 
 @dataclasses.dataclass
@@ -39,3 +51,35 @@ class ServingCounters:
         self.unshared_flops += result.unshared_flops
         self.step_seconds += result.seconds
         self.exposed_seconds += result.exposed_seconds
+
+
+class RequestTimes:
+    """Histograms of all answered requests and of all steps."""
+
+    def __init__(self) -> None:
+        self._total, self._queue, self._compute = Histogram(_SECONDS), Histogram(_SECONDS), Histogram(_SECONDS)
+        self._request_tokens, self._step_tokens = Histogram(_REQUEST_TOKENS), Histogram(_STEP_TOKENS)
+
+    @property
+    def histograms(self) -> Mapping[str, Histogram]:
+        """The histograms by name, in seconds or tokens."""
+        return {
+            "e2e_request_latency_seconds": self._total,
+            "request_queue_time_seconds": self._queue,
+            "request_inference_time_seconds": self._compute,
+            "request_prompt_tokens": self._request_tokens,
+            "iteration_tokens_total": self._step_tokens,
+        }
+
+    def answered(self, answer: Answer, arrived: float, started: float, now: float) -> Answer:
+        """Record a request that is answered at time `now`, and return its answer with the times added."""
+        times = AnswerTimes(started - arrived, now - started)
+        self._total.observe(now - arrived)
+        self._queue.observe(times.queue_seconds)
+        self._compute.observe(times.compute_seconds)
+        self._request_tokens.observe(answer.usage.tokens)
+        return dataclasses.replace(answer, times=times)
+
+    def stepped(self, tokens: int) -> None:
+        """Record a step that computed this many tokens."""
+        self._step_tokens.observe(tokens)

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Sequence
 
 from moepass.models.errors import MoepassError
+from moepass.runtime.serving.workers.launched_ranks import WatchedProcess
 
 logger = logging.getLogger("moepass")
 
@@ -36,56 +35,22 @@ class RankLostError(MoepassError, RuntimeError):
     """A rank ended that this process does not restart. `rank` is its number."""
 
 
-class RankProcess(Protocol):
-    """The part of `asyncio.subprocess.Process` that a supervisor uses."""
-
-    @property
-    def pid(self) -> int:
-        """The process id."""
-        ...
-
-    @property
-    def returncode(self) -> int | None:
-        """The exit status, None while the process runs."""
-        ...
-
-    def kill(self) -> None:
-        """Kill the process. May raise ProcessLookupError if it has ended."""
-        ...
-
-    async def wait(self) -> int:
-        """Wait until the process ends, and return its exit status."""
-        ...
+RankProcess = asyncio.subprocess.Process | WatchedProcess
 
 
-class RankStarter(Protocol):
-    """Starts the process of a rank."""
-
-    async def start(self) -> RankProcess:
-        """Start the process."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class RankCommand:
-    """A command that starts a rank: a program with its arguments, and the bytes for its standard input."""
-
-    arguments: Sequence[str]
-    options: bytes
-
-    async def start(self) -> RankProcess:
-        """Start the program and write its options to its standard input."""
-        process = await asyncio.create_subprocess_exec(*self.arguments, stdin=asyncio.subprocess.PIPE)
-        assert process.stdin is not None
-        try:
-            with contextlib.suppress(ConnectionError):  # the process has ended; its status reports that
-                process.stdin.write(self.options)
-                await process.stdin.drain()
-                process.stdin.close()
-        except BaseException:
-            await _end(process)
-            raise
-        return process
+async def start_process(arguments: Sequence[str], options: bytes) -> RankProcess:
+    """Start a rank: a program with its arguments. Write `options` to its standard input."""
+    process = await asyncio.create_subprocess_exec(*arguments, stdin=asyncio.subprocess.PIPE)
+    assert process.stdin is not None
+    try:
+        with contextlib.suppress(ConnectionError):  # the process has ended; its status reports that
+            process.stdin.write(options)
+            await process.stdin.drain()
+            process.stdin.close()
+    except BaseException:
+        await _end(process)
+        raise
+    return process
 
 
 def next_pause(seconds: float) -> float:
@@ -98,7 +63,7 @@ class Supervisor:
 
     Args:
         ranks: The number of ranks.
-        command: Called with a rank and the number of its start, from 0 on; returns how to start it.
+        start_process: Called with a rank and the number of its start, from 0 on; starts its process.
         on_lost: Called with the ranks whose processes have ended, before they are restarted.
         ends_together: If one rank ends, end all; they are restarted together.
         restarts: Restart ranks that end. If False, `lost` raises instead.
@@ -107,26 +72,21 @@ class Supervisor:
     def __init__(
         self,
         ranks: int,
-        command: Callable[[int, int], RankStarter],
+        start_process: Callable[[int, int], Awaitable[RankProcess]],
         on_lost: Callable[[Sequence[int]], None],
         *,
         ends_together: bool = False,
         restarts: bool = True,
     ) -> None:
-        self._command, self._on_lost, self._ends_together = command, on_lost, ends_together
-        self._restarts = restarts
+        self._start_process, self._on_lost = start_process, on_lost
+        self._ends_together, self._restarts = ends_together, restarts
         self._processes: dict[int, RankProcess] = {}
         self._ready_since: dict[int, float] = {}
         self._ready: dict[int, asyncio.Event] = {rank: asyncio.Event() for rank in range(ranks)}
-        self._attempts = dict.fromkeys(range(ranks), 0)
+        self.attempts = dict.fromkeys(range(ranks), 0)  # the number of restarts of each rank
         self._tasks: list[asyncio.Task[None]] = []
         self._is_closing = False
         self._failure: asyncio.Future[None] | None = None
-
-    @property
-    def attempts(self) -> dict[int, int]:
-        """The number of restarts of each rank."""
-        return dict(self._attempts)
 
     @property
     def processes(self) -> dict[int, int]:
@@ -135,7 +95,7 @@ class Supervisor:
 
     def is_current(self, rank: int, attempt: int) -> bool:
         """Return True if `attempt` is the last start of `rank`, so that its messages are valid."""
-        return self._attempts.get(rank) == attempt
+        return self.attempts.get(rank) == attempt
 
     def ready(self, rank: int) -> None:
         """Record that `rank` is ready."""
@@ -190,7 +150,9 @@ class Supervisor:
         was_ready = False
         while True:
             start_time = time.monotonic()
-            waits = {asyncio.ensure_future((await self._start_rank(rank)).wait()): rank for rank in ranks}
+            for rank in ranks:
+                self._processes[rank] = await self._start_process(rank, self.attempts[rank])
+            waits = {asyncio.ensure_future(self._processes[rank].wait()): rank for rank in ranks}
             seconds = max(LEAST_START_SECONDS, START_PATIENCE * longest_start)
             # The first start has no limit: its duration is unknown, and `start` waits for it.
             late = asyncio.get_running_loop().call_later(seconds, self._kill_unready, ranks) if was_ready else None
@@ -205,26 +167,27 @@ class Supervisor:
             rank, status = waits[first], first.result()
             for process in (self._processes[rank] for rank in ranks):
                 await _end(process)
-            is_ready = all(self._ready[member].is_set() for member in ranks)
-            is_steady = is_ready and time.monotonic() - max(map(self._ready_since.__getitem__, ranks)) > STEADY_SECONDS
-            was_ready = was_ready or is_ready
-            if is_ready:
-                longest_start = max(longest_start, max(map(self._ready_since.__getitem__, ranks)) - start_time)
+            is_steady = False
+            if all(self._ready[member].is_set() for member in ranks):
+                was_ready, ready_since = True, max(self._ready_since[member] for member in ranks)
+                is_steady = time.monotonic() - ready_since > STEADY_SECONDS
+                longest_start = max(longest_start, ready_since - start_time)
             if not was_ready:
-                self._fail_start(rank, status)
+                text = (
+                    f"rank {rank} ended with status {status} before it was ready; its own output above has the reason"
+                )
+                self._fail(RankStartError(text, rank=rank, value=status))
                 return
             if not self._restarts:
                 logger.error("rank %d has ended", rank)
                 self._on_lost(ranks)
-                assert self._failure is not None
-                if not self._failure.done():
-                    text = f"rank {rank} has ended; start all ranks again with the launcher that started them"
-                    self._failure.set_exception(RankLostError(text, rank=rank))
+                text = f"rank {rank} has ended; start all ranks again with the launcher that started them"
+                self._fail(RankLostError(text, rank=rank))
                 return
             logger.error("rank %d ended with status %d and is restarted", rank, status)
             for member in ranks:
                 self._ready[member].clear()
-                self._attempts[member] += 1
+                self.attempts[member] += 1
             self._on_lost(ranks)
             pause = 0.0 if is_steady else next_pause(pause)
             await asyncio.sleep(pause)
@@ -235,16 +198,10 @@ class Supervisor:
                 logger.error("rank %d was restarted, is still not ready, and is killed", rank)
                 self.kill(rank)
 
-    async def _start_rank(self, rank: int) -> RankProcess:
-        process = await self._command(rank, self._attempts[rank]).start()
-        self._processes[rank] = process
-        return process
-
-    def _fail_start(self, rank: int, status: int) -> None:
+    def _fail(self, error: MoepassError) -> None:
         assert self._failure is not None
         if not self._failure.done():
-            text = f"rank {rank} ended with status {status} before it was ready; its own output above has the reason"
-            self._failure.set_exception(RankStartError(text, rank=rank, value=status))
+            self._failure.set_exception(error)
 
 
 async def _end(process: RankProcess) -> None:

@@ -26,7 +26,7 @@ def check_answers(model: PreTrainedModel, requests: Sequence[Request], answers: 
             ids = torch.from_numpy(sequence.astype(np.int64))[None]
             expected = model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1).numpy()
             for read, read_answer in zip(piece.reads, actual.reads, strict=True):
-                row = expected[before + read.place]
+                row = expected[before + read.index]
                 np.testing.assert_allclose(read_answer.log_probabilities, row[read.tokens], rtol=atol, atol=atol)
                 best = np.sort(row)[::-1][: read.top]
                 np.testing.assert_allclose(read_answer.top_log_probabilities, best, rtol=atol, atol=atol)
@@ -37,14 +37,11 @@ def check_answers(model: PreTrainedModel, requests: Sequence[Request], answers: 
                     at = before + position - 1
                     if at < 0:
                         assert np.isnan(actual.scored.log_probabilities[position])
-                        assert actual.scored.ranks[position] == 0
                         continue
                     row = expected[at]
                     np.testing.assert_allclose(
                         actual.scored.log_probabilities[position], row[token], rtol=atol, atol=atol
                     )
-                    rank = actual.scored.ranks[position]
-                    assert 1 + (row > row[token] + atol).sum() <= rank <= 1 + (row > row[token] - atol).sum()
                     best = np.sort(row)[::-1][: piece.scored_top]
                     np.testing.assert_allclose(
                         actual.scored.top_log_probabilities[position], best, rtol=atol, atol=atol

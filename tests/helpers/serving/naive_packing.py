@@ -79,7 +79,7 @@ def needed_positions(request: Request, piece: int, cache: NaiveCache) -> tuple[s
     token_piece = request.pieces[piece]
     depth = piece_depth(request, piece)
     end = depth + len(token_piece.tokens)
-    logits = {depth + read.place for read in token_piece.reads}
+    logits = {depth + read.index for read in token_piece.reads}
     if token_piece.is_scored:
         from_cache = cached_scores(request, piece, cache)
         logits |= {position - 1 for position in range(max(depth, 1), end) if position not in from_cache}

@@ -64,7 +64,7 @@ def naive_step(
         subtree_end=np.asarray(ends, np.int64),
         nodes=tuple(nodes),
         contexts=tuple(contexts),
-        places=np.asarray(sorted({index_of[tuple(sequence)] for sequence in sequences}), np.int64),
+        output_positions=np.asarray(sorted({index_of[tuple(sequence)] for sequence in sequences}), np.int64),
         stored=tuple(
             StoredBlock(
                 block,

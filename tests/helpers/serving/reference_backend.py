@@ -119,20 +119,20 @@ class ReferenceBackend:
 def _token_answers(piece: TokenPiece, tokens: np.ndarray, start: int, table: np.ndarray) -> PieceAnswer:
     reads = []
     for read in piece.reads:
-        row = table[start + read.place]
+        row = table[start + read.index]
         best = np.argsort(-row, kind="stable")[: read.top].astype(np.int32)
         reads.append(ReadAnswer(row[read.tokens], best, row[best]))
     scored = None
     if piece.is_scored:
         count, top = len(piece.tokens), piece.scored_top
-        log_probabilities, ranks = np.full(count, np.nan, np.float32), np.zeros(count, np.int32)
+        log_probabilities = np.full(count, np.nan, np.float32)
         best_tokens, best = np.full((count, top), -1, np.int32), np.full((count, top), np.nan, np.float32)
         for position in range(count):
             if start + position == 0:
                 continue
             row, token = table[start + position - 1], piece.tokens[position]
-            log_probabilities[position], ranks[position] = row[token], 1 + int((row > row[token]).sum())
+            log_probabilities[position] = row[token]
             best_tokens[position] = np.argsort(-row, kind="stable")[:top]
             best[position] = row[best_tokens[position]]
-        scored = ScoredTokens(log_probabilities, ranks, best_tokens, best)
+        scored = ScoredTokens(log_probabilities, best_tokens, best)
     return PieceAnswer(tuple(reads), scored)

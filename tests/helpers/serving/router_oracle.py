@@ -9,10 +9,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from moepass.runtime.serving.router.assignments import Assignment, Round
-from moepass.runtime.serving.router.routable import BlockHash, RoutableRequest
+from moepass.runtime.serving.router.routable import Assignment, BlockHash, Round, RoutableQuestion, RoutableRequest
+from moepass.runtime.serving.router.router import PRIORITY_SECONDS
 
 BLOCK = 16
 
@@ -27,6 +27,23 @@ class LinearAndPairs:
     def flops(self, prefix_tokens: int, new_tokens: int) -> int:
         pairs = new_tokens * prefix_tokens + new_tokens * (new_tokens + 1) // 2
         return self.per_token * new_tokens + self.per_pair * pairs
+
+
+def questions_of(prompt_tokens: int, tree: Sequence[tuple[int, int]]) -> tuple[RoutableQuestion, ...]:
+    """Return the questions of a tree of parts behind a prompt, given the parent and the tokens of each part."""
+
+    def root(part: int) -> int:
+        return part if tree[part][0] < 0 else root(tree[part][0])
+
+    def end(part: int) -> int:
+        return prompt_tokens if part < 0 else end(tree[part][0]) + tree[part][1]
+
+    groups = [[part for part in range(len(tree)) if root(part) == first] for first in range(len(tree))]
+    return tuple(
+        RoutableQuestion(tuple(parts), tuple((end(tree[part][0]), tree[part][1]) for part in parts))
+        for parts in groups
+        if parts
+    )
 
 
 @dataclasses.dataclass(eq=False)
@@ -53,7 +70,6 @@ class RouterOracle:
         *,
         saturation_flops: float,
         flops_per_second: float,
-        priority_seconds: float,
         keeps_blocks: bool,
         most_passed_over: int,
     ) -> None:
@@ -61,7 +77,6 @@ class RouterOracle:
         self.formula = formula
         self.saturation = saturation_flops
         self.rate = flops_per_second
-        self.priority_seconds = priority_seconds
         self.keeps_blocks = keeps_blocks
         self.most_passed_over = most_passed_over
         self.available = set(range(ranks))
@@ -165,12 +180,11 @@ class RouterOracle:
     def _take(self, piece: Piece, expected: list[tuple[int, tuple[int, ...]]], left: list[Assignment]) -> None:
         self.pieces.remove(piece)
         request = piece.request
-        groups = self._groups(request)
         before = {rank: self.matched(request, rank) for rank, _ in expected}
         for rank, questions in expected:
             made = left.pop(0)
             assert (made.request_id, made.rank, made.attempt) == (request.id, rank, piece.attempt)
-            parts = tuple(sorted(index for question in questions for index in groups[question]))
+            parts = tuple(sorted(index for question in questions for index in request.questions[question].parts))
             assert made.parts == (None if questions == self.questions(request) else parts)
             assert made.shared_tokens == before[rank] * BLOCK
             assert made.flops == self._cost(request, before[rank], questions)
@@ -263,25 +277,10 @@ class RouterOracle:
         return count
 
     def questions(self, request: RoutableRequest) -> tuple[int, ...]:
-        return tuple(range(len(self._groups(request))))
-
-    def _groups(self, request: RoutableRequest) -> list[list[int]]:
-        """Return the parts of each question."""
-
-        def root(part: int) -> int:
-            return part if request.parts[part].parent < 0 else root(request.parts[part].parent)
-
-        roots = [index for index in range(len(request.parts)) if root(index) == index]
-        return [[index for index in range(len(request.parts)) if root(index) == first] for first in roots]
+        return tuple(range(len(request.questions)))
 
     def _question_cost(self, request: RoutableRequest, question: int) -> int:
-        def end(part: int) -> int:
-            if part < 0:
-                return request.prompt_tokens
-            return end(request.parts[part].parent) + request.parts[part].tokens
-
-        parts = [request.parts[index] for index in self._groups(request)[question]]
-        return sum(self.formula.flops(end(text.parent), text.tokens) for text in parts)
+        return sum(self.formula.flops(before, tokens) for before, tokens in request.questions[question].runs)
 
     def _cost(self, request: RoutableRequest, blocks: int, questions: tuple[int, ...]) -> int:
         there = blocks * BLOCK
@@ -289,7 +288,7 @@ class RouterOracle:
         return prompt + sum(self._question_cost(request, question) for question in questions)
 
     def _place(self, piece: Piece, unsaturated: list[int]) -> tuple[float, int, tuple[int, ...]]:
-        key = piece.request.arrived - piece.request.priority * self.priority_seconds
+        key = piece.request.arrived - piece.request.priority * PRIORITY_SECONDS
         if piece.waits_for not in (None, *unsaturated):
             key += piece.patience
         return key, piece.order, piece.questions

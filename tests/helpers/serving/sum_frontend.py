@@ -12,14 +12,14 @@ import numpy as np
 
 from moepass.runtime.serving.engine.step_engine import EngineFacts
 from moepass.runtime.serving.requests.answer import Answer
+from moepass.runtime.serving.requests.backend import FrontendLimits
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead
 from moepass.runtime.serving.router.prefix_router import PrefixRouter
 from moepass.runtime.serving.router.routable import FlopsFormula
 from moepass.runtime.serving.router.router import RankRouter
 from moepass.runtime.serving.workers.frontend import HANGS, Frontend
-from moepass.runtime.serving.workers.frontend_limits import FrontendLimits
 from moepass.runtime.serving.workers.rank_watch import HangLimits
-from moepass.runtime.serving.workers.supervisor import RankCommand
+from moepass.runtime.serving.workers.supervisor import RankProcess, start_process
 from tests.helpers.serving import sum_rank
 
 KEY = bytes(range(32))
@@ -51,14 +51,16 @@ async def serving(
 ) -> AsyncIterator[Frontend]:
     """Start a frontend with its ranks; `options(rank, attempt)` are command-line options of `sum_rank`."""
 
-    def command(rank: int, attempt: int, endpoint: str) -> RankCommand:
+    endpoint = f"ipc://{folder}/ranks"
+
+    def start_rank(rank: int, attempt: int) -> Awaitable[RankProcess]:
         arguments = (endpoint, str(rank), str(attempt), *options(rank, attempt))
-        return RankCommand((sys.executable, sum_rank.__file__, *arguments), b"options")
+        return start_process((sys.executable, sum_rank.__file__, *arguments), b"options")
 
     frontend = Frontend(
         ranks,
-        command,
-        endpoint=f"ipc://{folder}/ranks",
+        start_rank,
+        endpoint=endpoint,
         formula=TokensFormula(),
         make_router=make_router,
         key=KEY,

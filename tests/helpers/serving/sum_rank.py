@@ -23,8 +23,8 @@ from moepass.models.errors import InputError
 from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult
 from moepass.runtime.serving.requests.answer import Answer, PieceAnswer, ReadAnswer, Usage
 from moepass.runtime.serving.requests.request import NO_TOKENS, Request
+from moepass.runtime.serving.workers.messages import rank_name
 from moepass.runtime.serving.workers.rank_loop import Mailbox, run_rank
-from moepass.runtime.serving.workers.rank_names import rank_name
 
 STEP_TOKENS = 40
 NO_FLOATS = np.empty(0, np.float32)
@@ -71,14 +71,6 @@ class SumEngine:
         return 0
 
 
-class Parent:
-    def __init__(self) -> None:
-        self.number = os.getppid()
-
-    def is_gone(self) -> bool:
-        return os.getppid() != self.number
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("endpoint")
@@ -98,7 +90,8 @@ def main() -> None:
     if asked.dies_after:
         threading.Timer(asked.dies_after, os._exit, (9,)).start()
     engine = SumEngine(asked.step_seconds, asked.error, asked.hangs)
-    mailbox = Mailbox(zmq.Context(), asked.endpoint, rank_name(asked.rank, asked.attempt), engine.check, Parent())
+    name, parent = rank_name(asked.rank, asked.attempt), os.getppid()
+    mailbox = Mailbox(zmq.Context(), asked.endpoint, name, engine.check, lambda: os.getppid() != parent)
     try:
         run_rank(engine, mailbox)
     finally:

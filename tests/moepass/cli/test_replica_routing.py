@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moepass.ray_serve.replica_routing import ReplicaFacts, ReplicaRouting
-from moepass.runtime.serving.router.routable import RoutablePart, RoutableRequest
+from moepass.runtime.serving.router.routable import RoutableQuestion, RoutableRequest
 
 FACTS = ReplicaFacts(saturation_flops=100, flops_per_second=100.0)
 
@@ -165,7 +165,7 @@ def test_a_request_without_a_reported_end_is_over_after_its_deadline() -> None:
 def test_questions_of_a_request_stay_together() -> None:
     async def work(routing: ReplicaRouting, clock: Clock) -> None:
         routing.update({"a": FACTS, "b": FACTS})
-        many = RoutableRequest("", (), 10, tuple(RoutablePart(-1, 10) for _ in range(50)))
+        many = RoutableRequest("", (), 10, tuple(RoutableQuestion((part,), ((10, 10),)) for part in range(50)))
         assert await routing.place("1", many) in ("a", "b")
         assert sorted(routing.loads.values()) == [0, 510]
 

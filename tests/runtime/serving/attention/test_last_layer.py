@@ -44,7 +44,7 @@ def test_read_tokens_get_the_same_states(family: str) -> None:
     model.set_attn_implementation(TRIE_ATTENTION_NAME)
     backbone = ModelHead(model).backbone
     step = step_with_reads(int(model.config.get_text_config().vocab_size))
-    assert (len(step.places), step.count) == (4, 52)
+    assert (len(step.output_positions), step.count) == (4, 52)
     expected = TrieStates(TrieBackbone(backbone), survey.layers, None, CPU).states(step)
     rows: list[int] = []
     experts = [module for name, module in model.named_modules() if name.endswith("experts")]

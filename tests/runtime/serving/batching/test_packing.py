@@ -139,15 +139,15 @@ def test_tokens_of_scored_pieces_are_found_in_the_cache(case: Case) -> None:
 @given(cases())
 def test_each_output_is_read_where_it_stands(case: Case) -> None:
     packed = case.packed
-    assert packed.batch.places.tolist() == sorted(packed.batch.places.tolist())
+    assert packed.batch.output_positions.tolist() == sorted(packed.batch.output_positions.tolist())
     assert packed.logit_places.tolist() == sorted(packed.logit_places.tolist())
-    read = collections.Counter(case.sequences[position] for position in packed.batch.places)
+    read = collections.Counter(case.sequences[position] for position in packed.batch.output_positions)
     assert read == collections.Counter(path for _, path in case.naive.places)
     read = collections.Counter(case.sequences[position] for position in packed.logit_places)
     assert read == collections.Counter(path for _, path in case.naive.logits)
-    places, logit_places = set(packed.batch.places.tolist()), set(packed.logit_places.tolist())
+    places, logit_places = set(packed.batch.output_positions.tolist()), set(packed.logit_places.tolist())
     expected = [
-        full_path(request, number)[: piece_depth(request, number) + read.place + 1]
+        full_path(request, number)[: piece_depth(request, number) + read.index + 1]
         for request in case.requests
         for number, piece in enumerate(request.pieces)
         for read in piece.reads

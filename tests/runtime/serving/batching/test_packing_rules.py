@@ -101,7 +101,7 @@ def test_a_vector_needs_its_last_token_or_all(vector: Vector, computed: int) -> 
     matched = MatchedBlocks(request_hashes(request, KEY), np.array([0, 1]), np.zeros((2, BLOCK_TOKENS), bool))
     packed = pack([request], TABLE, [matched])
     assert packed.batch.count == computed
-    assert packed.batch.places.tolist() == ([15] if vector == "last" else list(range(32)))
+    assert packed.batch.output_positions.tolist() == ([15] if vector == "last" else list(range(32)))
     assert not len(packed.logit_places)
 
 

@@ -159,7 +159,7 @@ def test_scores_do_not_outlive_their_block() -> None:
     index = BlockIndex(1)
     (block,) = store(index, b"a")
     values = np.ones(1, np.float32)
-    scores = ScoredTokens(values, values.astype(np.int32), values.astype(np.int32)[:, None], values[:, None])
+    scores = ScoredTokens(values, values.astype(np.int32)[:, None], values[:, None])
     index.scores.write(np.array([block * BLOCK_TOKENS]), scores)
     with index.lease() as lease:
         assert lease.match(chain(b"a")).scores_known.sum() == 1
@@ -203,7 +203,7 @@ def test_questions_over_one_prompt_come_from_the_cache_in_the_next_step() -> Non
             blocks = lease.reserve(packed.offered)
             at = packed.scores.predicted_at
             values = np.where(at >= 0, at, 0).astype(np.float32)
-            scores = ScoredTokens(values, values.astype(np.int32), values.astype(np.int32)[:, None], values[:, None])
+            scores = ScoredTokens(values, values.astype(np.int32)[:, None], values[:, None])
             index.scores.write(packed.scores.written_slots(packed.stored_slots(blocks)), scores)
             lease.commit()
         assert len(packed.storing(blocks).stored) == (2 if first == 0 else 0)

@@ -15,7 +15,6 @@ def scored(*values: int) -> ScoredTokens:
     numbers = np.array(values)
     return ScoredTokens(
         -numbers.astype(np.float32),
-        numbers.astype(np.int32),
         np.stack([numbers, numbers + 1], axis=1).astype(np.int32),
         np.stack([-numbers, -numbers - 1], axis=1).astype(np.float32) / 2,
     )
@@ -27,7 +26,6 @@ def test_what_was_written_is_read() -> None:
     assert np.flatnonzero(scores.known(np.array([0, 1, 2]))).tolist() == [17, 47]
     stored = scores.read(np.array([47, 17]), 1)
     assert stored.log_probabilities.tolist() == [-3, -1]
-    assert stored.ranks.tolist() == [3, 1]
     assert stored.top_tokens.tolist() == [[3], [1]]
     assert stored.top_log_probabilities.tolist() == [[-1.5], [-0.5]]
     assert scores.read(np.array([47, 17]), 0).top_tokens.shape == (2, 0)
@@ -37,11 +35,11 @@ def test_what_is_known_stays_until_the_block_is_forgotten() -> None:
     scores = BlockScores(2)
     scores.write(np.array([16]), scored(1))
     scores.write(np.array([16, 17]), scored(5, 6))
-    assert scores.read(np.array([16, 17]), 0).ranks.tolist() == [1, 6]
+    assert scores.read(np.array([16, 17]), 1).top_tokens.tolist() == [[1], [6]]
     scores.forget(1)
     assert not scores.known(np.array([1])).any()
     scores.write(np.array([16]), scored(5))
-    assert scores.read(np.array([16]), 0).ranks.tolist() == [5]
+    assert scores.read(np.array([16]), 1).top_tokens.tolist() == [[5]]
 
 
 def test_no_block_knows_nothing() -> None:

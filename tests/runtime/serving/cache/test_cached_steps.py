@@ -42,7 +42,7 @@ def step_scores(packed: PackedStep, sequences: list[tuple[int, ...]]) -> ScoredT
         np.int64,
     )
     floats = scores.astype(np.float32)
-    return ScoredTokens(floats, scores.astype(np.int32), scores.astype(np.int32)[:, None], floats[:, None])
+    return ScoredTokens(floats, scores.astype(np.int32)[:, None], floats[:, None])
 
 
 def run_step(index: BlockIndex, memory: Memory, requests: list[Request], fails: bool) -> None:
@@ -71,9 +71,9 @@ def run_step(index: BlockIndex, memory: Memory, requests: list[Request], fails: 
                 if depth + offset == 0:
                     continue
                 if scores.score_slots[token] >= 0:
-                    (score,) = index.scores.read(scores.score_slots[token : token + 1], 1).ranks.tolist()
+                    (score,) = index.scores.read(scores.score_slots[token : token + 1], 1).top_tokens[0].tolist()
                 else:
-                    score = int(computed.ranks[token])
+                    score = int(computed.top_tokens[token, 0])
                 assert score == score_of(path[: depth + offset + 1])
         index.scores.write(scores.written_slots(packed.stored_slots(blocks)), computed)
         lease.commit()

@@ -19,7 +19,7 @@ TRIE = StepBatch(
     subtree_end=np.array([6, 6, 6, 5, 5, 6, 7]),
     nodes=NODES,
     contexts=(),
-    places=np.array([1, 2, 4, 5, 6]),
+    output_positions=np.array([1, 2, 4, 5, 6]),
     stored=(),
 )
 # The sequence of each position, and the index of its token in it.
@@ -51,6 +51,6 @@ def test_rows_run_in_groups_of_so_many_tokens() -> None:
 
 
 def test_a_step_with_cached_blocks_is_refused() -> None:
-    cached = StepBatch(TRIE.tokens, TRIE.depth, TRIE.subtree_end, NODES, ((3,),), TRIE.places, ())
+    cached = StepBatch(TRIE.tokens, TRIE.depth, TRIE.subtree_end, NODES, ((3,),), TRIE.output_positions, ())
     with pytest.raises(ValueError, match="no cache"):
         PaddedRows(lambda *_: torch.zeros(0), torch.device("cpu"), 10).states(cached)

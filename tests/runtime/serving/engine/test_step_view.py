@@ -43,7 +43,7 @@ def test_the_nodes_are_the_trie_on_top_of_the_cache(batch: StepBatch) -> None:
     assert all(node.parent < number for number, node in enumerate(nodes))
     assert sum(node.tokens for node in nodes if not node.is_cached) == batch.count
     assert sum(node.tokens for node in nodes if node.is_cached) == cached_tokens(batch)
-    assert sum(node.reads for node in nodes) == len(batch.places)
+    assert sum(node.reads for node in nodes) == len(batch.output_positions)
     # The depth of every computed node is the number of tokens above it.
     shown = sorted(
         (sum(nodes[above].tokens for above in path(nodes, number)[:-1]), node.tokens)
@@ -72,13 +72,13 @@ def test_what_is_too_much_is_left_out_from_below(batch: StepBatch, most: int) ->
 def test_an_engine_shows_its_last_step_until_it_forgets() -> None:
     watch = StepWatch(BlockIndex(3), 64)
     nothing = EngineView(None, 3, 0, 0, 64)
-    assert watch.look() == nothing
+    assert watch.view() == nothing
     empty = np.empty(0, np.int64)
     watch.packed(StepBatch(empty, empty, empty, (), (), empty, ()))
     watch.ended(StepResult((), (), (), 7, 8, 9, 0.5, 0.0), 2)
-    step = watch.look().step
+    step = watch.view().step
     assert step is not None
     assert (step.number, step.requests, step.tokens, step.flops, step.unshared_flops) == (1, 2, 7, 8, 9)
     assert step.age_seconds >= 0
     watch.forget()
-    assert watch.look() == nothing
+    assert watch.view() == nothing

@@ -19,11 +19,8 @@ def wanted_scores(draw: st.DrawFn) -> tuple[int, WantedScores]:
     count = draw(st.integers(1, 9))
     rows = sorted(draw(st.lists(st.integers(0, count - 1), max_size=30)))
     tokens = draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=len(rows), max_size=len(rows)))
-    ranked = draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows)))
     top = draw(st.lists(st.integers(0, VOCABULARY), min_size=count, max_size=count))
-    return count, WantedScores(
-        np.array(rows, np.int64), np.array(tokens, np.int64), np.array(ranked, np.bool_), np.array(top, np.int64)
-    )
+    return count, WantedScores(np.array(rows, np.int64), np.array(tokens, np.int64), np.array(top, np.int64))
 
 
 @settings(max_examples=60, deadline=None)
@@ -39,8 +36,6 @@ def test_scores_in_parts_equal_those_of_all_logits(
     log_probabilities = states.log_softmax(-1).numpy()
     expected = log_probabilities[wanted.rows, wanted.tokens]
     np.testing.assert_allclose(scores.log_probabilities, expected, atol=1e-5)
-    order = (-states).argsort(-1).argsort(-1).numpy() + 1
-    assert scores.ranks.tolist() == np.where(wanted.is_ranked, order[wanted.rows, wanted.tokens], 0).tolist()
     for row, most in enumerate(wanted.top):
         best = np.argsort(-log_probabilities[row])[:most]
         assert scores.top_tokens[row, :most].tolist() == best.tolist()
@@ -54,7 +49,7 @@ def test_no_logits_are_made_for_more_rows_than_fit() -> None:
         seen.append(len(states))
         return states
 
-    wanted = WantedScores(np.arange(7), np.zeros(7, np.int64), np.ones(7, np.bool_), np.zeros(7, np.int64))
+    wanted = WantedScores(np.arange(7), np.zeros(7, np.int64), np.zeros(7, np.int64))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(token_scores, "LOGITS_BYTES", 4 * VOCABULARY * 3)
         score_tokens(torch.randn(7, VOCABULARY), head, VOCABULARY, wanted)

@@ -73,7 +73,7 @@ import asyncio, sys
 from pathlib import Path
 from tests.helpers.serving.reference_backend import ReferenceBackend
 from moepass.models.checkpoint.checkpoint_folders import load_model, load_prompt, load_tokenizer
-from moepass.runtime.serving.http.draining_server import server_of
+from moepass.runtime.serving.http.draining_server import make_server
 from moepass.runtime.serving.http.listening_socket import open_socket
 from moepass.runtime.serving.routes.server_settings import ServerSettings
 from moepass.runtime.serving.routes.service import Service
@@ -89,7 +89,7 @@ folder = Path(sys.argv[1])
 writer = PromptWriter(load_tokenizer(folder), load_prompt(folder), 64)
 with open_socket("127.0.0.1", 0) as opened:
     print(opened.getsockname()[1], flush=True)
-    server_of(Service(Slow(load_model(folder)), writer, ServerSettings(("tiny",)))).run([opened])
+    make_server(Service(Slow(load_model(folder)), writer, ServerSettings(("tiny",)))).run([opened])
 print("ended", flush=True)
 """
 

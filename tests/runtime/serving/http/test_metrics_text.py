@@ -8,10 +8,8 @@ import pytest
 
 from moepass.runtime.serving.http.metrics_text import metrics_text
 from moepass.runtime.serving.requests.backend import BackendStatus
-from moepass.runtime.serving.requests.histogram import Histogram
-from moepass.runtime.serving.requests.view import BackendView, EngineView, RankView
-from moepass.runtime.serving.workers.request_times import RequestTimes
-from moepass.runtime.serving.workers.serving_counters import ServingCounters
+from moepass.runtime.serving.requests.view import BackendView, EngineView, Histogram, RankView
+from moepass.runtime.serving.workers.serving_counters import RequestTimes, ServingCounters
 
 # The text format of https://prometheus.io/docs/instrumenting/exposition_formats.
 _LABEL = r'[a-zA-Z_]\w*="(?:[^"\\\n]|\\["\\n])*"'

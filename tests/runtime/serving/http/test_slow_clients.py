@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from moepass.models.limits import MOST_BODY_BYTES
-from moepass.runtime.serving.http.connection_limits import ConnectionLimits
-from moepass.runtime.serving.http.draining_server import DrainingServer, make_server
+from moepass.runtime.serving.http.draining_server import ConnectionLimits, DrainingServer, make_server
 from moepass.runtime.serving.http.listening_socket import open_socket
 from tests.helpers.serving.served import Served
 

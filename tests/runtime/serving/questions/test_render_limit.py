@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from moepass.models.checkpoint.checkpoint_folders import Prompt, load_tokenizer
-from moepass.runtime.serving.questions.prompts import PromptWriter
-from moepass.runtime.serving.questions.render_limit import RenderLimit, RenderTimeoutError
+from moepass.runtime.serving.questions.prompts import PromptWriter, RenderLimit, RenderTimeoutError
 from tests.helpers.graphs.tiny_checkpoint import save_tiny_checkpoint
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

@@ -72,7 +72,7 @@ def _fingerprints(request: Request) -> Answer:
         reads = [
             ReadAnswer(
                 np.array(
-                    [_fingerprint(path[: before + read.place + 1], token) for token in read.tokens.tolist()], "f4"
+                    [_fingerprint(path[: before + read.index + 1], token) for token in read.tokens.tolist()], "f4"
                 ),
                 np.empty(0, np.int32),
                 np.empty(0, np.float32),

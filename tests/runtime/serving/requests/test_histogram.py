@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moepass.runtime.serving.requests.histogram import Histogram
+from moepass.runtime.serving.requests.view import Histogram
 
 NUMBERS = st.integers(-5, 20) | st.floats(-5, 20)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,12 +12,10 @@ from hypothesis import strategies as st
 from moepass.runtime.serving.requests.answer import Answer, PieceAnswer, Usage
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead
 from moepass.runtime.serving.requests.request_parts import (
-    RequestPart,
-    chosen_parts,
-    everything,
     halves,
     merged_answer,
-    prompt_length,
+    prompt_and_branches,
+    request_part,
 )
 from tests.helpers.serving.piece_paths import piece_path
 
@@ -47,10 +47,10 @@ def answered(request: Request) -> Answer:
 @given(request=requests())
 def test_halves_make_the_whole(request: Request) -> None:
     split = halves(request)
-    prompt = prompt_length(request)
+    prompt, branches = prompt_and_branches(request)
     if split is None:
         roots = [piece for piece in request.pieces[prompt:] if piece.parent < prompt]
-        assert len(roots) < 2
+        assert len(roots) == len(branches) < 2
         return
     assert not split[0].answered & split[1].answered
     assert split[0].answered | split[1].answered == set(range(len(request.pieces)))
@@ -65,7 +65,8 @@ def test_halves_make_the_whole(request: Request) -> None:
 
 @given(request=requests())
 def test_the_prompt_is_the_chain_that_all_others_hang_on(request: Request) -> None:
-    prompt = prompt_length(request)
+    prompt, branches = prompt_and_branches(request)
+    assert sorted(itertools.chain(*branches)) == list(range(prompt, len(request.pieces)))
     assert [piece.parent for piece in request.pieces[:prompt]] == list(range(-1, prompt - 1))
     for number in range(prompt, len(request.pieces)):
         assert piece_path(request, number)[:prompt] == tuple(range(prompt))
@@ -77,12 +78,11 @@ def test_parts_keep_the_salt_and_read_the_prompt_once() -> None:
     read = (TokenRead(0, np.array([1], np.int32)),)
     tokens = np.array([1], np.int32)
     request = Request("r", tuple(TokenPiece(min(number - 1, 0), tokens, read) for number in range(4)), b"salt")
-    first = chosen_parts(request, 1, [0, 2], answers_prompt=True)
-    second = chosen_parts(request, 1, [1], answers_prompt=False)
+    first = request_part(1, [3, 1], answers_prompt=True)
+    second = request_part(1, [2], answers_prompt=False)
     assert first.pieces == (0, 1, 3)
     assert [len(piece.reads) for piece in first.of(request, "a").pieces] == [1, 1, 1]
     assert [len(piece.reads) for piece in second.of(request, "b").pieces] == [0, 1]
     assert second.of(request, "b").salt == b"salt"
-    assert everything(request) == RequestPart((0, 1, 2, 3), frozenset(range(4)))
-    with pytest.raises(ValueError, match=r"pieces \[2\]"):
+    with pytest.raises(KeyError, match="2"):
         merged_answer(request, [(first, answered(first.of(request, "a")))])

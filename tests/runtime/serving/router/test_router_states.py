@@ -18,11 +18,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from benchmarks.serving.simple_routers import LeastTokensRouter, RoundRobinRouter
 from moepass.runtime.serving.router.prefix_router import MOST_PASSED_OVER, PrefixRouter
-from moepass.runtime.serving.router.routable import RoutablePart, RoutableRequest
+from moepass.runtime.serving.router.routable import RoutableRequest
 from moepass.runtime.serving.router.router import RankRouter
-from moepass.runtime.serving.router.simple_routers import LeastTokensRouter, RoundRobinRouter
-from tests.helpers.serving.router_oracle import BLOCK, LinearAndPairs, RouterOracle
+from tests.helpers.serving.router_oracle import BLOCK, LinearAndPairs, RouterOracle, questions_of
 
 FORMULA = LinearAndPairs()
 SATURATION = st.sampled_from([1, 300, 2000, 6000, 20000])
@@ -46,23 +46,24 @@ CHAINS = st.lists(st.sampled_from([0, 0, 0, 1]), max_size=6).map(lambda path: ch
 
 
 @st.composite
-def part_trees(draw: st.DrawFn) -> tuple[RoutablePart, ...]:
-    parts: list[RoutablePart] = []
+def part_trees(draw: st.DrawFn) -> list[tuple[int, int]]:
+    parts: list[tuple[int, int]] = []
     for number in range(draw(st.integers(0, 8))):
         # Mostly questions, some of them with labels.
         parent = draw(st.sampled_from([-1, -1, -1, number - 1]))
-        parts.append(RoutablePart(parent, draw(st.integers(1, 40))))
-    return tuple(parts)
+        parts.append((parent, draw(st.integers(1, 40))))
+    return parts
 
 
 @st.composite
 def asked_requests(draw: st.DrawFn) -> dict[str, Any]:
     blocks = draw(CHAINS)
-    parts = draw(st.one_of(st.just(()), part_trees()))
+    parts = draw(st.one_of(st.just([]), part_trees()))
+    prompt_tokens = len(blocks) * BLOCK + draw(st.integers(1, 40))
     return {
         "blocks": blocks,
-        "prompt_tokens": len(blocks) * BLOCK + draw(st.integers(1, 40)),
-        "parts": parts,
+        "prompt_tokens": prompt_tokens,
+        "questions": questions_of(prompt_tokens, parts),
         "priority": draw(st.sampled_from([0, 0, 0, -1, 1, 2])),
         "patience": draw(st.sampled_from([math.inf, math.inf, math.inf, 0.5, 3.0, 30.0])),
     }
@@ -86,19 +87,17 @@ class RouterMachine(RuleBasedStateMachine):
                 FORMULA,
                 saturation_flops=int(saturation),
                 flops_per_second=1000.0,
-                priority_seconds=2.0,
                 **settled,
             )
         else:
             saturation = math.inf
             simple = data.draw(st.sampled_from([RoundRobinRouter, LeastTokensRouter]), label="simple")
-            self.router = simple(ranks, FORMULA, priority_seconds=2.0, **settled)
+            self.router = simple(ranks, FORMULA, **settled)
         self.oracle = RouterOracle(
             ranks,
             FORMULA,
             saturation_flops=saturation,
             flops_per_second=1000.0,
-            priority_seconds=2.0,
             keeps_blocks=keeps_blocks,
             most_passed_over=MOST_PASSED_OVER,
         )

@@ -8,20 +8,20 @@ import dataclasses
 import os
 import signal
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
 
 from moepass.models.errors import InputError
 from moepass.runtime.serving.requests.answer import Answer
-from moepass.runtime.serving.requests.backend import AnswerTimeoutError, NotServingError, QueueFullError
+from moepass.runtime.serving.requests.backend import AnswerTimeoutError, FrontendLimits, NotServingError, QueueFullError
 from moepass.runtime.serving.requests.request import Request, TokenPiece
 from moepass.runtime.serving.requests.view import BackendView, EngineView
 from moepass.runtime.serving.workers.frontend import Frontend
-from moepass.runtime.serving.workers.frontend_limits import FrontendLimits
 from moepass.runtime.serving.workers.messages import RankReady, StatusReport, encode
 from moepass.runtime.serving.workers.rank_watch import HangLimits
-from moepass.runtime.serving.workers.supervisor import RankCommand, RankStartError
+from moepass.runtime.serving.workers.supervisor import RankStartError
 from tests.helpers.serving import sum_rank
 from tests.helpers.serving.sum_frontend import (
     KEY,
@@ -39,12 +39,18 @@ from tests.helpers.serving.sum_frontend import (
 
 def test_a_ready_rank_is_shown_while_others_start(tmp_path: Path) -> None:
     async def work() -> None:
-        def command(rank: int, attempt: int, endpoint: str) -> RankCommand:
+        def start_rank(rank: int, attempt: int) -> NoReturn:
             raise AssertionError("no rank is started")
 
         endpoint = f"ipc://{tmp_path}/ranks"
         frontend = Frontend(
-            2, command, endpoint=endpoint, formula=TokensFormula(), make_router=make_router, key=KEY, limits=NO_LIMITS
+            2,
+            start_rank,
+            endpoint=endpoint,
+            formula=TokensFormula(),
+            make_router=make_router,
+            key=KEY,
+            limits=NO_LIMITS,
         )
         frontend._handle_message(0, encode(RankReady(sum_rank.SumEngine.facts)))
         viewing = asyncio.create_task(frontend.view())
@@ -266,7 +272,7 @@ def test_a_request_that_takes_too_long_is_cancelled(tmp_path: Path) -> None:
             assert cancelled.cancelled()
             assert frontend.counters.given_up == 2
             assert frontend._router is not None
-            assert (frontend._router.loads, frontend._router.requests) == ((0,), ())
+            assert (frontend._router.loads, frontend._router.requests) == ((0,), {})
 
     run(work())
 

@@ -13,7 +13,7 @@ import pytest
 from moepass.models.errors import InputError
 from moepass.runtime.serving.requests.backend import NotServingError
 from moepass.runtime.serving.workers.frontend import Frontend
-from moepass.runtime.serving.workers.launched_ranks import LaunchedRank, ServerWatch, WatchedProcess, announce
+from moepass.runtime.serving.workers.launched_ranks import WatchedProcess, announce, launched_rank
 from moepass.runtime.serving.workers.supervisor import RankLostError
 from tests.helpers.serving import sum_rank
 from tests.helpers.serving.sum_frontend import (
@@ -42,7 +42,7 @@ def test_a_lost_rank_of_a_launcher_ends_the_server(tmp_path: Path) -> None:
     async def work() -> None:
         frontend = Frontend(
             2,
-            lambda rank, attempt, endpoint: LaunchedRank(tmp_path, rank),
+            lambda rank, attempt: launched_rank(tmp_path, rank),
             endpoint=f"ipc://{tmp_path}/ranks",
             formula=TokensFormula(),
             make_router=make_router,
@@ -78,12 +78,10 @@ def test_a_lost_rank_of_a_launcher_ends_the_server(tmp_path: Path) -> None:
 def test_a_process_that_is_no_child_is_watched_and_killed(tmp_path: Path) -> None:
     async def work() -> None:
         process = subprocess.Popen(["sleep", "60"])
-        watched, watch = WatchedProcess(process.pid), ServerWatch(process.pid)
+        watched = WatchedProcess(process.pid)
         assert watched.returncode is None
-        assert not watch.is_gone()
         watched.kill()
         assert await watched.wait() == 1
-        assert watch.is_gone()
         process.wait()
         with pytest.raises(ProcessLookupError):
             watched.kill()
@@ -97,12 +95,12 @@ def test_a_process_that_is_no_child_is_watched_and_killed(tmp_path: Path) -> Non
 
 def test_a_rank_announces_its_process(tmp_path: Path) -> None:
     async def work() -> None:
-        starting = asyncio.create_task(LaunchedRank(tmp_path, 1).start())
+        starting = asyncio.create_task(launched_rank(tmp_path, 1))
         await asyncio.sleep(0)
         announce(tmp_path, 1)
         assert (await starting).pid == os.getpid()
         (tmp_path / "rank-1").write_text("-1")
         with pytest.raises(InputError, match="-1"):
-            await LaunchedRank(tmp_path, 1).start()
+            await launched_rank(tmp_path, 1)
 
     run(work())

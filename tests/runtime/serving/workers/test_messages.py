@@ -40,7 +40,7 @@ ANSWER = Answer(
     "a",
     (
         PieceAnswer((ReadAnswer(floats(-0.5, -2), ints(7), floats(-0.5)),)),
-        PieceAnswer(scored=ScoredTokens(floats(-1), ints(3), ints(4).reshape(1, 1), floats(-1).reshape(1, 1))),
+        PieceAnswer(scored=ScoredTokens(floats(-1), ints(4).reshape(1, 1), floats(-1).reshape(1, 1))),
         PieceAnswer(vector=floats(0.5, 0.25)),
     ),
     Usage(6, 2, 2**62),

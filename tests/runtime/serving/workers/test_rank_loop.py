@@ -69,15 +69,8 @@ class CountingEngine:
     def compilations(self) -> int:
         return 3
 
-    def look(self) -> EngineView:
+    def view(self) -> EngineView:
         return EngineView(cache_blocks=7)
-
-
-class FakeParentWatch:
-    gone = False
-
-    def is_gone(self) -> bool:
-        return self.gone
 
 
 class FakeFrontend:
@@ -89,13 +82,15 @@ class FakeFrontend:
         self.socket.setsockopt(zmq.RCVTIMEO, 20_000)
         endpoint = f"ipc://{folder}/ranks"
         self.socket.bind(endpoint)
-        self.engine, self.watch = CountingEngine(), FakeParentWatch()
+        self.engine, self.is_orphan = CountingEngine(), False
         self.raised: list[Exception] = []
         self.thread = threading.Thread(target=self._run, args=(endpoint,), daemon=True)
         self.thread.start()
 
     def _run(self, endpoint: str) -> None:
-        mailbox = Mailbox(self.context, endpoint, b"rank 0", self.engine.check, self.watch, self.engine.look)
+        mailbox = Mailbox(
+            self.context, endpoint, b"rank 0", self.engine.check, lambda: self.is_orphan, self.engine.view
+        )
         try:
             run_rank(self.engine, mailbox)
         except FailingRankError as error:
@@ -127,7 +122,7 @@ def frontend(tmp_path: Path) -> Iterator[FakeFrontend]:
     made = FakeFrontend(tmp_path)
     yield made
     made.engine.gate.set()
-    made.watch.gone = True
+    made.is_orphan = True
     assert made.ended()
     made.context.destroy(linger=0)
 
@@ -249,5 +244,5 @@ def test_a_rank_ends_with_its_frontend(frontend: FakeFrontend, ending: str) -> N
     frontend.receive()
     if ending == "no message":
         frontend.socket.send_multipart([b"rank 0", b"\xc1"])
-    frontend.watch.gone = True
+    frontend.is_orphan = True
     assert frontend.ended()

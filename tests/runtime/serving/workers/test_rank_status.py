@@ -8,10 +8,9 @@ import pytest
 
 from moepass.runtime.serving.engine.step_engine import EngineFacts
 from moepass.runtime.serving.requests.view import EngineView
-from moepass.runtime.serving.router.assignments import Assignment
+from moepass.runtime.serving.router.routable import Assignment
 from moepass.runtime.serving.workers import rank_status
-from moepass.runtime.serving.workers.rank_status import RankStatusPoller
-from moepass.runtime.serving.workers.rank_views import rank_views
+from moepass.runtime.serving.workers.rank_status import RankStatusPoller, rank_views
 
 FACTS = EngineFacts(
     "rows", 10, 1e6, 100, 50, 32, True, None, (), {"steps": "padded rows, because it is recurrent"}, 4096

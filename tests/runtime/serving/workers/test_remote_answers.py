@@ -45,7 +45,7 @@ def test_request_and_answer_arrive_unchanged() -> None:
     request, *options = backend.given
     assert options == [-2, 1.5]
     assert (request.id, request.salt, request.pieces[0].tokens.tolist()) == ("name", b"s", [0, 1, 2])
-    assert request.pieces[0].reads[0].place == 2
+    assert request.pieces[0].reads[0].index == 2
     (read,) = answer.pieces[0].reads
     assert (answer.id, answer.usage) == ("name", Usage(3, 1, 7))
     assert read.log_probabilities.tolist() == [-0.5]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 
 import pytest
 
 from moepass.runtime.serving.workers import supervisor
-from moepass.runtime.serving.workers.supervisor import RankCommand, Supervisor, next_pause
+from moepass.runtime.serving.workers.supervisor import RankProcess, Supervisor, next_pause, start_process
 
 
 def test_pauses_grow_up_to_the_longest() -> None:
@@ -28,12 +28,12 @@ def test_a_restarted_rank_that_is_never_ready_is_killed(monkeypatch: pytest.Monk
             if len(lost) == 2:
                 ended.set()
 
-        def command(rank: int, attempt: int) -> RankCommand:
+        def start_rank(rank: int, attempt: int) -> Awaitable[RankProcess]:
             if attempt == 0:
                 made.ready(rank)
-            return RankCommand(("true",) if attempt == 0 else ("sleep", "100"), b"")
+            return start_process(("true",) if attempt == 0 else ("sleep", "100"), b"")
 
-        made = Supervisor(1, command, on_lost)
+        made = Supervisor(1, start_rank, on_lost)
         await made.start()
         await asyncio.wait_for(ended.wait(), 20)
         await made.close(0)
@@ -59,11 +59,11 @@ def test_a_steady_rank_is_restarted_without_a_pause(
             if len(pauses) == 1:
                 done.set()
 
-        def command(rank: int, attempt: int) -> RankCommand:
+        def start_rank(rank: int, attempt: int) -> Awaitable[RankProcess]:
             made.ready(rank)
-            return RankCommand(("true",), b"")
+            return start_process(("true",), b"")
 
-        made = Supervisor(1, command, lost)
+        made = Supervisor(1, start_rank, lost)
         await made.start()
         await asyncio.wait_for(done.wait(), 20)
         while len(pauses) < 2:

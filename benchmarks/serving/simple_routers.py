@@ -5,35 +5,31 @@ Loads and tables are kept as in every router, so shared prefixes are counted whe
 
 from __future__ import annotations
 
-from moepass.runtime.serving.router.assignments import Assignment
-from moepass.runtime.serving.router.open_work import Work
-from moepass.runtime.serving.router.routable import FlopsFormula
-from moepass.runtime.serving.router.router import RankChoice, RankRouter, set_bits
+from moepass.runtime.serving.router.block_tables import set_bits
+from moepass.runtime.serving.router.routable import Assignment, FlopsFormula
+from moepass.runtime.serving.router.router import RankChoice, RankRouter
+from moepass.runtime.serving.router.waiting_queue import Work
 
 
 class RoundRobinRouter(RankRouter):
     """A policy that takes the available ranks in turn."""
 
-    def __init__(
-        self, ranks: int, formula: FlopsFormula, *, priority_seconds: float = 1.0, keeps_blocks: bool = True
-    ) -> None:
-        super().__init__(ranks, formula, priority_seconds=priority_seconds, keeps_blocks=keeps_blocks)
+    def __init__(self, ranks: int, formula: FlopsFormula, *, keeps_blocks: bool = True) -> None:
+        super().__init__(ranks, formula, keeps_blocks=keeps_blocks)
         self._last = ranks - 1
 
     def _choose_ranks(self, work: Work, now: float) -> tuple[RankChoice, ...]:
         available = self._available
         later = available >> (self._last + 1) << (self._last + 1)
         self._last = rank = _lowest_bit(later or available)
-        return ((rank, self._tables.longest_match(work.request.blocks, 1 << rank)[1], work.questions),)
+        return ((rank, self.tables.longest_match(work.request.blocks, 1 << rank)[1], work.questions),)
 
 
 class LeastTokensRouter(RankRouter):
     """A policy that picks the rank with the fewest unfinished tokens, the first of several."""
 
-    def __init__(
-        self, ranks: int, formula: FlopsFormula, *, priority_seconds: float = 1.0, keeps_blocks: bool = True
-    ) -> None:
-        super().__init__(ranks, formula, priority_seconds=priority_seconds, keeps_blocks=keeps_blocks)
+    def __init__(self, ranks: int, formula: FlopsFormula, *, keeps_blocks: bool = True) -> None:
+        super().__init__(ranks, formula, keeps_blocks=keeps_blocks)
         self._tokens = [0] * ranks
 
     def _choose_ranks(self, work: Work, now: float) -> tuple[RankChoice, ...]:
@@ -43,7 +39,7 @@ class LeastTokensRouter(RankRouter):
             if self._available == self._all
             else min(set_bits(self._available), key=tokens.__getitem__)
         )
-        return ((rank, self._tables.longest_match(work.request.blocks, 1 << rank)[1], work.questions),)
+        return ((rank, self.tables.longest_match(work.request.blocks, 1 << rank)[1], work.questions),)
 
     def _assign(self, work: Work, rank: int, blocks: int) -> Assignment:
         self._tokens[rank] += _tokens(work)
@@ -57,8 +53,9 @@ class LeastTokensRouter(RankRouter):
 
 def _tokens(work: Work) -> int:
     request = work.request
-    parts = request.parts
-    return request.prompt_tokens + sum(parts[index].tokens for question in work.questions for index in question.parts)
+    shares = {question.parts for question in work.questions}
+    questions = (question for question in request.questions if question.parts in shares)
+    return request.prompt_tokens + sum(tokens for question in questions for _, tokens in question.runs)
 
 
 def _lowest_bit(mask: int) -> int:
