@@ -20,8 +20,6 @@ class MoepassError(Exception):
         name: the wrong object: an option, an argument, a tensor, a bank, a segment, a pass
         value: its value
         expected: the right value, the possible values, or the limit
-        path: the file or folder in question
-        rank: the rank in question
         ranks: the ranks in question, or those that differ
     """
 
@@ -48,6 +46,13 @@ class MoepassError(Exception):
     def wrong(cls: type[_Error], name: str, value: object, expected: str) -> _Error:
         """Return the error of a single wrong value: `NAME is VALUE; it must be EXPECTED`."""
         return cls(f"{name} is {value!r}; it must be {expected}", name=name, value=value, expected=expected)
+
+    @classmethod
+    def unknown(cls: type[_Error], name: str, value: object, known: Iterable[object]) -> _Error:
+        """Return the error of a value that is not one of several: `NAME is VALUE; it must be one of KNOWN`."""
+        return cls(
+            f"{name} is {value!r}; it must be one of {one_of(known)}", name=name, value=value, expected=tuple(known)
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.args, {name: _portable(value) for name, value in vars(self).items()})

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, get_args
 
-from moepass.models.errors import InputError, one_of
+from moepass.models.errors import InputError
 
 # Transports of shards between ranks: one-sided copies by each rank, or a collective of all ranks.
 PULL, COLLECTIVE = "pull", "collective"
@@ -35,7 +35,6 @@ class HomeRecord:
     """Properties of a home.
 
     Attributes:
-        name: the value of `offload_experts(home=...)`
         banks_there: what banks do there, as the end of a sentence
         rests_in: owner of the memory that the banks take
         travel: links over which a bank is transferred into a slot, all at the same time; empty: it stays on the device
@@ -115,7 +114,5 @@ ADOPTED = HOMES["peer"]
 def home_named(name: str) -> HomeRecord:
     """Return the home called `name`. Raises InputError for an unknown name."""
     if name not in HOMES:
-        raise InputError(
-            f"home is {name!r}; it must be one of {one_of(HOMES)}", name="home", value=name, expected=tuple(HOMES)
-        )
+        raise InputError.unknown("home", name, HOMES)
     return HOMES[name]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +44,6 @@ from moepass.runtime.execute.captured import capture_notes, name_inputs
 from moepass.runtime.execute.executor import Executor
 from moepass.runtime.execute.run_findings import RunFindings
 from moepass.runtime.lowering.lower_segments import decompositions, lower_segments
-from moepass.runtime.lowering.vector_check import vector_check
 from moepass.runtime.ranks.eager_watch import eager_watch
 from moepass.runtime.ranks.rendezvous import PeerError
 
@@ -93,6 +94,34 @@ def asyncep(
             keep_inference_input_mutations=True,
         )(graph, example_inputs)
     return compiled
+
+
+@contextlib.contextmanager
+def vector_check() -> Iterator[Callable[[], None]]:
+    """Ask for the CPU's vector instructions in a thread, as Inductor does before its first kernel, during the block.
+
+    The answer, which Inductor caches in this process, takes seconds: Inductor compiles a test program and starts a
+    process that loads it. Yields a function that waits for the thread, which has ended when the block ends or raises.
+    """
+    # Imported here, because two threads must not import modules at the same time that import each other.
+    from torch._inductor import codecache as codecache
+    from torch._inductor import cpp_builder as cpp_builder
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    def ask() -> None:
+        try:
+            pick_vec_isa()
+        except Exception as error:
+            # Inductor will ask again, and its error reaches the caller.
+            logger.debug("no answer about vector instructions: %s: %s", type(error).__name__, error)
+
+    # A copy of this context has the caller's changes of Inductor's configuration.
+    asking = threading.Thread(target=contextvars.copy_context().run, args=(ask,), name="moepass-vector-check")
+    asking.start()
+    try:
+        yield asking.join
+    finally:
+        asking.join()
 
 
 def _is_on_cpu(example_inputs: Sequence[Any]) -> bool:

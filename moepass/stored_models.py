@@ -13,7 +13,7 @@ from rich.text import Text
 
 from moepass.models.errors import InputError
 from moepass.runtime.captures.capture_store import CaptureStore, StoredEntry, find_store
-from moepass.runtime.kernels.grouped_gemm.tuned_tiles import TunedTiles
+from moepass.runtime.kernels.grouped_gemm.tuner import TunedTiles
 from moepass.runtime.system.own_files import FOLDER_VARIABLE, remove_files
 
 

@@ -31,7 +31,7 @@ from benchmarks.on_gpu.target import (
     conditions,
     is_out_of_memory,
 )
-from moepass.models.formulas.gemms import grouped_gemm_flops
+from moepass.models.formulas.gemms import gemm_flops
 from moepass.passes.ir.segment import EXPERTS
 from moepass.passes.segments.expert_kernels import read_kernels
 from moepass.passes.segments.expert_program import read_program
@@ -158,9 +158,9 @@ class _LayerRuns:
     def measure(self, what: str, tokens: int, routing: str, rounds: int) -> KernelResult:
         layer, pairs = self.layer, tokens * self.layer.experts.top_k
         width, hidden = layer.experts.width, layer.hidden
-        flops = int(grouped_gemm_flops(pairs, hidden, layer.up.shape[2]))
+        flops = int(gemm_flops(pairs, hidden, layer.up.shape[2]))
         if what == LAYER:
-            flops += int(grouped_gemm_flops(pairs, width, hidden))
+            flops += int(gemm_flops(pairs, width, hidden))
         result = KernelResult(layer.name, what, tokens, routing, flops)
         try:
             routed = layer.routed(tokens, routing)

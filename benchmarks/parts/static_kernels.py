@@ -12,10 +12,10 @@ from benchmarks.parts.expert_shapes import MODELS, ExpertShape, even_rows, exper
 from moepass.passes.machine.hardware import Hardware
 from moepass.passes.segments.expert_kernels import read_kernels
 from moepass.passes.segments.expert_program import read_program
-from moepass.runtime.kernels.grouped_gemm.gpu_code import CompiledKernel, compile_segment
-from moepass.runtime.kernels.grouped_gemm.kernel_work import count_work, roofline
 from moepass.runtime.kernels.grouped_gemm.tile_sizes import candidate_sizes, tile_sizes
 from moepass.runtime.profiles.hardware_profiles import load_hardware
+from tests.helpers.kernels.gpu_code import CompiledKernel, compile_segment
+from tests.helpers.kernels.kernel_work import count_work, roofline
 
 # One hardware preset for each compute capability.
 MACHINES = {80: "1xa100-80g", 90: "1xh100-80g", 100: "1xb200-192g"}

@@ -63,11 +63,9 @@ class CheckpointFiles:
     another file is opened, or by `close`. Files are checked whenever they are opened, and in `check`: they must not
     change, so that tensors of different versions are never mixed.
 
-    Raises CheckpointError if a file is not a complete safetensors file, and InputError for a dtype that torch lacks.
-
-    Args:
-        files: The files. If a key is in two of them, the later file is used, as in transformers.
-        stamps: The watcher that checks these files, and possibly others.
+    If a key is in two files, the later file is used, as in transformers. `stamps` checks these files, and possibly
+    others. Raises CheckpointError if a file is not a complete safetensors file, and InputError for a dtype that torch
+    lacks.
     """
 
     def __init__(self, files: Sequence[Path], stamps: FileStamps | None = None) -> None:

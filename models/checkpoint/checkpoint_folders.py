@@ -21,6 +21,7 @@ from moepass.models.checkpoint.weight_files import (
     check_loading,
     check_type,
     check_weight_files,
+    loading_problem,
     one_line,
     read_json,
     weight_files,
@@ -45,13 +46,7 @@ _MADE_UP_NUMBERS = 1 << 26
 
 
 class KnownAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A question whose answer the model must know if its prompt is right.
-
-    Attributes:
-        input: the text that is asked about
-        answers: the candidate answers
-        expected: the right one of `answers`
-    """
+    """A question about the text `input`, whose answer the model must know if its prompt is right."""
 
     input: str
     answers: tuple[str, ...]
@@ -64,11 +59,9 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         template: prompt with `{text}` exactly once
-        labels: candidate answers
         label_names: names of labels for people
         max_text_tokens: number of tokens to which `{text}` is truncated
         pair_template: question about the relevance of a document, with `{query}` and `{document}` once each
-        pair_labels: answers for yes and no
         vector: embedding of a text: that of its last token, or the mean
         probe: question that is asked when a server starts, so that a wrong prompt shows before it yields bad scores
     """
@@ -159,29 +152,20 @@ def load_config(path: Path) -> PreTrainedConfig:
     return config
 
 
-def load_model(
-    folder: Path, dtype: torch.dtype | None = None, experts_implementation: str = "grouped_mm"
-) -> PreTrainedModel:
+def load_model(folder: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Load the model of a checkpoint folder on the CPU: eval mode, no key-value cache, no gradients.
 
-    Args:
-        folder: The checkpoint folder.
-        dtype: The dtype of the weights, by default that of the config.
-        experts_implementation: As in transformers; no effect on families without experts.
-
-    Raises:
-        CheckpointError: Files are missing, truncated or not safetensors; weights are missing, unexpected, or do not
-            have the shapes of the config; a file changes while it is read; or weights stay in a dtype in which nothing
-            here computes, such as float8.
+    `dtype` is that of the weights, by default the config's. Raises CheckpointError if files are missing, truncated or
+    not safetensors; if weights are missing, unexpected, or do not have the shapes of the config; if a file changes
+    while it is read; or if weights stay in a dtype in which nothing here computes, such as float8.
     """
     stamps = FileStamps([folder / CONFIG_FILE, folder / INDEX_FILE])
     config = load_config(folder)
     check_type(f"{folder / CONFIG_FILE}: dtype", config.dtype)
     for file in weight_files(folder):
         stamps.check(file)
-    check_numbers(folder, check_weight_files(folder, config), experts_implementation)
+    check_numbers(folder, check_weight_files(folder, config))
     model_class = model_class_of(config)
-    options = class_options(model_class, experts_implementation)
     try:
         with quiet_transformers():
             model, info = model_class.from_pretrained(
@@ -194,16 +178,10 @@ def load_model(
                 # Mismatches are then returned as records, which `check_loading` refuses with one line.
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
-                **options,
+                **class_options(model_class),
             )
     except Exception as error:  # transformers raises many kinds of exceptions if the files do not fit the config
-        if "automatic conversion" in str(error):  # it refers to a report that is one of the silenced warnings
-            raise CheckpointError(
-                f"{folder} cannot be loaded: the weights of single experts do not merge into one bank per layer; "
-                "one of them is missing, or its shape differs from the others",
-                path=folder,
-            ) from error
-        raise CheckpointError(f"{folder} cannot be loaded: {one_line(error)}", path=folder) from error
+        raise CheckpointError(f"{folder} cannot be loaded: {loading_problem(error)}", path=folder) from error
     check_loading(folder, info)
     stamps.check_all()
     loaded: PreTrainedModel = model
@@ -213,12 +191,12 @@ def load_model(
     return loaded.eval()
 
 
-def meta_model(path: Path, experts_implementation: str = "grouped_mm") -> PreTrainedModel:
+def meta_model(path: Path) -> PreTrainedModel:
     """Return the model of the config in `path` on the meta device: shapes without weights.
 
     Raises CheckpointError as `load_config`, and if no model can be made from the config's numbers.
     """
-    return meta_model_of(load_config(path), str(path), experts_implementation)
+    return meta_model_of(load_config(path), str(path))
 
 
 def meta_model_of(config: PreTrainedConfig, name: str, experts_implementation: str = "grouped_mm") -> PreTrainedModel:
@@ -275,41 +253,20 @@ def load_prompt(folder: Path) -> Prompt:
 def read_prompt(file: Path) -> Prompt:
     """Read a prompt file. Raises CheckpointError."""
     prompt: Prompt = read_json(file, Prompt)
-    if prompt.template.count(_TEXT_MARK) != 1:
-        raise CheckpointError(
-            f"{file}: template is {prompt.template!r}; it must hold {_TEXT_MARK} exactly once",
-            path=file,
-            name="template",
-            value=prompt.template,
-            expected=_TEXT_MARK,
-        )
-    if prompt.pair_template is not None and sorted(_PAIR_MARKS.findall(prompt.pair_template)) != ["document", "query"]:
-        raise CheckpointError(
-            f"{file}: pair_template is {prompt.pair_template!r}; it must hold {{query}} and {{document}} once each",
-            path=file,
-            name="pair_template",
-            value=prompt.pair_template,
-            expected="{query} and {document} once each",
-        )
-    if prompt.max_text_tokens is not None and prompt.max_text_tokens < 1:
-        raise CheckpointError(
-            f"{file}: max_text_tokens is {prompt.max_text_tokens}; it must be 1 or more",
-            path=file,
-            name="max_text_tokens",
-            value=prompt.max_text_tokens,
-            expected="1 or more",
-        )
-    if prompt.probe is not None:
-        answers = prompt.probe.answers
-        if len(answers) < 2 or len(set(answers)) < len(answers) or prompt.probe.expected not in answers:
-            raise CheckpointError(
-                f"{file}: the probe's answers are {list(answers)}, {prompt.probe.expected!r} is expected; there must "
-                "be two or more different answers, including the expected one",
-                path=file,
-                name="probe",
-                value=answers,
-                expected="2 or more, with the expected one",
-            )
+
+    def check(is_right: bool, name: str, expected: str) -> None:
+        if not is_right:
+            value = getattr(prompt, name)
+            text = f"{file}: {name} is {value!r}; it must {expected}"
+            raise CheckpointError(text, path=file, name=name, value=value, expected=expected)
+
+    pair, most, probe = prompt.pair_template, prompt.max_text_tokens, prompt.probe
+    check(prompt.template.count(_TEXT_MARK) == 1, "template", f"hold {_TEXT_MARK} exactly once")
+    is_pair = pair is None or sorted(_PAIR_MARKS.findall(pair)) == ["document", "query"]
+    check(is_pair, "pair_template", "hold {query} and {document} once each")
+    check(most is None or most >= 1, "max_text_tokens", "be 1 or more")
+    is_question = probe is None or (probe.expected in probe.answers and 1 < len(probe.answers) == len({*probe.answers}))
+    check(is_question, "probe", "have two or more different answers, including the expected one")
     return prompt
 
 
@@ -337,12 +294,12 @@ def _switch_cache_off(config: PreTrainedConfig) -> None:
             _switch_cache_off(inner)
 
 
-def check_numbers(folder: Path, held: int, experts_implementation: str) -> None:
+def check_numbers(folder: Path, held: int) -> None:
     """Raise CheckpointError if many weights are missing, for which transformers would allocate random values.
 
     `held` is the number of elements in the folder's files.
     """
-    asked = sum(value.numel() for value in meta_model(folder, experts_implementation).parameters())
+    asked = sum(value.numel() for value in meta_model(folder).parameters())
     if held + _MADE_UP_NUMBERS < asked:
         raise CheckpointError(
             f"{folder} lacks weights that the config asks for: its files hold {held} numbers, but the model has "

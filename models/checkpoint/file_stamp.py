@@ -35,11 +35,7 @@ class FileStamp:
 
 
 class FileStamps:
-    """Files that must not change while they are read in several steps.
-
-    Args:
-        files: The first files to watch; some may not exist.
-    """
+    """Files that must not change while they are read in several steps. The first ones may not exist."""
 
     def __init__(self, files: Iterable[Path] = ()) -> None:
         self._stamps = {file: _stamp_or_none(file) for file in files}

@@ -12,8 +12,12 @@ from moepass.models.errors import CheckpointError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-# Suffixes of class names.
-_CLASSIFIER, _BACKBONE = "ForSequenceClassification", "Model"
+# The suffixes of class names, and transformers' mappings from model types and configurations to these classes.
+_MAPPINGS = {
+    "ForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+    "Model": "MODEL_MAPPING",
+    "": "MODEL_FOR_CAUSAL_LM_MAPPING",
+}
 
 
 def check_model_type(file: Path, values: Mapping[str, Any]) -> str:
@@ -39,7 +43,7 @@ def check_model_type(file: Path, values: Mapping[str, Any]) -> str:
         )
     names = values.get("architectures")
     end = _end_of(names)
-    if model_type not in _class_names(end):
+    if model_type not in _mapping(end, "_NAMES"):
         raise CheckpointError(
             f"{file}: model_type {model_type!r} has no language-model head; moepass reads its answers from the "
             "next-token logits of causal language models, as qwen3_moe"
@@ -54,19 +58,12 @@ def check_model_type(file: Path, values: Mapping[str, Any]) -> str:
 
 def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Return the class in `config.architectures`, or by default the family's causal language model."""
-    from transformers.models.auto import modeling_auto
-
-    mapping = {
-        _CLASSIFIER: modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-        _BACKBONE: modeling_auto.MODEL_MAPPING,
-        "": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
-    }[_end_of(config.architectures)]
-    classes: Any = mapping[type(config)]
+    classes = _mapping(_end_of(config.architectures))[type(config)]
     chosen: type[PreTrainedModel] = classes[0] if isinstance(classes, (list, tuple)) else classes
     return chosen
 
 
-def class_options(model_class: type[PreTrainedModel], experts_implementation: str) -> dict[str, str]:
+def class_options(model_class: type[PreTrainedModel], experts_implementation: str = "grouped_mm") -> dict[str, str]:
     """Return the arguments for constructing this class; families without experts have no `experts_implementation`."""
     settable = model_class._can_set_experts_implementation()
     return {"experts_implementation": experts_implementation} if settable else {}
@@ -75,24 +72,18 @@ def class_options(model_class: type[PreTrainedModel], experts_implementation: st
 def _end_of(architectures: object) -> str:
     """Return the suffix of the class name in a configuration, if it is a known one."""
     name = architectures[0] if isinstance(architectures, (list, tuple)) and architectures else ""
-    return next((end for end in (_CLASSIFIER, _BACKBONE) if isinstance(name, str) and name.endswith(end)), "")
+    return next((end for end in _MAPPINGS if isinstance(name, str) and name.endswith(end)), "")
 
 
-def _class_names(end: str) -> Mapping[str, Any]:
+def _mapping(end: str, suffix: str = "") -> Any:
     from transformers.models.auto import modeling_auto
 
-    names: Mapping[str, Any] = {
-        _CLASSIFIER: modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-        _BACKBONE: modeling_auto.MODEL_MAPPING_NAMES,
-        "": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    }[end]
-    return names
+    return getattr(modeling_auto, _MAPPINGS[end] + suffix)
 
 
 def _did_you_mean(model_type: str) -> str:
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    close = difflib.get_close_matches(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=1)
+    close = difflib.get_close_matches(model_type, _mapping("", "_NAMES"), n=1)
     hint = f"did you mean {close[0]}?" if close else "give one that it knows, as qwen3_moe"
     return f"{transformers.__version__}; {hint}"

@@ -100,7 +100,7 @@ def _special(operation: Any, arguments: tuple[Any, ...], keywords: Mapping[str, 
     if not shape or any(len(item.shape) != len(shape) for item in parts) or dim % len(shape) == 0:
         return None
     dim %= len(shape)
-    if any(item.shape[:dim] + item.shape[dim + 1 :] != shape[:dim] + shape[dim + 1 :] for item in parts):
+    if len({(item.shape[:dim], item.shape[dim + 1 :]) for item in parts}) > 1:
         return None
     joined = (*shape[:dim], sum(item.shape[dim] for item in parts), *shape[dim + 1 :])
     return Joined(parts, dim, joined, parts[0].dtype)

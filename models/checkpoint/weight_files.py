@@ -120,18 +120,12 @@ def check_loading(folder: Path, info: Mapping[str, Any]) -> None:
             expected=tuple(expected),
             path=folder,
         )
-    if info.get("missing_keys"):
-        raise CheckpointError(
-            f"{folder} lacks weights that the config asks for: {_some(sorted(info['missing_keys']))}",
-            path=folder,
-            expected=sorted(info["missing_keys"]),
-        )
-    if info.get("unexpected_keys"):
-        raise CheckpointError(
-            f"{folder} holds weights that the config does not use: {_some(sorted(info['unexpected_keys']))}",
-            path=folder,
-            value=sorted(info["unexpected_keys"]),
-        )
+    if missing := sorted(info.get("missing_keys") or ()):
+        text = f"{folder} lacks weights that the config asks for: {_some(missing)}"
+        raise CheckpointError(text, path=folder, expected=missing)
+    if unexpected := sorted(info.get("unexpected_keys") or ()):
+        text = f"{folder} holds weights that the config does not use: {_some(unexpected)}"
+        raise CheckpointError(text, path=folder, value=unexpected)
     if info.get("error_msgs"):
         raise CheckpointError(f"{folder} cannot be loaded: {one_line(info['error_msgs'])}", path=folder)
 
@@ -146,6 +140,16 @@ def read_json(file: Path, kind: type[Any], most_bytes: int = MOST_JSON_BYTES) ->
         raise CheckpointError(str(error), path=file, value=error.value, expected=error.expected) from error
     except InputError as error:
         raise CheckpointError(f"{file} is malformed: {error}", path=file) from error
+
+
+def loading_problem(error: Exception) -> str:
+    """Return why transformers could not load weights, for an error message."""
+    if "automatic conversion" in str(error):  # it refers to a report that is one of the silenced warnings
+        return (
+            "the weights of single experts do not merge into one bank per layer; one of them is missing, or its shape "
+            "differs from the others"
+        )
+    return one_line(error)
 
 
 def one_line(error: object) -> str:

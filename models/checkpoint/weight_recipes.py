@@ -42,6 +42,11 @@ class Recipe:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def read(self) -> torch.Tensor:
         """Return the tensor. It is a view of a mapped file if no operation copies."""
         raise NotImplementedError
@@ -52,7 +57,9 @@ class Recipe:
 
     def stored(self) -> Iterator[Stored]:
         """Yield the stored tensors that it reads."""
-        raise NotImplementedError
+        recipes: list[Recipe] = []
+        tree_map_only(Recipe, recipes.append, self._values())
+        return (stored for recipe in recipes for stored in recipe.stored())
 
     def file_ranges(self) -> Iterator[FileRange]:
         """Yield the ranges of files with the bytes of the contiguous tensor, in order, if files store them unchanged.
@@ -63,8 +70,7 @@ class Recipe:
 
     def copy_to(self, target: torch.Tensor) -> None:
         """Write the tensor into `target`, of the same shape and any dtype and strides."""
-        nbytes = math.prod(self.shape) * self.dtype.itemsize
-        if nbytes > _READ_AT_ONCE_BYTES and self.shape and self.shape[0] > 1:
+        if self.nbytes > _READ_AT_ONCE_BYTES and self.shape and self.shape[0] > 1:
             # If rows cannot be taken, the tensor, usually the matrix of one expert, is computed at once.
             with contextlib.suppress(UnfollowedError):
                 for row in range(self.shape[0]):
@@ -74,7 +80,10 @@ class Recipe:
 
     def describe(self) -> str:
         """Return a text that is equal for equal recipes, including dtypes and shapes of stored tensors."""
-        raise NotImplementedError
+        return f"{type(self).__name__}{tree_map_only(Recipe, lambda recipe: recipe.describe(), self._values())}"
+
+    def _values(self) -> list[Any]:
+        return [getattr(self, field.name) for field in dataclasses.fields(self)]  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,11 +121,6 @@ class Stored(Recipe):
         """Copy from the mapped file, without a temporary tensor."""
         target.copy_(self.read())
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes in the file."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
     def describe(self) -> str:
         """Return a text that is equal for equal recipes."""
         return f"{self.tensor.key} {self.dtype} {list(self.shape)} {self.taken}"
@@ -138,10 +142,6 @@ class Stacked(Recipe):
         """Stack fewer parts."""
         return Stacked(self.parts[start:stop], (stop - start, *self.shape[1:]), self.dtype)
 
-    def stored(self) -> Iterator[Stored]:
-        """Yield the stored tensors that it reads."""
-        return (stored for item in self.parts for stored in item.stored())
-
     def file_ranges(self) -> Iterator[FileRange]:
         """Yield the ranges of files with its bytes."""
         return (item for stacked in self.parts for item in stacked.file_ranges())
@@ -150,10 +150,6 @@ class Stacked(Recipe):
         """Copy every part into its row of `target`."""
         for item, row in zip(self.parts, target, strict=True):
             item.copy_to(row)
-
-    def describe(self) -> str:
-        """Return a text that is equal for equal recipes."""
-        return f"stack({', '.join(item.describe() for item in self.parts)})"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -174,10 +170,6 @@ class Joined(Recipe):
         parts = tuple(item.rows(start, stop) for item in self.parts)
         return Joined(parts, self.dim, (stop - start, *self.shape[1:]), self.dtype)
 
-    def stored(self) -> Iterator[Stored]:
-        """Yield the stored tensors that it reads."""
-        return (stored for item in self.parts for stored in item.stored())
-
     def file_ranges(self) -> Iterator[FileRange]:
         """Yield the ranges of files with its bytes."""
         if self.dim > 1:
@@ -192,10 +184,6 @@ class Joined(Recipe):
         pieces = target.split([item.shape[self.dim] for item in self.parts], self.dim)
         for item, piece in zip(self.parts, pieces, strict=True):
             item.copy_to(piece)
-
-    def describe(self) -> str:
-        """Return a text that is equal for equal recipes."""
-        return f"cat({', '.join(item.describe() for item in self.parts)}; {self.dim})"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -218,10 +206,6 @@ class Converted(Recipe):
         """Convert fewer rows."""
         return Converted(self.source.rows(start, stop), self.dtype)
 
-    def stored(self) -> Iterator[Stored]:
-        """Yield the stored tensors that it reads."""
-        return self.source.stored()
-
     def file_ranges(self) -> Iterator[FileRange]:
         """Yield the ranges of files with its bytes."""
         if self.dtype != self.source.dtype:
@@ -235,10 +219,6 @@ class Converted(Recipe):
             self.source.copy_to(target)
         else:
             Recipe.copy_to(self, target)
-
-    def describe(self) -> str:
-        """Return a text that is equal for equal recipes."""
-        return f"{self.dtype}({self.source.describe()})"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -266,11 +246,15 @@ class Replayed(Recipe):
 
     def rows(self, start: int, stop: int) -> Recipe:
         """Run the operation on rows of its first argument. Raises UnfollowedError."""
-        arguments = self._row_arguments(start, stop)
-        if arguments is None:
+        source, *later = self.arguments
+        rule = _ROW_RULES.get(self.operation)
+        changed = None
+        if rule and isinstance(source, Recipe) and self.shape and not any(isinstance(item, Recipe) for item in later):
+            changed = rule(source.shape, self.shape, later, stop - start)
+        if changed is None:
             raise UnfollowedError(self._name)
         shape = (stop - start, *self.shape[1:])
-        return dataclasses.replace(self, arguments=arguments, shape=shape)
+        return dataclasses.replace(self, arguments=(source.rows(start, stop), *changed), shape=shape)
 
     def file_ranges(self) -> Iterator[FileRange]:
         """Yield the ranges of files with its bytes."""
@@ -283,67 +267,36 @@ class Replayed(Recipe):
     def _name(self) -> str:
         return str(self.operation).removeprefix("aten.").split(".")[0]
 
-    def _row_arguments(self, start: int, stop: int) -> tuple[Any, ...] | None:
-        """Return the arguments that yield rows [start, stop) of the result, or None."""
-        source, *later = self.arguments
-        if not isinstance(source, Recipe) or not self.shape or any(isinstance(item, Recipe) for item in later):
-            return None
-        rule = _ROW_RULES.get(self.operation)
-        changed = rule(source.shape, self.shape, later, stop - start) if rule else None
-        return None if changed is None else (source.rows(start, stop), *changed)
-
-    def stored(self) -> Iterator[Stored]:
-        """Yield the stored tensors that it reads."""
-        recipes: list[Recipe] = []
-        tree_map_only(Recipe, recipes.append, (self.arguments, dict(self.keywords)))
-        return (stored for recipe in recipes for stored in recipe.stored())
-
-    def describe(self) -> str:
-        """Return a text that is equal for equal recipes."""
-        arguments = tree_map_only(Recipe, lambda recipe: recipe.describe(), (self.arguments, dict(self.keywords)))
-        return f"{self.operation}{arguments}[{self.output}]"
-
 
 # Operations whose result has the same bytes as their first argument.
 _KEEP_ORDER = (_aten.clone.default, _aten.view.default, _aten._unsafe_view.default)
 
 # Operations whose rows depend only on the same rows of their first argument. Each rule receives the shapes of this
-# argument (`source`) and of the result, the later arguments, and a number of rows. It returns the later arguments for
-# that many rows, or None.
+# argument and of the result, the later arguments, and a number of rows. It returns the later arguments for that many
+# rows, or None.
 _Rule = Callable[[Sequence[int], Sequence[int], list[Any], int], "list[Any] | None"]
-
-
-def _keeps_rows(source: Sequence[int], shape: Sequence[int], later: list[Any], count: int) -> list[Any] | None:
-    return later
 
 
 def _reshapes(source: Sequence[int], shape: Sequence[int], later: list[Any], count: int) -> list[Any] | None:
     return [[count, *shape[1:]], *later[1:]] if source and source[0] == shape[0] and math.prod(shape[1:]) else None
 
 
-def _transposes(source: Sequence[int], shape: Sequence[int], later: list[Any], count: int) -> list[Any] | None:
-    return later if all(dim % len(source) for dim in later[:2]) else None
-
-
-def _permutes(source: Sequence[int], shape: Sequence[int], later: list[Any], count: int) -> list[Any] | None:
-    return later if later[0] and later[0][0] % len(source) == 0 else None
+def _unchanged_if(keeps_rows: Callable[[list[Any], int], bool]) -> _Rule:
+    """Return the rule that keeps the later arguments if `keeps_rows`, given them and the number of dimensions."""
+    return lambda source, shape, later, count: later if keeps_rows(later, len(source)) else None
 
 
 def _cuts_at(position: int) -> _Rule:
     """Return the rule for cuts along a dimension, which is argument `position` after the first, by default 0."""
-
-    def rule(source: Sequence[int], shape: Sequence[int], later: list[Any], count: int) -> list[Any] | None:
-        return later if len(later) > position and later[position] % len(source) else None
-
-    return rule
+    return _unchanged_if(lambda later, dims: len(later) > position and bool(later[position] % dims))
 
 
 _ROW_RULES: Mapping[Any, _Rule] = {
-    _aten.clone.default: _keeps_rows,
+    _aten.clone.default: _unchanged_if(lambda later, dims: True),
     _aten.view.default: _reshapes,
     _aten._unsafe_view.default: _reshapes,
-    _aten.transpose.int: _transposes,
-    _aten.permute.default: _permutes,
+    _aten.transpose.int: _unchanged_if(lambda later, dims: all(dim % dims for dim in later[:2])),
+    _aten.permute.default: _unchanged_if(lambda later, dims: bool(later[0]) and later[0][0] % dims == 0),
     _aten.slice.Tensor: _cuts_at(0),
     _aten.split.Tensor: _cuts_at(1),
     _aten.split_with_sizes.default: _cuts_at(1),

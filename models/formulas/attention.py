@@ -6,7 +6,6 @@ square that torch's counter assumes. A cached or shared prefix of P tokens adds 
 
 from __future__ import annotations
 
-from moepass.models.errors import InputError
 from moepass.models.formulas.gemms import gemm_flops, triangular_solve_flops
 from moepass.models.formulas.sizes import Size, divided, smaller, whole_parts
 from moepass.models.sizes.architecture import Attention
@@ -14,7 +13,8 @@ from moepass.models.sizes.architecture import Attention
 # Tokens that the delta rule takes at once: `chunk_size` of transformers' and flash-linear-attention's kernels.
 DELTA_RULE_CHUNK = 64
 
-# FLOPs per token, channel and state of a selective scan: `selective_scan_flop_count` of mamba-ssm.
+# FLOPs per token, channel and state of a selective scan (Mamba) without its elementwise gate and skip:
+# `selective_scan_flop_count` of mamba-ssm.
 SCAN_FLOPS = 9
 
 
@@ -32,20 +32,6 @@ def chunked_pairs(sequence: Size, chunk: int, prefix: Size = 0) -> Size:
         full = whole_parts(sequence, chunk)
         return full * causal_pairs(chunk) + causal_pairs(sequence - full * chunk)
     return chunked_pairs(prefix + sequence, chunk) - chunked_pairs(prefix, chunk)
-
-
-def attention_pairs(attention: Attention, sequence: Size, prefix: Size = 0) -> Size:
-    """Return the pairs of `attention` in one sequence. Raises InputError for kinds that have no pairs."""
-    if attention.kind == "chunked":
-        assert attention.window is not None
-        return chunked_pairs(sequence, attention.window, prefix)
-    if attention.kind in ("full", "sliding"):
-        return causal_pairs(sequence, attention.window, prefix)
-    raise InputError(
-        f"attention of kind {attention.kind!r} has a recurrent state instead of pairs of tokens",
-        name="kind",
-        value=attention.kind,
-    )
 
 
 def score_flops(pairs: Size, heads: Size, head_dim: Size, value_head_dim: Size) -> Size:
@@ -71,16 +57,15 @@ def delta_rule_flops(tokens: Size, heads: Size, key_dim: Size, value_dim: Size) 
     return divided(among_tokens + with_state + systems, chunk) * tokens * heads
 
 
-def selective_scan_flops(tokens: Size, channels: Size, states: Size) -> Size:
-    """Return the FLOPs of a selective scan (Mamba) without its gate and skip, which are elementwise."""
-    return SCAN_FLOPS * tokens * channels * states
-
-
 def attention_flops(attention: Attention, batch: Size, sequence: Size, prefix: Size = 0) -> Size:
     """Return the FLOPs of attention without projections, for sequences after `prefix` cached tokens."""
     if attention.kind == "linear":
         return delta_rule_flops(batch * sequence, attention.heads, attention.head_dim, attention.value_head_dim)
     if attention.kind == "state_space":
-        return selective_scan_flops(batch * sequence, attention.heads, attention.head_dim)
-    pairs = attention_pairs(attention, sequence, prefix)
+        return SCAN_FLOPS * batch * sequence * attention.heads * attention.head_dim
+    if attention.kind == "chunked":
+        assert attention.window is not None
+        pairs = chunked_pairs(sequence, attention.window, prefix)
+    else:
+        pairs = causal_pairs(sequence, attention.window, prefix)
     return batch * score_flops(pairs, attention.heads, attention.head_dim, attention.value_head_dim)

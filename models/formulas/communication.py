@@ -6,7 +6,7 @@ sequence parallel, `pp` pipeline parallel, `ep` expert parallel. The table is th
 
 from __future__ import annotations
 
-from moepass.models.errors import InputError, one_of
+from moepass.models.errors import InputError
 from moepass.models.formulas.memory import element_bytes
 from moepass.models.formulas.sizes import Size, divided
 from moepass.models.homes import BankPart, home_named
@@ -25,12 +25,7 @@ def communication_bytes(strategy: str, layer: Layer, hidden: int, tokens: Size, 
     Raises InputError for an unknown strategy and for a layer without experts.
     """
     if strategy not in STRATEGIES:
-        raise InputError(
-            f"strategy {strategy!r} is unknown; it must be one of {one_of(STRATEGIES)}",
-            name="strategy",
-            value=strategy,
-            expected=tuple(STRATEGIES),
-        )
+        raise InputError.unknown("strategy", strategy, STRATEGIES)
     if layer.experts is None:
         raise InputError("communication_bytes is about layers with experts, and this layer has none")
     row = hidden * element_bytes(dtype)
@@ -56,16 +51,11 @@ def gathered_bytes(bank_bytes: Size, ranks: Size) -> Size:
     return divided(bank_bytes * (ranks - 1), ranks)
 
 
-def staged_bytes(bank_bytes: Size, ranks: Size) -> Size:
-    """Return the bytes of one rank's shard, which the host link moves per layer with home `hybrid`."""
-    return divided(bank_bytes, ranks)
-
-
 def part_bytes(part: BankPart, bank_bytes: Size, ranks: Size) -> Size:
     """Return the bytes of a part of a bank."""
     if part == "all":
         return bank_bytes
-    return gathered_bytes(bank_bytes, ranks) if part == "others" else staged_bytes(bank_bytes, ranks)
+    return gathered_bytes(bank_bytes, ranks) if part == "others" else divided(bank_bytes, ranks)
 
 
 def background_bytes(home: str, bank_bytes: Size, ranks: Size) -> Size:

@@ -62,8 +62,3 @@ class ExpertPlacement:
         """Global ids of this rank's experts; may be empty."""
         bounds = shard_bounds(self.experts, self.ranks)
         return range(bounds[self.rank], bounds[self.rank + 1])
-
-    @property
-    def owners(self) -> tuple[int, ...]:
-        """The rank of each expert."""
-        return tuple(rank for rank, size in enumerate(self.shard_sizes) for _ in range(size))

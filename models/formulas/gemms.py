@@ -6,7 +6,7 @@ from moepass.models.formulas.sizes import Size
 
 
 def gemm_flops(rows: Size, inner: Size, columns: Size, count: Size = 1) -> Size:
-    """Return the FLOPs of `count` GEMMs of one shape."""
+    """Return the FLOPs of `count` GEMMs of one shape, or of a grouped GEMM: each row has one expert's matrix."""
     return 2 * count * rows * inner * columns
 
 
@@ -15,21 +15,8 @@ def gemm_bytes(rows: Size, inner: Size, columns: Size, element_bytes: int, count
     return count * (rows * inner + inner * columns + rows * columns) * element_bytes
 
 
-def grouped_gemm_flops(rows: Size, inner: Size, columns: Size) -> Size:
-    """Return the FLOPs of a grouped GEMM, which multiplies each row by the matrix of one expert."""
-    return gemm_flops(rows, inner, columns)
-
-
-def grouped_gemm_bytes(rows: Size, inner: Size, columns: Size, experts: Size, element_bytes: int) -> Size:
-    """Return the bytes that a grouped GEMM moves: rows and `experts` matrices read, the result written."""
-    return (rows * inner + experts * inner * columns + rows * columns) * element_bytes
-
-
 def convolution_flops(positions: Size, channels_out: Size, channels_in: Size, width: Size) -> Size:
-    """Return the FLOPs of a convolution.
-
-    `channels_in` are those that one output channel sees, `width` is the number of kernel elements.
-    """
+    """Return the FLOPs of a convolution of `width` kernel elements; an output channel sees `channels_in`."""
     return gemm_flops(positions, channels_in * width, channels_out)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from moepass.models.errors import InputError
 from moepass.models.formulas.attention import attention_flops
 from moepass.models.formulas.sizes import Size
 from moepass.models.sizes.architecture import Architecture, Attention, Experts, Layer
@@ -19,20 +22,30 @@ def projection_parameters(attention: Attention, hidden: int) -> int:
         # Queries, keys, values and an output gate; a decay and a step per head; the convolution.
         inputs = hidden * (mixed + attention.value_width) + hidden * 2 * attention.heads
         return inputs + mixed * attention.convolution + output
-    if attention.latent is not None:
-        latent = attention.latent
-        query = attention.query_width
-        queries = hidden * query if latent.query_rank is None else (hidden + query) * latent.query_rank
+    return sum(rows * columns for rows, columns in attention_matrices(attention, hidden))
+
+
+def attention_matrices(attention: Attention, hidden: int) -> Iterator[tuple[int, int]]:
+    """Yield (rows, columns) of the projections of softmax attention. Raises InputError for other kinds."""
+    if attention.kind in ("linear", "state_space"):
+        raise InputError(
+            f"the weights of attention of kind {attention.kind!r} cannot be counted; those of softmax attention can",
+            name="kind",
+            value=attention.kind,
+        )
+    latent = attention.latent
+    if latent is None:
+        yield attention.query_width * (2 if attention.output_gate else 1), hidden
+        yield attention.key_width, hidden
+        yield attention.value_width, hidden
+    else:
+        if latent.query_rank is not None:
+            yield latent.query_rank, hidden
+        yield attention.query_width, latent.query_rank or hidden
+        yield latent.kv_rank + latent.position_dim, hidden
         plain_dim = attention.head_dim - latent.position_dim
-        expanded = attention.kv_heads * (plain_dim + attention.value_head_dim)
-        return queries + hidden * (latent.kv_rank + latent.position_dim) + latent.kv_rank * expanded + output
-    queries = hidden * attention.query_width * (2 if attention.output_gate else 1)
-    return queries + hidden * (attention.key_width + attention.value_width) + output
-
-
-def attention_parameters(attention: Attention, hidden: int) -> int:
-    """Return all parameters of attention."""
-    return projection_parameters(attention, hidden) + attention.other_parameters
+        yield attention.kv_heads * (plain_dim + attention.value_head_dim), latent.kv_rank
+    yield hidden, attention.output_width
 
 
 def mlp_parameters(hidden: int, width: int, gated: bool = True) -> int:
@@ -53,21 +66,16 @@ def _always_read(experts: Experts, hidden: int) -> int:
     return router + mlp_parameters(hidden, experts.shared_width, experts.gated) + gate
 
 
-def experts_parameters(experts: Experts, hidden: int, routed: int | None = None) -> int:
-    """Return the parameters of an MoE block with `routed` of its routed experts, by default all."""
-    counted = experts.count if routed is None else routed
-    bias = experts.count if experts.router_bias else 0
-    return _always_read(experts, hidden) + bias + counted * expert_parameters(experts, hidden)
-
-
-def layer_parameters(layer: Layer, hidden: int, routed: int | None = None) -> int:
-    """Return the parameters of a layer with `routed` of its routed experts, by default all."""
-    if layer.experts is None:
+def layer_parameters(layer: Layer, hidden: int) -> int:
+    """Return the parameters of a layer."""
+    experts = layer.experts
+    if experts is None:
         assert layer.dense_width is not None
         block = mlp_parameters(hidden, layer.dense_width)
     else:
-        block = experts_parameters(layer.experts, hidden, routed)
-    return attention_parameters(layer.attention, hidden) + block + layer.norms
+        router_bias = experts.count if experts.router_bias else 0
+        block = _always_read(experts, hidden) + router_bias + experts.count * expert_parameters(experts, hidden)
+    return projection_parameters(layer.attention, hidden) + layer.attention.other_parameters + block + layer.norms
 
 
 def model_parameters(architecture: Architecture) -> int:
@@ -75,18 +83,6 @@ def model_parameters(architecture: Architecture) -> int:
     hidden = architecture.hidden
     layers = sum(count * layer_parameters(layer, hidden) for layer, count in architecture.layer_counts.items())
     tables = architecture.vocab * hidden * (1 if architecture.tied_embeddings else 2)
-    return layers + tables + architecture.other_parameters
-
-
-def active_parameters(architecture: Architecture, *, embedding: bool = True, head: bool = True) -> int:
-    """Return the parameters that one token uses. Publishers differ in whether they count the embedding and the head."""
-    hidden = architecture.hidden
-    layers = sum(
-        count * layer_parameters(layer, hidden, routed=layer.experts.top_k if layer.experts else None)
-        for layer, count in architecture.layer_counts.items()
-    )
-    table = architecture.vocab * hidden
-    tables = table * bool(embedding or head) if architecture.tied_embeddings else table * (embedding + head)
     return layers + tables + architecture.other_parameters
 
 
@@ -121,15 +117,10 @@ def head_flops(architecture: Architecture, positions: Size) -> Size:
     return 2 * positions * architecture.hidden * architecture.vocab
 
 
-def model_flops(
-    architecture: Architecture, batch: Size, sequence: Size, prefix: Size = 0, positions: Size | None = None
-) -> Size:
-    """Return the FLOPs of a forward pass over `batch` sequences, each after `prefix` cached or shared tokens.
-
-    `positions` is the number of tokens whose logits are computed; by default one per sequence, as in prefill-only work.
-    """
+def model_flops(architecture: Architecture, batch: Size, sequence: Size) -> Size:
+    """Return the FLOPs of a forward pass over `batch` sequences with the logits of one position each."""
     layers = sum(
-        count * layer_flops(layer, architecture.hidden, batch, sequence, prefix)
+        count * layer_flops(layer, architecture.hidden, batch, sequence)
         for layer, count in architecture.layer_counts.items()
     )
-    return layers + head_flops(architecture, batch if positions is None else positions)
+    return layers + head_flops(architecture, batch)

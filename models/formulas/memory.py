@@ -5,8 +5,8 @@ Sizes of banks exclude padding, which is less than 256 bytes per tensor.
 
 from __future__ import annotations
 
-from moepass.models.errors import InputError, one_of
-from moepass.models.formulas.layers import expert_parameters, layer_parameters, model_parameters
+from moepass.models.errors import InputError
+from moepass.models.formulas.layers import expert_parameters, model_parameters
 from moepass.models.formulas.sizes import Size, smaller
 from moepass.models.sizes.architecture import Architecture, Attention, Experts, Layer
 
@@ -19,23 +19,13 @@ STATE_ELEMENT_BYTES = 4
 def element_bytes(dtype: str) -> int:
     """Return the bytes of one element. Raises InputError for an unknown dtype."""
     if dtype not in ELEMENT_BYTES:
-        raise InputError(
-            f"dtype {dtype!r} is unknown; it must be one of {one_of(ELEMENT_BYTES)}",
-            name="dtype",
-            value=dtype,
-            expected=tuple(ELEMENT_BYTES),
-        )
+        raise InputError.unknown("dtype", dtype, ELEMENT_BYTES)
     return ELEMENT_BYTES[dtype]
 
 
 def bank_bytes(experts: Experts, hidden: int, dtype: str) -> int:
     """Return W, the bytes of one layer's routed experts."""
     return experts.count * expert_parameters(experts, hidden) * element_bytes(dtype)
-
-
-def layer_weight_bytes(layer: Layer, hidden: int, dtype: str) -> int:
-    """Return the bytes of a layer's weights without its bank."""
-    return layer_parameters(layer, hidden, routed=0) * element_bytes(dtype)
 
 
 def resident_bytes(architecture: Architecture, dtype: str | None = None) -> int:
@@ -73,11 +63,6 @@ def model_kv_bytes(architecture: Architecture, batch: Size, sequence: Size, dtyp
     )
 
 
-def routed_activation_bytes(experts: Experts, tokens: Size, dtype: str) -> Size:
-    """Return the bytes of the up projection's result, 2·B·S·k·h·b, which arXiv 2605.02960 counts as activations."""
-    return (2 if experts.gated else 1) * tokens * experts.top_k * experts.width * element_bytes(dtype)
-
-
 def activation_bytes(layer: Layer, hidden: int, tokens: Size, dtype: str) -> Size:
     """Return the peak bytes of the tensors of a layer that are live at the same time.
 
@@ -93,9 +78,10 @@ def activation_bytes(layer: Layer, hidden: int, tokens: Size, dtype: str) -> Siz
         live_widths += [3 * layer.dense_width, layer.dense_width + hidden]
     else:
         experts = layer.experts
-        # The up projection computes `routed` values, of which the gate leaves `inner`.
-        routed = routed_activation_bytes(experts, 1, "fp8")
+        # The up projection computes `routed` values, of which the gate leaves `inner`. (arXiv 2605.02960 counts only
+        # the bytes of `routed` as activations.)
         inner = experts.top_k * experts.width
+        routed = (2 if experts.gated else 1) * inner
         copies = experts.top_k * hidden
         live_widths += [copies + routed, routed + inner, inner + copies, 2 * copies + hidden, 3 * experts.shared_width]
     return tokens * (2 * hidden + max(live_widths)) * element_bytes(dtype)
@@ -106,7 +92,7 @@ def experts_hit(experts: Size, top_k: Size, tokens: Size) -> Size:
     return experts * (1 - (1 - top_k / experts) ** tokens)
 
 
-def attention_traffic_bytes(layer: Layer, hidden: int, tokens: Size, activation_dtype: str = "bf16") -> Size:
+def attention_traffic_bytes(layer: Layer, hidden: int, tokens: Size, dtype: str) -> Size:
     """Return the bytes of activations that attention reads and writes, with its norm and residual addition.
 
     Attention reads queries, keys and values once, like fused kernels except for the longest sequences.
@@ -116,10 +102,10 @@ def attention_traffic_bytes(layer: Layer, hidden: int, tokens: Size, activation_
     # A norm reads and writes one tensor; the addition reads two and writes one. Then the projections, attention, and
     # the output projection.
     elements = 5 * hidden + hidden + inputs + inputs + attention.output_width + attention.output_width + hidden
-    return tokens * elements * element_bytes(activation_dtype)
+    return tokens * elements * element_bytes(dtype)
 
 
-def mlp_traffic_bytes(layer: Layer, hidden: int, tokens: Size, activation_dtype: str = "bf16") -> Size:
+def mlp_traffic_bytes(layer: Layer, hidden: int, tokens: Size, dtype: str) -> Size:
     """Return the bytes of activations that experts or a dense MLP read and write, with norm and residual addition."""
     elements = 5 * hidden
     if layer.experts is None:
@@ -132,21 +118,4 @@ def mlp_traffic_bytes(layer: Layer, hidden: int, tokens: Size, activation_dtype:
         # Rows are gathered, read, multiplied, weighted, reordered and summed.
         elements += hidden + experts.count + experts.top_k * (8 * hidden + 2 * up + 2 * experts.width) + hidden
         elements += (2 * hidden + 6 * experts.shared_width) if experts.shared_width else 0
-    return tokens * elements * element_bytes(activation_dtype)
-
-
-def layer_traffic_bytes(layer: Layer, hidden: int, tokens: Size, dtype: str, activation_dtype: str = "bf16") -> Size:
-    """Return the bytes that a layer reads and writes: weights once, operands and results of GEMMs, elementwise passes.
-
-    Divided by the memory's rate, this is a lower bound of the layer's time. Only experts that receive tokens count.
-    """
-    weights: Size = layer_weight_bytes(layer, hidden, dtype)
-    if layer.experts is not None:
-        experts = layer.experts
-        weights += (
-            experts_hit(experts.count, experts.top_k, tokens)
-            * expert_parameters(experts, hidden)
-            * element_bytes(dtype)
-        )
-    activations = attention_traffic_bytes(layer, hidden, tokens, activation_dtype)
-    return weights + activations + mlp_traffic_bytes(layer, hidden, tokens, activation_dtype)
+    return tokens * elements * element_bytes(dtype)

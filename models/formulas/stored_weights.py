@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from moepass.models.errors import InputError
-from moepass.models.formulas.layers import expert_parameters, model_parameters
+from moepass.models.formulas.layers import attention_matrices, expert_parameters, model_parameters
 from moepass.models.formulas.memory import bank_bytes, element_bytes, resident_bytes
-from moepass.models.sizes.architecture import Architecture, Attention, Experts, Layer
+from moepass.models.sizes.architecture import Architecture, Experts, Layer
 from moepass.models.sizes.weight_formats import ATTENTION, DENSE_MLP, EXPERTS, SHARED_EXPERTS, WeightFormat
 
 
@@ -60,7 +59,7 @@ def layer_matrices(layer: Layer, hidden: int) -> Iterator[tuple[str, int, int]]:
 
     Routers, embeddings and heads are not quantised. Raises InputError for attention other than softmax attention.
     """
-    for rows, columns in _attention_matrices(layer.attention, hidden):
+    for rows, columns in attention_matrices(layer.attention, hidden):
         yield ATTENTION, rows, columns
     if layer.experts is None:
         assert layer.dense_width is not None
@@ -78,25 +77,3 @@ def _expert_matrices(experts: Experts, hidden: int) -> Iterator[tuple[str, int, 
 def _mlp_matrices(part: str, hidden: int, width: int, gated: bool) -> Iterator[tuple[str, int, int]]:
     yield from [(part, width, hidden)] * (2 if gated else 1)
     yield part, hidden, width
-
-
-def _attention_matrices(attention: Attention, hidden: int) -> Iterator[tuple[int, int]]:
-    if attention.kind in ("linear", "state_space"):
-        raise InputError(
-            f"the weights of attention of kind {attention.kind!r} cannot be counted; those of softmax attention can",
-            name="kind",
-            value=attention.kind,
-        )
-    latent = attention.latent
-    if latent is None:
-        yield attention.query_width * (2 if attention.output_gate else 1), hidden
-        yield attention.key_width, hidden
-        yield attention.value_width, hidden
-    else:
-        if latent.query_rank is not None:
-            yield latent.query_rank, hidden
-        yield attention.query_width, latent.query_rank or hidden
-        yield latent.kv_rank + latent.position_dim, hidden
-        plain_dim = attention.head_dim - latent.position_dim
-        yield attention.kv_heads * (plain_dim + attention.value_head_dim), latent.kv_rank
-    yield hidden, attention.output_width

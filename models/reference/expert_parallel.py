@@ -49,15 +49,11 @@ from moepass.models.reference.grouped_experts import (
 
 
 class ShardedExperts(GroupedExperts):
-    """Base class of the four forms: this rank's part of E experts.
+    """Base class of the four forms: this rank's part of the E (`experts`) that the ranks of `group` share.
 
-    Raises InputError if the weights are not those of the experts that this rank owns.
-
-    Args:
-        gate_up_proj: [experts of this rank, 2h, H]; `ExpertPlacement.owned` has their ids.
-        down_proj: [experts of this rank, H, h].
-        experts: E, over all ranks.
-        group: the ranks that share the experts; by default all. torch.distributed must be initialised.
+    `gate_up_proj` is [experts of this rank, 2h, H], `down_proj` [experts of this rank, H, h]; `ExpertPlacement.owned`
+    has their ids. Without a group, all ranks share the experts; torch.distributed must be initialised. Raises
+    InputError if the weights are not those of the experts that this rank owns.
     """
 
     def __init__(
@@ -132,17 +128,10 @@ class AllToAllExperts(ShardedExperts):
 class CapacityAllToAllExperts(ShardedExperts):
     """Form 2: like form 1, with a fixed number of slots for each expert and rank.
 
-    No size depends on the routing. Raises InputError if `max_tokens` is below 1 or `capacity_factor` is not above 0.
-
-    Args:
-        gate_up_proj: As in `ShardedExperts`.
-        down_proj: As in `ShardedExperts`.
-        experts: As in `ShardedExperts`.
-        group: As in `ShardedExperts`.
-        max_tokens: The largest number of tokens of any rank; equal on every rank.
-        capacity_factor: None gives every expert `max_tokens` slots, which is enough for any routing. A number gives it
-            ceil(capacity_factor * max_tokens * k / E) slots. Pairs beyond that are dropped, those of the last tokens
-            first, and add nothing to their token's sum.
+    No size depends on the routing. `max_tokens` is the largest number of tokens of any rank, equal on every rank.
+    Without a `capacity_factor` every expert has `max_tokens` slots, which is enough for any routing, with one
+    ceil(capacity_factor * max_tokens * k / E). Pairs beyond that are dropped, those of the last tokens first, and add
+    nothing to their token's sum. Raises InputError if `max_tokens` is below 1 or `capacity_factor` is not above 0.
     """
 
     def __init__(
@@ -263,12 +252,3 @@ EP_FORMS: dict[str, type[ShardedExperts]] = {
     "all_gather": AllGatherExperts,
     "all_reduce": AllReduceExperts,
 }
-
-__all__ = [
-    "EP_FORMS",
-    "AllGatherExperts",
-    "AllReduceExperts",
-    "AllToAllExperts",
-    "CapacityAllToAllExperts",
-    "ShardedExperts",
-]

@@ -16,11 +16,8 @@ from torch.nn import functional as F
 class GroupedExperts(nn.Module):
     """E experts `down(silu(gate(x)) * up(x))` on one device: the reference for expert parallelism.
 
-    Rows of both tensors must be multiples of 16 bytes, as grouped GEMMs require.
-
-    Args:
-        gate_up_proj: [E, 2h, H], the gate's rows first.
-        down_proj: [E, H, h].
+    `gate_up_proj` is [E, 2h, H], the gate's rows first, and `down_proj` [E, H, h]. Their rows must be multiples of 16
+    bytes, as grouped GEMMs require.
     """
 
     def __init__(self, gate_up_proj: torch.Tensor, down_proj: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from moepass.models.errors import InputError, one_of
+from moepass.models.errors import InputError
 from moepass.models.sizes.weight_formats import WeightFormat
 
 if TYPE_CHECKING:
@@ -31,11 +31,9 @@ DTYPES: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Latent:
-    """Latent attention (MLA): queries and key-value pairs are compressed to a rank.
+    """Latent attention (MLA): queries (unless `query_rank` is None) and key-value pairs are compressed to a rank.
 
-    Attributes:
-        query_rank: None if queries are not compressed
-        position_dim: the part of `Attention.head_dim` that carries the position; its key is shared by all heads
+    `position_dim` is the part of `Attention.head_dim` that carries the position; its key is shared by all heads.
     """
 
     query_rank: int | None
@@ -73,12 +71,7 @@ class Attention:
 
     def __post_init__(self) -> None:
         if self.kind not in ATTENTION_KINDS:
-            raise InputError(
-                f"attention of kind {self.kind!r} is unknown; the kinds are {one_of(ATTENTION_KINDS)}",
-                name="kind",
-                value=self.kind,
-                expected=tuple(ATTENTION_KINDS),
-            )
+            raise InputError.unknown("kind of attention", self.kind, ATTENTION_KINDS)
         if (self.window is not None) != (self.kind in ("sliding", "chunked")):
             raise InputError(
                 f"attention of kind {self.kind!r} has window {self.window}; sliding and chunked attention need a "
@@ -89,12 +82,7 @@ class Attention:
         for name in ("heads", "kv_heads", "head_dim", "value_head_dim", "window"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise InputError(
-                    f"{name} of attention is {value}; it must be 1 or more",
-                    name=name,
-                    value=value,
-                    expected="1 or more",
-                )
+                raise InputError.wrong(f"{name} of attention", value, "1 or more")
 
     @property
     def query_width(self) -> int:
@@ -125,12 +113,10 @@ class Experts:
     """The experts of a layer.
 
     Attributes:
-        width: width of one expert
         shared_width: width of all shared experts together; 0 without shared experts
         gated: an expert has three matrices, else two
         bias: the experts' GEMMs have biases, which are part of the bank
         shared_gate: the output of the shared experts is weighted by a separate gate
-        router_bias: the router has a bias
     """
 
     count: int
@@ -217,10 +203,5 @@ def short_dtype(dtype: str | torch.dtype) -> str:
     if name in DTYPES.values():
         return name
     if name not in DTYPES:
-        raise InputError(
-            f"dtype {name!r} is unknown; it must be one of {one_of({*DTYPES, *DTYPES.values()})}",
-            name="dtype",
-            value=name,
-            expected=(*DTYPES, *DTYPES.values()),
-        )
+        raise InputError.unknown("dtype", name, dict.fromkeys((*DTYPES, *DTYPES.values())))
     return DTYPES[name]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from moepass.models.errors import CheckpointError
-from moepass.models.limits import MOST_EXPERTS, MOST_LAYERS, TooLargeError, check_limit
+from moepass.models.limits import MOST_EXPERTS, MOST_LAYERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -69,16 +69,11 @@ def _check_count(name: str, key: str, value: int) -> None:
     """
     limits = {"layers": MOST_LAYERS, "n_layer": MOST_LAYERS, "experts": MOST_EXPERTS}
     for ending, most in limits.items():
-        if key.endswith(ending):
-            try:
-                check_limit(f"{name}: {key}", value, most, "no model of that size is known; correct the config")
-            except TooLargeError as error:
-                raise CheckpointError(str(error), name=key, value=value, expected=most, path=name) from error
+        if key.endswith(ending) and value > most:
+            text = f"{name}: {key} is {value}; the limit is {most}: no model of that size is known; correct the config"
+            raise CheckpointError(text, name=key, value=value, expected=most, path=name)
 
 
 def _first(config: Any, names: tuple[str, ...]) -> tuple[str, int] | None:
-    for name in names:
-        value = getattr(config, name, None)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return name, value
-    return None
+    values = ((name, getattr(config, name, None)) for name in names)
+    return next(((name, value) for name, value in values if type(value) is int), None)

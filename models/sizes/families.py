@@ -21,15 +21,10 @@ if TYPE_CHECKING:
 
 
 def from_config(config: PreTrainedConfig, *, name: str | None = None, dtype: str | None = None) -> Architecture:
-    """Return the sizes of a transformers configuration.
+    """Return the sizes of a transformers configuration; of a multimodal model, the text part is read.
 
-    Args:
-        config: A configuration of a family in `FAMILIES`; of a multimodal model, the text part is read.
-        name: Name of the model; by default its model type.
-        dtype: Dtype of the weights, instead of the one in the config (bf16 by default).
-
-    Raises:
-        InputError: The family is unknown, or its config lacks attributes, or has numbers that do not make layers.
+    `name` is by default the model type, `dtype` that of the config (or bf16). Raises InputError if the family is not in
+    `FAMILIES`, or its config lacks attributes, or has numbers that do not make layers.
     """
     text = config.get_text_config()
     family = FAMILIES.get(str(text.model_type))
@@ -42,7 +37,6 @@ def from_config(config: PreTrainedConfig, *, name: str | None = None, dtype: str
         )
     try:
         layers = tuple(family(text, index) for index in range(text.num_hidden_layers))
-        norm, head_bias = _outer_parameters(text)
         stored, unknown_storage = _stored(config, layers)
         return Architecture(
             name=name or str(text.model_type),
@@ -52,28 +46,22 @@ def from_config(config: PreTrainedConfig, *, name: str | None = None, dtype: str
             dtype=short_dtype(dtype or getattr(text, "dtype", None) or "bf16"),
             layers=layers,
             tied_embeddings=bool(text.tie_word_embeddings),
-            other_parameters=norm + head_bias,
+            other_parameters=_outer_parameters(text),
             stored=stored,
             unknown_storage=unknown_storage,
         )
-    except AttributeError as error:
-        raise InputError(
-            f"the config of model_type {text.model_type!r} is incomplete: {error}",
-            name="model_type",
-            value=text.model_type,
-        ) from error
     except InputError:
         raise
-    except (ArithmeticError, IndexError, TypeError, ValueError) as error:  # numbers that do not fit together
+    except (ArithmeticError, AttributeError, IndexError, TypeError, ValueError) as error:
+        problem = "is incomplete" if isinstance(error, AttributeError) else "does not fit together"
         raise InputError(
-            f"the config of model_type {text.model_type!r} does not fit together: {error}",
+            f"the config of model_type {text.model_type!r} {problem}: {error}",
             name="model_type",
             value=text.model_type,
         ) from error
 
 
 def _stored(config: Any, layers: Sequence[Layer]) -> tuple[WeightFormat | None, str]:
-    """Return how the checkpoint stores its matrices; see `stored_format`."""
     section = config if getattr(config, "quantization_config", None) is not None else config.get_text_config()
     stored, note = stored_format(section, [_parts(layer) for layer in layers])
     is_plain = all(
@@ -91,9 +79,9 @@ def _parts(layer: Layer) -> tuple[str, ...]:
     return (ATTENTION, EXPERTS, SHARED_EXPERTS) if layer.experts.shared_width else (ATTENTION, EXPERTS)
 
 
-def _outer_parameters(config: Any) -> tuple[int, int]:
-    scales = 2 if config.model_type == "phimoe" else 1
-    return scales * config.hidden_size, config.vocab_size * bool(getattr(config, "lm_head_bias", False))
+def _outer_parameters(config: Any) -> int:
+    norm = (2 if config.model_type == "phimoe" else 1) * config.hidden_size
+    return int(norm + config.vocab_size * bool(getattr(config, "lm_head_bias", False)))
 
 
 def _heads(config: Any, *, bias: str = "qkvo", norms: int = 0, **fields: Any) -> Attention:
@@ -119,6 +107,10 @@ def _windowed(window: int | None) -> dict[str, Any]:
     return {"kind": "sliding", "window": window} if window else {}
 
 
+def _windowed_layer(config: Any, index: int) -> dict[str, Any]:
+    return _windowed(config.sliding_window if config.layer_types[index] == "sliding_attention" else None)
+
+
 def _layer(config: Any, attention: Attention, experts: Experts | None, dense: int | None = None) -> Layer:
     # Two norms with a scale each; phimoe's have a shift too.
     norms = (4 if config.model_type == "phimoe" else 2) * config.hidden_size
@@ -137,8 +129,7 @@ def _qwen3_moe(config: Any, index: int) -> Layer:
 
 
 def _qwen2_moe(config: Any, index: int) -> Layer:
-    is_sliding = config.layer_types[index] == "sliding_attention"
-    attention = _heads(config, bias="qkv", **_windowed(config.sliding_window if is_sliding else None))
+    attention = _heads(config, bias="qkv", **_windowed_layer(config, index))
     experts = _shared_qwen_experts(config) if _is_sparse(config, index) else None
     return _layer(config, attention, experts, config.intermediate_size)
 
@@ -219,10 +210,7 @@ def _after_dense_layers(config: Any, index: int, attention: Attention) -> Layer:
 
 
 def _gpt_oss(config: Any, index: int) -> Layer:
-    is_sliding = config.layer_types[index] == "sliding_attention"
-    attention = _heads(
-        config, norms=config.num_attention_heads, **_windowed(config.sliding_window if is_sliding else None)
-    )
+    attention = _heads(config, norms=config.num_attention_heads, **_windowed_layer(config, index))
     experts = Experts(
         config.num_local_experts, config.num_experts_per_tok, config.intermediate_size, bias=True, router_bias=True
     )

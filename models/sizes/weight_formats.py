@@ -55,12 +55,8 @@ class WeightFormat:
 def stored_format(config: Any, parts_of_layers: Sequence[Sequence[str]]) -> tuple[WeightFormat | None, str]:
     """Return the format in which a checkpoint stores most matrices, and a note.
 
-    Args:
-        config: The part of a transformers configuration that may have a `quantization_config`.
-        parts_of_layers: The parts that each layer has.
-
-    Returns:
-        (None, "") if nothing is quantised; (None, reason) for a method, or exceptions, whose sizes are unknown.
+    `config` is the part of a transformers configuration that may have a `quantization_config`. Returns (None, "") if
+    nothing is quantised, and (None, reason) for a method, or exceptions, whose sizes are unknown.
     """
     raw = getattr(config, "quantization_config", None)
     if raw is None:

@@ -22,7 +22,7 @@ from moepass.clients.workloads import PRESETS, ROUTES, WorkloadShape
 from moepass.models.errors import OptionError
 from moepass.models.limits import MOST_BENCH_REQUESTS, check_wait
 from moepass.option_records import fields_of
-from moepass.runtime.system.open_files import allow_many_files
+from moepass.runtime.system.processes import allow_many_files
 
 if TYPE_CHECKING:
     from moepass.clients.batch_run import Batch, BatchCounts

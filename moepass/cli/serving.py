@@ -31,7 +31,7 @@ from moepass.runtime.serving.router.routable import FlopsFormula
 from moepass.runtime.serving.routes.server_settings import ServerSettings
 from moepass.runtime.serving.workers.frontend import Frontend
 from moepass.runtime.serving.workers.supervisor import RankLostError
-from moepass.runtime.system.open_files import allow_many_files
+from moepass.runtime.system.processes import allow_many_files
 
 if TYPE_CHECKING:
     import httpx

@@ -6,16 +6,23 @@ versions a preset is captured again, which takes seconds. A test compares the fi
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
+from collections.abc import Hashable, Sequence
 from importlib import metadata, resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from moepass.explaining.explained_models import ExplainedModel
 from moepass.explaining.report_parts import CompilerPart
 from moepass.models.errors import CheckpointError, MoepassError
+from moepass.models.sizes.architecture import Architecture
+from moepass.models.sizes.families import from_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 STORED_FILE = "data/captured_presets.json"
 # The lowering of the stored plans.
@@ -65,7 +72,6 @@ def captured_part(model: ExplainedModel, slots: int, lower: str) -> CompilerPart
     # These import Dynamo and transformers, which a stored preset does not need.
     from moepass.explaining.capture_model import explain_meta_model
     from moepass.models.checkpoint.checkpoint_folders import meta_model_of
-    from moepass.models.sizes.cut_configs import cut_config
     from moepass.runtime.serving.attention.survey import trie_refusal
 
     cut = cut_config(model.config, model.architecture) if model.architecture is not None else None
@@ -90,6 +96,31 @@ def captured_part(model: ExplainedModel, slots: int, lower: str) -> CompilerPart
         ) from error
     text: Any = (model.config if cut is None else cut).get_text_config()
     return CompilerPart(int(text.num_hidden_layers), cut is not None, explanation, refusal)
+
+
+def telling_prefix(layers: Sequence[Hashable]) -> int:
+    """Return the smallest number of first layers in which every kind of layer occurs."""
+    return max((layers.index(kind) for kind in set(layers)), default=-1) + 1
+
+
+def cut_config(config: PreTrainedConfig, architecture: Architecture) -> PreTrainedConfig | None:
+    """Return a copy of `config` with only the telling prefix of its layers, or None if it cannot be cut.
+
+    94 equal layers are detected, rewritten or refused like one of them, but take a minute to capture. Returns None if
+    nothing would be gained, and if the cut configuration does not describe the prefix. `architecture` is that of
+    `config`.
+    """
+    keep, count = telling_prefix(architecture.layers), len(architecture.layers)
+    if keep == count:
+        return None
+    cut = copy.deepcopy(config)
+    text: Any = cut.get_text_config()
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == count:
+            setattr(text, name, value[:keep])
+    text.num_hidden_layers = keep
+    same = from_config(cut, name=architecture.name, dtype=architecture.dtype).layers == architecture.layers[:keep]
+    return cut if same else None
 
 
 def installed_versions() -> dict[str, str]:

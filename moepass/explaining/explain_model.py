@@ -379,7 +379,7 @@ def _sources(model_sizes: ExplainedModel, machine: Hardware) -> dict[str, str]:
         "model": model_sizes.source,
         **hardware,
         "blocks": "derived: the result of the passes for the graph captured on the meta device",
-        "saturation": "derived: the saturation threshold, solved with SymPy for the reached rate and the peak rate",
+        "saturation": "derived: the saturation threshold for the reached rate and the peak rate",
         "schedule": "derived: a discrete-event simulation of the steady state",
         "memory": "derived: formulas of weights, banks and activations; allocators round up",
         "comparison": "derived: layer times and collectives; bytes by the table of arXiv 2605.02960",

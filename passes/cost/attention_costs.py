@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from moepass.models import formulas
+from moepass.models.formulas.attention import causal_pairs, score_flops
 from moepass.passes.cost.op_costs import OpCall, OpCost, op_cost
 
 aten = torch.ops.aten
@@ -29,8 +29,8 @@ def _scaled_dot_product(call: OpCall) -> OpCost:
     batch, heads, queries, head_dim = call.shape("query")
     keys, value_dim = call.shape("value")[-2:]
     # PyTorch aligns the causal triangle with the first query and the first key.
-    pairs = formulas.causal_pairs(queries, window=keys) if call.arguments.get("is_causal") else queries * keys
-    return OpCost(batch * formulas.score_flops(pairs, heads, head_dim, value_dim), call.traffic_bytes)
+    pairs = causal_pairs(queries, window=keys) if call.arguments.get("is_causal") else queries * keys
+    return OpCost(batch * score_flops(pairs, heads, head_dim, value_dim), call.traffic_bytes)
 
 
 @op_cost("flex_attention")
@@ -38,7 +38,7 @@ def _flex_attention(call: OpCall) -> OpCost:
     """Count all pairs: which blocks the mask skips is known only when it runs."""
     batch, heads, queries, head_dim = call.shape("0")
     keys, value_dim = call.shape("2")[-2:]
-    return OpCost(batch * formulas.score_flops(queries * keys, heads, head_dim, value_dim), call.traffic_bytes)
+    return OpCost(batch * score_flops(queries * keys, heads, head_dim, value_dim), call.traffic_bytes)
 
 
 @op_cost("moepass.trie_attention.default")
@@ -49,5 +49,5 @@ def _trie_attention(call: OpCall) -> OpCost:
     """
     batch, heads, queries, head_dim = call.shape("query")
     value_dim = call.shape("value")[-1]
-    flops = formulas.score_flops(formulas.causal_pairs(queries), heads, head_dim, value_dim)
+    flops = score_flops(causal_pairs(queries), heads, head_dim, value_dim)
     return OpCost(batch * flops, call.traffic_bytes)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from moepass.models import formulas
-from moepass.models.formulas import Size
+from moepass.models.formulas.communication import all_gather_bytes, exchanged_bytes
+from moepass.models.formulas.sizes import Size
 from moepass.passes.cost.op_costs import OpCall, OpCost, op_cost
 
 _c10d = "_c10d_functional"
@@ -15,22 +15,22 @@ _c10d = "_c10d_functional"
 def _all_to_all(call: OpCall) -> OpCost:
     # A rank sends between none and all of its rows to itself; on average one of `ranks` equal shares.
     both = call.nbytes("input") + call.output_bytes
-    return _moved(call, formulas.exchanged_bytes(both, _ranks(call)))
+    return _moved(call, exchanged_bytes(both, _ranks(call)))
 
 
 @op_cost(f"{_c10d}.all_gather_into_tensor.default")
 def _all_gather(call: OpCall) -> OpCost:
-    return _moved(call, formulas.all_gather_bytes(call.output_bytes, call.arguments["group_size"]))
+    return _moved(call, all_gather_bytes(call.output_bytes, call.arguments["group_size"]))
 
 
 @op_cost(f"{_c10d}.reduce_scatter_tensor.default")
 def _reduce_scatter(call: OpCall) -> OpCost:
-    return _moved(call, formulas.all_gather_bytes(call.nbytes("input"), call.arguments["group_size"]))
+    return _moved(call, all_gather_bytes(call.nbytes("input"), call.arguments["group_size"]))
 
 
 @op_cost(f"{_c10d}.all_reduce.default", f"{_c10d}.all_reduce_.default")
 def _all_reduce(call: OpCall) -> OpCost:
-    return _moved(call, 2 * formulas.all_gather_bytes(call.nbytes("input"), _ranks(call)))
+    return _moved(call, 2 * all_gather_bytes(call.nbytes("input"), _ranks(call)))
 
 
 @op_cost(f"{_c10d}.broadcast.default", f"{_c10d}.broadcast_.default")

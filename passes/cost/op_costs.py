@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moepass.models import formulas
-from moepass.models.formulas import Size
+from moepass.models.formulas.gemms import convolution_flops, gemm_flops, triangular_solve_flops
+from moepass.models.formulas.memory import experts_hit
+from moepass.models.formulas.sizes import Size, divided
 from moepass.passes.cost.traffic_ops import TRAFFIC_OPS
 from moepass.passes.graph.node_arguments import all_arguments
 from moepass.passes.graph.nodes import fake_value, is_view, mutates
@@ -179,24 +180,24 @@ def _scaled_mm(call: OpCall) -> OpCost:
 @op_cost(aten.mv.default)
 def _mv(call: OpCall) -> OpCost:
     rows, inner = call.shape("self")
-    return OpCost(formulas.gemm_flops(rows, inner, 1), call.traffic_bytes)
+    return OpCost(gemm_flops(rows, inner, 1), call.traffic_bytes)
 
 
 @op_cost(aten.dot.default)
 def _dot(call: OpCall) -> OpCost:
-    return OpCost(formulas.gemm_flops(1, call.shape("self")[0], 1), call.traffic_bytes)
+    return OpCost(gemm_flops(1, call.shape("self")[0], 1), call.traffic_bytes)
 
 
 @op_cost(aten.linear.default)
 def _linear(call: OpCall) -> OpCost:
     *rows, inner = call.shape("input")
-    return OpCost(formulas.gemm_flops(_product_of(rows), inner, call.shape("weight")[0]), call.traffic_bytes)
+    return OpCost(gemm_flops(_product_of(rows), inner, call.shape("weight")[0]), call.traffic_bytes)
 
 
 def _gemm(call: OpCall, left: str, right: str) -> OpCost:
     *count, rows, inner = call.shape(left)
     columns = call.shape(right)[-1]
-    return OpCost(formulas.gemm_flops(rows, inner, columns, _product_of(count)), call.traffic_bytes)
+    return OpCost(gemm_flops(rows, inner, columns, _product_of(count)), call.traffic_bytes)
 
 
 @op_cost(aten._grouped_mm.default, aten._scaled_grouped_mm.default, "transformers.grouped_mm_fallback.default")
@@ -208,13 +209,13 @@ def _grouped_mm(call: OpCall) -> OpCost:
     left, right = list(call.arguments)[:2]
     *count, rows, inner = call.shape(left)
     *experts, _, columns = call.shape(right)
-    flops = formulas.grouped_gemm_flops(rows, inner, columns)
+    flops = gemm_flops(rows, inner, columns)
     if count or not experts:
         # Groups along the columns or along the inner size, or groups of equal size.
         return OpCost(flops * _product_of(count if experts else ()), call.traffic_bytes)
-    read = formulas.experts_hit(experts[0], 1, rows)
+    read = experts_hit(experts[0], 1, rows)
     weights = call.nbytes(right)
-    memory = call.traffic_bytes - weights + formulas.divided(weights, experts[0]) * read
+    memory = call.traffic_bytes - weights + divided(weights, experts[0]) * read
     return OpCost(flops, memory)
 
 
@@ -224,14 +225,14 @@ def _convolution(call: OpCall) -> OpCost:
     batch, *_ = call.shape("input")
     spatial = call.shape("input")[2:] if call.arguments["transposed"] else call.output_shape[2:]
     positions = batch * _product_of(spatial)
-    flops = formulas.convolution_flops(positions, channels_out, channels_in, _product_of(kernel))
+    flops = convolution_flops(positions, channels_out, channels_in, _product_of(kernel))
     return OpCost(flops, call.traffic_bytes)
 
 
 @op_cost(aten.linalg_solve_triangular.default)
 def _solve_triangular(call: OpCall) -> OpCost:
     *count, rows, columns = call.shape("B")
-    return OpCost(formulas.triangular_solve_flops(rows, columns, _product_of(count)), call.traffic_bytes)
+    return OpCost(triangular_solve_flops(rows, columns, _product_of(count)), call.traffic_bytes)
 
 
 @op_cost(aten.index.Tensor, aten.index_select.default, aten.gather.default)

@@ -340,8 +340,3 @@ class Plan:
     def device_bank_bytes(self) -> int:
         """Bytes of streamed banks on the compute device: the ring, independent of the number of layers."""
         return self.slots * self.slot_bytes + self.encoded_buffer_bytes
-
-    @property
-    def streamed_bytes(self) -> int:
-        """Bytes that one run of the graph copies from the homes of its banks."""
-        return sum(self.bank(stay.bank).format.link_bytes for stay in self.slot_stays)

@@ -20,8 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from moepass.runtime.banks.memory_table import MemoryTable
-from moepass.runtime.system.tensor_memory import offset_bytes, tensor_in_storage
-from moepass.runtime.system.tensor_users import are_only_users
+from moepass.runtime.system.tensor_memory import are_only_users, offset_bytes, tensor_in_storage
 
 logger = logging.getLogger("moepass")
 

@@ -1,4 +1,4 @@
-"""One call of a segment as a CUDA graph.
+"""One call of a segment as a CUDA graph, in memory that all recorded calls share.
 
 A recorded graph reads and writes the addresses that it was recorded with. So each input of the call is
 
@@ -15,22 +15,78 @@ and each output
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from moepass.runtime.cuda_graphs.graph_memory import GraphMemory, without_ownership
 from moepass.runtime.system.tensor_memory import as_extent, offset_bytes, tensor_in_storage
+from moepass.runtime.torch_private import storage_at
+
+
+class GraphMemory:
+    """A memory pool for all recorded calls of one graph, and staging buffers for inputs whose address changes.
+
+    Only one run at a time may record or replay: see `SegmentGraphs`. Then all work on this memory is ordered by one
+    stream, or by events between two streams.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        # By the index of the input among the staged inputs of its call, and its size in bytes.
+        self._staging: dict[tuple[int, int], torch.Tensor] = {}
+        self._last_run: Any = None
+
+    def begin_run(self) -> None:
+        """Make the current stream wait for the end of the last run, which may have used another stream."""
+        if self._last_run is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._last_run)
+
+    def end_run(self) -> None:
+        """Record the end of the run on the current stream."""
+        self._last_run = torch.cuda.Event()
+        self._last_run.record(torch.cuda.current_stream(self._device))
+
+    def record(self, work: Callable[[], Any]) -> tuple[Any, Any]:
+        """Return a CUDA graph of the device work that `work` issues, without executing it, and its result.
+
+        Raises any error of CUDA if the work cannot be recorded.
+        """
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            # The ring may copy and other threads may compute at the same time: only this thread must not synchronise.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                result = work()
+            finally:
+                graph.capture_end()
+        return graph, result
+
+    def staging(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        """Return a buffer with the layout of `value` for staged input `index` of a call. All calls share it."""
+        extent = as_extent(value)
+        key = (index, extent.nbytes)
+        with torch.inference_mode(False):  # inference tensors could not be written outside that mode
+            if key not in self._staging:
+                self._staging[key] = torch.empty(extent.nbytes, dtype=torch.uint8, device=value.device)
+            flat = self._staging[key].view(value.dtype)
+            return flat.as_strided(value.shape, value.stride())
+
+
+def without_ownership(value: torch.Tensor) -> torch.Tensor:
+    """Return `value` as a tensor that does not keep its memory alive."""
+    storage = value.untyped_storage()
+    with torch.inference_mode(False):
+        borrowed = storage_at(storage.data_ptr(), storage.nbytes(), value.device)
+        return tensor_in_storage(borrowed, value.dtype, offset_bytes(value), value.shape, value.stride())
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpectedTensor:
-    """The properties that an input must have for a replay.
-
-    Attributes:
-        address: The address of a fixed input. None for a staged input.
-    """
+    """The properties that an input must have for a replay; a staged input has no `address`."""
 
     dtype: torch.dtype
     device: torch.device
@@ -58,12 +114,7 @@ class ExpectedTensor:
 
 @dataclasses.dataclass(frozen=True)
 class ViewOfInput:
-    """An output that shares the memory of an input.
-
-    Attributes:
-        index: The index of the input.
-        offset_bytes: The offset from the input's first element.
-    """
+    """An output that shares the memory of input `index`, from `offset_bytes` behind its first element."""
 
     index: int
     dtype: torch.dtype
@@ -100,9 +151,7 @@ class RecordedCall:
         for index, buffer in self._staged:
             buffer.copy_(as_extent(leaves[index]))
         self._graph.replay()
-        return tuple(
-            output.of(leaves[output.index]) if isinstance(output, ViewOfInput) else output for output in self._outputs
-        )
+        return _actual(self._outputs, self._outputs, leaves)
 
 
 def _is_like(expected: object, value: object) -> bool:
@@ -123,11 +172,8 @@ def record_call(
 ) -> tuple[RecordedCall, tuple[Any, ...]]:
     """Record `segment(*inputs)` and run it; the outputs are in the memory of the pool.
 
-    `is_fixed` returns whether a tensor has the same address whenever the call is replayed.
-
-    Raises:
-        NotRecordableError: CUDA cannot record the call.
-        Exception: Any error of the segment.
+    `is_fixed` returns whether a tensor has the same address whenever the call is replayed. Raises NotRecordableError if
+    CUDA cannot record the call, and any error of the segment.
     """
     leaves = list(_leaves(inputs))
     staged: dict[int, torch.Tensor] = {}
@@ -152,10 +198,14 @@ def record_call(
     graph.replay()
     descriptions = [_described(output, recorded_leaves) for output in outputs]
     call = RecordedCall(graph, expected, staged, descriptions)
-    results = zip(descriptions, outputs, strict=True)
-    return call, tuple(
+    return call, _actual(descriptions, outputs, leaves)
+
+
+def _actual(descriptions: Sequence[object], outputs: Sequence[Any], leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """Return `outputs`, with views of the actual inputs `leaves` where that is what `descriptions` say."""
+    return tuple(
         description.of(leaves[description.index]) if isinstance(description, ViewOfInput) else output
-        for description, output in results
+        for description, output in zip(descriptions, outputs, strict=True)
     )
 
 
@@ -172,12 +222,8 @@ def _described(output: object, arguments: Sequence[object]) -> object:
 
 
 def _leaves(inputs: Sequence[Any]) -> Iterator[Any]:
-    """Yield the inputs, and the elements of inputs that are tuples."""
-    for value in inputs:
-        if isinstance(value, tuple):
-            yield from value
-        else:
-            yield value
+    """Return the inputs, and the elements of inputs that are tuples."""
+    return itertools.chain.from_iterable(value if isinstance(value, tuple) else (value,) for value in inputs)
 
 
 def _like(inputs: Sequence[Any], leaves: Iterator[Any]) -> tuple[Any, ...]:

@@ -27,8 +27,7 @@ from typing import Any
 
 import torch
 
-from moepass.runtime.cuda_graphs.graph_memory import GraphMemory
-from moepass.runtime.cuda_graphs.recorded_call import NotRecordableError, RecordedCall, record_call
+from moepass.runtime.cuda_graphs.recorded_call import GraphMemory, NotRecordableError, RecordedCall, record_call
 from moepass.runtime.system.tensor_memory import as_extent
 
 # [Empirical] The most shapes that are recorded: a recorded call costs host memory and time. Not measured on a GPU.
@@ -45,12 +44,7 @@ Shape = tuple[tuple[str, int], ...]
 
 @dataclasses.dataclass
 class GraphStatistics:
-    """The number of runs by how they ran.
-
-    Attributes:
-        plain: Runs without CUDA graphs, by reason.
-        stopped: Replays that ended early, by reason.
-    """
+    """The number of runs by how they ran: `plain` without CUDA graphs and `stopped` early in a replay, by reason."""
 
     recorded: int = 0
     replayed: int = 0
@@ -60,12 +54,9 @@ class GraphStatistics:
 
 @dataclasses.dataclass
 class RecordedRun:
-    """The recorded calls of a run.
+    """The recorded calls of a run by call site, with the addresses of the fixed memory (`storages`).
 
-    Attributes:
-        storages: Addresses of the fixed memory.
-        calls: The recorded calls by call site.
-        pooled: Addresses of the pool's storages that hold outputs of these calls.
+    `pooled` has the addresses of the pool's storages that hold outputs of these calls.
     """
 
     storages: set[int]
@@ -75,11 +66,7 @@ class RecordedRun:
 
 @dataclasses.dataclass
 class GraphedRun:
-    """A run that records or replays.
-
-    Attributes:
-        stopped: Why a replay ended early; empty if it did not.
-    """
+    """A run that records or replays. `stopped` says why a replay ended early."""
 
     memory: GraphMemory
     recording: RecordedRun
@@ -102,17 +89,14 @@ class GraphedRun:
 
 
 class _CurrentRun(threading.local):
-    """The run that the current thread executes."""
-
-    run: GraphedRun | None = None
+    run: GraphedRun | None = None  # that the current thread executes
 
 
 class SegmentGraphs:
     """The CUDA graphs of one top-level graph.
 
-    Args:
-        refused: Names of segments that must not be recorded.
-        note_refusal: Called with the name of a segment that CUDA cannot record, and the reason.
+    Segments with names in `refused` are not recorded. `note_refusal` is called with the name of a segment that CUDA
+    cannot record, and the reason.
     """
 
     def __init__(self, refused: Collection[str], note_refusal: Callable[[str, str], None]) -> None:
@@ -124,11 +108,6 @@ class SegmentGraphs:
         self._memory: GraphMemory | None = None
         self._seen: dict[Shape, None] = {}
         self._recordings: dict[Shape, dict[tuple[int, ...], RecordedRun]] = {}
-
-    @property
-    def staged_bytes(self) -> int:
-        """The size in bytes of the buffers to which inputs with changing addresses are copied."""
-        return 0 if self._memory is None else self._memory.staged_bytes
 
     def at(self, site: str, name: str, segment: Segment) -> Segment:
         """Return a function that runs, records or replays `segment`, called `name`, at call site `site`."""
@@ -156,13 +135,9 @@ class SegmentGraphs:
     ) -> Iterator[GraphedRun | None]:
         """Enter a run of the graph; yield None if it uses no CUDA graphs.
 
-        The outputs of the graph must pass through `GraphedRun.own`.
-
-        Args:
-            device: The same for all runs.
-            sizes: The sizes of the graph's inputs, by name.
-            fixed: Memory whose address rarely changes: parameters, shards, and the ring's buffers in the order in which
-                the run uses them.
+        The outputs of the graph must pass through `GraphedRun.own`. All runs have the same `device`. `sizes` are those
+        of the graph's inputs. The address of `fixed` memory rarely changes: parameters, shards, and the ring's buffers
+        in the order in which the run uses them.
         """
         if torch.cuda.is_current_stream_capturing():
             yield from self._plain("while the caller recorded a CUDA graph")

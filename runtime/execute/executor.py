@@ -21,7 +21,7 @@ from moepass.runtime.execute.dispatching import CapturedForm, Dispatcher, FormSt
 from moepass.runtime.execute.run_clock import MeasuredRuns, RunClock
 from moepass.runtime.execute.run_findings import RunFindings
 from moepass.runtime.execute.schedules import Adopt, Schedules
-from moepass.runtime.lowering.chosen_chunk import ChosenChunk
+from moepass.runtime.lowering.lower_token_loop import ChunkOfRun
 from moepass.runtime.system.forking import OwnerProcess
 from moepass.runtime.transfer.copying import CopyError
 from moepass.runtime.transfer.recording import current_recording
@@ -125,7 +125,7 @@ class Executor:
         ring = schedule.living_ring()
         turn = _NO_RING if ring is None else ring.run(self._number, self._gathers)
         # The clock starts when the ring is locked, so it does not count the runs of other threads.
-        with turn, self._clock.run(device, sizes, ring, arguments), ChosenChunk(self._chunks.tokens(sizes)):
+        with turn, self._clock.run(device, sizes, ring, arguments), ChunkOfRun(self._chunks.tokens(sizes)):
             if self.graphs is None:
                 return schedule.run(list(arguments))
             fixed: list[torch.Tensor] = [value for value in arguments if isinstance(value, torch.nn.Parameter)]

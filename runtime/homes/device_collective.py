@@ -17,7 +17,7 @@ import torch
 
 from moepass.runtime.homes.collective import CollectiveTransport
 from moepass.runtime.ranks.device_gathers import DeviceGatherGroup
-from moepass.runtime.ranks.device_links import DeviceLinks, NcclLinks
+from moepass.runtime.ranks.device_links import NcclLinks
 from moepass.runtime.ranks.gather_group import GatherGroup, Request
 from moepass.runtime.ranks.rendezvous import Rendezvous
 from moepass.runtime.transfer.lanes import Lane, StreamLane
@@ -31,7 +31,7 @@ class DeviceCollectiveTransport(CollectiveTransport):
         self,
         link: Link,
         device: torch.device,
-        connect: Callable[[Rendezvous, torch.device], DeviceLinks] = NcclLinks,
+        connect: Callable[[Rendezvous, torch.device], NcclLinks] = NcclLinks,
     ) -> None:
         super().__init__(link)
         self._device, self._connect = device, connect

@@ -31,7 +31,7 @@ from moepass.runtime.homes.peer_home import GatherPacker, PeerPacker
 from moepass.runtime.homes.peers import PeerGroup
 from moepass.runtime.ranks.device_links import check_nccl
 from moepass.runtime.ranks.rendezvous import PeerError
-from moepass.runtime.system.environment import environment_variable
+from moepass.runtime.system.processes import environment_variable
 from moepass.runtime.system.shared_memory import SharedMemoryError, SharedSegment, in_pages
 from moepass.runtime.torch_private import store_of
 from moepass.runtime.transfer.link import Link

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from moepass.runtime.homes.peer_home import PeerPacker
-from moepass.runtime.system.tensor_users import are_only_users
+from moepass.runtime.system.tensor_memory import are_only_users
 
 
 def share_parts(

@@ -18,11 +18,9 @@ from moepass.models.errors import InputError, one_of
 class Codec:
     """The functions of one format. All tensors are flat uint8 and contiguous.
 
-    Attributes:
-        encode: Returns the bytes at rest for the bytes of a slot, in host memory. Raises InputError if decoding would
-            not restore them.
-        link_bytes: Returns how many of the bytes at rest travel, from the first on.
-        decode: Writes the bytes of the slot (second argument) from the bytes of the link (first), on one device.
+    `encode` returns the bytes at rest for the bytes of a slot, in host memory, and raises InputError if decoding would
+    not restore them. `link_bytes` returns how many of the bytes at rest travel, from the first on. `decode` writes the
+    bytes of the slot (second argument) from the bytes of the link (first), on one device.
     """
 
     encode: Callable[[torch.Tensor], torch.Tensor]
@@ -42,10 +40,5 @@ def register_codec(name: str, codec: Codec) -> None:
 def codec_of(name: str) -> Codec:
     """Return the codec registered as `name`. Raises InputError if no codec has that name."""
     if name not in _codecs:
-        raise InputError(
-            f"decoder is {name!r}; the registered decoders are {one_of(sorted(_codecs)) if _codecs else 'none'}"
-        )
+        raise InputError(f"decoder is {name!r}; the registered decoders are {one_of(_codecs) or 'none'}")
     return _codecs[name]
-
-
-__all__ = ["Codec", "codec_of", "register_codec"]

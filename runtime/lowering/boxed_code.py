@@ -82,11 +82,8 @@ def _step(module: GraphModule, node: Node, indices: Mapping[Node, int], dead: Se
         values[index] = called(*arguments(values), **keywords(values))
         remove_dead(values)
 
-    return run_taker if _takes_list(module, node) else run
-
-
-def _takes_list(module: GraphModule, node: Node) -> bool:
-    return node.op == "call_module" and isinstance(module.get_submodule(str(node.target)), TakesList)
+    takes_list = node.op == "call_module" and isinstance(module.get_submodule(str(node.target)), TakesList)
+    return run_taker if takes_list else run
 
 
 def _called(module: GraphModule, node: Node) -> Callable[..., Any]:
@@ -97,13 +94,9 @@ def _called(module: GraphModule, node: Node) -> Callable[..., Any]:
         constant = operator.attrgetter(str(node.target))(module)
         return lambda: constant
     if node.op == "call_method":
-        return _method(str(node.target))
+        return lambda value, *arguments, **keywords: getattr(value, str(node.target))(*arguments, **keywords)
     assert callable(node.target)
     return node.target
-
-
-def _method(name: str) -> Callable[..., Any]:
-    return lambda value, *arguments, **keywords: getattr(value, name)(*arguments, **keywords)
 
 
 def _read(value: Any, indices: Mapping[Node, int]) -> Read:

@@ -20,12 +20,8 @@ class FixedValues:
 
     Both kinds may be views of inputs, or single numbers computed from them. An input may come in parts: a tuple of
     tensors [experts, ...] in order of experts. Such an input is only read as weights, through views that keep the order
-    of experts: see `passes/segments/bank_parts.py`.
-
-    Args:
-        segment: the segment.
-        program: its program.
-        read: the nodes that `tables` returns if they are fixed; by default all inputs of row work.
+    of experts: see `passes/segments/bank_parts.py`. `read` has the nodes that `tables` returns if they are fixed; by
+    default all inputs of row work.
     """
 
     def __init__(self, segment: GraphModule, program: ExpertProgram, read: Collection[Node] | None = None) -> None:
@@ -77,14 +73,24 @@ def _weight_view(segment: GraphModule, weights: Node, positions: dict[Node, int]
 
 def _graph_of(segment: GraphModule, wanted: Sequence[Node], inputs: Sequence[Node]) -> GraphModule:
     """Return the graph that computes the nodes `wanted` from `inputs`."""
-    graph = Graph()
-    values = {node: graph.placeholder(f"input_{number}") for number, node in enumerate(inputs)}
     needed = set(wanted)
     for node in reversed(segment.graph.nodes):
-        if node in needed and node not in values:
+        if node in needed and node not in inputs:
             needed.update(node.all_input_nodes)
-    for node in segment.graph.nodes:
-        if node in needed and node not in values:
-            values[node] = graph.node_copy(node, lambda used: values[used])
-    graph.output(tuple(values[node] for node in wanted))
-    return GraphModule(segment, graph)
+    nodes = [node for node in segment.graph.nodes if node in needed and node not in inputs]
+    return subgraph(inputs, nodes, wanted, segment)
+
+
+def subgraph(
+    inputs: Sequence[Node], nodes: Sequence[Node], outputs: Sequence[Node], root: GraphModule | None = None
+) -> GraphModule:
+    """Return copies of `nodes` as a graph of `inputs`, whose fake values are not set, that returns `outputs`.
+
+    Submodules and constants are those of `root`.
+    """
+    graph = Graph()
+    values = {node: graph.placeholder(f"input_{number}") for number, node in enumerate(inputs)}
+    for node in nodes:
+        values[node] = graph.node_copy(node, lambda used: values[used])
+    graph.output(tuple(values[node] for node in outputs))
+    return GraphModule(root or {}, graph)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.nn import functional as F
 
 from moepass.passes.graph.nodes import copy_graph_module, fake_value, graph_inputs, map_nodes
 from moepass.passes.graph.source_lines import in_words, named, source_line
@@ -24,9 +25,13 @@ from moepass.passes.segments.expert_program import (
     expert_gemms_in,
     read_program,
 )
-from moepass.runtime.kernels.cpu_gemm_library import multiply
-from moepass.runtime.lowering.fixed_values import FixedValues, WeightParts, weights_of
+from moepass.runtime.lowering.fixed_values import FixedValues, WeightParts, subgraph, weights_of
+from moepass.runtime.system.device_names import cpu_info
 from moepass.runtime.system.huge_pages import empty_in_huge_pages
+
+# [Empirical] The least rows and multiplications for which oneDNN is faster where MKL is held back (on Zen 5). Below
+# them, calling it takes longer than the GEMM.
+_LEAST_ROWS, _LEAST_MULTIPLICATIONS = 8, 2 << 20
 
 # Compiles a graph whose nodes have fake values of that mode. The result takes a list of inputs.
 Compile = Callable[[GraphModule, FakeTensorMode], Callable[[list[Any]], Sequence[torch.Tensor]]]
@@ -103,32 +108,6 @@ class RowsInAnyNumber:
         return results
 
 
-@dataclasses.dataclass
-class _Values:
-    """Values of one call.
-
-    Attributes:
-        weights: weights of each GEMM, which have no rows.
-        tables: the fixed values that row work reads, contiguous.
-        row_inputs: inputs of the program with all rows.
-        outputs: outputs of the program with all rows.
-    """
-
-    weights: dict[Node, WeightParts]
-    tables: dict[Node, torch.Tensor]
-    row_inputs: dict[Node, torch.Tensor]
-    outputs: dict[Node, torch.Tensor]
-
-
-@dataclasses.dataclass
-class _ExpertRows:
-    """Rows of one expert, with their views of `row_inputs` and `outputs` of `_Values`."""
-
-    rows: int
-    row_inputs: dict[Node, torch.Tensor]
-    outputs: dict[Node, torch.Tensor]
-
-
 class ExpertLoop:
     """Runs a program expert by expert: call it with a list of the segment's inputs. It returns the segment's outputs.
 
@@ -144,56 +123,56 @@ class ExpertLoop:
 
     def __call__(self, inputs: list[Any]) -> tuple[torch.Tensor, ...]:
         """Return the segment's outputs and empty `inputs`."""
-        values = self._prepare(inputs)
-        ends, *_ = (value for node, value in zip(self._inputs, inputs, strict=True) if node is self.program.ends)
-        inputs.clear()
-        rows = next(iter(values.row_inputs.values())).shape[0]
-        chunks = list(_chunks(ends.tolist(), rows))
-        sizes = [size for _, size in chunks]
-        # All views are created at once, because one by one would take noticeable time with few rows.
-        row_inputs, outputs = (
-            {node: tensor.split(sizes) for node, tensor in tensors.items()}
-            for tensors in (values.row_inputs, values.outputs)
-        )
-        for index, (expert, size) in enumerate(chunks):
-            chunk = _ExpertRows(
-                size,
-                {node: parts[index] for node, parts in row_inputs.items()},
-                {node: parts[index] for node, parts in outputs.items()},
-            )
-            self._run(values, expert, chunk)
-        return tuple(values.outputs[node] for node in self.program.outputs)
-
-    def _prepare(self, inputs: Sequence[Any]) -> _Values:
         by_node = dict(zip(self._inputs, inputs, strict=True))
+        weights = self._fixed.weights(inputs)
+        tables = {node: table.contiguous() for node, table in self._fixed.tables(inputs).items()}
+        inputs.clear()
         row_inputs = {node: by_node[node] for node in self.program.row_inputs}
-        rows = next(iter(row_inputs.values())).shape[0]
+        ends = by_node[self.program.ends]
+        del by_node
+        rows = len(next(iter(row_inputs.values())))
         outputs = {
             node: row_inputs[node] if node in row_inputs else _empty(node, rows) for node in self.program.outputs
         }
-        tables = {node: table.contiguous() for node, table in self._fixed.tables(inputs).items()}
-        return _Values(self._fixed.weights(inputs), tables, row_inputs, outputs)
+        chunks = list(_chunks(ends.tolist(), rows))
+        sizes = [size for _, size in chunks]
+        # All views are created at once, because one by one would take noticeable time with few rows.
+        input_parts, output_parts = (
+            {node: tensor.split(sizes) for node, tensor in tensors.items()} for tensors in (row_inputs, outputs)
+        )
+        for index, (expert, size) in enumerate(chunks):
+            values = {**tables, **{node: parts[index] for node, parts in input_parts.items()}}
+            out = {node: parts[index] for node, parts in output_parts.items()}
+            self._run(weights, expert, size, values, out)
+        return tuple(outputs[node] for node in self.program.outputs)
 
-    def _run(self, values: _Values, expert: int | None, chunk: _ExpertRows) -> None:
-        """Compute `chunk`, whose rows belong to `expert`. Without an expert, GEMMs return zeros."""
-        values_of_chunk = {**values.tables, **chunk.row_inputs}
+    def _run(
+        self,
+        weights: dict[Node, WeightParts],
+        expert: int | None,
+        rows: int,
+        values: dict[Node, torch.Tensor],
+        outputs: dict[Node, torch.Tensor],
+    ) -> None:
+        """Compute `outputs` of a chunk of `rows` rows, which belong to `expert`, from the `values` of its inputs.
+
+        Without an expert, GEMMs return zeros.
+        """
         for step, work in self.steps:
             if isinstance(step, GroupedGemm):
-                out = chunk.outputs.get(step.node)
+                out = outputs.get(step.node)
                 if expert is None:
-                    values_of_chunk[step.node] = _empty(step.node, chunk.rows).zero_() if out is None else out.zero_()
+                    values[step.node] = (_empty(step.node, rows) if out is None else out).zero_()
                 else:
-                    values_of_chunk[step.node] = multiply(
-                        values_of_chunk[step.rows], weights_of(values.weights[step.weights], expert), out
-                    )
+                    values[step.node] = multiply(values[step.rows], weights_of(weights[step.weights], expert), out)
                 continue
             # The code was compiled for contiguous inputs. For example, half of a GEMM's output is not contiguous.
             assert work is not None
-            results = work([values_of_chunk[node].contiguous() for node in step.inputs], chunk.rows)
+            results = work([values[node].contiguous() for node in step.inputs], rows)
             for node, result in zip(step.outputs, results, strict=True):
-                values_of_chunk[node] = result
-                if node in chunk.outputs:
-                    chunk.outputs[node].copy_(result)
+                values[node] = result
+                if node in outputs:
+                    outputs[node].copy_(result)
 
 
 def _chunks(ends: Sequence[int], rows: int) -> Iterator[tuple[int | None, int]]:
@@ -222,22 +201,20 @@ def _for_any_rows(work: RowWork, program: ExpertProgram) -> tuple[GraphModule, F
         raise NotByExpertError(work.nodes[0], "it has no rows")
     with unset_fake_temporarily():
         mode = FakeTensorMode(shape_env=ShapeEnv())
-        graph = Graph()
-        values: dict[Node, Node] = {}
-        for index, node in enumerate(work.inputs):
-            values[node] = graph.placeholder(f"input_{index}")
-            values[node].meta["val"] = _fake_input(mode, node, with_rows=node not in fixed)
-        for node in work.nodes:
-            values[node] = copied = graph.node_copy(node, lambda used: values[used])
+        module = subgraph(work.inputs, work.nodes, work.outputs)
+        *copies, _ = module.graph.nodes
+        for node, copied in zip((*work.inputs, *work.nodes), copies, strict=True):
+            if copied.op == "placeholder":
+                copied.meta["val"] = _fake_input(mode, node, with_rows=node not in fixed)
+                continue
             arguments, keywords = map_nodes((copied.args, copied.kwargs), fake_value)
             with mode:
-                copied.meta["val"] = copied.target(*arguments, **keywords)  # type: ignore[operator]
-        graph.output(tuple(values[node] for node in work.outputs))
+                copied.meta["val"] = copied.target(*arguments, **keywords)
         shapes = mode.shape_env
         if shapes is None or shapes.guards or shapes.replacements:
             reason = f"what begins at {named(work.nodes[0])} holds for some numbers of rows only"
             raise NotByExpertError(work.nodes[0], reason)
-        return GraphModule({}, graph), mode
+        return module, mode
 
 
 def _fake_input(mode: FakeTensorMode, node: Node, with_rows: bool) -> torch.Tensor:
@@ -254,3 +231,55 @@ def _fake_input(mode: FakeTensorMode, node: Node, with_rows: bool) -> torch.Tens
     context: Any = StatelessSymbolicContext(dynamic_sizes=dynamic)
     fake: torch.Tensor = mode.from_tensor(example, symbolic_context=context)
     return fake
+
+
+@functools.cache
+def is_mkl_held_back() -> bool:
+    """Return whether this CPU has AVX-512 but MKL does not use it, because the CPU is not Intel's.
+
+    oneDNN, which torch includes, checks what the processor can do: on AMD's Zen 5 it multiplies float32 twice as fast.
+    """
+    return (
+        torch.backends.mkl.is_available()
+        and torch.backends.mkldnn.is_available()
+        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        and cpu_info("vendor_id") not in (None, "GenuineIntel")
+    )
+
+
+def multiply(rows: torch.Tensor, weights: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return `rows` [n, in] times `weights` [in, out], in `out` [n, out] or a new tensor.
+
+    The library depends on the machine, the type, the layout and the sizes, never on a measurement, so that every run of
+    the same rows gives the same numbers. For compiled code only: autocast and autograd do not see it.
+    """
+    if not (_is_for_onednn(rows, weights) and is_mkl_held_back() and torch.backends.mkldnn.enabled):
+        if out is None:
+            out = empty_in_huge_pages((len(rows), weights.shape[1]), rows.dtype)
+        return torch.mm(rows, weights, out=out)
+    extra = _padded(len(rows)) - len(rows)
+    padded = F.pad(rows, (0, 0, 0, extra)) if extra else rows
+    result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(padded, weights.t(), None, "none", [], "")
+    result = result[: len(rows)]
+    return result if out is None else out.copy_(result)
+
+
+def _is_for_onednn(rows: torch.Tensor, weights: torch.Tensor) -> bool:
+    # oneDNN multiplies weights with gaps by its reference code, which is a thousand times slower. torch.mm uses oneDNN
+    # for bfloat16 anyway, and oneDNN has no float64.
+    return (
+        rows.dtype == torch.float32
+        and len(rows) >= _LEAST_ROWS
+        and len(rows) * weights.numel() >= _LEAST_MULTIPLICATIONS
+        and (weights.is_contiguous() or weights.t().is_contiguous())
+    )
+
+
+def _padded(rows: int) -> int:
+    """Return a number of rows that is at least `rows` and, from 32 on, at most an eighth more.
+
+    oneDNN generates code for each number of rows, 0.3 ms and 0.6 MB each, and caches the code of 1024 GEMMs. Routers
+    produce all numbers, so they are rounded up to a few.
+    """
+    step = max(4, 1 << rows.bit_length() >> 4)
+    return -(-rows // step) * step

@@ -40,12 +40,9 @@ _STALE = ("val", "tensor_meta", "unbacked_bindings", "eager_input_vals")
 class LateGraph:
     """A captured graph, compiled for the sizes of one run.
 
-    Attributes:
-        run: takes the graph's inputs.
-        guards: conditions under which `run` is right.
-        symbols: the symbols of the guards by the names of sizes.
-        segments: the segments that were compiled for it; None if it runs operator by operator.
-        empty: the names of sizes that are 0. They must be the same in a run, because guards assume positive sizes.
+    `run` is right under the `guards`, whose `symbols` are by the names of sizes. `empty` has the names of sizes that
+    are 0; they must be the same in a run, because guards assume positive sizes. Without `segments` it runs operator by
+    operator.
     """
 
     run: Lowered

@@ -80,11 +80,8 @@ class LoweredSegment(TakesList):
     releases and updates of buffers are between segments. An input without references after the run cannot be
     overwritten at all.
 
-    Args:
-        run: the compiled segment.
-        tensors: positions of the inputs that are compared.
-        fresh: positions of the outputs that are compared.
-        boxed: whether `run` takes a list of its inputs.
+    The inputs at positions `tensors` are compared with the outputs at positions `fresh`. If `boxed`, `run` takes a list
+    of its inputs.
     """
 
     def __init__(self, run: Lowered, tensors: Sequence[int], fresh: Sequence[int], boxed: bool) -> None:

@@ -79,7 +79,8 @@ class TensorrtEngine:
         outputs = segment.graph.output_node().args[0]
         assert isinstance(outputs, (list, tuple))
         values = [fake_value(node) for node in outputs if isinstance(node, Node)]
-        self._expected = [(value.dtype, tuple(value.shape), value.stride()) for value in values]
+        self._expected = [(value.dtype, tuple(value.shape)) for value in values]
+        self._strides = [value.stride() for value in values]
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the segment's outputs.
@@ -89,10 +90,9 @@ class TensorrtEngine:
         results = self._engine(*inputs)
         outputs = results if isinstance(results, (list, tuple)) else (results,)
         actual = [(value.dtype, tuple(value.shape)) for value in outputs]
-        expected = [(dtype, shape) for dtype, shape, _ in self._expected]
-        if actual != expected:
-            raise RuntimeError(f"TensorRT returned {actual}, but the captured graph has {expected}")
-        return tuple(map(_with_strides, outputs, [strides for _, _, strides in self._expected]))
+        if actual != self._expected:
+            raise RuntimeError(f"TensorRT returned {actual}, but the captured graph has {self._expected}")
+        return tuple(map(_with_strides, outputs, self._strides))
 
 
 def _with_strides(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:

@@ -11,6 +11,7 @@ as those of one chunk.
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -38,11 +39,24 @@ from moepass.passes.segments.token_program import (
     read_token_program,
 )
 from moepass.runtime.lowering.boxed_code import run_by_list
-from moepass.runtime.lowering.chosen_chunk import chunk_tokens_of_run
 
 SEQUENCES, TOKENS, ALL_TOKENS = TokenFactor.SEQUENCES, TokenFactor.TOKENS, TokenFactor.ALL_TOKENS
 logger = logging.getLogger("moepass")
-LowerSegments = Callable[[GraphModule], GraphModule]
+# Tokens per chunk that the current run chose; None keeps the size of each loop.
+_chunk_of_run: contextvars.ContextVar[int | None] = contextvars.ContextVar("chunk", default=None)
+
+
+class ChunkOfRun:
+    """A context in which loops over chunks of tokens take `tokens` tokens at a time; None keeps their own size."""
+
+    def __init__(self, tokens: int | None) -> None:
+        self._tokens = tokens
+
+    def __enter__(self) -> None:
+        self._reset = _chunk_of_run.set(self._tokens)
+
+    def __exit__(self, *_: object) -> None:
+        _chunk_of_run.reset(self._reset)
 
 
 def _view_of(tensor: torch.Tensor, dims: TokenDims, chunk: Chunk) -> torch.Tensor:
@@ -135,7 +149,7 @@ class TokenLoop:
             _evaluated(size, sizes) for size in (self.program.sequences, self.program.tokens_per_sequence)
         )
         outputs = [_empty(value, sizes) for value in self._outputs]
-        for chunk in chunks_of(sequences, length, chunk_tokens_of_run() or self.chunk_tokens):
+        for chunk in chunks_of(sequences, length, _chunk_of_run.get() or self.chunk_tokens):
             arguments: list[Any] = [chunk.count]
             arguments += [
                 tensor if dims is None else _dense(take(tensor, dims, chunk), order)
@@ -147,19 +161,18 @@ class TokenLoop:
             del results
         return tuple(outputs)
 
-    def _is_right_for(self, tokens: int) -> bool:
-        is_known, is_right = tokens in self._held, self._holds(tokens)
-        if not is_right and not is_known and tokens > 1:
-            logger.warning(
-                "chunks of %d tokens run operator by operator: the compiled code needs %s", tokens, self._guards
-            )
-        return is_right
-
-    def _holds(self, tokens: int) -> bool:
+    def holds(self, tokens: int) -> bool:
         """Return whether the compiled body is right for this number of tokens: it is 2 or more, and guards hold."""
+        values = {self._symbol: sympy.Integer(tokens)}
+        return tokens > 1 and all(guard.xreplace(values) == sympy.true for guard in self._guards)
+
+    def _is_right_for(self, tokens: int) -> bool:
         if tokens not in self._held:
-            values = {self._symbol: sympy.Integer(tokens)}
-            self._held[tokens] = tokens > 1 and all(guard.xreplace(values) == sympy.true for guard in self._guards)
+            self._held[tokens] = self.holds(tokens)
+            if tokens > 1 and not self._held[tokens]:
+                logger.warning(
+                    "chunks of %d tokens run operator by operator: the compiled code needs %s", tokens, self._guards
+                )
         return self._held[tokens]
 
 
@@ -184,7 +197,9 @@ def _empty(value: torch.Tensor, sizes: dict[sympy.Expr, int]) -> torch.Tensor:
     return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
 
 
-def lower_token_loop(segment: GraphModule, chunk_tokens: int, lower: LowerSegments) -> TokenLoop | NotLowered:
+def lower_token_loop(
+    segment: GraphModule, chunk_tokens: int, lower: Callable[[GraphModule], GraphModule]
+) -> TokenLoop | NotLowered:
     """Return `segment` as a loop over chunks of at most `chunk_tokens` tokens, or why it runs all tokens at once."""
     try:
         program = read_token_program(segment)
@@ -198,7 +213,7 @@ def lower_token_loop(segment: GraphModule, chunk_tokens: int, lower: LowerSegmen
     assert mode.shape_env is not None
     guards = [guard.expr for guard in mode.shape_env.guards]
     loop = TokenLoop(segment, program, body, guards, symbol, chunk_tokens)
-    if not loop._holds(max(2, chunk_tokens)):
+    if not loop.holds(max(2, chunk_tokens)):
         node = next(iter(segment.graph.nodes))
         reason = f"the code that was compiled for a chunk does not hold for {chunk_tokens} tokens: {guards}"
         return NotLowered(TOKEN_LOOP, node.name, reason)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from moepass.passes.graph.nodes import fake_value, graph_inputs
 from moepass.passes.graph.source_lines import in_words, source_line
@@ -22,7 +22,7 @@ from moepass.passes.segments.expert_program import (
 from moepass.runtime.kernels.grouped_gemm.kernel_source import GEMM_TYPES
 from moepass.runtime.kernels.grouped_gemm.launch import GeneratedGemm
 from moepass.runtime.kernels.grouped_gemm.tile_functions import NoTileFunctionError
-from moepass.runtime.lowering.fixed_values import FixedValues
+from moepass.runtime.lowering.fixed_values import FixedValues, subgraph
 
 # Compiles a graph whose nodes have fake values. The result takes a list of inputs.
 Compile = Callable[[GraphModule], Callable[[list[Any]], Sequence[torch.Tensor]]]
@@ -126,12 +126,8 @@ def _graph_of(work: RowWork, sizes: Sequence[Node]) -> GraphModule:
 
     The graph takes `sizes` and then the inputs of `work`.
     """
-    graph = Graph()
-    values: dict[Node, Node] = {}
-    for index, node in enumerate([*sizes, *work.inputs]):
-        values[node] = graph.placeholder(f"input_{index}")
-        values[node].meta.update(node.meta)
-    for node in work.nodes:
-        values[node] = graph.node_copy(node, lambda used: values[used])
-    graph.output(tuple(values[node] for node in work.outputs))
-    return GraphModule({}, graph)
+    inputs = [*sizes, *work.inputs]
+    module = subgraph(inputs, work.nodes, work.outputs)
+    for placeholder, node in zip(graph_inputs(module.graph), inputs, strict=True):
+        placeholder.meta.update(node.meta)
+    return module

@@ -89,9 +89,7 @@ def reads_compiled_code(record: SegmentRecord) -> bool:
 def read_segments(records: Mapping[str, SegmentRecord], expected: str) -> dict[str, LoweredSegment]:
     """Return the segments of `records`, which were compiled on this machine for the vector instructions `expected`.
 
-    Raises:
-        ValueError: Inductor now uses other vector instructions, or a record is damaged.
-        KeyError: a record is damaged.
+    Raises ValueError if Inductor now uses others, and ValueError or KeyError if a record is damaged.
     """
     if expected:
         # Otherwise Inductor would run a compiler and another process first, which takes seconds.
@@ -120,8 +118,7 @@ def _read_segment(record: SegmentRecord) -> LoweredSegment:
         run = _read_loop(record.run)
     else:
         run = load_inductor_source(record.run.source)
-    is_boxed = not isinstance(record.run, EagerGraph)
-    return LoweredSegment(run, record.tensors, record.fresh, is_boxed)
+    return LoweredSegment(run, record.tensors, record.fresh, boxed=reads_compiled_code(record))
 
 
 def _source_of(compiled: object) -> str:

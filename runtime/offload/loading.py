@@ -35,6 +35,7 @@ from moepass.models.checkpoint.weight_files import (
     check_loading,
     check_type,
     check_weight_files,
+    loading_problem,
     one_line,
     weight_files,
 )
@@ -250,7 +251,7 @@ def _build_unread(path: str | Path, dtype: torch.dtype | None, experts_implement
     check_type(f"{folder / checkpoints.CONFIG_FILE}: dtype", config.dtype)
     check_weight_files(folder, config)
     files = CheckpointFiles(weight_files(folder), stamps)
-    check_numbers(folder, files.numbers, experts_implementation)
+    check_numbers(folder, files.numbers)
     model_class = model_class_of(config)
     try:
         with checkpoints.quiet_transformers():
@@ -272,7 +273,7 @@ def _build_unread(path: str | Path, dtype: torch.dtype | None, experts_implement
             path=folder,
         ) from error
     except Exception as error:  # transformers raises many types if the files do not fit the config
-        raise CheckpointError(f"{folder} cannot be loaded: {_cause(error)}", path=folder) from error
+        raise CheckpointError(f"{folder} cannot be loaded: {loading_problem(error)}", path=folder) from error
     check_loading(folder, info)
     _name_after(model, folder)
     model.requires_grad_(False)
@@ -298,15 +299,6 @@ def _refuse_quantised(folder: Path, config: Any) -> None:
                 value=method,
                 path=folder,
             )
-
-
-def _cause(error: Exception) -> str:
-    if "automatic conversion" in str(error):  # it refers to a report that is silenced here
-        return (
-            "the weights of single experts do not merge into one bank per layer; an expert is missing, or has another "
-            "shape than the others"
-        )
-    return one_line(error)
 
 
 def _name_after(model: PreTrainedModel, folder: Path) -> None:

@@ -1,8 +1,7 @@
 """Comparison of named topics between ranks: one exchange, and one error if values differ.
 
-A topic must have the same value on all ranks, or is a vote, which may differ and which all ranks learn. While ranks
-load or compile, topics go through their store (`agree`); before a run they go as one number each over separate
-connections (`agree_on_run`). Either way every rank gets the same error, with the topic, the ranks and their values.
+A topic must have the same value on all ranks, or is a vote, which may differ and which all ranks learn. README.md says
+when ranks use their store for this (`agree`), and when separate connections (`agree_on_run`).
 """
 
 from __future__ import annotations
@@ -26,14 +25,7 @@ LARGEST_EXACT = 2**53
 
 @dataclasses.dataclass(frozen=True)
 class Topic:
-    """A value that ranks compare.
-
-    Attributes:
-        name: the name in errors.
-        value: the value of this rank. Before a run a vote is a number, and ranks with None are not compared.
-        remedy: what to do if values differ.
-        is_vote: whether values may differ.
-    """
+    """A value that ranks compare. Before a run a vote is a number, and ranks with the value None are not compared."""
 
     name: str
     value: Any
@@ -78,17 +70,8 @@ def agree(
     """Yield the votes of each rank, by name, once its topics were compared with those of rank 0, as the ranks come.
 
     Topics that determine the number of later topics come first: all ranks have the same topics up to the first
-    difference.
-
-    Args:
-        meeting: the meeting of the ranks.
-        title: the name of all topics together, in errors.
-        topics: this rank's topics.
-        check: called while this rank waits; may raise PeerError.
-
-    Raises:
-        DisagreementError: ranks have different values.
-        And the errors of `Rendezvous.exchange`.
+    difference. Errors call all topics together `title`. Raises DisagreementError, and PeerError as
+    `Rendezvous.exchange`, which takes `check`.
     """
     first: list[Topic] = []
     # Decoded as on the other ranks, so that tuples become lists.
@@ -106,9 +89,8 @@ def agree_on_run(
 ) -> list[list[float]]:
     """Return the votes of all ranks, by rank and in their order. Each rank has the same topics, in the same order.
 
-    Raises:
-        DisagreementError: ranks have different values; the connections have failed then, since runs would differ.
-        And the errors of `Connections.exchange`, which takes `deadline`, `late` and `lost`.
+    `deadline`, `late` and `lost` are those of `Connections.exchange`. Raises PeerError; the connections have failed
+    then, also after a DisagreementError, since runs would differ.
     """
     try:
         numbers_here = torch.tensor([topic.number for topic in topics], dtype=torch.float64)

@@ -1,12 +1,10 @@
 """Agreement of the ranks of a process group on each run: on its form and on its layers.
 
-A run either gathers weights or exchanges tokens. An exchange needs all ranks, and each rank knows only its own tokens.
-So if a plan has a dispatch, every run begins with a few bytes from every rank to every other, over gloo connections of
-the group: no device waits for them, and every wait ends. The same applies to runs in which ranks may otherwise run
-different experts (`RunCheck`), and to runs that rely on equal tokens (`replicas.py`). All ranks then compute the same
-form from the agreed numbers and the form of the group's last run, which the form keeps near the crossover.
-
-It does not matter which of a rank's graphs takes part: ranks compile for different shapes.
+A run either gathers weights or exchanges tokens. If a plan has a dispatch, every run begins with a few bytes from every
+rank to every other, over gloo connections of the group: no device waits for them, and every wait ends. The same applies
+to runs in which ranks may otherwise run different experts (`RunCheck`), and to runs that rely on equal tokens
+(`replicas.py`). See "Two forms of one graph" in README.md. Any of a rank's graphs may take part, because ranks compile
+for different shapes.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from moepass.passes.schedule.dispatch import choose_form
 from moepass.runtime.ranks.agree import Topic, agree_on_run
 from moepass.runtime.ranks.block_decisions import MEETING, decisions_of
 from moepass.runtime.ranks.connections import Connections
-from moepass.runtime.ranks.of_group import OfGroup
+from moepass.runtime.ranks.of_group import of_group
 from moepass.runtime.ranks.rendezvous import Rendezvous
 from moepass.runtime.torch_private import store_of
 
@@ -48,14 +46,10 @@ NEVER_COMPARED = -1
 class RunVote:
     """A rank's vote on a run.
 
-    Attributes:
-        tokens: the rank's tokens in a block.
-        crossover_tokens: the crossover of its graph.
-        hysteresis: the fraction of the crossover within which the last form is kept.
-        blocks: descriptions of the blocks that are about to run; equal blocks have equal descriptions on all ranks.
-        is_estimated: whether the crossover is estimated; tokens and crossover are then in units of it, so that it is 1.
-        compared_in: the number of the meeting in which the present inputs were compared with those of other ranks; 0 if
-            no comparison is needed.
+    `tokens` are those of the rank in a block. Within the fraction `hysteresis` of the crossover the last form is kept.
+    Equal blocks have equal descriptions on all ranks. If the crossover `is_estimated`, tokens and crossover are in
+    units of it, so that it is 1. `compared_in` is the number of the meeting in which the present inputs were compared
+    with those of other ranks; 0 if no comparison is needed.
     """
 
     tokens: float
@@ -123,9 +117,8 @@ class Agreement:
     def agree(self, own: RunVote, timeout_s: float) -> str:
         """Return the form of the next run, the same on all ranks.
 
-        Raises:
-            PeerError: ranks have different crossovers or layers (the same text on all ranks), or a rank has ended or
-                did not respond within `timeout_s`. No rank can agree any more.
+        Raises PeerError if ranks have different crossovers or layers (the same text on all ranks), or if a rank has
+        ended or did not respond within `timeout_s`. No rank can agree any more then.
         """
         with self._lock:
             tokens = sum(tokens for tokens, _ in self._exchange(own, timeout_s))
@@ -133,12 +126,9 @@ class Agreement:
             last = self._last.get(crossover)
             self._last[crossover] = form = choose_form(tokens, self.size, *crossover, last)
         if form != last:
-            mean = tokens / self.size
-            if own.is_estimated:
-                logger.info("runs are %s from now on: %.6g of the estimated crossover", form, mean)
-            else:
-                text = "runs are %s from now on: %.6g tokens per rank, the crossover is %d"
-                logger.info(text, form, mean, own.crossover_tokens)
+            unit = f"tokens per rank, the crossover is {own.crossover_tokens}"
+            unit = "of the estimated crossover" if own.is_estimated else unit
+            logger.info("runs are %s from now on: %.6g %s", form, tokens / self.size, unit)
         return form
 
     def _exchange(self, own: RunVote, timeout_s: float) -> list[list[float]]:
@@ -174,10 +164,7 @@ class Agreement:
 class RunCheck:
     """A check before each run of one graph, if necessary, that ranks run the same blocks without their exchanges.
 
-    Args:
-        group: the ranks.
-        own: this rank's proposal, which the ranks decided on.
-        timeout_s: seconds that ranks wait for each other.
+    `own` is this rank's proposal, which the ranks decided on.
     """
 
     def __init__(self, group: Callable[[], ProcessGroup], own: Proposal, timeout_s: float) -> None:
@@ -210,4 +197,4 @@ def taken_blocks(blocks: Sequence[LocalBlock]) -> tuple[str, ...]:
 
 
 # One Agreement per process group.
-agreement_of = OfGroup(Agreement)
+agreement_of = of_group(Agreement)

@@ -2,15 +2,8 @@
 
 A block that one rank takes and another leaves cannot run: one would wait at an AllToAll that the other never joins. A
 block that two ranks take with different experts would be wrong. So every rank that captured a graph with collectives
-comes here before it compiles, even with a graph without blocks, and all ranks get the same decision.
-
-A decision holds for the life of the group. A rank that captures the same block again, for another shape, keeps it and
-does not wait. A block that no rank rewrote stays unchanged in all later graphs of the group, even if it could be
-rewritten there, as in another branch of the model: ranks that run their old graphs exchange, and would not notice.
-
-Several layers can have one name if they are compiled one by one, and one layer can be captured in several forms if a
-Python flag chooses what its experts compute. Once ranks took such a name in two forms, or left some exchanges and took
-others, only a run shows which of these a rank runs: the ranks then also compare before each run (`must_agree`).
+comes here before it compiles, even with a graph without blocks, and all ranks get the same decision for the life of the
+group: see "Decisions when ranks compile" in README.md.
 """
 
 from __future__ import annotations
@@ -26,7 +19,7 @@ from torch.distributed import ProcessGroup
 from moepass.passes.ir.plan import LocalBlock
 from moepass.passes.parallel.proposals import UNEXPLAINED, Proposal, blocks_to_leave, explain_difference
 from moepass.runtime.ranks.agree import check_equal
-from moepass.runtime.ranks.of_group import OfGroup
+from moepass.runtime.ranks.of_group import of_group
 from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous, skip_abandoned
 from moepass.runtime.system.forking import OwnerProcess
 from moepass.runtime.torch_private import store_of
@@ -64,21 +57,14 @@ class BlockDecisions:
         """Return the blocks of `own.takes` that all ranks leave unchanged, by name, with the reasons.
 
         The result is the same on all ranks. Waits for the other ranks if a block in `own` is not decided yet.
-
-        Args:
-            group: the ranks.
-            own: this rank's proposal.
-            texts_of: returns the texts behind a block's digests, which explain a difference between ranks.
-            timeout_s: seconds that ranks wait for each other.
-
-        Raises:
-            PeerError: ranks do not respond within `timeout_s`, or have different crossovers.
+        `texts_of` returns the texts behind a block's digests, which explain a difference between ranks. Raises
+        PeerError if ranks do not respond within `timeout_s`, or have different crossovers.
         """
         self._owner.check()
         with self._lock:
             keys = _keys(own)
-            unknown = [key for key in keys if key not in self._decided and self._why_stays(key[0]) is None]
-            if unknown and not (self._is_alone and not own.takes):
+            is_new = any(key not in self._decided and self._why_stays(key[0]) is None for key in keys)
+            if is_new and not (self._is_alone and not own.takes):
                 self._meet(group, own, texts_of, timeout_s)
             left = {name: self._why_left(name, signature) for name, signature in keys if signature}
             return {name: reason for name, reason in left.items() if reason is not None}
@@ -109,7 +95,7 @@ class BlockDecisions:
     ) -> None:
         rank, size, store = group.rank(), group.size(), store_of(group)
         if skip_abandoned(store, rank) and not own.takes:
-            self._go_alone(own, "they came before this rank, and left")
+            self._go_alone("they came before this rank, and left")
             return
         changed = self._change(own)
         is_optional = not own.takes and changed is None
@@ -120,7 +106,7 @@ class BlockDecisions:
         except PeerError as error:
             if not is_optional:
                 raise
-            self._go_alone(own, str(error))
+            self._go_alone(str(error))
             return
         crossovers = {peer: proposal.crossover for peer, proposal in enumerate(proposals) if proposal.takes}
         check_equal(
@@ -134,12 +120,9 @@ class BlockDecisions:
             left |= self._explain(rendezvous, own, unexplained, texts_of)
         self._remember(proposals, left)
 
+    @staticmethod
     def _explain(
-        self,
-        rendezvous: Rendezvous,
-        own: Proposal,
-        names: Sequence[str],
-        texts_of: Callable[[LocalBlock], Texts],
+        rendezvous: Rendezvous, own: Proposal, names: Sequence[str], texts_of: Callable[[LocalBlock], Texts]
     ) -> dict[str, str]:
         """Return the differences between ranks in the blocks with these names, all of which every rank takes."""
         texts = {block.name: texts_of(block) for block in own.takes if block.name in names}
@@ -193,20 +176,18 @@ class BlockDecisions:
                 return f"block {name}, which all ranks took before, computes otherwise in this graph"
         return None
 
-    def _go_alone(self, own: Proposal, reason: str) -> None:
+    def _go_alone(self, reason: str) -> None:
         """Leave this rank's graphs unchanged from now on, so that it does not depend on other ranks."""
         self._is_alone = True
         logger.warning("blocks that run unchanged could not be compared with the other ranks: %s", reason)
 
 
 def _why_left_by_all(name: str, proposals: Sequence[Proposal]) -> str:
-    reasons = [
-        f"rank {rank} cannot take it: {block.reason}"
-        for rank, proposal in enumerate(proposals)
-        for block in proposal.leaves
-        if block.name == name
-    ]
-    return reasons[0] if reasons else "no rank finds a block there"
+    for rank, proposal in enumerate(proposals):
+        for block in proposal.leaves:
+            if block.name == name:
+                return f"rank {rank} cannot take it: {block.reason}"
+    return "no rank finds a block there"
 
 
 def _keys(proposal: Proposal) -> list[tuple[str, str]]:
@@ -219,7 +200,7 @@ def _keys(proposal: Proposal) -> list[tuple[str, str]]:
 
 
 # One BlockDecisions per process group.
-decisions_of = OfGroup(lambda group: BlockDecisions())
+decisions_of = of_group(lambda group: BlockDecisions())
 
 
 def has_others(group: ProcessGroup) -> bool:

@@ -31,15 +31,8 @@ _SHORTLY = datetime.timedelta(milliseconds=1)
 class Connections:
     """This rank's connections to the other ranks of `rendezvous`; all ranks create them together.
 
-    Only one thread at a time may call `exchange`; any thread may call `check` and `fail`.
-
-    Args:
-        rendezvous: the meeting of the ranks.
-        name: a name that is unique in this meeting.
-        purpose: the purpose of the connections, in errors.
-
-    Raises:
-        PeerError: ranks do not connect within the rendezvous's timeout.
+    Only one thread at a time may call `exchange`; any thread may call `check` and `fail`. `name` is unique in this
+    meeting, `purpose` is for errors. Raises PeerError if ranks do not connect within the rendezvous's timeout.
     """
 
     def __init__(self, rendezvous: Rendezvous, name: str, purpose: str) -> None:
@@ -98,16 +91,9 @@ class Connections:
     ) -> None:
         """Send contiguous tensors to other ranks, and receive tensors in place, in the order in which they are sent.
 
-        Args:
-            receive: for each rank the tensors to receive into.
-            send: for each rank the tensors to send.
-            deadline: when the exchange must end, in the time of `time.monotonic`.
-            late: the error text for a late rank: "rank N `late`".
-            lost: the error text for a lost connection, which says what the ranks were doing.
-            overlapped: called while bytes are on their way.
-
-        Raises:
-            PeerError: a rank is late, or the connection to it is lost.
+        `deadline` is in the time of `time.monotonic`. Error texts are "rank N `late`" for a late rank, and `lost` for a
+        lost connection, which says what the ranks were doing. `overlapped` is called while bytes are on their way.
+        Raises PeerError if a rank is late, or the connection to it is lost.
         """
         works: list[tuple[int, Work]] = []
         # Each rank starts with a different peer.
@@ -119,11 +105,10 @@ class Connections:
                 raise self._gone(rank, lost, error) from error
         overlapped()
         for rank, work in works:
-            remaining = datetime.timedelta(seconds=max(0.0, deadline - time.monotonic()))
+            # gloo rounds down to milliseconds; the wait must end after the deadline.
+            remaining = datetime.timedelta(seconds=max(0.0, deadline - time.monotonic())) + 2 * _SHORTLY
             try:
-                work.wait(
-                    remaining + 2 * _SHORTLY
-                )  # gloo rounds down to milliseconds; the wait must end after the deadline
+                work.wait(remaining)
             except RuntimeError as error:
                 if time.monotonic() >= deadline:
                     raise self.fail(PeerError(f"rank {rank} {late}", rank=rank)) from error

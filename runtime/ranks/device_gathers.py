@@ -1,22 +1,18 @@
 """Gathers of banks in the memory of devices: hosts agree over gloo, NCCL moves the bytes.
 
-ask       between hosts, as on a CPU
-gather    the bytes go from device to device; all hosts wait for them
-
 If a rank ends, the NCCL transfer with it never ends, and a stream behind it waits forever. So the host of every rank
-waits for each gather, with a deadline, before the computation may read it. After the deadline, hosts tell each other
-whose transfers have ended, by which they find the missing rank, and abort NCCL.
+waits for each gather, with a deadline. "Transport `collective`" in `runtime/homes/README.md` describes the messages.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 
 import torch
 
-from moepass.runtime.ranks.device_links import DeviceLinks
+from moepass.runtime.ranks.device_links import NcclLinks
 from moepass.runtime.ranks.gather_group import GatherGroup, Request
 from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous, about
 from moepass.runtime.system.background import run_in_background
@@ -29,16 +25,9 @@ _GRACE_S = 2.0
 
 
 class DeviceGatherGroup(GatherGroup):
-    """A gather group for tensors in the memory of `device`.
+    """A gather group for tensors in the memory of `device`, which has an index.
 
-    Args:
-        rendezvous: the meeting of the ranks.
-        describe: returns the name of a request, in errors.
-        device: the device, with its index.
-        connect: connects the devices; all ranks call it together.
-
-    Raises:
-        PeerError: devices cannot be connected, or not within the timeout, or an error of `GatherGroup`.
+    All ranks call `connect` together. Raises PeerError, also if devices cannot be connected within the timeout.
     """
 
     def __init__(
@@ -46,10 +35,10 @@ class DeviceGatherGroup(GatherGroup):
         rendezvous: Rendezvous,
         describe: Callable[[Request], str],
         device: torch.device,
-        connect: Callable[[Rendezvous, torch.device], DeviceLinks],
+        connect: Callable[[Rendezvous, torch.device], NcclLinks],
     ) -> None:
         self._device = device
-        self._links: DeviceLinks | None = None
+        self._links: NcclLinks | None = None
         super().__init__(rendezvous, describe)
         try:
             self._connect(lambda: connect(rendezvous, device))
@@ -57,30 +46,26 @@ class DeviceGatherGroup(GatherGroup):
             rendezvous.end(error)
             raise
 
-    def _connect(self, connect: Callable[[], DeviceLinks]) -> None:
+    def _connect(self, connect: Callable[[], NcclLinks]) -> None:
         """Connect the devices on another thread, because this one must not wait forever."""
-        links: list[DeviceLinks] = []
-        errors: list[Exception] = []
-        has_ended = threading.Event()
+        links: Future[NcclLinks] = Future()
 
         def run() -> None:
             try:
-                links.append(connect())
+                links.set_result(connect())
             except Exception as error:
-                errors.append(error)
-            has_ended.set()
+                links.set_exception(error)
 
         run_in_background(run, lambda: None, "moepass-connect")
 
         def is_connected() -> bool:
-            has_ended.wait(_PAUSE_S)
-            if errors:
-                reason = f"rank {self.rank} could not connect its {self._device} to the other ranks: {errors[0]}"
-                raise self.fail(PeerError(reason, rank=self.rank)) from errors[0]
-            return has_ended.is_set()
+            if links.done() and (error := links.exception()):
+                reason = f"rank {self.rank} could not connect its {self._device} to the other ranks: {error}"
+                raise self.fail(PeerError(reason, rank=self.rank)) from error
+            return links.done()
 
         self._wait_together(is_connected, "connect to the devices of the others", "devices were connected")
-        (self._links,) = links
+        self._links = links.result()
 
     def gather(
         self,
@@ -117,7 +102,9 @@ class DeviceGatherGroup(GatherGroup):
         while not (has_ended := is_done()) and time.monotonic() < deadline:
             self.check()
             if time.monotonic() >= next_read:
-                self._raise_published_failure()
+                reason = self.rendezvous.outcome(self._end_key)
+                if reason is not None:
+                    raise self.fail(PeerError.from_store(reason))
                 next_read = time.monotonic() + _STORE_PAUSE_S
             time.sleep(_PAUSE_S)
         late = f"did not {aim} within {self._timeout_s:g} s (transport 'collective')"
@@ -126,8 +113,3 @@ class DeviceGatherGroup(GatherGroup):
         if missing:
             ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
             raise self.fail(PeerError(f"{ranks} {late}, though all ranks are there", **about(missing)))
-
-    def _raise_published_failure(self) -> None:
-        reason = self.rendezvous.outcome(self._end_key)
-        if reason is not None:
-            raise self.fail(PeerError.from_store(reason))

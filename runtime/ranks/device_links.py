@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from moepass.models.errors import InputError
 from moepass.runtime.ranks.rendezvous import Rendezvous
-from moepass.runtime.system.environment import environment_variable
 from moepass.runtime.system.forking import finalize_in_owner
+from moepass.runtime.system.processes import environment_variable
 
 # With 0, read once for each communicator, torch leaves NCCL's errors to its callers. By default it ends the process
 # when a rank has ended or is late, without an exception.
@@ -21,37 +21,14 @@ _TAG = 0  # NCCL ignores tags
 TensorsByRank = Mapping[int, Sequence[torch.Tensor]]
 
 
-class DeviceLinks(Protocol):
-    """Connections between the devices of all ranks."""
-
-    def exchange(self, send: TensorsByRank, receive: TensorsByRank) -> None:
-        """Send contiguous tensors to other ranks, and receive tensors in place, in the order in which they are sent.
-
-        The exchange runs in order with the work on the current stream. All ranks call this in the same order. Raises
-        RuntimeError if it cannot be issued.
-        """
-
-    def abort(self) -> None:
-        """End all exchanges soon, complete or not, on this device. No exchange can be issued afterwards.
-
-        Any thread may call it, several times, and also while another thread is in `exchange`.
-        """
-
-
 class NcclLinks:
-    """`DeviceLinks` of the CUDA device of each rank. If a rank has ended, an exchange with it waits without a timeout.
+    """Connections between the CUDA devices of all ranks, which connect together. `device` has an index.
 
-    It has a separate communicator: a process group of torch, but not one of `torch.distributed.new_group`, for the
-    reasons in `connections.py`.
+    If a rank has ended, an exchange with it waits without a timeout. There is a separate communicator: a process group
+    of torch, but not one of `torch.distributed.new_group`, for the reasons in `connections.py`. Raises RuntimeError if
+    NCCL cannot connect the ranks.
 
     Unmeasured: tests run this with a stand-in for torch's class. It has not run on a GPU yet.
-
-    Args:
-        rendezvous: the meeting of the ranks; all ranks connect together.
-        device: the device, with its index.
-
-    Raises:
-        RuntimeError: NCCL cannot connect the ranks.
     """
 
     def __init__(self, rendezvous: Rendezvous, device: torch.device) -> None:
@@ -75,7 +52,11 @@ class NcclLinks:
             torch.cuda.synchronize(device)
 
     def exchange(self, send: TensorsByRank, receive: TensorsByRank) -> None:
-        """Exchange tensors as one NCCL operation."""
+        """Send contiguous tensors to other ranks, and receive tensors in place, in the order in which they are sent.
+
+        The exchange runs in order with the work on the current stream. All ranks call this in the same order. Raises
+        RuntimeError if it cannot be issued.
+        """
         outgoing = [(rank, tensor) for rank, tensors in sorted(send.items()) for tensor in tensors if tensor.numel()]
         incoming = [(rank, tensor) for rank, tensors in sorted(receive.items()) for tensor in tensors if tensor.numel()]
         if not outgoing and not incoming:
@@ -90,7 +71,10 @@ class NcclLinks:
         self._nccl._end_coalescing().wait()
 
     def abort(self) -> None:
-        """Abort the communicator."""
+        """End all exchanges soon, complete or not, on this device. No exchange can be issued afterwards.
+
+        Any thread may call it, several times, and also while another thread is in `exchange`.
+        """
         self._end()
 
 

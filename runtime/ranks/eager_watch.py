@@ -1,13 +1,7 @@
 """Errors on all ranks if Dynamo falls back to eager on one of them, or if ranks got out of step.
 
-In a rewritten graph no rank joins the exchanges any more. If Dynamo stops compiling a rank's model (recompile limit),
-that rank would run the exchanges uncompiled, and wait for ranks that never come. It raises an error instead; the others
-find the error in the store of the group before a later run. (If Dynamo cannot capture a function for another shape, it
-still compiles the function in pieces, which reach `block_decisions.py`.) If `torch.compiler.set_stance` sends new
-shapes to eager mode, none of our code runs at that moment, so an earlier run refuses that setting.
-
-A rank may also wait for a meeting that no other rank joins. The other ranks computed with its experts until then,
-and their results may be wrong. They find the error in the same store.
+The reasons are in README.md, under "Ranks in eager mode" and "Decisions when ranks compile". If Dynamo cannot capture a
+function for another shape, it still compiles the function in pieces, which reach `block_decisions.py`.
 """
 
 from __future__ import annotations
@@ -66,25 +60,17 @@ class EagerWatch:
         if limit is None:
             return
         groups_by_name = process_groups_by_name()
-        failures: list[PeerError] = []
+        failures: list[bytes] = []
         for group in [groups_by_name[name] for name in sorted(groups & groups_by_name.keys())]:
             failure = PeerError(
                 f"torch.compile reached torch._dynamo.config.{limit} on rank {group.rank()} and would run it in eager "
                 f"mode, where it waits at an exchange that no other rank joins{_REMEDY}",
                 rank=group.rank(),
             )
-            failures.append(publish_failure(group, failure))
+            # All ranks of the group raise the first failure from now on.
+            failures.append(store_of(group).compare_set(_FAILED, "", failure.to_store()))
         if failures:
-            raise failures[0]
-
-
-def publish_failure(group: ProcessGroup, failure: PeerError) -> PeerError:
-    """Raise `failure` on all ranks of `group` from now on, unless they have an earlier error.
-
-    Returns the error that they raise.
-    """
-    stored: bytes = store_of(group).compare_set(_FAILED, "", failure.to_store())
-    return PeerError.from_store(stored)
+            raise PeerError.from_store(failures[0])
 
 
 class FailureCheck:

@@ -5,24 +5,22 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
 
 
-class OfGroup(Generic[T]):
-    """One object for each process group, created by `make` on first use; it lives as long as the group."""
+def of_group(make: Callable[[ProcessGroup], T]) -> Callable[[ProcessGroup], T]:
+    """Return a function that returns one object for each group: made on first use, it lives as long as the group."""
+    values: weakref.WeakKeyDictionary[ProcessGroup, T] = weakref.WeakKeyDictionary()
+    lock = threading.Lock()
 
-    def __init__(self, make: Callable[[ProcessGroup], T]) -> None:
-        self._make = make
-        self._found: weakref.WeakKeyDictionary[ProcessGroup, T] = weakref.WeakKeyDictionary()
-        self._lock = threading.Lock()
+    def value_of(group: ProcessGroup) -> T:
+        with lock:
+            if group not in values:
+                values[group] = make(group)
+            return values[group]
 
-    def __call__(self, group: ProcessGroup) -> T:
-        """Return the object of `group`."""
-        with self._lock:
-            if group not in self._found:
-                self._found[group] = self._make(group)
-            return self._found[group]
+    return value_of

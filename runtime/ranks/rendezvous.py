@@ -63,18 +63,9 @@ class Rendezvous:
     """One meeting of ranks. Records are dataclasses, encoded by msgspec.
 
     Every rank opens its meetings in the same order, so a counter in the store identifies a meeting. No single wait
-    takes longer than `timeout_s`. All methods raise PeerError if the store is gone.
-
-    Args:
-        store: the store of the group.
-        rank: this rank.
-        size: the number of ranks.
-        timeout_s: seconds that ranks wait for each other.
-        title: what ranks must do to join; the error of a failed meeting quotes it.
-        is_optional: whether a failure is ignored if all ranks that came passed True.
-
-    Raises:
-        PeerError: ranks of this store got out of step before.
+    takes longer than `timeout_s`. The error of a failed meeting quotes `title`: what ranks must do to join. A failure
+    is ignored if `is_optional` for all ranks that came. All methods raise PeerError if the store is gone, and the
+    constructor if ranks of this store got out of step before.
     """
 
     def __init__(
@@ -101,7 +92,7 @@ class Rendezvous:
             # The number is the same on all ranks, and unique among the meetings of the group.
             self.number = store.add(_counter(rank), 1)
         self._group_store = store
-        self._store = PrefixStore(_meeting(self.number), store)
+        self._store = PrefixStore(f"moepass/{self.number}", store)
 
     def publish(self, name: str, record: object) -> None:
         """Publish `record` as this rank's `name` for the other ranks."""
@@ -113,16 +104,8 @@ class Rendezvous:
     ) -> Iterator[tuple[int, T]]:
         """Publish `own`, and yield each rank with its record, in the order of ranks.
 
-        Once all records were read, no other rank gets an error.
-
-        Args:
-            name: the name of the records.
-            own: this rank's record.
-            kind: the type of the records.
-            check: called while this rank waits; may raise PeerError.
-
-        Raises:
-            PeerError: ranks did not publish within `timeout_s`, or a rank has published a failure.
+        Once all records were read, no other rank gets an error. `check` is called while this rank waits, and may raise
+        PeerError. Raises PeerError if ranks did not publish within `timeout_s`, or a rank has published a failure.
         """
         self.publish(name, own)
         deadline = time.monotonic() + self.timeout_s
@@ -148,7 +131,7 @@ class Rendezvous:
                     rank=rank,
                 ) from error
             yield rank, record
-        outcome = self.publish_first(_outcome(name), _ALL_CAME)
+        outcome = self.publish_first(f"{name}/outcome", _ALL_CAME)
         if outcome != _ALL_CAME:
             raise PeerError.from_store(outcome)
 
@@ -208,7 +191,7 @@ class Rendezvous:
 
     def _give_up(self, name: str, reason: PeerError) -> None:
         """Raise PeerError on all ranks, with the first reason, unless all ranks came after all."""
-        outcome = self.publish_first(_outcome(name), reason.to_store())
+        outcome = self.publish_first(f"{name}/outcome", reason.to_store())
         if outcome == _ALL_CAME:
             return
         first = PeerError.from_store(outcome)
@@ -231,17 +214,9 @@ def _key(name: str, rank: int) -> str:
     return f"{name}/{rank}"
 
 
-def _outcome(name: str) -> str:
-    return f"{name}/outcome"
-
-
 def _counter(rank: int) -> str:
     """Return the store's key for the number of a rank's meetings."""
     return f"moepass/meetings/{rank}"
-
-
-def _meeting(number: int) -> str:
-    return f"moepass/{number}"
 
 
 def why_ended(store: Store) -> PeerError | None:
@@ -256,7 +231,7 @@ def skip_abandoned(store: Store, rank: int) -> bool:
     """
     is_behind = False
     with _store_errors():
-        while store.check([f"{_meeting(store.add(_counter(rank), 0) + 1)}/{_ABANDONED}"]):
+        while store.check([f"moepass/{store.add(_counter(rank), 0) + 1}/{_ABANDONED}"]):
             store.add(_counter(rank), 1)
             is_behind = True
     return is_behind

@@ -1,21 +1,7 @@
 """A check that all ranks run a graph on the same tokens, for plans that rely on it.
 
-Results of masked experts may be added up over ranks only if every rank has the same tokens, experts and weights. The
-ranks compared the computation of these when they compiled. Here they compare its inputs (parameters, buffers and other
-inputs) by checksums: in the first run of a graph, in the next one after parameters changed on any rank, and in every
-run while any rank has `debug` on.
-
-A rank cannot see changes on another rank. So in every run each rank sends the number of the comparison that covers its
-parameters. If the numbers differ, all ranks compare again. All ranks run such a graph equally often, since all have the
-same tokens.
-
-A rank notices a changed parameter by:
-
-memory    its address
-version   torch's count of writes in place, which misses those through `.data` or numpy, by `dist.recv` or
-          `dist.broadcast`, and to an inference tensor
-sample    of a parameter on a CPU: a few hundred bytes. It shows weights that were loaded or received, but may miss a
-          change of a few numbers. Other devices have no sample, because the host would have to wait
+The ranks compared the computation of these when they compiled. Here they compare its inputs (parameters, buffers and
+other inputs) by checksums. "Equal tokens" in README.md says in which runs, and how a rank notices a changed parameter.
 """
 
 from __future__ import annotations
@@ -30,8 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from moepass.passes.parallel.proposals import explain_difference
 from moepass.runtime.ranks.agreement import NEVER_COMPARED, agreement_of
-from moepass.runtime.ranks.checksum import checksum
-from moepass.runtime.ranks.of_group import OfGroup
+from moepass.runtime.ranks.of_group import of_group
 from moepass.runtime.ranks.rendezvous import Rendezvous
 from moepass.runtime.system.tensor_memory import memory_of, sampled_bytes
 from moepass.runtime.torch_private import store_of
@@ -40,6 +25,15 @@ _COMPARISON = (
     "all ranks had come to a run whose inputs are compared, since parameters changed on some rank or it has debug on: "
     "a rank that is missing failed since then, see its output"
 )
+# Words of 8 bytes in a chunk. On a CPU two chunks fit into the cache; on a device a chunk is large enough to hide the
+# launch overhead.
+_CHUNK_WORDS_CPU = 2**16
+_CHUNK_WORDS_DEVICE = 2**22
+_ALL_BITS = 2**64 - 1
+# The finalizer of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), and its step.
+_STEP = 0x9E3779B97F4A7C15
+_SHIFTS = (30, 27, 31)
+_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 class _RunInputs(NamedTuple):
@@ -51,12 +45,7 @@ class _RunInputs(NamedTuple):
 
 
 class _Compared(NamedTuple):
-    """The result of one comparison: the difference between the ranks, or None if there is none.
-
-    Attributes:
-        number: the number of the meeting in which the ranks compared.
-        contents: the contents of this rank's parameters.
-    """
+    """The result of one comparison, in meeting `number`: the difference between the ranks, or None."""
 
     number: int
     difference: str | None
@@ -92,14 +81,10 @@ class ReplicaCheck:
 
     Comparisons belong to the group, so a rank that captures its model again uses the earlier ones.
 
-    Args:
-        group: the ranks.
-        inputs: for each input to compare, its position among the graph's inputs and its description.
-        signature: a digest of the computation, different for different graphs.
-        blocks: descriptions of the blocks that the graph runs without exchanges, equal on all ranks.
-        timeout_s: seconds that ranks wait for each other.
-        debug: whether to compare in every run.
-        alike: groups of ranks that must have the same inputs; empty if all ranks must.
+    `inputs` has the descriptions of the inputs to compare, by their positions among the graph's inputs. `signature` is
+    a digest of the computation, different for different graphs, and `blocks` are descriptions of the blocks that the
+    graph runs without exchanges, equal on all ranks. With `debug`, ranks compare in every run. `alike` has the groups
+    of ranks that must have the same inputs; if it is empty, all ranks must.
     """
 
     def __init__(
@@ -123,14 +108,9 @@ class ReplicaCheck:
     def difference(self, arguments: Sequence[Any], experts: Sequence[torch.Tensor]) -> str | None:
         """Return the difference between ranks, in the same words on all, or None.
 
-        Waits for the other ranks to come to the same run, and for their checksums if these are needed.
-
-        Args:
-            arguments: the inputs of the graph.
-            experts: this rank's tensors of the banks.
-
-        Raises:
-            PeerError: ranks are about to run different blocks, have ended, or do not respond within the timeout.
+        Waits for the other ranks to come to the same run, and for their checksums if these are needed. `arguments` are
+        the inputs of the graph, `experts` this rank's tensors of the banks. Raises PeerError if ranks are about to run
+        different blocks, have ended, or do not respond within the timeout.
         """
         group = self._group()
         comparisons = comparisons_of(group)
@@ -167,7 +147,7 @@ class ReplicaCheck:
 
 
 # One Comparisons per process group.
-comparisons_of = OfGroup(lambda group: Comparisons())
+comparisons_of = of_group(lambda group: Comparisons())
 
 
 def describe(value: Any) -> str:
@@ -175,3 +155,64 @@ def describe(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return str(value)
     return f"{value.dtype} {tuple(value.shape)}, checksum {checksum(value):016x}"
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """Return 64 bits computed from all bits of `tensor`, in the order of its elements, on its device.
+
+    It is the sum modulo 2^64 of `_mix` of each word of 8 bytes and its position. (In a plain weighted sum two flipped
+    signs could cancel out.) A difference in a single word always changes it, other differences almost certainly. It is
+    not secure against chosen inputs. It needs the memory of two chunks, and of a copy if the tensor is not contiguous.
+    """
+    octets = _octets(tensor)
+    whole_bytes = octets.numel() // 8 * 8
+    # A view may begin at an address that is not a multiple of 8.
+    aligned = octets[:whole_bytes] if octets.storage_offset() % 8 == 0 else octets[:whole_bytes].clone()
+    words = aligned.view(torch.int64)
+    length = _CHUNK_WORDS_CPU if words.device.type == "cpu" else _CHUNK_WORDS_DEVICE
+    steps = torch.arange(min(length, words.numel()), device=words.device, dtype=torch.int64).mul_(_signed(_STEP))
+    mixed, shifted = torch.empty_like(steps), torch.empty_like(steps)
+    total = torch.zeros((), device=words.device, dtype=torch.int64)
+    for start in range(0, words.numel(), length):
+        chunk = words[start : start + length]
+        result = mixed[: chunk.numel()]
+        torch.add(steps[: chunk.numel()], _signed((start + 1) * _STEP), out=result)
+        result.bitwise_xor_(chunk)
+        _mix(result, shifted[: chunk.numel()])
+        total += result.sum()
+    tail = int.from_bytes(bytes(octets[whole_bytes:].tolist()), "little")
+    return (int(total) + _mixed(tail ^ _mixed(octets.numel()))) & _ALL_BITS
+
+
+def _octets(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of `tensor`, in the order of its elements."""
+    # A conjugate or negative may be a view that stores other bits.
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+    return flat.view(torch.uint8) if flat.numel() else flat.new_zeros(0, dtype=torch.uint8)
+
+
+def _mix(words: torch.Tensor, shifted: torch.Tensor) -> None:
+    """Replace each of `words` (int64) by a number, one to one, so that every bit depends on all of its bits.
+
+    `shifted` is scratch memory of the same size.
+    """
+    for shift, factor in zip(_SHIFTS, (*_FACTORS, None), strict=True):
+        # A shift of a signed number inserts copies of its sign, which are masked out.
+        torch.bitwise_right_shift(words, shift, out=shifted)
+        words.bitwise_xor_(shifted.bitwise_and_(_ALL_BITS >> shift))
+        if factor is not None:
+            words.mul_(_signed(factor))
+
+
+def _mixed(word: int) -> int:
+    """Return the result of `_mix` for one number below 2^64."""
+    for shift, factor in zip(_SHIFTS, (*_FACTORS, 1), strict=True):
+        word = (word ^ (word >> shift)) * factor & _ALL_BITS
+    return word
+
+
+def _signed(word: int) -> int:
+    """Return the signed 64-bit number with the same bits."""
+    word &= _ALL_BITS
+    return word - 2**64 if word >> 63 else word

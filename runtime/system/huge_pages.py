@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import mmap
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-
-from moepass.runtime.system.libc import libc
 
 
 def empty_in_huge_pages(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -42,7 +41,14 @@ def advise(address: int, nbytes: int, advice: int) -> None:
 
     Advice that the kernel does not support has no effect.
     """
-    libc().madvise(address, nbytes, advice)
+    _libc().madvise(address, nbytes, advice)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    library = ctypes.CDLL(None)
+    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return library
 
 
 @functools.cache

@@ -10,11 +10,7 @@ from moepass.models.errors import InputError
 
 
 class NonReentrantLock:
-    """A lock between threads of a process.
-
-    Args:
-        busy: The error message for a thread that takes the lock while it has it.
-    """
+    """A lock between threads. `busy` is the error message for a thread that takes the lock while it has it."""
 
     def __init__(self, busy: str) -> None:
         self._busy = busy

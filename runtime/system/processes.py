@@ -1,13 +1,15 @@
-"""Other processes of this machine, and whether they still run."""
+"""This process and others of this machine: identity, whether they still run, open files, the environment."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import os
+import resource
 import select
 import socket
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -23,8 +25,7 @@ class ProcessError(MoepassError, RuntimeError):
 class ProcessIdentity:
     """A process that runs now.
 
-    Attributes:
-        machine: Equal for processes that see each other's ids: one boot of one kernel, one namespace of processes.
+    `machine` is equal for processes that see each other's ids: one boot of one kernel, one namespace of processes.
     """
 
     machine: str
@@ -87,3 +88,23 @@ def _has_ended(process: psutil.Process) -> bool:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+def allow_many_files() -> int:
+    """Raise the limit of open files, such as connections, as far as the system allows, and return it."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return 1 << 30 if most == resource.RLIM_INFINITY else most
+
+
+@contextlib.contextmanager
+def environment_variable(name: str, value: str) -> Iterator[None]:
+    """Set the variable in a block, for all threads: libraries read it at each call."""
+    old_value = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if old_value is not None:
+            os.environ[name] = old_value

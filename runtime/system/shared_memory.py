@@ -65,11 +65,7 @@ class SharedSegment:
         SharedMemoryError like `map`.
         """
         self._check_range(offset, nbytes)
-        access = mmap.PROT_READ | mmap.PROT_WRITE
-        try:
-            return mmap.mmap(self._descriptor, nbytes, mmap.MAP_PRIVATE, access, offset=offset)
-        except OSError as error:
-            raise SharedMemoryError(f"{nbytes} bytes of shared memory cannot be mapped: {error.strerror}") from error
+        return self._mapped(offset, nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
 
     def map(self, offset: int, nbytes: int) -> torch.Tensor:
         """Return bytes [offset, offset + nbytes) as a flat uint8 tensor, which unmaps them when it is deleted.
@@ -84,16 +80,17 @@ class SharedSegment:
             # Map all pages now, so that the first run has no page faults.
             flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
             access = mmap.PROT_READ | (mmap.PROT_WRITE if self.is_owner else 0)
-            try:
-                mapped = mmap.mmap(self._descriptor, nbytes, flags, access, offset=offset)
-            except OSError as error:
-                raise SharedMemoryError(
-                    f"{nbytes} bytes of shared memory cannot be mapped: {error.strerror}"
-                ) from error
+            mapped = self._mapped(offset, nbytes, flags, access)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="The given buffer is not writable")
                 # The tensor holds the only reference to the mapping.
                 return torch.frombuffer(mapped, dtype=torch.uint8)
+
+    def _mapped(self, offset: int, nbytes: int, flags: int, access: int) -> mmap.mmap:
+        try:
+            return mmap.mmap(self._descriptor, nbytes, flags, access, offset=offset)
+        except OSError as error:
+            raise SharedMemoryError(f"{nbytes} bytes of shared memory cannot be mapped: {error.strerror}") from error
 
     def _check_range(self, offset: int, nbytes: int) -> None:
         if offset % PAGE_BYTES or offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:

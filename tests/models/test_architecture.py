@@ -9,9 +9,10 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from moepass.models import formulas
 from moepass.models.errors import InputError
-from moepass.models.sizes.architecture import ATTENTION_KINDS, Attention, Experts, Layer, short_dtype
+from moepass.models.formulas.layers import expert_parameters, head_flops, model_flops, model_parameters
+from moepass.models.formulas.memory import bank_bytes
+from moepass.models.sizes.architecture import ATTENTION_KINDS, Architecture, Attention, Experts, Layer, short_dtype
 from moepass.models.sizes.families import FAMILIES, from_config
 from moepass.models.sizes.presets import preset, preset_config, preset_names, presets_source
 from tests.helpers.graphs.error_fields import refused
@@ -34,6 +35,17 @@ def count_parameters(model: PreTrainedModel) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def active_parameters(architecture: Architecture, embedding: bool = True, head: bool = True) -> int:
+    """Return the parameters that one token uses, for presets, whose embedding and head differ."""
+    hidden = architecture.hidden
+    idle = sum(
+        (layer.experts.count - layer.experts.top_k) * expert_parameters(layer.experts, hidden)
+        for layer in architecture.layers
+        if layer.experts is not None
+    )
+    return model_parameters(architecture) - idle - architecture.vocab * hidden * (2 - embedding - head)
+
+
 def routed_parameters(model: PreTrainedModel) -> int:
     return sum(value.numel() for name, value in model.named_parameters() if ".experts." in name)
 
@@ -41,7 +53,7 @@ def routed_parameters(model: PreTrainedModel) -> int:
 def read_routed(architecture_config: PreTrainedConfig) -> int:
     architecture = from_config(architecture_config, dtype="fp8")
     return sum(
-        count * formulas.bank_bytes(layer.experts, architecture.hidden, "fp8")
+        count * bank_bytes(layer.experts, architecture.hidden, "fp8")
         for layer, count in architecture.layer_counts.items()
         if layer.experts is not None
     )
@@ -51,7 +63,7 @@ def read_routed(architecture_config: PreTrainedConfig) -> int:
 def test_every_parameter_of_a_family_is_accounted_for(family: str) -> None:
     config = tiny_config(family)
     model = meta_model(config)
-    assert formulas.model_parameters(from_config(config)) == count_parameters(model)
+    assert model_parameters(from_config(config)) == count_parameters(model)
     assert read_routed(config) == routed_parameters(model)
 
 
@@ -73,21 +85,30 @@ VARIANTS: list[tuple[str, dict[str, object]]] = [
 @pytest.mark.parametrize(("family", "changes"), VARIANTS)
 def test_what_configs_switch_on_and_off_is_accounted_for(family: str, changes: dict[str, object]) -> None:
     config = tiny_config(family, **changes)
-    assert formulas.model_parameters(from_config(config)) == count_parameters(meta_model(config))
+    assert model_parameters(from_config(config)) == count_parameters(meta_model(config))
 
 
 @pytest.mark.parametrize("name", preset_names())
 def test_presets_have_the_parameters_that_they_are_known_for(name: str) -> None:
     total, active, counted = PUBLISHED[name]
     architecture = preset(name)
-    assert formulas.model_parameters(architecture) == pytest.approx(total, rel=0.02)
-    assert formulas.active_parameters(architecture, **counted) == pytest.approx(active, rel=0.02)
+    assert model_parameters(architecture) == pytest.approx(total, rel=0.02)
+    assert active_parameters(architecture, **counted) == pytest.approx(active, rel=0.02)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_model_flops_are_twice_the_active_parameters_for_short_texts(name: str) -> None:
+    """Check the rule of thumb 2·n·parameters, which ignores the embedding and the length of texts."""
+    architecture = preset(name)
+    flops = model_flops(architecture, 1, 16) + head_flops(architecture, 15)
+    assert flops == pytest.approx(2 * 16 * active_parameters(architecture, embedding=False), rel=0.01)
 
 
 @pytest.mark.parametrize("name", preset_names())
 def test_presets_cut_short_are_models(name: str) -> None:
-    architecture, config = preset(name, layers=2), preset_config(name, layers=2)
-    assert formulas.model_parameters(architecture) == count_parameters(meta_model(config))
+    config = preset_config(name, layers=2)
+    architecture = from_config(config, name=name, dtype="bf16")
+    assert model_parameters(architecture) == count_parameters(meta_model(config))
     assert architecture.moe_layers
     complete = preset(name)
     assert set(architecture.layers) == set(complete.layers)
@@ -147,10 +168,10 @@ def test_errors_name_what_is_wrong() -> None:
     with refused(InputError, name="preset", value="qwen3-999b", expected=tuple(preset_names())):
         preset("qwen3-999b")
     with refused(InputError, name="layers", value=95, expected=range(1, 95)):
-        preset("qwen3-235b-a22b", layers=95)
+        preset_config("qwen3-235b-a22b", layers=95)
     with refused(InputError, name="top_k", value=9, expected=range(1, 9)):
         Experts(8, 9, 16)
-    with refused(InputError, name="kind", value="diagonal", expected=tuple(ATTENTION_KINDS)):
+    with refused(InputError, name="kind of attention", value="diagonal", expected=tuple(ATTENTION_KINDS)):
         Attention("diagonal", 1, 1, 1, 1)
     with refused(InputError, name="kind", value="sliding"):
         Attention("sliding", 1, 1, 1, 1)
@@ -167,7 +188,7 @@ SHARING = ["deepseek_v2", "flex_olmo", "minimax_m2", "mistral4", "qwen3_vl_moe"]
 def test_families_that_share_a_reader_are_accounted_for_too(name: str) -> None:
     (record,) = [family for family in discover_expert_families() if family.name == name]
     model = discovered_tiny_model(record)
-    assert formulas.model_parameters(from_config(model.config)) == count_parameters(model)
+    assert model_parameters(from_config(model.config)) == count_parameters(model)
 
 
 def test_every_reader_is_tested() -> None:

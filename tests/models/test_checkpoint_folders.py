@@ -54,10 +54,10 @@ def test_loads_the_saved_weights(checkpoint: Path, capfd: pytest.CaptureFixture[
     assert capfd.readouterr() == ("", "")
 
 
-def test_dtype_and_experts_implementation_are_taken(checkpoint: Path) -> None:
-    model = load_model(checkpoint, dtype=torch.bfloat16, experts_implementation="batched_mm")
+def test_the_dtype_is_taken_and_experts_are_grouped(checkpoint: Path) -> None:
+    model = load_model(checkpoint, dtype=torch.bfloat16)
     assert model.dtype == torch.bfloat16
-    assert model.config._experts_implementation == "batched_mm"
+    assert model.config._experts_implementation == "grouped_mm"
 
 
 def test_merges_single_experts(mixtral: Path) -> None:

@@ -282,7 +282,6 @@ def test_shards_cover_every_expert_once_and_differ_by_one_at_most(experts: int, 
     sizes = placements[0].shard_sizes
     assert sizes == tuple(len(placement.owned) for placement in placements)
     assert max(sizes) - min(sizes) <= 1
-    assert all(expert in placements[owner].owned for expert, owner in enumerate(placements[0].owners))
 
 
 @pytest.mark.parametrize(("experts", "ranks", "rank"), [(0, 2, 0), (4, 0, 0), (4, 2, 2), (4, 2, -1)])

@@ -228,7 +228,9 @@ def test_the_slowest_machine_within_the_limits_is_explained(tmp_path: Path) -> N
 def test_a_threshold_beyond_all_numbers_of_tokens_is_not_searched_one_by_one() -> None:
     model = preset("olmoe-1b-7b")
     for seconds, rate in ((limits.MOST_SECONDS, limits.MOST_RATE), (3.3e11, 7.7e19), (1e12, 1e13)):
-        threshold = saturation(model.typical_moe_layer, model.hidden, transfer_seconds=seconds, flops_per_s=rate)
+        threshold = saturation(
+            model.typical_moe_layer, model.hidden, transfer_seconds=seconds, flops_per_s=rate, sequence=1
+        )
         assert threshold.flops == pytest.approx(threshold.values["gamma"] * seconds * rate)
 
 

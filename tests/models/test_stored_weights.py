@@ -12,7 +12,7 @@ from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from moepass.models.errors import InputError
-from moepass.models.formulas.layers import layer_parameters, model_parameters
+from moepass.models.formulas.layers import expert_parameters, layer_parameters, model_parameters
 from moepass.models.formulas.stored_weights import bank_sizes, dense_bytes, layer_matrices
 from moepass.models.sizes.architecture import Architecture
 from moepass.models.sizes.families import FAMILIES, from_config
@@ -110,8 +110,9 @@ def test_the_matrices_of_a_layer_are_all_of_its_matrices(family: str) -> None:
         )
         router = 0 if layer.experts is None else architecture.hidden * layer.experts.count
         router += layer.experts.count if layer.experts is not None and layer.experts.router_bias else 0
+        routed = layer.experts.count * expert_parameters(layer.experts, architecture.hidden) if layer.experts else 0
         norms = layer.norms + layer.attention.other_parameters
-        assert listed + router + norms == layer_parameters(layer, architecture.hidden, routed=0)
+        assert listed + router + routed + norms == layer_parameters(layer, architecture.hidden)
 
 
 def test_the_matrices_of_other_attention_are_not_known() -> None:

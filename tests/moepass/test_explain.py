@@ -14,6 +14,7 @@ import torch
 import moepass
 from moepass.explaining.advice import advice
 from moepass.explaining.capture_model import capture_plans
+from moepass.explaining.compiler_part import cut_config, telling_prefix
 from moepass.explaining.compiler_view import Explanation, tensorrt_text
 from moepass.explaining.explained_blocks import explained_blocks
 from moepass.explaining.explained_models import explained_model
@@ -21,8 +22,7 @@ from moepass.explaining.report import Report
 from moepass.explaining.report_parts import CompilerPart, ServingPart
 from moepass.models.checkpoint.checkpoint_folders import meta_model, resolve_model
 from moepass.models.errors import InputError, MoepassError
-from moepass.models.formulas import flops_per_token
-from moepass.models.sizes.cut_configs import cut_config, telling_prefix
+from moepass.models.formulas.layers import flops_per_token
 from moepass.models.sizes.families import from_config
 from moepass.models.sizes.presets import preset, preset_config, preset_names
 from moepass.passes.ir.plan import MoEBlock, Plan, Refusal

@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 import moepass
 from moepass.passes.ir.timeline import COMPUTE, COPY
 from moepass.runtime.homes.adopted_banks import adopted_banks
-from moepass.runtime.ranks.checksum import checksum
+from moepass.runtime.ranks.replicas import checksum
 from tests.helpers.graphs.backend_helper import Stack, tokens
 from tests.helpers.models.moe_stack import StackConfig, build_stack
 from tests.helpers.processes.adopted_stacks import ring_of, shard_bytes

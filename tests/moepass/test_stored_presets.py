@@ -31,7 +31,7 @@ def test_stored_sizes_are_those_of_the_configurations() -> None:
 
 
 def test_a_preset_of_fewer_layers_is_read_from_its_configuration() -> None:
-    assert len(preset("deepseek-v3", layers=5).layers) == 5
+    assert len(from_config(preset_config("deepseek-v3", layers=5)).layers) == 5
     with pytest.raises(InputError, match="no preset is called 'deepseek'"):
         preset("deepseek")
 

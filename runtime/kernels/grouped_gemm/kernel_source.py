@@ -16,6 +16,7 @@ Tile sizes are constants that the caller chooses: one source serves all of them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -33,6 +34,7 @@ from moepass.passes.segments.expert_kernels import (
     Loaded,
 )
 from moepass.runtime.kernels.grouped_gemm.tile_functions import (
+    CHOICES,
     COMPARISONS,
     cast,
     held_type,
@@ -41,6 +43,7 @@ from moepass.runtime.kernels.grouped_gemm.tile_functions import (
 )
 
 KERNEL_NAME = "grouped_gemm"
+_CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
 # Types of rows and weights that tensor cores multiply; sums are kept in float32.
 GEMM_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -94,7 +97,7 @@ def kernel_source(kernel: GemmKernel) -> str:
     head = _HEAD.format(
         name=KERNEL_NAME,
         varying=varying_parameters(kernel),
-        parameters=",\n    ".join(_declared(kernel)),
+        parameters=",\n    ".join([*kernel_parameters(kernel), *(f"{name}: tl.constexpr" for name in CONSTANTS)]),
         descriptors="".join(f"    {line}\n" for line in _descriptors(kernel)),
     )
     body = [*_row_numbers(kernel), *_products(kernel), *_results(kernel)]
@@ -127,10 +130,6 @@ CONSTANTS = (
 POINTERS, INNER_CONTIGUOUS, COLUMNS_CONTIGUOUS = range(3)
 
 
-def _declared(kernel: GemmKernel) -> list[str]:
-    return [*kernel_parameters(kernel), *(f"{name}: tl.constexpr" for name in CONSTANTS)]
-
-
 def _with_strides(name: str, dimensions: int) -> list[str]:
     return [name, *(f"{name}_stride_{dim}" for dim in range(dimensions))]
 
@@ -156,11 +155,11 @@ def _row_numbers(kernel: GemmKernel) -> Iterator[str]:
 
 
 def _row_of_table(table: int, numbers: int) -> str:
-    """Return the expression of the chosen rows. A negative index counts from the end."""
     return _from_start(numbers, f"operand_{table}_rows")
 
 
 def _from_start(numbers: int, rows: str) -> str:
+    """Return the expression of the chosen ones of `rows` rows. A negative index counts from the end."""
     return f"tl.where(number_{numbers} < 0, number_{numbers} + {rows}, number_{numbers})"
 
 
@@ -183,7 +182,7 @@ def _products(kernel: GemmKernel) -> Iterator[str]:
             yield f"column_{number} += {group[0].start}"
             yield f"first_{number} = 2 * column_tile * BLOCK_COLUMNS + {group[0].start}"
         else:
-            yield f"column_{number} = {_columns('column', group[0])}"
+            yield f"column_{number} = {_columns(group[0])}"
             yield f"is_column_{number} = is_column"
             yield f"first_{number} = column_tile * BLOCK_COLUMNS + {group[0].start}"
         yield f"right_{number} = base + inner[:, None] * weight_stride_inner"
@@ -273,8 +272,8 @@ def _sum_name(columns: Columns) -> str:
     return f"sum_{columns.start}_{columns.step}"
 
 
-def _columns(name: str, columns: Columns) -> str:
-    scaled = name if columns.step == 1 else f"{name} * {columns.step}"
+def _columns(columns: Columns) -> str:
+    scaled = "column" if columns.step == 1 else f"column * {columns.step}"
     return scaled if columns.start == 0 else f"{scaled} + {columns.start}"
 
 
@@ -360,7 +359,7 @@ def _load_pair(kernel: GemmKernel, first: int, second: int) -> Iterator[str]:
     assert isinstance(value, Loaded)
     assert isinstance(partner, Loaded)
     name, apart = f"operand_{value.operand}", partner.columns.start - value.columns.start
-    yield f"pair = ({_columns('column', value.columns)})[:, None] + tl.arange(0, 2)[None, :] * {apart}"
+    yield f"pair = ({_columns(value.columns)})[:, None] + tl.arange(0, 2)[None, :] * {apart}"
     pointer = f"{name} + {_chosen_row(name)} * {name}_stride_0 + pair.to(tl.int64) * {name}_stride_1"
     yield f"pair = tl.load({pointer}, mask=is_column[:, None], other=0).to({triton_type(held_type(value.dtype))})"
     yield f"value_{first}, value_{second} = tl.split(pair)"
@@ -382,13 +381,12 @@ def _load(kernel: GemmKernel, value: Loaded, is_chosen: bool) -> str:
         else:
             pointer += f" + ({row})[:, None] * {name}_stride_0"
     column_dim = dims - 1 if value.rows == ONE_ROW else 1
-    if value.columns == ONE_COLUMN or column_dim >= dims or column_dim < 0:
-        pass
-    elif value.columns.step == 0:
+    has_columns = value.columns != ONE_COLUMN and 0 <= column_dim < dims
+    if has_columns and value.columns.step == 0:
         pointer += f" + tl.cast({value.columns.start}, tl.int64) * {name}_stride_{column_dim}"
-    else:
+    elif has_columns:
         # Rows may be the inner dimension in memory, and columns far apart.
-        column = f"({_columns('column', value.columns)})[None, :].to(tl.int64)"
+        column = f"({_columns(value.columns)})[None, :].to(tl.int64)"
         pointer += f" + {column} * {name}_stride_{column_dim}"
         mask = ", mask=is_column[None, :], other=0"
     return f"tl.load({pointer}{mask})"
@@ -397,16 +395,14 @@ def _load(kernel: GemmKernel, value: Loaded, is_chosen: bool) -> str:
 def _compute(value: Computed, held: Sequence[torch.dtype]) -> str:
     inputs = [argument for argument in value.arguments if isinstance(argument, At)]
     types = [held[argument.place] for argument in inputs]
-    if len(value.arguments) == 1 and _is_cast(value):
+    if len(value.arguments) == 1 and value.operator in _CASTS:
         return cast(f"value_{inputs[0].place}", types[0], value.dtype)
     wanted = held_type(value.dtype)
     if value.operator in COMPARISONS:
-        wanted = types[0]
-        for dtype in types[1:]:
-            wanted = torch.promote_types(wanted, dtype)
+        wanted = functools.reduce(torch.promote_types, types)
         if any(isinstance(argument, float) for argument in value.arguments) and not wanted.is_floating_point:
             wanted = torch.float32
-    is_choice = value.operator in _CHOICES
+    is_choice = value.operator in CHOICES
     arguments = []
     for number, argument in enumerate(value.arguments):
         if not isinstance(argument, At):
@@ -418,14 +414,6 @@ def _compute(value: Computed, held: Sequence[torch.dtype]) -> str:
     # Triton gives constants, and selections among them, types that differ from ours.
     has_own_type = held_type(value.dtype).is_floating_point or value.operator in COMPARISONS
     return written if has_own_type else f"{written}.to({triton_type(value.dtype)})"
-
-
-aten = torch.ops.aten
-_CHOICES = (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
-
-
-def _is_cast(value: Computed) -> bool:
-    return value.operator in (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 
 
 def _stores(kernel: GemmKernel, is_row: str) -> Iterator[str]:

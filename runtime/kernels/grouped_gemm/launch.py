@@ -24,8 +24,8 @@ from moepass.runtime.kernels.grouped_gemm.kernel_source import (
 )
 from moepass.runtime.kernels.grouped_gemm.tile_functions import triton_type
 from moepass.runtime.kernels.grouped_gemm.tile_sizes import TileSizes, candidate_sizes, tile_sizes
-from moepass.runtime.kernels.grouped_gemm.tuned_tiles import KernelIdentity, find_tuned_tiles, rows_bucket
-from moepass.runtime.kernels.grouped_gemm.tuner import active_timer, tune
+from moepass.runtime.kernels.grouped_gemm.tuner import KernelIdentity, TunedTiles, active_timer, rows_bucket, tune
+from moepass.runtime.system.own_files import find_cache_folder
 from moepass.runtime.torch_private import load_generated_module
 
 # Addresses with this alignment are loaded by the widest loads.
@@ -33,12 +33,9 @@ _WIDEST_LOAD_BYTES = 16
 
 
 class Launch(NamedTuple):
-    """The arguments of a launch.
+    """The arguments in the order of the kernel's parameters, and the constants for which it is compiled, by name.
 
-    Attributes:
-        arguments: In the order of the kernel's parameters.
-        constants: The constants for which the kernel is compiled, by name.
-        most_tiles: An upper limit of the number of tiles; only the device knows the number.
+    `most_tiles` is an upper limit of the number of tiles; only the device knows the number.
     """
 
     arguments: list[Any]
@@ -78,7 +75,8 @@ class GeneratedGemm:
         `weights` are ranges of experts, [experts, in, out] each, of one layout and in order of experts. `ends`
         [experts] int32 has the index after the last row of each expert.
         """
-        outputs = [_empty(node, rows, ends.device) for node in self.kernel.outputs]
+        described = map(fake_value, self.kernel.outputs)
+        outputs = [torch.empty((rows, *it.shape[1:]), dtype=it.dtype, device=ends.device) for it in described]
 
         def run(sizes: TileSizes) -> None:
             launch = self.launch(operands, weights, ends, outputs, sizes)
@@ -115,7 +113,8 @@ class GeneratedGemm:
         candidates = candidate_sizes(self.kernel, _capability(weights.device), weights.dtype)
         if self._weight_descriptor([weights]) == POINTERS:
             candidates = tuple(sizes for sizes in candidates if not sizes.descriptors)
-        table, timer = find_tuned_tiles(), active_timer()
+        folder, timer = find_cache_folder(), active_timer()
+        table = None if folder is None else TunedTiles(folder)
         stored = None if table is None else table.load(identity, candidates)
         if stored is not None or timer is None:
             return stored
@@ -207,13 +206,8 @@ class GeneratedGemm:
 
     def _has_row_descriptor(self, rows: torch.Tensor) -> bool:
         """Return whether the rows of a tile are adjacent in memory that a descriptor can describe."""
-        is_aligned = rows.data_ptr() % _WIDEST_LOAD_BYTES == 0
-        return (
-            self.kernel.row_numbers is None
-            and is_aligned
-            and rows.stride(1) == 1
-            and _is_described(rows.stride(0), rows)
-        )
+        is_aligned = rows.data_ptr() % _WIDEST_LOAD_BYTES == 0 and rows.stride(1) == 1
+        return self.kernel.row_numbers is None and is_aligned and _is_described(rows.stride(0), rows)
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -252,11 +246,6 @@ def _alignment(weights: Sequence[torch.Tensor]) -> int:
     return alignment
 
 
-def _empty(node: torch.fx.Node, rows: int, device: torch.device) -> torch.Tensor:
-    value = fake_value(node)
-    return torch.empty((rows, *value.shape[1:]), dtype=value.dtype, device=device)
-
-
 def _product_type(weights: torch.Tensor) -> Any:
     import triton.language as tl
 
@@ -280,7 +269,6 @@ def _programs(device: torch.device) -> int:
 
 @functools.cache
 def _machine(device: torch.device) -> tuple[str, tuple[int, int], str]:
-    """Return the name of the GPU, its compute capability, and the version of Triton."""
     import triton
 
     if device.type != "cuda":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 
@@ -55,7 +55,9 @@ def write_operator(operator: Any, arguments: Sequence[str | float | bool | None]
     if write is None:
         raise NoTileFunctionError(f"{operator}")
     for argument in arguments:
-        if _is_integer(argument) and _kind(held) == "integer" and not _holds(held, argument):
+        if type(argument) is not int or _kind(held) != "integer":
+            continue
+        if not torch.iinfo(held).min <= argument <= torch.iinfo(held).max:
             # Torch wraps the number around, and Triton does not compile it.
             raise NoTileFunctionError(f"{operator} with {argument}, which {held} does not hold")
     return write(*arguments)
@@ -67,14 +69,6 @@ def _kind(dtype: torch.dtype) -> str:
     return "number" if dtype.is_floating_point else "integer"
 
 
-def _is_integer(argument: object) -> TypeGuard[int]:
-    return isinstance(argument, int) and not isinstance(argument, bool)
-
-
-def _holds(dtype: torch.dtype, number: int) -> bool:
-    return bool(torch.iinfo(dtype).min <= number <= torch.iinfo(dtype).max)
-
-
 def literal(value: str | float | bool | None) -> str:
     """Return a constant as Triton reads it; text is the name of a value already."""
     if isinstance(value, str):
@@ -84,8 +78,12 @@ def literal(value: str | float | bool | None) -> str:
     return repr(value)
 
 
+def _template(text: str) -> Write:
+    return lambda *values: text.format(*map(literal, values))
+
+
 def _operator(symbol: str) -> Write:
-    return lambda left, right: f"({literal(left)} {symbol} {literal(right)})"
+    return _template(f"({{}} {symbol} {{}})")
 
 
 def _scaled(symbol: str) -> Write:
@@ -98,16 +96,8 @@ def _scaled(symbol: str) -> Write:
     return write
 
 
-def _function(text: str) -> Write:
-    return lambda value: text.format(literal(value))
-
-
-def _larger(left: Any, right: Any) -> str:
-    return f"tl.maximum({literal(left)}, {literal(right)}, propagate_nan=tl.PropagateNan.ALL)"
-
-
-def _smaller(left: Any, right: Any) -> str:
-    return f"tl.minimum({literal(left)}, {literal(right)}, propagate_nan=tl.PropagateNan.ALL)"
+_larger = _template("tl.maximum({}, {}, propagate_nan=tl.PropagateNan.ALL)")
+_smaller = _template("tl.minimum({}, {}, propagate_nan=tl.PropagateNan.ALL)")
 
 
 def _clamp(value: Any, least: Any = None, most: Any = None) -> str:
@@ -163,69 +153,43 @@ def _leaky_relu(value: Any, slope: Any = 0.01) -> str:
     return f"tl.where({literal(value)} > 0, {literal(value)}, {literal(value)} * {literal(slope)})"
 
 
-def _where(condition: Any, left: Any, right: Any) -> str:
-    return f"tl.where({literal(condition)}, {literal(left)}, {literal(right)})"
-
-
-_TYPES = {
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float32: "float32",
-    torch.float64: "float64",
-    torch.int8: "int8",
-    torch.int16: "int16",
-    torch.int32: "int32",
-    torch.int64: "int64",
-    torch.uint8: "uint8",
-    torch.bool: "int1",
-}
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+_TYPES = {**{dtype: str(dtype).removeprefix("torch.") for dtype in (*_FLOATS, *_INTEGERS)}, torch.bool: "int1"}
 # Comparisons, which compare in the type of their operands, not in the type of the result.
 COMPARISONS: dict[Any, str] = {
     getattr(getattr(aten, name), overload): symbol
     for name, symbol in (("eq", "=="), ("ne", "!="), ("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="))
     for overload in ("Tensor", "Scalar")
 }
+# Selections by a condition, which is their first argument.
+CHOICES = (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
 _WRITERS: dict[Any, Write] = {
     **{operator: _operator(symbol) for operator, symbol in COMPARISONS.items()},
-    aten.add.Tensor: _scaled("+"),
-    aten.add.Scalar: _scaled("+"),
-    aten.sub.Tensor: _scaled("-"),
-    aten.sub.Scalar: _scaled("-"),
-    aten.mul.Tensor: _operator("*"),
-    aten.mul.Scalar: _operator("*"),
-    aten.div.Tensor: _operator("/"),
-    aten.div.Scalar: _operator("/"),
-    aten.maximum.default: _larger,
-    aten.minimum.default: _smaller,
-    aten.clamp.default: _clamp,
-    aten.clamp_min.default: _larger,
-    aten.clamp_max.default: _smaller,
-    aten.hardtanh.default: _clamp,
-    aten.where.self: _where,
-    aten.where.ScalarOther: _where,
-    aten.where.ScalarSelf: _where,
-    aten.where.Scalar: _where,
-    aten.logical_and.default: _operator("&"),
-    aten.logical_or.default: _operator("|"),
-    aten.logical_not.default: _function("({} == 0)"),
-    aten.bitwise_and.Tensor: _operator("&"),
-    aten.bitwise_or.Tensor: _operator("|"),
-    aten.neg.default: _function("(-{})"),
-    aten.abs.default: _function("tl.abs({})"),
-    aten.square.default: _function("({0} * {0})"),
-    aten.reciprocal.default: _function("(1 / {})"),
-    aten.sqrt.default: _function("tl.sqrt({})"),
-    aten.rsqrt.default: _function("tl.rsqrt({})"),
-    aten.exp.default: _function("tl.exp({})"),
-    aten.exp2.default: _function("tl.exp2({})"),
-    aten.log.default: _function("tl.log({})"),
+    # Functions of the same name in Triton.
+    **{
+        getattr(aten, name).default: _template(f"tl.{name}({{}})")
+        for name in ("abs", "sqrt", "rsqrt", "exp", "exp2", "log", "erf", "sigmoid")
+    },
+    **dict.fromkeys((aten.add.Tensor, aten.add.Scalar), _scaled("+")),
+    **dict.fromkeys((aten.sub.Tensor, aten.sub.Scalar), _scaled("-")),
+    **dict.fromkeys((aten.mul.Tensor, aten.mul.Scalar), _operator("*")),
+    **dict.fromkeys((aten.div.Tensor, aten.div.Scalar), _operator("/")),
+    **dict.fromkeys((aten.maximum.default, aten.clamp_min.default), _larger),
+    **dict.fromkeys((aten.minimum.default, aten.clamp_max.default), _smaller),
+    **dict.fromkeys((aten.clamp.default, aten.hardtanh.default), _clamp),
+    **dict.fromkeys(CHOICES, _template("tl.where({}, {}, {})")),
+    **dict.fromkeys((aten.logical_and.default, aten.bitwise_and.Tensor), _operator("&")),
+    **dict.fromkeys((aten.logical_or.default, aten.bitwise_or.Tensor), _operator("|")),
+    aten.logical_not.default: _template("({} == 0)"),
+    aten.neg.default: _template("(-{})"),
+    aten.square.default: _template("({0} * {0})"),
+    aten.reciprocal.default: _template("(1 / {})"),
     aten.log1p.default: _log1p,
-    aten.erf.default: _function("tl.erf({})"),
-    aten.sigmoid.default: _function("tl.sigmoid({})"),
     aten.tanh.default: _tanh,
-    aten.silu.default: _function("({0} * tl.sigmoid({0}))"),
+    aten.silu.default: _template("({0} * tl.sigmoid({0}))"),
     aten.gelu.default: _gelu,
-    aten.relu.default: _function("tl.where({0} < 0, 0, {0})"),
+    aten.relu.default: _template("tl.where({0} < 0, 0, {0})"),
     aten.leaky_relu.default: _leaky_relu,
     aten.softplus.default: _softplus,
     aten.pow.Tensor_Scalar: _power,
@@ -235,6 +199,6 @@ _WRITERS: dict[Any, Write] = {
 # Operators that need another expression for one kind of values. Triton negates as 0 - x, which gives 0 and not -0 for
 # 0, and its sum of two booleans is their exclusive or.
 _WRITERS_BY_KIND: dict[tuple[Any, str], Write] = {
-    (aten.neg.default, "number"): _function("({} * -1)"),
+    (aten.neg.default, "number"): _template("({} * -1)"),
     (aten.add.Tensor, "truth"): lambda left, right, alpha=1: _operator("|")(left, right),
 }

@@ -18,7 +18,6 @@ class TileSizes:
 
     Attributes:
         inner: Elements of the inner dimension in one step.
-        warps: Warps that compute a tile.
         stages: Steps of the inner loop that are in flight.
         group: Row tiles with the same columns that run next to each other.
         registers: The most registers per thread. None lets the compiler choose; it may spill some to run more tiles.
@@ -46,10 +45,8 @@ class TileSizes:
 class _SizesFrom:
     """The tile sizes for experts with `rows_per_expert` rows or more.
 
-    Attributes:
-        single: For kernels that hold one tile of sums.
-        double: For kernels that hold two or more.
-        short: If set, replaces `single` if the inner dimension is below _SHORT_INNER.
+    `single` is for kernels that hold one tile of sums, `short` too, if the inner dimension is below _SHORT_INNER, and
+    `double` for kernels that hold two or more.
     """
 
     rows_per_expert: int
@@ -69,6 +66,8 @@ def _same(rows_per_expert: int, sizes: TileSizes) -> _SizesFrom:
     return _SizesFrom(rows_per_expert, sizes, sizes)
 
 
+_FEW_ROWS = _same(0, TileSizes(16, 64, 64, 4, 4))
+_FEW_FLOAT32_ROWS = _same(0, TileSizes(16, 32, 32, 4, 3, registers=255))
 # By the major compute capability (8: sm_80, 9: sm_90, 10: sm_100) and the bytes of an element; the most rows first.
 # [Empirical] for sm_90 and two bytes: an H100, 2026-11-26, layers of qwen3-30b-a3b and gpt-oss-120b with 32 to 2,048
 # rows for each expert (docs/results/2026-11-26-h100.md). The others were not measured: they are as large as registers
@@ -77,7 +76,7 @@ _SIZES: dict[tuple[int, int], tuple[_SizesFrom, ...]] = {
     (8, 2): (
         _same(64, TileSizes(128, 64, 64, 8, 3)),
         _same(32, TileSizes(64, 64, 64, 4, 4)),
-        _same(0, TileSizes(16, 64, 64, 4, 4)),
+        _FEW_ROWS,
     ),
     (9, 2): (
         _SizesFrom(
@@ -91,25 +90,16 @@ _SIZES: dict[tuple[int, int], tuple[_SizesFrom, ...]] = {
             single=TileSizes(64, 128, 64, 4, 4, descriptors=True, blocks=2),
             double=TileSizes(64, 128, 64, 8, 4, descriptors=True),
         ),
-        _same(0, TileSizes(16, 64, 64, 4, 4)),
+        _FEW_ROWS,
     ),
     (10, 2): (
         _same(64, TileSizes(128, 128, 64, 8, 3)),
         _same(32, TileSizes(64, 128, 64, 4, 3)),
-        _same(0, TileSizes(16, 64, 64, 4, 4)),
+        _FEW_ROWS,
     ),
-    (8, 4): (
-        _same(32, TileSizes(64, 64, 32, 4, 3, registers=255)),
-        _same(0, TileSizes(16, 32, 32, 4, 3, registers=255)),
-    ),
-    (9, 4): (
-        _same(32, TileSizes(64, 64, 32, 4, 3, registers=255)),
-        _same(0, TileSizes(16, 32, 32, 4, 3, registers=255)),
-    ),
-    (10, 4): (
-        _same(32, TileSizes(64, 32, 32, 4, 3, registers=255)),
-        _same(0, TileSizes(16, 32, 32, 4, 3, registers=255)),
-    ),
+    (8, 4): (_same(32, TileSizes(64, 64, 32, 4, 3, registers=255)), _FEW_FLOAT32_ROWS),
+    (9, 4): (_same(32, TileSizes(64, 64, 32, 4, 3, registers=255)), _FEW_FLOAT32_ROWS),
+    (10, 4): (_same(32, TileSizes(64, 32, 32, 4, 3, registers=255)), _FEW_FLOAT32_ROWS),
 }
 # Shared memory of a block, by compute capability. CUDA C++ programming guide, "technical specifications per compute
 # capability".
@@ -124,10 +114,9 @@ _MOST_LIVE_TILES = 2
 
 def tile_sizes(kernel: GemmKernel, capability: int, dtype: torch.dtype, rows_per_expert: int) -> TileSizes:
     """Return the sizes for this mean number of rows per expert, on a GPU of compute capability `capability`.x."""
-    for least_rows, sizes in _sizes_by_rows(kernel, capability, dtype):
-        if rows_per_expert >= least_rows:
-            return sizes
-    raise AssertionError("the last sizes are for any number of rows")
+    # The last sizes are for any number of rows.
+    by_rows = _sizes_by_rows(kernel, capability, dtype)
+    return next(sizes for least_rows, sizes in by_rows if rows_per_expert >= least_rows)
 
 
 def all_tile_sizes(kernel: GemmKernel, capability: int, dtype: torch.dtype) -> tuple[TileSizes, ...]:

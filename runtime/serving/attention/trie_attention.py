@@ -12,8 +12,8 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from moepass.models import formulas
 from moepass.models.errors import InputError
+from moepass.models.formulas.attention import score_flops
 from moepass.runtime.serving.attention.attention_layers import AttentionLayer, attention_arguments
 from moepass.runtime.serving.attention.last_layer import attended_before, keep_attended
 from moepass.runtime.serving.attention.partial_attention import additive_mask, merge_into, partial_attention
@@ -88,7 +88,7 @@ def _over_calls(
     value: torch.Tensor,
     scaling: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    step.attention_flops += calls.pairs * formulas.score_flops(1, query.shape[1], query.shape[-1], value.shape[-1])
+    step.attention_flops += calls.pairs * score_flops(1, query.shape[1], query.shape[-1], value.shape[-1])
     cached = None
     if step.contexts:
         assert step.memory is not None
@@ -107,7 +107,7 @@ def _over_parts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _, heads, tokens, key_dim = query.shape
     value_dim = value.shape[-1]
-    pair_flops = formulas.score_flops(1, heads, key_dim, value_dim)
+    pair_flops = score_flops(1, heads, key_dim, value_dim)
     prepared = step.prepared(attention_layer.past, pair_flops)
     step.attention_flops += prepared.pairs * pair_flops
     output = query.new_empty(1, tokens, heads, value_dim, dtype=torch.float32).transpose(1, 2)

@@ -13,13 +13,8 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable
 
-from moepass.models.formulas import (
-    attention_flops,
-    flops_behind_attention,
-    flops_per_token,
-    head_flops,
-    layer_flops,
-)
+from moepass.models.formulas.attention import attention_flops
+from moepass.models.formulas.layers import flops_behind_attention, flops_per_token, head_flops, layer_flops
 from moepass.models.sizes.architecture import Architecture
 from moepass.runtime.serving.batching.step_batch import StepBatch
 

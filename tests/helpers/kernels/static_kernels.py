@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from moepass.passes.graph.nodes import fake_value
-from moepass.runtime.kernels.grouped_gemm.gpu_code import compile_segment
 from moepass.runtime.kernels.grouped_gemm.tile_sizes import all_tile_sizes, candidate_sizes
+from tests.helpers.kernels.gpu_code import compile_segment
 from tests.helpers.models.expert_segments import ExpertSizes, expert_inputs, expert_segment
 
 # For 4096 tokens. No tile divides the widths of gpt-oss-120b.

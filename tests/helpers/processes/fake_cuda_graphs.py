@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from moepass.passes.ir.slot_operations import SLOT_OPS
-from moepass.runtime.cuda_graphs.graph_memory import without_ownership
+from moepass.runtime.cuda_graphs.recorded_call import without_ownership
 from moepass.runtime.torch_private import storage_at
 from tests.helpers.processes.fake_cuda import FakeCuda
 

@@ -13,13 +13,15 @@ from torch.fx import Graph, Node
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import moepass
-from moepass.models import formulas
 from moepass.models.errors import InputError
-from moepass.models.formulas.attention import DELTA_RULE_CHUNK
+from moepass.models.formulas.attention import DELTA_RULE_CHUNK, attention_flops, score_flops
+from moepass.models.formulas.gemms import convolution_flops, gemm_bytes, gemm_flops
+from moepass.models.formulas.layers import expert_parameters, flops_per_token, head_flops, layer_parameters
+from moepass.models.formulas.memory import attention_traffic_bytes, experts_hit, mlp_traffic_bytes
 from moepass.models.formulas.text import evaluate_text
 from moepass.models.sizes.architecture import Architecture, Layer
 from moepass.models.sizes.families import from_config
-from moepass.models.sizes.presets import preset, preset_config
+from moepass.models.sizes.presets import preset_config
 from moepass.passes.cost.graph_cost import graph_cost, total_cost
 from moepass.passes.cost.op_costs import node_cost
 from moepass.passes.graph.nodes import module_path
@@ -67,24 +69,24 @@ def computed(architecture: Architecture) -> int:
     are computed.
     """
     tokens_of_step = BATCH * SEQUENCE
-    total = formulas.head_flops(architecture, tokens_of_step)
+    total = head_flops(architecture, tokens_of_step)
     for layer in architecture.layers:
-        total += tokens_of_step * formulas.flops_per_token(run_layer(architecture, layer), architecture.hidden)
+        total += tokens_of_step * flops_per_token(run_layer(architecture, layer), architecture.hidden)
         attention = layer.attention
         if attention.kind == "linear":
-            total += formulas.attention_flops(attention, BATCH, SEQUENCE)
-            written = formulas.gemm_flops(DELTA_RULE_CHUNK, attention.head_dim, attention.value_head_dim)
+            total += attention_flops(attention, BATCH, SEQUENCE)
+            written = gemm_flops(DELTA_RULE_CHUNK, attention.head_dim, attention.value_head_dim)
             total -= BATCH * attention.heads * written
         elif attention.kind != "state_space":
             pairs = SEQUENCE * SEQUENCE
-            total += BATCH * formulas.score_flops(pairs, attention.heads, attention.head_dim, attention.value_head_dim)
+            total += BATCH * score_flops(pairs, attention.heads, attention.head_dim, attention.value_head_dim)
         if attention.convolution:
             channels = attention.heads if attention.kind == "state_space" else convolved(layer)
             behind = attention.convolution - 1
-            total += formulas.convolution_flops(BATCH * behind, channels, 1, attention.convolution)
+            total += convolution_flops(BATCH * behind, channels, 1, attention.convolution)
         if attention.kind == "state_space":
             # The step that reads the states is a product, the rest of the scan is elementwise.
-            total += formulas.gemm_flops(tokens_of_step * attention.heads, attention.head_dim, 1)
+            total += gemm_flops(tokens_of_step * attention.heads, attention.head_dim, 1)
     return total
 
 
@@ -117,19 +119,24 @@ def test_the_cost_of_a_family_equals_its_formula(family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3-235b-a22b", "deepseek-v3", "gpt-oss-120b"])
 def test_the_cost_of_a_preset_cut_to_two_layers_equals_its_formula(name: str) -> None:
-    check(preset_config(name, layers=2), preset(name, layers=2))
+    config = preset_config(name, layers=2)
+    check(config, from_config(config, name=name, dtype="bf16"))
 
 
 @pytest.mark.slow
 def test_memory_traffic_is_at_least_that_of_the_formula() -> None:
     """An unfused graph reads and writes more than the formula, which counts only necessary traffic."""
-    architecture = preset("qwen3-30b-a3b", layers=2)
-    graph, _ = captured(preset_config("qwen3-30b-a3b", layers=2))
-    least = sum(
-        formulas.layer_traffic_bytes(layer, architecture.hidden, BATCH * SEQUENCE, "bf16")
-        for layer in architecture.layers
-    )
-    head = formulas.gemm_bytes(BATCH * SEQUENCE, architecture.hidden, architecture.vocab, 2)
+    config = preset_config("qwen3-30b-a3b", layers=2)
+    architecture = from_config(config, dtype="bf16")
+    graph, _ = captured(config)
+    hidden, count = architecture.hidden, BATCH * SEQUENCE
+    least = 0.0
+    for layer in architecture.layers:
+        assert layer.experts is not None
+        unread = layer.experts.count - experts_hit(layer.experts.count, layer.experts.top_k, count)
+        least += 2 * (layer_parameters(layer, hidden) - unread * expert_parameters(layer.experts, hidden))
+        least += attention_traffic_bytes(layer, hidden, count, "bf16") + mlp_traffic_bytes(layer, hidden, count, "bf16")
+    head = gemm_bytes(BATCH * SEQUENCE, architecture.hidden, architecture.vocab, 2)
     assert least + head < graph_cost(graph).memory_bytes < 1.5 * (least + head)
 
 
@@ -156,7 +163,7 @@ def test_a_block_costs_its_products() -> None:
     assert block.cost is not None
     assert block.top_k is not None
     rows, matrices = tokens().shape[0] * block.top_k, 3 if block.gated else 2
-    assert block.cost.at({})[0] == formulas.grouped_gemm_flops(rows, block.hidden, matrices * block.intermediate)
+    assert block.cost.at({})[0] == gemm_flops(rows, block.hidden, matrices * block.intermediate)
 
 
 @pytest.mark.slow

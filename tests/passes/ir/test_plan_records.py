@@ -219,6 +219,5 @@ def test_sizes_at_rest_on_the_link_and_in_the_slot_may_differ() -> None:
     )
     stays = (SlotStay("a", 0, 0, None), SlotStay("b", 1, 1, None), SlotStay("c", 0, 0, 0))
     plan = Plan(banks=banks, slots=2, slot_bytes=100, slot_stays=stays)
-    assert plan.streamed_bytes == 60 + 80 + 60
     assert plan.encoded_buffer_bytes == 60
     assert plan.device_bank_bytes == 2 * 100 + 60

@@ -17,7 +17,7 @@ import torch
 from moepass.models.reference.expert_parallel import EP_FORMS
 from moepass.passes.graph.nodes import graph_inputs
 from moepass.passes.ir.protocol import PassResult
-from moepass.runtime.ranks.checksum import checksum
+from moepass.runtime.ranks.replicas import checksum
 from tests.helpers.graphs.eliminated_graphs import complete_banks, eliminate
 from tests.helpers.graphs.simulated_ranks import Captured, capture, decide, first_outputs, hidden_states, with_tokens
 from tests.helpers.models.moe_stack import StackConfig

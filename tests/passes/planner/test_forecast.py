@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moepass.models.errors import InputError
-from moepass.models.formulas import bank_bytes, resident_bytes
+from moepass.models.formulas.memory import bank_bytes, resident_bytes
 from moepass.models.homes import HOMES
 from moepass.models.sizes.architecture import Architecture, Attention, Experts, Layer
 from moepass.models.sizes.presets import preset, preset_names

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moepass.models.formulas import bank_bytes, resident_bytes
+from moepass.models.formulas.memory import bank_bytes, resident_bytes
 from moepass.models.sizes.architecture import Architecture, Attention, Experts, Layer
 from moepass.models.sizes.presets import preset
 from moepass.passes.machine.hardware import Figure, Hardware, with_ranks

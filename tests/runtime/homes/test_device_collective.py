@@ -30,7 +30,7 @@ from moepass.runtime.homes.peers import PeerGroup
 from moepass.runtime.offload import offload
 from moepass.runtime.ranks.connections import Connections
 from moepass.runtime.ranks.device_gathers import DeviceGatherGroup
-from moepass.runtime.ranks.device_links import TensorsByRank
+from moepass.runtime.ranks.device_links import NcclLinks, TensorsByRank
 from moepass.runtime.ranks.gather_group import GatherGroup, Request
 from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous
 from moepass.runtime.transfer.copier import Copier
@@ -68,7 +68,7 @@ class _Emulation:
     cuda: FakeCuda | None = None
 
 
-class _Links:
+class _Links(NcclLinks):
     """Links by gloo, which move bytes when a separate stream reaches them, as NCCL does in torch."""
 
     def __init__(self, rendezvous: Rendezvous, emulation: _Emulation) -> None:

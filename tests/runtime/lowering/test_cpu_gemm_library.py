@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moepass.runtime.kernels import cpu_gemm_library
-from moepass.runtime.kernels.cpu_gemm_library import multiply
 from moepass.runtime.lowering import lower_experts
+from moepass.runtime.lowering.lower_experts import multiply
 from moepass.runtime.system.device_names import cpu_info
 
 if not torch.backends.mkldnn.is_available():
@@ -39,7 +38,7 @@ class _Calls(TorchDispatchMode):
 def held_back(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Set whether MKL counts as held back, on any machine."""
     is_it = bool(request.param)
-    monkeypatch.setattr(cpu_gemm_library, "is_mkl_held_back", lambda: is_it)
+    monkeypatch.setattr(lower_experts, "is_mkl_held_back", lambda: is_it)
     return is_it
 
 
@@ -74,8 +73,8 @@ def test_every_gemm_is_right(
     weights = LAYOUTS[layout](inner, out)
     into = torch.full((rows, out), torch.nan) if is_given else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_gemm_library, "is_mkl_held_back", lambda: is_held_back)
-        patch.setattr(cpu_gemm_library, "_LEAST_MULTIPLICATIONS", 1)
+        patch.setattr(lower_experts, "is_mkl_held_back", lambda: is_held_back)
+        patch.setattr(lower_experts, "_LEAST_MULTIPLICATIONS", 1)
         product = multiply(left, weights, into)
     assert into is None or product is into
     assert product.is_contiguous()
@@ -158,8 +157,8 @@ def test_where_mkl_is_held_back(
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: "mkl" in libraries)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: "mkldnn" in libraries)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    monkeypatch.setattr(cpu_gemm_library, "cpu_info", lambda field: vendor)
-    assert cpu_gemm_library.is_mkl_held_back.__wrapped__() is expected
+    monkeypatch.setattr(lower_experts, "cpu_info", lambda field: vendor)
+    assert lower_experts.is_mkl_held_back.__wrapped__() is expected
 
 
 def test_what_is_known_of_the_cpu() -> None:

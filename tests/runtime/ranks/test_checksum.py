@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moepass.runtime.ranks.checksum import checksum
+from moepass.runtime.ranks.replicas import checksum
 
 DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.uint8, torch.float8_e4m3fn, torch.complex64]
 
@@ -106,5 +106,5 @@ def test_how_much_is_mixed_at_a_time_does_not_matter(chunk: int, monkeypatch: py
     """Use the chunk sizes of a device and of a CPU, which must give equal checksums for equal tensors."""
     values = torch.randn(333, generator=torch.Generator().manual_seed(0))
     expected = checksum(values)
-    monkeypatch.setattr("moepass.runtime.ranks.checksum._CHUNK_WORDS_CPU", chunk)
+    monkeypatch.setattr("moepass.runtime.ranks.replicas._CHUNK_WORDS_CPU", chunk)
     assert checksum(values) == expected

@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 PARTS = [torch.zeros(4, dtype=torch.uint8)]
 
 
-class _Links:
+class _Links(NcclLinks):
     """Links whose exchange ends when `has_ended` is set."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from moepass.runtime.kernels.grouped_gemm.gpu_code import GpuCode
+from tests.helpers.kernels.gpu_code import GpuCode
 from tests.helpers.models.expert_segments import ACTIVATIONS, FORMS
 
 CAPABILITIES = (80, 90, 100)

@@ -13,10 +13,10 @@ import torch
 from moepass.passes.segments.expert_kernels import GemmKernel, read_kernels
 from moepass.passes.segments.expert_program import read_program
 from moepass.runtime.kernels.grouped_gemm import launch
-from moepass.runtime.kernels.grouped_gemm.kernel_work import KernelWork, count_work, roofline
 from moepass.runtime.kernels.grouped_gemm.launch import GeneratedGemm
 from moepass.runtime.kernels.grouped_gemm.tile_sizes import TileSizes
 from moepass.runtime.profiles.hardware_profiles import load_hardware
+from tests.helpers.kernels.kernel_work import KernelWork, count_work, roofline
 from tests.helpers.models.expert_segments import ExpertSizes, expert_inputs, expert_segment
 
 interpreter = pytest.importorskip("triton.runtime.interpreter", reason="needs Triton, which is there on Linux alone")

@@ -16,8 +16,7 @@ from moepass.passes.segments.expert_kernels import read_kernels
 from moepass.passes.segments.expert_program import read_program
 from moepass.runtime.kernels.grouped_gemm.launch import GeneratedGemm
 from moepass.runtime.kernels.grouped_gemm.tile_sizes import TileSizes, candidate_sizes, tile_sizes
-from moepass.runtime.kernels.grouped_gemm.tuned_tiles import rows_bucket
-from moepass.runtime.kernels.grouped_gemm.tuner import seconds_on_gpu, tune_kernels
+from moepass.runtime.kernels.grouped_gemm.tuner import rows_bucket, seconds_on_gpu, tune_kernels
 from tests.helpers.models.expert_segments import ExpertInputs, ExpertSizes, expert_inputs, expert_segment
 
 SIZES = ExpertSizes(tokens=8, pairs=9, experts=2, hidden=16, width=8)

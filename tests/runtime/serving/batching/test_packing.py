@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moepass.models.formulas import attention_flops, flops_per_token, head_flops
+from moepass.models.formulas.attention import attention_flops
+from moepass.models.formulas.layers import flops_per_token, head_flops
 from moepass.models.sizes.architecture import Architecture, Attention, Layer
 from moepass.runtime.serving.batching.block_hashes import request_hashes
 from moepass.runtime.serving.batching.pack import PackedStep, pack

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moepass.models.formulas import flops_per_token, head_flops, model_flops
+from moepass.models.formulas.layers import flops_per_token, head_flops, model_flops
 from moepass.models.sizes.architecture import Architecture, Attention, Experts, Layer
 from moepass.models.sizes.presets import preset, preset_names
 from moepass.runtime.serving.batching.step_flops import FlopsTable

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch._inductor import cpu_vec_isa
 
+from moepass.backend import vector_check
 from moepass.runtime import torch_private
 from moepass.runtime.lowering import segment_records
-from moepass.runtime.lowering.vector_check import vector_check
 from tests.helpers.graphs.backend_helper import Stack, tokens
 
 _context: contextvars.ContextVar[str] = contextvars.ContextVar("context", default="nobody's")
