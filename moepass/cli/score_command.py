@@ -113,8 +113,7 @@ def score(
     with contextlib.ExitStack() as stack:
         with no_garbage_collection():
             from moepass.models.checkpoint.checkpoint_folders import load_config, resolve_model
-            from moepass.runtime.serving.offline.encoded_texts import encoded_chunks, read_ahead
-            from moepass.runtime.serving.offline.make_writer import make_writer
+            from moepass.runtime.serving.offline.encoded_texts import encoded_chunks, make_writer, read_ahead
 
             folder = resolve_model(model)
             load_config(folder)  # checks the config before the tokenizer's loader reads it
@@ -127,16 +126,24 @@ def score(
             from torch import nn
 
             from moepass.models.sizes.architecture import DTYPES
-            from moepass.runtime.serving.offline.load_scorer import ScorerOptions, compiling_pays, load_scorer
+            from moepass.runtime.serving.offline.load_scorer import compiling_pays, load_scorer
 
             def compile_module(module: nn.Module) -> StoredModule:
                 return StoredModule(module, {"lower": options.lower or "inductor"}, model)
 
             dtypes = {short: getattr(torch, name) for name, short in DTYPES.items()}
-            scorer_options = ScorerOptions(
-                model=model,
+            compiles = not options.eager and (options.lower is not None or compiling_pays(model, known_bytes))
+            recording: contextlib.AbstractContextManager[list[Compilation]] = contextlib.nullcontext([])
+            if compiles:  # these imports take a while
+                from moepass.compilations import record_compilations
+                from moepass.stored_compile import StoredModule
+
+                recording = record_compilations()
+            scorer = load_scorer(
+                model,
+                writer,
+                compile_module if compiles else None,
                 labels=candidates,
-                template=options.template,
                 home=options.home if options.stream else "device",
                 dtype=None if options.dtype is None else dtypes[options.dtype],
                 batch_size=options.batch_size,
@@ -145,14 +152,6 @@ def score(
                 device=options.device,
                 link=options.link,
             )
-            compiles = not options.eager and (options.lower is not None or compiling_pays(model, known_bytes))
-            recording: contextlib.AbstractContextManager[list[Compilation]] = contextlib.nullcontext([])
-            if compiles:  # these imports take a while
-                from moepass.compilations import record_compilations
-                from moepass.stored_compile import StoredModule
-
-                recording = record_compilations()
-            scorer = load_scorer(scorer_options, compile_module if compiles else None, writer)
             gc.freeze()
         for warning in lines.first_warnings(scorer.warnings):
             typer.echo(f"moepass: warning: {warning}", err=True)

@@ -72,7 +72,7 @@ def captured_part(model: ExplainedModel, slots: int, lower: str) -> CompilerPart
     # These import Dynamo and transformers, which a stored preset does not need.
     from moepass.explaining.capture_model import explain_meta_model
     from moepass.models.checkpoint.checkpoint_folders import meta_model_of
-    from moepass.runtime.serving.attention.survey import trie_refusal
+    from moepass.runtime.serving.attention.survey import survey_attention
 
     cut = cut_config(model.config, model.architecture) if model.architecture is not None else None
     implementation = getattr(model.config, "_experts_implementation", None)
@@ -80,7 +80,7 @@ def captured_part(model: ExplainedModel, slots: int, lower: str) -> CompilerPart
     form = implementation if implementation in ("grouped_mm", "batched_mm") else "grouped_mm"
     meta_model = meta_model_of(model.config if cut is None else cut, model.name, form)
     try:
-        refusal = trie_refusal(meta_model)
+        refusal = survey_attention(meta_model).refusal
         explanation = explain_meta_model(meta_model, _CAPTURE_BATCH, _CAPTURE_SEQ, slots, lower)
     except (RuntimeError, NotImplementedError) as error:  # torch's errors about mismatched shapes or missing values
         if isinstance(error, MoepassError):

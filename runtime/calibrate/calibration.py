@@ -6,17 +6,17 @@ import contextlib
 import datetime
 import os
 import platform
-import queue
+import selectors
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 import msgspec
+import psutil
 import torch
 
 from moepass.models.errors import InputError, MoepassError, OptionError
@@ -33,16 +33,8 @@ from moepass.passes.machine.hardware import (
 )
 from moepass.passes.machine.seconds_table import SecondsTable, table_of
 from moepass.passes.machine.times import work_flops
-from moepass.runtime.calibrate.calibration_rank import (
-    Measured,
-    Message,
-    RankMeasurements,
-    RankTask,
-    Report,
-    machine_memory_bytes,
-)
+from moepass.runtime.calibrate.calibration_rank import Measured, Message, RankMeasurements, RankTask, Report
 from moepass.runtime.calibrate.experiments import CPU_SIZES, CUDA_SIZES, CalibrationSizes, quick
-from moepass.runtime.calibrate.stopwatch import Timing
 
 # A single point takes seconds, so a rank that reports nothing for this long hangs.
 _SILENCE_SECONDS = 300.0
@@ -83,32 +75,37 @@ def calibrate(
     """
     can_pin = hasattr(os, "sched_getaffinity")  # not there on every platform
     cores = sorted(os.sched_getaffinity(0)) if can_pin else list(range(os.cpu_count() or 1))
-    kind = _check_device(device)
-    devices = torch.cuda.device_count() if kind == "cuda" else len(cores)
-    ranks = min(2, devices) if ranks is None and kind == "cpu" else devices if ranks is None else ranks
+    if device not in ("cpu", "cuda"):
+        raise InputError.wrong("device", device, "cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        text = "device is 'cuda', but torch sees no GPU; use cpu"
+        raise InputError(text, name="device", value=device, expected="cpu")
+    devices = torch.cuda.device_count() if device == "cuda" else len(cores)
+    ranks = min(2, devices) if ranks is None and device == "cpu" else devices if ranks is None else ranks
     # Two ranks may share a core, so that calibration can be tried on a machine of one core.
-    most = devices if kind == "cuda" else max(2, devices)
+    most = devices if device == "cuda" else max(2, devices)
     if not 1 <= ranks <= most:
-        what = "GPUs" if kind == "cuda" else "cores, each of which can compute for one rank"
+        what = "GPUs" if device == "cuda" else "cores, each of which can compute for one rank"
         raise OptionError.wrong("ranks", ranks, f"a number from 1 to {most}, the number of {what}")
     threads = max(1, len(cores) // ranks) if threads is None else threads
     if threads < 1:
         raise OptionError.wrong("threads", threads, "a number from 1 on")
     if sizes is None:
-        sizes = CPU_SIZES if kind == "cpu" else CUDA_SIZES
+        sizes = CPU_SIZES if device == "cpu" else CUDA_SIZES
         sizes = quick(sizes) if is_quick else sizes
-    pinned = can_pin and kind == "cpu" and 1 < ranks <= len(cores)
+    pinned = can_pin and device == "cpu" and 1 < ranks <= len(cores)
+    share = len(cores) // ranks
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         tasks = [
             RankTask(
                 rank,
                 ranks,
-                "cpu" if kind == "cpu" else f"cuda:{rank}",
+                "cpu" if device == "cpu" else f"cuda:{rank}",
                 threads,
                 str(Path(folder, "store")),
                 sizes,
-                _share(cores, rank, ranks) if pinned else (),
+                tuple(cores[rank * share : (rank + 1) * share]) if pinned else (),
             )
             for rank in range(ranks)
         ]
@@ -118,44 +115,23 @@ def calibrate(
         "all ranks measured at the same time" if ranks > 1 else "one rank measured, alone on the machine",
         *(["every rank kept to its share of the cores, its copy thread included"] if pinned else []),
         *(["quick: coarse grids and few samples"] if is_quick else []),
-        *_remarks_on_cores(measurements),
     ]
+    if shares := [rank.core_share for rank in measurements if rank.core_share is not None]:
+        text = f"computing threads had a core for {min(shares):.0%} of the time"
+        if min(shares) < _QUIET_CORE_SHARE:
+            text += ": other programs ran, so rates are too low and times too long; measure again on a quiet machine"
+        remarks.append(text)
     conditions = Conditions(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         device=measurements[0].device,
         ranks=ranks,
         threads_per_rank=threads,
         versions={"torch": str(torch.__version__), "python": platform.python_version(), **(versions or {})},
-        computes_on_host=kind == "cpu",
+        computes_on_host=device == "cpu",
         remarks=tuple(remarks),
-        not_measured=_not_measured(kind, ranks, sizes),
+        not_measured=_not_measured(device, ranks, sizes),
     )
-    return profile_of(measurements, conditions, kind)
-
-
-def _check_device(device: str) -> str:
-    if device not in ("cpu", "cuda"):
-        raise InputError.wrong("device", device, "cpu or cuda")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise InputError(
-            "device is 'cuda', but torch sees no GPU; use cpu", name="device", value=device, expected="cpu"
-        )
-    return device
-
-
-def _share(cores: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
-    each = len(cores) // ranks
-    return tuple(cores[rank * each : (rank + 1) * each])
-
-
-def _remarks_on_cores(measurements: Sequence[RankMeasurements]) -> list[str]:
-    shares = [rank.core_share for rank in measurements if rank.core_share is not None]
-    if not shares:
-        return []
-    text = f"computing threads had a core for {min(shares):.0%} of the time"
-    if min(shares) < _QUIET_CORE_SHARE:
-        text += ": other programs ran, so rates are too low and times too long; measure again on a quiet machine"
-    return [text]
+    return profile_of(measurements, conditions, device)
 
 
 def _not_measured(kind: str, ranks: int, sizes: CalibrationSizes) -> tuple[str, ...]:
@@ -174,78 +150,63 @@ def _not_measured(kind: str, ranks: int, sizes: CalibrationSizes) -> tuple[str, 
 
 def _run_ranks(tasks: Sequence[RankTask], report: Report) -> list[RankMeasurements]:
     """Run every task in a process and return the measurements; all processes have ended when this returns or raises."""
-    lines: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
     with contextlib.ExitStack() as stack:
         logs: list[IO[bytes]] = [stack.enter_context(tempfile.TemporaryFile()) for _ in tasks]
-        processes = [stack.enter_context(_running(task, log, lines)) for task, log in zip(tasks, logs, strict=True)]
+        processes = [stack.enter_context(_running(task, log)) for task, log in zip(tasks, logs, strict=True)]
+        outputs = [process.stdout for process in processes if process.stdout is not None]
+        waiting = stack.enter_context(selectors.DefaultSelector())
+        for rank, output in enumerate(outputs):
+            waiting.register(output, selectors.EVENT_READ, rank)
         finished: dict[int, RankMeasurements] = {}
         while len(finished) < len(tasks):
-            try:
-                rank, line = lines.get(timeout=_SILENCE_SECONDS)
-            except queue.Empty:
+            ready = waiting.select(_SILENCE_SECONDS)
+            if not ready:
                 silent = [rank for rank in range(len(tasks)) if rank not in finished]
                 raise CalibrationError(
                     f"calibration: no rank has reported anything for {_SILENCE_SECONDS:g} s; not done: rank "
                     f"{', '.join(map(str, silent))}",
                     ranks=silent,
-                ) from None
-            if not line:
-                if rank not in finished:
+                )
+            for rank in (key.data for key, _ in ready):
+                line = outputs[rank].readline()
+                if not line:
                     code = processes[rank].wait()
-                    text = f"calibration: rank {rank} ended with code {code}: {_last_line(logs[rank])}"
+                    logs[rank].seek(0)
+                    log = logs[rank].read().decode(errors="replace").strip().splitlines()
+                    text = f"calibration: rank {rank} ended with code {code}: {log[-1] if log else 'its log is empty'}"
                     raise CalibrationError(text, rank=rank, value=code)
-                continue
-            message = msgspec.json.decode(line, type=Message)
-            if message.measurements is not None:
-                finished[rank] = message.measurements
-            elif rank == 0:
-                report(message.done, message.total, message.what)
+                message = msgspec.json.decode(line, type=Message)
+                if message.measurements is not None:
+                    finished[rank] = message.measurements
+                    waiting.unregister(outputs[rank])
+                elif rank == 0:
+                    report(message.done, message.total, message.what)
         return [finished[rank] for rank in range(len(tasks))]
 
 
 @contextlib.contextmanager
-def _running(
-    task: RankTask, log: IO[bytes], lines: queue.SimpleQueue[tuple[int, bytes]]
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a rank's process in a block. Puts (rank, line) into `lines` for its output, and (rank, b"") when it ends."""
+def _running(task: RankTask, log: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a rank's process in a block."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(task.threads)}
     # Only this process may know the path from which it imported this package.
     environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-m", "moepass.runtime.calibrate.calibration_rank"],
+        bufsize=0,  # a line in a buffer would not wake up the selector
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=log,
         env=environment,
         cwd=os.path.dirname(task.store),  # the current folder may hold modules with names of ours
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    output = process.stdout
-
-    def read() -> None:
-        for line in output:
-            lines.put((task.rank, line))
-        lines.put((task.rank, b""))
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    try:
-        with contextlib.suppress(BrokenPipeError):  # it died; its log says why
-            process.stdin.write(msgspec.json.encode(task))
-            process.stdin.close()
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        reader.join()
-        output.close()
-
-
-def _last_line(log: IO[bytes]) -> str:
-    log.seek(0)
-    lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "its log is empty"
+    ) as process:
+        assert process.stdin is not None
+        try:
+            with contextlib.suppress(BrokenPipeError):  # it died; its log says why
+                process.stdin.write(msgspec.json.encode(task))
+                process.stdin.close()
+            yield process
+        finally:
+            process.kill()
 
 
 # ---- The profile -----------------------------------------------------------------------------------------------------
@@ -256,14 +217,23 @@ def profile_of(measurements: Sequence[RankMeasurements], conditions: Conditions,
     ranks = len(measurements)
     first = measurements[0]
     tables = {name: _table(name, [rank.tables[name] for rank in measurements]) for name in first.tables}
-    compute: dict[str, dict[str, SecondsTable]] = {}
-    for work in COMPUTE_AXES:
-        of_work = {name.partition(".")[2]: table for name, table in tables.items() if name.startswith(f"{work}.")}
-        if of_work:
-            compute[work] = of_work
-    collectives = {
-        name.removeprefix("collective."): table for name, table in tables.items() if name.startswith("collective.")
-    }
+    groups: dict[str, dict[str, SecondsTable]] = {}
+    for name, table in tables.items():
+        group, _, kind_or_dtype = name.partition(".")
+        groups.setdefault(group, {})[kind_or_dtype] = table
+    compute = {work: groups[work] for work in COMPUTE_AXES if work in groups}
+    collectives = groups.get("collective", {})
+    flops: dict[str, Figure] = {}
+    for dtype, table in compute["gemm"].items():
+        rate, shape = max(
+            (work_flops("gemm", point) / seconds, list(point.values())) for point, seconds in table.points()
+        )
+        flops[dtype] = Figure(rate, "calibrated", f"the best GEMM, {' x '.join(f'{size:.0f}' for size in shape)}")
+    overlap: dict[str, Figure] = {}
+    for name in first.overlap:
+        timings = [rank.overlap[name] for rank in measurements]
+        note = f"middle half of the samples within {max(timing.spread for timing in timings):.0%}"
+        overlap[name] = Figure(statistics.median(timing.seconds for timing in timings), "calibrated", note)
     memory = tables["memory"]
     largest = memory.axes[0].points[-1]
     host = _link(tables["host"])
@@ -272,14 +242,14 @@ def profile_of(measurements: Sequence[RankMeasurements], conditions: Conditions,
     return Hardware(
         name=f"{ranks}x {first.device}",
         ranks=ranks,
-        flops={dtype: _best_rate(table) for dtype, table in compute["gemm"].items()},
+        flops=flops,
         memory_bytes=Figure(float(bytes_of_rank), "measured", note),
-        host_memory_bytes=Figure(float(machine_memory_bytes()), "measured", "of the machine"),
+        host_memory_bytes=Figure(float(psutil.virtual_memory().total), "measured", "of the machine"),
         memory_bytes_per_s=Figure(
             largest / memory.at(bytes=largest), "calibrated", f"reads and writes, {largest / 1e6:.0f} MB in all"
         ),
         efficiency=Efficiency(_REACHED, _REACHED, _REACHED),
-        overlap=Overlap(**{name: _ratio([rank.overlap[name] for rank in measurements]) for name in first.overlap}),
+        overlap=Overlap(**overlap),
         collective_latency_seconds=_latency(collectives["p2p"]) if collectives else EMPIRICAL_COLLECTIVE_LATENCY,
         peer=_link(tables["peer"]) if "peer" in tables else None,
         host=host,
@@ -300,13 +270,6 @@ def _table(name: str, of_ranks: Sequence[Measured]) -> SecondsTable:
     return table_of(of_ranks[0].axes, [float(f"{value:.5g}") for value in seconds], "calibrated", note, spreads)
 
 
-def _best_rate(table: SecondsTable) -> Figure:
-    rates = [(work_flops("gemm", point) / seconds, point) for point, seconds in table.points()]
-    rate, shape = max(rates, key=lambda pair: pair[0])
-    sizes = " x ".join(f"{size:.0f}" for size in shape.values())
-    return Figure(rate, "calibrated", f"the best GEMM, {sizes}")
-
-
 def _link(table: SecondsTable) -> TransferLink:
     largest = table.axes[0].points[-1]
     rate = Figure(largest / table.at(bytes=largest), "calibrated", f"a transfer of {largest / 1e6:.0f} MB")
@@ -316,9 +279,3 @@ def _link(table: SecondsTable) -> TransferLink:
 def _latency(table: SecondsTable) -> Figure:
     smallest = table.axes[0].points[0]
     return Figure(table.seconds[0], "calibrated", f"the smallest transfer, {smallest / 1e3:.0f} kB")
-
-
-def _ratio(timings: Sequence[Timing]) -> Figure:
-    value = statistics.median(timing.seconds for timing in timings)
-    spread = max(timing.spread for timing in timings)
-    return Figure(value, "calibrated", f"middle half of the samples within {spread:.0%}")

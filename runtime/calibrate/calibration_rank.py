@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import sys
 import time
@@ -19,14 +20,17 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from moepass.runtime.calibrate.experiments import CalibrationSizes
-from moepass.runtime.calibrate.measure_collectives import collective_experiments
+from moepass.models.reference.collectives import exchange_rows, gather_rows, scatter_sums, sum_over_ranks
+from moepass.runtime.calibrate.experiments import CalibrationSizes, Experiment, Timing, time_calls
 from moepass.runtime.calibrate.measure_compute import compute_experiments
-from moepass.runtime.calibrate.measure_overlap import measure_overlap
-from moepass.runtime.calibrate.measure_transfers import open_benches, transfer_experiments
-from moepass.runtime.calibrate.stopwatch import Timing
+from moepass.runtime.calibrate.measure_transfers import measure_overlap, open_benches, transfer_experiments
 from moepass.runtime.system.device_names import device_name
 from moepass.runtime.torch_private import default_group, store_of
+
+# Collectives: bytes of a number, and the calls of a timing.
+_VALUE_BYTES = 4
+_MOST_CALLS = 16
+_CALL_BYTES = 4 << 20
 
 # Called with the number of points done, the number of all points, and the name of the next experiment.
 Report = Callable[[int, int, str], object]
@@ -37,7 +41,6 @@ class RankTask:
     """The task of one rank.
 
     Attributes:
-        threads: The number of CPU threads.
         store: The path of the file through which the ranks find each other.
         cores: The cores on which the process stays; all if empty.
     """
@@ -64,9 +67,7 @@ class RankMeasurements:
     """Everything that one rank measured.
 
     Attributes:
-        device: The name of the device.
-        memory_bytes: Its memory.
-        tables: The experiments by name.
+        memory_bytes: Its memory; for a CPU, the machine's.
         overlap: Slowdowns; see `measure_overlap`.
         local_is_host: Whether copies inside the device's memory are the same as copies from the host.
         core_share: The share of the time in which a single computing thread had a core. None for several threads,
@@ -83,11 +84,7 @@ class RankMeasurements:
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """A line of standard output: a step of progress, or all measurements at the end.
-
-    Attributes:
-        what: The name of the experiment that comes next.
-    """
+    """A line of standard output: a step of progress with the next experiment, or all measurements at the end."""
 
     done: int = 0
     total: int = 0
@@ -108,7 +105,7 @@ def measure_rank(sizes: CalibrationSizes, device: torch.device, report: Report) 
         experiments = [*transfer_experiments(sizes, device, benches), *compute_experiments(sizes, device)]
         if grouped:
             experiments += collective_experiments(sizes, device, default_group().group_name)
-        total = sum(experiment.points for experiment in experiments) + 1
+        total = sum(len(experiment.sizes()) for experiment in experiments) + 1
         tables: dict[str, Measured] = {}
         clock = _CoreClock()
         done = 0
@@ -130,7 +127,11 @@ def measure_rank(sizes: CalibrationSizes, device: torch.device, report: Report) 
             dist.barrier()  # keeps the memory of all ranks until no rank reads it
         report(total, total, "done")
         share = clock.share if device.type == "cpu" and torch.get_num_threads() == 1 else None
-        return RankMeasurements(*_describe(device), tables, overlap, benches["local"] is benches["host"], share)
+        memory_bytes = psutil.virtual_memory().total
+        if device.type == "cuda":
+            memory_bytes = torch.cuda.get_device_properties(device).total_memory
+        local_is_host = benches["local"] is benches["host"]
+        return RankMeasurements(device_name(device), memory_bytes, tables, overlap, local_is_host, share)
 
 
 class _CoreClock:
@@ -152,17 +153,58 @@ class _CoreClock:
         return min(1.0, self._computed / self._took)
 
 
-def machine_memory_bytes() -> int:
-    """Return the size of the host's memory in bytes."""
-    total: int = psutil.virtual_memory().total
-    return total
+def collective_experiments(sizes: CalibrationSizes, device: torch.device, group_name: str) -> list[Experiment]:
+    """Return `collective.KIND` for each of `passes.machine.hardware.COLLECTIVES`, on the default process group.
+
+    All ranks run them together. `bank_gather` is measured over gloo alone.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    def calls(nbytes: int) -> dict[str, Callable[[], object]]:
+        values = torch.ones(ranks * max(1, nbytes // _VALUE_BYTES // ranks), device=device)
+        shards = values.chunk(ranks)
+        counts = [values.numel() // ranks] * ranks
+        return {
+            "all_to_all": lambda: exchange_rows(values, counts, counts, group_name),
+            "all_gather": lambda: gather_rows(shards[rank], ranks, group_name),
+            "reduce_scatter": lambda: scatter_sums(values, ranks, group_name),
+            "all_reduce": lambda: sum_over_ranks(values, group_name),
+            "p2p": lambda: _there_and_back(values, rank, ranks),
+            "bank_gather": lambda: _gather_into(shards, rank),
+        }
+
+    def measure(kind: str, bytes: int) -> Timing:
+        count = min(_MOST_CALLS, max(1, _CALL_BYTES // bytes))  # the same number on every rank
+        timing = time_calls(calls(bytes)[kind], device, sizes.effort, count)
+        return Timing(timing.seconds / 2, timing.spread) if kind == "p2p" else timing
+
+    return [
+        Experiment(f"collective.{kind}", {"bytes": sizes.collective_bytes}, functools.partial(measure, kind))
+        for kind in calls(1)
+        if kind != "bank_gather" or device.type == "cpu"
+    ]
 
 
-def _describe(device: torch.device) -> tuple[str, int]:
-    """Return the device's name and the size of its memory in bytes; for a CPU, of the machine's memory."""
-    if device.type == "cuda":
-        return device_name(device), int(torch.cuda.get_device_properties(device).total_memory)
-    return device_name(device), machine_memory_bytes()
+def _there_and_back(message: torch.Tensor, rank: int, ranks: int) -> None:
+    """Exchange a message with the neighbour; the last of an odd number of ranks has no neighbour and does nothing."""
+    neighbour = rank ^ 1
+    if neighbour >= ranks:
+        return
+    if rank < neighbour:
+        dist.send(message, neighbour)
+        dist.recv(message, neighbour)
+    else:
+        dist.recv(message, neighbour)
+        dist.send(message, neighbour)
+
+
+def _gather_into(shards: tuple[torch.Tensor, ...], rank: int) -> None:
+    """Send this rank's shard to all ranks and receive theirs, as `GatherGroup.exchange` does."""
+    peers = [(rank + step) % len(shards) for step in range(1, len(shards))]
+    works = [work for peer in peers for work in (dist.irecv(shards[peer], peer), dist.isend(shards[rank], peer))]
+    for work in works:
+        assert work is not None  # None is for ranks outside of the group
+        work.wait()
 
 
 def run_rank(task: RankTask, report: Report) -> RankMeasurements:

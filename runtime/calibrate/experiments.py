@@ -1,13 +1,83 @@
-"""The experiments of a calibration: operations over grids of sizes."""
+"""The experiments of a calibration: operations that are timed over grids of sizes."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from moepass.runtime.calibrate.stopwatch import Timing, TimingEffort
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """The median of repeated measurements, and the width of their middle half relative to the median."""
+
+    seconds: float
+    spread: float
+
+
+@dataclasses.dataclass(frozen=True)
+class TimingEffort:
+    """The time that one timing may take.
+
+    Attributes:
+        sample_seconds: One sample repeats the call for this long.
+        long_seconds: An operation whose first call takes longer gets at most two samples.
+    """
+
+    samples: int = 7
+    sample_seconds: float = 0.01
+    long_seconds: float = 0.3
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until all work issued to `device` is done; on a CPU it is done already."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def time_calls(
+    run: Callable[[], object], device: torch.device, effort: TimingEffort, calls: int | None = None
+) -> Timing:
+    """Return the seconds of one call of `run`, including the work that it issues to `device`, after a first call.
+
+    `calls` sets the number of calls in each sample, for operations that other ranks must run as often.
+    """
+    synchronise(device)
+    started = time.perf_counter()
+    run()
+    synchronise(device)
+    first = time.perf_counter() - started
+    samples = effort.samples
+    if calls is None:
+        if first > effort.long_seconds:
+            samples = min(samples, 2)
+        calls = max(1, math.ceil(effort.sample_seconds / max(first, 1e-9)))
+        if calls > 1:  # the first call includes one-time work
+            calls = max(1, math.ceil(effort.sample_seconds / _sample(run, device, min(calls, 10))))
+    return timing_of([_sample(run, device, calls) for _ in range(samples)])
+
+
+def timing_of(seconds: Sequence[float]) -> Timing:
+    """Return the timing of one measurement or more in seconds."""
+    middle = statistics.median(seconds)
+    if len(seconds) < 2:
+        return Timing(middle, 0.0)
+    lower, _, upper = statistics.quantiles(seconds, n=4, method="inclusive")
+    return Timing(middle, (upper - lower) / middle)
+
+
+def _sample(run: Callable[[], object], device: torch.device, calls: int) -> float:
+    started = time.perf_counter()
+    for _ in range(calls):
+        run()
+    synchronise(device)
+    return (time.perf_counter() - started) / calls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,7 +85,6 @@ class Experiment:
     """An operation that is timed over a grid of sizes.
 
     Attributes:
-        axes: The sizes of each axis, by name.
         time: Called with one size for each axis, for all combinations, the last axis fastest.
         is_computation: Whether the calling thread computes, so that its share of a core matters.
     """
@@ -25,15 +94,9 @@ class Experiment:
     time: Callable[..., Timing]
     is_computation: bool = False
 
-    @property
-    def points(self) -> int:
-        """The number of combinations."""
-        return math.prod(len(points) for points in self.axes.values())
-
-    def sizes(self) -> Iterator[dict[str, int]]:
-        """Yield all combinations, the last axis fastest."""
-        for point in itertools.product(*self.axes.values()):
-            yield dict(zip(self.axes, point, strict=True))
+    def sizes(self) -> list[dict[str, int]]:
+        """Return all combinations of sizes, the last axis fastest."""
+        return [dict(zip(self.axes, point, strict=True)) for point in itertools.product(*self.axes.values())]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,21 +160,8 @@ CUDA_SIZES = CalibrationSizes(
 
 def quick(sizes: CalibrationSizes) -> CalibrationSizes:
     """Return coarser grids of one dtype, with fewer samples, for a first impression."""
-    return dataclasses.replace(
-        sizes,
-        dtypes=sizes.dtypes[:1],
-        rows=_thinned(sizes.rows),
-        widths=_thinned(sizes.widths),
-        expert_rows=_thinned(sizes.expert_rows),
-        sequences=_thinned(sizes.sequences),
-        head_dims=sizes.head_dims[:1],
-        memory_bytes=_thinned(sizes.memory_bytes),
-        transfer_bytes=_thinned(sizes.transfer_bytes),
-        collective_bytes=_thinned(sizes.collective_bytes),
-        effort=TimingEffort(samples=3, sample_seconds=0.003),
-    )
-
-
-def _thinned(points: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the first and the last point, and every second one between them."""
-    return tuple(dict.fromkeys((*points[:-1:2], points[-1])))
+    coarser: dict[str, Any] = {"dtypes": sizes.dtypes[:1], "head_dims": sizes.head_dims[:1]}
+    for name in ("rows", "widths", "expert_rows", "sequences", "memory_bytes", "transfer_bytes", "collective_bytes"):
+        points = getattr(sizes, name)
+        coarser[name] = tuple(dict.fromkeys((*points[:-1:2], points[-1])))
+    return dataclasses.replace(sizes, **coarser, effort=TimingEffort(samples=3, sample_seconds=0.003))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.nn import functional as F
 
-from moepass.runtime.calibrate.experiments import CalibrationSizes, Experiment
-from moepass.runtime.calibrate.stopwatch import Timing, time_calls
+from moepass.runtime.calibrate.experiments import CalibrationSizes, Experiment, Timing, time_calls
 from moepass.runtime.lowering.lower_experts import grouped_gemm_loop
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -29,102 +28,85 @@ def compute_experiments(sizes: CalibrationSizes, device: torch.device) -> list[E
         dtype = TORCH_DTYPES[name]
         widths = {"inner": sizes.widths, "columns": sizes.widths}
         shapes = {"sequence": sizes.sequences, "head_dim": sizes.head_dims}
-        experiments += [
-            Experiment(f"gemm.{name}", {"rows": sizes.rows, **widths}, _gemm(sizes, device, dtype), True),
-            Experiment(
-                f"grouped_gemm.{name}", {"rows": sizes.expert_rows, **widths}, _grouped(sizes, device, dtype), True
-            ),
-            Experiment(f"attention.{name}", shapes, _attention(sizes, device, dtype, False), True),
-            Experiment(f"masked_attention.{name}", shapes, _attention(sizes, device, dtype, True), True),
-        ]
-    return [*experiments, Experiment("memory", {"bytes": sizes.memory_bytes}, _memory(sizes, device), True)]
+        works = {
+            "gemm": ({"rows": sizes.rows, **widths}, partial(_gemm, sizes, device, dtype)),
+            "grouped_gemm": ({"rows": sizes.expert_rows, **widths}, partial(_grouped_gemm, sizes, device, dtype)),
+            "attention": (shapes, partial(_attention, sizes, device, dtype, False)),
+            "masked_attention": (shapes, partial(_attention, sizes, device, dtype, True)),
+        }
+        experiments += [Experiment(f"{work}.{name}", axes, time, True) for work, (axes, time) in works.items()]
+    memory = Experiment("memory", {"bytes": sizes.memory_bytes}, partial(_memory, sizes, device), True)
+    return [*experiments, memory]
 
 
-def _gemm(sizes: CalibrationSizes, device: torch.device, dtype: torch.dtype) -> Callable[..., Timing]:
+def _gemm(
+    sizes: CalibrationSizes, device: torch.device, dtype: torch.dtype, rows: int, inner: int, columns: int
+) -> Timing:
     """Time one GEMM. Weights come from memory and results go there, as in a model of many layers."""
+    own_bytes = (inner + rows) * columns * dtype.itemsize
+    count = max(1, min(_MOST_COLD, sizes.cold_bytes // own_bytes))
+    left, weights = _random(device, dtype, rows, inner), _random(device, dtype, count, columns, inner)
+    results = torch.empty(count, rows, columns, device=device, dtype=dtype)
 
-    def measure(rows: int, inner: int, columns: int) -> Timing:
-        own_bytes = (inner + rows) * columns * dtype.itemsize
-        count = max(1, min(_MOST_COLD, sizes.cold_bytes // own_bytes))
-        left, weights = _random(device, dtype, rows, inner), _random(device, dtype, count, columns, inner)
-        results = torch.empty(count, rows, columns, device=device, dtype=dtype)
+    def run() -> None:
+        for weight, result in zip(weights.unbind(), results.unbind(), strict=True):
+            torch.mm(left, weight.t(), out=result)
 
-        def run() -> None:
-            for weight, result in zip(weights.unbind(), results.unbind(), strict=True):
-                torch.mm(left, weight.t(), out=result)
-
-        return _share(time_calls(run, device, sizes.effort), count)
-
-    return measure
+    return _share(time_calls(run, device, sizes.effort), count)
 
 
-def _grouped(sizes: CalibrationSizes, device: torch.device, dtype: torch.dtype) -> Callable[..., Timing]:
+def _grouped_gemm(
+    sizes: CalibrationSizes, device: torch.device, dtype: torch.dtype, rows: int, inner: int, columns: int
+) -> Timing:
     """Time one expert of a grouped GEMM. On a CPU experts run one after the other, in the loop of lowered graphs."""
+    experts = sizes.experts
+    if rows <= _MOST_COLD_ROWS:
+        experts = max(experts, min(_MOST_COLD, -(-sizes.cold_bytes // (inner * columns * dtype.itemsize))))
+    left = _random(device, dtype, experts * rows, inner)
+    weights = _random(device, dtype, experts, columns, inner)
+    if device.type == "cuda" and dtype is torch.bfloat16:
+        ends = torch.arange(1, experts + 1, device=device, dtype=torch.int32) * rows
 
-    def measure(rows: int, inner: int, columns: int) -> Timing:
-        experts = _experts(sizes, rows, inner * columns * dtype.itemsize)
-        left = _random(device, dtype, experts * rows, inner)
-        weights = _random(device, dtype, experts, columns, inner)
-        if device.type == "cuda" and dtype is torch.bfloat16:
-            ends = torch.arange(1, experts + 1, device=device, dtype=torch.int32) * rows
+        def run() -> object:
+            return F.grouped_mm(left, weights.transpose(1, 2), offs=ends)
+    elif device.type == "cpu":
+        loop, ends = grouped_gemm_loop(left, weights), torch.arange(1, experts + 1) * rows
 
-            def run() -> object:
-                return F.grouped_mm(left, weights.transpose(1, 2), offs=ends)
-        elif device.type == "cpu":
-            loop, ends = grouped_gemm_loop(left, weights), torch.arange(1, experts + 1) * rows
+        def run() -> object:
+            return loop([left, weights, ends])
+    else:
 
-            def run() -> object:
-                return loop([left, weights, ends])
-        else:
+        def run() -> object:
+            experts_with_rows = zip(left.split(rows), weights.unbind(), strict=True)
+            return [F.linear(rows_of_expert, weight) for rows_of_expert, weight in experts_with_rows]
 
-            def run() -> object:
-                experts_with_rows = zip(left.split(rows), weights.unbind(), strict=True)
-                return [F.linear(rows_of_expert, weight) for rows_of_expert, weight in experts_with_rows]
-
-        return _share(time_calls(run, device, sizes.effort), experts)
-
-    return measure
+    return _share(time_calls(run, device, sizes.effort), experts)
 
 
 def _share(timing: Timing, count: int) -> Timing:
     return Timing(timing.seconds / count, timing.spread)
 
 
-def _experts(sizes: CalibrationSizes, rows: int, weight_bytes: int) -> int:
-    if rows > _MOST_COLD_ROWS:
-        return sizes.experts
-    return max(sizes.experts, min(_MOST_COLD, -(-sizes.cold_bytes // weight_bytes)))
-
-
 def _attention(
-    sizes: CalibrationSizes, device: torch.device, dtype: torch.dtype, is_masked: bool
-) -> Callable[..., Timing]:
+    sizes: CalibrationSizes, device: torch.device, dtype: torch.dtype, is_masked: bool, sequence: int, head_dim: int
+) -> Timing:
     """Time one head over one causal sequence, in the layout in which projections produce it."""
+    heads = max(8, _GPU_HEAD_ROWS // sequence) if device.type == "cuda" else _CPU_HEADS
+    query, key, value = (_random(device, dtype, 1, sequence, heads, head_dim).transpose(1, 2) for _ in range(3))
+    mask = torch.zeros(1, 1, sequence, sequence, device=device, dtype=dtype) if is_masked else None
+    if mask is not None:
+        mask.masked_fill_(torch.ones_like(mask, dtype=torch.bool).triu(1), float("-inf"))
 
-    def measure(sequence: int, head_dim: int) -> Timing:
-        heads = max(8, _GPU_HEAD_ROWS // sequence) if device.type == "cuda" else _CPU_HEADS
-        query, key, value = (_random(device, dtype, 1, sequence, heads, head_dim).transpose(1, 2) for _ in range(3))
-        mask = torch.zeros(1, 1, sequence, sequence, device=device, dtype=dtype) if is_masked else None
-        if mask is not None:
-            mask.masked_fill_(torch.ones_like(mask, dtype=torch.bool).triu(1), float("-inf"))
+    def run() -> object:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=not is_masked)
 
-        def run() -> object:
-            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=not is_masked)
-
-        return _share(time_calls(run, device, sizes.effort), heads)
-
-    return measure
+    return _share(time_calls(run, device, sizes.effort), heads)
 
 
-def _memory(sizes: CalibrationSizes, device: torch.device) -> Callable[..., Timing]:
+def _memory(sizes: CalibrationSizes, device: torch.device, bytes: int) -> Timing:
     """Time a sum of two tensors into a third, which reads and writes `bytes` in all."""
-
-    def measure(bytes: int) -> Timing:
-        count = max(1, bytes // 12)
-        left, right, result = (torch.ones(count, device=device) for _ in range(3))
-        return time_calls(lambda: torch.add(left, right, out=result), device, sizes.effort)
-
-    return measure
+    left, right, result = (torch.ones(max(1, bytes // 12), device=device) for _ in range(3))
+    return time_calls(lambda: torch.add(left, right, out=result), device, sizes.effort)
 
 
 def _random(device: torch.device, dtype: torch.dtype, *shape: int) -> torch.Tensor:

@@ -3,11 +3,15 @@
 host    from this process's host memory
 local   from memory of the compute device itself, as for this rank's own shard
 peer    from other ranks: their shared memory on a CPU, memory of their devices on a GPU
+
+Also measures how much copies slow down computation, and computation slows down copies.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
@@ -15,8 +19,16 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from moepass.passes.ir.shards import Piece
-from moepass.runtime.calibrate.experiments import CalibrationSizes, Experiment
-from moepass.runtime.calibrate.stopwatch import Timing, synchronise, time_calls
+from moepass.runtime.calibrate.experiments import (
+    CalibrationSizes,
+    Experiment,
+    Timing,
+    TimingEffort,
+    synchronise,
+    time_calls,
+    timing_of,
+)
+from moepass.runtime.calibrate.measure_compute import TORCH_DTYPES
 from moepass.runtime.ranks.rendezvous import Rendezvous
 from moepass.runtime.system.shared_memory import SegmentAddress, create_segment, open_segment
 from moepass.runtime.transfer.copying import CopyThread, SlotCopy
@@ -25,6 +37,10 @@ from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.sources import MemorySource
 
 _MEET_SECONDS = 120.0
+# Copies that run while computation is timed; together they take much longer than one call.
+_COPIES = 4
+# [Empirical] Computation between two checks of the copies, long enough to run at full speed.
+_PIECE_SECONDS = 0.002
 
 
 class TransferBench:
@@ -39,11 +55,6 @@ class TransferBench:
         self._offset = 0
         self._lane = HOST_LANE if slot.device.type == "cpu" else StreamLane(slot.device)
         self._thread = CopyThread(Link()) if slot.device.type == "cpu" else None
-
-    @property
-    def largest_bytes(self) -> int:
-        """The largest number of bytes that one copy can transfer."""
-        return min(self.slot.numel(), sum(source.numel() for source in self.sources))
 
     def start(self, nbytes: int) -> SlotCopy:
         """Begin a copy of `nbytes` behind those that were begun before, and return it."""
@@ -87,60 +98,103 @@ def open_benches(
     nbytes = max(sizes.transfer_bytes)
     slot = torch.empty(nbytes, dtype=torch.uint8, device=device)
     slot.zero_()  # allocates its pages before the first copy
-    if device.type == "cuda":
-        benches = _device_benches(nbytes, slot, device, rank, ranks)
-        synchronise(device)
-        yield benches
-        return
-    host_memory = torch.ones(nbytes, dtype=torch.uint8)
-    benches = {"host": TransferBench([host_memory], slot)}
+    is_gpu = device.type == "cuda"
+    benches = {"host": TransferBench([torch.ones(nbytes, dtype=torch.uint8, pin_memory=is_gpu)], slot)}
     benches["local"] = benches["host"]
-    if ranks == 1:
-        yield benches
-        return
-    assert store is not None
-    meeting = Rendezvous(store, rank, ranks, _MEET_SECONDS, "all ranks calibrate together")
-    segment = create_segment(nbytes, "moepass-calibration")
-    shared = segment.map(0, nbytes)
-    shared.fill_(1)
-    with meeting.publishing_failures():
-        addresses = meeting.exchange("segment", segment.address(), SegmentAddress)
-        peers = [open_segment(address) for peer, address in addresses if peer != rank]
-        benches["peer"] = TransferBench([peer.map(0, peer.nbytes) for peer in peers], slot)
-        deque(meeting.exchange("note that all is mapped", True, bool), maxlen=0)
+    if is_gpu:
+        benches["local"] = TransferBench([torch.ones(nbytes, dtype=torch.uint8, device=device)], slot)
+        if ranks > 1:
+            # This process allocates memory on the devices of its peers, which is as far away as the peers' memory.
+            devices = [torch.device("cuda", (rank + step) % ranks) for step in range(1, ranks)]
+            share = -(-nbytes // len(devices))
+            memory = [torch.ones(share, dtype=torch.uint8, device=peer) for peer in devices]
+            benches["peer"] = TransferBench(memory, slot)
+        synchronise(device)
+    elif ranks > 1:
+        assert store is not None
+        meeting = Rendezvous(store, rank, ranks, _MEET_SECONDS, "all ranks calibrate together")
+        segment = create_segment(nbytes, "moepass-calibration")
+        shared = segment.map(0, nbytes)
+        shared.fill_(1)
+        with meeting.publishing_failures():
+            addresses = meeting.exchange("segment", segment.address(), SegmentAddress)
+            peers = [open_segment(address) for peer, address in addresses if peer != rank]
+            benches["peer"] = TransferBench([peer.map(0, peer.nbytes) for peer in peers], slot)
+            deque(meeting.exchange("note that all is mapped", True, bool), maxlen=0)
     yield benches
-
-
-def _device_benches(
-    nbytes: int, slot: torch.Tensor, device: torch.device, rank: int, ranks: int
-) -> dict[str, TransferBench]:
-    benches = {
-        "host": TransferBench([torch.ones(nbytes, dtype=torch.uint8, pin_memory=True)], slot),
-        "local": TransferBench([torch.ones(nbytes, dtype=torch.uint8, device=device)], slot),
-    }
-    if ranks > 1:
-        # This process allocates memory on the devices of its peers, which is as far away as the peers' memory.
-        peers = [torch.device("cuda", (rank + step) % ranks) for step in range(1, ranks)]
-        share = -(-nbytes // len(peers))
-        benches["peer"] = TransferBench([torch.ones(share, dtype=torch.uint8, device=peer) for peer in peers], slot)
-    return benches
 
 
 def transfer_experiments(
     sizes: CalibrationSizes, device: torch.device, benches: dict[str, TransferBench]
 ) -> list[Experiment]:
     """Return the experiments `host`, `local` and `peer`; without `local` if it is the same bench as `host`."""
-    distinct = {name: bench for name, bench in benches.items() if name == "host" or bench is not benches["host"]}
-    return [
-        Experiment(name, {"bytes": sizes.transfer_bytes}, _time_transfers(bench, sizes, device))
-        for name, bench in distinct.items()
-    ]
 
-
-def _time_transfers(bench: TransferBench, sizes: CalibrationSizes, device: torch.device) -> Callable[..., Timing]:
-    def measure(bytes: int) -> Timing:
+    def measure(bench: TransferBench, bytes: int) -> Timing:
         # All ranks make the same number of calls, so that they load each other's memory for equally long.
         calls = min(64, max(1, sizes.transfer_bytes[-1] // bytes // 8))
         return time_calls(lambda: bench.wait(bench.start(bytes)), device, sizes.effort, calls)
 
-    return measure
+    return [
+        Experiment(name, {"bytes": sizes.transfer_bytes}, functools.partial(measure, bench))
+        for name, bench in benches.items()
+        if name == "host" or bench is not benches["host"]
+    ]
+
+
+def measure_overlap(bench: TransferBench, sizes: CalibrationSizes, device: torch.device) -> dict[str, Timing]:
+    """Return slowdowns of 1 and above: `gemm` and `memory` during copies, and `copy`, the copies during GEMMs.
+
+    Measurements alone and together alternate, so that drift of the machine affects both.
+    """
+    gemms = _gemms(sizes, device)
+    elements = max(1, min(sizes.memory_bytes[-1], 48 << 20) // 12)
+    left, right, result = (torch.ones(elements, device=device) for _ in range(3))
+    gemm, copy = _measure_together(gemms, bench, sizes, device)
+    memory, _ = _measure_together(lambda: torch.add(left, right, out=result), bench, sizes, device)
+    return {"gemm": gemm, "memory": memory, "copy": copy}
+
+
+def _gemms(sizes: CalibrationSizes, device: torch.device) -> Callable[[], object]:
+    dtype = TORCH_DTYPES[sizes.dtypes[0]]
+    width, rows = sizes.widths[-1], sizes.rows[-1]
+    left, right = (torch.randn(shape, device=device).to(dtype) for shape in ((rows, width), (width, width)))
+    # Few rows, so that one GEMM ends soon.
+    once = time_calls(lambda: left @ right, device, TimingEffort(1, 0.0, 0.0)).seconds
+    few_rows = left[: max(1, min(rows, int(rows * _PIECE_SECONDS / once)))]
+    return lambda: few_rows @ right
+
+
+def _measure_together(
+    work: Callable[[], object], bench: TransferBench, sizes: CalibrationSizes, device: torch.device
+) -> tuple[Timing, Timing]:
+    """Return the slowdown of `work` during copies, and of the copies during `work`."""
+    nbytes = min(bench.slot.numel(), sum(source.numel() for source in bench.sources))
+    works: list[float] = []
+    copies: list[float] = []
+    bench.wait(bench.start(nbytes))
+    for _ in range(sizes.effort.samples):
+        copy_alone = _copies(bench, nbytes, None, device)[0]
+        work_alone = time_calls(work, device, TimingEffort(1, copy_alone)).seconds
+        together, pieces = _copies(bench, nbytes, work, device)
+        works.append(together / pieces / work_alone)
+        copies.append(together / copy_alone)
+    of_work, of_copies = timing_of(works), timing_of(copies)
+    return Timing(max(1.0, of_work.seconds), of_work.spread), Timing(max(1.0, of_copies.seconds), of_copies.spread)
+
+
+def _copies(
+    bench: TransferBench, nbytes: int, work: Callable[[], object] | None, device: torch.device
+) -> tuple[float, int]:
+    """Return the seconds that some copies take, and how many times `work` ran in that time (at least 1)."""
+    started = time.perf_counter()
+    copies = [bench.start(nbytes) for _ in range(_COPIES)]
+    pieces = 0
+    if work is None:
+        bench.wait(copies[-1])
+    else:
+        while not bench.is_done(copies[-1]):
+            work()
+            if device.type == "cuda":  # waits for the current stream alone, not for copies on other streams
+                torch.cuda.current_stream(device).synchronize()
+            pieces += 1
+    return time.perf_counter() - started, max(1, pieces)

@@ -91,13 +91,8 @@ class CaptureRecord(msgspec.Struct, frozen=True):
     """A compiled graph as it is stored, from which a later process restores it.
 
     Attributes:
-        inputs: the inputs of the graph, in order.
         sizes: the argument and the dimension from which each symbolic size is read.
-        conditions: conditions on the sizes.
-        arguments: the number of arguments of the call.
         result: the position of the graph's output that the call returned.
-        top: the nodes of the top-level graph.
-        segments: the lowered segments by name.
         sources: digests of the files whose code was traced, by path.
         environment: the environment variables that this code may read; None for those that were not set.
         vector_instructions: the vector instructions that Inductor compiled for; empty if it compiled nothing.
@@ -119,20 +114,6 @@ class CaptureRecord(msgspec.Struct, frozen=True):
         """Return a name that is equal for captures that serve the same calls."""
         served = msgspec.json.encode((self.inputs, self.sizes, self.conditions, self.arguments), order="sorted")
         return hashlib.sha256(served).hexdigest()[:16]
-
-    def check(self) -> None:
-        """Raise ValueError for values that no recorded call can have. Only the record itself is needed for this."""
-        arguments = [item for item in self.inputs if isinstance(item, ArgumentInput)]
-        ranks = {item.position: len(item.layout.shape) for item in arguments}
-        if len(ranks) != self.arguments or not all(0 <= position < len(ranks) for position in ranks):
-            raise ValueError(f"its inputs are the arguments {sorted(ranks)}, but the call had {self.arguments}")
-        if not all(item.paths for item in self.inputs if isinstance(item, StateInput)):
-            raise ValueError("one of its inputs is a tensor of the model, but has no path")
-        for name, (position, dim) in self.sizes.items():
-            if not 0 <= dim < ranks.get(position, 0):
-                raise ValueError(f"its size {name} is dimension {dim} of argument {position}, which does not exist")
-        for text in size_texts(self.inputs, self.conditions):
-            evaluate_text(text, dict.fromkeys(self.sizes, ANY_SIZE))
 
 
 def size_texts(inputs: Iterable[object], conditions: Iterable[Condition]) -> Iterator[str]:

@@ -114,10 +114,7 @@ class CaptureStore:
         return True
 
     def _remove_unread(self) -> None:
-        """Remove the captures that were not read for longest, down to `_MOST_BYTES_IN_ALL`.
-
-        Another process can still read a removed file that it has opened.
-        """
+        """Remove the captures that were not read for longest, down to `_MOST_BYTES_IN_ALL`; a reader can finish."""
         files = []
         for path in [*self.folder.glob(f"*{_SUFFIX}"), *self.folder.glob(f".*{UNFINISHED_SUFFIX}")]:
             with contextlib.suppress(FileNotFoundError):
@@ -135,18 +132,12 @@ class CaptureStore:
                     logger.warning("stored capture %s cannot be removed: %s", self.folder / name, error)
 
     def entries(self) -> list[StoredEntry]:
-        """Return all entries, the latest first and unusable ones last.
-
-        Raises InputError if others can write to the folder.
-        """
+        """Return all entries, the latest first and unusable ones last. Raises InputError if others can write here."""
         entries = [self._entry(path) for path in self._listed(f"*{_SUFFIX}")]
         return sorted(entries, key=lambda entry: -entry.header.created if entry.header else 0.0)
 
     def clear(self) -> list[StoredEntry]:
-        """Remove every stored capture and return the removed entries. Raises InputError if one cannot be removed.
-
-        Folders are not removed.
-        """
+        """Remove every stored capture and return the removed entries. Raises InputError if one cannot be removed."""
         removed = [entry for entry in self.entries() if entry.path.is_symlink() or not entry.path.is_dir()]
         # Unfinished files are removed as well.
         remove_files([*(entry.path for entry in removed), *self._listed(f".*{UNFINISHED_SUFFIX}")])

@@ -23,10 +23,6 @@ class CompiledGraph:
     """A graph that the backend compiled.
 
     Attributes:
-        captured: the ATen graph.
-        top: the graph of lowered segments.
-        segments: records of these segments by name.
-        executor: what runs `top`.
         code: the functions that Dynamo traced.
     """
 
@@ -51,8 +47,6 @@ class CaptureWatch:
 
     Attributes:
         tensors: the model's tensors before the call. Dynamo assigns attributes only after the graph has run.
-        graphs: the compiled graphs.
-        runs: the runs of compiled graphs.
         problem: the reason why nothing can be stored, or an empty string.
     """
 
@@ -70,33 +64,24 @@ class CaptureWatch:
         return began - earlier_began, compiled - earlier_compiled
 
     def watched(self, captured: GraphModule, top: GraphModule, executor: Executor) -> Callable[[list[Any]], Any]:
-        """Wrap `executor` so that its runs are recorded.
-
-        Call it while Dynamo captures, before the first run.
-        """
+        """Wrap `executor` so that its runs are recorded. Call it while Dynamo captures, before the first run."""
         try:
             self.tensors = self.tensors or self._read_tensors()
-            graph = CompiledGraph(captured, top, record_segments(top), executor, tuple(traced_code()))
-            self.graphs.append(graph)
+            self.graphs.append(CompiledGraph(captured, top, record_segments(top), executor, tuple(traced_code())))
         except NotStorableError as error:
             self.problem = str(error)
-        return _Watched(executor)
 
+        def run(inputs: list[Any]) -> Any:
+            watch = current_watch()
+            if watch is None:
+                return executor(inputs)
+            arguments = tuple(inputs)  # the executor empties the list
+            outputs: Sequence[Any] = executor(inputs)
+            watch.runs.append(GraphRun(executor, arguments, tuple(outputs)))
+            return outputs
 
-class _Watched:
-    _boxed_call = True
-
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-
-    def __call__(self, inputs: list[Any]) -> Any:
-        watch = current_watch()
-        if watch is None:
-            return self._executor(inputs)
-        arguments = tuple(inputs)  # the executor empties the list
-        outputs: Sequence[Any] = self._executor(inputs)
-        watch.runs.append(GraphRun(self._executor, arguments, tuple(outputs)))
-        return outputs
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
 
 
 _current: contextvars.ContextVar[CaptureWatch | None] = contextvars.ContextVar("watch", default=None)

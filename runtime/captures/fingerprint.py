@@ -2,42 +2,57 @@
 
 All values that traced code may branch on belong here: attributes of modules, configurations, hooks, torch's settings.
 Installed code is represented by its version (see `process_code`). If a value has no stable text, NotStorableError is
-raised and the model is not stored.
+raised and the model is not stored. A model and its values are described as data that is equal where installed code
+behaves the same.
 """
 
 from __future__ import annotations
 
+import collections
+import copyreg
+import functools
 import hashlib
 import os
 import platform
+import re
 import stat
+import struct
 import sys
 import types
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import psutil
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from moepass.passes.graph.graph_records import NotStorableError
+from moepass.runtime.banks.banks import BankStore
 from moepass.runtime.captures.process_code import distributions
-from moepass.runtime.captures.value_texts import Description
 from moepass.runtime.system.device_names import cpu_info, device_name
 
 # Fields of /proc/cpuinfo on x86 and Arm that identify the processor and its instructions.
 _PROCESSOR = ("model name", "flags", "CPU part", "Features")
 # Prefixes of the variables of packages that are traced or that compile. Some are read only once, on import.
 _VARIABLES = ("ACCELERATE_", "HF_", "PYTORCH", "TORCH", "TRANSFORMERS_", "USE_")
+_SIMPLE = (bool, int, float, complex, str, bytes, range, type(...), type(None))
+_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+# Attributes of every module: children and tensors are described one by one, and hooks by their functions, because
+# the ids of hooks differ between processes.
+_WALKED = {"_modules", "_parameters", "_buffers"}
+_HOOKS = "_hooks"
+# Suffixes of attributes that hold the ids of some of the hooks.
+_OF_SOME_HOOKS = ("_with_kwargs", "_always_called")
+# Attributes that do not count: values of Python's `hash`, which differ between processes, and marks of Dynamo.
+_NOT_COMPARED = {"_original_object_hash", "_dynamo_static_input_type", "_torchdynamo_wrapper_id"}
 
 
 def versions() -> dict[str, Any]:
-    """Return the versions of Python and of all installed packages.
-
-    Local builds of torch share a version, so the git revision of torch is included.
-    """
+    """Return the versions of Python and all installed packages; a git revision tells local builds of torch apart."""
     return {
         "python": [platform.python_implementation(), sys.version, sys.flags.optimize],
         "torch": torch.version.git_version,
@@ -49,8 +64,8 @@ def short_versions() -> dict[str, str]:
     """Return the versions that people read in `moepass cache`."""
     import transformers
 
-    packages = {"torch": str(torch.__version__), "transformers": transformers.__version__}
-    return {"python": platform.python_version(), **packages}
+    torch_version = str(torch.__version__)
+    return {"python": platform.python_version(), "torch": torch_version, "transformers": transformers.__version__}
 
 
 def environment() -> dict[str, str]:
@@ -63,13 +78,13 @@ def environment() -> dict[str, str]:
 
 def variables_of(code: types.CodeType) -> dict[str, str | None]:
     """Return the values of environment variables that `code` may read: all its constants that can name a variable."""
-    texts = [text for text in code.co_consts if isinstance(text, str) and text.isidentifier() and text.isupper()]
-    inner = [variables_of(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return {
-        name: value
-        for variables in ({text: os.environ.get(text) for text in texts}, *inner)
-        for name, value in variables.items()
-    }
+    variables: dict[str, str | None] = {}
+    for constant in code.co_consts:
+        if isinstance(constant, str) and constant.isidentifier() and constant.isupper():
+            variables[constant] = os.environ.get(constant)
+        elif isinstance(constant, types.CodeType):
+            variables |= variables_of(constant)
+    return variables
 
 
 def machine(devices: Iterable[torch.device]) -> dict[str, Any]:
@@ -110,7 +125,7 @@ def settings() -> dict[str, Any]:
             torch.backends.mha.get_fastpath_enabled(),
         ],
         "autocast": [str(torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")],
-        "ranks": _ranks(),
+        "ranks": [dist.get_rank(), dist.get_world_size(), dist.get_backend()] if dist.is_initialized() else [],
         "inference": torch.is_inference_mode_enabled(),
     }
 
@@ -134,12 +149,6 @@ def _config(config: Any) -> Any:
             raise NotStorableError(f"the setting {config.__name__}.{name} is a function: {value!r}")
     # `get_hash` depends on the order of sets in this process, so it is not used.
     return Description().value(config.save_config_portable(), config.__name__)
-
-
-def _ranks() -> list[Any]:
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return []
-    return [torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.distributed.get_backend()]
 
 
 def digest_of(description: Any) -> str:
@@ -197,3 +206,125 @@ def describe_model(model: nn.Module) -> tuple[Any, list[torch.Tensor]]:
     """
     description = Description()
     return description.value(model, type(model).__name__), description.tensors
+
+
+class Description:
+    """Builds canonical descriptions of values.
+
+    An object that was described before is written as its number, which also ends cycles.
+    """
+
+    def __init__(self) -> None:
+        # Tensors in the order in which they were described.
+        self.tensors: list[torch.Tensor] = []
+        # The number of each object by its address, and the object itself, so that it stays alive.
+        self._known: dict[int, tuple[int, object]] = {}
+
+    def value(self, value: Any, where: str) -> Any:
+        """Return the description of `value`. Raises NotStorableError, which names the path `where` this fails."""
+        kind = type(value)
+        if kind in (bool, str) or value is None:
+            return value
+        if kind in _SIMPLE or isinstance(value, _OF_TORCH):
+            return [kind.__name__, repr(value)]
+        if isinstance(value, re.Pattern):
+            return [kind.__name__, repr(value.pattern), value.flags]
+        if isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, (types.ModuleType, type(None))):
+            return _name_of(value)
+        if isinstance(value, type):
+            # A class that is created at run time, as for parametrizations, depends only on its bases and its objects.
+            return [_name_of(base) for base in value.__mro__]
+        if id(value) in self._known:
+            return ["as before", self._known[id(value)][0]]
+        self._known[id(value)] = len(self._known), value
+        if isinstance(value, nn.Module):
+            return self._module(value, where)
+        if isinstance(value, torch.Tensor):
+            self.tensors.append(value)
+            return [*_describe_tensor(value, where), self._members(_compared(value), where)]
+        if isinstance(value, BankStore):
+            specs = [self.value(msgspec.to_builtins(bank.spec), where) for bank in value.banks]
+            return ["banks", str(value.device), value.slots, _name_of(type(value.home)), specs]
+        parts = _parts(value)
+        if parts is not None:
+            return [_name_of(value), *(self.value(item, where) for item in parts)]
+        return [self.value(kind, where), *self._content(value, where)]
+
+    def _content(self, value: Any, where: str) -> list[Any]:
+        """Return the items and members of an object."""
+        items: list[Any] = []
+        if isinstance(value, Mapping):
+            items = [[self.value(key, where), self.value(item, where)] for key, item in value.items()]
+            items.append(self.value(getattr(value, "default_factory", None), where))
+        elif isinstance(value, (set, frozenset)):
+            items = [self.value(item, where) for item in sorted(value, key=repr)]
+        elif isinstance(value, (list, tuple, collections.deque)):
+            items = [self.value(item, where) for item in value]
+        elif isinstance(value, (bool, int, float, complex, str, bytes)):
+            items = [[base.__name__, base.__repr__(value)] for base in _SIMPLE[:6] if isinstance(value, base)]
+        elif _has_hidden_state(type(value)):
+            raise NotStorableError(
+                f"{where} is of type {_name_of(type(value))}, whose objects have state that cannot be read"
+            )
+        slots = {name: getattr(value, name) for name in _slots_of(type(value)) if hasattr(value, name)}
+        return [items, self._members({**slots, **_compared(value)}, where)]
+
+    def _members(self, members: Mapping[str, Any], where: str) -> Any:
+        return [[name, self.value(item, f"{where}.{name}")] for name, item in members.items()]
+
+    def _module(self, module: nn.Module, where: str) -> Any:
+        parts: dict[str, Any] = {}
+        for name, value in vars(module).items():
+            if name in _WALKED:
+                parts[name] = self._members(value, where)
+            elif name.endswith(_HOOKS):
+                parts[name] = [self.value(item, f"{where}.{name}") for item in value.values()]
+            elif name.endswith(_OF_SOME_HOOKS):
+                hooks = vars(module)[name[: name.index(_HOOKS) + len(_HOOKS)]]
+                parts[name] = [index for index, number in enumerate(hooks) if number in value]
+            else:
+                parts[name] = self.value(value, f"{where}.{name}")
+        return [self.value(type(module), where), parts]
+
+
+def _parts(value: Any) -> list[Any] | None:
+    """Return the parts that decide the behaviour of a callable or reference, or None for other values."""
+    if isinstance(value, types.FunctionType):
+        # Functions can share a name, as the lambdas of one function do.
+        code = value.__code__
+        identity = [code.co_firstlineno, *code.co_names, *(text for text in code.co_consts if type(text) in _SIMPLE)]
+        held = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+        return [identity, value.__defaults__, value.__kwdefaults__, held, _compared(value)]
+    if isinstance(value, types.MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords, _compared(value)]
+    if isinstance(value, weakref.ref):
+        return [value()]
+    return None
+
+
+def _compared(value: object) -> dict[str, Any]:
+    return {name: item for name, item in getattr(value, "__dict__", {}).items() if name not in _NOT_COMPARED}
+
+
+def _has_hidden_state(kind: type) -> bool:
+    """Return whether objects of this class have memory besides slots and `__dict__`, as classes written in C do."""
+    pointers = len(_slots_of(kind)) + sum(offset > 0 for offset in (kind.__dictoffset__, kind.__weakrefoffset__))
+    return kind.__itemsize__ > 0 or kind.__basicsize__ > object.__basicsize__ + struct.calcsize("P") * pointers
+
+
+def _slots_of(kind: type) -> list[str]:
+    names: list[str] = copyreg._slotnames(kind)  # type: ignore[attr-defined]
+    return names
+
+
+def _describe_tensor(value: torch.Tensor, where: str) -> list[Any]:
+    if value.layout is not torch.strided or type(value) not in (torch.Tensor, nn.Parameter):
+        raise NotStorableError(f"{where} is a {type(value).__name__} of layout {value.layout}")
+    layout = [list(value.shape), list(value.stride())]
+    return [type(value).__name__, str(value.dtype), str(value.device), layout, value.requires_grad]
+
+
+def _name_of(value: Any) -> str:
+    return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', None) or type(value).__qualname__}"

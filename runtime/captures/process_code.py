@@ -13,6 +13,7 @@ This does not protect from a program that hides, for example by removing its mod
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import site
 import sys
@@ -35,11 +36,7 @@ _PROCESS = os.getpid()
 
 
 def foreign_code(modules: Mapping[str, Any] = sys.modules) -> str:
-    """Return which code of a program this process runs, as part of a sentence; empty if it runs none.
-
-    Args:
-        modules: all modules that the process has loaded.
-    """
+    """Return which code of a program this process runs, as part of a sentence; empty if it runs none."""
     if os.getpid() != _PROCESS:
         # It began after its code was read, so the files may have changed between reading and its start.
         return "this process was forked from the one that loaded moepass"
@@ -71,20 +68,17 @@ class _Folders:
     """The folders that installed code comes from. Each path ends with a separator."""
 
     def __init__(self) -> None:
-        standard = (
-            sysconfig.get_path("stdlib"),
-            sysconfig.get_path("platstdlib", vars={"platbase": sys.base_exec_prefix}),
-        )
-        packages = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()]
+        path = sysconfig.get_path
+        packages = [path("purelib"), path("platlib"), *site.getsitepackages()]
         user = sysconfig.get_preferred_scheme("user")
         if site.ENABLE_USER_SITE:
             packages.append(site.getusersitepackages())
-        self.python = _prefixes(standard)
+        self.python = _prefixes([path("stdlib"), path("platstdlib", vars={"platbase": sys.base_exec_prefix})])
         self.packages = _prefixes(packages)
         self.moepass = _prefixes(path for name in OUR_PACKAGES for path in sys.modules[name].__path__)
         self.known = (*self.packages, *self.moepass)
         self.links = tuple(_development_links(self.packages))
-        self.scripts = _prefixes([sysconfig.get_path("scripts"), sysconfig.get_path("scripts", user)])
+        self.scripts = _prefixes([path("scripts"), path("scripts", user)])
 
     def have(self, file: str) -> bool:
         is_known = file.startswith(self.known) and not file.startswith(self.links)
@@ -139,7 +133,8 @@ def _is_installed(name: str, module: Any, modules: Mapping[str, Any]) -> bool:
         files = {member.__code__.co_filename for member in members if isinstance(member, types.FunctionType)}
         real_files = [file for file in files if not file.startswith("<frozen ")]
         return bool(real_files) and all(map(_is_installed_file, real_files))
-    return name.startswith(_OF_CYTHON) or any(_is_extension(modules.get(parent)) for parent in _parents(name))
+    parents = itertools.accumulate(name.split(".")[:-1], "{}.{}".format)
+    return name.startswith(_OF_CYTHON) or any(map(_is_extension, map(modules.get, parents)))
 
 
 def _is_installed_file(file: str) -> bool:
@@ -165,11 +160,6 @@ def _is_extension(module: Any) -> bool:
     )
 
 
-def _parents(name: str) -> Iterator[str]:
-    while name := name.rpartition(".")[0]:
-        yield name
-
-
 def _own(module: Any, name: str) -> Any:
     """Return the attribute without calling `__getattr__`, which may import other modules, as in transformers."""
     return getattr(module, "__dict__", {}).get(name)
@@ -178,6 +168,3 @@ def _own(module: Any, name: str) -> Any:
 def _origin(module: Any) -> str:
     file = _own(module, "__file__")
     return file if isinstance(file, str) else "of no file"
-
-
-__all__ = ["OUR_PACKAGES", "distributions", "foreign_code"]

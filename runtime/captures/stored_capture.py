@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
@@ -18,7 +18,7 @@ from moepass.passes.graph.graph_records import NotStorableError, read_graph, rec
 from moepass.passes.graph.input_sizes import size_expression
 from moepass.passes.graph.nodes import fake_value, graph_inputs, is_call, symbolic_sizes
 from moepass.passes.graph.written_inputs import writes_to_inputs
-from moepass.passes.ir.plan import BankSpec, dtype_name
+from moepass.passes.ir.plan import dtype_name
 from moepass.passes.ir.protocol import PassContext
 from moepass.passes.ir.slot_operations import BANK_TENSOR
 from moepass.passes.schedule.predict import decisions_for
@@ -47,19 +47,13 @@ _TensorPath = tuple[nn.Module, str, str]
 def record_capture(watch: CaptureWatch, model: nn.Module, arguments: Sequence[object], result: object) -> CaptureRecord:
     """Return the record of one call of the compiled `model`.
 
-    Args:
-        watch: the watch that was active during the call.
-        model: the model before it was compiled.
-        arguments: the arguments of the call.
-        result: the value that the call returned.
-
-    Raises:
-        NotStorableError: the call did more than run one graph that depends only on its arguments and the model.
+    `watch` was active during the call, and `model` is the model before it was compiled. Raises NotStorableError if the
+    call did more than run one graph that depends only on its arguments and the model.
     """
     graph, run = _only_run(watch)
     inputs = graph_inputs(graph.captured.graph)
     tensors: dict[int, list[str]] = {}
-    for path, value in _state(model):
+    for path, value in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         tensors.setdefault(id(value), []).append(path)
     positions = {id(value): position for position, value in enumerate(arguments)}
     # Dynamo guards on an argument that is no input of the graph, and these guards are not recorded.
@@ -84,10 +78,19 @@ def record_capture(watch: CaptureWatch, model: nn.Module, arguments: Sequence[ob
     outputs = [position for position, value in enumerate(run.outputs) if value is result]
     if not outputs:
         raise NotStorableError("the result of a call is not an output of the graph")
-    sizes = _sizes([record for record in records if isinstance(record, ArgumentInput)])
+    sizes: dict[str, tuple[int, int]] = {}  # the argument and dimension that show each size
+    for record in records:
+        if isinstance(record, ArgumentInput):
+            for dim, text in enumerate(record.layout.shape):
+                if text.isidentifier():
+                    sizes.setdefault(text, (record.position, dim))
     conditions = _conditions(graph.captured.graph)
     for text in size_texts(records, conditions):
-        _check_text(text, sizes)
+        try:
+            evaluate_text(text, dict.fromkeys(sizes, ANY_SIZE))
+        except InputError as error:
+            problem = str(error) if error.name is None else f"no argument has the size {error.name} as a dimension"
+            raise NotStorableError(problem) from error
     return CaptureRecord(
         tuple(records),
         sizes,
@@ -106,23 +109,17 @@ def record_capture(watch: CaptureWatch, model: nn.Module, arguments: Sequence[ob
 class StoredCapture:
     """A capture for one model. Its executor is created on first use.
 
-    Args:
-        record: the capture.
-        model: the model that it is used for.
-        store: the banks of `model`.
-        context: the context in which the plan's predictions are made again.
-
-    Raises:
-        ValueError: the record is damaged, or the model has other banks or tensors than the record.
+    In `context`, the plan's predictions are made again. Raises ValueError if the model has other banks or tensors than
+    the record.
     """
 
     def __init__(self, record: CaptureRecord, model: nn.Module, store: BankStore | None, context: PassContext) -> None:
-        record.check()
-        self._record = record
-        self._store = store
-        self.context = context
+        self._record, self._store, self.context = record, store, context
         self._state = _StateTensors(model, [item for item in record.inputs if isinstance(item, StateInput)])
-        _check_banks(record.plan.banks, store)
+        specs = {} if store is None else {bank.spec.index: bank.spec for bank in store.banks}
+        for spec in record.plan.banks:
+            if specs.get(spec.index) != dataclasses.replace(spec, in_parts=()):
+                raise ValueError(f"bank {spec.index} of the model is {specs.get(spec.index)}; the capture needs {spec}")
 
     def inputs_for(self, arguments: Sequence[Any]) -> list[Any] | None:
         """Return the graph's inputs for a call with these arguments, or None if the capture does not serve this call.
@@ -162,9 +159,6 @@ class StoredCapture:
         record, plan = self._record, self._record.plan
         try:
             top = read_graph(record.top, read_segments(record.segments, record.vector_instructions))
-            results = next((node.args[0] for node in top.graph.nodes if node.op == "output"), None)
-            if not isinstance(results, (list, tuple)) or not 0 <= record.result < len(results):
-                raise ValueError(f"its result is output {record.result}, but the graph has {results} outputs")
             if plan.decisions is not None:
                 # The machine's profile may be another one than when this capture was stored.
                 plan = dataclasses.replace(plan, decisions=decisions_for(plan, dict(plan.sizes), self.context))
@@ -184,10 +178,7 @@ class _StateTensors:
     """Reads the parameters and buffers of a model that a graph takes.
 
     Since the last call, a tensor may have been replaced or may have new memory, as after `module.half()`. So each call
-    compares all of them.
-
-    Raises:
-        ValueError: the model has no tensor at a path, or one with another layout.
+    compares all of them. Raises ValueError if the model has no tensor at a path, or one with another layout.
     """
 
     def __init__(self, model: nn.Module, items: Sequence[StateInput]) -> None:
@@ -253,10 +244,6 @@ def _only_run(watch: CaptureWatch) -> tuple[CompiledGraph, GraphRun]:
     return graph, watch.runs[0]
 
 
-def _state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-
-
 def _layout(value: torch.Tensor) -> TensorLayout:
     shape, stride = (tuple(_text(size) for size in sizes) for sizes in (value.shape, value.stride()))
     return TensorLayout(dtype_name(value.dtype), str(value.device), shape, stride)
@@ -266,33 +253,20 @@ def _text(size: object) -> str:
     return str(size_expression(size))
 
 
-def _sizes(records: Sequence[ArgumentInput]) -> dict[str, tuple[int, int]]:
-    """Return the argument and dimension that show each size."""
-    sizes: dict[str, tuple[int, int]] = {}
-    for record in records:
-        for dim, text in enumerate(record.layout.shape):
-            if text.isidentifier():
-                sizes.setdefault(text, (record.position, dim))
-    return sizes
-
-
 def _conditions(graph: Graph) -> tuple[Condition, ...]:
     """Return the conditions on the sizes of `graph` that the shapes of its inputs do not show."""
     env = next((size.node.shape_env for size in symbolic_sizes(graph.nodes)), None)
     if env is None:
         return ()
-    conditions: dict[Condition, None] = {}
-    for guard in env.guards:
-        for condition in _relations(env.replace(guard.expr)):
-            conditions[condition] = None
+    conditions = [condition for guard in env.guards for condition in _relations(env.replace(guard.expr))]
     for symbol, bounds in env.var_to_range.items():
         if symbol in env.replacements:
             continue
         if isinstance(bounds.lower, sympy.Integer):
-            conditions[Condition(str(bounds.lower), "<=", str(symbol))] = None
+            conditions.append(Condition(str(bounds.lower), "<=", str(symbol)))
         if isinstance(bounds.upper, sympy.Integer):
-            conditions[Condition(str(symbol), "<=", str(bounds.upper))] = None
-    return tuple(conditions)
+            conditions.append(Condition(str(symbol), "<=", str(bounds.upper)))
+    return tuple(dict.fromkeys(conditions))
 
 
 def _relations(expression: Any) -> list[Condition]:
@@ -303,20 +277,3 @@ def _relations(expression: Any) -> list[Condition]:
     if isinstance(expression, sympy.core.relational.Relational) and expression.rel_op in RELATIONS:
         return [Condition(str(expression.lhs), expression.rel_op, str(expression.rhs))]
     raise NotStorableError(f"the condition {expression} on sizes cannot be recorded")
-
-
-def _check_text(text: str, sizes: Mapping[str, object]) -> None:
-    """Raise NotStorableError if `text` is not arithmetic on `sizes`."""
-    try:
-        evaluate_text(text, dict.fromkeys(sizes, ANY_SIZE))
-    except InputError as error:
-        if error.name is None:
-            raise NotStorableError(str(error)) from error
-        raise NotStorableError(f"no argument has the size {error.name} as a dimension") from error
-
-
-def _check_banks(planned: Sequence[BankSpec], store: BankStore | None) -> None:
-    specs = {} if store is None else {bank.spec.index: bank.spec for bank in store.banks}
-    for spec in planned:
-        if specs.get(spec.index) != dataclasses.replace(spec, in_parts=()):
-            raise ValueError(f"bank {spec.index} of the model is {specs.get(spec.index)}; the capture needs {spec}")

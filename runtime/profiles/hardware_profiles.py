@@ -14,7 +14,6 @@ import difflib
 import functools
 import os
 import re
-from collections.abc import Collection
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -51,8 +50,7 @@ def preset_names() -> list[str]:
 def load_hardware(text: str | os.PathLike[str]) -> Hardware:
     """Return the profile `text`: `[N]x` and a preset or its unambiguous beginning, or the path of a JSON file.
 
-    Raises:
-        InputError: The preset is unknown (the message suggests the nearest name), or a field of the file is wrong.
+    Raises InputError if the preset is unknown (the message suggests the nearest name), or a field of the file is wrong.
     """
     name = os.fspath(text)
     if name.endswith(".json") or os.sep in name or os.path.isfile(name):
@@ -96,12 +94,8 @@ def _preset(text: str) -> Hardware:
             expected=tuple(presets),
         )
     if ranks < 1:
-        raise InputError(
-            f"hardware {text!r} has no devices; give 1 or more, as in 8xh100-80g",
-            name="hardware",
-            value=text,
-            expected="1 or more devices",
-        )
+        message = f"hardware {text!r} has no devices; give 1 or more, as in 8xh100-80g"
+        raise InputError(message, name="hardware", value=text, expected="1 or more devices")
     name = name if name in presets else beginning[0]
     return _hardware_of(name, _presets()[name], ranks)
 
@@ -152,33 +146,23 @@ def _read_raw(path: Path, extensions_left: int) -> dict[str, Any]:
     except InputError as error:
         raise InputError(f"{subject} is not JSON: {error}", path=path) from error
     if not isinstance(raw, dict):
-        raise InputError(
-            f'{subject} is not a JSON object; it must be one, with "schema": "{HARDWARE_SCHEMA}" or "extends"',
-            path=path,
-        )
+        text = f'{subject} is not a JSON object; it must be one, with "schema": "{HARDWARE_SCHEMA}" or "extends"'
+        raise InputError(text, path=path)
     extended = raw.pop("extends", None)
     if extended is None:
         return raw
     if not isinstance(extended, str):
-        raise InputError(
-            f'{subject}: "extends" is {extended!r}; it must be the name of a preset or of a file',
-            name="extends",
-            value=extended,
-            path=path,
-            expected="the name of a preset or of a file",
-        )
+        text = f'{subject}: "extends" is {extended!r}; it must be the name of a preset or of a file'
+        raise InputError(text, name="extends", value=extended, path=path, expected="the name of a preset or of a file")
     if extensions_left == 0:
-        raise InputError(
-            f"{subject} extends a chain of more than {_MOST_EXTENSIONS} profiles; shorten the chain",
-            expected=_MOST_EXTENSIONS,
-            path=path,
-        )
+        text = f"{subject} extends a chain of more than {_MOST_EXTENSIONS} profiles; shorten the chain"
+        raise InputError(text, expected=_MOST_EXTENSIONS, path=path)
     if extended.endswith(".json"):
         base = _read_raw(path.parent / extended, extensions_left - 1)
     else:
         base = msgspec.to_builtins(_preset(extended))
     _drop_outdated_tables(base, raw)
-    return _merged(base, _with_figures(raw))
+    return _merged(base, raw)
 
 
 def _drop_outdated_tables(base: dict[str, Any], over: dict[str, Any]) -> None:
@@ -200,31 +184,23 @@ _FIGURES = {
 }
 
 
-def _with_figures(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return `raw` with a figure of the user for each plain number where the schema has a figure."""
+def _merged(base: dict[str, Any], over: dict[str, Any], path: str = "") -> dict[str, Any]:
+    """Return `base` with the fields of `over` on top; objects are merged field by field, tables replaced as a whole.
 
-    def with_figures(values: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-        return {
-            name: {"value": value, "source": "user"} if name in names and _is_number(value) else value
-            for name, value in values.items()
-        }
-
-    result = with_figures(raw, _FIGURES[""])
-    for name, value in raw.items():
-        if isinstance(value, dict) and (name == "flops" or name in _FIGURES):
-            result[name] = with_figures(value, value if name == "flops" else _FIGURES[name])
-    return result
-
-
-def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Return `base` with the fields of `over` on top; objects are merged field by field, tables replaced as a whole."""
+    A plain number becomes a figure of the user where `base` or the schema has a figure.
+    """
     result = dict(base)
     for name, value in over.items():
         old = result.get(name)
-        if isinstance(old, dict) and {"value", "source"} <= old.keys() and _is_number(value):
+        is_figure = (
+            path == "flops"
+            or name in _FIGURES.get(path, ())
+            or (isinstance(old, dict) and {"value", "source"} <= old.keys())
+        )
+        if is_figure and isinstance(value, (int, float)) and not isinstance(value, bool):
             result[name] = {"value": value, "source": "user"}
-        elif isinstance(old, dict) and isinstance(value, dict) and "axes" not in value and "value" not in value:
-            result[name] = _merged(old, value)
+        elif isinstance(value, dict) and not value.keys() & {"axes", "value"}:
+            result[name] = _merged(old if isinstance(old, dict) else {}, value, name)
         else:
             result[name] = value
     return result
@@ -243,11 +219,8 @@ def _from_raw(raw: dict[str, Any], subject: str) -> Hardware:
         field, possible = unknown
         close = difflib.get_close_matches(field.rpartition(".")[2], possible, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
-        raise InputError(
-            f"{subject}: {field} is not a field; {hint}the fields are {one_of(possible)}",
-            name=field,
-            expected=tuple(possible),
-        )
+        text = f"{subject}: {field} is not a field; {hint}the fields are {one_of(possible)}"
+        raise InputError(text, name=field, expected=tuple(possible))
     return hardware
 
 
@@ -266,7 +239,3 @@ def _unknown(path: str, raw: Any, parsed: Any) -> tuple[str, list[str]] | None:
             if unknown is not None:
                 return unknown
     return None
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from moepass.models.errors import InputError
-from moepass.passes.machine.hardware import Conditions, Hardware
+from moepass.passes.machine.hardware import Hardware
 from moepass.runtime.profiles.hardware_profiles import profile_json, read_profile
 from moepass.runtime.system.device_names import device_name
 
@@ -35,7 +35,8 @@ def store_profile(hardware: Hardware) -> Path:
             name="profile",
             value=hardware.name,
         )
-    path = profiles_folder() / _file_name(conditions)
+    stem = _stem(conditions.device, conditions.ranks, conditions.threads_per_rank)
+    path = profiles_folder() / f"{stem}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # A process that reads the file at the same time gets the old or the new profile, never a part of one.
@@ -72,10 +73,6 @@ def calibrate_command(device: torch.device, ranks: int) -> str:
     """Return the command that stores the profile that `stored_profile` looks for."""
     threads = f" --threads {torch.get_num_threads()}" if device.type == "cpu" else ""
     return f"moepass calibrate --device {device.type} --ranks {ranks}{threads}"
-
-
-def _file_name(conditions: Conditions) -> str:
-    return f"{_stem(conditions.device, conditions.ranks, conditions.threads_per_rank)}.json"
 
 
 def _stem(device: str, ranks: int, threads: int) -> str:

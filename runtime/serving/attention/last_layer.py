@@ -14,7 +14,7 @@ A captured graph does not contain the work before the attention of the second ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ from moepass.models.errors import InputError
 _NAME = "moepass_last_layer"
 # Path of a tensor in the arguments of a call: indices and names, outermost first.
 _Path = tuple[int | str, ...]
+# Lengths of two streams that differ from other sizes in a model. Vocabularies are larger.
+_LEARNED_COUNTS = (19, 23)
 _STATES: frozenset[_Path] = frozenset({(0, 0), (1, "hidden_states")})
 
 
@@ -51,28 +53,24 @@ class LastLayer:
     def attach(self, backbone: nn.Module, attention: nn.Module) -> RemovableHandle:
         """Connect to the layer of `backbone` that calls `attention`. Removing the returned handle disconnects it.
 
-        Raises:
-            InputError: `backbone` has no list of layers that ends with this layer.
+        Raises InputError if `backbone` has no list of layers that ends with this layer.
         """
-        layer = _layer_with(backbone, attention)
-        setattr(attention, _NAME, self)
-        return layer.register_forward_pre_hook(self._narrow, with_kwargs=True)
+        for layers in backbone.modules():
+            if isinstance(layers, nn.ModuleList) and len(layers) and attention in layers[-1].modules():
+                setattr(attention, _NAME, self)
+                return layers[-1].register_forward_pre_hook(self._narrow, with_kwargs=True)
+        name = type(attention).__name__
+        raise InputError(f"the layer with {name} is not the last one of a ModuleList", name="model", value=name)
 
-    def learn(self, run: Callable[[int], object], counts: tuple[int, int]) -> None:
+    def learn(self, run: Callable[[int], object]) -> None:
         """Find the arguments of the last layer with one entry per token.
 
-        A single size does not identify them, because a stream may be as long as a model is wide.
-
-        Args:
-            run: runs the model on a stream with this number of tokens.
-            counts: two different numbers of tokens.
-
-        Raises:
-            InputError: the hidden states are not among these arguments.
+        `run` runs the model on a stream of some number of tokens. A single size does not identify the arguments,
+        because a stream may be as long as a model is wide. Raises InputError if the hidden states are not among them.
         """
         paths_by_count: list[frozenset[_Path]] = []
         try:
-            for count in counts:
+            for count in _LEARNED_COUNTS:
                 self._sizes = {}
                 run(count)
                 paths_by_count.append(frozenset(path for path, size in self._sizes.items() if size[:2] == (1, count)))
@@ -92,9 +90,15 @@ class LastLayer:
 
     def _narrow(self, layer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Run the layer up to its attention, and return the arguments of the second run."""
-        if self._sizes is not None:
-            self._sizes.update({path: tensor.shape for path, tensor in _tensors((arguments, named), ())})
-        if self.places is None:
+        sizes, places = self._sizes, self.places
+        if sizes is not None:
+
+            def record(path: _Path, tensor: torch.Tensor) -> torch.Tensor:
+                sizes[path] = tensor.shape
+                return tensor
+
+            _mapped((arguments, named), (), record)
+        if places is None:
             return None
         try:
             layer.forward(*arguments, **named)
@@ -102,7 +106,11 @@ class LastLayer:
             pass
         else:
             raise InputError("the last layer does not call its attention", name="model")
-        return _at_places((arguments, named), (), self._paths, self.places)
+
+        def at_places(path: _Path, tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.index_select(1, places) if path in self._paths else tensor
+
+        return _mapped((arguments, named), (), at_places)
 
 
 def attended_before(attention: nn.Module) -> torch.Tensor | None:
@@ -121,35 +129,12 @@ def keep_attended(attention: nn.Module, attended: torch.Tensor) -> None:
         raise AttentionIsDoneError
 
 
-def _layer_with(backbone: nn.Module, attention: nn.Module) -> nn.Module:
-    for _, layers in backbone.named_modules():
-        if (
-            isinstance(layers, nn.ModuleList)
-            and len(layers)
-            and any(module is attention for module in layers[-1].modules())
-        ):
-            return layers[-1]
-    name = type(attention).__name__
-    raise InputError(f"the layer with {name} is not the last one of a ModuleList", name="model", value=name)
-
-
-def _tensors(value: Any, path: _Path) -> Iterator[tuple[_Path, torch.Tensor]]:
+def _mapped(value: Any, path: _Path, change: Callable[[_Path, torch.Tensor], torch.Tensor]) -> Any:
+    """Return `value` with the result of `change` for each tensor in it and its path."""
     if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, dict):
-        for name, item in value.items():
-            yield from _tensors(item, (*path, name))
-    elif type(value) in (tuple, list):
-        for index, item in enumerate(value):
-            yield from _tensors(item, (*path, index))
-
-
-def _at_places(value: Any, path: _Path, paths: frozenset[_Path], places: torch.Tensor) -> Any:
-    """Return `value` with the tensors at `paths` reduced to the entries at `places`."""
-    if isinstance(value, torch.Tensor):
-        return value.index_select(1, places) if path in paths else value
+        return change(path, value)
     if isinstance(value, dict):
-        return {name: _at_places(item, (*path, name), paths, places) for name, item in value.items()}
+        return {name: _mapped(item, (*path, name), change) for name, item in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(_at_places(item, (*path, index), paths, places) for index, item in enumerate(value))
+        return type(value)(_mapped(item, (*path, index), change) for index, item in enumerate(value))
     return value

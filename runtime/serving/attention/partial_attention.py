@@ -33,62 +33,43 @@ def partial_attention(
     is_causal: bool = False,
     mask: torch.Tensor | None = None,
 ) -> Partial:
-    """Return attention over some keys.
+    """Return attention over some keys, with `scaling` as the factor of the scores.
 
-    Args:
-        query: the queries.
-        key: the keys.
-        value: the values.
-        scaling: factor of the scores.
-        softcap: above 0, scores s become softcap · tanh(s / softcap).
-        is_causal: there are as many keys as queries, and each query sees the keys up to its own.
-        mask: an `additive_mask` [b or 1, n, m]. Without it and `is_causal`, every query sees every key.
+    With `is_causal`, there are as many keys as queries, and each query sees the keys up to its own. Otherwise the
+    `additive_mask` [b or 1, n, m] decides, and without one every query sees every key. With a `softcap` above 0, scores
+    s become softcap · tanh(s / softcap).
     """
     # The kernels assume that the numbers of a head are contiguous, without a check.
     query, key, value = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value))
-    if query.device.type == "cpu":
+    device = query.device.type
+    key_dim, value_dim = key.shape[-1], value.shape[-1]
+    if device == "cpu":
         # If parts were rounded to bf16, scores would depend on how a step is split.
         query, key, value = query.float(), key.float(), value.float()
-    if query.device.type == "cpu" and not softcap:
-        return _on_cpu(query, key, value, scaling, is_causal, mask)
-    if query.device.type == "cuda" and not softcap and mask is None:
-        return _on_cuda(query, key, value, scaling, is_causal)
+    if device == "cpu" and not softcap:
+        # The kernel requires one size for keys and values. Zeros change no product.
+        if value_dim < key_dim:
+            value = F.pad(value, (0, key_dim - value_dim))
+        elif key_dim < value_dim:
+            query, key = (F.pad(tensor, (0, value_dim - key_dim)) for tensor in (query, key))
+        kernel_mask = None if mask is None else mask[:, None]
+        output, log_sum_exp = flash_attention_on_cpu(query, key, value, scaling, is_causal, kernel_mask)
+        if mask is not None:
+            # The kernel returns 0 if a query sees no key.
+            log_sum_exp = log_sum_exp + mask.amax(-1)[:, None]
+        return output[..., :value_dim], log_sum_exp
+    if device == "cuda" and not softcap and mask is None:
+        groups = query.shape[1] // key.shape[1]
+        if groups > 1:  # the kernel does not support GQA
+            key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+        output, log_sum_exp = memory_efficient_attention(query, key, value, scaling, is_causal)
+        return output, log_sum_exp[..., : query.shape[2]]
     return _explicit(query, key, value, scaling, softcap, is_causal, mask)
 
 
 def additive_mask(visible: torch.Tensor) -> torch.Tensor:
     """Return 0 where `visible` is True and -inf elsewhere, in fp32."""
     return torch.zeros(visible.shape, dtype=torch.float32, device=visible.device).masked_fill_(~visible, -math.inf)
-
-
-def _on_cpu(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float,
-    is_causal: bool,
-    mask: torch.Tensor | None,
-) -> Partial:
-    key_dim, value_dim = key.shape[-1], value.shape[-1]
-    # The kernel requires one size for keys and values. Zeros change no product.
-    if value_dim < key_dim:
-        value = F.pad(value, (0, key_dim - value_dim))
-    elif key_dim < value_dim:
-        query, key = (F.pad(tensor, (0, value_dim - key_dim)) for tensor in (query, key))
-    kernel_mask = None if mask is None else mask[:, None]
-    output, log_sum_exp = flash_attention_on_cpu(query, key, value, scaling, is_causal, kernel_mask)
-    if mask is not None:
-        # The kernel returns 0 if a query sees no key.
-        log_sum_exp = log_sum_exp + mask.amax(-1)[:, None]
-    return output[..., :value_dim], log_sum_exp
-
-
-def _on_cuda(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, is_causal: bool) -> Partial:
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:  # the kernel does not support GQA
-        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
-    output, log_sum_exp = memory_efficient_attention(query, key, value, scaling, is_causal)
-    return output, log_sum_exp[..., : query.shape[2]]
 
 
 def _explicit(

@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import torch
 
-from moepass.models.errors import InputError, MoepassError
-from moepass.runtime.serving.attention.attention_layers import AttentionLayer
+from moepass.models.errors import MoepassError
 from moepass.runtime.serving.attention.partial_attention import additive_mask
+from moepass.runtime.serving.attention.survey import AttentionLayer
 from moepass.runtime.serving.attention.trie_parts import EarlierPart, OwnPart, VisiblePast, trie_parts
-from moepass.runtime.serving.attention.varlen_parts import VarlenCall, varlen_calls
+from moepass.runtime.serving.attention.varlen_attention import VarlenCall, varlen_calls
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, StepBatch
 from moepass.runtime.serving.cache.block_memory import BlockMemory
 
@@ -48,15 +48,6 @@ class OwnBatch:
     positions: torch.Tensor | None = None
     keys: slice | None = None
 
-    @property
-    def pairs(self) -> int:
-        """Number of computed pairs of a query and a key."""
-        if self.keys is not None:
-            assert isinstance(self.rows, slice)
-            return int((self.rows.stop - self.rows.start) * (self.keys.stop - self.keys.start))
-        count, tokens = (1, self.rows.stop - self.rows.start) if isinstance(self.rows, slice) else self.rows.shape
-        return count * (tokens * (tokens + 1) // 2 if self.mask is None else tokens * tokens)
-
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class PreparedParts:
@@ -66,46 +57,11 @@ class PreparedParts:
     earlier: tuple[EarlierPart, ...]
     first_seen: torch.Tensor
 
-    @property
-    def pairs(self) -> int:
-        """Number of computed pairs of a query and a key, including masked and padded ones."""
-        own_pairs = sum(batch.pairs for batch in self.own)
-        return own_pairs + sum(
-            (earlier.end - earlier.start) * (earlier.key_end - earlier.key_start) for earlier in self.earlier
-        )
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class PreparedCall:
-    """A `VarlenCall` with its indices on a device."""
-
-    queries: torch.Tensor | None
-    keys: torch.Tensor | None
-    query_ends: torch.Tensor
-    key_ends: torch.Tensor
-    most_queries: int
-    most_keys: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PreparedCalls:
-    """Calls of the varlen kernel, and the number of pairs that they compute."""
-
-    calls: tuple[PreparedCall, ...]
-    pairs: int
-
 
 class RunningStep:
-    """A step on a device.
+    """A step on a device, with the model's attention `layers` by their index. `memory` is None without a cache.
 
-    Args:
-        step: the step.
-        layers: attention layers of the model, by their index.
-        memory: memory of the cache blocks; None without a cache.
-        device: device of the model.
-
-    Raises:
-        InputError: the records of the step contradict each other, or do not fit the memory of blocks.
+    Raises MoepassError if the step uses blocks that `memory` does not have, or stores a block that it reads.
     """
 
     def __init__(
@@ -115,28 +71,16 @@ class RunningStep:
         memory: BlockMemory | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        if memory is None and (step.contexts or step.stored):
-            raise InputError(
-                f"the step has {len(step.contexts)} contexts and {len(step.stored)} blocks to store, but the model has "
-                "no memory of blocks",
-                name="memory",
-            )
         read = {block for chain in step.contexts for block in chain}
         written = [block.block for block in step.stored]
-        if len(read | {*written}) < len(read) + len(written):
-            raise InputError(
+        count = 0 if memory is None else memory.count
+        used = [*read, *written]
+        if len({*used}) < len(used) or not all(0 <= block < count for block in used):
+            raise MoepassError(
                 f"the step stores the blocks {sorted(written)} and reads {sorted(read)}; it may store a block only "
-                "once, and no block that it reads",
+                f"once, and no block that it reads, and the memory has {count} blocks",
                 name="stored",
                 value=sorted(written),
-            )
-        count = 0 if memory is None else memory.count
-        if outside := [block for block in (*read, *written) if not 0 <= block < count]:
-            raise InputError(
-                f"the step uses the blocks {sorted(outside)}; the memory has {count} blocks",
-                name="block",
-                value=sorted(outside),
-                expected=range(count),
             )
         self.step, self.layers, self.memory, self.device = step, layers, memory, torch.device(device)
         self.depth = self._on_device(step.depth)
@@ -147,35 +91,19 @@ class RunningStep:
         self.stored_positions = self._on_device(
             np.asarray([block.positions for block in step.stored], np.int64).reshape(-1, BLOCK_TOKENS)
         )
-        # FLOPs of scores and of weighted values so far, over all layers.
-        self.attention_flops = 0
         self._prepared: dict[tuple[VisiblePast, int], PreparedParts] = {}
-        self._calls: dict[VisiblePast, PreparedCalls | None] = {}
-        for number, node in enumerate(step.nodes):
-            before = self.context_tokens[node.context] if node.context >= 0 else 0
-            if node.parent < 0 and step.depth[node.start] != before:
-                raise InputError(
-                    f"node {number} begins at depth {step.depth[node.start]} after {before} cached tokens",
-                    name=f"node {number}",
-                    value=int(step.depth[node.start]),
-                    expected=before,
-                )
+        self._calls: dict[VisiblePast, tuple[VarlenCall, ...] | None] = {}
+        for root in (node for node in step.nodes if node.parent < 0):
+            assert step.depth[root.start] == (self.context_tokens[root.context] if root.context >= 0 else 0)
 
     def layer(self, number: int) -> AttentionLayer:
-        """Return the attention layer with the index `number`.
-
-        Raises:
-            MoepassError: the model has no such layer.
-        """
-        layer = self.layers.get(number)
-        if layer is None:
+        """Return the attention layer with the index `number`. Raises MoepassError if the model has no such layer."""
+        if number not in self.layers:
             raise MoepassError(
                 f"layer {number} called attention over a trie; the step was made for the layers {sorted(self.layers)}",
                 name=f"layer {number}",
-                value=number,
-                expected=sorted(self.layers),
             )
-        return layer
+        return self.layers[number]
 
     def prepared(self, past: VisiblePast, pair_flops: int) -> PreparedParts:
         """Return the parts for layers in which tokens see `past`. They are computed on the first call."""
@@ -189,40 +117,25 @@ class RunningStep:
                 # Long parts are not batched: the negative number is a key that no other part has.
                 size = -number if own_part.before else next((length for length in _FILLED if length >= tokens), -number)
                 batches.setdefault((size, own_part.is_causal), []).append(own_part)
-            own_batches = tuple(
-                self._single(same_size[0], first_seen)
-                if len(same_size) == 1
-                else self._batch(same_size, size, first_seen)
-                for (size, _), same_size in batches.items()
-            )
-            self._prepared[key] = PreparedParts(own_batches, parts.earlier, first_seen)
+            own_batches: list[OwnBatch] = []
+            for (size, is_causal), same_size in batches.items():
+                first, rows = same_size[0], slice(same_size[0].start, same_size[0].end)
+                if len(same_size) > 1:
+                    own_batches.append(self._batch(same_size, size, first_seen))
+                elif first.before:
+                    own_batches.append(OwnBatch(rows, None, keys=slice(first.start - first.before, first.end)))
+                else:
+                    mask = None if is_causal else self.mask_between(rows, rows, first_seen)
+                    own_batches.append(OwnBatch(rows, mask))
+            self._prepared[key] = PreparedParts(tuple(own_batches), parts.earlier, first_seen)
         return self._prepared[key]
 
-    def calls(self, past: VisiblePast) -> PreparedCalls | None:
+    def calls(self, past: VisiblePast) -> tuple[VarlenCall, ...] | None:
         """Return the calls of the varlen kernel for layers in which tokens see `past`; None if a part needs a mask."""
         if past not in self._calls:
             parts = trie_parts(self.step.nodes, self.step.depth, self.context_tokens, past, parts_are_free=True)
-            calls = varlen_calls(parts, self.context_tokens, self.step.count)
-            self._calls[past] = (
-                None
-                if calls is None
-                else PreparedCalls(
-                    tuple(self._prepared_call(call) for call in calls), sum(call.pairs for call in calls)
-                )
-            )
+            self._calls[past] = varlen_calls(parts, self.context_tokens, self.step.count, self.device)
         return self._calls[past]
-
-    def _prepared_call(self, call: VarlenCall) -> PreparedCall:
-        queries, keys = (None if rows is None else self._on_device(rows) for rows in (call.queries, call.keys))
-        query_ends, key_ends = (torch.from_numpy(ends).to(self.device) for ends in (call.query_ends, call.key_ends))
-        return PreparedCall(queries, keys, query_ends, key_ends, call.most_queries, call.most_keys)
-
-    def _single(self, part: OwnPart, first_seen: torch.Tensor) -> OwnBatch:
-        if part.before:
-            return OwnBatch(slice(part.start, part.end), None, keys=slice(part.start - part.before, part.end))
-        places = torch.arange(part.start, part.end, device=self.device)[None]
-        mask = None if part.is_causal else additive_mask(self._visible(places, first_seen))
-        return OwnBatch(slice(part.start, part.end), mask)
 
     def _batch(self, parts: list[OwnPart], filled: int, first_seen: torch.Tensor) -> OwnBatch:
         starts, ends = (np.asarray([getattr(own_part, name) for own_part in parts]) for name in ("start", "end"))
@@ -232,7 +145,7 @@ class RunningStep:
         rows, is_token = self._on_device(np.where(is_own, positions, 0)), torch.from_numpy(is_own).to(self.device)
         mask = None
         if not parts[0].is_causal:
-            mask = additive_mask(self._visible(rows, first_seen) & is_token[:, None] & is_token[:, :, None])
+            mask = additive_mask(self._visible(rows, rows, first_seen) & is_token[:, None] & is_token[:, :, None])
         return OwnBatch(rows, mask, self._on_device(result_indices), self._on_device(positions.ravel()[result_indices]))
 
     def mask_between(self, rows: slice, keys: slice, first_seen: torch.Tensor) -> torch.Tensor:
@@ -240,16 +153,13 @@ class RunningStep:
         query_positions, key_positions = (
             torch.arange(positions.start, positions.stop, device=self.device)[None] for positions in (rows, keys)
         )
-        return additive_mask(self._visible(query_positions, first_seen, key_positions))
+        return additive_mask(self._visible(query_positions, key_positions, first_seen))
 
-    def _visible(
-        self, places: torch.Tensor, first_seen: torch.Tensor, keys: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return which tokens at `places` [b, n] see which of `keys` [b, m], as [b, n, m]; by default each other."""
-        keys = places if keys is None else keys
-        query, key = places[:, :, None], keys[:, None]
+    def _visible(self, queries: torch.Tensor, keys: torch.Tensor, first_seen: torch.Tensor) -> torch.Tensor:
+        """Return which tokens at `queries` [b, n] see which of `keys` [b, m], as [b, n, m]."""
+        query, key = queries[:, :, None], keys[:, None]
         is_before = (key <= query) & (query < self.subtree_end[keys][:, None])
-        return is_before & (self.depth[keys][:, None] >= first_seen[places][:, :, None])
+        return is_before & (self.depth[keys][:, None] >= first_seen[queries][:, :, None])
 
     def _on_device(self, numbers: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(numbers, np.int64)).to(self.device)
@@ -269,15 +179,9 @@ def running_step(step: RunningStep) -> Iterator[None]:
 
 
 def the_running_step() -> RunningStep:
-    """Return the step of this thread.
-
-    Raises:
-        MoepassError: no step is running.
-    """
+    """Return the step of this thread. Raises MoepassError if no step is running."""
     step = _running.get(None)
     if step is None:
-        raise MoepassError(
-            "the model's attention is `moepass_trie`, but no step is running: call it inside `running_step(...)`",
-            name="running_step",
-        )
+        text = "the model's attention is `moepass_trie`, but no step is running: call it inside `running_step(...)`"
+        raise MoepassError(text, name="running_step")
     return step

@@ -23,7 +23,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moepass.models.errors import InputError
-from moepass.runtime.serving.attention.attention_layers import AttentionLayer, Temperature, attention_arguments
 from moepass.runtime.serving.attention.trie_parts import VisiblePast
 from moepass.runtime.serving.cache.block_memory import KeyValueShape
 
@@ -35,15 +34,85 @@ _TOKENS = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Temperature:
+    """The position-dependent scale of queries in Llama 4: 1 + scale · log(1 + floor((position + 1) / floor_scale)).
+
+    The model's code uses the index in the stream as the position, which `correction` undoes.
+    """
+
+    scale: float
+    floor_scale: float
+
+    def correction(self, depth: torch.Tensor) -> torch.Tensor:
+        """Return the factors [n] by which queries must be multiplied, so that each has the scale of its depth."""
+        target_scale, applied_scale = (
+            self._factor(positions) for positions in (depth, torch.arange(len(depth), device=depth.device))
+        )
+        return target_scale / applied_scale
+
+    def _factor(self, positions: torch.Tensor) -> torch.Tensor:
+        return torch.log1p(torch.floor((positions.float() + 1.0) / self.floor_scale)) * self.scale + 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """An attention layer of a model.
+
+    Attributes:
+        cache_index: index of the layer in the memory of blocks.
+        temperature: position-dependent scale of the queries, None for none.
+    """
+
+    cache_index: int
+    heads: int
+    shape: KeyValueShape
+    past: VisiblePast
+    temperature: Temperature | None = None
+
+
+# Arguments that repeat the mask or do not change the result. All others must be None or False.
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("sliding_window", "position_ids", "use_cache", "return_dict", "cache_position", "output_attentions"),
+        *("output_hidden_states", "output_router_logits", "logits_to_keep", "position_embeddings"),
+    }
+)
+
+
+def attention_arguments(
+    module: torch.nn.Module, query: torch.Tensor, arguments: Mapping[str, Any]
+) -> tuple[torch.Tensor | None, float, float]:
+    """Return the arguments that transformers passes to an attention function and that change its result.
+
+    They are the logits [heads] of the attention sinks, None for none, the factor of the scores, and their limit, 0 for
+    none. Raises InputError if attention over a trie does not support an argument.
+    """
+    scale, softcap = arguments.get("scaling"), arguments.get("softcap")
+    supported = {"scaling", "softcap", "s_aux", "dropout", "is_causal", *_WITHOUT_EFFECT}
+    for name, value in arguments.items():
+        if name not in supported and value is not None and value is not False:
+            text = f"attention is called with {name}, which attention over a trie does not support"
+            raise InputError(text, name=name, expected=sorted(supported))
+    for name, value in (("scaling", scale), ("softcap", softcap)):
+        if value is not None and not isinstance(value, (int, float)):
+            text = f"attention is called with {name} of type {type(value).__name__}; it must be a number"
+            raise InputError(text, name=name, expected="a number")
+    if arguments.get("dropout"):
+        raise InputError(f"attention has a dropout of {arguments['dropout']}; call model.eval()", name="dropout")
+    is_causal = arguments.get("is_causal")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise InputError("attention is not causal: tokens see later tokens", name="is_causal")
+    return arguments.get("s_aux"), query.shape[-1] ** -0.5 if scale is None else scale, float(softcap or 0.0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class AttentionSurvey:
     """The attention layers of a model.
 
     Attributes:
-        layers: by their index in the model.
         refusal: the reason why a step cannot be a trie, or None.
         position_limit: the model's rotary positions of a token do not depend on the other tokens of the step as long as
             all positions are below this limit. None for no limit.
-        last: the module that calls attention last.
     """
 
     layers: Mapping[int, AttentionLayer]
@@ -66,13 +135,16 @@ def survey_attention(model: PreTrainedModel) -> AttentionSurvey:
     refusal = _refusal_without_a_pass(model)
     records = _Records()
     if refusal is None:
-        with attention_set_to(model, _SURVEY_NAME), _without_experts(model), records.recording(), _OneSequence():
+        token = _recording.set(records)
+        with functions_set_to(model, _SURVEY_NAME, _SURVEY_NAME), _OneSequence():
             try:
                 ids = torch.arange(3, 3 + _TOKENS, device=model.device)[None]
                 with torch.no_grad():
                     model.base_model(input_ids=ids, use_cache=False, attention_mask=None)
             except InputError as error:
                 refusal = str(error)
+            finally:
+                _recording.reset(token)
     config = model.config.get_text_config()
     missing = sorted(set(range(config.num_hidden_layers)) - set(records.layers))
     if refusal is None and missing:
@@ -82,33 +154,16 @@ def survey_attention(model: PreTrainedModel) -> AttentionSurvey:
     return AttentionSurvey(dict(sorted(records.layers.items())), refusal, _position_limit(config), records.last)
 
 
-def trie_refusal(model: PreTrainedModel) -> str | None:
-    """Return why steps of `model` cannot be tries, or None."""
-    return survey_attention(model).refusal
-
-
 @contextlib.contextmanager
-def attention_set_to(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Use the attention function registered as `name` for `model` in the block."""
-    previous = model.config._attn_implementation
-    model.set_attn_implementation(name)
-    try:
+def functions_set_to(model: PreTrainedModel, attention: str, experts: str | None = None) -> Iterator[None]:
+    """Use the functions of attention and experts registered under these names for `model` in the block."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(model.set_attn_implementation, model.config._attn_implementation)
+        model.set_attn_implementation(attention)
+        if experts is not None and model._can_set_experts_implementation():
+            stack.callback(model.set_experts_implementation, model.config._experts_implementation)
+            model.set_experts_implementation(experts)
         yield
-    finally:
-        model.set_attn_implementation(previous)
-
-
-@contextlib.contextmanager
-def _without_experts(model: PreTrainedModel) -> Iterator[None]:
-    if not model._can_set_experts_implementation():
-        yield
-        return
-    previous = model.config._experts_implementation
-    model.set_experts_implementation(_SURVEY_NAME)
-    try:
-        yield
-    finally:
-        model.set_experts_implementation(previous)
 
 
 class _OneSequence(TorchFunctionMode):
@@ -128,14 +183,6 @@ class _Records:
         self.last: torch.nn.Module | None = None
         self.masks: list[tuple[torch.Tensor, VisiblePast | InputError]] = []
 
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        token = _recording.set(self)
-        try:
-            yield
-        finally:
-            _recording.reset(token)
-
     def past_of(self, mask: torch.Tensor | None) -> VisiblePast:
         if mask is None:  # without a mask, attention is causal
             return VisiblePast()
@@ -144,10 +191,8 @@ class _Records:
                 if isinstance(past, InputError):
                     raise past
                 return past
-        raise InputError(
-            "attention gets a mask that transformers' mask functions did not create, so what it hides is unknown",
-            name="mask",
-        )
+        text = "attention gets a mask that transformers' mask functions did not create, so what it hides is unknown"
+        raise InputError(text, name="mask")
 
 
 _recording: contextvars.ContextVar[_Records] = contextvars.ContextVar("moepass_attention_survey")
@@ -162,7 +207,7 @@ def _survey_forward(
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     records = _recording.get()
-    attention_arguments(module, arguments)
+    attention_arguments(module, query, arguments)
     number = getattr(module, "layer_idx", None)
     if not isinstance(number, int):
         raise InputError(f"{type(module).__name__} has no layer_idx, the index of its layer", name="layer_idx")
@@ -177,7 +222,11 @@ def _survey_forward(
     shape = KeyValueShape(key.shape[1], key.shape[3], value.shape[3], key.dtype)
     past = records.past_of(attention_mask)
     records.last = module
-    records.layers[number] = AttentionLayer(len(records.layers), query.shape[1], shape, past, _temperature(module))
+    temperature = None
+    if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", False):
+        # Llama 4's layers without rotary positions.
+        temperature = Temperature(float(module.attn_scale), float(module.floor_scale))  # type: ignore[arg-type]
+    records.layers[number] = AttentionLayer(len(records.layers), query.shape[1], shape, past, temperature)
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
@@ -213,58 +262,37 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(_SURVEY_NAME, _survey_mask)
 def past_of_rule(rule: Callable[..., Any]) -> VisiblePast:
     """Return the past that a mask function of transformers, `rule(batch, head, query, key) -> bool`, lets a token see.
 
-    Raises:
-        InputError: this is neither the complete past nor a window nor chunks of it.
+    Raises InputError if this is neither the complete past nor a window nor chunks of it.
     """
     first = _first_seen(rule, FARTHEST)
     before = _first_seen(rule, first - 1) if first else 0
-    past = next(
-        (
-            past
-            for past in (VisiblePast(), VisiblePast(window=FARTHEST - first + 1), VisiblePast(chunk=first - before))
-            if all(
-                _first_seen(rule, query) == past.first_seen(np.asarray([query]))[0]
-                for query in (0, 1, 2, 3, 1000, first, first + 1, max(first - 1, 0), FARTHEST // 3, FARTHEST)
-            )
-        ),
-        None,
-    )
-    if past is None:
-        raise InputError(
-            "attention has a mask that is neither causal nor a sliding window nor chunks of the past", name="mask"
-        )
-    return past
+    queries = (0, 1, 2, 3, 1000, first, first + 1, max(first - 1, 0), FARTHEST // 3, FARTHEST)
+    first_seen = [_first_seen(rule, query) for query in queries]
+    for past in (VisiblePast(), VisiblePast(window=FARTHEST - first + 1), VisiblePast(chunk=first - before)):
+        if past.first_seen(np.asarray(queries)).tolist() == first_seen:
+            return past
+    text = "attention has a mask that is neither causal nor a sliding window nor chunks of the past"
+    raise InputError(text, name="mask")
 
 
 def _first_seen(rule: Callable[..., Any], query: int) -> int:
     """Return the first key that `query` sees.
 
-    Raises:
-        InputError: it does not see all keys from there to itself, or it sees later ones.
+    Raises InputError if it does not see all keys from there to itself, or sees later ones.
     """
     zero = torch.zeros((), dtype=torch.int64)
     keys = torch.arange(query + 2)
     try:
         row = torch.as_tensor(rule(zero, zero, torch.tensor(query), keys)).expand(query + 2)
     except IndexError as error:
-        raise InputError(
-            "attention has a mask that depends on the inputs; only fixed masks work", name="mask"
-        ) from error
+        text = "attention has a mask that depends on the inputs; only fixed masks work"
+        raise InputError(text, name="mask") from error
     seen = int(row.sum())
     first = query + 1 - seen
     if first < 0 or not bool(row[first : query + 1].all()):
-        raise InputError(
-            f"token {query} does not see itself and those right before it, or sees later ones", name="mask"
-        )
+        text = f"token {query} does not see itself and those right before it, or sees later ones"
+        raise InputError(text, name="mask")
     return first
-
-
-def _temperature(module: torch.nn.Module) -> Temperature | None:
-    """Return the temperature of Llama 4's layers without rotary positions, None for other layers."""
-    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", False):
-        return None
-    tuned: Any = module
-    return Temperature(float(tuned.attn_scale), float(tuned.floor_scale))
 
 
 def _refusal_without_a_pass(model: PreTrainedModel) -> str | None:
@@ -280,12 +308,11 @@ def _refusal_without_a_pass(model: PreTrainedModel) -> str | None:
 
 def _position_limit(config: Any) -> int | None:
     """Return the position beyond which the rotations of a whole pass depend on its longest sequence, or None."""
-    limits = []
+    name = "original_max_position_embeddings"
     parameters = getattr(config, "rope_parameters", None) or {}
-    for rope in (parameters, *(nested for nested in parameters.values() if isinstance(nested, dict))):
-        if rope.get("rope_type") in ("dynamic", "longrope"):
-            original_limit = getattr(config, "original_max_position_embeddings", None)
-            limits.append(
-                rope.get("original_max_position_embeddings") or original_limit or config.max_position_embeddings
-            )
+    limits = [
+        rope.get(name) or getattr(config, name, None) or config.max_position_embeddings
+        for rope in (parameters, *(nested for nested in parameters.values() if isinstance(nested, dict)))
+        if rope.get("rope_type") in ("dynamic", "longrope")
+    ]
     return min(limits, default=None)

@@ -14,10 +14,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moepass.models.errors import InputError
 from moepass.models.formulas.attention import score_flops
-from moepass.runtime.serving.attention.attention_layers import AttentionLayer, attention_arguments
 from moepass.runtime.serving.attention.last_layer import attended_before, keep_attended
 from moepass.runtime.serving.attention.partial_attention import additive_mask, merge_into, partial_attention
-from moepass.runtime.serving.attention.running_step import PreparedCalls, RunningStep, the_running_step
+from moepass.runtime.serving.attention.running_step import RunningStep, the_running_step
+from moepass.runtime.serving.attention.survey import AttentionLayer, attention_arguments
 from moepass.runtime.serving.attention.varlen_attention import takes_varlen, varlen_over_calls
 
 TRIE_ATTENTION_NAME = "moepass_trie"
@@ -45,7 +45,7 @@ def trie_attention(
         key: [1, kv_heads, n, key_dim]
         value: [1, kv_heads, n, value_dim]
         sinks: [heads] logits of the attention sinks, or None.
-        layer: index of the layer.
+        layer: its index in the model.
         scaling: factor of the scores.
         softcap: limit of the scores, 0 for none.
 
@@ -60,8 +60,6 @@ def trie_attention(
             f"layer {layer} has queries of {query.shape[0]} sequences of {query.shape[2]} tokens; the running step is "
             f"one stream of {step.step.count}",
             name=f"layer {layer}",
-            value=tuple(query.shape),
-            expected=step.step.count,
         )
     if step.memory is not None and step.step.stored:
         rows = (tensor[0].transpose(0, 1) for tensor in (key, value))
@@ -72,28 +70,15 @@ def trie_attention(
     if calls is None:
         output, log_sum_exp = _over_parts(step, attention_layer, query, key, value, scaling, softcap)
     else:
-        output, log_sum_exp = _over_calls(step, attention_layer, calls, query, key, value, scaling)
+        cached = None
+        if step.contexts:
+            assert step.memory is not None
+            cached = step.memory.read(attention_layer.cache_index, torch.cat(step.contexts))
+        output, log_sum_exp = varlen_over_calls(calls, query, key, value, cached, scaling)
     if sinks is not None:
         # A sink is one more key with the value 0.
         output.mul_(torch.sigmoid(log_sum_exp - sinks.float()[:, None]).unsqueeze(-1))
     return output.transpose(1, 2).to(query.dtype).contiguous()
-
-
-def _over_calls(
-    step: RunningStep,
-    attention_layer: AttentionLayer,
-    calls: PreparedCalls,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    step.attention_flops += calls.pairs * score_flops(1, query.shape[1], query.shape[-1], value.shape[-1])
-    cached = None
-    if step.contexts:
-        assert step.memory is not None
-        cached = step.memory.read(attention_layer.cache_index, torch.cat(step.contexts))
-    return varlen_over_calls(calls.calls, query, key, value, cached, scaling)
 
 
 def _over_parts(
@@ -107,9 +92,7 @@ def _over_parts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _, heads, tokens, key_dim = query.shape
     value_dim = value.shape[-1]
-    pair_flops = score_flops(1, heads, key_dim, value_dim)
-    prepared = step.prepared(attention_layer.past, pair_flops)
-    step.attention_flops += prepared.pairs * pair_flops
+    prepared = step.prepared(attention_layer.past, score_flops(1, heads, key_dim, value_dim))
     output = query.new_empty(1, tokens, heads, value_dim, dtype=torch.float32).transpose(1, 2)
     log_sum_exp = query.new_empty(1, tokens, heads, dtype=torch.float32).transpose(1, 2)
     for own_batch in prepared.own:
@@ -130,46 +113,25 @@ def _over_parts(
             token_results = own_output.transpose(1, 2).flatten(0, 1)[own_batch.result_indices]
             output[0].transpose(0, 1)[own_batch.positions] = token_results.float()
             log_sum_exp[0].T[own_batch.positions] = sums.transpose(1, 2).flatten(0, 1)[own_batch.result_indices]
-    cached = _CachedContexts(step, attention_layer.cache_index)
-    for earlier in prepared.earlier:
-        keys, values, depth = (key, value, step.depth) if earlier.context < 0 else cached.read(earlier.context)
+    context, all_keys, all_values, depth = -1, key, value, step.depth
+    for earlier in prepared.earlier:  # parts over one chain of cached blocks are adjacent, behind those of the stream
+        if earlier.context != context:
+            assert step.memory is not None
+            context = earlier.context
+            cached = step.memory.read(attention_layer.cache_index, step.contexts[context])
+            all_keys, all_values = (tensor.transpose(0, 1)[None] for tensor in cached)
+            depth = torch.arange(all_keys.shape[2], device=key.device)
         rows, columns = slice(earlier.start, earlier.end), slice(earlier.key_start, earlier.key_end)
         mask = None
         if not earlier.sees_all:
             mask = additive_mask(depth[columns] >= prepared.first_seen[rows, None])[None]
-        keys, values = keys[:, :, columns], values[:, :, columns]
+        keys, values = all_keys[:, :, columns], all_values[:, :, columns]
         with_earlier = partial_attention(query[:, :, rows], keys, values, scaling, softcap, False, mask)
         merge_into(output[:, :, rows], log_sum_exp[:, :, rows], with_earlier)
     return output, log_sum_exp
 
 
-class _CachedContexts:
-    """Keys, values and depths of chains of cached blocks. Only one chain at a time is copied."""
-
-    def __init__(self, step: RunningStep, cache_index: int) -> None:
-        self.step, self.cache_index = step, cache_index
-        self.context = -1
-
-    def read(self, context: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return keys and values [1, kv_heads, tokens, dim] and depths [tokens] of a chain."""
-        if context != self.context:
-            assert self.step.memory is not None
-            keys, values = self.step.memory.read(self.cache_index, self.step.contexts[context])
-            self.keys, self.values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
-            self.depth = torch.arange(len(keys), device=keys.device)
-            self.context = context
-        return self.keys, self.values, self.depth
-
-
-def _fake_trie_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor | None,
-    layer: int,
-    scaling: float,
-    softcap: float,
-) -> torch.Tensor:
+def _fake_trie_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arguments: Any) -> torch.Tensor:
     batch, heads, tokens, _ = query.shape
     return query.new_empty(batch, tokens, heads, value.shape[-1])
 
@@ -186,20 +148,14 @@ def trie_attention_forward(
     attention_mask: torch.Tensor | None = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention over the trie of the running step. transformers calls this in each attention layer.
-
-    Raises:
-        InputError: an argument is not supported by attention over a trie.
-    """
+    """Compute attention over the trie of the running step. transformers calls this in each attention layer."""
     attended = attended_before(module)
     if attended is not None:
         return attended, None
-    supported = attention_arguments(module, arguments)
+    sinks, scaling, softcap = attention_arguments(module, query, arguments)
     if attention_mask is not None:
         raise InputError("attention over a trie takes no mask; call the model with attention_mask=None", name="mask")
-    output = torch.ops.moepass.trie_attention(
-        query, key, value, supported.sinks, module.layer_idx, supported.scaling(query), supported.softcap
-    )
+    output = torch.ops.moepass.trie_attention(query, key, value, sinks, module.layer_idx, scaling, softcap)
     keep_attended(module, output)
     return output, None
 
@@ -208,10 +164,5 @@ def no_mask(**_: Any) -> None:
     """Return None, because the trie determines which tokens a token attends to."""
 
 
-def register() -> None:
-    """Register `moepass_trie` with transformers. Repeated calls have no effect."""
-    ALL_ATTENTION_FUNCTIONS.register(TRIE_ATTENTION_NAME, trie_attention_forward)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(TRIE_ATTENTION_NAME, no_mask)
-
-
-register()
+ALL_ATTENTION_FUNCTIONS.register(TRIE_ATTENTION_NAME, trie_attention_forward)
+ALL_MASK_ATTENTION_FUNCTIONS.register(TRIE_ATTENTION_NAME, no_mask)

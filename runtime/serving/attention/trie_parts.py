@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -59,12 +60,6 @@ class VisiblePast:
             first = np.maximum(first, depth // self.chunk * self.chunk)
         return first
 
-    @property
-    def piece_tokens(self) -> int:
-        """Nodes are cut at multiples of this depth; 0 for no cut."""
-        limit = min((limit for limit in (self.window, self.chunk) if limit), default=0)
-        return limit * max(1, LEAST_PIECE // limit) if limit else 0
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OwnPart:
@@ -98,8 +93,7 @@ class EarlierPart:
     sees_all: bool
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TrieParts:
+class TrieParts(NamedTuple):
     """The own and earlier parts of a step."""
 
     own: tuple[OwnPart, ...]
@@ -117,25 +111,20 @@ def trie_parts(
 ) -> TrieParts:
     """Return the parts of a step for layers in which tokens see `past`.
 
-    Args:
-        nodes: the nodes of the step.
-        depth: [n] depths of its tokens.
-        context_tokens: length of each chain of cached blocks.
-        past: the past that a token sees.
-        pair_flops: FLOPs of one query with one key, in all heads.
-        parts_are_free: another part costs nothing but its pairs, because one call computes many parts.
+    `depth` [n] are the depths of its tokens, `context_tokens` the lengths of the chains of cached blocks, and
+    `pair_flops` the FLOPs of one query with one key, in all heads. With `parts_are_free`, another part costs nothing
+    but its pairs, because one call computes many parts.
     """
     splitter = _Splitter(depth, past, *(0, 0) if parts_are_free else (CALL_FLOPS // pair_flops, MERGE_PAIRS))
     pieces = list(splitter.pieces(nodes))
     is_whole = splitter.cheapest(pieces)
-    number = 0
-    while number < len(pieces):
-        piece = pieces[number]
-        number += 1
-        if is_whole[number - 1]:
+    added = 0  # end of the last subtree that is a single part
+    for piece, is_single in zip(pieces, is_whole, strict=True):
+        if piece.start < added:
+            continue
+        if is_single:
             splitter.add_subtree(piece)
-            while number < len(pieces) and pieces[number].start < piece.subtree_end:
-                number += 1
+            added = piece.subtree_end
         else:
             splitter.add_sequence(piece)
             splitter.add_earlier(piece.end, piece.subtree_end, piece.start, piece.end, int(depth[piece.start]))
@@ -159,7 +148,9 @@ class _Splitter:
         self.earlier: list[EarlierPart] = []
 
     def pieces(self, nodes: Sequence[TrieNode]) -> Iterator[TrieNode]:
-        length = self.past.piece_tokens
+        limit = min((limit for limit in (self.past.window, self.past.chunk) if limit), default=0)
+        # Nodes are cut at multiples of this depth; 0 for no cut.
+        length = limit * max(1, LEAST_PIECE // limit) if limit else 0
         for node in nodes:
             start = node.start
             while length and start < node.end:
@@ -184,11 +175,14 @@ class _Splitter:
         for number in reversed(range(len(pieces))):
             piece = pieces[number]
             tokens, descendants = piece.end - piece.start, piece.subtree_end - piece.end
-            cost = self.call_pairs + _causal_pairs(tokens)
+            cost = self.call_pairs + tokens * (tokens + 1) // 2
             is_whole[number] = not descendants
             if descendants:
                 split_cost = cost + self.call_pairs + (tokens + self.merge_pairs) * descendants + below[number]
-                parts, pairs = _masked_parts(tokens + descendants)
+                rows = _masked_rows(tokens + descendants)
+                count, remaining = divmod(tokens + descendants, rows)
+                parts = count + (remaining > 0)
+                pairs = rows * rows * count * (count + 1) // 2 + remaining * (tokens + descendants)
                 unsplit_cost = parts * self.call_pairs + pairs
                 # With a limited past, `split_cost` counts pairs that are never computed.
                 is_whole[number] = unsplit_cost <= split_cost and (parts == 1 or self.past == VisiblePast())
@@ -198,7 +192,6 @@ class _Splitter:
         return is_whole
 
     def add_sequence(self, piece: TrieNode) -> None:
-        """Add the tokens of one piece among themselves. Its descendants attend to it in earlier parts."""
         sees_all = self.first_seen[piece.end - 1] <= self.depth[piece.start]
         self.own.append(OwnPart(piece.start, piece.end, bool(sees_all)))
 
@@ -235,17 +228,6 @@ class _Splitter:
                 first = last
 
 
-def _causal_pairs(tokens: int) -> int:
-    return tokens * (tokens + 1) // 2
-
-
 def _masked_rows(tokens: int) -> int:
     """Return the tokens of each part of a masked subtree of `tokens` tokens."""
     return min(tokens, max(1, MASK_NUMBERS // tokens))
-
-
-def _masked_parts(tokens: int) -> tuple[int, int]:
-    """Return the number of parts of a masked subtree, and the number of pairs that they compute."""
-    rows = _masked_rows(tokens)
-    count, remaining = divmod(tokens, rows)
-    return count + (remaining > 0), rows * rows * count * (count + 1) // 2 + remaining * tokens

@@ -1,17 +1,84 @@
-"""Attention over a step's trie with `torch.nn.attention.varlen`, for half precision on CUDA."""
+"""Attention over a step's trie with `torch.nn.attention.varlen`, for half precision on CUDA.
+
+One call of the kernel covers the tokens of all nodes among themselves, then one call covers each level of the trie.
+This suits devices on which the launch of a kernel dominates the cost of a part. No two parts of a call share a query,
+so the results of a call are merged at once.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from moepass.runtime.serving.attention.partial_attention import Partial, merge_into
-from moepass.runtime.serving.attention.running_step import PreparedCall
+from moepass.runtime.serving.attention.trie_parts import EarlierPart, TrieParts
+from moepass.runtime.serving.batching.step_batch import Indices
 
 # Limit and granularity of the numbers per head that the kernel supports.
 MOST_HEAD_DIM = 256
 HEAD_DIM_MULTIPLE = 8
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class VarlenCall:
+    """Sequences of queries over as many sequences of keys; the first ends at `query_ends[1]` and `key_ends[1]`.
+
+    Attributes:
+        queries: rows of the stream; None for the complete stream.
+        keys: rows of the stream, followed by the chains of cached blocks; None for causal attention over the queries.
+        query_ends: [sequences + 1] cumulative lengths, from 0.
+        key_ends: [sequences + 1] cumulative lengths, from 0.
+    """
+
+    queries: torch.Tensor | None
+    keys: torch.Tensor | None
+    query_ends: torch.Tensor
+    key_ends: torch.Tensor
+    most_queries: int
+    most_keys: int
+
+
+def varlen_calls(
+    parts: TrieParts, context_tokens: Sequence[int], tokens: int, device: torch.device
+) -> tuple[VarlenCall, ...] | None:
+    """Return the calls for `parts` of a stream of `tokens` tokens, the first one causal; None if a part needs a mask.
+
+    `context_tokens` are the lengths of the chains of cached blocks.
+    """
+    if not all(own_part.is_causal for own_part in parts.own) or not all(part.sees_all for part in parts.earlier):
+        return None
+
+    def call(query_lengths: Indices, key_lengths: Indices, *rows: Indices) -> VarlenCall:
+        queries, keys = (torch.from_numpy(indices).to(device) for indices in rows) if rows else (None, None)
+        ends = (np.append(0, np.cumsum(lengths)).astype(np.int32) for lengths in (query_lengths, key_lengths))
+        query_ends, key_ends = (torch.from_numpy(positions).to(device) for positions in ends)
+        return VarlenCall(queries, keys, query_ends, key_ends, int(query_lengths.max()), int(key_lengths.max()))
+
+    own = np.diff([0, *sorted(own_part.end for own_part in parts.own)])
+    calls = [call(own, own)]
+    first_rows = tokens + np.concatenate(([0], np.cumsum(context_tokens, dtype=np.int64)))
+    levels: list[list[EarlierPart]] = []
+    merged = np.zeros(tokens, np.int64)  # for each token, the number of levels with one of its parts
+    for earlier in parts.earlier:
+        level = int(merged[earlier.start : earlier.end].max())
+        merged[earlier.start : earlier.end] = level + 1
+        if level == len(levels):
+            levels.append([])
+        levels[level].append(earlier)
+    for level_parts in levels:
+        queries = [np.arange(earlier.start, earlier.end) for earlier in level_parts]
+        keys = [
+            np.arange(earlier.key_start, earlier.key_end) + (first_rows[earlier.context] if earlier.context >= 0 else 0)
+            for earlier in level_parts
+        ]
+        lengths = [np.array([len(rows) for rows in rows_of_parts]) for rows_of_parts in (queries, keys)]
+        calls.append(call(*lengths, np.concatenate(queries), np.concatenate(keys)))
+    return tuple(calls)
 
 
 def takes_varlen(query: torch.Tensor, value: torch.Tensor, softcap: float) -> bool:
@@ -21,7 +88,7 @@ def takes_varlen(query: torch.Tensor, value: torch.Tensor, softcap: float) -> bo
 
 
 def varlen_over_calls(
-    calls: tuple[PreparedCall, ...],
+    calls: tuple[VarlenCall, ...],
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -30,13 +97,8 @@ def varlen_over_calls(
 ) -> Partial:
     """Return attention [1, heads, n, value_dim] and its log-sum-exp [1, heads, n], both in fp32.
 
-    Args:
-        calls: the calls that cover the trie; the first one is causal.
-        query: [1, heads, n, key_dim]
-        key: [1, kv_heads, n, key_dim]
-        value: [1, kv_heads, n, value_dim]
-        cached: concatenated keys and values [tokens, kv_heads, dim] of all chains of cached blocks, or None.
-        scaling: factor of the scores.
+    `query` is [1, heads, n, key_dim], `key` [1, kv_heads, n, key_dim] and `value` [1, kv_heads, n, value_dim]. `cached`
+    are the concatenated keys and values [tokens, kv_heads, dim] of all chains of cached blocks, if there are any.
     """
     value_dim, head_dim = value.shape[-1], _head_dim(query, value)
     queries, keys, values = (_padded(tensor[0].transpose(0, 1), head_dim) for tensor in (query, key, value))
@@ -58,7 +120,7 @@ def varlen_over_calls(
 
 
 def _varlen(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: PreparedCall, scaling: float, *, is_causal: bool
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: VarlenCall, scaling: float, *, is_causal: bool
 ) -> Partial:
     """Return the output [n, heads, dim] and the log-sum-exp [n, heads] of one call."""
     result = varlen_attn(

@@ -1,4 +1,6 @@
-"""Hashes that name cache blocks. A hash covers a block and all tokens before it, so equal hashes mean equal prefixes.
+"""Hashes that name cache blocks, and records of such blocks between the packer and the cache.
+
+A hash covers a block and all tokens before it, so equal hashes mean equal prefixes.
 
     start    = blake2b(salt), personalised, so that no salt has the hash of a block
     hash[0]  = blake2b(start + tokens[0:16])
@@ -15,6 +17,7 @@ import dataclasses
 import hashlib
 
 import numpy as np
+import numpy.typing as npt
 
 from moepass.models.errors import InputError
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, NO_INDICES, Indices
@@ -45,22 +48,47 @@ class RequestHashes:
 NO_HASHES = RequestHashes((), NO_INDICES, NO_INDICES)
 
 
-def path_hashes(tokens: Tokens, key: bytes, salt: bytes = b"") -> list[bytes]:
-    """Return the hashes of the complete blocks of one sequence.
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class MatchedBlocks:
+    """The cached blocks of a request.
 
-    Raises:
-        InputError: the key is too short or too long.
+    Attributes:
+        blocks: [hashes] the cache block of each hash, -1 for none.
+        scores_known: [hashes, BLOCK_TOKENS] whether the cache stores log-probability, rank and most likely token of
+            each token.
     """
+
+    hashes: RequestHashes
+    blocks: Indices
+    scores_known: npt.NDArray[np.bool_]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class OfferedBlocks:
+    """Blocks that a step computes and the cache does not hold, in an order with each block before its successors.
+
+    Attributes:
+        previous: hashes of the blocks before them, None for the first block of a sequence.
+        requests: [blocks] number of requests of the step with each block.
+        branches: [blocks] number of branches of the step's trie below each block.
+        positions: [blocks, BLOCK_TOKENS] indices of their tokens in the stream.
+    """
+
+    hashes: tuple[bytes, ...]
+    previous: tuple[bytes | None, ...]
+    requests: Indices
+    branches: Indices
+    positions: Indices
+
+
+def path_hashes(tokens: Tokens, key: bytes, salt: bytes = b"") -> list[bytes]:
+    """Return the hashes of the complete blocks of one sequence. Raises InputError if the key is too short or long."""
     keyed, first = _keyed(key, salt)
     return _chain(keyed, first, _bytes(tokens))
 
 
 def request_hashes(request: Request, key: bytes) -> RequestHashes:
-    """Return the hashes of the blocks of `request`.
-
-    Raises:
-        InputError: the key is too short or too long.
-    """
+    """Return the hashes of the blocks of `request`. Raises InputError if the key is too short or too long."""
     keyed, first = _keyed(key, request.salt)
     hashes: list[bytes] = []
     previous: list[int] = []
@@ -88,12 +116,8 @@ def request_hashes(request: Request, key: bytes) -> RequestHashes:
 def _keyed(key: bytes, salt: bytes) -> tuple[hashlib.blake2b, bytes]:
     """Return a hasher that has read the key, and the start of a chain of hashes."""
     if len(key) not in KEY_BYTES:
-        raise InputError(
-            f"the key of the cache has {len(key)} bytes; a key has {KEY_BYTES[0]} to {KEY_BYTES[-1]} bytes",
-            name="key",
-            value=len(key),
-            expected=KEY_BYTES,
-        )
+        text = f"the key of the cache has {len(key)} bytes; a key has {KEY_BYTES[0]} to {KEY_BYTES[-1]} bytes"
+        raise InputError(text, name="key", value=len(key), expected=KEY_BYTES)
     first = hashlib.blake2b(salt, key=key, digest_size=HASH_BYTES, person=b"salt").digest()
     return hashlib.blake2b(key=key, digest_size=HASH_BYTES), first
 

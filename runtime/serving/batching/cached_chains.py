@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from moepass.models.errors import InputError
-from moepass.runtime.serving.batching.cached_blocks import MatchedBlocks
+from moepass.runtime.serving.batching.block_hashes import MatchedBlocks
 from moepass.runtime.serving.batching.request_pieces import RequestPieces
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, NO_INDICES, Indices
 
@@ -19,7 +19,6 @@ class CachedChains:
     """The cached blocks of the pieces of all requests.
 
     Attributes:
-        pieces: the pieces of all requests.
         starts: [pieces + 1] index into `blocks` of the first block that ends in each piece. A request without a cache
             lookup has no blocks.
         blocks: the cache block of each block of tokens, -1 if it is not cached.
@@ -61,26 +60,13 @@ class CachedChains:
 
 
 def cached_chains(table: RequestPieces, matched: Sequence[MatchedBlocks | None]) -> CachedChains:
-    """Return the cached blocks of all pieces; `matched` has one entry per request.
-
-    Raises:
-        InputError: the hashes of a request do not belong to its pieces.
-    """
+    """Return the cached blocks of all pieces; `matched` has one entry per request."""
     first_pieces = [*table.first_pieces, len(table.pieces)]
-    starts = [0]
-    for request, match in enumerate(matched):
-        pieces = range(first_pieces[request], first_pieces[request + 1])
-        counts = [0] * len(pieces) if match is None else [_blocks_ending_in(table, piece) for piece in pieces]
-        if match is not None and np.diff(match.hashes.starts).tolist() != counts:
-            raise InputError(
-                f"the hashes of request {request} belong to other pieces: {np.diff(match.hashes.starts).tolist()[:16]} "
-                f"blocks end in its pieces instead of {counts[:16]}",
-                name="hashes",
-                value=np.diff(match.hashes.starts).tolist(),
-                expected=counts,
-            )
-        for count in counts:
-            starts.append(starts[-1] + count)
+    counts: list[int] = []
+    for (first, end), match in zip(itertools.pairwise(first_pieces), matched, strict=True):
+        counts += [0] * (end - first) if match is None else np.diff(match.hashes.starts).tolist()
+        assert match is None or counts[first:] == [_blocks_ending_in(table, piece) for piece in range(first, end)]
+    starts = [0, *itertools.accumulate(counts)]
     looked_up = [match for match in matched if match is not None]
     blocks = np.concatenate([NO_INDICES, *(match.blocks for match in looked_up)])
     scores_known = np.concatenate([np.empty((0, BLOCK_TOKENS), bool), *(match.scores_known for match in looked_up)])

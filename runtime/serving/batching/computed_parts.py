@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from moepass.runtime.serving.batching.needed_outputs import NeededSpan
-from moepass.runtime.serving.batching.piece_trie import PieceTrie
+from moepass.runtime.serving.batching.request_pieces import PieceTrie
 from moepass.runtime.serving.batching.step_flops import FlopsTable
 
 # Positions [begin, end) in their sequences of tokens of one node.

@@ -38,11 +38,7 @@ class NeededOutputs:
     pieces, number of tokens, and the request that reads them. Requests are in order.
 
     Attributes:
-        spans: ranges of tokens to compute.
-        logits: ranges of outputs whose logits are read.
-        vectors: ranges of outputs that are read as vectors.
         output_count: number of tokens with a needed output, counted once for each piece that reads them.
-        logit_count: the same for outputs whose logits are read.
         score_slots: by piece with cached scores, the cache slot with the score of each token; -1 for scores that the
             step computes.
     """

@@ -7,7 +7,7 @@ Contract
 
 Pseudo-code
     request_pieces    the pieces of all requests in one table
-    piece_trie        pieces are merged where tokens are equal, requests of one salt only
+                      pieces are merged where tokens are equal, requests of one salt only
     cached_chains     the cached blocks that the sequences begin with
     needed_outputs    the outputs that each piece reads, and the tokens to compute for them
     computed_parts    the needed tokens of the trie, each once, counted for the first request that needs it
@@ -28,23 +28,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moepass.models.errors import InputError
-from moepass.runtime.serving.batching.cached_blocks import MatchedBlocks, OfferedBlocks
+from moepass.runtime.serving.batching.block_hashes import MatchedBlocks, OfferedBlocks
 from moepass.runtime.serving.batching.cached_chains import CachedChains, cached_chains
 from moepass.runtime.serving.batching.computed_parts import computed_parts
 from moepass.runtime.serving.batching.needed_outputs import needed_outputs
-from moepass.runtime.serving.batching.piece_trie import piece_trie
 from moepass.runtime.serving.batching.placement import (
     RequestPlacement,
     ScorePlaces,
     TokenMap,
     distinct,
-    read_positions,
     score_places,
     token_counts,
     token_map,
 )
-from moepass.runtime.serving.batching.request_pieces import request_pieces
+from moepass.runtime.serving.batching.request_pieces import piece_trie, request_pieces
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, Indices, StepBatch, StoredBlock
 from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.batching.trie_stream import TrieStream, trie_stream
@@ -58,12 +55,8 @@ class PackedStep:
 
     Attributes:
         batch: the step, without blocks to store. It has no tokens if the cache holds everything.
-        placements: the positions of the tokens of each request.
         logit_places: ascending positions whose logits are read, a subset of `batch.output_positions`; the others are
             only read as vectors.
-        read_positions: the positions of all reads, in the order of requests, pieces and reads.
-        scores: the sources of the scores of all scored pieces.
-        offered: blocks that a cache may store.
         flops: cost of the step, the sum over `placements`.
     """
 
@@ -81,12 +74,13 @@ class PackedStep:
         stored = tuple(StoredBlock(int(blocks[number]), self.offered.positions[number]) for number in stored_numbers)
         return dataclasses.replace(self.batch, stored=stored)
 
-    def stored_slots(self, blocks: Indices) -> Indices:
-        """Return for each token [n] of the stream the cache slot that stores it, -1 for none."""
-        slots = np.full(self.batch.count, -1, np.int64)
-        is_stored = blocks >= 0
-        slots[self.offered.positions[is_stored]] = blocks[is_stored, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)
-        return slots
+    def written_slots(self, blocks: Indices) -> Indices:
+        """Return the slot [t] in which the cache stores each score that the step computes, -1 for none."""
+        scores, is_stored = self.scores, blocks >= 0
+        slot_of = np.full(self.batch.count + 1, -1, np.int64)  # the last entry is that of absent tokens, position -1
+        slot_of[self.offered.positions[is_stored]] = blocks[is_stored, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)
+        slots = np.where(scores.cache_slots >= 0, scores.cache_slots, slot_of[scores.positions])
+        return np.where(scores.predicted_at >= 0, slots, -1)
 
 
 def pack(
@@ -94,22 +88,9 @@ def pack(
 ) -> PackedStep:
     """Return a step that computes `requests`.
 
-    Args:
-        requests: the requests of the step.
-        table: FLOPs of the model.
-        matched: the cached blocks of each request. None if there is no cache; then no block is offered.
-
-    Raises:
-        InputError: `matched` does not belong to the requests.
+    `matched` are the cached blocks of each request. With None, there is no cache, and no block is offered.
     """
     matches: Sequence[MatchedBlocks | None] = [None] * len(requests) if matched is None else matched
-    if len(matches) != len(requests):
-        raise InputError(
-            f"the cache was searched for {len(matches)} requests, but {len(requests)} are packed",
-            name="matched",
-            value=len(matches),
-            expected=len(requests),
-        )
     pieces = request_pieces(requests)
     trie = piece_trie(pieces, requests)
     chains = cached_chains(pieces, matches)
@@ -139,11 +120,14 @@ def pack(
         )
         for number, first in enumerate(pieces.first_pieces)
     )
+    read_tokens = [
+        start + read.index for start, piece in zip(pieces.starts, pieces.pieces, strict=True) for read in piece.reads
+    ]
     return PackedStep(
         dataclasses.replace(stream.batch, output_positions=np.flatnonzero(is_place)),
         placements,
         np.flatnonzero(is_logit_place),
-        read_positions(pieces, token_positions),
+        token_positions.positions(np.array(read_tokens, np.int64)),
         score_places(chains, needed, token_positions),
         _offered_blocks(chains, matches, stream, token_positions),
         sum(flops),

@@ -10,9 +10,8 @@ import numpy as np
 from moepass.runtime.serving.batching.cached_chains import CachedChains
 from moepass.runtime.serving.batching.computed_parts import ComputedParts
 from moepass.runtime.serving.batching.needed_outputs import NeededOutputs
-from moepass.runtime.serving.batching.piece_trie import PieceTrie
-from moepass.runtime.serving.batching.request_pieces import RequestPieces
-from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, NO_INDICES, Indices
+from moepass.runtime.serving.batching.request_pieces import PieceTrie, RequestPieces
+from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, Indices
 from moepass.runtime.serving.requests.answer import Usage
 from moepass.runtime.serving.requests.request import Tokens
 
@@ -64,15 +63,9 @@ class RequestPlacement:
         return self._map.positions(np.arange(self._pieces.starts[number], self._pieces.end(number)))
 
     def vector_positions(self, piece: int) -> Indices:
-        """Return the positions of the tokens that the vector of `piece` is made of.
-
-        These are its last token, or its whole sequence in order. A piece without a vector has none.
-        """
+        """Return the positions that the vector of `piece` is made of: its last token, or its sequence in order."""
         number = self._first_piece + piece
-        vector = self._pieces.pieces[number].vector
-        if vector is None:
-            return NO_INDICES
-        if vector == "last":
+        if self._pieces.pieces[number].vector == "last":
             return self.positions(piece)[-1:]
         path = [self.positions(piece)]
         while (number := self._pieces.parents[number]) >= 0:
@@ -87,7 +80,6 @@ class ScorePlaces:
     Attributes:
         pieces: request and piece of each scored piece.
         starts: [pieces + 1] index of the first token of each piece in the arrays below.
-        tokens: [t] token ids.
         predicted_at: [t] position in the stream of the token before each token, whose output predicts it. -1 for a
             cached score, and for the first token of a sequence, which has no score.
         score_slots: [t] cache slot with the score, -1 if it is not cached.
@@ -103,15 +95,6 @@ class ScorePlaces:
     score_slots: Indices
     positions: Indices
     cache_slots: Indices
-
-    def written_slots(self, stored_slots: Indices) -> Indices:
-        """Return the slot [t] in which the cache stores a score that the step computes, -1 for none.
-
-        `stored_slots` is the result of `PackedStep.stored_slots`.
-        """
-        stored = np.where(self.positions >= 0, np.append(stored_slots, -1)[self.positions], -1)
-        slots = np.where(self.cache_slots >= 0, self.cache_slots, stored)
-        return np.where(self.predicted_at >= 0, slots, -1)
 
 
 def score_places(chains: CachedChains, needed: NeededOutputs, token_positions: TokenMap) -> ScorePlaces:
@@ -149,14 +132,6 @@ def score_places(chains: CachedChains, needed: NeededOutputs, token_positions: T
     )
 
 
-def read_positions(table: RequestPieces, token_positions: TokenMap) -> Indices:
-    """Return the positions in the stream of all reads, in the order of requests, pieces and reads."""
-    tokens = [
-        start + read.index for start, piece in zip(table.starts, table.pieces, strict=True) for read in piece.reads
-    ]
-    return token_positions.positions(np.array(tokens, np.int64))
-
-
 def token_map(
     step: PieceTrie, computed: ComputedParts, part_starts: Sequence[tuple[int, ...]]
 ) -> tuple[TokenMap, Indices]:
@@ -168,7 +143,12 @@ def token_map(
     nodes = len(trie)
     for piece in range(len(table.pieces)):
         base = table.starts[piece] - table.depths[piece]
-        for node in reversed(_own_nodes(step, piece)):
+        own_nodes: list[int] = []  # last tokens first
+        node = step.nodes[piece]
+        while trie.ends[node] > table.depths[piece]:
+            own_nodes.append(node)
+            node = trie.parents[node]
+        for node in reversed(own_nodes):
             visits.append(table.requests[piece] * nodes + node)
             depth = trie.depths[node]
             for (begin, end), position in zip(computed.parts[node], part_starts[node], strict=True):
@@ -190,18 +170,6 @@ def distinct(values: Indices) -> Indices:
     # Sorting is ten times faster than `np.unique`, which hashes, for millions of integers.
     values = np.sort(values)
     return values[np.concatenate(([True], values[1:] != values[:-1]))] if len(values) else values
-
-
-def _own_nodes(step: PieceTrie, piece: int) -> list[int]:
-    """Return the nodes with the tokens of `piece`, last tokens first."""
-    trie = step.trie
-    depth = step.pieces.depths[piece]
-    node = step.nodes[piece]
-    nodes = []
-    while trie.ends[node] > depth:
-        nodes.append(node)
-        node = trie.parents[node]
-    return nodes
 
 
 def token_counts(

@@ -1,4 +1,4 @@
-"""The pieces of all requests of a step in one table."""
+"""The pieces of all requests of a step: in one table, and as a trie in which pieces with equal tokens are merged."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from moepass.runtime.serving.requests.request import NO_TOKENS, Request, TokenPiece, Tokens
+from moepass.runtime.serving.requests.token_trie import TokenTrie
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -52,3 +53,34 @@ def request_pieces(requests: Sequence[Request]) -> RequestPieces:
             table.starts.append(start)
             start += len(piece.tokens)
     return table
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class PieceTrie:
+    """A trie of the tokens of all pieces; each piece ends with the end of a node.
+
+    Attributes:
+        trie: a trie of `pieces.tokens`. Each salt has its own root.
+        nodes: [pieces] the node with the last token of each piece.
+    """
+
+    pieces: RequestPieces
+    trie: TokenTrie
+    nodes: list[int]
+
+
+def piece_trie(pieces: RequestPieces, requests: Sequence[Request]) -> PieceTrie:
+    """Return the trie of the `pieces` of `requests`. Requests with different salts share no node.
+
+    A request is a tree of pieces already. So only pieces are compared, each from the end of its parent on.
+    """
+    trie = TokenTrie(pieces.tokens)
+    nodes: list[int] = []
+    roots: dict[bytes, int] = {}
+    for piece, parent in enumerate(pieces.parents):
+        salt = requests[pieces.requests[piece]].salt
+        if salt not in roots:
+            roots[salt] = trie.add_root()
+        before = nodes[parent] if parent >= 0 else roots[salt]
+        nodes.append(trie.insert(before, pieces.starts[piece], pieces.end(piece)))
+    return PieceTrie(pieces, trie, nodes)

@@ -8,6 +8,7 @@ token in its block.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -56,7 +57,6 @@ class StepBatch:
         nodes: the trie without its single-child chains, in depth-first order.
         contexts: chains of cached blocks before the roots, first tokens first.
         output_positions: [m] ascending positions in the stream whose output is read.
-        stored: blocks to store in the cache.
     """
 
     tokens: Indices
@@ -71,3 +71,22 @@ class StepBatch:
     def count(self) -> int:
         """Number of tokens to compute."""
         return len(self.tokens)
+
+    def sequences(self) -> Iterator[Indices]:
+        """Yield the positions of every sequence of the trie, from its root to the end of a leaf."""
+        chains: list[Indices] = []
+        for node in self.nodes:
+            positions = np.arange(node.start, node.end)
+            chains.append(positions if node.parent < 0 else np.concatenate([chains[node.parent], positions]))
+            if node.subtree_end == node.end:
+                yield chains[-1]
+
+
+def uncached_step(nodes: tuple[TrieNode, ...], tokens: Indices, output_positions: Indices = NO_INDICES) -> StepBatch:
+    """Return a step over `tokens` that reads `output_positions`, without cached blocks."""
+    depth, subtree_end = np.empty((2, len(tokens)), np.int64)
+    for node in nodes:
+        first = depth[nodes[node.parent].end - 1] + 1 if node.parent >= 0 else 0
+        depth[node.start : node.end] = first + np.arange(node.end - node.start)
+        subtree_end[node.start : node.end] = node.subtree_end
+    return StepBatch(np.asarray(tokens, np.int64), depth, subtree_end, nodes, (), output_positions, ())

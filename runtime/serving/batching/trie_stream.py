@@ -2,8 +2,7 @@
 
 A part is a range of tokens of one node that the step computes. It follows the part above it if the two adjoin.
 Otherwise it is a root of the stream and follows a chain of cached blocks, even if the step computes tokens further up
-as
-well: it sees those in the cache, so it must not be one of their descendants.
+too: it sees those in the cache, so it must not be one of their descendants.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class TrieStream:
     """The stream of a step.
 
     Attributes:
-        batch: the step, without places and without blocks to store.
+        batch: the step, without output positions and blocks to store.
         part_starts: [nodes of the trie] index in the stream at which each computed part of the node begins.
         previous: [n] index in the stream of the token before each token, -1 for the first token of a root.
         branches: [n] how many branches of the step contain each token.

@@ -1,7 +1,6 @@
 """The cache of prefix blocks: keys and values of tokens that several requests share.
 
-Start with `block_index.py`, which decides which blocks to keep. `block_memory.py` holds their keys and values,
-`block_scores.py` the scores of their tokens.
+Start with `block_index.py`, which decides which blocks to keep. `block_memory.py` holds their keys and values.
 
 May import serving/requests, serving/batching.
 """

@@ -19,16 +19,14 @@ from __future__ import annotations
 
 import collections
 import heapq
-import types
 from typing import Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from moepass.models.errors import InputError, MoepassError
-from moepass.runtime.serving.batching.block_hashes import RequestHashes
-from moepass.runtime.serving.batching.cached_blocks import MatchedBlocks, OfferedBlocks
-from moepass.runtime.serving.batching.step_batch import Indices
-from moepass.runtime.serving.cache.block_scores import BlockScores
+from moepass.runtime.serving.batching.block_hashes import MatchedBlocks, OfferedBlocks, RequestHashes
+from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, Indices
+from moepass.runtime.serving.requests.answer import ScoredTokens
 
 # [Empirical] Number of remembered hashes of blocks that were offered once. Each takes about 100 bytes.
 RECENT_HASHES = 1 << 16
@@ -41,23 +39,59 @@ class BlockEvent(NamedTuple):
     hash: bytes
 
 
+class BlockScores:
+    """The log-probability of each token of each block, and the most likely token with its log-probability.
+
+    So prompt log-probabilities of a cached prefix need no computation.
+
+    Scores are addressed by cache slot. A slot is known once all three values have been written.
+    """
+
+    def __init__(self, block_count: int) -> None:
+        slots = block_count * BLOCK_TOKENS
+        self._known = np.zeros(slots, bool)
+        self._log_probabilities = np.zeros(slots, np.float32)
+        self._top_tokens = np.zeros(slots, np.int32)
+        self._top_log_probabilities = np.zeros(slots, np.float32)
+
+    def known(self, blocks: Indices) -> npt.NDArray[np.bool_]:
+        """Return which tokens [blocks, BLOCK_TOKENS] are known; none for block -1."""
+        if not len(self._known):
+            return np.zeros((len(blocks), BLOCK_TOKENS), bool)
+        known: npt.NDArray[np.bool_] = self._known.reshape(-1, BLOCK_TOKENS)[blocks] & (blocks >= 0)[:, None]
+        return known
+
+    def write(self, slots: Indices, scored: ScoredTokens) -> None:
+        """Write `scored` to `slots`; -1 skips a token. At least one most likely token per position is required.
+
+        Known scores stay, so that answers from the cache do not change as long as the block exists.
+        """
+        chosen = np.flatnonzero(slots >= 0)
+        chosen = chosen[~self._known[slots[chosen]]]
+        written_slots = slots[chosen]
+        self._log_probabilities[written_slots] = scored.log_probabilities[chosen]
+        self._top_tokens[written_slots] = scored.top_tokens[chosen, 0]
+        self._top_log_probabilities[written_slots] = scored.top_log_probabilities[chosen, 0]
+        self._known[written_slots] = True
+
+    def read(self, slots: Indices) -> ScoredTokens:
+        """Return the scores of `slots`, with one most likely token each."""
+        assert self._known[slots].all(), "a slot of the cache stores no score"
+        tops = self._top_tokens[slots, None], self._top_log_probabilities[slots, None]
+        return ScoredTokens(self._log_probabilities[slots], *tops)
+
+    def forget(self, block: int) -> None:
+        """Mark the scores of `block` as unknown, because it gets other tokens."""
+        self._known[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS] = False
+
+
 class BlockIndex:
     """The index of `block_count` blocks. 0 blocks switch the cache off: it matches, remembers and keeps nothing.
 
     Steps may overlap, but calls must come from one thread at a time.
-
-    Attributes:
-        block_count: number of blocks.
-        scores: the scores of the blocks' tokens.
-
-    Raises:
-        InputError: a number is negative.
     """
 
     def __init__(self, block_count: int, recent_hashes: int = RECENT_HASHES) -> None:
-        for name, value in (("block_count", block_count), ("recent_hashes", recent_hashes)):
-            if value < 0:
-                raise InputError.wrong(name, value, "0 or more")
         self.block_count = block_count
         self.scores = BlockScores(block_count)
         self._blocks: dict[bytes, int] = {}
@@ -151,17 +185,6 @@ class BlockIndex:
             self._children[previous] -= 1
             self._queue_if_idle(previous)
 
-    def _match(self, hashes: RequestHashes) -> list[int]:
-        # No block is kept without those before it, so the cached blocks of each sequence are a prefix of it.
-        blocks = [self._blocks.get(name, -1) for name in hashes.hashes]
-        for block in set(blocks):
-            if block >= 0:
-                self._last_uses[block] = self._now
-        return blocks
-
-    def _pin(self, block: int) -> None:
-        self._pins[block] += 1
-
     def _unpin(self, block: int) -> None:
         self._pins[block] -= 1
         self._queue_if_idle(block)
@@ -176,7 +199,9 @@ class BlockIndex:
                 continue
             previous = -1 if before is None else reserved.get(before, self._blocks.get(before, -1))
             has_previous = before is None or previous >= 0
-            block = self._free_block() if has_previous and (is_shared or name in self._recent) else None
+            block: int | None = None
+            if has_previous and (is_shared or name in self._recent):
+                block = self._free.pop() if self._free else self._evict_one()
             if block is None:
                 rejected.append(name)
                 continue
@@ -184,39 +209,14 @@ class BlockIndex:
             self._hashes[block], self._previous[block] = name, previous
             if previous >= 0:
                 self._children[previous] += 1
-            self._pin(block)
+            self._pins[block] += 1
             self._pending.add(name)
             reserved[name] = block
         return reserved, rejected
 
-    def _free_block(self) -> int | None:
-        return self._free.pop() if self._free else self._evict_one()
-
-    def _commit(self, reserved: dict[bytes, int], rejected: list[bytes]) -> None:
-        for name, block in reserved.items():
-            self._pending.remove(name)
-            self._blocks[name] = block
-            self._last_uses[block] = self._now
-            self._recent.pop(name, None)
-            self._note("stored", name)
-        # The beginnings of sequences are remembered last, so they are forgotten last.
-        for name in reversed(rejected):
-            self._remember(name)
-
-    def _discard(self, reserved: dict[bytes, int]) -> None:
-        for name, block in reserved.items():
-            self._pending.remove(name)
-            self._pins[block] -= 1
-            self._drop(block)
-            self._free.append(block)
-
 
 class StepLease:
-    """The blocks that one step uses.
-
-    Raises:
-        MoepassError: the lease is used after its end.
-    """
+    """The blocks that one step uses."""
 
     def __init__(self, index: BlockIndex) -> None:
         self._index = index
@@ -227,17 +227,20 @@ class StepLease:
 
     def match(self, hashes: RequestHashes) -> MatchedBlocks:
         """Return and pin the cached blocks of a request: for each sequence the blocks before the first missing one."""
-        self._check()
-        cached_blocks = self._index._match(hashes)
-        for block in set(cached_blocks) - self._pinned - {-1}:
-            self._index._pin(block)
-            self._pinned.add(block)
-        blocks = np.array(cached_blocks, np.int64)
-        return MatchedBlocks(hashes, blocks, self._index.scores.known(blocks))
+        assert not self._is_over
+        index = self._index
+        # No block is kept without those before it, so the cached blocks of each sequence are a prefix of it.
+        blocks = np.array([index._blocks.get(name, -1) for name in hashes.hashes], np.int64)
+        for block in set(blocks.tolist()) - {-1}:
+            index._last_uses[block] = index._now
+            if block not in self._pinned:
+                index._pins[block] += 1
+                self._pinned.add(block)
+        return MatchedBlocks(hashes, blocks, index.scores.known(blocks))
 
     def reserve(self, offered: OfferedBlocks) -> Indices:
         """Return for each offered block the cache block to store it in; -1 if it is not kept or the cache is full."""
-        self._check()
+        assert not self._is_over
         reserved, rejected = self._index._reserve(offered)
         self._reserved |= reserved
         self._rejected += rejected
@@ -245,36 +248,37 @@ class StepLease:
 
     def commit(self) -> None:
         """End the lease after the step has run. Later leases match its reserved blocks."""
-        self._check()
+        assert not self._is_over
         self._is_over = True
-        self._index._commit(self._reserved, self._rejected)
+        index = self._index
+        for name, block in self._reserved.items():
+            index._pending.remove(name)
+            index._blocks[name] = block
+            index._last_uses[block] = index._now
+            index._recent.pop(name, None)
+            index._note("stored", name)
+        # The beginnings of sequences are remembered last, so they are forgotten last.
+        for name in reversed(self._rejected):
+            index._remember(name)
         for block in (*self._pinned, *self._reserved.values()):
-            self._index._unpin(block)
+            index._unpin(block)
 
     def release(self) -> None:
         """End the lease of a step that did not run or failed, and free its reserved blocks."""
-        self._check()
+        assert not self._is_over
         self._is_over = True
-        self._index._discard(self._reserved)
+        index = self._index
+        for name, block in self._reserved.items():
+            index._pending.remove(name)
+            index._pins[block] -= 1
+            index._drop(block)
+            index._free.append(block)
         for block in self._pinned:
-            self._index._unpin(block)
+            index._unpin(block)
 
     def __enter__(self) -> StepLease:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: types.TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not self._is_over:
             self.release()
-
-    def _check(self) -> None:
-        if self._is_over:
-            raise MoepassError(
-                "this lease of the cache has ended; take a new lease for each step",
-                name="lease",
-                expected="a new lease for each step",
-            )

@@ -19,12 +19,6 @@ class KeyValueShape:
 
     Both dimensions differ with latent attention (MLA), whose keys and values are expanded before the attention
     function.
-
-    Attributes:
-        kv_heads: number of key heads, and of value heads.
-        key_dim: numbers in a key.
-        value_dim: numbers in a value.
-        dtype: type of the numbers.
     """
 
     kv_heads: int
@@ -32,43 +26,20 @@ class KeyValueShape:
     value_dim: int
     dtype: torch.dtype
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token."""
-        return self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
-
 
 class BlockMemory:
-    """The memory of all cache blocks of `BLOCK_TOKENS` tokens.
+    """The memory of `count` cache blocks of `BLOCK_TOKENS` tokens.
 
     Block b of layer l is `keys[l][b]`, [BLOCK_TOKENS, kv_heads, key_dim], and `values[l][b]` accordingly. Layers may
     have different shapes. `BlockIndex` decides which tokens a block holds.
-
-    Args:
-        layers: shapes of all attention layers.
-        limit_bytes: as many blocks are allocated as fit into this limit.
-        device: device of the memory.
-
-    Raises:
-        InputError: not a single block fits.
     """
 
-    def __init__(self, layers: Sequence[KeyValueShape], limit_bytes: int, device: torch.device | str = "cpu") -> None:
-        self.layers = tuple(layers)
-        self.block_bytes = block_bytes(layers)
-        self.count = limit_bytes // self.block_bytes if self.block_bytes else 0
-        if self.count < 1:
-            raise InputError(
-                f"a cache of {limit_bytes} bytes is too small for a single block; a block of {BLOCK_TOKENS} tokens in "
-                f"{len(self.layers)} layers takes {self.block_bytes} bytes",
-                name="limit_bytes",
-                value=limit_bytes,
-                expected=self.block_bytes,
-            )
+    def __init__(self, layers: Sequence[KeyValueShape], count: int, device: torch.device | str = "cpu") -> None:
+        self.layers, self.count = tuple(layers), count
         # Uninitialised memory may hold NaN, and a masked weight of 0 times NaN is NaN.
         self.keys, self.values = (
             [
-                _zeros((self.count, BLOCK_TOKENS, shape.kv_heads, dim), shape.dtype, torch.device(device))
+                _zeros((count, BLOCK_TOKENS, shape.kv_heads, dim), shape.dtype, torch.device(device))
                 for shape, dim in ((shape, shape.key_dim if is_key else shape.value_dim) for shape in self.layers)
             ]
             for is_key in (True, False)
@@ -83,27 +54,22 @@ class BlockMemory:
     ) -> None:
         """Fill `blocks` [m] with rows of a step's `keys` and `values` [n, kv_heads, dim].
 
-        `positions` [m, BLOCK_TOKENS] are the rows of each block.
-
-        Raises:
-            InputError: keys or values do not have the shape of the layer.
+        `positions` [m, BLOCK_TOKENS] are the rows of each block. Raises InputError if keys or values do not have the
+        shape of the layer.
         """
         shape = self.layers[layer]
         actual = KeyValueShape(keys.shape[1], keys.shape[2], values.shape[2], keys.dtype)
         if actual != shape:
-            raise InputError(
-                f"layer {layer} produces keys and values of {actual}; the cache was built for {shape}",
-                name=f"layer {layer}",
-                value=actual,
-                expected=shape,
-            )
+            text = f"layer {layer} produces keys and values of {actual}; the cache was built for {shape}"
+            raise InputError(text, name=f"layer {layer}")
         self.keys[layer][blocks] = keys[positions]
         self.values[layer][blocks] = values[positions]
 
 
 def block_bytes(layers: Sequence[KeyValueShape]) -> int:
     """Return the bytes of one block in all `layers`."""
-    return BLOCK_TOKENS * sum(layer.token_bytes for layer in layers)
+    numbers = ((layer.kv_heads * (layer.key_dim + layer.value_dim), layer.dtype) for layer in layers)
+    return BLOCK_TOKENS * sum(count * dtype.itemsize for count, dtype in numbers)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

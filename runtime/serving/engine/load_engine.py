@@ -11,48 +11,40 @@ Pseudo-code
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import psutil
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from moepass.models.checkpoint.checkpoint_folders import load_model
 from moepass.models.errors import CheckpointError, InputError
-from moepass.passes.planner.strategies import MICRO_BATCH_TOKENS
+from moepass.models.sizes.architecture import short_dtype
+from moepass.models.sizes.families import from_config
+from moepass.passes.planner.strategies import MICRO_BATCH_TOKENS, peak_activation_bytes
 from moepass.runtime.banks.banks import BankStore
 from moepass.runtime.homes.options.home_options import HomeOptions
 from moepass.runtime.offload.loading import load_pretrained, offload_report
-from moepass.runtime.serving.attention.last_layer import LastLayer
-from moepass.runtime.serving.attention.probe import probe_trie
-from moepass.runtime.serving.attention.survey import AttentionSurvey, survey_attention
+from moepass.runtime.serving.attention.survey import survey_attention
 from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME
+from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.cache.block_index import BlockIndex
 from moepass.runtime.serving.cache.block_memory import BlockMemory, KeyValueShape, block_bytes
-from moepass.runtime.serving.engine.backbones import RowsBackbone, TrieBackbone
-from moepass.runtime.serving.engine.model_engine import EngineCounters, ModelEngine
+from moepass.runtime.serving.engine.model_engine import ModelEngine
 from moepass.runtime.serving.engine.model_head import ModelHead
-from moepass.runtime.serving.engine.model_sizes import ModelSizes, model_sizes
-from moepass.runtime.serving.engine.padded_rows import PaddedRows
-from moepass.runtime.serving.engine.plain_outputs import (
-    PlainOutputs,
-    check_outputs,
-    check_single_reads,
-    plain_outputs,
-    sequence_step,
-)
+from moepass.runtime.serving.engine.padded_rows import PaddedRows, RowsBackbone
+from moepass.runtime.serving.engine.plain_outputs import Forward, PlainOutputs, check_outputs, plain_outputs, probe_trie
 from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult, step_form_text
 from moepass.runtime.serving.engine.summed_experts import use_summed_experts
-from moepass.runtime.serving.engine.trie_states import TrieStates
+from moepass.runtime.serving.engine.trie_states import Narrowing, TrieBackbone, TrieStates, narrowed
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead, Vector
-from moepass.runtime.torch_private import constraint_violation_error, frames_compiled, quiet_log
+from moepass.runtime.torch_private import constraint_violation_error, quiet_log
 
 logger = logging.getLogger("moepass")
 
@@ -67,13 +59,13 @@ ROWS_TOKENS = MICRO_BATCH_TOKENS
 # Tokens per sequence of the full step that is measured.
 WARM_UP_TOKENS = 256
 
-# Lengths of two streams that differ from other sizes in a model. Vocabularies are larger.
-LEARNED_COUNTS = (19, 23)
+# [Empirical] Generous bound of the activations of a layer that are alive at once, in widths of its widest product.
+_WIDTHS = 8
 
 LOOPS_OVER_TOKENS = "it loops over tokens, or chunks of tokens, so each graph would only serve some lengths"
 
-# Compiles a module with three tensor arguments.
-Compile = Callable[[nn.Module], Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]]
+# Compiles a backbone.
+Compile = Callable[[nn.Module], Forward]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,11 +74,8 @@ class EngineOptions:
 
     Attributes:
         home: home of the experts; None loads them on the device, as transformers does.
-        device: device of the computation.
-        dtype: type of the model, by default that of the checkpoint.
-        slots: slots of the ring, by default as planned.
+        dtype: by default that of the checkpoint.
         memory_budget: device memory for weights, slots and activations, such as "6GB"; None for no budget.
-        hardware: name of a hardware profile for the plan.
         cache_bytes: size of the prefix cache; 0 switches it off, None takes a share of the free memory.
         step_tokens: tokens of a full step, by default as planned.
         sharers: number of processes that share the memory of the device, this one included.
@@ -105,22 +94,28 @@ class EngineOptions:
     warms_up: bool = True
 
 
-class _FullStep(NamedTuple):
-    """The tokens of a full step, and the source of this number."""
-
-    tokens: int
-    source: str
-
-
 def load_engine(folder: Path, options: EngineOptions, compile_module: Compile | None, key: bytes) -> ModelEngine:
     """Return an engine of the checkpoint in `folder`.
 
     `compile_module` compiles the backbone; with None the model runs uncompiled. `key` is the key of the block hashes.
-
-    Raises:
-        CheckpointError: the outputs of the model are not finite. Also everything that `load_pretrained` raises.
+    Raises CheckpointError if the outputs of the model are not finite, and everything that `load_pretrained` raises.
     """
-    return make_engine(_loaded(folder, options), options, compile_module, key)
+    if options.home is None:
+        model = load_model(folder, options.dtype)
+        model.to(options.device)
+    else:
+        model = load_pretrained(
+            folder,
+            home=options.home,
+            device=options.device,
+            slots=options.slots,
+            memory_budget=options.memory_budget,
+            hardware=options.hardware,
+            tokens=options.step_tokens,
+            dtype=options.dtype,
+            progress=lambda done, total: None,
+        )
+    return make_engine(model, options, compile_module, key)
 
 
 def make_engine(
@@ -128,118 +123,96 @@ def make_engine(
 ) -> ModelEngine:
     """Return an engine of `model`, which it owns from now on.
 
-    Raises:
-        InputError: the model cannot be separated into a backbone and a head that are applied token by token.
+    Raises InputError if the model cannot be separated into a backbone and a head that are applied token by token.
     """
-    store = _placed_store(model)
-    if store is not None:
+    store: BankStore | None = None
+    with contextlib.suppress(InputError):  # the experts of the model are not offloaded
+        store = offload_report(model).store
         store.warns_of_uncompiled_calls = False  # the survey and the probe run uncompiled on purpose
     head = ModelHead(model)
     survey = survey_attention(model)
     refusal = survey.refusal or probe_trie(model, survey)
-    free_bytes = _free_bytes(options.device) // options.sharers
+    is_cuda = options.device.type == "cuda"
+    free_bytes = torch.cuda.mem_get_info(options.device)[0] if is_cuda else int(psutil.virtual_memory().available)
+    free_bytes //= options.sharers
     shapes = survey.shapes if refusal is None else ()
     block_count = _block_count(shapes, options, free_bytes)
     runner: TrieStates | PaddedRows
-    backbone: nn.Module
-    narrowing: _Narrowing | None
     # If tries are used, the probe has shown that no token depends on later tokens or other branches.
     plain = plain_outputs(model, head, with_prefix=refusal is not None)
     if refusal is None:
         model.set_attn_implementation(TRIE_ATTENTION_NAME)
         if compile_module is None:
             use_summed_experts(model)
-        memory = BlockMemory(shapes, block_count * block_bytes(shapes), options.device) if block_count else None
+        memory = BlockMemory(shapes, block_count, options.device) if block_count else None
         runner = TrieStates(TrieBackbone(head.backbone), survey.layers, memory, options.device)
-        narrowing = _narrowed(head, survey, plain, runner)
-        backbone, obstacle = narrowing.backbone, narrowing.obstacle
+        narrowing = narrowed(head, survey, plain, runner)
     else:
         logger.info("steps are padded rows, without shared prefixes: %s", refusal)
-        backbone = RowsBackbone(head.backbone)
-        runner = PaddedRows(backbone, options.device, ROWS_TOKENS)
+        narrowing = Narrowing(RowsBackbone(head.backbone), "steps are padded rows")
+        runner = PaddedRows(narrowing.backbone, options.device, ROWS_TOKENS)
         check_outputs(plain, head, runner)
-        narrowing, obstacle = None, "steps are padded rows"
     is_compiled = False
     if compile_module is not None:
         try:
-            is_compiled = _compile(compile_module, backbone, plain, head, runner)
+            is_compiled = _compile(compile_module, narrowing.backbone, plain, head, runner)
         except Exception as error:  # Dynamo may fail on the last layer, which runs twice
-            if narrowing is None or narrowing.handle is None:
+            if narrowing.handle is None:
                 raise
             narrowing = narrowing.undone(error)
-            backbone, obstacle = narrowing.backbone, narrowing.obstacle
-            is_compiled = _compile(compile_module, backbone, plain, head, runner)
-    sizes = model_sizes(model, narrows=not obstacle)
-    full_step = _full_step(store, options)
-    facts = _facts(model, head, sizes, full_step, survey, refusal, free_bytes)
-    last_layer = f"computes all tokens, because {obstacle}" if obstacle else "computes only the read tokens"
-    facts = dataclasses.replace(facts, notes={**facts.notes, "last layer": last_layer})
+            is_compiled = _compile(compile_module, narrowing.backbone, plain, head, runner)
+    obstacle = narrowing.obstacle
+    table, token_bytes, cost_note = _model_sizes(model, narrows=not obstacle)
+    most_tokens = max(1, int(ACTIVATION_SHARE * free_bytes / token_bytes))
+    full_step_tokens, source = _full_step(store, options)
+    notes = {
+        "steps": step_form_text(refusal),
+        "full step": f"{full_step_tokens} tokens, {source}",
+        "largest step": f"{most_tokens} tokens",
+        **({} if cost_note is None else {"costs": cost_note}),
+        "last layer": f"computes all tokens, because {obstacle}" if obstacle else "computes only the read tokens",
+    }
     if compile_module is not None and not is_compiled:
-        facts = dataclasses.replace(facts, notes={**facts.notes, "compiled": f"no: {LOOPS_OVER_TOKENS}"})
-    counters = EngineCounters(_exposed_seconds(store), lambda: frames_compiled()[0])
-    size = block_bytes(shapes) if block_count else 0
+        notes["compiled"] = f"no: {LOOPS_OVER_TOKENS}"
+    config = model.config.get_text_config()
+    limits = (getattr(config, "max_position_embeddings", None), survey.position_limit)
+    names = model.config.id2label if head.kind == "classes" else {}
+    facts = EngineFacts(
+        form="trie" if refusal is None else "rows",
+        saturation_flops=full_step_tokens * table.total(1),
+        flops_per_second=0.0,
+        most_tokens=most_tokens,
+        max_sequence_tokens=min((int(limit) for limit in limits if limit), default=1 << 30),
+        vocabulary_size=int(config.vocab_size),
+        predicts_tokens=head.kind == "tokens",
+        vector="class scores" if head.kind == "classes" else "embedding",
+        class_names=tuple(str(names[number]) for number in sorted(names)),
+        notes=notes,
+        full_step_tokens=full_step_tokens,
+    )
+
+    def exposed_seconds() -> float:
+        return store.ring().statistics.waited_seconds if store is not None and store.banks else 0.0
+
     engine = ModelEngine(
-        head, runner, sizes.table, facts, index=BlockIndex(block_count), key=key, counters=counters, block_bytes=size
+        head,
+        runner,
+        table,
+        facts,
+        index=BlockIndex(block_count),
+        key=key,
+        exposed_seconds=exposed_seconds,
+        block_bytes=block_bytes(shapes) if block_count else 0,
     )
     if store is not None:
         store.warns_of_uncompiled_calls = is_compiled
     if options.warms_up:
-        warm_up(engine, full_step.tokens)
+        warm_up(engine)
     return engine
 
 
-class _Narrowing(NamedTuple):
-    """A backbone, and whether its last layer computes only tokens whose output is requested.
-
-    Attributes:
-        backbone: the module to compile.
-        obstacle: the reason why the last layer computes all tokens; empty if it computes the read ones only.
-        handle: removes the hook that narrows the last layer; None if it computes all tokens.
-    """
-
-    backbone: TrieBackbone
-    obstacle: str = ""
-    handle: RemovableHandle | None = None
-
-    def undone(self, error: Exception) -> _Narrowing:
-        """Return a backbone whose last layer computes all tokens because of `error`."""
-        if self.handle is not None:
-            self.handle.remove()
-        obstacle = f"{type(error).__name__}: {error}".partition("\n")[0]
-        logger.warning("the last layer computes all tokens instead of the read ones: %s", obstacle)
-        logger.debug("the last layer computes all tokens", exc_info=error)
-        return _Narrowing(TrieBackbone(self.backbone.backbone), obstacle)
-
-
-def _narrowed(head: ModelHead, survey: AttentionSurvey, plain: PlainOutputs, runner: TrieStates) -> _Narrowing:
-    """Return a backbone for `runner`, narrowed if that does not change the outputs.
-
-    Raises:
-        InputError: the outputs differ from the model's own even if the last layer computes all tokens.
-    """
-    assert survey.last is not None
-    last_layer = LastLayer()
-    unnarrowed = TrieStates(TrieBackbone(head.backbone), runner.layers, runner.memory, runner.device)
-    narrowing = _Narrowing(TrieBackbone(head.backbone, last_layer))
-    try:
-        narrowing = narrowing._replace(handle=last_layer.attach(head.backbone, survey.last))
-        last_layer.learn(lambda count: unnarrowed.states(sequence_step(count)), LEARNED_COUNTS)
-        runner.forward = narrowing.backbone
-        check_outputs(plain, head, runner)
-        check_single_reads(plain, head, runner, unnarrowed)
-    except Exception as error:  # the model's own code may not expect different numbers of tokens
-        narrowing = narrowing.undone(error)
-        runner.forward = narrowing.backbone
-        check_outputs(plain, head, runner)
-    return narrowing
-
-
 def _compile(
-    compile_module: Compile,
-    backbone: nn.Module,
-    plain: PlainOutputs,
-    head: ModelHead,
-    runner: TrieStates | PaddedRows,
+    compile_module: Compile, backbone: nn.Module, plain: PlainOutputs, head: ModelHead, runner: TrieStates | PaddedRows
 ) -> bool:
     """Let `runner` run `backbone` compiled. Return False if no graph covers all numbers of tokens."""
     runner.forward = compile_module(backbone)
@@ -254,10 +227,11 @@ def _compile(
     return True
 
 
-def warm_up(engine: ModelEngine, full_step_tokens: int) -> None:
+def warm_up(engine: ModelEngine) -> None:
     """Run steps of all kinds, so that nothing is left to compile, and measure the speed of a full step.
 
     The steps have one token, two tokens, a trie whose prefixes come from the cache in the second run, and a full step.
+    Raises CheckpointError if an answer contains values that are not finite.
     """
     facts = engine.facts
     longest = min(facts.max_sequence_tokens, facts.most_tokens)
@@ -272,108 +246,62 @@ def warm_up(engine: ModelEngine, full_step_tokens: int) -> None:
         pieces += [TokenPiece(0, tokens[index : index + 1], read(0), vector=vector) for index in range(branches)]
         return Request(f"warm-up {number}", tuple(pieces), salt=b"warm-up")
 
-    trie = request(1, max(1, min(longest - 1, 40)), min(3, longest - 1))
-
     def run(requests: list[Request]) -> StepResult:
         result = engine.step(requests)
-        _check_numbers(result)
+        pieces = [piece for answer in result.answers for piece in answer.pieces]
+        values = [read.top_log_probabilities for piece in pieces for read in piece.reads]
+        values += [piece.vector for piece in pieces if piece.vector is not None]
+        if not all(np.isfinite(numbers).all() for numbers in values):
+            raise CheckpointError(
+                "the model's outputs are not finite: its weights are damaged, or too large for their dtype; serve the "
+                "model in float32 to find out which",
+                name="output",
+            )
         return result
 
+    trie = request(1, max(1, min(longest - 1, 40)), min(3, longest - 1))
     for requests in ([request(0, 1)], [request(0, min(longest, 2))], [trie], [trie]):
         run(requests)
     length = min(longest, WARM_UP_TOKENS)
-    full = [request(number, length) for number in range(max(1, min(full_step_tokens, facts.most_tokens) // length))]
+    full_step_tokens = min(facts.full_step_tokens, facts.most_tokens)
+    full = [request(number, length) for number in range(max(1, full_step_tokens // length))]
     fastest = min((run(full) for _ in range(2)), key=lambda result: result.seconds)
     engine.be_ready(max(1.0, fastest.flops) / fastest.seconds)
 
 
-def _check_numbers(result: StepResult) -> None:
-    """Raise CheckpointError if an answer contains values that are not finite."""
-    pieces = [piece for answer in result.answers for piece in answer.pieces]
-    values = [read.top_log_probabilities for piece in pieces for read in piece.reads]
-    values += [piece.vector for piece in pieces if piece.vector is not None]
-    if not all(np.isfinite(numbers).all() for numbers in values):
-        raise CheckpointError(
-            "the model's outputs are not finite: its weights are damaged, or too large for their dtype; serve the "
-            "model in float32 to find out which",
-            name="output",
-        )
+def _model_sizes(model: PreTrainedModel, *, narrows: bool) -> tuple[FlopsTable, float, str | None]:
+    """Return FLOPs, bytes of activations per token, and the source of both if it is not the architecture.
+
+    A model with an unknown architecture costs 2 FLOPs per parameter and token. Attention is not counted then, and all
+    tokens pass through all layers.
+    """
+    try:
+        architecture = from_config(model.config)
+        token_bytes = peak_activation_bytes(architecture, 1, short_dtype(model.dtype))
+        return FlopsTable(architecture, narrows=narrows), token_bytes, None
+    except InputError as error:
+        reason = str(error).partition(";")[0]
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    head = model.get_output_embeddings()
+    logit_numbers = 0 if head is None else head.weight.numel()
+    outside = tables | ({id(head.weight)} if head is not None else set())
+    numbers = sum(value.numel() for value in model.parameters() if id(value) not in outside)
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
+    width = max([int(model.config.get_text_config().hidden_size), *(linear.out_features for linear in linears)])
+    table = FlopsTable.of_parameters(numbers, logit_numbers)
+    return table, float(_WIDTHS * width * 4), f"2 FLOPs per parameter and token, because {reason}"
 
 
-def _loaded(folder: Path, options: EngineOptions) -> PreTrainedModel:
-    if options.home is None:
-        model = load_model(folder, options.dtype)
-        model.to(options.device)
-        return model
-    return load_pretrained(
-        folder,
-        home=options.home,
-        device=options.device,
-        slots=options.slots,
-        memory_budget=options.memory_budget,
-        hardware=options.hardware,
-        tokens=options.step_tokens,
-        dtype=options.dtype,
-        progress=lambda done, total: None,
-    )
-
-
-def _facts(
-    model: PreTrainedModel,
-    head: ModelHead,
-    sizes: ModelSizes,
-    full_step: _FullStep,
-    survey: AttentionSurvey,
-    refusal: str | None,
-    free_bytes: int,
-) -> EngineFacts:
-    config = model.config.get_text_config()
-    limits = (getattr(config, "max_position_embeddings", None), survey.position_limit)
-    longest = min((int(limit) for limit in limits if limit), default=1 << 30)
-    most_tokens = max(1, int(ACTIVATION_SHARE * free_bytes / sizes.token_bytes))
-    names = model.config.id2label if head.kind == "classes" else {}
-    return EngineFacts(
-        form="trie" if refusal is None else "rows",
-        saturation_flops=full_step.tokens * sizes.table.total(1),
-        flops_per_second=0.0,
-        most_tokens=most_tokens,
-        max_sequence_tokens=longest,
-        vocabulary_size=int(config.vocab_size),
-        predicts_tokens=head.kind == "tokens",
-        vector="class scores" if head.kind == "classes" else "embedding",
-        class_names=tuple(str(names[number]) for number in sorted(names)),
-        notes={
-            "steps": step_form_text(refusal),
-            "full step": f"{full_step.tokens} tokens, {full_step.source}",
-            "largest step": f"{most_tokens} tokens",
-            **({} if sizes.note is None else {"costs": sizes.note}),
-        },
-        full_step_tokens=full_step.tokens,
-    )
-
-
-def _full_step(store: BankStore | None, options: EngineOptions) -> _FullStep:
+def _full_step(store: BankStore | None, options: EngineOptions) -> tuple[int, str]:
+    """Return the tokens of a full step, and the source of this number."""
     if options.step_tokens:
-        return _FullStep(options.step_tokens, "as asked for")
+        return options.step_tokens, "as asked for"
     # The plan of an offloaded model has a threshold if a profile of the machine is known.
     threshold = None if store is None or store.placed is None else store.placed.decisions.threshold_tokens
     if threshold:
-        return _FullStep(threshold, "the plan's saturation threshold")
+        return threshold, "the plan's saturation threshold"
     unknown = "" if store is None or store.placed is None else store.placed.unknown
-    return _FullStep(MICRO_BATCH_TOKENS, f"[Empirical], without a plan{f': {unknown}' if unknown else ''}")
-
-
-def _placed_store(model: PreTrainedModel) -> BankStore | None:
-    try:
-        return offload_report(model).store
-    except InputError:  # the experts of the model are not offloaded
-        return None
-
-
-def _exposed_seconds(store: BankStore | None) -> Callable[[], float]:
-    if store is None or not store.banks:
-        return lambda: 0.0
-    return lambda: store.ring().statistics.waited_seconds
+    return MICRO_BATCH_TOKENS, f"[Empirical], without a plan{f': {unknown}' if unknown else ''}"
 
 
 def _block_count(shapes: Sequence[KeyValueShape], options: EngineOptions, free_bytes: int) -> int:
@@ -400,9 +328,3 @@ def _block_count(shapes: Sequence[KeyValueShape], options: EngineOptions, free_b
             expected=block_bytes(shapes),
         )
     return count
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)

@@ -15,19 +15,17 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from moepass.models.errors import InputError
 from moepass.runtime.serving.batching.pack import PackedStep, pack
-from moepass.runtime.serving.batching.request_costs import RequestCost, request_cost, row_cost, unshared_flops
-from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, Indices, StepBatch
-from moepass.runtime.serving.batching.step_flops import FlopsTable, row_lengths
+from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, Indices
+from moepass.runtime.serving.batching.step_flops import FlopsTable, RequestCost, request_cost, row_cost, unshared_flops
 from moepass.runtime.serving.cache.block_index import BlockIndex
 from moepass.runtime.serving.engine.model_head import ModelHead
-from moepass.runtime.serving.engine.out_of_memory import is_out_of_memory
+from moepass.runtime.serving.engine.plain_outputs import StatesRunner
 from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult
 from moepass.runtime.serving.engine.step_reads import StepReads
 from moepass.runtime.serving.engine.step_view import StepWatch
@@ -36,50 +34,21 @@ from moepass.runtime.serving.requests.answer import Answer
 from moepass.runtime.serving.requests.request import Request
 from moepass.runtime.serving.requests.request_parts import halves, merged_answer
 from moepass.runtime.serving.requests.view import EngineView
+from moepass.runtime.torch_private import frames_compiled
 
 logger = logging.getLogger("moepass")
 
 
 class StepTooLargeError(InputError):
-    """A step has `value` tokens, and memory suffices for `expected`. The step can be split."""
-
-
-class StatesRunner(Protocol):
-    """Runs steps of a model."""
-
-    def states(self, batch: StepBatch) -> torch.Tensor:
-        """Return the states [m, hidden] at `batch.output_positions`."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineCounters:
-    """Functions that read counters of other components.
-
-    Attributes:
-        exposed_seconds: time that computation has waited for experts.
-        compilations: number of compiled graphs.
-    """
-
-    exposed_seconds: Callable[[], float] = lambda: 0.0
-    compilations: Callable[[], int] = lambda: 0
-
-
-_NO_COUNTERS = EngineCounters()
+    """A step has more tokens than fit into memory, and can be split."""
 
 
 class ModelEngine:
     """A `StepEngine` that runs a model in this process.
 
     Args:
-        head: the head of the model.
-        runner: runs the backbone.
-        table: FLOPs of the model's architecture.
-        facts: properties and limits of the engine.
         index: index of the runner's cache blocks; with 0 blocks if it has no cache.
-        key: key of the block hashes.
-        counters: counters of other components.
-        block_bytes: size of a cache block.
+        exposed_seconds: returns the time that computation has waited for experts.
     """
 
     def __init__(
@@ -91,44 +60,34 @@ class ModelEngine:
         *,
         index: BlockIndex,
         key: bytes,
-        counters: EngineCounters = _NO_COUNTERS,
+        exposed_seconds: Callable[[], float] = lambda: 0.0,
         block_bytes: int = 0,
     ) -> None:
-        self._head, self._runner, self._table, self._key, self._counters = head, runner, table, key, counters
-        self._facts, self._index = facts, index
+        self._head, self._runner, self._table, self._key, self._index = head, runner, table, key, index
+        self.facts, self._exposed_seconds = facts, exposed_seconds
         self._caches = index.block_count > 0
         self._most_tokens = facts.most_tokens
         self._costs: dict[str, RequestCost] = {}
         self._watch = StepWatch(index, block_bytes)
 
-    @property
-    def facts(self) -> EngineFacts:
-        """The properties and limits of the engine."""
-        return self._facts
-
     def be_ready(self, flops_per_second: float) -> None:
         """Clear the cache after the warm-up, and store its measured speed in the facts."""
         self._index.evict(self._index.block_count)
         self._index.drain_events()
-        self._facts = dataclasses.replace(self._facts, flops_per_second=flops_per_second)
+        self.facts = dataclasses.replace(self.facts, flops_per_second=flops_per_second)
         self._watch.forget()
 
     def compilations(self) -> int:
         """Return the number of graphs that this process has compiled."""
-        return self._counters.compilations()
+        return frames_compiled()[0]
 
     def view(self) -> EngineView:
         """Return the last step and the occupancy of the cache. May be called from any thread."""
         return self._watch.view()
 
     def check(self, request: Request) -> None:
-        """Check that the model can answer `request`.
-
-        Raises:
-            InputError: a token id is out of range, a sequence is too long, or the model's head cannot give a requested
-                output.
-        """
-        facts = self._facts
+        """Raise InputError if the model cannot answer `request`."""
+        facts = self.facts
         longest = max(depth + len(piece.tokens) for depth, piece in zip(request.depths(), request.pieces, strict=True))
         for piece in request.pieces:
             asked = [piece.tokens, *(read.tokens for read in piece.reads)]
@@ -146,19 +105,12 @@ class ModelEngine:
                 raise InputError("the model has no head that predicts tokens; only vectors can be read", name="reads")
             has_mean = facts.vector == "embedding"
             if piece.vector is not None and (facts.vector is None or (piece.vector == "mean" and not has_mean)):
-                raise InputError(
-                    f"the model's head returns no {piece.vector!r} vector of a sequence",
-                    name="vector",
-                    value=piece.vector,
-                )
+                text = f"the model's head returns no {piece.vector!r} vector of a sequence"
+                raise InputError(text, name="vector", value=piece.vector)
         limit = min(facts.max_sequence_tokens, facts.most_tokens)
         if longest > limit:
-            raise InputError(
-                f"a sequence of request {request.id} has {longest} tokens; this engine computes at most {limit}",
-                name="tokens",
-                value=longest,
-                expected=limit,
-            )
+            text = f"a sequence of request {request.id} has {longest} tokens; this engine computes at most {limit}"
+            raise InputError(text, name="tokens", value=longest, expected=limit)
 
     def choose(self, waiting: Iterable[Request]) -> list[Request]:
         """Return the leading requests of `waiting`, at least one, that fill a step up to saturation.
@@ -173,13 +125,20 @@ class ModelEngine:
         for request in waiting:
             if request.id in earlier_costs:
                 self._costs[request.id] = earlier_costs[request.id]
-            new_tokens, new_flops = self._additional(request, seen)
+            cost = self._cost_of(request)
+            new_tokens, new_flops = cost.tokens, cost.flops
+            for name, block_flops in zip(cost.hashes.hashes, cost.block_flops, strict=True):
+                if name in seen:
+                    new_tokens -= BLOCK_TOKENS
+                    new_flops -= block_flops
+                seen.add(name)
+            new_tokens = max(new_tokens, 1)
             if chosen and tokens + new_tokens > self._most_tokens:
                 break
             chosen.append(request)
             tokens += new_tokens
             flops += new_flops
-            if flops >= self._facts.saturation_flops:
+            if flops >= self.facts.saturation_flops:
                 break
         return chosen
 
@@ -188,7 +147,7 @@ class ModelEngine:
 
         Without `compares`, `unshared_flops` of the result is 0; counting it takes about as long as packing.
         """
-        start, exposed = time.perf_counter(), self._counters.exposed_seconds()
+        start, exposed = time.perf_counter(), self._exposed_seconds()
         try:
             results = self._run_or_split(requests)
         finally:
@@ -202,7 +161,7 @@ class ModelEngine:
             flops=sum(partial.flops for partial in results),
             unshared_flops=unshared_flops(requests, self._table) if compares else 0,
             seconds=time.perf_counter() - start,
-            exposed_seconds=self._counters.exposed_seconds() - exposed,
+            exposed_seconds=self._exposed_seconds() - exposed,
             refused=tuple(refusal for partial in results for refusal in partial.refused),
             retries=len(results) - 1,
         )
@@ -210,36 +169,16 @@ class ModelEngine:
         return result
 
     def answer_now(self, request: Request) -> Answer:
-        """Return the answer to one request, computed in a separate step.
-
-        Raises:
-            InputError: the model cannot answer the request.
-        """
+        """Return the answer to one request, computed in a separate step. Raises InputError as `check` does."""
         self.check(request)
         result = self.step([request])
         for _, reason in result.refused:
             raise InputError(f"request {request.id} cannot be computed: {reason}", name="request")
         return result.answers[0]
 
-    # ---- Costs of a request
-
-    def _additional(self, request: Request, seen: set[bytes]) -> tuple[int, int]:
-        """Return the tokens and FLOPs that `request` adds to a step that contains the blocks `seen`.
-
-        The blocks of the request are added to `seen`.
-        """
-        cost = self._cost_of(request)
-        tokens, flops = cost.tokens, cost.flops
-        for name, block_flops in zip(cost.hashes.hashes, cost.block_flops, strict=True):
-            if name in seen:
-                tokens -= BLOCK_TOKENS
-                flops -= block_flops
-            seen.add(name)
-        return max(tokens, 1), flops
-
     def _cost_of(self, request: Request) -> RequestCost:
         if request.id not in self._costs:
-            is_trie = self._facts.form == "trie"
+            is_trie = self.facts.form == "trie"
             self._costs[request.id] = (
                 request_cost(request, self._table, self._key) if is_trie else row_cost(request, self._table)
             )
@@ -251,15 +190,17 @@ class ModelEngine:
         try:
             return [self._run_step(requests)]
         except Exception as error:
-            if not (is_out_of_memory(error) or isinstance(error, StepTooLargeError)):
+            # torch's host allocator raises a plain RuntimeError.
+            is_out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+                isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+            )
+            if not (is_out_of_memory or isinstance(error, StepTooLargeError)):
                 raise
-            reason = error
         # The retry runs outside of the except block, because the error's frames hold the tensors of the failed step.
-        if not isinstance(reason, StepTooLargeError):
+        if is_out_of_memory:
             largest = max(sum(len(piece.tokens) for piece in request.pieces) for request in requests)
             self._most_tokens = min(self._most_tokens, max(largest, self._most_tokens // 2))
             logger.warning("out of memory in a step: steps are limited to %d tokens from now on", self._most_tokens)
-        del reason
         if len(requests) > 1:
             middle = len(requests) // 2
             return [*self._run_or_split(requests[:middle]), *self._run_or_split(requests[middle:])]
@@ -271,7 +212,7 @@ class ModelEngine:
         if both_halves is None:
             tokens = sum(len(piece.tokens) for piece in request.pieces)
             reason = f"its {tokens} tokens need more memory than the device has left"
-            return [StepResult((), (), (), 0, 0, 0, 0.0, 0.0, ((request.id, reason),))]
+            return [StepResult((), (), (), 0, 0, refused=((request.id, reason),))]
         done: list[list[StepResult]] = []
         for number, half in enumerate(both_halves):
             # The half gets a new id, because costs are remembered by id.
@@ -292,43 +233,35 @@ class ModelEngine:
             matched = [lease.match(self._cost_of(request).hashes) for request in requests] if self._caches else None
             packed = pack(requests, self._table, matched)
             self._watch.packed(packed.batch)
-            self._check_size(packed, requests)
+            count, _ = self._computed(packed)
+            if count > self._most_tokens and (len(requests) > 1 or halves(requests[0]) is not None):
+                raise StepTooLargeError(f"a step has {count} tokens, and at most {self._most_tokens} fit into memory")
             blocks = lease.reserve(packed.offered)
             batch = packed.storing(blocks)
             # If the cache holds all outputs, nothing runs.
             states = self._runner.states(batch) if len(batch.output_positions) else torch.empty(0)
             reads = StepReads(packed, requests, keeps_scores=self._caches)
-            scores = score_tokens(states, self._head, self._facts.vocabulary_size, reads.wanted)
+            scores = score_tokens(states, self._head, self.facts.vocabulary_size, reads.wanted)
             answers = reads.answers(scores, lambda rows: self._vectors(states, rows), self._index.scores)
             if self._caches:
-                slots = packed.scores.written_slots(packed.stored_slots(blocks))
-                self._index.scores.write(slots, reads.scored(scores, self._index.scores))
+                self._index.scores.write(packed.written_slots(blocks), reads.scored(scores, self._index.scores))
             lease.commit()
         events = self._index.drain_events()
         return StepResult(
             answers,
             tuple(event.hash for event in events if event.kind == "stored"),
             tuple(event.hash for event in events if event.kind == "evicted"),
-            *(*self._computed(packed), 0, 0.0, 0.0),
+            *self._computed(packed),
         )
 
     def _computed(self, packed: PackedStep) -> tuple[int, int]:
         """Return the computed tokens and FLOPs of a step. Padded rows count completely, without their padding."""
-        if self._facts.form == "trie":
+        if self.facts.form == "trie":
             return packed.batch.count, packed.flops
-        rows = row_lengths(packed.batch)
+        rows = [len(positions) for positions in packed.batch.sequences()]
         flops = sum(map(self._table.total, rows)) + len(packed.logit_places) * self._table.logit_flops
         return sum(rows), flops
 
     def _vectors(self, states: torch.Tensor, rows: Indices) -> torch.Tensor:
         chosen = states[torch.from_numpy(rows).to(states.device)]
         return self._head(chosen) if self._head.kind == "classes" else chosen
-
-    def _check_size(self, packed: PackedStep, requests: Sequence[Request]) -> None:
-        count, _ = self._computed(packed)
-        if count > self._most_tokens and (len(requests) > 1 or halves(requests[0]) is not None):
-            raise StepTooLargeError(
-                f"a step has {count} tokens, and at most {self._most_tokens} fit into memory",
-                value=count,
-                expected=self._most_tokens,
-            )

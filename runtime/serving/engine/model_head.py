@@ -27,7 +27,6 @@ class ModelHead:
         kind: "tokens" for next-token logits, "classes" for class scores or a reward, "states" if the states are the
             output.
         width: numbers per state that the head returns: entries of the vocabulary, classes, or the width of the states.
-        backbone: the backbone of the model.
 
     Raises:
         InputError: the head needs more from its backbone than states.
@@ -35,42 +34,31 @@ class ModelHead:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.kind: HeadKind = _kind(model)
-        self._model, self._name = model, _backbone_name(model) if self.kind != "states" else ""
+        self.model, self._name = model, _backbone_name(model) if self.kind != "states" else ""
         self.backbone: nn.Module = model.get_submodule(self._name)
-        states = torch.zeros(2, _state_width(model), dtype=model.dtype, device=model.device)
+        states = torch.zeros(2, model.config.get_text_config().hidden_size, dtype=model.dtype, device=model.device)
         self.width: int = self(states).shape[-1]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the model's numbers."""
-        dtype: torch.dtype = self._model.dtype
-        return dtype
-
-    @property
-    def model_name(self) -> str:
-        """Class name of the model."""
-        return type(self._model).__name__
 
     @torch.no_grad()
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """Return the outputs [rows, width] for the states [rows, hidden], in the dtype of the model."""
         if self.kind == "states":
             return states
-        if self.kind == "classes" and self._model.config.get_text_config().pad_token_id is None:
+        if self.kind == "classes" and self.model.config.get_text_config().pad_token_id is None:
             # Without a padding token, transformers refuses several sequences, because it cannot find their ends.
             return torch.cat([self._logits(row) for row in states.split(1)]) if len(states) else self._logits(states)
         return self._logits(states)
 
     def _logits(self, states: torch.Tensor) -> torch.Tensor:
         # A shallow copy gets another backbone. The model itself is not changed, because other threads may run it.
-        probe = copy.copy(self._model)
+        probe = copy.copy(self.model)
         stand_in = _StandInBackbone(self.backbone, states[:, None])
-        probe.__dict__["_modules"] = {**self._model._modules, self._name: stand_in}
+        probe.__dict__["_modules"] = {**self.model._modules, self._name: stand_in}
         inputs = torch.ones((len(states), 1), dtype=torch.int64, device=states.device)
         try:
             logits: torch.Tensor = probe(input_ids=inputs, use_cache=False).logits
         except (TypeError, AttributeError, IndexError) as error:
-            kind = type(self._model).__name__
+            kind = type(self.model).__name__
             raise InputError(
                 f"{kind} cannot be served, because its head needs more from its backbone than hidden states "
                 f"({type(error).__name__}: {error})",
@@ -89,12 +77,8 @@ def _kind(model: PreTrainedModel) -> HeadKind:
     if model.base_model is model:
         return "states"
     supported = ("ForCausalLM", "ForSequenceClassification", "Model")
-    raise InputError(
-        f"the head of {name} is not supported; serve a class whose name ends in {one_of(supported)}",
-        name="model",
-        value=name,
-        expected=supported,
-    )
+    text = f"the head of {name} is not supported; serve a class whose name ends in {one_of(supported)}"
+    raise InputError(text, name="model", value=name, expected=supported)
 
 
 def _backbone_name(model: PreTrainedModel) -> str:
@@ -104,15 +88,8 @@ def _backbone_name(model: PreTrainedModel) -> str:
         return str(model.base_model_prefix)
     if len(names) == 1:
         return names[0]
-    raise InputError(
-        f"{type(model).__name__} cannot be served, because it has no separate backbone module",
-        name="model",
-        value=type(model).__name__,
-    )
-
-
-def _state_width(model: PreTrainedModel) -> int:
-    return int(model.config.get_text_config().hidden_size)
+    text = f"{type(model).__name__} cannot be served, because it has no separate backbone module"
+    raise InputError(text, name="model", value=type(model).__name__)
 
 
 class _BackboneOutput(BaseModelOutputWithPast):  # type: ignore[misc]  # transformers has no types

@@ -6,50 +6,58 @@ included. Nothing is cached.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import numpy as np
 import torch
+from torch import nn
 
 from moepass.runtime.serving.batching.step_batch import Indices, StepBatch
+from moepass.runtime.serving.engine.plain_outputs import Forward
 
 # Longest row that a compiled graph must support. Longer rows may need 64-bit indices, and so another graph.
 MOST_COMPILED_WIDTH = 1 << 17
 
-# (input_ids [rows, tokens], attention_mask [rows, tokens], indices [n] into rows * tokens) -> states [n, hidden]
-RowsForward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+class RowsBackbone(nn.Module):
+    """A backbone over padded rows that returns hidden states only for tokens whose output is requested."""
+
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        self.backbone = backbone
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Return the states [m, hidden] at `places` [m], indices into the flattened rows [rows * tokens]."""
+        states: torch.Tensor = self.backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)[0]
+        return states.flatten(0, 1)[places]
 
 
 class PaddedRows:
     """Runs steps as groups of padded rows.
 
-    Args:
-        forward: a `RowsBackbone`, compiled or not.
-        device: device of the model.
-        most_tokens: limit of the tokens of a group, padding included. A single row may be longer.
+    A group has at most `most_tokens` tokens, padding included. A single row may be longer.
     """
 
-    def __init__(self, forward: RowsForward, device: torch.device, most_tokens: int) -> None:
+    def __init__(self, forward: Forward, device: torch.device, most_tokens: int) -> None:
         self.forward, self.device, self.most_tokens = forward, device, most_tokens
 
     @torch.no_grad()
     def states(self, batch: StepBatch) -> torch.Tensor:
         """Return the states [m, hidden] at `batch.output_positions`.
 
-        Raises:
-            ValueError: the step reads or stores cached blocks.
+        Raises ValueError if the step uses cached blocks.
         """
         if batch.contexts or batch.stored:
             raise ValueError("padded rows have no cache, but the step reads or stores cached blocks")
-        rows = list(_rows(batch))
-        row_of = np.full(batch.count, -1, np.int64)
+        rows = list(batch.sequences())
+        row_of = np.empty(batch.count, np.int64)
         for number, positions in enumerate(rows):
-            fresh = positions[row_of[positions] < 0]
-            row_of[fresh] = number
+            row_of[positions] = number  # a shared prefix is read in the last row that has it
         owners = row_of[batch.output_positions]
         group_states: list[torch.Tensor] = []
         order: list[Indices] = []
-        for group in self._groups(rows):
+        by_length = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
+        while by_length:
+            size = max(1, self.most_tokens // len(rows[by_length[0]]))
+            group, by_length = by_length[:size], by_length[size:]
             read = np.flatnonzero(np.isin(owners, group))
             if len(read):
                 order.append(read)
@@ -60,18 +68,6 @@ class PaddedRows:
         ordered = torch.empty_like(states)
         ordered[torch.from_numpy(np.concatenate(order)).to(states.device)] = states
         return ordered
-
-    def _groups(self, rows: list[Indices]) -> Iterator[list[int]]:
-        group: list[int] = []
-        width = 0
-        for number in sorted(range(len(rows)), key=lambda number: -len(rows[number])):
-            if group and width * (len(group) + 1) > self.most_tokens:
-                yield group
-                group = []
-            width = width if group else len(rows[number])
-            group.append(number)
-        if group:
-            yield group
 
     def _run(
         self, batch: StepBatch, rows: list[Indices], group: list[int], owners: Indices, depths: Indices
@@ -95,14 +91,3 @@ class PaddedRows:
             torch._dynamo.mark_dynamic(tensor, 1, **limits)
         torch._dynamo.mark_dynamic(inputs[2], 0)
         return self.forward(*inputs)[: len(flat_indices)]
-
-
-def _rows(batch: StepBatch) -> Iterator[Indices]:
-    """Yield the positions of every sequence of the trie, from its first token to the end of a leaf."""
-    chains: list[Indices] = []
-    for node in batch.nodes:
-        positions = np.arange(node.start, node.end)
-        chain = positions if node.parent < 0 else np.concatenate([chains[node.parent], positions])
-        chains.append(chain)
-        if node.subtree_end == node.end:
-            yield chain

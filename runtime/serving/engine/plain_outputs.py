@@ -1,4 +1,4 @@
-"""A check that the engine's parts compute the same as the model itself, on a few tokens.
+"""Checks that the engine's parts compute the same as the model itself, on a few tokens.
 
 The engine calls a model's backbone and head separately, and computes a shared prefix once. That is only correct if the
 model's `forward` passes nothing but token ids to the backbone, the head treats each state separately, and no state
@@ -8,17 +8,38 @@ depends on later tokens or other sequences. A model's own code may violate this 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from moepass.models.errors import InputError
-from moepass.runtime.serving.attention.probe import difference_text
-from moepass.runtime.serving.batching.step_batch import Indices, StepBatch, TrieNode
-from moepass.runtime.serving.engine.model_engine import StatesRunner
+from moepass.runtime.serving.attention.running_step import RunningStep, running_step
+from moepass.runtime.serving.attention.survey import AttentionSurvey, functions_set_to
+from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME
+from moepass.runtime.serving.batching.step_batch import Indices, StepBatch, TrieNode, uncached_step
 from moepass.runtime.serving.engine.model_head import ModelHead
+
+# Allowed difference relative to the norm of a token's state. Rounding in fp32 changes a state by 1e-6, another branch's
+# token that leaks into attention by 0.1 and more.
+FP32_TOLERANCE = 1e-4
+# [Empirical] The same in half precision. Rounding may send a token to other experts, so a quarter of the tokens may
+# differ by more.
+HALF_TOLERANCE = 0.1
+HALF_QUANTILE = 0.75
+
+# A prompt with a branch of two leaves and two branches of one leaf, and another prompt.
+_NODES = (
+    TrieNode(0, 8, -1, 52),
+    TrieNode(8, 16, 0, 32),
+    TrieNode(16, 24, 1, 24),
+    TrieNode(24, 32, 1, 32),
+    TrieNode(32, 48, 0, 48),
+    TrieNode(48, 52, 0, 52),
+    TrieNode(52, 76, -1, 76),
+)
 
 _PREFIX, _LENGTH, _BRANCH = 12, 24, 8
 # Only every second token is read, so that the last layer may skip the others. The last tokens of the prefix and of the
@@ -28,12 +49,25 @@ _READ = np.arange(1, _LENGTH + _BRANCH, 2)
 _SINGLE = np.array([0, _PREFIX - 1, _LENGTH - 1, _LENGTH + _BRANCH - 1])
 
 
+# Three arguments of a backbone, the last of which are the indices [m] of the read tokens -> states [m, hidden].
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class StatesRunner(Protocol):
+    """Runs steps of a model."""
+
+    forward: Forward
+
+    def states(self, batch: StepBatch) -> torch.Tensor:
+        """Return the states [m, hidden] at `batch.output_positions`."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class PlainOutputs:
     """The outputs of the model itself for one sequence.
 
     Attributes:
-        tokens: token ids of the sequence and of its branch.
         outputs: [n, width] outputs at the last n positions of the sequence, in fp32.
         prefix: the same for its first tokens alone, None if they were not run.
     """
@@ -41,6 +75,33 @@ class PlainOutputs:
     tokens: Indices
     outputs: torch.Tensor
     prefix: torch.Tensor | None
+
+
+def probe_trie(model: PreTrainedModel, survey: AttentionSurvey) -> str | None:
+    """Return why steps of `model` cannot be tries although its `survey` found no reason; None if they can.
+
+    Runs two eager forward passes of up to 120 tokens through all layers except the head. With streamed experts, this
+    takes two transfers of all banks. The model is left unchanged.
+    """
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    step = uncached_step(_NODES, np.random.default_rng(0).integers(0, vocabulary, _NODES[-1].end))
+    paths = list(step.sequences())
+    tokens = torch.from_numpy(step.tokens).to(model.device)
+    rows = torch.zeros(len(paths), max(map(len, paths)), dtype=torch.int64, device=model.device)
+    for number, path in enumerate(paths):
+        rows[number, : len(path)] = tokens[path]
+    inner = model.base_model
+    with torch.no_grad():
+        alone = inner(input_ids=rows, use_cache=False)[0]
+        with functions_set_to(model, TRIE_ATTENTION_NAME):
+            running = RunningStep(step, survey.layers, device=model.device)
+            depth = running.depth[None]
+            with running_step(running):
+                together = inner(input_ids=tokens[None], position_ids=depth, use_cache=False, attention_mask=None)[0]
+    in_trie = torch.cat([together[0, path] for path in paths])
+    in_sequences = torch.cat([alone[number, : len(path)] for number, path in enumerate(paths)])
+    difference = _difference_text(in_trie.float(), in_sequences.float(), together.dtype)
+    return f"tokens of a trie and of single sequences {difference}" if difference else None
 
 
 @torch.no_grad()
@@ -77,20 +138,12 @@ def check_single_reads(plain: PlainOutputs, head: ModelHead, runner: StatesRunne
     expected = head(unnarrowed.states(_step(plain.tokens, _SINGLE))).float()
     states = torch.cat([runner.states(_step(plain.tokens, position)) for position in np.split(_SINGLE, len(_SINGLE))])
     if difference := _difference(head, head(states).float(), expected):
-        raise InputError(f"outputs of tokens that are read alone {difference}", name="model", value=head.model_name)
+        raise InputError(f"outputs of tokens that are read alone {difference}", name="model")
 
 
 def sequence_step(count: int) -> StepBatch:
     """Return a step of one sequence with the token ids 0 to `count` - 1, which reads the last one."""
-    return StepBatch(
-        tokens=np.arange(count),
-        depth=np.arange(count),
-        subtree_end=np.full(count, count),
-        nodes=(TrieNode(0, count, -1, count),),
-        contexts=(),
-        output_positions=np.array([count - 1]),
-        stored=(),
-    )
+    return uncached_step((TrieNode(0, count, -1, count),), np.arange(count), np.array([count - 1]))
 
 
 def _at_read_tokens(computed: torch.Tensor, outputs: torch.Tensor, end: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,32 +155,32 @@ def _at_read_tokens(computed: torch.Tensor, outputs: torch.Tensor, end: int) -> 
 
 def _compare(head: ModelHead, computed: torch.Tensor, expected: torch.Tensor, tokens: str) -> None:
     if difference := _difference(head, computed, expected):
+        name = type(head.model).__name__
         raise InputError(
-            f"{head.model_name} cannot be served, because its outputs are not those of its backbone followed by its "
-            f"head: {tokens} {difference}. Either the backbone takes more than token ids, or the head more than the "
-            "state of each token, or a token depends on later tokens or other sequences",
+            f"{name} cannot be served, because its outputs are not those of its backbone followed by its head: "
+            f"{tokens} {difference}. Either the backbone takes more than token ids, or the head more than the state of "
+            "each token, or a token depends on later tokens or other sequences",
             name="model",
-            value=head.model_name,
+            value=name,
         )
 
 
 def _difference(head: ModelHead, computed: torch.Tensor, expected: torch.Tensor) -> str:
-    return difference_text(computed, expected, head.dtype) if expected.isfinite().all() else ""
+    return _difference_text(computed, expected, head.model.dtype) if expected.isfinite().all() else ""
 
 
-def _step(tokens: Sequence[int] | Indices, places: Indices = _READ) -> StepBatch:
+def _difference_text(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> str:
+    """Return by how much the rows of `actual` differ from `expected`, "" if this is within the tolerance of `dtype`."""
+    differences = (actual - expected).norm(dim=-1) / expected.norm(dim=-1)
+    is_half = dtype in (torch.float16, torch.bfloat16)
+    largest = float(differences.quantile(HALF_QUANTILE) if is_half else differences.max())
+    tolerance = HALF_TOLERANCE if is_half else FP32_TOLERANCE
+    # The comparison is False for NaN, so NaN counts as a difference.
+    return "" if largest <= tolerance else f"differ by {largest:.1e} of their norm, and {tolerance:.0e} is allowed"
+
+
+def _step(tokens: Indices, places: Indices = _READ) -> StepBatch:
     """Return a step of a sequence of 24 tokens and a shorter branch after its first 12, which reads `places`."""
-    ends = np.concatenate((np.full(_PREFIX, _LENGTH + _BRANCH), np.full(_LENGTH - _PREFIX, _LENGTH)))
-    return StepBatch(
-        tokens=np.asarray(tokens, np.int64),
-        depth=np.concatenate((np.arange(_LENGTH), np.arange(_PREFIX, _PREFIX + _BRANCH))),
-        subtree_end=np.concatenate((ends, np.full(_BRANCH, _LENGTH + _BRANCH))),
-        nodes=(
-            TrieNode(0, _PREFIX, -1, _LENGTH + _BRANCH),
-            TrieNode(_PREFIX, _LENGTH, 0, _LENGTH),
-            TrieNode(_LENGTH, _LENGTH + _BRANCH, 0, _LENGTH + _BRANCH),
-        ),
-        contexts=(),
-        output_positions=places,
-        stored=(),
-    )
+    end = _LENGTH + _BRANCH
+    nodes = (TrieNode(0, _PREFIX, -1, end), TrieNode(_PREFIX, _LENGTH, 0, _LENGTH), TrieNode(_LENGTH, end, 0, end))
+    return uncached_step(nodes, tokens, places)

@@ -24,13 +24,10 @@ class EngineFacts:
     Attributes:
         form: "trie" computes shared prefixes once; "rows" computes every sequence as a padded row.
         saturation_flops: FLOPs of a full step, which hides all transfers of experts.
-        flops_per_second: speed of a full step.
         most_tokens: tokens of a step that fit into memory.
         max_sequence_tokens: limit of the tokens of one sequence, from the model.
         vocabulary_size: token ids are below this number.
-        predicts_tokens: the head gives next-token probabilities.
         vector: kind of the vectors that `TokenPiece.vector` returns, None if the model has none.
-        class_names: names of the class scores, in order.
         notes: descriptions of how the model runs, by name, for people.
         full_step_tokens: tokens of a full step if each is the first of its sequence.
     """
@@ -54,12 +51,7 @@ class StepResult:
 
     Attributes:
         answers: in the order of the requests, without the refused ones.
-        stored: hashes of blocks that the cache has stored.
-        evicted: hashes of blocks that the cache has evicted.
-        tokens: computed tokens.
-        flops: computed FLOPs.
         unshared_flops: FLOPs if each request ran alone and without a cache.
-        seconds: duration.
         exposed_seconds: time that computation waited for experts.
         refused: ids of requests that need more memory than the device has, with a reason.
         retries: how often the step was split for lack of memory.
@@ -70,9 +62,9 @@ class StepResult:
     evicted: tuple[bytes, ...]
     tokens: int
     flops: int
-    unshared_flops: int
-    seconds: float
-    exposed_seconds: float
+    unshared_flops: int = 0
+    seconds: float = 0.0
+    exposed_seconds: float = 0.0
     refused: tuple[tuple[str, str], ...] = ()
     retries: int = 0
 

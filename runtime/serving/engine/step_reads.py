@@ -16,22 +16,17 @@ import torch
 
 from moepass.runtime.serving.batching.pack import PackedStep
 from moepass.runtime.serving.batching.step_batch import Indices
-from moepass.runtime.serving.cache.block_scores import BlockScores
+from moepass.runtime.serving.cache.block_index import BlockScores
 from moepass.runtime.serving.engine.token_scores import TokenScores, WantedScores
 from moepass.runtime.serving.requests.answer import Answer, PieceAnswer, ReadAnswer, ScoredTokens
 from moepass.runtime.serving.requests.request import NO_TOKENS, Request
 
 
 class StepReads:
-    """The reads of a packed step. A row is the state at one of `batch.output_positions`.
+    """The reads of a packed step, and the scores `wanted` for them.
 
-    Attributes:
-        wanted: the scores to compute.
-
-    Args:
-        packed: the step.
-        requests: its requests.
-        keeps_scores: read the most likely token at each scored position, because the cache stores it with the score.
+    A row is the state at one of `batch.output_positions`. With `keeps_scores`, the most likely token is read at each
+    scored position, because the cache stores it with the score.
     """
 
     def __init__(self, packed: PackedStep, requests: Sequence[Request], *, keeps_scores: bool) -> None:
@@ -61,12 +56,9 @@ class StepReads:
     def answers(
         self, scores: TokenScores, vectors: Callable[[Indices], torch.Tensor], cached: BlockScores
     ) -> tuple[Answer, ...]:
-        """Return the answers to all requests.
+        """Return the answers to all requests from the scores for `wanted` and the scores of cached blocks.
 
-        Args:
-            scores: the scores for `wanted`.
-            vectors: returns the outputs [rows, width] of the head for the states of some rows.
-            cached: the scores of cached blocks.
+        `vectors` returns the outputs [rows, width] of the head for the states of some rows.
         """
         reads = iter(self._read_answers(scores))
         scored = self._scored_pieces(self.scored(scores, cached))
@@ -91,14 +83,14 @@ class StepReads:
             np.full((count, top), -1, np.int32),
             np.full((count, top), np.nan, np.float32),
         )
-        pairs = self._pair_order[len(self._pair_order) - len(self._computed) :]
-        scored.log_probabilities[self._computed] = scores.log_probabilities[pairs]
-        if len(self._computed):
-            scored.top_tokens[self._computed] = scores.top_tokens[self._scored_rows, :top]
-            scored.top_log_probabilities[self._computed] = scores.top_log_probabilities[self._scored_rows, :top]
-        from_cache = np.flatnonzero(sources.score_slots >= 0)
+        computed, from_cache = self._computed, np.flatnonzero(sources.score_slots >= 0)
+        if len(computed):
+            pairs = self._pair_order[-len(computed) :]
+            scored.log_probabilities[computed] = scores.log_probabilities[pairs]
+            scored.top_tokens[computed] = scores.top_tokens[self._scored_rows, :top]
+            scored.top_log_probabilities[computed] = scores.top_log_probabilities[self._scored_rows, :top]
         if len(from_cache):
-            cached_scores = cached.read(sources.score_slots[from_cache], 1)
+            cached_scores = cached.read(sources.score_slots[from_cache])
             scored.log_probabilities[from_cache] = cached_scores.log_probabilities
             scored.top_tokens[from_cache, :1] = cached_scores.top_tokens
             scored.top_log_probabilities[from_cache, :1] = cached_scores.top_log_probabilities

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -32,7 +33,7 @@ class StepWatch:
     def __init__(self, index: BlockIndex, block_bytes: int) -> None:
         self._index, self._block_bytes = index, block_bytes
         self._packed: StepBatch | None = None
-        self._last: _EndedStep | None = None
+        self._last: Callable[[], StepView] | None = None
         self._number = 0
 
     def packed(self, batch: StepBatch) -> None:
@@ -43,7 +44,7 @@ class StepWatch:
         """Record the result of the step."""
         self._number += 1
         if self._packed is not None:
-            self._last = _EndedStep(self._number, time.monotonic(), self._packed, result, requests)
+            self._last = functools.partial(_view, self._number, time.monotonic(), self._packed, result, requests)
 
     def forget(self) -> None:
         """Forget all steps and restart their numbering."""
@@ -52,39 +53,14 @@ class StepWatch:
 
     def view(self) -> EngineView:
         """Return the view of the last step and the cache."""
-        index = self._index
-        return EngineView(
-            None if self._last is None else self._last.view(),
-            index.block_count,
-            len(index),
-            index.used,
-            self._block_bytes,
-        )
+        index, step = self._index, None if self._last is None else self._last()
+        return EngineView(step, index.block_count, len(index), index.used, self._block_bytes)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _EndedStep:
-    number: int
-    ended: float
-    batch: StepBatch
-    result: StepResult
-    requests: int
-
-    def view(self) -> StepView:
-        nodes, left_out = step_nodes(self.batch)
-        result = self.result
-        return StepView(
-            self.number,
-            time.monotonic() - self.ended,
-            self.requests,
-            result.tokens,
-            cached_tokens(self.batch),
-            result.flops,
-            result.unshared_flops,
-            result.seconds,
-            nodes,
-            left_out,
-        )
+def _view(number: int, ended: float, batch: StepBatch, result: StepResult, requests: int) -> StepView:
+    nodes, left_out = step_nodes(batch)
+    costs = result.tokens, cached_tokens(batch), result.flops, result.unshared_flops, result.seconds
+    return StepView(number, time.monotonic() - ended, requests, *costs, nodes, left_out)
 
 
 def step_nodes(batch: StepBatch, most: int = MOST_NODES) -> tuple[tuple[StepNode, ...], int]:
@@ -118,17 +94,14 @@ def _cached_nodes(contexts: Sequence[Sequence[int]]) -> tuple[list[StepNode], li
     last = {context[-1] for context in contexts}
     nodes: list[StepNode] = []
     node_of = {-1: -1}
-    sizes: list[int] = []
     for block, previous in before.items():
         if previous >= 0 and children[previous] == 1 and previous not in last:
-            node_of[block] = node_of[previous]
-            sizes[node_of[block]] += BLOCK_TOKENS
+            number = node_of[block] = node_of[previous]
+            nodes[number] = dataclasses.replace(nodes[number], tokens=nodes[number].tokens + BLOCK_TOKENS)
         else:
             node_of[block] = len(nodes)
-            nodes.append(StepNode(node_of[previous], 0, True, 0))
-            sizes.append(BLOCK_TOKENS)
-    sized = [StepNode(node.parent, size, True, 0) for node, size in zip(nodes, sizes, strict=True)]
-    return sized, [node_of[context[-1]] for context in contexts]
+            nodes.append(StepNode(node_of[previous], BLOCK_TOKENS, True, 0))
+    return nodes, [node_of[context[-1]] for context in contexts]
 
 
 def _by_level(nodes: Sequence[StepNode], most: int) -> tuple[tuple[StepNode, ...], int]:
@@ -140,8 +113,7 @@ def _by_level(nodes: Sequence[StepNode], most: int) -> tuple[tuple[StepNode, ...
     waiting = collections.deque(children.get(-1, ()))
     while waiting and len(shown) < most:
         index = waiting.popleft()
-        node = nodes[index]
         shown_index[index] = len(shown)
-        shown.append(StepNode(shown_index[node.parent], node.tokens, node.is_cached, node.reads))
+        shown.append(dataclasses.replace(nodes[index], parent=shown_index[nodes[index].parent]))
         waiting.extend(children.get(index, ()))
     return tuple(shown), len(nodes) - len(shown)

@@ -3,36 +3,68 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from moepass.runtime.serving.attention.attention_layers import AttentionLayer
+from moepass.runtime.serving.attention.last_layer import LastLayer
 from moepass.runtime.serving.attention.running_step import RunningStep, running_step
+from moepass.runtime.serving.attention.survey import AttentionLayer, AttentionSurvey
 from moepass.runtime.serving.batching.step_batch import StepBatch, TrieNode
 from moepass.runtime.serving.cache.block_memory import BlockMemory
+from moepass.runtime.serving.engine.model_head import ModelHead
+from moepass.runtime.serving.engine.padded_rows import RowsBackbone
+from moepass.runtime.serving.engine.plain_outputs import (
+    Forward,
+    PlainOutputs,
+    check_outputs,
+    check_single_reads,
+    sequence_step,
+)
 
-# (input_ids [1, n], position_ids [1, n], places [m]) -> states [m, hidden]
-TrieForward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+logger = logging.getLogger("moepass")
+
+
+class TrieBackbone(nn.Module):
+    """A backbone over one stream of tokens that returns hidden states only for tokens whose output is requested.
+
+    Attention takes the trie from the running step. With `last_layer`, which is attached to `backbone`, the last layer
+    computes only these tokens.
+    """
+
+    def __init__(self, backbone: nn.Module, last_layer: LastLayer | None = None) -> None:
+        super().__init__()
+        self.backbone, self.last_layer = backbone, last_layer
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Return the states [m, hidden] at `places` [m] of the stream [1, n]."""
+        if self.last_layer is None:
+            return self._states(input_ids, position_ids)[0, places]
+        self.last_layer.read(places)
+        try:
+            return self._states(input_ids, position_ids)[0]
+        finally:
+            self.last_layer.forget()
+
+    def _states(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        states: torch.Tensor = self.backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False)[0]
+        return states
 
 
 class TrieStates:
     """Runs steps of a model with trie attention.
 
-    Args:
-        forward: a `TrieBackbone`, compiled or not.
-        layers: attention layers of the model, by their index.
-        memory: memory of the cache blocks; None without a cache.
-        device: device of the model.
+    `forward` is a `TrieBackbone`, compiled or not. `layers` are the model's attention layers by their index. `memory`
+    is that of the cache blocks, None without a cache.
     """
 
     def __init__(
-        self,
-        forward: TrieForward,
-        layers: Mapping[int, AttentionLayer],
-        memory: BlockMemory | None,
-        device: torch.device,
+        self, forward: Forward, layers: Mapping[int, AttentionLayer], memory: BlockMemory | None, device: torch.device
     ) -> None:
         self.forward, self.layers, self.memory, self.device = forward, layers, memory, device
 
@@ -64,3 +96,47 @@ def _with_two_tokens(batch: StepBatch) -> StepBatch:
         subtree_end=np.append(batch.subtree_end, 2),
         nodes=(*batch.nodes, TrieNode(1, 2, -1, 2)),
     )
+
+
+class Narrowing(NamedTuple):
+    """A backbone, and whether its last layer computes only tokens whose output is requested.
+
+    Attributes:
+        obstacle: the reason why the last layer computes all tokens; empty if it computes the read ones only.
+        handle: removes the hook that narrows the last layer; None if it computes all tokens.
+    """
+
+    backbone: TrieBackbone | RowsBackbone
+    obstacle: str = ""
+    handle: RemovableHandle | None = None
+
+    def undone(self, error: Exception) -> Narrowing:
+        """Return a backbone whose last layer computes all tokens because of `error`."""
+        if self.handle is not None:
+            self.handle.remove()
+        obstacle = f"{type(error).__name__}: {error}".partition("\n")[0]
+        logger.warning("the last layer computes all tokens instead of the read ones: %s", obstacle)
+        logger.debug("the last layer computes all tokens", exc_info=error)
+        return Narrowing(TrieBackbone(self.backbone.backbone), obstacle)
+
+
+def narrowed(head: ModelHead, survey: AttentionSurvey, plain: PlainOutputs, runner: TrieStates) -> Narrowing:
+    """Let `runner` run a backbone that is narrowed if that does not change the outputs, and return it.
+
+    Raises InputError if the outputs differ from the model's own even if the last layer computes all tokens.
+    """
+    assert survey.last is not None
+    last_layer = LastLayer()
+    unnarrowed = TrieStates(TrieBackbone(head.backbone), runner.layers, runner.memory, runner.device)
+    narrowing = Narrowing(TrieBackbone(head.backbone, last_layer))
+    try:
+        narrowing = narrowing._replace(handle=last_layer.attach(head.backbone, survey.last))
+        last_layer.learn(lambda count: unnarrowed.states(sequence_step(count)))
+        runner.forward = narrowing.backbone
+        check_outputs(plain, head, runner)
+        check_single_reads(plain, head, runner, unnarrowed)
+    except Exception as error:  # the model's own code may not expect different numbers of tokens
+        narrowing = narrowing.undone(error)
+        runner.forward = narrowing.backbone
+        check_outputs(plain, head, runner)
+    return narrowing

@@ -1,6 +1,7 @@
 """Texts rendered and encoded chunk by chunk, optionally in a thread that reads ahead.
 
-Tokenizers release Python's lock, so that encoding can overlap with imports and with the model.
+This needs no model, so that texts can be encoded before the model is loaded. Tokenizers release Python's lock, so that
+encoding can overlap with imports and with the model.
 """
 
 from __future__ import annotations
@@ -10,8 +11,12 @@ import dataclasses
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
+import msgspec
+
+from moepass.models.checkpoint.checkpoint_folders import PROMPT_FILE, Prompt, load_prompt, load_tokenizer, read_prompt
 from moepass.models.errors import InputError
 from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.serving.requests.request import Tokens
@@ -46,10 +51,46 @@ class EncodedChunk(Generic[_Text]):
     prompts: list[tuple[str, Tokens] | InputError]
 
 
+def make_writer(folder: Path, template: str | None) -> PromptWriter:
+    """Return a writer of prompts with the requested template; it takes texts of any length.
+
+    Raises InputError if the checkpoint has no such template, or the file does not exist.
+    """
+    tokenizer = load_tokenizer(folder)
+    prompt = load_prompt(folder)
+    if template == "chat" and not tokenizer.chat_template:
+        text = "template is 'chat', but this checkpoint has no chat template; use prompt, plain or a file"
+        raise InputError(text, name="template", value=template)
+    if template == "prompt" and not (folder / PROMPT_FILE).is_file():
+        text = f"template is 'prompt', but this checkpoint has no {PROMPT_FILE}; use chat, plain or a file"
+        raise InputError(text, name="template", value=template)
+    if template == "plain":
+        prompt = msgspec.structs.replace(prompt, template=Prompt().template, max_text_tokens=None, label_names={})
+    elif template not in (None, "chat", "prompt"):
+        file = Path(template)
+        if not file.is_file():
+            raise InputError(
+                f"template is {template!r}, but no such file exists; use chat, prompt, plain, or a file in the format "
+                f"of {PROMPT_FILE}",
+                name="template",
+                value=template,
+                expected=("chat", "prompt", "plain", "a file"),
+            )
+        prompt = read_prompt(file)
+    return PromptWriter(tokenizer, prompt, 1 << 30, takes_chat=template in (None, "chat"))
+
+
 def encoded_chunks(writer: PromptWriter, texts: Iterable[_Text]) -> Iterator[EncodedChunk[_Text]]:
     """Yield the chunks of `texts`, encoded. A chunk is read only when the caller asks for it."""
     source = iter(texts)
-    while chunk := _read_chunk(source):
+    while True:
+        chunk: list[_Text] = []
+        characters = 0
+        while len(chunk) < CHUNK_TEXTS and characters < CHUNK_CHARACTERS and (text := next(source, None)) is not None:
+            chunk.append(text)
+            characters += len(text.text)
+        if not chunk:
+            return
         yield EncodedChunk(chunk, _encode_chunk(writer, chunk))
 
 
@@ -64,31 +105,20 @@ def read_ahead(source: Iterable[_Item], most: int) -> Iterator[Iterator[_Item]]:
     pool = ThreadPoolExecutor(1, "moepass-read-ahead")
     try:
         waiting: deque[Future[_Item | None]] = deque(pool.submit(next, iterator, None) for _ in range(most))
-        yield _read_in_order(pool, iterator, waiting)
+
+        def read_in_order() -> Iterator[_Item]:
+            while (item := waiting.popleft().result()) is not None:
+                waiting.append(pool.submit(next, iterator, None))
+                yield item
+
+        yield read_in_order()
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _read_in_order(
-    pool: ThreadPoolExecutor, iterator: Iterator[_Item], waiting: deque[Future[_Item | None]]
-) -> Iterator[_Item]:
-    while (item := waiting.popleft().result()) is not None:
-        waiting.append(pool.submit(next, iterator, None))
-        yield item
 
 
 def named_error(error: InputError, name: str) -> InputError:
     """Return the error with the text's name as prefix, unless its message starts with the name already."""
     return error if str(error).startswith(name) else InputError(f"{name}: {error}", name=name, value=error.value)
-
-
-def _read_chunk(source: Iterator[_Text]) -> list[_Text]:
-    chunk: list[_Text] = []
-    characters = 0
-    while len(chunk) < CHUNK_TEXTS and characters < CHUNK_CHARACTERS and (text := next(source, None)) is not None:
-        chunk.append(text)
-        characters += len(text.text)
-    return chunk
 
 
 def _encode_chunk(writer: PromptWriter, chunk: Sequence[NamedText]) -> list[tuple[str, Tokens] | InputError]:

@@ -15,12 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moepass.models.checkpoint.checkpoint_folders import (
-    load_config,
-    load_model,
-    meta_model,
-    resolve_model,
-)
+from moepass.models.checkpoint.checkpoint_folders import load_config, load_model, meta_model, resolve_model
 from moepass.models.errors import CheckpointError, InputError, OptionError
 from moepass.models.homes import home_named
 from moepass.models.sizes.families import from_config
@@ -30,8 +25,7 @@ from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
 from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.engine.load_engine import Compile, EngineOptions, load_engine, make_engine
 from moepass.runtime.serving.engine.model_engine import ModelEngine
-from moepass.runtime.serving.offline.make_writer import make_writer
-from moepass.runtime.serving.offline.text_scorer import TextScorer
+from moepass.runtime.serving.offline.text_scorer import TextScorer, shared_tokens
 from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.transfer.link import parse_link
 
@@ -48,91 +42,66 @@ COMPILED_FLOPS = 4e11
 _BYTES_PER_TOKEN = 4
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ScorerOptions:
-    """The options of a scorer.
-
-    Attributes:
-        model: A checkpoint folder, or "demo".
-        labels: The candidate answers; None for the labels of the template.
-        template: "chat", "prompt", "plain" or the name of a file like prompt.json; None for chat if the checkpoint has
-            a chat template, otherwise prompt.
-        home: Where experts are stored.
-        dtype: The dtype of the model; None for that of the checkpoint.
-        batch_size: The largest number of texts in a step; None for as many as fill it.
-        step_tokens: The number of tokens that fills a step; None for the plan's choice.
-        slots: The number of slots of the ring.
-        device: The device that computes.
-        link: The link over which experts are streamed, "real" or emulated.
-    """
-
-    model: str
-    labels: Sequence[str] | None = None
-    template: str | None = None
-    home: str = "host"
-    dtype: torch.dtype | None = None
-    batch_size: int | None = None
-    step_tokens: int | None = None
-    slots: int = 2
-    device: str = "cpu"
-    link: str = "real"
-
-
 def load_scorer(
-    options: ScorerOptions, compile_module: Compile | None, writer: PromptWriter | None = None
+    model: str,
+    writer: PromptWriter,
+    compile_module: Compile | None,
+    *,
+    labels: Sequence[str] | None,
+    home: str,
+    dtype: torch.dtype | None,
+    batch_size: int | None,
+    step_tokens: int | None,
+    slots: int,
+    device: str,
+    link: str,
 ) -> TextScorer:
-    """Load the checkpoint and return a scorer.
+    """Load the checkpoint `model`, a folder or "demo", and return a scorer.
 
-    Args:
-        options: What to load, and how to score.
-        compile_module: Compiles the model; None runs it uncompiled.
-        writer: The writer that `make_writer` made for the same checkpoint and template, if there is one already.
+    `compile_module` compiles the model; with None it runs uncompiled. `writer` was made for the same checkpoint by
+    `make_writer`, and is not changed. Without `labels`, those of the template are used, without `dtype` that of the
+    checkpoint, without `step_tokens` the plan's. `batch_size` limits the texts of a step, with None only by its tokens.
 
     Raises:
         CheckpointError: The checkpoint cannot be read.
         InputError: The device does not exist, or the model has no experts to stream.
         OptionError: Options contradict each other.
     """
-    folder = resolve_model(options.model)
-    device = check_device(options.device)
-    if device.type == "meta":
-        raise InputError(
-            "device is 'meta', which cannot compute; use cpu, cuda or cuda:INDEX",
-            name="device",
-            value=options.device,
-        )
-    if parse_link(options.link).is_emulated and device.type != "cpu":
+    folder, computing_device = resolve_model(model), check_device(device)
+    if computing_device.type == "meta":
+        text = "device is 'meta', which cannot compute; use cpu, cuda or cuda:INDEX"
+        raise InputError(text, name="device", value=device)
+    if parse_link(link).is_emulated and computing_device.type != "cpu":
+        text = f"link is {link!r}, but the device is {device}; an emulated link requires device cpu"
+        raise OptionError(text, name="link", value=link)
+    spec = home_named(home)
+    if spec.is_spread:
         raise OptionError(
-            f"link is {options.link!r}, but the device is {options.device}; an emulated link requires device cpu",
-            name="link",
-            value=options.link,
-        )
-    home = home_named(options.home)
-    if home.is_spread:
-        raise OptionError(
-            f"home is {home.name!r}, which distributes experts over several processes, but score runs in one process; "
+            f"home is {spec.name!r}, which distributes experts over several processes, but score runs in one process; "
             "use host, disk or device, or moepass serve --ranks",
             name="home",
-            value=home.name,
+            value=spec.name,
         )
-    load_config(folder)  # check the config before the tokenizer's loader reads it
-    has_writer = writer is not None
-    writer = writer or make_writer(folder, options.template)
-    caches_prefix = len(_shared_prefix(writer)) >= _CACHED_PREFIX_TOKENS
-    engine = _load(folder, options, device, compile_module, caches_prefix=caches_prefix)
-    if not has_writer:  # a thread may use the caller's writer now, so it is not changed
-        writer.most_tokens = min(engine.facts.max_sequence_tokens, engine.facts.most_tokens)
+    caches_prefix = shared_tokens(*writer.encode([writer.render("1"), writer.render("a")])) >= _CACHED_PREFIX_TOKENS
+    options = EngineOptions(
+        None if home == "device" else dataclasses.replace(options_of(home), link=link),
+        computing_device,
+        dtype,
+        slots=slots,
+        cache_bytes=None if caches_prefix else 0,
+        step_tokens=step_tokens,
+        warms_up=False,
+    )
+    engine = _load(model, folder, options, compile_module)
     if writer.has_chat_template:
         writer.check()
-    labels = options.labels if options.labels is not None else writer.prompt.labels
-    return TextScorer(engine, writer, labels, options.batch_size)
+    return TextScorer(engine, writer, writer.prompt.labels if labels is None else labels, batch_size)
 
 
 def compiling_pays(model: str, input_bytes: int | None) -> bool:
     """Return True if an input of this many bytes is finished earlier with a compiled model; None means unknown size.
 
-    Raises:
-        CheckpointError: The checkpoint cannot be read.
+    Raises CheckpointError if the checkpoint cannot be read.
     """
     if input_bytes is None:
         return True
@@ -157,52 +126,22 @@ def seven_digits(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return rounded
 
 
-def _shared_prefix(writer: PromptWriter) -> npt.NDArray[np.int32]:
-    """Return the tokens that all prompts start with."""
-    left, right = writer.encode([writer.render("1"), writer.render("a")])
-    count = min(len(left), len(right))
-    differ = np.flatnonzero(left[:count] != right[:count])
-    return left[: int(differ[0]) if len(differ) else count]
-
-
-def _load(
-    folder: Path,
-    options: ScorerOptions,
-    device: torch.device,
-    compile_module: Compile | None,
-    *,
-    caches_prefix: bool,
-) -> ModelEngine:
-    home = None
-    if options.home != "device":
-        home = dataclasses.replace(options_of(options.home), link=options.link)
-    engine_options = EngineOptions(
-        home,
-        device,
-        options.dtype,
-        slots=options.slots,
-        cache_bytes=None if caches_prefix else 0,
-        step_tokens=options.step_tokens,
-        warms_up=False,
-    )
+def _load(name: str, folder: Path, options: EngineOptions, compile_module: Compile | None) -> ModelEngine:
     key = secrets.token_bytes(32)
     try:
-        return load_engine(folder, engine_options, compile_module, key)
+        return load_engine(folder, options, compile_module, key)
     except CheckpointError:
         raise
     except InputError as error:
-        if home is None:
+        if options.home is None:
             raise
         if not find_expert_modules(meta := meta_model(folder)):
-            raise InputError(
-                f"{options.model} has no experts to stream, because {type(meta).__name__} is dense; use --no-stream",
-                name="model",
-                value=options.model,
-            ) from error
-        if home.home != "host":
+            text = f"{name} has no experts to stream, because {type(meta).__name__} is dense; use --no-stream"
+            raise InputError(text, name="model", value=name) from error
+        if options.home.home != "host":
             raise
         # Some experts, such as quantised ones, cannot be read one by one. Then transformers loads the full model.
         logger.info("loading the full model before its experts are moved to the host: %s", error)
         model = load_model(folder, options.dtype)
-        offload_experts(model, home, device, options.slots)
-        return make_engine(model.to(device), engine_options, compile_module, key)
+        offload_experts(model, options.home, options.device, options.slots)
+        return make_engine(model.to(options.device), options, compile_module, key)

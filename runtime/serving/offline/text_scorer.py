@@ -20,16 +20,18 @@ import numpy.typing as npt
 from moepass.models.errors import CheckpointError, InputError, MoepassError
 from moepass.runtime.serving.engine.model_engine import ModelEngine
 from moepass.runtime.serving.offline.encoded_texts import EncodedChunk, NamedText, encoded_chunks, named_error
-from moepass.runtime.serving.offline.label_pieces import LabelPieces
 from moepass.runtime.serving.questions.labels import (
     IMPOSSIBLE,
     ImpossibleLabelsError,
+    LabelTokens,
     encode_labels,
     label_warnings,
     score_label_rows,
 )
 from moepass.runtime.serving.questions.prompts import PromptWriter
-from moepass.runtime.serving.requests.request import NO_TOKENS, Tokens
+from moepass.runtime.serving.questions.request_tree import RequestTree
+from moepass.runtime.serving.requests.answer import Answer
+from moepass.runtime.serving.requests.request import NO_TOKENS, Request, TokenPiece, TokenRead, Tokens
 
 # Full steps of a window. [Empirical] With 20,000 short lines, windows of 32 steps compute a sixth more tokens. A longer
 # window delays its answers.
@@ -47,20 +49,66 @@ class ScoredWindow(Generic[_Text]):
     """The scores of a window of texts.
 
     Attributes:
-        texts: The texts in their order.
         outcomes: For each text its row in the tables, or its error.
         probabilities: [rows, labels]; each row is a softmax over the labels and sums to 1.
         mass: [rows], the probability that the model gives to all labels together.
-        tokens: The tokens of all prompts.
-        computed_tokens: The tokens that were computed, of prompts and labels; shared ones count once.
     """
 
     texts: list[_Text]
     outcomes: list[int | MoepassError]
     probabilities: npt.NDArray[np.float64]
     mass: npt.NDArray[np.float64]
-    tokens: int
-    computed_tokens: int
+
+
+class LabelPieces:
+    """The reads and pieces that ask for `labels` behind any prompt. They are made once for many prompts.
+
+    Attributes:
+        longest: Tokens that the longest label adds to a sequence: all but its last one.
+        count: Tokens that all labels together add to a step.
+    """
+
+    def __init__(self, labels: Sequence[LabelTokens]) -> None:
+        self.labels = tuple(labels)
+        self.longest = max(len(label) for label in labels) - 1
+        firsts = sorted({label[0] for label in labels})
+        self._first_tokens = np.array(firsts, np.int32)
+        self._first_columns = np.array([firsts.index(label[0]) for label in labels], np.int64)
+        tree = RequestTree(self.longest)
+        reads = []
+        for number, label in enumerate(labels):
+            if len(label) > 1:
+                sequence = tree.add(label[:-1])
+                reads += [(number, sequence, position, token) for position, token in enumerate(label[1:])]
+        for _, sequence, position, token in reads:
+            tree.read(sequence, position, [token])
+        # The first piece of a request is the prompt; the pieces of the labels follow it.
+        pieces = tree.request("labels").pieces if reads else ()
+        self._pieces = tuple(TokenPiece(piece.parent + 1, piece.tokens, piece.reads) for piece in pieces)
+        self.count = sum(len(piece.tokens) for piece in self._pieces)
+        # By (piece, read) of a request: the columns of the read, and the labels to which they belong.
+        self._later_tokens: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+        for number, sequence, position, token in reads:
+            node, offset = tree.node_at(sequence, position)
+            read = node.reads[offset]
+            columns, numbers = self._later_tokens.setdefault((node.number + 1, read.index), ([], []))
+            columns.append(read.columns[token])
+            numbers.append(number)
+
+    def request(self, request_id: str, prompt: Tokens) -> Request:
+        """Return the request for all labels behind `prompt`."""
+        first = TokenPiece(-1, prompt, (TokenRead(len(prompt) - 1, self._first_tokens),))
+        return Request(request_id, (first, *self._pieces))
+
+    def log_probabilities(self, answers: Sequence[Answer]) -> npt.NDArray[np.float64]:
+        """Return the log-probability of each label, [answers, labels], from the answers to such requests."""
+        firsts = np.array([answer.pieces[0].reads[0].log_probabilities for answer in answers], np.float64)
+        sums = firsts.reshape(len(answers), -1)[:, self._first_columns]
+        for (piece, read), (columns, numbers) in self._later_tokens.items():
+            values = np.array([answer.pieces[piece].reads[read].log_probabilities for answer in answers], np.float64)
+            # A read has at most one column per label, so `numbers` has no duplicates.
+            sums[:, numbers] += values[:, columns]
+        return sums
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -76,8 +124,6 @@ class TextScorer:
     """Scores texts against `labels`.
 
     Args:
-        engine: Computes the steps.
-        writer: Makes prompts of texts.
         labels: Candidate answers as rendered text; labels of `prompt.json` may also be passed by their names.
         most_texts: The largest number of texts in a step; None for as many as fill it.
 
@@ -124,14 +170,9 @@ class TextScorer:
         return warnings + label_warnings(self.writer.encoder, self.writer.render(text), self._rendered_labels)
 
     def windows(self, texts: Iterable[_Text], *, stops: bool = True) -> Iterator[ScoredWindow[_Text]]:
-        """Yield the scores of `texts`, window by window.
+        """Yield the scores of `texts`, window by window. Raises CheckpointError if the model's logits are NaN.
 
-        Args:
-            texts: The texts.
-            stops: Raise the error of the first text that cannot be scored, before its window is yielded.
-
-        Raises:
-            CheckpointError: The model's logits are NaN.
+        With `stops`, the error of the first text that cannot be scored is raised before its window is yielded.
         """
         return self.windows_of(encoded_chunks(self.writer, texts), stops=stops)
 
@@ -177,7 +218,10 @@ class TextScorer:
         return prompts
 
     def _labels_behind(self, rendered: str) -> LabelPieces:
-        context = _last_word(self.writer.encoder.context_of(rendered))
+        full_context = self.writer.encoder.context_of(rendered)
+        # No token extends over the last blank before a letter, so the context begins there.
+        words = full_context.rstrip()
+        context = full_context[next((index for index in reversed(range(len(words))) if words[index].isspace()), 0) :]
         pieces = self._pieces_by_context.get(context)
         if pieces is None:
             if len(self._pieces_by_context) == _CACHED_CONTEXTS:
@@ -189,9 +233,8 @@ class TextScorer:
     def _check_length(self, tokens: Tokens, labels: LabelPieces, name: str) -> None:
         limit = self._most_tokens - labels.longest
         if not len(tokens):
-            raise InputError(
-                f"{name}: the prompt has no tokens; check the template", name=name, value=0, expected="1 or more"
-            )
+            text = f"{name}: the prompt has no tokens; check the template"
+            raise InputError(text, name=name, value=0, expected="1 or more")
         vocabulary = self.engine.facts.vocabulary_size
         if tokens.max() >= vocabulary:
             raise InputError(
@@ -219,12 +262,10 @@ class TextScorer:
         for row, prompt in enumerate(encoded):
             outcomes[prompt.index] = row
         log_probabilities = np.zeros((len(encoded), len(self.labels)))
-        computed = 0
         for step in self._steps(encoded):
             result = self.engine.step(
                 [encoded[row].labels.request(str(row), encoded[row].tokens) for row in step], compares=False
             )
-            computed += result.tokens
             refused = dict(result.refused)
             for number, reason in refused.items():
                 index = encoded[int(number)].index
@@ -235,7 +276,14 @@ class TextScorer:
                 log_probabilities[[answered[position] for position in positions]] = labels.log_probabilities(answers)
         if np.isnan(log_probabilities).any():
             row = int(np.isnan(log_probabilities).any(1).argmax())
-            raise _nan_error(texts[encoded[row].index].name, log_probabilities[row])
+            name, values = texts[encoded[row].index].name, log_probabilities[row]
+            shown = ", ".join(f"{value:g}" for value in values[:3]) + f" and {len(values) - 3} more" * (len(values) > 3)
+            raise CheckpointError(
+                f"{name}: the log-probabilities of the labels are {shown}, so the model's logits are NaN; its weights "
+                "are damaged or overflow their dtype (load the model in float32 to find out which)",
+                name=name,
+                value=tuple(values.tolist()),
+            )
         probabilities, mass = np.zeros_like(log_probabilities), np.zeros(len(encoded))
         for labels, rows in _by_labels(encoded, range(len(encoded))):
             table = score_label_rows(labels.labels, log_probabilities[rows])
@@ -243,8 +291,7 @@ class TextScorer:
             for row in np.array(rows)[~table.is_possible].tolist():
                 name = texts[encoded[row].index].name
                 outcomes[encoded[row].index] = ImpossibleLabelsError(f"{name}: {IMPOSSIBLE}", name=name)
-        tokens = sum(len(prompt.tokens) for prompt in encoded)
-        return ScoredWindow(texts, outcomes, probabilities, mass, tokens, computed)
+        return ScoredWindow(texts, outcomes, probabilities, mass)
 
     def _steps(self, encoded: Sequence[EncodedPrompt]) -> Iterator[list[int]]:
         """Yield lists of rows of `encoded` that fill a step; tokens that prompts share count once."""
@@ -259,7 +306,7 @@ class TextScorer:
         filled, previous = 0, NO_TOKENS
         for row in order:
             tokens = encoded[row].tokens
-            added = len(tokens) - (_shared(previous, tokens) if step and facts.form == "trie" else 0)
+            added = len(tokens) - (shared_tokens(previous, tokens) if step and facts.form == "trie" else 0)
             added += encoded[row].labels.count
             if step and (filled + added > facts.most_tokens or len(step) >= self._most_texts):
                 yield step
@@ -280,19 +327,11 @@ def _raise_first(outcomes: Sequence[object]) -> None:
             raise outcome
 
 
-def _last_word(context: str) -> str:
-    """Return the end of `context` from the last blank before a letter; no token extends over that blank."""
-    words = context.rstrip()
-    start = next((index for index in reversed(range(len(words))) if words[index].isspace()), 0)
-    return context[start:]
-
-
-def _shared(left: Tokens, right: Tokens) -> int:
+def shared_tokens(left: Tokens, right: Tokens) -> int:
     """Return the number of tokens that both prompts start with."""
     count = min(len(left), len(right))
-    differ = left[:count] != right[:count]
-    first = int(differ.argmax()) if count else 0
-    return first if count and differ[first] else count
+    differ = np.flatnonzero(left[:count] != right[:count])
+    return int(differ[0]) if len(differ) else count
 
 
 def _by_labels(encoded: Sequence[EncodedPrompt], rows: Sequence[int]) -> Iterator[tuple[LabelPieces, list[int]]]:
@@ -302,13 +341,3 @@ def _by_labels(encoded: Sequence[EncodedPrompt], rows: Sequence[int]) -> Iterato
         labels = encoded[row].labels
         groups.setdefault(id(labels), (labels, []))[1].append(position)
     yield from groups.values()
-
-
-def _nan_error(name: str, values: npt.NDArray[np.float64]) -> CheckpointError:
-    shown = ", ".join(f"{value:g}" for value in values[:3]) + (f" and {len(values) - 3} more" * (len(values) > 3))
-    return CheckpointError(
-        f"{name}: the log-probabilities of the labels are {shown}, so the model's logits are NaN; its weights are "
-        "damaged or overflow their dtype (load the model in float32 to find out which)",
-        name=name,
-        value=tuple(values.tolist()),
-    )

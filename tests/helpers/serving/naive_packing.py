@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from moepass.runtime.serving.batching.block_hashes import request_hashes
-from moepass.runtime.serving.batching.cached_blocks import MatchedBlocks
+from moepass.runtime.serving.batching.block_hashes import MatchedBlocks, request_hashes
 from moepass.runtime.serving.batching.pack import PackedStep
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead

@@ -7,10 +7,8 @@ from torch import nn
 
 from moepass.runtime.serving.attention.last_layer import LastLayer
 from moepass.runtime.serving.attention.survey import AttentionSurvey
-from moepass.runtime.serving.engine.backbones import TrieBackbone
-from moepass.runtime.serving.engine.load_engine import LEARNED_COUNTS
 from moepass.runtime.serving.engine.plain_outputs import sequence_step
-from moepass.runtime.serving.engine.trie_states import TrieStates
+from moepass.runtime.serving.engine.trie_states import TrieBackbone, TrieStates
 
 
 def narrowed_backbone(backbone: nn.Module, survey: AttentionSurvey) -> TrieBackbone:
@@ -18,5 +16,5 @@ def narrowed_backbone(backbone: nn.Module, survey: AttentionSurvey) -> TrieBackb
     last_layer = LastLayer()
     last_layer.attach(backbone, survey.last)
     states = TrieStates(TrieBackbone(backbone), survey.layers, None, torch.device("cpu"))
-    last_layer.learn(lambda count: states.states(sequence_step(count)), LEARNED_COUNTS)
+    last_layer.learn(lambda count: states.states(sequence_step(count)))
     return TrieBackbone(backbone, last_layer)

@@ -14,10 +14,9 @@ from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME
 from moepass.runtime.serving.batching.pack import pack
 from moepass.runtime.serving.batching.step_batch import StepBatch
 from moepass.runtime.serving.batching.step_flops import FlopsTable
-from moepass.runtime.serving.engine.backbones import TrieBackbone
 from moepass.runtime.serving.engine.load_engine import EngineOptions, make_engine
 from moepass.runtime.serving.engine.model_head import ModelHead
-from moepass.runtime.serving.engine.trie_states import TrieStates
+from moepass.runtime.serving.engine.trie_states import TrieBackbone, TrieStates
 from moepass.runtime.serving.requests.request import NO_TOKENS, Request, TokenPiece, TokenRead
 from tests.helpers.models.tiny import TINY_FAMILIES, discover_expert_families, discovered_tiny_model, tiny_model
 from tests.helpers.serving.narrowed import narrowed_backbone

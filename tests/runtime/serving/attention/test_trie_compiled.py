@@ -10,14 +10,13 @@ from torch import nn
 
 import moepass
 from moepass.runtime.captures.capture_store import CaptureStore
-from moepass.runtime.serving.attention.attention_layers import AttentionLayer, Temperature
 from moepass.runtime.serving.attention.partial_attention import partial_attention
 from moepass.runtime.serving.attention.running_step import RunningStep, running_step
-from moepass.runtime.serving.attention.survey import survey_attention
+from moepass.runtime.serving.attention.survey import AttentionLayer, Temperature, survey_attention
 from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME, trie_attention
 from moepass.runtime.serving.attention.trie_parts import VisiblePast
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
-from moepass.runtime.serving.cache.block_memory import BlockMemory, KeyValueShape, block_bytes
+from moepass.runtime.serving.cache.block_memory import BlockMemory, KeyValueShape
 from moepass.stored_compile import StoredModule
 from tests.helpers.graphs.fake_gpu import captured_graph, pretended_gpu, put_on_gpu
 from tests.helpers.graphs.stored_models import EAGER, graphs_compiled_by
@@ -59,7 +58,7 @@ class Runs:
         model.set_attn_implementation(TRIE_ATTENTION_NAME)
 
     def all(self, call: Any) -> list[torch.Tensor]:
-        memory = BlockMemory(self.shapes, 2 * block_bytes(self.shapes))
+        memory = BlockMemory(self.shapes, 2)
         results = []
         for sequences, blocks in STEPS:
             step, places = naive_step(sequences, **blocks)
@@ -154,7 +153,7 @@ def test_on_a_gpu_the_host_waits_for_nothing(past: VisiblePast, dtype: torch.dty
     for named in ({"stored": blocks}, {"cached": blocks}):
         step, _ = naive_step(sequences, **named)
         with pretended_gpu():
-            memory = BlockMemory([shape], 2 * block_bytes([shape]), "cuda")
+            memory = BlockMemory([shape], 2, "cuda")
             query, key = (torch.zeros(1, heads, step.count, 16, dtype=dtype, device="cuda") for heads in (4, 2))
             with running_step(RunningStep(step, layers, memory, "cuda")):
                 output = trie_attention(query, key, key, torch.zeros(4, device="cuda"), 0, 0.25, 0.0)

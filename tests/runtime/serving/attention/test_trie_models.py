@@ -11,13 +11,13 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from moepass.runtime.serving.attention.probe import probe_trie
 from moepass.runtime.serving.attention.running_step import RunningStep, running_step
-from moepass.runtime.serving.attention.survey import AttentionSurvey, survey_attention, trie_refusal
+from moepass.runtime.serving.attention.survey import AttentionSurvey, survey_attention
 from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME
 from moepass.runtime.serving.attention.trie_parts import VisiblePast
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS, StepBatch
-from moepass.runtime.serving.cache.block_memory import BlockMemory, block_bytes
+from moepass.runtime.serving.cache.block_memory import BlockMemory
+from moepass.runtime.serving.engine.plain_outputs import probe_trie
 from tests.helpers.models.tiny import (
     TINY_FAMILIES,
     discover_expert_families,
@@ -129,7 +129,7 @@ def test_a_family_gives_each_sequence_what_it_gives_it_alone_or_is_refused(name:
 def test_what_is_no_causal_attention_is_refused_with_a_reason(name: str) -> None:
     model = _model(name)
     before = model.config._attn_implementation
-    refusal = trie_refusal(model)
+    refusal = survey_attention(model).refusal
     assert refusal is not None
     assert REFUSED[name] in refusal
     assert model.config._attn_implementation == before
@@ -138,7 +138,7 @@ def test_what_is_no_causal_attention_is_refused_with_a_reason(name: str) -> None
 def test_sparse_attention_and_masks_of_a_models_own_are_refused() -> None:
     config = discovered_tiny_model(DISCOVERED["minimax_m3_vl"]).config
     config.layer_types = ["minimax_m3_sparse"] * config.num_hidden_layers
-    refusal = trie_refusal(transformers.AutoModelForCausalLM.from_config(config).eval())
+    refusal = survey_attention(transformers.AutoModelForCausalLM.from_config(config).eval()).refusal
     assert "called with block_indices" in (refusal or "")
     model = _dense("llama")
 
@@ -146,31 +146,31 @@ def test_sparse_attention_and_masks_of_a_models_own_are_refused() -> None:
         return given, {**named, "attention_mask": named["attention_mask"].clone()}
 
     model.model.layers[1].self_attn.register_forward_pre_hook(with_another_mask, with_kwargs=True)
-    assert "a mask that transformers' mask functions did not create" in (trie_refusal(model) or "")
+    assert "a mask that transformers' mask functions did not create" in (survey_attention(model).refusal or "")
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama4", "deepseek_v3", "jamba"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama4", "deepseek_v3"])
 def test_the_probe_says_what_the_survey_says_of_real_families(name: str) -> None:
     model = _model(name)
     before = model.config._attn_implementation
-    assert probe_trie(model) == trie_refusal(model)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert probe_trie(model.to(dtype), survey_attention(model)) is None
     assert model.config._attn_implementation == before
-    assert (probe_trie(model.to(torch.bfloat16)) is None) == (name != "jamba")
 
 
 def test_the_probe_finds_what_no_rule_does() -> None:
     """A layer that reads the previous token of the stream, without attention, convolution or recurrence."""
     model = _dense("llama")
-    assert probe_trie(model) is None
+    assert probe_trie(model, survey_attention(model)) is None
 
     def add_neighbour(module: Any, given: Any, output: torch.Tensor) -> torch.Tensor:
         return output + 0.1 * torch.nn.functional.pad(output, (0, 0, 1, 0))[:, :-1]
 
     hook = model.model.layers[1].mlp.register_forward_hook(add_neighbour)
-    assert trie_refusal(model) is None
-    assert "differ by" in (probe_trie(model) or "")
+    assert survey_attention(model).refusal is None
+    assert "differ by" in (probe_trie(model, survey_attention(model)) or "")
     hook.remove()
-    assert probe_trie(model) is None
+    assert probe_trie(model, survey_attention(model)) is None
 
 
 def test_windows_and_chunks_of_real_sizes_are_learned_from_a_few_tokens() -> None:
@@ -228,7 +228,7 @@ def test_a_request_gets_the_same_alone_in_company_and_with_a_cache(name: str) ->
         sequence[:end]: -1 for sequence in sequences for end in range(BLOCK_TOKENS, len(sequence) + 1, BLOCK_TOKENS)
     }
     blocks = {prefix: number for number, prefix in enumerate(blocks)}
-    memory = BlockMemory(survey.shapes, block_bytes(survey.shapes) * len(blocks))
+    memory = BlockMemory(survey.shapes, len(blocks))
     step, positions = naive_step(sequences, stored=blocks)
     storing = _run(model, survey, step, memory)[positions]
     step, positions = naive_step(sequences, cached=blocks)

@@ -5,16 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moepass.models.errors import InputError
 from moepass.models.sizes.architecture import Architecture, Attention, Layer
-from moepass.runtime.serving.batching.block_hashes import request_hashes
-from moepass.runtime.serving.batching.cached_blocks import MatchedBlocks
+from moepass.runtime.serving.batching.block_hashes import MatchedBlocks, request_hashes
 from moepass.runtime.serving.batching.pack import pack
-from moepass.runtime.serving.batching.request_costs import unshared_flops
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
-from moepass.runtime.serving.batching.step_flops import FlopsTable
+from moepass.runtime.serving.batching.step_flops import FlopsTable, unshared_flops
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead, Vector
-from tests.helpers.graphs.error_fields import refused
 from tests.helpers.serving.naive_packing import KEY, NaiveCache, full_path
 
 TABLE = FlopsTable(Architecture("test", "test", 8, 50, "fp32", (Layer(Attention("full", 2, 1, 4, 4), None, 16),)))
@@ -131,8 +127,8 @@ def test_stored_blocks_are_those_that_the_cache_took() -> None:
 
 def test_what_does_not_fit_the_requests_is_refused() -> None:
     request = question_request()
-    with refused(InputError, name="matched", value=0, expected=1):
+    with pytest.raises(ValueError, match="zip"):
         pack([request], TABLE, [])
     wrong_match = NaiveCache().match(Request("b", (TokenPiece(-1, np.arange(16, dtype=np.int32)),) * 4))
-    with refused(InputError, name="hashes", value=[1, 1, 1, 1], expected=[2, 1, 0, 0]):
+    with pytest.raises(AssertionError):
         pack([request], TABLE, [wrong_match])

@@ -10,17 +10,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moepass.models.errors import InputError, MoepassError
 from moepass.models.sizes.architecture import Architecture, Attention, Layer
-from moepass.runtime.serving.batching.block_hashes import RequestHashes, path_hashes, request_hashes
-from moepass.runtime.serving.batching.cached_blocks import OfferedBlocks
+from moepass.runtime.serving.batching.block_hashes import OfferedBlocks, RequestHashes, path_hashes, request_hashes
 from moepass.runtime.serving.batching.pack import pack
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
 from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.cache.block_index import BlockEvent, BlockIndex, StepLease
 from moepass.runtime.serving.requests.answer import ScoredTokens
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead
-from tests.helpers.graphs.error_fields import refused
 from tests.helpers.serving.naive_packing import KEY, STORIES
 
 TABLE = FlopsTable(Architecture("test", "test", 8, 50, "fp32", (Layer(Attention("full", 2, 1, 4, 4), None, 16),)))
@@ -180,14 +177,8 @@ def test_a_lease_ends_once() -> None:
     lease = BlockIndex(1).lease()
     lease.commit()
     for call in (lease.commit, lease.release, lambda: lease.match(chain(b"a")), lambda: lease.reserve(offer(()))):
-        with refused(MoepassError, name="lease"):
+        with pytest.raises(AssertionError):
             call()
-
-
-@pytest.mark.parametrize("name", ["block_count", "recent_hashes"])
-def test_negative_sizes_are_refused(name: str) -> None:
-    with refused(InputError, name=name, value=-1):
-        BlockIndex(**{"block_count": 1, name: -1})
 
 
 def test_questions_over_one_prompt_come_from_the_cache_in_the_next_step() -> None:
@@ -204,7 +195,7 @@ def test_questions_over_one_prompt_come_from_the_cache_in_the_next_step() -> Non
             at = packed.scores.predicted_at
             values = np.where(at >= 0, at, 0).astype(np.float32)
             scores = ScoredTokens(values, values.astype(np.int32)[:, None], values[:, None])
-            index.scores.write(packed.scores.written_slots(packed.stored_slots(blocks)), scores)
+            index.scores.write(packed.written_slots(blocks), scores)
             lease.commit()
         assert len(packed.storing(blocks).stored) == (2 if first == 0 else 0)
         return packed.batch.count, packed.placements[0].usage.cached_tokens
@@ -215,7 +206,7 @@ def test_questions_over_one_prompt_come_from_the_cache_in_the_next_step() -> Non
     with index.lease() as lease:
         matched = lease.match(request_hashes(Request("a", (prompt,)), KEY))
     assert matched.scores_known.sum() == 31
-    last_scores = index.scores.read(matched.blocks[[0, 1]] * BLOCK_TOKENS + 15, 0)
+    last_scores = index.scores.read(matched.blocks[[0, 1]] * BLOCK_TOKENS + 15)
     assert last_scores.log_probabilities.tolist() == [14, 30]
 
 

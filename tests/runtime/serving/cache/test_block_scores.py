@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moepass.models.errors import InputError
-from moepass.runtime.serving.cache.block_scores import BlockScores
+from moepass.runtime.serving.cache.block_index import BlockScores
 from moepass.runtime.serving.requests.answer import ScoredTokens
-from tests.helpers.graphs.error_fields import refused
 
 
 def scored(*values: int) -> ScoredTokens:
@@ -24,22 +22,21 @@ def test_what_was_written_is_read() -> None:
     scores = BlockScores(3)
     scores.write(np.array([17, -1, 47]), scored(1, 2, 3))
     assert np.flatnonzero(scores.known(np.array([0, 1, 2]))).tolist() == [17, 47]
-    stored = scores.read(np.array([47, 17]), 1)
+    stored = scores.read(np.array([47, 17]))
     assert stored.log_probabilities.tolist() == [-3, -1]
     assert stored.top_tokens.tolist() == [[3], [1]]
     assert stored.top_log_probabilities.tolist() == [[-1.5], [-0.5]]
-    assert scores.read(np.array([47, 17]), 0).top_tokens.shape == (2, 0)
 
 
 def test_what_is_known_stays_until_the_block_is_forgotten() -> None:
     scores = BlockScores(2)
     scores.write(np.array([16]), scored(1))
     scores.write(np.array([16, 17]), scored(5, 6))
-    assert scores.read(np.array([16, 17]), 1).top_tokens.tolist() == [[1], [6]]
+    assert scores.read(np.array([16, 17])).top_tokens.tolist() == [[1], [6]]
     scores.forget(1)
     assert not scores.known(np.array([1])).any()
     scores.write(np.array([16]), scored(5))
-    assert scores.read(np.array([16]), 1).top_tokens.tolist() == [[5]]
+    assert scores.read(np.array([16])).top_tokens.tolist() == [[5]]
 
 
 def test_no_block_knows_nothing() -> None:
@@ -52,11 +49,5 @@ def test_no_block_knows_nothing() -> None:
 def test_what_is_not_known_is_refused() -> None:
     scores = BlockScores(1)
     scores.write(np.array([1]), scored(1))
-    with refused(InputError, name="slots", value=2):
-        scores.read(np.array([1, 2]), 0)
-
-
-@pytest.mark.parametrize("scored_top", [-1, 2])
-def test_more_than_the_most_likely_token_is_not_known(scored_top: int) -> None:
-    with refused(InputError, name="scored_top", value=scored_top):
-        BlockScores(1).read(np.array([], np.int64), scored_top)
+    with pytest.raises(AssertionError):
+        scores.read(np.array([1, 2]))

@@ -71,11 +71,11 @@ def run_step(index: BlockIndex, memory: Memory, requests: list[Request], fails: 
                 if depth + offset == 0:
                     continue
                 if scores.score_slots[token] >= 0:
-                    (score,) = index.scores.read(scores.score_slots[token : token + 1], 1).top_tokens[0].tolist()
+                    (score,) = index.scores.read(scores.score_slots[token : token + 1]).top_tokens[0].tolist()
                 else:
                     score = int(computed.top_tokens[token, 0])
                 assert score == score_of(path[: depth + offset + 1])
-        index.scores.write(scores.written_slots(packed.stored_slots(blocks)), computed)
+        index.scores.write(packed.written_slots(blocks), computed)
         lease.commit()
 
 

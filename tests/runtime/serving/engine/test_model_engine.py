@@ -19,12 +19,12 @@ from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME
 from moepass.runtime.serving.batching.step_batch import StepBatch
 from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.cache.block_index import BlockIndex
-from moepass.runtime.serving.cache.block_memory import BlockMemory, block_bytes
-from moepass.runtime.serving.engine.backbones import RowsBackbone
+from moepass.runtime.serving.cache.block_memory import BlockMemory
 from moepass.runtime.serving.engine.load_engine import EngineOptions, make_engine
-from moepass.runtime.serving.engine.model_engine import ModelEngine, StatesRunner
+from moepass.runtime.serving.engine.model_engine import ModelEngine
 from moepass.runtime.serving.engine.model_head import ModelHead
-from moepass.runtime.serving.engine.padded_rows import PaddedRows
+from moepass.runtime.serving.engine.padded_rows import PaddedRows, RowsBackbone
+from moepass.runtime.serving.engine.plain_outputs import StatesRunner
 from moepass.runtime.serving.engine.step_engine import EngineFacts
 from moepass.runtime.serving.engine.trie_states import TrieStates
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead
@@ -48,7 +48,7 @@ def engine(
     runner: StatesRunner
     if form == "trie":
         shapes = tuple(layer.shape for layer in LAYERS.values())
-        memory = BlockMemory(shapes, blocks * block_bytes(shapes)) if blocks else None
+        memory = BlockMemory(shapes, blocks) if blocks else None
         model, runner = SERVED, TrieStates(BACKBONE, LAYERS, memory, CPU)
     else:
         model, runner = PLAIN, PaddedRows(RowsBackbone(PLAIN.base_model), CPU, 64)

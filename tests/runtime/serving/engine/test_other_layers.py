@@ -13,9 +13,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
-from moepass.runtime.serving.engine.backbones import TrieBackbone
 from moepass.runtime.serving.engine.load_engine import EngineOptions, make_engine
 from moepass.runtime.serving.engine.model_engine import ModelEngine
+from moepass.runtime.serving.engine.trie_states import TrieBackbone
 from moepass.runtime.serving.requests.request import NO_TOKENS, Request, TokenPiece, TokenRead
 from tests.helpers.models.tiny import tiny_model
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from moepass.runtime.serving.batching.step_batch import StepBatch, TrieNode
-from moepass.runtime.serving.engine.backbones import RowsBackbone
-from moepass.runtime.serving.engine.padded_rows import PaddedRows
+from moepass.runtime.serving.engine.padded_rows import PaddedRows, RowsBackbone
 from tests.helpers.models.tiny import tiny_model
 
 # The sequence 5 6 7 branches into 8 9 and 10; 11 is a separate sequence.

@@ -11,18 +11,17 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from moepass.models.sizes.families import from_config
-from moepass.runtime.serving.attention.running_step import RunningStep
 from moepass.runtime.serving.attention.survey import survey_attention
 from moepass.runtime.serving.attention.trie_attention import TRIE_ATTENTION_NAME
 from moepass.runtime.serving.batching.step_flops import FlopsTable
 from moepass.runtime.serving.cache.block_index import BlockIndex
-from moepass.runtime.serving.engine import trie_states
 from moepass.runtime.serving.engine.model_engine import ModelEngine
 from moepass.runtime.serving.engine.model_head import ModelHead
 from moepass.runtime.serving.engine.step_engine import EngineFacts, StepResult
 from moepass.runtime.serving.engine.trie_states import TrieStates
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead
 from tests.helpers.models.tiny import tiny_model
+from tests.helpers.serving.counted_attention import count_attention_flops
 from tests.helpers.serving.naive_trie import Sequence_, naive_step
 from tests.helpers.serving.narrowed import narrowed_backbone
 
@@ -48,16 +47,10 @@ def execute(requests: list[Request], monkeypatch: pytest.MonkeyPatch) -> Execute
     runner = TrieStates(BACKBONE, SURVEY.layers, None, CPU)
     table = FlopsTable(from_config(CONFIG))
     engine = ModelEngine(ModelHead(MODEL), runner, table, facts, index=BlockIndex(0), key=bytes(16))
-    steps: list[RunningStep] = []
-
-    def recorded(*arguments: Any) -> RunningStep:
-        steps.append(RunningStep(*arguments))
-        return steps[-1]
-
-    monkeypatch.setattr(trie_states, "RunningStep", recorded)
+    attention_flops = count_attention_flops(monkeypatch)
     with FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: _grouped_mm_flops}) as counter:
         result = engine.step(requests)
-    return Executed(counter.get_total_flops(), sum(step.attention_flops for step in steps), result)
+    return Executed(counter.get_total_flops(), sum(attention_flops), result)
 
 
 def _grouped_mm_flops(rows: torch.Size, weights: torch.Size, *_: Any, **__: Any) -> int:

@@ -19,6 +19,7 @@ from moepass.models.checkpoint.checkpoint_folders import Prompt, load_model, loa
 from moepass.models.errors import CheckpointError, MoepassError
 from moepass.runtime.ranks.rendezvous import PeerError
 from moepass.runtime.serving.engine.load_engine import Compile, EngineOptions, make_engine
+from moepass.runtime.serving.engine.step_engine import StepResult
 from moepass.runtime.serving.offline import encoded_texts
 from moepass.runtime.serving.offline.text_scorer import TextScorer
 from moepass.runtime.serving.questions.labels import ImpossibleLabelsError
@@ -152,18 +153,25 @@ def test_results_come_in_the_order_of_the_texts_window_by_window(
         _assert_close(result, results[texts.index(text)])
 
 
-def test_a_common_prefix_is_computed_once_in_a_step(checkpoint: Path) -> None:
+def test_a_common_prefix_is_computed_once_in_a_step(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scorer = _scorer(checkpoint, LABELS, Prompt("this is a film {text}<sep>"))
-    (window,) = scorer.windows(_named(TEXTS + TEXTS))
+    run_step, results = scorer.engine.step, []
+
+    def step(*arguments: Any, **named: Any) -> StepResult:
+        results.append(run_step(*arguments, **named))
+        return results[-1]
+
+    monkeypatch.setattr(scorer.engine, "step", step)
+    assert len([*scorer.windows(_named(TEXTS + TEXTS))]) == 1
+    computed_tokens = sum(result.tokens for result in results)
     (tokens,) = scorer.writer.encode(["this is a film"])
     encoded = scorer.writer.encode([f"this is a film {text}<sep>" for text in TEXTS])
-    assert window.tokens == 2 * sum(map(len, encoded))
     # Equal texts and their common prefix are computed once, the labels behind each distinct text.
     behind = sum(len(prompt) - len(tokens) for prompt in encoded)
     stems = {label[:-1] for label in scorer._labels_behind("x<sep>").labels if len(label) > 1}
     beginnings = {stem[:end] for stem in stems for end in range(1, len(stem) + 1)}
-    assert window.computed_tokens <= len(tokens) + behind + len(TEXTS) * len(beginnings)
-    assert window.computed_tokens < window.tokens
+    assert computed_tokens <= len(tokens) + behind + len(TEXTS) * len(beginnings)
+    assert computed_tokens < 2 * sum(map(len, encoded))
 
 
 def test_labels_of_one_token_take_no_token_of_a_step(checkpoint: Path) -> None:
