@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from moepass.explaining.report_parts import HomeTried, StoredPart
+from moepass.explaining.report import HomeTried, StoredPart
 from moepass.models.errors import InputError
 from moepass.passes.ir.planner_decisions import ASYNCEP
 from moepass.passes.machine.times import peak_flops_per_s
@@ -78,15 +78,9 @@ def why_nothing_fits(made: Forecast) -> str:
 
 
 def stored_part(setting: Setting, home: str | None, most_slots: int) -> StoredPart | None:
-    """Return the forecast of a quantised checkpoint in its own format.
+    """Return the forecast of a quantised checkpoint in its own format; None for another, or if its sizes are unknown.
 
-    Args:
-        setting: what moepass runs now.
-        home: see `best_home`.
-        most_slots: see `best_home`.
-
-    Returns:
-        None if the checkpoint is not quantised, or if the sizes of its format are unknown.
+    `setting` is what moepass runs now. For the other arguments, see `best_home`.
     """
     stored = setting.architecture.stored
     if stored is None:
@@ -98,8 +92,8 @@ def stored_part(setting: Setting, home: str | None, most_slots: int) -> StoredPa
     assert experts is not None
     (made, _), sizes = best_home(native, home, most_slots), native.bank(experts)
     asyncep = made.cost(ASYNCEP)
-    alternatives = [cost for cost in made.comparison if cost.strategy != ASYNCEP and cost.fits]
-    fastest = min(alternatives, key=lambda cost: cost.step_seconds) if alternatives else None
+    alternatives = (cost for cost in made.comparison if cost.strategy != ASYNCEP and cost.fits)
+    fastest = min(alternatives, key=lambda cost: cost.step_seconds, default=None)
     return StoredPart(
         format=stored.name,
         expert_bytes=banks_bytes(native),
@@ -119,9 +113,7 @@ def stored_part(setting: Setting, home: str | None, most_slots: int) -> StoredPa
 def stored_assumption(setting: Setting, unknown: str) -> str:
     """Return the weights that the figures assume for a quantised checkpoint, or an empty text for another.
 
-    Args:
-        setting: what moepass runs now.
-        unknown: the reason why the sizes of the format are unknown, or empty.
+    `unknown` is the reason why the sizes of its format are unknown, or empty.
     """
     if unknown:
         return f"{unknown}; all figures are for weights dequantised to {setting.dtype}, which moepass runs"

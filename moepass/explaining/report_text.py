@@ -7,14 +7,26 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from moepass.explaining.compiler_view import found_text, schedule_table, segments_text, tensorrt_text
-from moepass.explaining.report_parts import Block, MemoryCurveRow, ReportContent, SchedulePart
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.table import Table
+
+from moepass.explaining.compiler_view import (
+    compile_rows,
+    count_of,
+    found_text,
+    grid,
+    rewritten_row,
+    schedule_table,
+)
+from moepass.explaining.hardware_report import si
 from moepass.passes.ir.timeline import COMPUTE, HOST, Event
 from moepass.runtime.serving.engine.step_engine import step_form_text
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-    from rich.table import Table
+    from moepass.explaining.report import Block, MemoryCurveRow, Report, SchedulePart
 
 # Layers with experts that the bars show: enough to see one bank arrive while the layer before computes.
 _SHOWN_LAYERS = 4
@@ -22,61 +34,41 @@ _LABEL_WIDTH = 9
 _MOST_REFUSALS = 4
 
 
-def report_text(report: ReportContent, width: int = 80, every_row: bool = False) -> str:
+def report_text(report: Report, width: int = 80, every_row: bool = False) -> str:
     """Return the report as plain text, in lines of at most `width` characters."""
-    from rich.console import Console
-
     sink = io.StringIO()
     print_report(Console(file=sink, width=width, color_system=None), report, every_row)
     return sink.getvalue()
 
 
-def print_report(console: Console, report: ReportContent, every_row: bool = False) -> None:
+def print_report(console: Console, report: Report, every_row: bool = False) -> None:
     """Print the report. `every_row` adds the schedule of every captured graph, row by row."""
-    for section in _sections(report):
-        console.print(section, highlight=False)
-    schedule = report.schedule
-    if schedule is not None:
-        for line in timeline_lines(schedule, min(console.width, 100)):
+    model, hardware, work = report.model, report.hardware, report.workload
+    colour = "green" if report.verdict in ("asyncep", "resident") else "yellow"
+    console.print(
+        f"[bold]{escape(model.name)}[/bold] ({model.model_type}), {model.layers} layers, {model.moe_layers} with "
+        f"experts, {si(model.parameters, '').strip()} parameters, {model.dtype}, on "
+        f"[bold]{escape(hardware.name)}[/bold] ({hardware.source}); {work.batch} x {work.seq} = {work.tokens} tokens "
+        "per rank and step. Computed from sizes alone, without loading weights or running anything\n\n"
+        f"[bold {colour}]{report.verdict}[/bold {colour}]: {escape(report.strategy.reason)}",
+        highlight=False,
+    )
+    console.print(grid(_rows(report)), highlight=False)
+    if report.schedule is not None:
+        for line in _timeline_lines(report.schedule, min(console.width, 100)):
             console.print(line, highlight=False, markup=False)
     if report.comparison:
         console.print(_comparison(report))
-    console.print(_notes(report), highlight=False)
+    notes = [("advice", "\n".join(report.advice)), ("run it", report.how_to_run)]
+    sources = [("assumed", "; ".join(report.assumptions), "dim"), ("sources", source_text(report), "dim")]
+    console.print(grid([*(note for note in notes if note[1]), *sources]), highlight=False)
     if every_row:
         for plan in report.compiler.explanation.plans:
             if plan.slot_stays:
                 console.print(schedule_table(plan))
 
 
-def _sections(report: ReportContent) -> Iterator[RenderableType]:
-    from rich.markup import escape
-
-    model, hardware, work, strategy = report.model, report.hardware, report.workload, report.strategy
-    yield (
-        f"[bold]{escape(model.name)}[/bold] ({model.model_type}), {model.layers} layers, {model.moe_layers} with "
-        f"experts, {_number(model.parameters, '')} parameters, {model.dtype}, on [bold]{escape(hardware.name)}[/bold] "
-        f"({hardware.source}); {work.batch} x {work.seq} = {work.tokens} tokens per rank and step. Computed from "
-        "sizes alone, without loading weights or running anything"
-    )
-    yield ""
-    colour = "green" if report.verdict in ("asyncep", "resident") else "yellow"
-    yield f"[bold {colour}]{report.verdict}[/bold {colour}]: {escape(strategy.reason)}"
-    yield _summary(report)
-
-
-def _summary(report: ReportContent) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True, style="bold")
-    table.add_column()
-    for name, text in _rows(report):
-        table.add_row(name, Text(text))
-    return table
-
-
-def _rows(report: ReportContent) -> Iterator[tuple[str, str]]:
+def _rows(report: Report) -> Iterator[tuple[str, str]]:
     strategy, schedule, memory, saturation = report.strategy, report.schedule, report.memory, report.saturation
     if schedule is not None:
         share = schedule.exposed_seconds / schedule.step_seconds
@@ -86,17 +78,17 @@ def _rows(report: ReportContent) -> Iterator[tuple[str, str]]:
             f"{_seconds(schedule.exposed_seconds)} ({share:.1%}) of waiting for experts; no order of copies takes less "
             f"than {_seconds(schedule.least_step_seconds)}; MFU {schedule.mfu:.1%}",
         )
-    if report.stored is not None:
-        yield "checkpoint", stored_text(report)
+    if text := stored_text(report):
+        yield "checkpoint", text
     tried = [
-        f"{attempt.home} {_seconds(attempt.step_seconds) if attempt.step_seconds is not None else attempt.note}"
+        f"{attempt.home} {attempt.note if attempt.step_seconds is None else _seconds(attempt.step_seconds)}"
         for attempt in strategy.homes_tried
     ]
     if tried:
-        yield "home", f"{strategy.home}" + (f" (tried: {'; '.join(tried)})" if len(tried) > 1 else "")
+        yield "home", strategy.home + (f" (tried: {'; '.join(tried)})" if len(tried) > 1 else "")
     yield from _compiler_rows(report)
     if memory is not None:
-        slots = f", {_count(schedule.slots, 'slot')}" if schedule is not None and schedule.slots else ""
+        slots = f", {count_of(schedule.slots, 'slot')}" if schedule is not None and schedule.slots else ""
         stay = f", {len(schedule.resident_layers)} banks included" if schedule and schedule.resident_layers else ""
         yield (
             "memory",
@@ -108,10 +100,8 @@ def _rows(report: ReportContent) -> Iterator[tuple[str, str]]:
             yield "", host_memory_text(report)
     else:
         explanation = report.compiler.explanation
-        yield (
-            "memory",
-            f"experts {_bytes(explanation.expert_bytes)}; everything else {_bytes(explanation.other_bytes)}",
-        )
+        experts, others = explanation.expert_bytes, explanation.other_bytes
+        yield "memory", f"experts {_bytes(experts)}; everything else {_bytes(others)}"
     if saturation is not None:
         yield (
             "threshold",
@@ -125,10 +115,11 @@ def _rows(report: ReportContent) -> Iterator[tuple[str, str]]:
             yield "", f"asyncep is faster than AllToAll (dp_ep) from {strategy.crossover_tokens} tokens on"
 
 
-def stored_text(report: ReportContent) -> str:
-    """Return what moepass runs of a quantised checkpoint, and the forecast in its own format."""
+def stored_text(report: Report) -> str:
+    """Return what moepass runs of a quantised checkpoint, and the forecast in its own format; "" for another one."""
     stored, model = report.stored, report.model
-    assert stored is not None
+    if stored is None:
+        return ""
     text = f"{stored.format}: {_bytes(stored.expert_bytes)} of experts, {_bytes(stored.other_bytes)} of other weights"
     if stored.runs_as == stored.format:
         return text + ", which all figures refer to"
@@ -153,10 +144,11 @@ def stored_text(report: ReportContent) -> str:
     return f"{text}. Forecast for {stored.format}: {asyncep}, {alternative}; {transfer}"
 
 
-def host_memory_text(report: ReportContent) -> str:
-    """Return the host memory that is needed, compared with that of the machine."""
+def host_memory_text(report: Report) -> str:
+    """Return the host memory that is needed, compared with that of the machine; "" without figures."""
     memory = report.memory
-    assert memory is not None
+    if memory is None:
+        return ""
     if memory.host_fits is None:
         return f"host memory of the machine: {_bytes(memory.host_bytes)} (the profile does not say how much it has)"
     assert memory.host_limit_bytes is not None
@@ -171,24 +163,20 @@ def _threshold_by_memory(curve: Sequence[MemoryCurveRow]) -> str:
     return f"{', '.join(points)} per device (resident banks)"
 
 
-def _compiler_rows(report: ReportContent) -> Iterator[tuple[str, str]]:
+def _compiler_rows(report: Report) -> Iterator[tuple[str, str]]:
     plans, blocks = report.compiler.explanation.plans, report.blocks
     cut = f" (captured: {report.compiler.captured_text}; the others are equal)" if report.compiler.is_cut else ""
-    yield "found", _count(len(blocks), "MoE block") + cut + "; " + "; ".join(found_text(plan) for plan in plans)
+    yield "found", count_of(len(blocks), "MoE block") + cut + "; " + "; ".join(found_text(plan) for plan in plans)
     if blocks:
-        names = [block.name for block in blocks if block.rewritten]
-        span = f": {names[0]}" + (f" to {names[-1]}" if len(names) > 1 else "") if names else ""
-        yield "rewritten", f"{len(names)} of {len(blocks)} to gathers{span}"
+        yield rewritten_row([block.name for block in blocks if block.rewritten], len(blocks))
     yield "refused", _refused(blocks, report.refusals)
     scope = "of the captured layers: " if report.compiler.is_cut else ""
     for plan in plans:
-        yield "compile", scope + segments_text(plan)
-        if chosen := tensorrt_text(plan):
-            yield "tensorrt", chosen
+        yield from compile_rows(plan, scope)
     yield "serving", serving_text(report)
 
 
-def serving_text(report: ReportContent) -> str:
+def serving_text(report: Report) -> str:
     """Return the form in which a server computes steps of the model, or the reason why it cannot be served."""
     if report.serving.form is None:
         return f"cannot be served: {report.serving.reason}"
@@ -202,7 +190,7 @@ def _refused(blocks: tuple[Block, ...], refusals: tuple[str, ...]) -> str:
         if block.refusal is not None:
             by_reason.setdefault(block.refusal, []).append(block.name)
     lines = [
-        f"{names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "") + f": {reason}"
+        names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "") + f": {reason}"
         for reason, names in by_reason.items()
     ]
     lines += [text for text in refusals if not any(text == f"{b.name}: {b.refusal}" for b in blocks)]
@@ -210,23 +198,18 @@ def _refused(blocks: tuple[Block, ...], refusals: tuple[str, ...]) -> str:
     return "\n".join([*lines[:_MOST_REFUSALS], *more]) or "nothing"
 
 
-def _comparison(report: ReportContent) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
+def _comparison(report: Report) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("strategy")
     for heading in ("step", "of chosen", "waited for\nper layer", "background\nper layer", "memory", "fits"):
         table.add_column(heading, justify="right", no_wrap=True)
     base = next((row.step_seconds for row in report.comparison if row.strategy == report.strategy.chosen), None)
-    rows = sorted(report.comparison, key=lambda row: (not row.fits, row.step_seconds or float("inf")))
-    for row in rows:
-        step = "-" if row.step_seconds is None else _seconds(row.step_seconds)
+    for row in sorted(report.comparison, key=lambda row: (not row.fits, row.step_seconds or float("inf"))):
         ratio = "-" if row.step_seconds is None or not base else f"{row.step_seconds / base:.2f}"
         style = "bold" if row.strategy == report.strategy.chosen else None if row.fits else "dim"
         table.add_row(
             row.strategy,
-            step,
+            _seconds(row.step_seconds),
             ratio,
             _bytes(row.comm_bytes_per_layer),
             _bytes(row.background_bytes_per_layer),
@@ -237,23 +220,7 @@ def _comparison(report: ReportContent) -> Table:
     return table
 
 
-def _notes(report: ReportContent) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True, style="bold")
-    table.add_column()
-    if report.advice:
-        table.add_row("advice", Text("\n".join(report.advice)))
-    if report.how_to_run:
-        table.add_row("run it", Text(report.how_to_run))
-    table.add_row("assumed", Text("; ".join(report.assumptions), style="dim"))
-    table.add_row("sources", Text(source_text(report), style="dim"))
-    return table
-
-
-def source_text(report: ReportContent) -> str:
+def source_text(report: Report) -> str:
     """Return the sources of the figures in one sentence, grouped by kind for those of the machine."""
     kinds: dict[str, list[str]] = {}
     for name, source in report.sources.items():
@@ -267,25 +234,22 @@ def source_text(report: ReportContent) -> str:
 # ---- The timeline ----------------------------------------------------------------------------------------------------
 
 
-def timeline_lines(schedule: SchedulePart, width: int) -> list[str]:
+def _timeline_lines(schedule: SchedulePart, width: int) -> list[str]:
     """Return bars for some layers in the middle of a step: computation, waits, and the banks that arrive."""
     start, end = _window(schedule)
     columns = width - _LABEL_WIDTH
     if end <= start or columns < 20:
         return []
-    lines = []
-    for stream in _streams(schedule):
-        events = [event for event in schedule.timeline if event.stream == stream]
-        lines.append(f"{stream:<{_LABEL_WIDTH}}" + _bar(events, start, end, columns))
+    streams = sorted({event.stream for event in schedule.timeline} - {HOST}, key=lambda name: (name != COMPUTE, name))
+    lines = [
+        f"{stream:<{_LABEL_WIDTH}}"
+        + _bar([event for event in schedule.timeline if event.stream == stream], start, end, columns)
+        for stream in streams
+    ]
     first, last = f"{start * 1e3:.1f} ms", f"{end * 1e3:.1f} ms of {schedule.step_seconds * 1e3:.1f} ms"
     lines.append(" " * _LABEL_WIDTH + first + last.rjust(columns - len(first)))
     legend = "number: a layer; = attention, # experts or mlp, . waits for experts, > a bank arrives"
     return [*lines, " " * _LABEL_WIDTH + legend] if len(legend) <= columns else [*lines, legend]
-
-
-def _streams(schedule: SchedulePart) -> list[str]:
-    names = {event.stream for event in schedule.timeline}
-    return sorted(names - {HOST}, key=lambda name: (name != COMPUTE, name))
 
 
 def _window(schedule: SchedulePart) -> tuple[float, float]:
@@ -335,27 +299,9 @@ def _sign(event: Event) -> str:
 # ---- Numbers ---------------------------------------------------------------------------------------------------------
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
-
-
 def _bytes(number: float) -> str:
-    from rich.filesize import decimal
-
     return decimal(round(number))
 
 
-def _number(value: float, unit: str) -> str:
-    for scale, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= scale:
-            return f"{value / scale:.3g} {prefix}{unit}"
-    return f"{value:.3g} {unit}".rstrip()
-
-
 def _seconds(value: float | None) -> str:
-    if value is None:
-        return "-"
-    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if value >= scale:
-            return f"{value / scale:.3g} {unit}"
-    return "0 s" if value == 0 else f"{value / 1e-9:.3g} ns"
+    return "-" if value is None else si(value, "s")

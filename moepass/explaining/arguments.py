@@ -1,4 +1,4 @@
-"""The models that `explain` accepts: a preset, a checkpoint folder, a config file, a configuration, a model."""
+"""The arguments of `explain`: numbers, the machine, the memory budget, and the forms in which it accepts a model."""
 
 from __future__ import annotations
 
@@ -7,25 +7,71 @@ import dataclasses
 import difflib
 import functools
 import os
+import re
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moepass.models.checkpoint.checkpoint_folders import DEMO, load_config, resolve_model
 from moepass.models.errors import CheckpointError, InputError, one_of
+from moepass.models.limits import MOST_RANKS, MOST_SLOTS, MOST_TOKENS, check_limit
 from moepass.models.sizes.architecture import Architecture, short_dtype
 from moepass.models.sizes.config_checks import check_config, check_raw_config
 from moepass.models.sizes.families import from_config
 from moepass.models.sizes.presets import preset, preset_config, preset_names, presets_source
+from moepass.passes.machine.hardware import Hardware, with_ranks
+from moepass.runtime.profiles.hardware_profiles import load_hardware
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig
 
+# [Empirical] The remaining memory is for the allocator, the kernels' workspaces and the driver; vLLM's default.
+DEFAULT_MEMORY_SHARE = 0.9
 # Longer names are not compared with those of presets.
 _LONGEST_NAME = 200
 # Fields that are 1 or more in every family.
 _POSITIVE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+def check_numbers(batch: int, seq: int, tokens: int | None, slots: int | None, ranks: int | None) -> None:
+    """Raise InputError for an argument that is not an integer of at least 1, or that exceeds its limit."""
+    numbers = {"batch": batch, "seq": seq, "tokens": tokens, "slots": slots, "ranks": ranks}
+    for name, value in numbers.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise InputError.wrong(name, value, "a whole number from 1 on")
+    per_step = batch * seq if tokens is None else tokens
+    what = f"batch {batch} times seq {seq}" if tokens is None else "tokens"
+    check_limit(what, per_step, MOST_TOKENS, "use several steps")
+    if slots is not None:
+        check_limit("slots", slots, MOST_SLOTS, "more slots hide no more transfers")
+    if ranks is not None:
+        check_limit("ranks", ranks, MOST_RANKS, "moepass plans for no more devices")
+
+
+def machine_of(hardware: str | os.PathLike[str] | Hardware, ranks: int | None) -> Hardware:
+    """Return the profile of a machine, with `ranks` devices if that is not None."""
+    machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
+    if ranks is None or ranks == machine.ranks:
+        return machine
+    name = re.sub(rf"^{machine.ranks}x", f"{ranks}x", machine.name)
+    return dataclasses.replace(with_ranks(machine, ranks), name=name)
+
+
+def memory_budget(machine: Hardware, requested: float | None) -> float:
+    """Return the bytes to use on each device. Raises InputError if `requested` exceeds its memory."""
+    most = machine.memory_bytes.value
+    if requested is None:
+        return DEFAULT_MEMORY_SHARE * most
+    if not 0 < requested <= most:
+        raise InputError(
+            f"the memory budget is {requested:.0f} bytes; it must be between 1 and {most:.0f}, the memory of a device "
+            f"of {machine.name}",
+            name="memory_budget",
+            value=requested,
+            expected=(1, most),
+        )
+    return requested
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +79,10 @@ class ExplainedModel:
     """A model with its sizes.
 
     Attributes:
-        name: the name in the report.
         loaded_config: the configuration; None for a preset, which makes it on demand.
         architecture: the sizes, or None if no formula knows the family.
         unknown: the reason why the sizes are unknown, or empty.
-        source: the origin of the sizes, for the report.
+        source: the origin of the sizes.
         preset: the name of the preset, or empty.
     """
 
@@ -67,6 +112,7 @@ def explained_model(model: Any, dtype: str | None = None) -> ExplainedModel:
     """
     if isinstance(model, (str, os.PathLike)):
         return _by_name(os.fspath(model), dtype)
+    model = getattr(model, "_orig_mod", model)  # torch.compile(model) stores the wrapped module under this name
     config = _config_of(model)
     source = f"the {type(config).__name__} of the call"
     return _explained(_with_dtype(config, _weights_dtype(model)), None, dtype, source)
@@ -100,15 +146,13 @@ def _by_name(text: str, dtype: str | None) -> ExplainedModel:
 def _config_of(model: Any) -> PreTrainedConfig:
     from transformers import PreTrainedConfig
 
-    # torch.compile(model) wraps the module and stores the original under this name.
-    original = getattr(model, "_orig_mod", model)
-    config = original if isinstance(original, PreTrainedConfig) else getattr(original, "config", None)
+    config = model if isinstance(model, PreTrainedConfig) else getattr(model, "config", None)
     if not isinstance(config, PreTrainedConfig):
         raise InputError(
-            f"a {type(original).__name__} has no transformers configuration with its sizes; pass a model that has one, "
+            f"a {type(model).__name__} has no transformers configuration with its sizes; pass a model that has one, "
             "a checkpoint folder, a config.json, or the name of a preset",
             name="model",
-            value=type(original).__name__,
+            value=type(model).__name__,
         )
     return config
 
@@ -122,14 +166,13 @@ def _weights_dtype(model: Any) -> torch.dtype | None:
 
     from moepass.runtime.offload.offload import BankedParameter
 
-    original = getattr(model, "_orig_mod", model)
-    if not isinstance(original, torch.nn.Module):
+    if not isinstance(model, torch.nn.Module):
         return None
     nbytes: Counter[torch.dtype] = Counter()
-    for value in original.parameters():
+    for value in model.parameters():
         if value.is_floating_point():
             nbytes[value.dtype] += value.nbytes
-    for module in original.modules():
+    for module in model.modules():
         if isinstance(module, BankedParameter):
             nbytes[module.spec.torch_dtype] += module.spec.nbytes
     return nbytes.most_common(1)[0][0] if nbytes else None
