@@ -64,26 +64,19 @@ def memory_budget(machine: Hardware, requested: float | None) -> float:
     if requested is None:
         return DEFAULT_MEMORY_SHARE * most
     if not 0 < requested <= most:
-        raise InputError(
+        text = (
             f"the memory budget is {requested:.0f} bytes; it must be between 1 and {most:.0f}, the memory of a device "
-            f"of {machine.name}",
-            name="memory_budget",
-            value=requested,
-            expected=(1, most),
+            f"of {machine.name}"
         )
+        raise InputError(text, name="memory_budget", value=requested, expected=(1, most))
     return requested
 
 
 @dataclasses.dataclass(frozen=True)
 class ExplainedModel:
-    """A model with its sizes.
+    """A model with its sizes, or with the reason why they are unknown, and their source.
 
-    Attributes:
-        loaded_config: the configuration; None for a preset, which makes it on demand.
-        architecture: the sizes, or None if no formula knows the family.
-        unknown: the reason why the sizes are unknown, or empty.
-        source: the origin of the sizes.
-        preset: the name of the preset, or empty.
+    `loaded_config` is None for a preset, whose configuration is made on demand.
     """
 
     name: str
@@ -102,13 +95,9 @@ class ExplainedModel:
 def explained_model(model: Any, dtype: str | None = None) -> ExplainedModel:
     """Return the model that a name, a path, a transformers configuration or a transformers model describes.
 
-    Args:
-        model: see `explain`. A compiled model is accepted too.
-        dtype: the dtype of the weights, instead of that of the configuration.
-
-    Raises:
-        CheckpointError: for a folder or config from which no model can be built.
-        InputError: for an unknown name, with the most similar preset, and for a model without a configuration.
+    A compiled model is accepted too. `dtype` is used instead of that of the configuration. Raises CheckpointError for a
+    folder or config from which no model can be built, and InputError for an unknown name, with the most similar preset,
+    and for a model without a configuration.
     """
     if isinstance(model, (str, os.PathLike)):
         return _by_name(os.fspath(model), dtype)
@@ -132,13 +121,11 @@ def _by_name(text: str, dtype: str | None) -> ExplainedModel:
         names = [*preset_names(), DEMO]
         similar = difflib.get_close_matches(text.lower(), names, n=1, cutoff=0.4)
         hint = f"; did you mean {similar[0]}?" if similar else "."
-        raise InputError(
+        message = (
             f"model {text!r} is unknown, and no folder or file has that name{hint} It must be a checkpoint "
-            f"folder, a config.json, or one of {one_of(names)}",
-            name="model",
-            value=text,
-            expected=tuple(names),
-        ) from None
+            f"folder, a config.json, or one of {one_of(names)}"
+        )
+        raise InputError(message, name="model", value=text, expected=tuple(names)) from None
     name = DEMO if text == DEMO else Path(text).resolve().parent.name if path.is_file() else Path(text).resolve().name
     return _explained(load_config(path), name, dtype, f"config: {path}")
 
@@ -148,12 +135,11 @@ def _config_of(model: Any) -> PreTrainedConfig:
 
     config = model if isinstance(model, PreTrainedConfig) else getattr(model, "config", None)
     if not isinstance(config, PreTrainedConfig):
-        raise InputError(
+        text = (
             f"a {type(model).__name__} has no transformers configuration with its sizes; pass a model that has one, "
-            "a checkpoint folder, a config.json, or the name of a preset",
-            name="model",
-            value=type(model).__name__,
+            "a checkpoint folder, a config.json, or the name of a preset"
         )
+        raise InputError(text, name="model", value=type(model).__name__)
     return config
 
 
@@ -197,9 +183,8 @@ def _explained(config: PreTrainedConfig, name: str | None, dtype: str | None, so
     for field in _POSITIVE:
         value = getattr(text, field, None)
         if isinstance(value, int) and value < 1:
-            raise InputError(
-                f"{field} of {name} is {value}; it must be 1 or more", name=field, value=value, expected="1 or more"
-            )
+            message = f"{field} of {name} is {value}; it must be 1 or more"
+            raise InputError(message, name=field, value=value, expected="1 or more")
     check_raw_config(config.to_dict(), name)
     check_config(config, name)
     if config.dtype is None:

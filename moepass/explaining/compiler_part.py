@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from moepass.explaining.arguments import ExplainedModel
-from moepass.explaining.report import Block, CompilerPart
+from moepass.explaining.report_parts import Block, CompilerPart
 from moepass.models.errors import CheckpointError, MoepassError
 from moepass.models.formulas.stored_weights import bank_sizes
 from moepass.models.sizes.architecture import Architecture
@@ -32,12 +32,7 @@ _LAYER = re.compile(r"((?:layers?|blocks?|h)\.)(\d+)")
 
 
 class StoredCaptures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of `captured_presets.json`.
-
-    Attributes:
-        versions: versions of the packages that the captures were made with.
-        parts: for each preset its captures with a ring of 1 slot, 2 slots, and so on. More slots give the last plans.
-    """
+    """Versions of packages, and the captures that they made of each preset, with 1 slot, 2 slots, and so on."""
 
     versions: dict[str, str]
     parts: dict[str, tuple[CompilerPart, ...]]
@@ -46,8 +41,7 @@ class StoredCaptures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def compiler_part(model: ExplainedModel, slots: int, lower: str) -> CompilerPart:
     """Return the compiler's result for the model, or for its first layers, planned with `slots` slots.
 
-    Raises:
-        CheckpointError: if the model cannot be captured.
+    Raises CheckpointError if the model cannot be captured.
     """
     return preset_part(model.preset, slots) if is_stored(model.preset, lower) else captured_part(model, slots, lower)
 
@@ -88,11 +82,8 @@ def captured_part(model: ExplainedModel, slots: int, lower: str) -> CompilerPart
         # Dynamo's message has the call with all of its arguments first, and then the error.
         message = message.partition(": got ")[2] or message
         message = message.partition(" Hint: ")[0][:300]
-        raise CheckpointError(
-            f"{model.name} cannot be captured; perhaps the numbers of its config do not match: {message}",
-            name="model",
-            value=model.name,
-        ) from error
+        problem = f"{model.name} cannot be captured; perhaps the numbers of its config do not match: {message}"
+        raise CheckpointError(problem, name="model", value=model.name) from error
     text: Any = config.get_text_config()
     return CompilerPart(int(text.num_hidden_layers), cut is not None, explanation, refusal)
 
@@ -123,12 +114,8 @@ def explained_blocks(
 ) -> tuple[tuple[Block, ...], tuple[str, ...]]:
     """Return all blocks of the model in the order of its layers, and the reasons of the refused ones.
 
-    Args:
-        compiler: the captured layers.
-        architecture: the sizes of all layers. If only the first were captured, a block of another layer is that of an
-            equal layer. With None, only the captured blocks are returned.
-        dtype: the dtype of the banks.
-        stored: the format of the banks, if they are used as the checkpoint stores them.
+    If only the first layers were captured, a block of another layer is that of an equal layer. If the sizes of the
+    layers are unknown, only the captured blocks are returned. `stored` is the format of banks that are used as stored.
     """
     captured = [block for plan in compiler.explanation.plans for block in _blocks_of(plan)]
     blocks = captured

@@ -22,13 +22,9 @@ from moepass.passes.ir.segment import Segment
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """The result of a capture: one plan for each captured graph.
+    """The result of a capture: one plan for each captured graph, and the error that ended capture early, or None.
 
-    Attributes:
-        expert_layers: layers whose experts were offloaded.
-        other_bytes: bytes of all parameters that are no experts of these layers.
-        plans: the plans, in the order of the graphs.
-        stopped: the error that ended capture early, or None.
+    The experts of `expert_layers` layers were offloaded; `other_bytes` are those of all other parameters.
     """
 
     model: str

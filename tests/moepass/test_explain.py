@@ -13,12 +13,13 @@ import pytest
 import torch
 
 import moepass
-from moepass.explaining.advice import advice
 from moepass.explaining.arguments import explained_model
 from moepass.explaining.capture_model import capture_plans
 from moepass.explaining.compiler_part import explained_blocks
 from moepass.explaining.compiler_view import Explanation, tensorrt_text
-from moepass.explaining.report import CompilerPart, Report, ServingPart
+from moepass.explaining.forecasts import advice
+from moepass.explaining.report import Report
+from moepass.explaining.report_parts import CompilerPart, ServingPart
 from moepass.models.checkpoint.checkpoint_folders import meta_model, resolve_model
 from moepass.models.errors import InputError, MoepassError
 from moepass.models.formulas import flops_per_token

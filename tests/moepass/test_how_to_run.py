@@ -8,9 +8,9 @@ import dataclasses
 import pytest
 import transformers
 
-from moepass.explaining.advice import how_to_run
 from moepass.explaining.explain_model import explain
-from moepass.explaining.report import StrategyPart
+from moepass.explaining.forecasts import how_to_run
+from moepass.explaining.report_parts import StrategyPart
 from moepass.models.homes import HOMES
 from moepass.models.sizes.presets import preset
 

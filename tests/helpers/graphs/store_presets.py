@@ -18,7 +18,7 @@ from moepass.explaining.compiler_part import (
     captured_part,
     installed_versions,
 )
-from moepass.explaining.report import CompilerPart
+from moepass.explaining.report_parts import CompilerPart
 from moepass.models.sizes.families import from_config
 from moepass.models.sizes.presets import SIZES_FILE, StoredSizes, preset_config, preset_names
 
