@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from moepass.cli.input_lines import InputLine
 from moepass.cli.main import app
-from moepass.cli.score_command import InputLines
+from moepass.cli.score_command import InputLine, InputLines
 from moepass.models.homes import HOMES
 from moepass.runtime.serving.offline.load_scorer import compiling_pays, seven_digits
 from tests.helpers.graphs.tiny_checkpoint import broken_copy, save_tiny_checkpoint
@@ -72,7 +71,7 @@ def test_nothing_is_written_if_every_line_is_skipped(checkpoint: Path, tmp_path:
 
 def test_the_report_of_skipped_lines_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moepass.cli.score_command._NAMED_LINES", 2)
-    lines = InputLines(iter(()), skips=True)
+    lines = InputLines((), "x", skips=True)
     for number in range(5):
         lines.skip(number, ValueError(f"line {number}: bad"))  # type: ignore[arg-type]
     lines.count = 7
