@@ -200,7 +200,7 @@ class InputLines:
     """
 
     def __init__(self, source: Iterable[bytes | None], name: str, *, skips: bool) -> None:
-        self._source, self._name, self._skips = source, name, skips
+        self._source, self._name, self._skips = enumerate(source, 1), name, skips
         self._ahead: list[InputLine] = []
         self.first = ""
         self._lock = threading.Lock()  # lines are read in one thread and scored in another
@@ -232,7 +232,7 @@ class InputLines:
         yield from self._read()
 
     def _read(self) -> Iterator[InputLine]:
-        for number, raw in enumerate(self._source, 1):
+        for number, raw in self._source:
             if raw is not None and not raw.strip():
                 continue
             self.count += 1

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from moepass.cli.main import app
-from moepass.cli.score_command import InputLine, InputLines
+from moepass.cli.score_command import InputLines
 from moepass.models.homes import HOMES
 from moepass.runtime.serving.offline.load_scorer import compiling_pays, seven_digits
 from tests.helpers.graphs.tiny_checkpoint import broken_copy, save_tiny_checkpoint
@@ -204,8 +204,8 @@ def test_a_long_shared_prefix_is_cached(checkpoint: Path, tmp_path: Path, monkey
 
 
 def test_lines_that_were_read_ahead_keep_their_order() -> None:
-    source = (InputLine(number, "x" * number, {}) for number in range(1, 9))
-    lines = InputLines(source, skips=False)
+    source = (json.dumps({"text": "x" * number}).encode() for number in range(1, 9))
+    lines = InputLines(source, "x", skips=False)
     lines.read_ahead(3, 1 << 20)
     assert (lines.count, lines.known_bytes("-")) == (3, None)
     lines.read_ahead(9, 4)
