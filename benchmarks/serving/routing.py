@@ -191,7 +191,7 @@ def run(
                 stored, evicted = ranks[number].keep(by_id[assignment.request_id].shared_blocks)
                 events.stored.extend(stored)
                 events.evicted.extend(evicted)
-    if answered < len(sent) or any(router.loads) or router.waiting or router.tables.pending:
+    if answered < len(sent) or any(router.loads) or router.queue.count or router.tables.pending:
         raise SystemExit(f"{answered} of {len(sent)} requests are done, loads {router.loads} are left")
     computed = sum(rank.computed for rank in ranks)
     return Run(log, assignments, computed, 1 - computed / (events.now * len(ranks)), events.now)

@@ -74,7 +74,7 @@ class ReplicaRouting:
     @property
     def waiting_flops(self) -> int:
         """FLOPs of the requests that wait for a replica."""
-        return self._router.waiting_flops if self._router is not None else 0
+        return self._router.queue.flops if self._router is not None else 0
 
     @property
     def loads(self) -> dict[str, int]:

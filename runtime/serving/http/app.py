@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moepass.models.limits import MOST_BODY_BYTES
 from moepass.models.version import __version__
-from moepass.runtime.serving.http import server_routes, status_page
+from moepass.runtime.serving.http import server_routes
 from moepass.runtime.serving.http.tracing import TracingMiddleware, configured_tracer
 from moepass.runtime.serving.requests.backend import Backend
 from moepass.runtime.serving.routes import token_routes
@@ -34,10 +34,7 @@ from moepass.runtime.serving.routes.errors import (
 )
 from moepass.runtime.serving.routes.service import Call, Route, Service, json_response, new_id
 
-ROUTES: tuple[Route, ...] = (
-    *(*server_routes.MODEL_ROUTES, *token_routes.ROUTES),
-    *(*server_routes.ROUTES, *status_page.ROUTES),
-)
+ROUTES = (*server_routes.MODEL_ROUTES, *token_routes.ROUTES, *server_routes.ROUTES)
 # These paths need no API key. The status page is public; it asks for the key that its own requests need.
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping"})
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")

@@ -17,32 +17,28 @@ MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _Kind = Literal["counter", "gauge", "histogram"]
 _Labels = dict[str, str]
 
-# Metric name and help text of each sum that a backend reports. Other sums are exported without help text.
+# Sum that a backend reports and help text of each metric; vLLM has names for some. Other sums have no help text.
 _SUMS = {
-    "requests": ("moepass_requests_total", "Requests that were accepted."),
-    "refused": ("moepass_requests_refused_total", "Requests that no rank can answer."),
-    "rerun": ("moepass_requests_rerun_total", "Requests that ran again because their rank was lost."),
-    "ranks_lost": ("moepass_ranks_lost_total", "Ranks that ended."),
-    "ranks_hung": ("moepass_ranks_hung_total", "Ranks that were ended because they hung."),
-    "steps": ("moepass_steps_total", "Steps of all ranks."),
-    "split_steps": ("moepass_steps_split_total", "Steps that were split because they ran out of memory."),
-    "tokens": ("moepass_computed_tokens_total", "Tokens that were computed; tokens shared in a step count once."),
-    "flops": ("moepass_flops_total", "FLOPs of the computed tokens."),
-    "unshared_flops": ("moepass_unshared_flops_total", "FLOPs without shared prefixes and without the cache."),
-    "step_seconds": ("moepass_step_seconds_total", "Seconds of all steps of all ranks."),
-    "exposed_seconds": ("moepass_exposed_seconds_total", "Seconds in which computation waited for expert transfers."),
-}
-# vLLM has names for these sums.
-_VLLM_SUMS = {
-    "request_tokens": (
-        ("vllm:prompt_tokens_total", "Tokens of answered requests, cached ones included; a shared prefix counts once."),
-        ("vllm:prefix_cache_queries_total", "Tokens that were looked up in the cache."),
+    "moepass_requests_total": ("requests", "Requests that were accepted."),
+    "moepass_requests_refused_total": ("refused", "Requests that no rank can answer."),
+    "moepass_requests_rerun_total": ("rerun", "Requests that ran again because their rank was lost."),
+    "moepass_ranks_lost_total": ("ranks_lost", "Ranks that ended."),
+    "moepass_ranks_hung_total": ("ranks_hung", "Ranks that were ended because they hung."),
+    "moepass_steps_total": ("steps", "Steps of all ranks."),
+    "moepass_steps_split_total": ("split_steps", "Steps that were split because they ran out of memory."),
+    "moepass_computed_tokens_total": ("tokens", "Tokens that were computed; tokens shared in a step count once."),
+    "moepass_flops_total": ("flops", "FLOPs of the computed tokens."),
+    "moepass_unshared_flops_total": ("unshared_flops", "FLOPs without shared prefixes and without the cache."),
+    "moepass_step_seconds_total": ("step_seconds", "Seconds of all steps of all ranks."),
+    "moepass_exposed_seconds_total": ("exposed_seconds", "Seconds in which computation waited for expert transfers."),
+    "vllm:prompt_tokens_total": (
+        "request_tokens",
+        "Tokens of answered requests, cached ones included; a shared prefix counts once.",
     ),
-    "cached_tokens": (
-        ("vllm:prompt_tokens_cached_total", "Tokens of answered requests that came from the cache."),
-        ("vllm:prefix_cache_hits_total", "Tokens that were found in the cache."),
-    ),
-    "turned_away": (("vllm:admission_rejections_total", "Requests that were refused because the queue was full."),),
+    "vllm:prefix_cache_queries_total": ("request_tokens", "Tokens that were looked up in the cache."),
+    "vllm:prompt_tokens_cached_total": ("cached_tokens", "Tokens of answered requests that came from the cache."),
+    "vllm:prefix_cache_hits_total": ("cached_tokens", "Tokens that were found in the cache."),
+    "vllm:admission_rejections_total": ("turned_away", "Requests that were refused because the queue was full."),
 }
 _FINISHED = {"answered": "stop", "given_up": "abort", "failed": "error"}
 _HISTOGRAMS = {
@@ -60,10 +56,7 @@ _RANK_GAUGES: dict[str, tuple[str, Callable[[RankView], float]]] = {
         "Load of the rank; at 1 it takes no more requests.",
         lambda rank: rank.load_flops / rank.most_load_flops if rank.most_load_flops else 0.0,
     ),
-    "moepass_full_step_flops": (
-        "FLOPs of a step that hides all expert transfers.",
-        lambda rank: rank.saturation_flops,
-    ),
+    "moepass_full_step_flops": ("FLOPs of a step that hides all expert transfers.", lambda rank: rank.saturation_flops),
     "moepass_flops_per_second": (
         "FLOPs per second that full steps of the rank reach.",
         lambda rank: rank.flops_per_second,
@@ -91,11 +84,9 @@ def _lines(model: _Labels, status: BackendStatus, view: BackendView) -> Iterator
         (model | {"finished_reason": reason}, sums.pop(name)) for name, reason in _FINISHED.items() if name in sums
     ]
     yield from _family("vllm:request_success_total", "counter", "Finished requests, by reason.", finished)
-    for source, families in _VLLM_SUMS.items():
-        if source in sums:
-            value = sums.pop(source)
-            for name, help_text in families:
-                yield from _family(name, "counter", help_text, [(model, value)])
+    for name, (source, help_text) in _SUMS.items():
+        samples = [(model if name.startswith("vllm:") else {}, sums[source])] if source in sums else []
+        yield from _family(name, "counter", help_text, samples)
     for name, histogram in view.histograms.items():
         yield from _histogram(f"vllm:{name}", _HISTOGRAMS.get(name, ""), model, histogram)
     is_ready = float(status.state == "ready")
@@ -104,8 +95,8 @@ def _lines(model: _Labels, status: BackendStatus, view: BackendView) -> Iterator
     help_text = "Graphs compiled since the ranks were ready; it should stay 0."
     yield from _family("moepass_compilations_after_ready", "gauge", help_text, [({}, compilations)])
     for source, value in sums.items():
-        name, help_text = _SUMS.get(source, (f"moepass_{source}_total", ""))
-        yield from _family(name, "counter", help_text, [({}, value)])
+        if source not in {known for known, _ in _SUMS.values()}:
+            yield from _family(f"moepass_{source}_total", "counter", "", [({}, value)])
     yield from _rank_lines(model, view)
 
 

@@ -136,12 +136,7 @@ class LabelReads:
     sequences: tuple[int, ...]
 
     def scores(self, answer: TreeAnswer) -> LabelScores:
-        """Return the scores of the labels.
-
-        Raises:
-            CheckpointError: The model's outputs are NaN.
-            ImpossibleLabelsError: All labels have probability 0.
-        """
+        """Return the scores of the labels. Raise CheckpointError for NaN, ImpossibleLabelsError if all are -inf."""
         firsts = answer.log_probabilities(self.sequences[0], self.first, [label[0] for label in self.labels])
         sums = []
         for first, label, sequence in zip(firsts, self.labels, self.sequences, strict=True):

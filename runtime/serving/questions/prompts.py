@@ -157,11 +157,7 @@ class PromptWriter:
         return self.prompt.render(self.encoder.shield(text))
 
     def encode_texts(self, texts: Sequence[str], names: Sequence[str]) -> tuple[list[str], list[Tokens]]:
-        """Return the prompts for many texts, as `ask` renders them, and their tokens.
-
-        Raises:
-            InputError: One of the prompts cannot be rendered or encoded.
-        """
+        """Return the prompts for many texts, as `ask` renders them, and their tokens. Raise InputError if one fails."""
         limit = self._cut_tokens
         if limit is None:
             rendered = [self.render(text, name) for text, name in zip(texts, names, strict=True)]
@@ -170,9 +166,10 @@ class PromptWriter:
         short = [text[: _CHARACTERS_PER_CUT_TOKEN * limit] for text in texts]
         rendered = [self.render(text, name) for text, name in zip(short, names, strict=True)]
         encoded = self.encode(rendered)
-        if not self._text_stands_apart:
-            uncertain = list(range(len(texts)))
-        else:
+        before, _, after = self.prompt.template.partition("{text}")
+        uncertain = list(range(len(texts)))
+        # If control tokens, or nothing, stand on both sides of the text, its tokens do not depend on the template.
+        if not self.encoder.context_of(before) and self.encoder.begins_with_control_token(after):
             template_tokens = len(self.encode([self.prompt.render("")])[0])
             uncertain = [
                 number
@@ -245,9 +242,3 @@ class PromptWriter:
     def _cut_tokens(self) -> int | None:
         """The number of tokens that texts are cut to, or None. Conversations are not cut."""
         return None if self.has_chat_template else self.prompt.max_text_tokens
-
-    @property
-    def _text_stands_apart(self) -> bool:
-        """True if the template has control tokens, or nothing, on both sides of the text."""
-        before, _, after = self.prompt.template.partition("{text}")
-        return not self.encoder.context_of(before) and self.encoder.begins_with_control_token(after)

@@ -50,12 +50,8 @@ class QuestionAnswer:
         return self.probabilities.index(max(self.probabilities))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _OrderedQuestion:
-    """A question with one or more orders of its options: the orders, and the label reads of each order."""
-
-    orders: tuple[tuple[int, ...], ...]
-    reads: tuple[LabelReads, ...]
+# An order of a question's options, as their indices, and the reads of their labels in this order.
+_Asked = tuple[tuple[int, ...], LabelReads]
 
 
 class QuestionTree:
@@ -80,8 +76,8 @@ class QuestionTree:
         names: Sequence[str] = (),
     ) -> None:
         self.tree = RequestTree(writer.most_tokens)
-        # A string is the reason why the model cannot answer the question.
-        self._questions: list[_OrderedQuestion | str] = []
+        # Each question in one or more orders, or the reason why the model cannot answer it.
+        self._questions: list[list[_Asked] | str] = []
         names = names or [f"question {number}" for number in range(len(questions))]
         if writer.prompt.labels and not writer.has_chat_template:
             self._ask_own_labels(writer, text, questions, text_name)
@@ -92,7 +88,7 @@ class QuestionTree:
                 ordered = dataclasses.replace(question, options=tuple(question.options[index] for index in order))
                 planned.append((number, order, ordered, writer.ask(wording.ask(text, ordered), names[number])))
         encoded = writer.encode([rendered for *_, rendered in planned])
-        collected: list[list[tuple[tuple[int, ...], LabelReads]]] = [[] for _ in questions]
+        collected: list[list[_Asked]] = [[] for _ in questions]
         cache: dict[tuple[str, ...], tuple[LabelTokens, ...]] = {}  # most questions have the same labels
         for (number, order, ordered, rendered), tokens in zip(planned, encoded, strict=True):
             blank = " " if writer.needs_blank_before_label(rendered) else ""
@@ -100,10 +96,7 @@ class QuestionTree:
             key = (writer.encoder.context_of(rendered), *texts)
             labels = cache.get(key) or cache.setdefault(key, encode_labels(writer.encoder, rendered, texts))
             collected[number].append((order, ask_labels(self.tree, tokens, labels, names[number])))
-        self._questions = [
-            _OrderedQuestion(tuple(order for order, _ in pairs), tuple(reads for _, reads in pairs))
-            for pairs in collected
-        ]
+        self._questions += collected
 
     def request(self, request_id: str, salt: bytes = b"") -> Request | None:
         """Return the request, or None if the model can answer none of the questions."""
@@ -113,39 +106,26 @@ class QuestionTree:
 
     def answers(self, answer: TreeAnswer | None) -> list[QuestionAnswer]:
         """Return the answer to each question. `answer` is None if `request` returned None."""
-        answers = []
-        for question in self._questions:
-            if isinstance(question, str) or answer is None:
-                answers.append(QuestionAnswer(refusal=str(question)))
-                continue
-            try:
-                answers.append(_mean_over_orders(question, answer))
-            except ImpossibleLabelsError as error:  # the other questions may still have answers
-                answers.append(QuestionAnswer(refusal=str(error)))
-        return answers
+        return [_mean_over_orders(question, answer) for question in self._questions]
 
     def _ask_own_labels(self, writer: PromptWriter, text: str, questions: Sequence[Question], name: str) -> None:
-        labels = writer.prompt.labels
-        labels_by_name = writer.labels_by_name
+        labels, labels_by_name = writer.prompt.labels, writer.labels_by_name
         rendered = writer.ask(text, name)
         (tokens,) = writer.encode([rendered])
         for question in questions:
-            chosen = [labels_by_name[option.name] for option in question.options if option.name in labels_by_name]
-            if question.kind != "choice" or len(chosen) < len(question.options):
-                unknown = [option.name for option in question.options if option.name not in labels_by_name]
-                problem = (
-                    f"{unknown[0]!r} is not one of them"
-                    if question.kind == "choice"
-                    else f"it cannot answer a question of type {question.kind}"
-                )
-                self._questions.append(
-                    f"this model only answers with its own {len(labels)} labels ({', '.join(labels[:3])}, …), and "
-                    f"{problem}; ask for a choice among its labels"
-                )
+            unknown = [option.name for option in question.options if option.name not in labels_by_name]
+            if question.kind == "choice" and not unknown:
+                chosen = [labels_by_name[option.name] for option in question.options]
+                reads = ask_labels(self.tree, tokens, encode_labels(writer.encoder, rendered, chosen), name)
+                self._questions.append([(tuple(range(len(chosen))), reads)])
                 continue
-            encoded = encode_labels(writer.encoder, rendered, chosen)
-            reads = ask_labels(self.tree, tokens, encoded, name)
-            self._questions.append(_OrderedQuestion((tuple(range(len(chosen))),), (reads,)))
+            problem = f"it cannot answer a question of type {question.kind}"
+            if question.kind == "choice":
+                problem = f"{unknown[0]!r} is not one of them"
+            self._questions.append(
+                f"this model only answers with its own {len(labels)} labels ({', '.join(labels[:3])}, …), and "
+                f"{problem}; ask for a choice among its labels"
+            )
 
 
 def _orders(question: Question) -> list[tuple[int, ...]]:
@@ -163,15 +143,19 @@ def _orders(question: Question) -> list[tuple[int, ...]]:
     return [tuple(sorted_options[start:] + sorted_options[:start]) for start in starts]
 
 
-def _mean_over_orders(question: _OrderedQuestion, answer: TreeAnswer) -> QuestionAnswer:
-    sums, mass = [0.0] * len(question.orders[0]), 0.0
-    for order, reads in zip(question.orders, question.reads, strict=True):
-        scores = reads.scores(answer)
+def _mean_over_orders(asked: Sequence[_Asked] | str, answer: TreeAnswer | None) -> QuestionAnswer:
+    if isinstance(asked, str) or answer is None:
+        return QuestionAnswer(refusal=str(asked))
+    sums, mass = [0.0] * len(asked[0][0]), 0.0
+    for order, reads in asked:
+        try:
+            scores = reads.scores(answer)
+        except ImpossibleLabelsError as error:  # the other questions may still have answers
+            return QuestionAnswer(refusal=str(error))
         mass += scores.mass
         for option, probability in zip(order, scores.probabilities, strict=True):
             sums[option] += probability
-    count = len(question.orders)
-    return QuestionAnswer(tuple(value / count for value in sums), mass / count)
+    return QuestionAnswer(tuple(value / len(asked) for value in sums), mass / len(asked))
 
 
 def checked_question(kind: QuestionKind, text: str, options: Sequence[Option], name: str, option_noun: str) -> Question:

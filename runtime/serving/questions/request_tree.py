@@ -82,15 +82,11 @@ class RequestTree:
         self._scored.append((sequence, top))
 
     def vector(self, sequence: int, vector: Vector) -> None:
-        """Request the embedding or the class scores of a sequence."""
+        """Request the embedding or the class scores of a sequence, of the same kind for all equal sequences."""
         self._vectors.append((sequence, vector))
 
     def request(self, request_id: str, salt: bytes = b"") -> Request:
-        """Return all sequences and reads as one request. Call it once.
-
-        Raises:
-            InputError: two different vectors were requested for equal sequences.
-        """
+        """Return all sequences and reads as one request. Call it once."""
         trie = TokenTrie(np.concatenate([NO_TOKENS, *self._sequences]))
         root = trie.add_root()
         stops = list(itertools.accumulate(map(len, self._sequences), initial=0))
@@ -109,12 +105,7 @@ class RequestTree:
             for node in self._paths[number][1]:
                 node.is_scored, node.scored_top = True, max(node.scored_top, top)
         for number, vector in self._vectors:
-            end = self._paths[number][1][-1]
-            if end.vector not in (None, vector):
-                raise InputError(
-                    f"one sequence cannot give the vectors {end.vector!r} and {vector!r} at once", name="vector"
-                )
-            end.vector = vector
+            self._paths[number][1][-1].vector = vector
         return Request(request_id, tuple(_token_piece(trie, pieces, node) for node in nodes), salt)
 
     def length(self, sequence: int) -> int:

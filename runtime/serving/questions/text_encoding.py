@@ -49,18 +49,10 @@ class TextEncoder:
         self._renamed: Any = Tokenizer.from_str(msgspec.json.encode(description).decode())
         self._renamed.no_truncation()
         self._renamed.no_padding()
-        self._renamed.add_special_tokens(
-            [
-                AddedToken(
-                    names[token["content"]],
-                    single_word=token["single_word"],
-                    lstrip=token["lstrip"],
-                    rstrip=token["rstrip"],
-                    normalized=False,
-                )
-                for token in control
-            ]
-        )
+        kept = ("single_word", "lstrip", "rstrip")
+        options = [{key: token[key] for key in kept} for token in control]
+        pairs = zip(names.values(), options, strict=True)
+        self._renamed.add_special_tokens([AddedToken(name, normalized=False, **option) for name, option in pairs])
         # Longest first: if one control token is a prefix of another, the longer one matches.
         longest_first = sorted(names, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
@@ -87,15 +79,15 @@ class TextEncoder:
         return text
 
     def encode(self, rendered: str, *, add_special: bool = False) -> Tokens:
-        """Return the tokens of a rendered prompt; `add_special` adds the tokenizer's special tokens around it.
-
-        Raises:
-            InputError: The text is not valid Unicode, or the user's text would become a control token.
-        """
+        """Return the tokens of a rendered prompt, as `encode_all` does."""
         return self.encode_all([rendered], add_special=add_special)[0]
 
     def encode_all(self, rendered: Sequence[str], *, add_special: bool = False) -> list[Tokens]:
-        """Return the tokens of several prompts, as `encode` does. Their shared start is encoded once if it is long."""
+        """Return the tokens of several prompts; `add_special` adds the tokenizer's special tokens around each.
+
+        Their shared start is encoded once if it is long. Raise InputError if a text is not valid Unicode, or if the
+        user's text would become a control token.
+        """
         shared = _shared_start(rendered) if len(rendered) > 2 else ""
         if (len(shared) - _CONTEXT_CHARACTERS) * (len(rendered) - 3) < _SAVED_CHARACTERS:
             return self._encode_batch(rendered, add_special)

@@ -50,23 +50,29 @@ def _letters_or_numbers(question: Question) -> tuple[str, ...]:
     return tuple(string.ascii_uppercase[:count]) if count <= 26 else _numbers(1, count)
 
 
-def _systemone_lines(question: Question, labels: Sequence[str]) -> list[str]:
-    lines = [question.text] if question.text else []
+def _option_lines(question: Question, labels: Sequence[str], behind_label: str, behind_name: str) -> list[str]:
+    lines = []
     for label, option in zip(labels, question.options, strict=True):
-        if question.kind == "predicate":
-            lines += [f"{label}: {option.description}"] if option.description else []
-        elif question.kind == "choice":
-            lines.append(f"{label}. {option.name}" + (f": {option.description}" if option.description else ""))
-        else:
-            lines.append(f"{label}. {option.description}")
+        if question.kind == "choice":
+            description = behind_name + option.description if option.description else ""
+            lines.append(f"{label}{behind_label} {option.name}{description}")
+        elif question.kind == "score":
+            lines.append(f"{label}{behind_label} {option.description}")
+        elif option.description:
+            lines.append(f"{label}: {option.description}")
+    return lines
+
+
+def _systemone_lines(question: Question, labels: Sequence[str]) -> list[str]:
+    lines = _option_lines(question, labels, ".", ": ")
+    if question.text:
+        lines = [question.text, *lines]
     if question.kind == "predicate":
         return [*lines, "Answer Yes or No only."]
     label_noun = "letter" if labels[0] == "A" else "number"
     option_noun = "option" if question.kind == "choice" else "level"
-    return [
-        *lines,
-        f"Answer with the {label_noun} of the {option_noun} that fits best ({labels[0]} to {labels[-1]}) only.",
-    ]
+    answers = f"{labels[0]} to {labels[-1]}"
+    return [*lines, f"Answer with the {label_noun} of the {option_noun} that fits best ({answers}) only."]
 
 
 def _letters_or_levels(question: Question) -> tuple[str, ...]:
@@ -78,20 +84,15 @@ def _letters_or_levels(question: Question) -> tuple[str, ...]:
 
 
 def _sglang_lines(question: Question, labels: Sequence[str]) -> list[str]:
-    lines = [f"Question: {question.text}"] if question.text else []
-    pairs = zip(labels, question.options, strict=True)
-    if question.kind == "choice":
-        lines += [
-            f"{label}: {option.name}" + (f" - {option.description}" if option.description else "")
-            for label, option in pairs
-        ]
-        return [*lines, f"Answer with the {'letter' if labels[0] == 'A' else 'number'} of one option only."]
-    if question.kind == "score":
-        lines += [f"{label}: {option.description}" for label, option in pairs]
-        return [*lines, "Answer with the number of one level only."]
-    lines = ["Is the following true?" + (f" {question.text}" if question.text else "")]
-    lines += [f"{label}: {option.description}" for label, option in pairs if option.description]
-    return [*lines, "Answer with yes or no only."]
+    lines = _option_lines(question, labels, ":", " - ")
+    if question.kind == "predicate":
+        asked = "Is the following true?" + (f" {question.text}" if question.text else "")
+        return [asked, *lines, "Answer with yes or no only."]
+    if question.text:
+        lines = [f"Question: {question.text}", *lines]
+    label_noun = "letter" if labels[0] == "A" else "number"
+    option_noun = "option" if question.kind == "choice" else "level"
+    return [*lines, f"Answer with the {label_noun} of one {option_noun} only."]
 
 
 def _numbers(first: int, count: int) -> tuple[str, ...]:

@@ -65,11 +65,7 @@ class AnswerTimeoutError(MoepassError, TimeoutError):
 
 
 async def answer_within(seconds: float, answer: Awaitable[Answer]) -> Answer:
-    """Return the result of `answer`.
-
-    Raises:
-        AnswerTimeoutError: after `seconds`; `answer` is cancelled.
-    """
+    """Return the result of `answer`. Cancel it after `seconds`, and raise AnswerTimeoutError."""
     try:
         return await asyncio.wait_for(answer, seconds)
     except AnswerTimeoutError:  # raised by the answer itself, with a more exact message

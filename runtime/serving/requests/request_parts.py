@@ -19,6 +19,8 @@ class RequestPart:
 
     def of(self, request: Request, name: str) -> Request:
         """Return this part of `request` as a request with the id `name`."""
+        if len(self.answered) == len(request.pieces):
+            return dataclasses.replace(request, id=name)
         indices = {number: index for index, number in enumerate(self.pieces)}
         indices[-1] = -1
         pieces = []
@@ -67,8 +69,8 @@ def halves(request: Request) -> tuple[RequestPart, RequestPart] | None:
     if len(branches) < 2:
         return None
     sizes = [sum(len(request.pieces[number].tokens) for number in branch) for branch in branches]
-    count, taken = 1, sizes[0]
-    while count < len(branches) - 1 and 2 * taken + sizes[count] <= sum(sizes):
+    count, taken, total = 1, sizes[0], sum(sizes)
+    while count < len(branches) - 1 and 2 * taken + sizes[count] <= total:
         taken += sizes[count]
         count += 1
     first, second = (itertools.chain.from_iterable(half) for half in (branches[:count], branches[count:]))

@@ -7,7 +7,7 @@ import math
 
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
 from moepass.runtime.serving.router.block_tables import set_bits
-from moepass.runtime.serving.router.routable import FlopsFormula, Round
+from moepass.runtime.serving.router.routable import FlopsFormula
 from moepass.runtime.serving.router.router import RankChoice, RankRouter
 from moepass.runtime.serving.router.waiting_queue import RoutedQuestion, Work
 
@@ -39,12 +39,6 @@ class PrefixRouter(RankRouter):
         super().__init__(ranks, formula, saturation_flops=saturation_flops, keeps_blocks=keeps_blocks)
         self._flops_per_second = flops_per_second
         self._splits = splits
-        self._passed_over = 0
-
-    def route(self, now: float) -> Round:
-        """Run one round, as `RankRouter.route`."""
-        self._passed_over = 0
-        return super().route(now)
 
     def _choose_ranks(self, work: Work, now: float) -> tuple[RankChoice, ...]:
         request = work.request
@@ -85,7 +79,7 @@ class PrefixRouter(RankRouter):
             open_tokens = self.tables.longest_match(request.blocks, self._open)[1] * BLOCK_TOKENS
             if self._flops(open_tokens, held_tokens - open_tokens) > load:
                 patience_seconds = None
-        self._queue.park(work, holder, patience_seconds)
+        self.queue.park(work, holder, patience_seconds)
         self._passed_over += 1
         return True
 

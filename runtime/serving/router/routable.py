@@ -70,18 +70,14 @@ class Assignment(NamedTuple):
             one about another assignment.
         parts: ascending indices of the assigned parts; None for the complete request. Every assignment computes the
             prompt or takes it from the cache. The assignment with part 0 answers the reads of the prompt itself.
-        shared_tokens: leading tokens of the prompt that the rank holds, or will hold because of other assignments.
-        flops: FLOPs added to the load of the rank.
-        attempt: 1, or 2 after the loss of a rank.
+        flops: FLOPs added to the load of the rank, without tokens that it holds, or will hold for other assignments.
     """
 
     number: int
     request_id: str
     rank: int
     parts: tuple[int, ...] | None
-    shared_tokens: int
     flops: int
-    attempt: int
 
 
 class Withdrawal(NamedTuple):

@@ -42,23 +42,19 @@ class RankRouter(abc.ABC):
     """
 
     def __init__(
-        self,
-        ranks: int,
-        formula: FlopsFormula,
-        *,
-        saturation_flops: float = math.inf,
-        keeps_blocks: bool = True,
+        self, ranks: int, formula: FlopsFormula, *, saturation_flops: float = math.inf, keeps_blocks: bool = True
     ) -> None:
         self._flops = formula.flops
         self.saturation_flops = saturation_flops
         self._keeps_blocks = keeps_blocks
         self.tables = BlockTables()
-        self._queue = WaitingQueue(ranks)
+        self.queue = WaitingQueue(ranks)
         self.requests: dict[str, Work] = {}  # the unanswered ones, in the order of submission
         self._running: dict[int, Work] = {}
         self._deadlines: list[tuple[float, int, str]] = []
         self._submitted = 0
         self._assigned = 0
+        self._passed_over = 0  # pieces of work that this round has parked
         self._loads = [0] * ranks
         # Bit masks of all ranks, of those that are not lost, and of those that are neither lost nor saturated.
         self._all = self._available = self._open = (1 << ranks) - 1
@@ -71,16 +67,6 @@ class RankRouter(abc.ABC):
         return tuple(self._loads)
 
     @property
-    def waiting_flops(self) -> int:
-        """FLOPs of all unassigned work without any sharing, an upper bound of its cost."""
-        return self._queue.flops
-
-    @property
-    def waiting(self) -> int:
-        """Number of unassigned requests and parts of requests."""
-        return self._queue.count
-
-    @property
     def assignments(self) -> tuple[Assignment, ...]:
         """The unfinished assignments, in the order of their creation."""
         return tuple(work.assignment for work in self._running.values() if work.assignment)
@@ -91,14 +77,17 @@ class RankRouter(abc.ABC):
         """Add a request to the queue. No unfinished request has its id."""
         self._submitted = order = self._submitted + 1
         queue_key = (request.arrived - request.priority * PRIORITY_SECONDS, order, 0)
-        prompt_flops = self._flops(0, request.prompt_tokens)
-        questions = tuple(
-            RoutedQuestion(question.parts, sum(itertools.starmap(self._flops, question.runs)))
-            for question in request.questions
-        )
-        work = Work(request, queue_key, prompt_flops, questions, prompt_flops + _total_flops(questions))
+        prompt_flops = flops = self._flops(0, request.prompt_tokens)
+        questions: tuple[RoutedQuestion, ...] = ()
+        if request.questions:
+            questions = tuple(
+                RoutedQuestion(question.parts, sum(itertools.starmap(self._flops, question.runs)))
+                for question in request.questions
+            )
+            flops += _total_flops(questions)
+        work = Work(request, queue_key, prompt_flops, questions, flops)
         self.requests[request.id] = work
-        self._queue.push(work)
+        self.queue.push(work)
         if request.deadline != math.inf:
             self._watch_deadline(work)
 
@@ -109,9 +98,10 @@ class RankRouter(abc.ABC):
 
     def route(self, now: float) -> Round:
         """Run one round at the time `now`: expire requests, then assign work until all ranks are saturated."""
+        self._passed_over = 0
         expired = self._expire(now)
         assignments: list[Assignment] = []
-        pop = self._queue.pop
+        pop = self.queue.pop
         while self._open and (work := pop(self._open)) is not None:
             choices = self._choose_ranks(work, now)
             if len(choices) == 1:
@@ -178,7 +168,7 @@ class RankRouter(abc.ABC):
         self._available &= ~(1 << rank)
         self._open &= self._available
         self.tables.forget(rank)
-        self._queue.unpark(rank)
+        self.queue.unpark(rank)
         lost = [work for work in self._running.values() if work.assignment and work.assignment.rank == rank]
         for work in lost:
             self._release(work)
@@ -190,7 +180,7 @@ class RankRouter(abc.ABC):
             if not work.is_closed:
                 work.attempt += 1
                 work.is_started = False
-                self._queue.push(work)
+                self.queue.push(work)
                 if work.request.deadline != math.inf:
                     self._watch_deadline(work)
                 rerun[work.request.id] = None
@@ -221,12 +211,14 @@ class RankRouter(abc.ABC):
     def _assign(self, work: Work, rank: int, blocks: int) -> Assignment:
         request = work.request
         shared = blocks * BLOCK_TOKENS
-        flops = self._flops(shared, request.prompt_tokens - shared) + _total_flops(work.questions)
+        flops = self._flops(shared, request.prompt_tokens - shared)
         parts = None
-        if work.siblings is not None:
-            parts = tuple(sorted(part for question in work.questions for part in question.parts))
+        if work.questions:
+            flops += _total_flops(work.questions)
+            if work.siblings is not None:
+                parts = tuple(sorted(part for question in work.questions for part in question.parts))
         self._assigned = number = self._assigned + 1
-        work.assignment = assignment = Assignment(number, request.id, rank, parts, shared, flops, work.attempt)
+        work.assignment = assignment = Assignment(number, request.id, rank, parts, flops)
         work.promised = self.tables.promise(request.blocks, rank)
         self._running[number] = work
         self._loads[rank] = load = self._loads[rank] + flops
@@ -259,7 +251,7 @@ class RankRouter(abc.ABC):
             elif unfinished in lost:
                 unfinished.is_closed = True
             else:
-                self._queue.drop(unfinished)
+                self.queue.drop(unfinished)
         if work.siblings is not None:
             work.siblings.clear()
         del self.requests[work.request.id]

@@ -73,7 +73,7 @@ _Heap = list[tuple[QueueKey, int, Work]]
 
 
 class WaitingQueue:
-    """Unassigned work in order; `flops` are those of all work without any sharing."""
+    """Unassigned work in order; its FLOPs without any sharing are an upper bound of its cost."""
 
     def __init__(self, ranks: int) -> None:
         self.flops = 0

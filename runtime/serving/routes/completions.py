@@ -199,11 +199,7 @@ def _logprobs(listed: Sequence[_ListedToken], texts: TokenTexts) -> CompletionLo
 
 
 def json_log_probability(log_probability: float) -> float:
-    """Return a log-probability that JSON can represent, at least LEAST_LOG_PROBABILITY.
-
-    Raises:
-        CheckpointError: The value is NaN.
-    """
+    """Return a log-probability as JSON has it, at least LEAST_LOG_PROBABILITY. Raise CheckpointError for NaN."""
     if math.isnan(log_probability):
         raise CheckpointError(NO_NUMBERS, name="output")
     return max(log_probability, LEAST_LOG_PROBABILITY)

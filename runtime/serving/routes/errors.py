@@ -31,8 +31,6 @@ from moepass.runtime.serving.requests.backend import (
 
 logger = logging.getLogger("moepass")
 
-# Value of the Retry-After header while the server takes no requests.
-_RETRY_SECONDS = 1.0
 # The start of an error's name that locates a field, such as `questions[0].choices`.
 _FIELD = re.compile(r"(\w+)(?:\.\w+|\[\d+\])*")
 
@@ -86,10 +84,10 @@ def response_of(error: Exception, fields: Set[str] = frozenset()) -> Response:
         case HttpError():
             return error_response(error.status, _text(error), param=_param(error.name, fields), code=error.code)
         case QueueFullError():
-            headers = _retry_after(error.retry_after_seconds)
+            headers = {"Retry-After": str(max(1, math.ceil(error.retry_after_seconds)))}
             return error_response(429, _text(error), code="queue_full", headers=headers)
         case NotServingError():
-            return error_response(503, _text(error), code="not_serving", headers=_retry_after(_RETRY_SECONDS))
+            return error_response(503, _text(error), code="not_serving", headers={"Retry-After": "1"})
         case AnswerTimeoutError():
             return error_response(504, _text(error), code="timeout")
         case SequenceTooLongError():
@@ -126,7 +124,3 @@ def _text(error: Exception) -> str:
     # Surrogates of the input cannot be encoded, and a long name of the input would make a long message.
     text = str(error).encode("utf-8", "replace").decode()
     return text if len(text) <= 2000 else text[:2000] + "…"
-
-
-def _retry_after(seconds: float) -> dict[str, str]:
-    return {"Retry-After": str(max(1, math.ceil(seconds)))}

@@ -97,14 +97,13 @@ async def generative_score(call: Call) -> PairScoreReply:
 
 async def _score_pairs(call: Call) -> PairScoreReply:
     body = call.body(PairScoreBody)
-    first = body.queries if body.queries is not None else body.text_1
-    second = body.documents if body.documents is not None else body.text_2
+    names = ("text_1" if body.queries is None else "queries", "text_2" if body.documents is None else "documents")
+    first, second = (getattr(body, name) for name in names)
     if first is None or second is None:
         raise InputError(
             "the body must have query, items and label_token_ids, or queries and documents", name="queries"
         )
-    queries = [first] if isinstance(first, str) else first
-    documents = [second] if isinstance(second, str) else second
+    queries, documents = ([field] if isinstance(field, str) else field for field in (first, second))
     if len(queries) == 1:
         queries *= len(documents)
     if len(queries) != len(documents) or not documents:
@@ -115,10 +114,6 @@ async def _score_pairs(call: Call) -> PairScoreReply:
             expected=len(documents),
         )
     pairs = list(zip(queries, documents, strict=True))
-    names = (
-        "queries" if body.queries is not None else "text_1",
-        "documents" if body.documents is not None else "text_2",
-    )
     return _pair_reply(call, await pair_scores(call, pairs, names))
 
 

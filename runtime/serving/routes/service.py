@@ -137,7 +137,7 @@ class Call:
 
         Raises:
             InputError: The body does not match; its name is the path of the field.
-            HttpError: The requested model is not served (404).
+            HttpError: The requested model is not served (404). An empty name selects the served model.
         """
         # json() also checks the nesting depth and that the body is an object.
         for name, field in self.json().items():
@@ -147,18 +147,14 @@ class Call:
                     f"{name} is not supported, and ignoring it would return wrong results; remove it", name=name
                 )
         value: _Kind = _decode(self.raw, kind)
-        self.check_model(getattr(value, "model", None))
+        model, names = getattr(value, "model", None), self.service.settings.model_names
+        if model and model not in names:
+            shown = model if len(model) <= 100 else model[:100] + "…"
+            problem = f"this server has no model {shown!r}; use {' or '.join(map(repr, names))}"
+            raise HttpError(404, problem, code="model_not_found", name="model")
         self.priority = getattr(value, "priority", 0)
         self.salt = (getattr(value, "cache_salt", None) or "").encode()
         return value
-
-    def check_model(self, name: str | None) -> None:
-        """Raise HttpError 404 if the model is not served. An empty name selects the served model."""
-        names = self.service.settings.model_names
-        if name and name not in names:
-            shown = name if len(name) <= 100 else name[:100] + "…"
-            problem = f"this server has no model {shown!r}; use {' or '.join(map(repr, names))}"
-            raise HttpError(404, problem, code="model_not_found", name="model")
 
     def need_predictions(self) -> None:
         """Raise InputError if the model does not predict tokens."""
@@ -178,10 +174,9 @@ class Call:
         return await asyncio.to_thread(function, *args, **kwargs)
 
     async def answer(self, request: Request, *, is_admitted: bool = False) -> Answer:
-        """Return the backend's answer. With `is_admitted`, `check_room` has admitted the call already.
+        """Return the backend's answer. Raise TooLargeError for a request with more than MOST_REQUEST_TOKENS tokens.
 
-        Raises:
-            TooLargeError: The request has more than MOST_REQUEST_TOKENS tokens.
+        With `is_admitted`, `check_room` has admitted the call already.
         """
         tokens = sum(len(piece.tokens) for piece in request.pieces)
         check_limit("the number of tokens of this request", tokens, MOST_REQUEST_TOKENS, "send it in several parts")
@@ -210,8 +205,12 @@ class Call:
         """
         requests = [tree.request(f"{self.id}-{number}", self.salt) for number, tree in enumerate(trees)]
         self.service.backend.check_room()
-        answers = await _gather_or_cancel([self.answer(request, is_admitted=True) for request in requests])
-        return [TreeAnswer(tree, answer) for tree, answer in zip(trees, answers, strict=True)]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self.answer(request, is_admitted=True)) for request in requests]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [TreeAnswer(tree, task.result()) for tree, task in zip(trees, tasks, strict=True)]
 
     @property
     def tokens(self) -> int:
@@ -285,17 +284,6 @@ class EmptyReply(msgspec.Struct):
 def json_response(value: Any) -> Response:
     """Return `value` as a JSON response with status 200."""
     return Response(msgspec.json.encode(value), media_type="application/json")
-
-
-async def _gather_or_cancel(awaitables: Sequence[Awaitable[_Result]]) -> list[_Result]:
-    """Return all results in order. If one fails or this task is cancelled, cancel all others."""
-    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def new_id(prefix: str) -> str:

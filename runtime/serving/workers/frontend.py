@@ -58,35 +58,22 @@ HANGS = HangLimits()
 logger = logging.getLogger("moepass")
 
 
-class WaitingRequest:
-    """A request whose answer is awaited. `began` is the time when a rank started it, None before.
+@dataclasses.dataclass(eq=False, slots=True)
+class _WaitingRequest:
+    """A request whose answer is awaited. `began` is the time when a rank started it.
 
     The first `prompt_pieces` pieces form the prompt of all assignments. The remaining pieces are the parts that the
-    router may distribute over ranks. The assignment with part 0 also answers the prompt's reads.
+    router may distribute over ranks.
     """
 
-    def __init__(self, request: Request, prompt_pieces: int, future: asyncio.Future[Answer], arrived: float) -> None:
-        self.request, self.prompt_pieces, self.future = request, prompt_pieces, future
-        self.arrived = arrived
-        self.began: float | None = None
-        self._answers: list[tuple[RequestPart, Answer]] = []
+    request: Request
+    prompt_pieces: int
+    future: asyncio.Future[Answer]
+    began: float | None = None
+    answers: list[tuple[RequestPart, Answer]] = dataclasses.field(default_factory=list)
 
-    def work_of(self, assignment: Assignment) -> Request:
-        """Return the request that the rank of `assignment` computes; its id is the assignment's number."""
-        name = str(assignment.number)
-        if assignment.parts is None:
-            return dataclasses.replace(self.request, id=name)
-        return self._part(assignment).of(self.request, name)
-
-    def add(self, assignment: Assignment, answer: Answer) -> None:
-        """Store the answer of one assignment."""
-        self._answers.append((self._part(assignment), answer))
-
-    def answer(self) -> Answer:
-        """Return the merged answer; call it when all assignments are done."""
-        return merged_answer(self.request, self._answers)
-
-    def _part(self, assignment: Assignment) -> RequestPart:
+    def part(self, assignment: Assignment) -> RequestPart:
+        """Return the pieces of an assignment. The assignment with part 0 also answers the prompt's reads."""
         if assignment.parts is None:
             return request_part(len(self.request.pieces), (), answers_prompt=True)
         behind = [self.prompt_pieces + part for part in assignment.parts]
@@ -128,7 +115,7 @@ class Frontend:
         self._router: RankRouter | None = None
         self._shares_prefixes = True
         self._state: ServingState = "starting"
-        self._waiting: dict[str, WaitingRequest] = {}
+        self._waiting: dict[str, _WaitingRequest] = {}
         self._assigned: dict[str, Assignment] = {}
         self._numbers = itertools.count()
         self._open_bytes = 0
@@ -184,7 +171,7 @@ class Frontend:
         never refuses a call that its ranks can compute, and the queue exceeds the limits by one call at most.
         """
         router = self._serving_router()
-        seconds = router.waiting_flops / sum(facts.flops_per_second for facts in self._facts.values())
+        seconds = router.queue.flops / sum(facts.flops_per_second for facts in self._facts.values())
         try:
             self._limits.check(seconds, self._open_bytes)
         except QueueFullError:
@@ -200,25 +187,25 @@ class Frontend:
             self.check_room()
         size = sum(piece.tokens.nbytes for piece in request.pieces)
         number = str(next(self._numbers))
-        now = time.monotonic()
+        arrived = time.monotonic()
         routable, prompt_pieces = routable_request(
             dataclasses.replace(request, id=number),
             lambda tokens, salt: path_hashes(tokens, self._key, salt),
             priority=-priority,
-            deadline=now + timeout_seconds,
-            arrived=now,
+            deadline=arrived + timeout_seconds,
+            arrived=arrived,
             shares_prefixes=self._shares_prefixes,
         )
         router.submit(routable)
         self.counters.requests += 1
-        waiting = WaitingRequest(request, prompt_pieces, asyncio.get_running_loop().create_future(), now)
+        waiting = _WaitingRequest(request, prompt_pieces, asyncio.get_running_loop().create_future())
         self._waiting[number] = waiting
         self._open_bytes += size
         self._route_soon()
         try:
             answer = await answer_within(timeout_seconds, waiting.future)
             now = time.monotonic()
-            return self._times.answered(answer, waiting.arrived, waiting.began or now, now)
+            return self._times.answered(answer, arrived, waiting.began or now, now)
         finally:
             self._open_bytes -= size
             if self._waiting.pop(number, None) is not None:  # the request timed out or its client left
@@ -272,10 +259,14 @@ class Frontend:
         if waiting is not None and not waiting.future.done():
             waiting.future.set_exception(error)
 
-    def _withdraw(self, withdrawal: Withdrawal | None) -> None:
-        """Cancel the assignments of `withdrawal` at their ranks."""
+    def _withdraw(self, withdrawal: Withdrawal | None, error: Exception | None = None) -> None:
+        """Cancel the assignments of `withdrawal` at their ranks, and fail its request with `error`."""
+        if withdrawal is None:
+            return
+        if error is not None:
+            self._fail(withdrawal.request_id, error)
         by_rank: dict[int, list[str]] = {}
-        for assignment in withdrawal.assignments if withdrawal is not None else ():
+        for assignment in withdrawal.assignments:
             by_rank.setdefault(assignment.rank, []).append(str(assignment.number))
             self._assigned.pop(str(assignment.number), None)
         for rank, numbers in by_rank.items():
@@ -296,14 +287,14 @@ class Frontend:
         decided = self._router.route(time.monotonic())
         for withdrawal in decided.expired:
             self.counters.given_up += 1
-            self._withdraw(withdrawal)
             reason = "no rank started the request before its timeout; try again when the server has less load"
-            self._fail(withdrawal.request_id, AnswerTimeoutError(reason, name="timeout"))
+            self._withdraw(withdrawal, AnswerTimeoutError(reason, name="timeout"))
         by_rank: dict[int, list[Request]] = {}
         for assignment in decided.assignments:
             self._assigned[str(assignment.number)] = assignment
             self._watch.assigned(assignment.rank, str(assignment.number), assignment.flops)
-            work = self._waiting[assignment.request_id].work_of(assignment)
+            waiting = self._waiting[assignment.request_id]
+            work = waiting.part(assignment).of(waiting.request, str(assignment.number))
             by_rank.setdefault(assignment.rank, []).append(work)
         for rank, requests in by_rank.items():
             self._send(rank, messages.Run(tuple(requests)))
@@ -380,14 +371,14 @@ class Frontend:
             if assignment is None or remaining is None:
                 continue  # the assignment was withdrawn, or another rank has answered it
             waiting = self._waiting[assignment.request_id]
-            waiting.add(assignment, answer)
+            waiting.answers.append((waiting.part(assignment), answer))
             self.counters.request_tokens += answer.usage.tokens
             self.counters.cached_tokens += answer.usage.cached_tokens
             if not remaining:
                 del self._waiting[assignment.request_id]
                 self.counters.answered += 1
                 if not waiting.future.done():
-                    waiting.future.set_result(waiting.answer())
+                    waiting.future.set_result(merged_answer(waiting.request, waiting.answers))
         self._compilations[rank] = message.compilations
         facts = self._facts[rank]
         if result.flops >= facts.saturation_flops / 2 and result.seconds > 0:
@@ -401,13 +392,13 @@ class Frontend:
         assignment = self._assigned.pop(message.id, None)
         if assignment is None:
             return
-        self._withdraw(router.cancel(assignment.request_id))
+        withdrawal = router.cancel(assignment.request_id)
         if message.is_refused:
             self.counters.refused += 1
-            self._fail(assignment.request_id, InputError(message.reason, name="request"))
+            self._withdraw(withdrawal, InputError(message.reason, name="request"))
         else:
             self.counters.failed += 1
-            self._fail(assignment.request_id, NotServingError(message.reason, value="failed"))
+            self._withdraw(withdrawal, NotServingError(message.reason, value="failed"))
 
     def _handle_lost_ranks(self, ranks: Sequence[int]) -> None:
         """Remove all lost ranks from the router before anything is routed again."""
@@ -424,8 +415,7 @@ class Frontend:
                 loss = self._router.rank_lost(rank)
                 self.counters.rerun += len(loss.rerun)
                 for withdrawal in loss.failed:
-                    self._withdraw(withdrawal)
                     self.counters.failed += 1
                     text = "two ranks were lost while they computed this request; send it again"
-                    self._fail(withdrawal.request_id, NotServingError(text, value="rank lost", rank=rank))
+                    self._withdraw(withdrawal, NotServingError(text, value="rank lost", rank=rank))
         self._route_soon()

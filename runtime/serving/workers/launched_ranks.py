@@ -8,9 +8,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import signal
 from pathlib import Path
-
-import psutil
 
 from moepass.models.errors import InputError
 from moepass.runtime.system.processes import ProcessWatch, this_process
@@ -26,11 +25,7 @@ def announce(folder: Path, rank: int) -> None:
 
 
 async def launched_rank(folder: Path, rank: int) -> WatchedProcess:
-    """Wait until `rank` has written its process number into `folder`, and return its process.
-
-    Raises:
-        InputError: The file does not contain a process number.
-    """
+    """Wait for the process number of `rank` in `folder`, and return its process. Raise InputError for other text."""
     file = _rank_file(folder, rank)
     while not file.exists():
         await asyncio.sleep(_POLL_SECONDS)
@@ -48,10 +43,6 @@ class WatchedProcess:
         self.pid = pid
         self._watch = ProcessWatch()
         self._watch.add(0, dataclasses.replace(this_process(), pid=pid))
-        try:
-            self._process: psutil.Process | None = psutil.Process(pid)
-        except psutil.NoSuchProcess:
-            self._process = None
 
     @property
     def returncode(self) -> int | None:
@@ -60,12 +51,9 @@ class WatchedProcess:
 
     def kill(self) -> None:
         """Kill the process. Raise ProcessLookupError if it has ended."""
-        try:
-            if self._process is None:
-                raise psutil.NoSuchProcess(self.pid)
-            self._process.kill()  # psutil refuses if the number belongs to another process now
-        except psutil.NoSuchProcess as error:
-            raise ProcessLookupError(self.pid) from error
+        if self.returncode is not None:  # the number may belong to another process now
+            raise ProcessLookupError(self.pid)
+        os.kill(self.pid, signal.SIGKILL)
 
     async def wait(self) -> int:
         """Wait until the process ends, and return 1."""

@@ -157,11 +157,7 @@ class Mailbox:
 
 
 def run_rank(engine: StepEngine, mailbox: Mailbox) -> None:
-    """Answer requests until the frontend drains this rank or is gone.
-
-    Raises:
-        FailingRankError: Several steps failed in a row.
-    """
+    """Answer requests until the frontend drains this rank or is gone. Raise FailingRankError after several failures."""
     before = engine.compilations()
     mailbox.send(messages.RankReady(engine.facts))
     failed = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 from moepass.runtime.serving.engine.step_engine import StepResult
 from moepass.runtime.serving.requests.answer import Answer, AnswerTimes
@@ -54,32 +53,26 @@ class ServingCounters:
 
 
 class RequestTimes:
-    """Histograms of all answered requests and of all steps."""
+    """Histograms of all answered requests and of all steps, by name, in seconds or tokens."""
 
     def __init__(self) -> None:
-        self._total, self._queue, self._compute = Histogram(_SECONDS), Histogram(_SECONDS), Histogram(_SECONDS)
-        self._request_tokens, self._step_tokens = Histogram(_REQUEST_TOKENS), Histogram(_STEP_TOKENS)
-
-    @property
-    def histograms(self) -> Mapping[str, Histogram]:
-        """The histograms by name, in seconds or tokens."""
-        return {
-            "e2e_request_latency_seconds": self._total,
-            "request_queue_time_seconds": self._queue,
-            "request_inference_time_seconds": self._compute,
-            "request_prompt_tokens": self._request_tokens,
-            "iteration_tokens_total": self._step_tokens,
+        self.histograms = {
+            "e2e_request_latency_seconds": Histogram(_SECONDS),
+            "request_queue_time_seconds": Histogram(_SECONDS),
+            "request_inference_time_seconds": Histogram(_SECONDS),
+            "request_prompt_tokens": Histogram(_REQUEST_TOKENS),
+            "iteration_tokens_total": Histogram(_STEP_TOKENS),
         }
 
     def answered(self, answer: Answer, arrived: float, started: float, now: float) -> Answer:
         """Record a request that is answered at time `now`, and return its answer with the times added."""
         times = AnswerTimes(started - arrived, now - started)
-        self._total.observe(now - arrived)
-        self._queue.observe(times.queue_seconds)
-        self._compute.observe(times.compute_seconds)
-        self._request_tokens.observe(answer.usage.tokens)
+        self.histograms["e2e_request_latency_seconds"].observe(now - arrived)
+        self.histograms["request_queue_time_seconds"].observe(times.queue_seconds)
+        self.histograms["request_inference_time_seconds"].observe(times.compute_seconds)
+        self.histograms["request_prompt_tokens"].observe(answer.usage.tokens)
         return dataclasses.replace(answer, times=times)
 
     def stepped(self, tokens: int) -> None:
         """Record a step that computed this many tokens."""
-        self._step_tokens.observe(tokens)
+        self.histograms["iteration_tokens_total"].observe(tokens)

@@ -14,7 +14,7 @@ import pytest
 from fastapi.responses import Response
 
 from moepass.models.checkpoint.checkpoint_folders import Prompt
-from moepass.runtime.serving.http import status_page
+from moepass.runtime.serving.http import server_routes
 from moepass.runtime.serving.requests.backend import BackendStatus
 from moepass.runtime.serving.requests.view import BackendView
 from moepass.runtime.serving.routes.server_settings import ServerSettings
@@ -35,7 +35,7 @@ def test_the_state_contains_ranks_and_step_sizes() -> None:
         has_chat_template=False, prompt=Prompt(labels=("<a>", "<b>"), label_names={"<a>": "A"})
     )
     service = Service(StatusBackend(), writer, ServerSettings(("tiny",)))  # type: ignore[arg-type]
-    state = msgspec.json.decode(msgspec.json.encode(asyncio.run(status_page.state(Call(service, b"", "id")))))
+    state = msgspec.json.decode(msgspec.json.encode(asyncio.run(server_routes.state(Call(service, b"", "id")))))
     assert (state["state"], state["model"], state["running"], state["waiting"]) == ("ready", "tiny", 1, 2)
     assert state["labels"] == ["A", "<b>"]
     assert state["sums"] == {"answered": 5}
@@ -50,7 +50,7 @@ def test_the_state_contains_ranks_and_step_sizes() -> None:
 @pytest.fixture(scope="module")
 def response() -> Response:
     call: Any = None
-    return asyncio.run(status_page.page(call))
+    return asyncio.run(server_routes.page(call))
 
 
 def test_the_page_runs_nothing_but_its_own_script(response: Response) -> None:

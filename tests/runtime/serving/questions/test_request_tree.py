@@ -116,14 +116,6 @@ def test_a_sequence_without_tokens_and_one_too_long_are_refused() -> None:
         tree.add([1, 2, 3, 4])
 
 
-def test_two_kinds_of_vector_for_one_sequence_are_refused() -> None:
-    tree = RequestTree(9)
-    tree.vector(tree.add([1, 2]), "last")
-    tree.vector(tree.add([1, 2]), "mean")
-    with pytest.raises(InputError, match="at once"):
-        tree.request("r")
-
-
 def test_nan_outputs_are_an_error() -> None:
     tree = RequestTree(9)
     tree.read(tree.add([1]), 0, [4])

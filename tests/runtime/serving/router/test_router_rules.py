@@ -67,7 +67,7 @@ def test_a_round_fills_every_rank_to_the_threshold_and_no_further() -> None:
     assignments = routed(router, *(request(f"r{number}", 30) for number in range(20)))
     assert router.loads == (120, 120, 120)
     assert len(assignments) == 12
-    assert (router.waiting, router.waiting_flops) == (8, 240)
+    assert (router.queue.count, router.queue.flops) == (8, 240)
     assert router.route(1.0).assignments == []
 
 
@@ -97,11 +97,7 @@ def test_arrivals_of_one_round_share_what_the_first_one_brings() -> None:
     router = make_router(saturation=1000)
     blocks = range(1, 5)
     assignments = routed(router, *(request(name, 70, blocks) for name in "abc"))
-    assert [(assignment.rank, assignment.shared_tokens, assignment.flops) for assignment in assignments] == [
-        (0, 0, 70),
-        (0, 64, 6),
-        (0, 64, 6),
-    ]
+    assert [(assignment.rank, assignment.flops) for assignment in assignments] == [(0, 70), (0, 6), (0, 6)]
     assert router.tables.pending == {block: {0: 3} for block in blocks}
     finish(router, assignments)
     assert router.tables.pending == {}
@@ -113,7 +109,7 @@ def test_only_the_prefix_that_is_shared_counts() -> None:
     assignments = routed(
         router, request("a", 70, [1, 2, 3, 4]), request("b", 70, [1, 2, 30, 40]), request("c", 70, [9])
     )
-    assert [(assignment.rank, assignment.shared_tokens) for assignment in assignments] == [(0, 0), (0, 32), (1, 0)]
+    assert [(assignment.rank, assignment.flops) for assignment in assignments] == [(0, 70), (0, 38), (1, 70)]
 
 
 def test_the_most_blocks_win_and_ties_go_to_the_least_loaded() -> None:
@@ -132,9 +128,8 @@ def test_stored_and_promised_blocks_make_one_prefix() -> None:
     (first,) = routed(router, request("first", 70, [1, 2, 3]))
     router.block_stored(0, 1)
     router.block_stored(1, 1)
-    assert [
-        (assignment.rank, assignment.shared_tokens) for assignment in routed(router, request("next", 70, [1, 2, 3, 4]))
-    ] == [(0, 48)]
+    (following,) = routed(router, request("next", 70, [1, 2, 3, 4]))
+    assert (following.rank, following.flops) == (0, 70 - 48)
     assert first.rank == 0
 
 
@@ -143,9 +138,8 @@ def test_an_evicted_block_is_no_match() -> None:
     for block in (1, 2):
         router.block_stored(1, block)
     router.block_evicted(1, 2)
-    assert [(assignment.rank, assignment.shared_tokens) for assignment in routed(router, request("a", 70, [1, 2]))] == [
-        (1, 16)
-    ]
+    (assignment,) = routed(router, request("a", 70, [1, 2]))
+    assert (assignment.rank, assignment.flops) == (1, 70 - 16)
     router.block_evicted(1, 1)
     router.block_evicted(1, 1)
     assert router.tables.committed == {}
@@ -154,15 +148,14 @@ def test_an_evicted_block_is_no_match() -> None:
 def test_without_a_cache_only_work_that_has_not_begun_shares() -> None:
     router = make_router(saturation=1000, keeps_blocks=False)
     first, second = routed(router, request("a", 70, [1, 2]), request("b", 70, [1, 2]))
-    assert (first.shared_tokens, second.shared_tokens) == (0, 32)
+    assert (first.flops, second.flops) == (70, 70 - 32)
     router.started(first.number)
     assert router.tables.pending == {1: {0: 1}, 2: {0: 1}}
     router.started(second.number)
     router.started(second.number)
     assert router.tables.pending == {}
-    assert [(assignment.rank, assignment.shared_tokens) for assignment in routed(router, request("c", 70, [1, 2]))] == [
-        (1, 0)
-    ]
+    (assignment,) = routed(router, request("c", 70, [1, 2]))
+    assert (assignment.rank, assignment.flops) == (1, 70)
     finish(router, router.assignments)
     assert router.loads == (0, 0)
 
@@ -387,7 +380,7 @@ def test_a_request_is_cancelled_in_any_state(state: str) -> None:
     assert "a" not in router.requests
     finish(router, router.assignments)
     finish(router, router.route(0.0).assignments)
-    assert (router.loads, router.waiting, router.waiting_flops, router.tables.pending) == ((0, 0), 0, 0, {})
+    assert (router.loads, router.queue.count, router.queue.flops, router.tables.pending) == ((0, 0), 0, 0, {})
 
 
 # Lost and returning ranks
@@ -400,7 +393,7 @@ def test_a_request_survives_one_lost_rank_and_no_second() -> None:
     assert router.rank_lost(first.rank) == RankLoss((), ())
     assert router.done(first.number) is None
     (second,) = router.route(0.0).assignments
-    assert (second.request_id, second.attempt, second.rank) == ("a", 2, 1 - first.rank)
+    assert (second.request_id, second.rank) == ("a", 1 - first.rank)
     loss = router.rank_lost(second.rank)
     assert (loss.rerun, [withdrawal.request_id for withdrawal in loss.failed]) == ((), ["a"])
     assert (router.requests, router.loads, router.tables.pending) == ({}, (0, 0), {})
@@ -417,9 +410,8 @@ def test_a_lost_rank_has_no_blocks_and_gets_no_work_until_it_is_back() -> None:
     assert ranks_of(routed(router, request("a", 40, [1, 2]), request("b", 70))) == {"a": 1, "b": 1}
     router.rank_back(0)
     router.rank_back(0)
-    assert [(assignment.rank, assignment.shared_tokens) for assignment in routed(router, request("c", 40, [1, 2]))] == [
-        (0, 0)
-    ]
+    (assignment,) = routed(router, request("c", 40, [1, 2]))
+    assert (assignment.rank, assignment.flops) == (0, 40)
 
 
 def test_all_ranks_may_be_lost_and_work_waits_for_one() -> None:
@@ -462,10 +454,7 @@ def test_many_questions_are_split_where_the_others_have_the_prompt() -> None:
         for block in range(12):
             router.block_stored(rank, block)
     assignments = routed(router, asked("a", 200, [30] * 10, range(12)))
-    assert [(assignment.rank, assignment.shared_tokens, assignment.flops) for assignment in assignments] == [
-        (0, 192, 158),
-        (1, 192, 158),
-    ]
+    assert [(assignment.rank, assignment.flops) for assignment in assignments] == [(0, 158), (1, 158)]
 
 
 def test_a_request_that_fits_below_the_threshold_is_not_split() -> None:
@@ -494,7 +483,7 @@ def test_a_lost_part_runs_again_alone_and_fails_all_if_it_is_lost_again() -> Non
     assert router.done(assignments[0].number) == 2
     assert router.rank_lost(1).rerun == ("a",)
     (rerun,) = router.route(0.0).assignments
-    assert (rerun.parts, rerun.attempt, rerun.rank) == ((1,), 2, 0)
+    assert (rerun.parts, rerun.rank) == ((1,), 0)
     (failure,) = router.rank_lost(0).failed
     assert failure.assignments == (assignments[2],)
     assert router.loads == (0, 0, 0)
@@ -507,7 +496,7 @@ def test_two_parts_on_one_lost_rank_fail_together() -> None:
     router.rank_lost(second.rank)
     router.done(router.assignments[0].number)  # the first question
     (rerun,) = router.route(0.0).assignments
-    assert (rerun.rank, rerun.attempt, rerun.parts) == (first.rank, 2, (1,))
+    assert (rerun.rank, rerun.parts) == (first.rank, (1,))
     assert [withdrawal.request_id for withdrawal in router.rank_lost(first.rank).failed] == ["a"]
 
 

@@ -215,8 +215,8 @@ class RouterMachine(RuleBasedStateMachine):
         assert self.router.tables.pending == self.oracle.pending()
         assert self.router.tables.committed == self.oracle.committed()
         assert set(self.router.requests) == self.oracle.open_ids()
-        assert self.router.waiting == len(self.oracle.waiting())
-        assert self.router.waiting_flops == self.oracle.waiting_flops()
+        assert self.router.queue.count == len(self.oracle.waiting())
+        assert self.router.queue.flops == self.oracle.waiting_flops()
         assert {assignment.number: assignment for assignment in self.router.assignments} == {
             number: piece.assignment for number, piece in self.oracle.running().items()
         }
@@ -237,7 +237,7 @@ class RouterMachine(RuleBasedStateMachine):
         assert sorted(self.ended) == sorted(f"r{number}" for number in range(1, self.submitted + 1))
         assert not any(self.router.loads)
         assert self.router.tables.pending == {}
-        assert (self.router.waiting, self.router.waiting_flops) == (0, 0)
+        assert (self.router.queue.count, self.router.queue.flops) == (0, 0)
 
     def _finish(self, number: int) -> None:
         piece = self.oracle.running().get(number)

@@ -59,7 +59,7 @@ def test_a_silent_rank_keeps_its_last_report_and_gets_no_second_request(monkeypa
 
 
 def test_a_rank_is_starting_ready_or_lost() -> None:
-    assigned = [Assignment(number, "a", 1, None, 0, 5, 1) for number in range(3)]
+    assigned = [Assignment(number, "a", 1, None, 5) for number in range(3)]
     views = rank_views(3, None, {1: FACTS}, {0: 0, 1: 2, 2: 1}, assigned, {1: EngineView(cache_blocks=9)})
     assert [view.state for view in views] == ["starting", "ready", "lost"]
     assert [view.open_requests for view in views] == [0, 3, 0]
