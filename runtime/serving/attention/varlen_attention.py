@@ -53,14 +53,14 @@ def varlen_calls(
     if not all(own_part.is_causal for own_part in parts.own) or not all(part.sees_all for part in parts.earlier):
         return None
 
-    def call(query_lengths: Indices, key_lengths: Indices, *rows: Indices) -> VarlenCall:
-        queries, keys = (torch.from_numpy(indices).to(device) for indices in rows) if rows else (None, None)
+    def call(query_lengths: Indices, key_lengths: Indices, *rows: Indices | None) -> VarlenCall:
+        queries, keys = (None if indices is None else torch.from_numpy(indices).to(device) for indices in rows)
         ends = (np.append(0, np.cumsum(lengths)).astype(np.int32) for lengths in (query_lengths, key_lengths))
         query_ends, key_ends = (torch.from_numpy(positions).to(device) for positions in ends)
         return VarlenCall(queries, keys, query_ends, key_ends, int(query_lengths.max()), int(key_lengths.max()))
 
     own = np.diff([0, *sorted(own_part.end for own_part in parts.own)])
-    calls = [call(own, own)]
+    calls = [call(own, own, None, None)]
     first_rows = tokens + np.concatenate(([0], np.cumsum(context_tokens, dtype=np.int64)))
     levels: list[list[EarlierPart]] = []
     merged = np.zeros(tokens, np.int64)  # for each token, the number of levels with one of its parts

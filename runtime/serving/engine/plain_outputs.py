@@ -56,8 +56,6 @@ Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 class StatesRunner(Protocol):
     """Runs steps of a model."""
 
-    forward: Forward
-
     def states(self, batch: StepBatch) -> torch.Tensor:
         """Return the states [m, hidden] at `batch.output_positions`."""
         ...

@@ -155,7 +155,8 @@ def test_results_come_in_the_order_of_the_texts_window_by_window(
 
 def test_a_common_prefix_is_computed_once_in_a_step(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scorer = _scorer(checkpoint, LABELS, Prompt("this is a film {text}<sep>"))
-    run_step, results = scorer.engine.step, []
+    run_step = scorer.engine.step
+    results: list[StepResult] = []
 
     def step(*arguments: Any, **named: Any) -> StepResult:
         results.append(run_step(*arguments, **named))
