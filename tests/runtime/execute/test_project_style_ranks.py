@@ -62,10 +62,10 @@ EVEN = (
 )  # fmt: skip
 # Two ranks that hold parts of the same experts bring the same tokens.
 ALIKE = ("cut experts of tokens",)
-# One style of each form of a block, with the number of ranks; over one axis of a mesh, over both, and with experts cut.
+# One style of each form of a block, with the number of ranks; experts over both axes of a mesh, and with experts cut.
 QUICK = {
     "deepspeed": 2, "deepseek": 2, "gathered order": 2, "global ids": 2, "local ids": 2,
-    "mesh": 4, "hops, slots, within first": 4, "hops, by expert": 4, "cut slots": 4, "cut experts": 4,
+    "hops, by expert": 4, "cut slots": 4,
 }  # fmt: skip
 # One style for each kind of segments that Inductor gets; the other styles differ in what the passes take out.
 WITH_INDUCTOR = {
