@@ -23,70 +23,48 @@ from typing import TYPE_CHECKING, Any
 from moepass.models.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from moepass.compilations import Compilation, record_compilations
-    from moepass.explaining.explain_model import explain
-    from moepass.explaining.report import Report
-    from moepass.models.errors import CheckpointError, InputError, MoepassError, OptionError
-    from moepass.options import Options
-    from moepass.passes.ir.plan import Plan
-    from moepass.runtime.execute.gather_only import gather_only_step
-    from moepass.runtime.homes.options.home_options import Disk, Host, Hybrid, Peer
-    from moepass.runtime.integrations.transformers_ep import register_transformers
-    from moepass.runtime.kernels.grouped_gemm.tuner import tune_kernels
-    from moepass.runtime.offload.loading import load_pretrained, offload_report
-    from moepass.runtime.offload.offload import OffloadReport, offload_experts
-    from moepass.runtime.transfer.recording import record_timeline
-
-__all__ = [
-    "CheckpointError",
-    "Compilation",
-    "Disk",
-    "Host",
-    "Hybrid",
-    "InputError",
-    "MoepassError",
-    "OffloadReport",
-    "OptionError",
-    "Options",
-    "Peer",
-    "Plan",
-    "Report",
-    "explain",
-    "gather_only_step",
-    "load_pretrained",
-    "offload_experts",
-    "offload_report",
-    "record_compilations",
-    "record_timeline",
-    "register_transformers",
-    "tune_kernels",
-]
+    from moepass.compilations import Compilation as Compilation
+    from moepass.compilations import record_compilations as record_compilations
+    from moepass.explaining.explain_model import explain as explain
+    from moepass.explaining.report import Report as Report
+    from moepass.models.errors import CheckpointError as CheckpointError
+    from moepass.models.errors import InputError as InputError
+    from moepass.models.errors import MoepassError as MoepassError
+    from moepass.models.errors import OptionError as OptionError
+    from moepass.options import Options as Options
+    from moepass.passes.ir.plan import Plan as Plan
+    from moepass.runtime.execute.gather_only import gather_only_step as gather_only_step
+    from moepass.runtime.homes.options.home_options import Disk as Disk
+    from moepass.runtime.homes.options.home_options import Host as Host
+    from moepass.runtime.homes.options.home_options import Hybrid as Hybrid
+    from moepass.runtime.homes.options.home_options import Peer as Peer
+    from moepass.runtime.integrations.transformers_ep import register_transformers as register_transformers
+    from moepass.runtime.kernels.grouped_gemm.tuner import tune_kernels as tune_kernels
+    from moepass.runtime.offload.loading import load_pretrained as load_pretrained
+    from moepass.runtime.offload.loading import offload_report as offload_report
+    from moepass.runtime.offload.offload import OffloadReport as OffloadReport
+    from moepass.runtime.offload.offload import offload_experts as offload_experts
+    from moepass.runtime.transfer.recording import record_timeline as record_timeline
 
 # Names are imported on first use, because `moepass --help` must not wait for torch.
-_MODULE_OF = {
-    "CheckpointError": "moepass.models.errors",
-    "Compilation": "moepass.compilations",
-    "Disk": "moepass.runtime.homes.options.home_options",
-    "Host": "moepass.runtime.homes.options.home_options",
-    "Hybrid": "moepass.runtime.homes.options.home_options",
-    "InputError": "moepass.models.errors",
-    "MoepassError": "moepass.models.errors",
-    "OffloadReport": "moepass.runtime.offload.offload",
-    "OptionError": "moepass.models.errors",
-    "Options": "moepass.options",
-    "Peer": "moepass.runtime.homes.options.home_options",
-    "Plan": "moepass.passes.ir.plan",
-    "Report": "moepass.explaining.report",
-    "explain": "moepass.explaining.explain_model",
-    "gather_only_step": "moepass.runtime.execute.gather_only",
-    "load_pretrained": "moepass.runtime.offload.loading",
-    "offload_experts": "moepass.runtime.offload.offload",
-    "offload_report": "moepass.runtime.offload.loading",
-    "record_compilations": "moepass.compilations",
-    "record_timeline": "moepass.runtime.transfer.recording",
-    "register_transformers": "moepass.runtime.integrations.transformers_ep",
-    "tune_kernels": "moepass.runtime.kernels.grouped_gemm.tuner",
+_NAMES = {
+    "moepass.compilations": ("Compilation", "record_compilations"),
+    "moepass.explaining.explain_model": ("explain",),
+    "moepass.explaining.report": ("Report",),
+    "moepass.models.errors": ("CheckpointError", "InputError", "MoepassError", "OptionError"),
+    "moepass.options": ("Options",),
+    "moepass.passes.ir.plan": ("Plan",),
+    "moepass.runtime.execute.gather_only": ("gather_only_step",),
+    "moepass.runtime.homes.options.home_options": ("Disk", "Host", "Hybrid", "Peer"),
+    "moepass.runtime.integrations.transformers_ep": ("register_transformers",),
+    "moepass.runtime.kernels.grouped_gemm.tuner": ("tune_kernels",),
+    "moepass.runtime.offload.loading": ("load_pretrained", "offload_report"),
+    "moepass.runtime.offload.offload": ("OffloadReport", "offload_experts"),
+    "moepass.runtime.transfer.recording": ("record_timeline",),
 }
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
+
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +16,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule
 
 from moepass.compilations import note_compilation, pass_context
-from moepass.dump import GraphDump
-from moepass.models.errors import InputError
+from moepass.models.errors import InputError, OptionError
 from moepass.options import Options, parse_options
 from moepass.passes.blocks.detect import bank_arguments
 from moepass.passes.finish import finish
@@ -31,13 +32,7 @@ from moepass.passes.segments.bank_parts import rests_on_device
 from moepass.runtime.banks.banks import BankStore, find_store
 from moepass.runtime.banks.whole_models import whole_model_store
 from moepass.runtime.captures.capture_watch import current_watch
-from moepass.runtime.execute.adoption import (
-    adoption,
-    agreement_on_blocks,
-    captured_forms,
-    process_groups,
-    run_checks,
-)
+from moepass.runtime.execute.adoption import adoption, agreement_on_blocks, captured_forms, process_groups, run_checks
 from moepass.runtime.execute.captured import capture_notes, name_inputs
 from moepass.runtime.execute.executor import Executor
 from moepass.runtime.execute.run_findings import RunFindings
@@ -62,25 +57,23 @@ def asyncep(
     whether its modules are in training mode, and one that draws nothing needs no refusal: it computes what the
     uncompiled model computes in that mode under `torch.no_grad()`.
 
-    Raises:
-        OptionError: an option is wrong.
-        InputError: the graph is for training.
-        PlanError: the ring has too few slots.
+    Raises OptionError for a wrong option, InputError if the graph is for training, and PlanError for too few slots.
     """
     parsed = parse_options(options)
     if mode not in (None, "default"):
+        text = f"mode is {mode!r}, but backend asyncep has no modes; pass its options as options={{...}}"
+        raise InputError(text, name="mode", value=mode, expected=(None, "default"))
+    tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise InputError(
-            f"mode is {mode!r}, but backend asyncep has no modes; pass its options as options={{...}}",
-            name="mode",
-            value=mode,
-            expected=(None, "default"),
+            "asyncep compiles inference only, but gradients are on and an input or parameter requires them; call the "
+            "compiled model under torch.no_grad() or torch.inference_mode()"
         )
-    _refuse_training(example_inputs)
     notes = capture_notes(graph)
     resident = whole_model_store(example_inputs)
 
-    is_for_cpu_compiler = parsed.lower == "inductor" and _is_on_cpu(example_inputs)
-    with vector_check() if is_for_cpu_compiler else contextlib.nullcontext() as wait_for_check:
+    is_on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
+    with vector_check() if parsed.lower == "inductor" and is_on_cpu else contextlib.nullcontext() as wait_for_check:
 
         def compile_inference(captured: GraphModule, fake_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
             name_inputs(captured, graph)
@@ -95,10 +88,6 @@ def asyncep(
     return compiled
 
 
-def _is_on_cpu(example_inputs: Sequence[Any]) -> bool:
-    return all(value.device.type == "cpu" for value in example_inputs if isinstance(value, torch.Tensor))
-
-
 def _compile(
     captured: GraphModule,
     options: Options,
@@ -106,14 +95,10 @@ def _compile(
     notes: CaptureNotes,
     resident: BankStore | None,
 ) -> Callable[[list[Any]], Any]:
-    """Run the passes on an ATen graph, lower its segments and return what runs it.
+    """Run the passes on a functional ATen graph, lower its segments and return what runs it.
 
-    Args:
-        captured: the functional ATen graph.
-        options: the backend's options.
-        before_lowering: called before the first segment is lowered.
-        notes: what Dynamo says about the capture.
-        resident: the store of a model whose experts all stayed where they were.
+    `before_lowering` is called before the first segment is lowered. `resident` is the store of a model whose experts
+    all stayed where they were.
     """
     _refuse_random(captured)
     device = _ring_device(captured)
@@ -123,13 +108,13 @@ def _compile(
     if store:
         options.refuse_adoption()
     context = dataclasses.replace(pass_context(options, store, resident), groups=groups, capture=notes)
-    dump = GraphDump(options.dump) if options.dump else None
+    dump = _GraphDump(options.dump) if options.dump else None
     adoption_options = options.adoption()
     agree = agreement_on_blocks(captured, groups, _crossover(options), adoption_options.timeout_s)
     try:
         result = compile_graph(captured, context, dump, agree)
     except PeerError as error:
-        return _RaisesPeerError(error)
+        return _raiser(error)
     if dump:
         dump.write_plan(result.plan)
     if before_lowering is not None:
@@ -170,19 +155,52 @@ def _compile(
     return executor if watch is None else watch.watched(captured, lowered.top, executor)
 
 
-class _RaisesPeerError:
-    """A stand-in for a compiled graph that raises the ranks' disagreement when it is called.
+class _GraphDump:
+    """An observer of the passes: it writes every intermediate graph as `NN-PASS.py` into a new folder `graph-K`.
+
+    Constructing one raises OptionError if `folder`, the option `dump`, cannot be written.
+    """
+
+    def __init__(self, folder: str) -> None:
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            existing = {path.name for path in Path(folder).iterdir()}
+            name = next(name for name in map("graph-{}".format, itertools.count()) if name not in existing)
+            self.folder = Path(folder) / name
+            self.folder.mkdir()
+        except OSError as error:
+            text = f"option dump is {folder!r}, which cannot be written: {error.strerror}"
+            raise OptionError(text, name="dump", value=folder) from error
+        self._count = 0
+
+    def __call__(self, name: str, module: GraphModule, plan: Plan) -> None:
+        text = _readable(module)
+        for child_name, child in module.named_children():
+            if isinstance(child, GraphModule):
+                text += f"\n\n# {child_name}\n{_readable(child)}"
+        (self.folder / f"{self._count:02d}-{name}.py").write_text(text)
+        self._count += 1
+
+    def write_plan(self, plan: Plan) -> None:
+        (self.folder / "plan.json").write_text(plan.to_json() + "\n")
+
+
+def _readable(module: GraphModule) -> str:
+    # AOT names its graphs <lambda>, which is not a valid class name.
+    return module.print_readable(print_output=False).replace("class <lambda>(", "class Graph(")
+
+
+def _raiser(error: PeerError) -> Callable[[list[Any]], Any]:
+    """Return a stand-in for a compiled graph that raises the ranks' disagreement when it is called.
 
     If the backend raised the error itself, Dynamo would report a failure of the backend instead.
     """
 
-    _boxed_call = True
+    def raise_error(inputs: list[Any]) -> Any:
+        raise error
 
-    def __init__(self, error: PeerError) -> None:
-        self._error = error
-
-    def __call__(self, inputs: list[Any]) -> Any:
-        raise self._error
+    raise_error._boxed_call = True  # type: ignore[attr-defined]
+    return raise_error
 
 
 def _crossover(options: Options) -> str:
@@ -200,10 +218,9 @@ def _log(plan: Plan) -> None:
     for refusal in plan.refusals:
         logger.info("refused %s", refusal)
     for segment in plan.segments:
-        if segment.lowering is not None and segment.lowering.refusal is not None:
-            logger.info("%s (%s): %s", segment.name, segment.role, segment.lowering.refusal)
-        if segment.cuda_graph is not None and segment.cuda_graph.refusal is not None:
-            logger.info("%s (%s): %s", segment.name, segment.role, segment.cuda_graph.refusal)
+        for record in (segment.lowering, segment.cuda_graph):
+            if record is not None and record.refusal is not None:
+                logger.info("%s (%s): %s", segment.name, segment.role, record.refusal)
 
 
 def _warn_of_memory(plan: Plan) -> None:
@@ -249,15 +266,6 @@ def _ring_device(captured: GraphModule) -> torch.device:
     values = [node.meta.get("val") for node in captured.graph.nodes]
     devices = [value.device for value in values if isinstance(value, torch.Tensor)]
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
-
-
-def _refuse_training(example_inputs: Sequence[Any]) -> None:
-    tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        raise InputError(
-            "asyncep compiles inference only, but gradients are on and an input or parameter requires them; call the "
-            "compiled model under torch.no_grad() or torch.inference_mode()"
-        )
 
 
 def _refuse_random(captured: GraphModule) -> None:

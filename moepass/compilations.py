@@ -19,7 +19,7 @@ from moepass.passes.ir.activation_memory import LEAST_CHUNK_TOKENS
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext
 from moepass.passes.ir.segment import EAGER
-from moepass.passes.machine.hardware import Hardware, with_emulated_link
+from moepass.passes.machine.hardware import with_emulated_link
 from moepass.passes.schedule.predict import decisions_for
 from moepass.runtime.banks.banks import BankStore
 from moepass.runtime.execute.executor import Executor
@@ -78,41 +78,30 @@ def note_compilation(executor: Executor, context: PassContext) -> None:
 
 
 def pass_context(options: Options, store: BankStore | None, resident: BankStore | None) -> PassContext:
-    """Return the context of the passes for any graph of a model.
+    """Return the context of the passes for any graph of a model, whose banks are in `store`.
 
-    Args:
-        options: the backend's options.
-        store: the banks of the model.
-        resident: the plan for a model whose banks all stayed where they were.
-
-    Raises:
-        OptionError: chunk_tokens is "auto" and the model has no memory budget.
+    `resident` is the plan for a model whose banks all stayed where they were. Raises OptionError if chunk_tokens is
+    "auto" and the model has no memory budget.
     """
+    hardware, link_rate = options.hardware, options.adoption().link.bytes_per_s
+    if hardware is not None and link_rate is not None:  # the link is emulated
+        hardware = with_emulated_link(hardware, link_rate, [use.link for use in ADOPTED.travel])
     planned = store or resident
     chooses = options.chunk_tokens == AUTO
     if chooses and (planned is None or planned.placed is None or planned.placed.decisions.memory_budget_bytes is None):
-        raise OptionError(
+        text = (
             f"option chunk_tokens is {AUTO!r}, but the model has no memory budget that limits chunks; pass "
-            "memory_budget to offload_experts or load_pretrained, or pass a number of tokens here",
-            name="chunk_tokens",
-            value=AUTO,
+            "memory_budget to offload_experts or load_pretrained, or pass a number of tokens here"
         )
+        raise OptionError(text, name="chunk_tokens", value=AUTO)
     return PassContext(
         slots=store.slots if store else options.adoption().slots,
         disabled=frozenset(options.disable),
         chunk_tokens=LEAST_CHUNK_TOKENS if chooses else cast("int | None", options.chunk_tokens),
         chooses_chunks=chooses,
         all_to_all_below=options.all_to_all_below,
-        hardware=_as_linked(options),
+        hardware=hardware,
         transport=options.adoption().transport,
         placed=None if planned is None else planned.placed,
         runs_by_expert=options.lower != EAGER,
     )
-
-
-def _as_linked(options: Options) -> Hardware | None:
-    """Return the machine of the options, with their emulated link if they have one."""
-    rate = options.adoption().link.bytes_per_s
-    if options.hardware is None or rate is None:
-        return options.hardware
-    return with_emulated_link(options.hardware, rate, [use.link for use in ADOPTED.travel])

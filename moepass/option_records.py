@@ -1,4 +1,4 @@
-"""Records of options, from which the checks, the command line and the tables of the documentation are derived.
+"""Records of options, from which the checks and the command line are derived, and that the documentation follows.
 
 An option is one field of a `msgspec.Struct`: its name, its type with bounds, its default, and `option(...)`, which
 describes it. This module imports no torch, because `moepass --help` must not wait for it.
@@ -22,29 +22,26 @@ _Record = TypeVar("_Record", bound=msgspec.Struct)
 Count = Annotated[int, Meta(ge=1)]
 
 
-def option(description: str, *, unset: str = "", details: str = "", metavar: str = "", expected: str = "") -> Meta:
+def option(
+    description: str, *, unset: str = "", details: str = "", metavar: str = "", expected: str = "", short: str = ""
+) -> Meta:
     """Describe an option, for use in `Annotated`.
 
-    Args:
-        description: one or two sentences in Markdown, shown by `--help` and in the documentation.
-        unset: the meaning of None, shown as the default.
-        details: sentences that only the documentation adds to the description.
-        metavar: the placeholder of the value on the command line.
-        expected: the valid values, for error messages; derived from the type if empty.
+    The description is one or two sentences in Markdown, shown by `--help` and in the documentation, which alone adds
+    `details`. `unset` is the meaning of None, shown as the default. `metavar` is the placeholder of the value on the
+    command line, `short` a second name there, such as `-i`. `expected` has the valid values, for error messages; if it
+    is empty, they are derived from the type.
     """
-    texts = {"unset": unset, "details": details, "metavar": metavar, "expected": expected}
+    texts = {"unset": unset, "details": details, "metavar": metavar, "expected": expected, "short": short}
     return Meta(description=description, extra=texts)
 
 
 @dataclasses.dataclass(frozen=True)
 class OptionField:
-    """An option of a record.
+    """An option of a record: its annotated type, its default, and the arguments of `option` as `texts`.
 
-    Attributes:
-        type: the annotated type, which `msgspec.convert` accepts.
-        info: the type without its description, as msgspec's inspection presents it.
-        default: the default; `msgspec.NODEFAULT` if the option is required.
-        texts: the arguments of `option`, by name.
+    `info` is the type without its description, as msgspec's inspection presents it. The default is `msgspec.NODEFAULT`
+    if the option is required.
     """
 
     name: str
@@ -90,13 +87,8 @@ def fields_of(record: type[msgspec.Struct]) -> tuple[OptionField, ...]:
 def read_options(record: type[_Record], values: Mapping[str, Any], *, strict: bool = True) -> _Record:
     """Check `values` by the types of a record and make the record of them.
 
-    Args:
-        record: the type of the result.
-        values: the options by name. Names that the record lacks are ignored: see `check_names`.
-        strict: False also accepts numbers and truth values that are written as text.
-
-    Raises:
-        OptionError: with the name of the first option that has a wrong value, that value, and the valid ones.
+    Names that the record lacks are ignored: see `check_names`. Without `strict`, numbers and truth values may be text.
+    Raises OptionError with the name of the first option that has a wrong value, that value, and the valid ones.
     """
     converted = {}
     for field in fields_of(record):
@@ -105,11 +97,11 @@ def read_options(record: type[_Record], values: Mapping[str, Any], *, strict: bo
             try:
                 converted[field.name] = msgspec.convert(value, field.type, strict=strict)
             except msgspec.ValidationError as error:
-                raise wrong_option(field.name, value, field.expected) from error
+                text = f"option {field.name} is {value!r}; it must be {field.expected}"
+                raise OptionError(text, name=field.name, value=value, expected=field.expected) from error
         elif field.is_required:
-            raise OptionError(
-                f"option {field.name} is missing; it must be {field.expected}", name=field.name, expected=field.expected
-            )
+            text = f"option {field.name} is missing; it must be {field.expected}"
+            raise OptionError(text, name=field.name, expected=field.expected)
     return record(**converted)
 
 
@@ -120,47 +112,8 @@ def check_names(values: Iterable[object], records: Iterable[type[msgspec.Struct]
         if name not in names:
             similar = difflib.get_close_matches(str(name), names, n=1)
             hint = f"did you mean {similar[0]}? " if similar else ""
-            raise OptionError(
-                f"option {name!r} is unknown; {hint}the options are {', '.join(names)}",
-                name=str(name),
-                expected=names,
-            )
-
-
-def wrong_option(name: str, value: object, expected: str) -> OptionError:
-    """Return the error for an option with a wrong value."""
-    return OptionError(f"option {name} is {value!r}; it must be {expected}", name=name, value=value, expected=expected)
-
-
-def option_table(record: type[msgspec.Struct], *, flags: bool) -> str:
-    """Return the options of a record as a Markdown table.
-
-    Args:
-        record: the record.
-        flags: True names options as on the command line, False as in Python.
-    """
-    rows = [
-        (f"`{field.flag if flags else field.name}`", _default(field, flags), _meaning(field))
-        for field in fields_of(record)
-    ]
-    lines = [f"| {' | '.join(row)} |" for row in [("option", "default", "meaning"), ("---",) * 3, *rows]]
-    return "\n".join(lines) + "\n"
-
-
-def _default(field: OptionField, flags: bool) -> str:
-    if field.texts["unset"]:
-        return field.texts["unset"]
-    if field.is_required:
-        return "required"
-    if flags and isinstance(field.default, bool):
-        return "on" if field.default else "off"
-    if isinstance(field.default, float):
-        return f"`{field.default:g}`"
-    return f"`{field.default}`" if flags else f"`{field.default!r}`".replace("'", '"')
-
-
-def _meaning(field: OptionField) -> str:
-    return " ".join(text for text in (field.texts["description"], field.texts["details"]) if text)
+            text = f"option {name!r} is unknown; {hint}the options are {', '.join(names)}"
+            raise OptionError(text, name=str(name), expected=names)
 
 
 def _plain(kind: inspect.Type) -> inspect.Type:
@@ -174,11 +127,7 @@ def _expected(kind: inspect.Type) -> str:
         return f"one of {one_of(kind.values)}" if len(kind.values) > 1 else repr(kind.values[0])
     if isinstance(kind, inspect.IntType | inspect.FloatType):
         noun = "a whole number" if isinstance(kind, inspect.IntType) else "a number"
-        bounds = []
-        if kind.gt is not None:
-            bounds.append(f" above {kind.gt}")
-        if kind.ge is not None:
-            bounds.append(f" from {kind.ge}")
-        bounds.append(f" to {kind.le:.15g}" if kind.le is not None else " on" if kind.ge is not None else "")
-        return noun + "".join(bounds)
+        least = f" above {kind.gt}" if kind.gt is not None else f" from {kind.ge}" if kind.ge is not None else ""
+        most = f" to {kind.le:.15g}" if kind.le is not None else " on" if kind.ge is not None else ""
+        return noun + least + most
     return "a list" if isinstance(kind, inspect.VarTupleType) else "text"

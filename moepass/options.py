@@ -128,82 +128,61 @@ class Options(msgspec.Struct, frozen=True):
         """Raise OptionError for values that exclude each other, and for an unknown link or transport."""
         if "partition" in self.disable and (self.lower != EAGER or self.cudagraphs):
             needs = "cudagraphs=True records" if self.cudagraphs else f"lower={self.lower!r} compiles"
-            raise OptionError(
-                f"option disable has 'partition', but {needs} segments; use lower='eager' without cudagraphs",
-                name="disable",
-                value=self.disable,
-            )
+            text = f"option disable has 'partition', but {needs} segments; use lower='eager' without cudagraphs"
+            raise OptionError(text, name="disable", value=self.disable)
         if self.link is not None:
             parse_link(self.link)
         if self.transport is not None:
             check_transport(self.transport, ADOPTED)
         if self.hardware is not None and self.all_to_all_below is not None:
-            raise OptionError(
+            message = (
                 f"options all_to_all_below is {self.all_to_all_below!r} and hardware is {self.hardware.name!r}: use "
-                "one of them, because moepass computes all_to_all_below from hardware",
-                name="all_to_all_below",
-                value=self.all_to_all_below,
+                "one of them, because moepass computes all_to_all_below from hardware"
             )
+            raise OptionError(message, name="all_to_all_below", value=self.all_to_all_below)
 
     def adoption(self) -> AdoptionOptions:
         """Return the options for models that run with expert parallelism, with their defaults filled in."""
-        defaults = AdoptionOptions()
-        return AdoptionOptions(
-            defaults.slots if self.slots is None else self.slots,
-            defaults.link if self.link is None else parse_link(self.link),
-            defaults.timeout_s if self.timeout_s is None else self.timeout_s,
-            self.transport or defaults.transport,
-        )
+        link = None if self.link is None else parse_link(self.link)
+        chosen = {"slots": self.slots, "link": link, "timeout_s": self.timeout_s, "transport": self.transport}
+        return AdoptionOptions(**{name: value for name, value in chosen.items() if value is not None})  # type: ignore[arg-type]
 
     def check_device(self, device: torch.device) -> None:
         """Raise OptionError if an option cannot be used on `device`, or needs a package that is not installed."""
         if self.lower == TENSORRT:
             if device.type != "cuda":
-                raise OptionError(
+                text = (
                     f"option lower is 'tensorrt', but the graph computes on {device}: TensorRT needs an NVIDIA GPU; "
-                    "move the model to cuda, or use lower='inductor'",
-                    name="lower",
-                    value=TENSORRT,
-                    expected=("inductor", "eager"),
+                    "move the model to cuda, or use lower='inductor'"
                 )
+                raise OptionError(text, name="lower", value=TENSORRT, expected=("inductor", "eager"))
             torch_tensorrt()
         if self.cudagraphs and device.type != "cuda":
-            raise OptionError(
+            text = (
                 f"option cudagraphs is True, but the graph computes on {device}: CUDA graphs record work of a GPU; "
-                "move the model to cuda, or leave the option out",
-                name="cudagraphs",
-                value=True,
-                expected=(False,),
+                "move the model to cuda, or leave the option out"
             )
+            raise OptionError(text, name="cudagraphs", value=True, expected=(False,))
 
     def refuse_adoption(self) -> None:
         """Raise OptionError if an option for expert parallelism is set, for a model whose experts were offloaded."""
-        exchange_options = {"all_to_all_below": self.all_to_all_below, "hardware": self.hardware and self.hardware.name}
-        for name, value in exchange_options.items():
-            if value is not None:
-                raise OptionError(
-                    f"option {name} is {value!r}, but the experts of this model were offloaded: its ranks exchange no "
-                    "tokens, so there is nothing to choose; leave the option out",
-                    name=name,
-                    value=value,
-                )
-        for name in ("slots", "link", "timeout_s", "transport"):
+        nothing = "its ranks exchange no tokens, so there is nothing to choose; leave the option out"
+        remedies = {"all_to_all_below": nothing, "hardware": nothing} | {
+            name: f"pass {name} to offload_experts instead" for name in ("slots", "link", "timeout_s", "transport")
+        }
+        for name, remedy in remedies.items():
             value = getattr(self, name)
             if value is not None:
-                raise OptionError(
-                    f"option {name} is {value!r}, but the experts of this model were offloaded: pass {name} to "
-                    "offload_experts instead",
-                    name=name,
-                    value=value,
-                )
+                shown = value.name if isinstance(value, Hardware) else value
+                text = f"option {name} is {shown!r}, but the experts of this model were offloaded: {remedy}"
+                raise OptionError(text, name=name, value=shown)
 
 
 def parse_options(options: Mapping[str, Any] | None) -> Options:
     """Check the options that `torch.compile` received.
 
-    Raises:
-        OptionError: with the name of the first option that is unknown or has a wrong value, that value, and the valid
-            ones.
+    Raises OptionError with the name of the first option that is unknown or has a wrong value, that value, and the valid
+    ones.
     """
     values = dict(options or {})
     check_names(values, [Options])

@@ -22,19 +22,10 @@ from moepass.passes.graph.graph_records import NotStorableError
 from moepass.runtime.banks.banked_modules import BankedParameter
 from moepass.runtime.banks.banks import BankStore
 from moepass.runtime.banks.whole_models import whole_model_store
+from moepass.runtime.captures import fingerprint
 from moepass.runtime.captures.capture_record import CaptureRecord
 from moepass.runtime.captures.capture_store import SCHEMA, CaptureStore, find_store
 from moepass.runtime.captures.capture_watch import watch_capture
-from moepass.runtime.captures.fingerprint import (
-    describe_model,
-    digest_of,
-    environment,
-    file_digests,
-    machine,
-    settings,
-    short_versions,
-    versions,
-)
 from moepass.runtime.captures.process_code import OUR_PACKAGES, foreign_code
 from moepass.runtime.captures.stored_capture import StoredCapture, record_capture
 from moepass.runtime.torch_private import is_autocasting
@@ -52,11 +43,8 @@ class StoredModule:
     command line. From the first call on, the module, its hooks, its configuration and torch's settings must not change;
     only parameters and buffers are checked again. Other programs should use `torch.compile`.
 
-    Args:
-        module: the module to compile.
-        options: the backend's options.
-        name: the name of the model in log lines and in `moepass cache`.
-        store: the store of captures; by default that of the environment, if there is one.
+    `name` is the model's name in log lines and in `moepass cache`. `store` is by default that of the environment, if
+    any.
     """
 
     def __init__(
@@ -89,8 +77,9 @@ class StoredModule:
         for capture in list(self._captures):
             try:
                 inputs = capture.inputs_for(arguments)
-                if inputs is not None:
-                    self._prepare(capture)
+                if inputs is not None and "executor" not in vars(capture):
+                    note_compilation(capture.executor, capture.context)  # raises ValueError for a damaged capture
+                    logger.info("%s runs as an earlier process compiled it", self._name)
             except ValueError as error:
                 self._store.report(self._key()[:12], str(error))
                 self._captures.remove(capture)
@@ -99,12 +88,6 @@ class StoredModule:
                 result: torch.Tensor = capture.run(inputs)
                 return result
         return self._call_and_store(self._store, arguments) if self._digests else self._call_compiled(*arguments)
-
-    def _prepare(self, capture: StoredCapture) -> None:
-        """Create the executor of `capture`. Raises ValueError if the capture is damaged."""
-        if "executor" not in vars(capture):
-            note_compilation(capture.executor, capture.context)
-            logger.info("%s runs as an earlier process compiled it", self._name)
 
     def _load(self, store: CaptureStore) -> list[StoredCapture]:
         try:
@@ -116,7 +99,7 @@ class StoredModule:
         for content in store.load(self._key()):
             try:
                 record = msgspec.json.decode(content, type=CaptureRecord)
-                if file_digests(record.sources) != record.sources:
+                if fingerprint.file_digests(record.sources) != record.sources:
                     raise NotStorableError("source files of the model changed since it was stored")
                 if {name: os.environ.get(name) for name in record.environment} != record.environment:
                     raise NotStorableError("environment variables changed since it was stored")
@@ -130,7 +113,7 @@ class StoredModule:
         return captures
 
     def _call_and_store(self, store: CaptureStore, arguments: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        with watch_capture(lambda: describe_model(self._module)[1]) as watch:
+        with watch_capture(lambda: fingerprint.describe_model(self._module)[1]) as watch:
             result = self._call_compiled(*arguments)
         if not watch.graphs and not watch.problem:
             if not self._has_compiled:
@@ -150,7 +133,8 @@ class StoredModule:
             self._do_not_store(error)
             return result
         content = msgspec.json.encode(record)
-        store.save(self._key(), record.name(), content, self._name, {"moepass": __version__, **short_versions()})
+        versions = {"moepass": __version__, **fingerprint.short_versions()}
+        store.save(self._key(), record.name(), content, self._name, versions)
         return result
 
     def _call_compiled(self, *arguments: torch.Tensor) -> torch.Tensor:
@@ -167,7 +151,7 @@ class StoredModule:
             logger.info("the compiled %s is not stored for later processes: %s", self._name, reason)
 
     def _key(self) -> str:
-        return digest_of(self._digests)
+        return fingerprint.digest_of(self._digests)
 
     def _describe(self) -> tuple[dict[str, str], list[torch.Tensor]]:
         """Return digests of everything that a capture depends on, and the tensors of the model.
@@ -177,18 +161,18 @@ class StoredModule:
         if reason := foreign_code():
             raise NotStorableError(reason)
         try:
-            model, tensors = describe_model(self._module)
+            model, tensors = fingerprint.describe_model(self._module)
             description = {
                 "schema": SCHEMA,
                 "moepass": _own_digest(),
-                "versions": versions(),
-                "environment": environment(),
-                "machine": machine(tensor.device for tensor in tensors),
-                "settings": settings(),
+                "versions": fingerprint.versions(),
+                "environment": fingerprint.environment(),
+                "machine": fingerprint.machine(tensor.device for tensor in tensors),
+                "settings": fingerprint.settings(),
                 "options": repr(self._options),
                 "model": model,
             }
-            return {name: digest_of(value) for name, value in description.items()}, tensors
+            return {name: fingerprint.digest_of(value) for name, value in description.items()}, tensors
         except (ValueError, RecursionError) as error:  # huge numbers, deep nesting
             raise NotStorableError(
                 f"a value of the model cannot be described: {type(error).__name__}: {error}"
@@ -215,5 +199,5 @@ def _own_digest() -> str:
     roots = {Path(folder) for name in OUR_PACKAGES for folder in sys.modules[name].__path__}
     # Each file once, under the path by which it was imported, because links on that path count.
     files = {path.resolve(): path for root in roots for path in root.rglob("*.py")}
-    digests = file_digests(files.values())
-    return digest_of([[Path(file).name, digest] for file, digest in digests.items()])
+    digests = fingerprint.file_digests(files.values())
+    return fingerprint.digest_of([[Path(file).name, digest] for file, digest in digests.items()])

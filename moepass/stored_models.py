@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -12,46 +11,37 @@ from rich.table import Table
 from rich.text import Text
 
 from moepass.models.errors import InputError
-from moepass.runtime.captures.capture_store import CaptureStore, StoredEntry, find_store
+from moepass.runtime.captures.capture_store import StoredEntry, find_store
 from moepass.runtime.kernels.grouped_gemm.tuned_tiles import TunedTiles
 from moepass.runtime.system.own_files import FOLDER_VARIABLE, remove_files
 
 
-def list_cache() -> None:
-    """Print the stored captures and tuned kernels. Raises InputError if the store is off or belongs to another user."""
-    store, console = _store(), Console()
-    entries = store.entries()
-    if entries:
+def show_cache(*, clear: bool) -> None:
+    """Print the stored captures and tuned kernels, or remove them all.
+
+    Raises InputError if the store is off or belongs to another user, or if a file cannot be removed.
+    """
+    store, console = find_store(), Console()
+    if store is None:
+        raise InputError(
+            f"compiled models are not stored, because {FOLDER_VARIABLE} is empty or torch's compiler caches are off"
+        )
+    entries = store.clear() if clear else store.entries()
+    tuned = TunedTiles(store.folder).files()
+    amounts = [_amount("compiled graph", [entry.nbytes for entry in entries])]
+    if tuned:
+        amounts.append(_amount("tuned kernel", [path.lstat().st_size for path in tuned]))
+    if clear:
+        remove_files(tuned)
+    elif entries:
         table = Table(box=SIMPLE_HEAD, pad_edge=False)
         for heading in ("model", "stored", "size", "versions"):
             table.add_column(heading, justify="right" if heading == "size" else "left", overflow="fold")
         for entry in entries:
             table.add_row(*map(_shown, _cells(entry)))
         console.print(table)
-    tuned = TunedTiles(store.folder).files()
-    _print_total(entries, [path.lstat().st_size for path in tuned], f"in {store.folder}")
-
-
-def clear_cache() -> None:
-    """Remove all stored captures and tuned kernels.
-
-    Raises InputError as `list_cache`, or if a file cannot be removed.
-    """
-    store = _store()
-    removed = store.clear()
-    tuned = TunedTiles(store.folder).files()
-    sizes = [path.lstat().st_size for path in tuned]
-    remove_files(tuned)
-    _print_total(removed, sizes, f"removed from {store.folder}")
-
-
-def _store() -> CaptureStore:
-    store = find_store()
-    if store is None:
-        raise InputError(
-            f"compiled models are not stored, because {FOLDER_VARIABLE} is empty or torch's compiler caches are off"
-        )
-    return store
+    where = f"{'removed from' if clear else 'in'} {store.folder}"
+    console.print(f"{' and '.join(amounts)} {where}", highlight=False, soft_wrap=True)
 
 
 def _shown(text: str) -> Text:
@@ -68,12 +58,5 @@ def _cells(entry: StoredEntry) -> tuple[str, str, str, str]:
     return entry.header.model, stored, size, versions
 
 
-def _print_total(entries: Iterable[StoredEntry], tuned_bytes: Sequence[int], where: str) -> None:
-    amounts = [_amount("compiled graph", [entry.nbytes for entry in entries])]
-    if tuned_bytes:
-        amounts.append(_amount("tuned kernel", tuned_bytes))
-    Console().print(f"{' and '.join(amounts)} {where}", highlight=False, soft_wrap=True)
-
-
-def _amount(noun: str, sizes: Sequence[int]) -> str:
+def _amount(noun: str, sizes: list[int]) -> str:
     return f"{len(sizes)} {noun}{'' if len(sizes) == 1 else 's'}, {decimal(sum(sizes))},"

@@ -108,7 +108,7 @@ ROOMS = {
     },
     "moepass": {
         "explaining": (),
-        "clients": (),
+        "clients": ("",),
         "demo": ("explaining", ""),
         "cli": ("clients", "demo", "explaining", ""),
         "ray_serve": ("cli", ""),

@@ -17,7 +17,7 @@ import psutil
 
 from benchmarks.serving.peer_process import Run
 from benchmarks.serving.serving_workloads import Prompts, ServedModel
-from moepass.cli.rank_options import RankOptions, RankSetup
+from moepass.cli.serve_options import RankOptions, RankSetup
 from moepass.models.checkpoint.checkpoint_folders import load_config
 from moepass.models.homes import home_named
 from moepass.models.sizes.families import from_config

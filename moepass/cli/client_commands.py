@@ -4,32 +4,64 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
+import functools
 import signal
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 import typer
+from msgspec import Meta, Struct
 
-from moepass.cli.arguments import parse_labels, parse_range
 from moepass.cli.progress import progress_bar
-from moepass.cli.rank_options import RankOptions, RankSetup
 from moepass.cli.record_options import takes_records
-from moepass.cli.server_options import served_names
+from moepass.cli.score_command import parse_labels
+from moepass.cli.serve_options import RankOptions, RankSetup, served_names
 from moepass.cli.streams import check_compiler_cache
-from moepass.clients.workloads import PRESETS, ROUTES, WorkloadShape
+from moepass.clients.workloads import BenchOptions
 from moepass.models.errors import OptionError
-from moepass.models.limits import MOST_BENCH_REQUESTS, check_wait
-from moepass.option_records import fields_of
+from moepass.models.limits import check_wait
+from moepass.option_records import fields_of, option
 from moepass.runtime.system.open_files import allow_many_files
 
 if TYPE_CHECKING:
     from moepass.clients.batch_run import Batch, BatchCounts
-    from moepass.clients.bench_report import BenchReport
+
+_Result = TypeVar("_Result")
 
 # Options that only a MODEL has, and no server of --url.
 _MODEL_OPTIONS = (*(field.name for field in fields_of(RankOptions)), "name")
+
+
+class BatchOptions(Struct, frozen=True, kw_only=True):
+    """The options of `moepass batch`, besides those of its ranks."""
+
+    input: Annotated[str, option("Requests, one JSON object per line.", metavar="FILE", short="-i")]
+    output: Annotated[str, option("Answers, appended in the order in which they arrive.", metavar="FILE", short="-o")]
+    url: Annotated[
+        str | None, option("Ask this server instead of a MODEL, such as http://127.0.0.1:8000.", metavar="URL")
+    ] = None
+    api_key: Annotated[str | None, option("The API key of the server at --url.", metavar="KEY")] = None
+    name: Annotated[
+        tuple[str, ...],
+        option(
+            "A name by which requests call the MODEL; repeat the option for more names.",
+            unset="the last part of MODEL",
+            metavar="NAME",
+        ),
+    ] = ()
+    in_flight: Annotated[
+        Annotated[int, Meta(ge=1, le=1 << 16)], option("The maximum number of requests that are open at the same time.")
+    ] = 512
+    retry_errors: Annotated[bool, option("Send the requests again that an earlier run answered with an error.")] = False
+    timeout: Annotated[
+        Annotated[float, Meta(ge=0.001)],
+        option("The time after which an unanswered request is an error.", metavar="SECONDS"),
+    ] = 600.0
+    patience: Annotated[
+        Annotated[float, Meta(ge=0)],
+        option("How long to wait for a full queue, or for a server that does not answer.", metavar="SECONDS"),
+    ] = 600.0
 
 
 @takes_records
@@ -40,43 +72,7 @@ def batch(
         typer.Argument(metavar="[MODEL]", help="A checkpoint folder, or **demo**, to answer in this process."),
     ] = None,
     *,
-    input: Annotated[str, typer.Option("--input", "-i", metavar="FILE", help="Requests, one JSON object per line.")],
-    output: Annotated[
-        str, typer.Option("--output", "-o", metavar="FILE", help="Answers, appended in the order in which they arrive.")
-    ],
-    url: Annotated[
-        str | None,
-        typer.Option("--url", metavar="URL", help="Ask this server instead of a MODEL, such as http://127.0.0.1:8000."),
-    ] = None,
-    api_key: Annotated[str | None, typer.Option(metavar="KEY", help="The API key of the server at --url.")] = None,
-    name: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--name",
-            metavar="NAME",
-            help="A name by which requests call the MODEL; repeat the option for more names.",
-            show_default="the last part of MODEL",
-        ),
-    ] = None,
-    in_flight: Annotated[
-        int,
-        typer.Option(
-            min=1, max=1 << 16, metavar="N", help="The maximum number of requests that are open at the same time."
-        ),
-    ] = 512,
-    retry_errors: Annotated[
-        bool, typer.Option("--retry-errors", help="Send the requests again that an earlier run answered with an error.")
-    ] = False,
-    timeout: Annotated[
-        float,
-        typer.Option(min=0.001, metavar="SECONDS", help="The time after which an unanswered request is an error."),
-    ] = 600.0,
-    patience: Annotated[
-        float,
-        typer.Option(
-            min=0, metavar="SECONDS", help="How long to wait for a full queue, or for a server that does not answer."
-        ),
-    ] = 600.0,
+    options: BatchOptions,
     rank: RankOptions,
 ) -> None:
     """Answer a file of requests in the format of OpenAI's batches.
@@ -90,17 +86,18 @@ def batch(
     Exit status: 0 if every line has an answer, 1 if some answers are errors or the server stopped answering, 130 if the
     command was interrupted.
     """
-    if (model is None) == (url is None):
+    if (model is None) == (options.url is None):
         raise OptionError("give either a MODEL, to run it here, or --url, for a running server", name="model")
-    if url is not None:
+    if options.url is not None:
         _refuse_rank_options(context)
-    check_wait("timeout", timeout)
+    check_wait("timeout", options.timeout)
     from moepass.clients.batch_run import Batch
     from moepass.clients.server_address import parse_server_url
 
-    address = parse_server_url(url) if url is not None else None
-    with Batch(input, output, retry_errors=retry_errors) as asked:
-        counts, stopped = asked.counts, 0
+    server = parse_server_url(options.url) if options.url is not None else RankSetup(model or "", rank)
+    with Batch(options.input, options.output, retry_errors=options.retry_errors) as asked:
+        counts = asked.counts
+        stopped: typer.Exit | None = None
         answered_before = f", {counts.answered_before} of them already answered" if counts.answered_before else ""
         typer.echo(f"{counts.lines} lines{answered_before}", err=True)
         if not asked.is_done:
@@ -110,123 +107,25 @@ def batch(
                     bar.update(task, completed=counts.done, description=f"{counts.errors} errors")
 
                 bar.update(task, completed=counts.done)
-                stopped = asyncio.run(
-                    _until_stopped(
-                        _ask_server(asked, address, api_key, timeout, in_flight, patience, show)
-                        if address is not None
-                        else _ask_model(
-                            asked, RankSetup(model or "", rank), tuple(name or ()), timeout, in_flight, patience, show
-                        )
-                    )
-                )
+                try:
+                    asyncio.run(_until_stopped(_ask(asked, server, options, show)))
+                except typer.Exit as end:
+                    stopped = end
     typer.echo(f"{counts.answered} lines answered now; {counts.errors} of {counts.done} answers are errors", err=True)
-    if stopped:
-        typer.echo(
-            f"stopped: {counts.lines - counts.done} lines are left; run the same command again to continue", err=True
-        )
-        raise typer.Exit(128 + stopped)
+    if stopped is not None:
+        left = counts.lines - counts.done
+        typer.echo(f"stopped: {left} lines are left; run the same command again to continue", err=True)
+        raise stopped
     if counts.errors:
         typer.echo("to ask the requests with errors again, add --retry-errors", err=True)
         raise typer.Exit(1)
 
 
+@takes_records
 def bench(
     url: Annotated[str, typer.Argument(metavar="URL", help="A server, such as http://127.0.0.1:8000.")],
-    workload: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help=f"Lengths and shared prefixes of a data set: {', '.join(PRESETS)}.",
-            show_default="none",
-        ),
-    ] = None,
-    file: Annotated[
-        str | None,
-        typer.Option(
-            "--file",
-            metavar="FILE",
-            help="A file of requests in the format of **moepass batch**, instead of generated ones.",
-        ),
-    ] = None,
-    route: Annotated[str, typer.Option(metavar=f"[{'|'.join(ROUTES)}]", help="The route to call.")] = "decisions",
-    requests: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=MOST_BENCH_REQUESTS,
-            metavar="N",
-            help="The number of requests to send.",
-            show_default="256; all lines of --file",
-        ),
-    ] = None,
-    rate: Annotated[
-        float | None,
-        typer.Option(
-            min=0.001,
-            metavar="N",
-            help="Send N requests per second at random times, however slow the answers are.",
-            show_default="none",
-        ),
-    ] = None,
-    concurrency: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            max=1 << 16,
-            metavar="N",
-            help="Without --rate: the number of requests that are open at the same time.",
-        ),
-    ] = 32,
-    prefixes: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            metavar="N",
-            help="The number of prefixes that requests share; 0: every request has its own.",
-            show_default="0",
-        ),
-    ] = None,
-    prefix_length: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N[-M]",
-            help="The length of a prefix in tokens, or in words if the route takes text.",
-            show_default="0",
-        ),
-    ] = None,
-    own_length: Annotated[
-        str | None, typer.Option(metavar="N[-M]", help="The length of the text after the prefix.", show_default="64")
-    ] = None,
-    items: Annotated[
-        int, typer.Option(min=1, max=4096, metavar="N", help="Questions, prompts, items or documents in a request.")
-    ] = 1,
-    labels: Annotated[str, typer.Option(metavar="A,B,...", help="The choices of decisions.")] = "yes,no",
-    seed: Annotated[int, typer.Option(metavar="N", help="The same seed makes the same requests.")] = 0,
-    goodput: Annotated[
-        float | None,
-        typer.Option(
-            min=0.001,
-            metavar="MS",
-            help="Count the requests that were answered within MS milliseconds.",
-            show_default="none",
-        ),
-    ] = None,
-    warmup: Annotated[
-        int,
-        typer.Option(
-            min=0, max=MOST_BENCH_REQUESTS, metavar="N", help="Requests to send first, which are not counted."
-        ),
-    ] = 8,
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="The model to ask for.", show_default="the model that the server has"),
-    ] = None,
-    api_key: Annotated[str | None, typer.Option(metavar="KEY", help="The API key of the server.")] = None,
-    timeout: Annotated[
-        float,
-        typer.Option(min=0.001, metavar="SECONDS", help="The time after which an unanswered request is an error."),
-    ] = 600.0,
-    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    *,
+    options: BenchOptions,
 ) -> None:
     """Measure a server with a workload: latency, requests and tokens per second, goodput, hit rate, FLOPs.
 
@@ -235,52 +134,18 @@ def bench(
 
     Exit status: 0 if every request was answered or refused because the queue was full, 1 otherwise.
     """
-    check_wait("timeout", timeout)
-    if file is not None and workload is not None:
-        raise OptionError("--file already contains the requests; leave out --workload", name="workload")
-    if workload is not None and workload not in PRESETS:
-        raise OptionError.wrong("workload", workload, f"one of {', '.join(PRESETS)}")
-    start = PRESETS[workload] if workload is not None else WorkloadShape()
-    lengths: dict[str, Any] = {
-        "requests": requests if file is None or requests is not None else MOST_BENCH_REQUESTS,
-        "prefixes": prefixes,
-        "prefix_length": None if prefix_length is None else parse_range("prefix_length", prefix_length),
-        "own_length": None if own_length is None else parse_range("own_length", own_length),
-    }
-    lengths = {name: value for name, value in lengths.items() if value is not None}
-    choices = tuple(parse_labels(labels) or ())
-    shape = dataclasses.replace(start, route=route, items=items, labels=choices, seed=seed, **lengths)
-    generated_name = f"{workload or 'generated'}, {route}"
-
-    from moepass.clients.bench_report import table_of
-    from moepass.clients.bench_run import BenchOptions, measure
+    check_wait("timeout", options.timeout)
+    shape = options.shape(parse_labels(options.labels) or ())
+    from moepass.clients.bench_run import measure, table_of
     from moepass.clients.server_address import parse_server_url
 
-    options = BenchOptions(
-        url=parse_server_url(url),
-        name=generated_name if file is None else file,
-        shape=shape,
-        file=file,
-        rate=rate,
-        concurrency=concurrency,
-        goodput_ms=goodput,
-        warmup=warmup,
-        model=model,
-        api_key=api_key,
-        timeout_seconds=timeout,
-    )
+    address = parse_server_url(url)
     allow_many_files()
-    reports: list[BenchReport] = []
-    total = shape.requests if file is None else requests
+    total = shape.requests if options.file is None else options.requests
     with progress_bar("warming up", total, rate="requests") as (bar, task):
-
-        async def run() -> None:
-            reports.append(await measure(options, lambda: bar.update(task, advance=1, description="measuring")))
-
-        if stopped := asyncio.run(_until_stopped(run())):
-            raise typer.Exit(128 + stopped)
-    (report,) = reports
-    if json:
+        show = functools.partial(bar.update, task, advance=1, description="measuring")
+        report = asyncio.run(_until_stopped(measure(address, options, shape, show)))
+    if options.json:
         typer.echo(msgspec.json.encode(report))
     else:
         from rich.console import Console
@@ -299,57 +164,36 @@ def _refuse_rank_options(context: typer.Context) -> None:
         source = context.get_parameter_source(name)
         option = name.replace("_", "-")
         if source is not None and source.name == "COMMANDLINE":
-            raise OptionError(
-                f"--{option} only applies to a MODEL, but --url names a running server; remove --{option}", name=name
-            )
+            text = f"--{option} only applies to a MODEL, but --url names a running server; remove --{option}"
+            raise OptionError(text, name=name)
         if source is not None and source.name == "ENVIRONMENT":
             variable = f"MOEPASS_{name.upper()}"
             typer.echo(f"{variable} is ignored: it only applies to a MODEL, but --url names a running server", err=True)
 
 
-async def _ask_server(
-    asked: Batch,
-    address: str,
-    api_key: str | None,
-    timeout: float,
-    in_flight: int,
-    patience: float,
-    show: Callable[[BatchCounts], None],
+async def _ask(
+    asked: Batch, server: str | RankSetup, options: BatchOptions, show: Callable[[BatchCounts], None]
 ) -> None:
+    """Ask the server at an address, or one in this process."""
     from moepass.clients.server_address import make_client
 
-    async with make_client(address, api_key, timeout_seconds=timeout) as client:
-        await asked.run(client, most_open=in_flight, patience_seconds=patience, on_answer=show)
-
-
-async def _ask_model(
-    asked: Batch,
-    setup: RankSetup,
-    names: tuple[str, ...],
-    timeout: float,
-    in_flight: int,
-    patience: float,
-    show: Callable[[BatchCounts], None],
-) -> None:
-    check_compiler_cache()
-    from moepass.cli.serving import in_process
-    from moepass.clients.server_address import make_client
-    from moepass.runtime.serving.routes.server_settings import ServerSettings
-
-    settings = ServerSettings(served_names(setup.model, names), None, timeout)
     async with contextlib.AsyncExitStack() as opened:
-        transport = await opened.enter_async_context(in_process(setup, settings))
-        client = make_client("http://moepass", None, timeout_seconds=None, transport=transport)
+        if isinstance(server, str):
+            client = make_client(server, options.api_key, timeout_seconds=options.timeout)
+        else:
+            check_compiler_cache()
+            from moepass.cli.serving import in_process
+            from moepass.runtime.serving.routes.server_settings import ServerSettings
+
+            settings = ServerSettings(served_names(server.model, options.name), None, options.timeout)
+            transport = await opened.enter_async_context(in_process(server, settings))
+            client = make_client("http://moepass", None, timeout_seconds=None, transport=transport)
         await opened.enter_async_context(client)
-        await asked.run(client, most_open=in_flight, patience_seconds=patience, on_answer=show)
+        await asked.run(client, most_open=options.in_flight, patience_seconds=options.patience, on_answer=show)
 
 
-async def _until_stopped(work: Coroutine[Any, Any, None]) -> int:
-    """Run `work` until it ends or SIGINT or SIGTERM cancels it.
-
-    Returns:
-        The number of the signal, or 0 if `work` ended by itself.
-    """
+async def _until_stopped(work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Return the result of `work`. Raise typer.Exit if SIGINT or SIGTERM cancels it."""
     task = asyncio.ensure_future(work)
     signals: list[int] = []
 
@@ -361,8 +205,8 @@ async def _until_stopped(work: Coroutine[Any, Any, None]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop, int(number))
     try:
-        await task
+        return await task
     except asyncio.CancelledError:
         if not signals:
             raise
-    return signals[0] if signals else 0
+        raise typer.Exit(128 + signals[0]) from None

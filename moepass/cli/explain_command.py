@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+import msgspec
 import typer
 from msgspec import Struct
 
@@ -108,33 +109,23 @@ def explain(
     with Console(stderr=True).status("planning ..."), no_garbage_collection():
         from moepass.explaining.compiler_part import is_stored
         from moepass.explaining.explain_model import explain as explain_it
-        from moepass.explaining.report_text import print_report
+        from moepass.explaining.report import print_report
 
         if not is_stored(model, options.lower):
             check_compiler_cache()
-        report = explain_it(
-            model,
-            hardware=options.hardware,
-            ranks=options.ranks,
-            home=options.home,
-            dtype=options.dtype,
-            batch=options.batch,
-            seq=options.seq,
-            tokens=options.tokens,
-            memory_budget_bytes=budget,
-            slots=options.slots,
-            lower=options.lower,
-        )
+        asked = msgspec.structs.asdict(options)
+        for name in ("memory_budget", "format", "output", "all"):
+            del asked[name]
+        report = explain_it(model, memory_budget_bytes=budget, **asked)
     if options.format == "text" and target is None:
         print_report(Console(), report, options.all)
         return
     if options.format == "trace" and report.schedule is None:
-        raise InputError(
+        text = (
             f"{report.model.name} has no timeline on {report.hardware.name}, because nothing was scheduled; use "
-            "another format",
-            name="format",
-            value=options.format,
+            "another format"
         )
+        raise InputError(text, name="format", value=options.format)
     write = {
         "text": lambda: report.text(every_row=options.all),
         "json": report.to_json,

@@ -8,40 +8,30 @@ from __future__ import annotations
 import os
 from typing import Annotated, Any, Literal
 
+import msgspec
 import typer
+from msgspec import Struct
 from typer.core import TyperGroup
 
-from moepass.cli.arguments import set_threads
+from moepass.cli import streams
 from moepass.cli.client_commands import batch, bench
 from moepass.cli.explain_command import explain
 from moepass.cli.progress import progress_bar
-from moepass.cli.score_command import score
-from moepass.cli.serve_command import serve
-from moepass.cli.streams import (
-    EXIT_BROKEN_PIPE,
-    EXIT_INTERRUPTED,
-    check_compiler_cache,
-    check_output,
-    check_standard_output,
-    open_output,
-    process_streams,
-)
+from moepass.cli.record_options import takes_records
+from moepass.cli.score_command import score, set_threads
+from moepass.cli.serve_options import RankOptions, RankSetup, ServerOptions
+from moepass.cli.torchrun import checked_ranks, launched_process, run_launched_rank
 from moepass.models.errors import MoepassError, OptionError
-from moepass.models.limits import (
-    MOST_THREADS,
-    check_limit,
-)
+from moepass.models.limits import MOST_THREADS, check_limit
 from moepass.models.version import __version__
+from moepass.option_records import Count, option
 
 _LONGEST_ERROR = 1000
 _ORDER = ("demo", "explain", "calibrate", "score", "serve", "batch", "bench", "cache")
 
 
 class _Commands(TyperGroup):
-    """The group of all commands, which reports the errors that moepass raises on purpose in one line.
-
-    Other errors keep their traceback. Commands are listed in the order in which a newcomer needs them.
-    """
+    """The commands in the order in which a newcomer needs them. Errors raised on purpose are reported in one line."""
 
     def list_commands(self, context: Any) -> list[str]:
         return sorted(super().list_commands(context), key=_ORDER.index)
@@ -52,11 +42,12 @@ class _Commands(TyperGroup):
         except SystemExit as end:
             # Typer and rich both exit if the reader of a pipe has left.
             if isinstance(end.__context__, BrokenPipeError):
-                raise SystemExit(EXIT_BROKEN_PIPE) from None
+                raise SystemExit(streams.EXIT_BROKEN_PIPE) from None
             raise
         except Exception as error:
-            refusal = _refusal_in(error)
-            if refusal is None:
+            # torch.compile wraps what a backend raises and keeps the original as `inner_exception`.
+            refusal = error if isinstance(error, MoepassError) else getattr(error, "inner_exception", None)
+            if not isinstance(refusal, MoepassError):
                 raise
             typer.echo(f"moepass: error: {_shortened(' '.join(str(refusal).split()))}", err=True)
             raise SystemExit(2 if isinstance(refusal, OptionError) else 1) from error
@@ -64,16 +55,9 @@ class _Commands(TyperGroup):
 
 def _shortened(text: str) -> str:
     """Return `text` without its middle if it is long: an error ends with the valid values, which must stay visible."""
-    if len(text) <= _LONGEST_ERROR:
-        return text
     half = _LONGEST_ERROR // 2
-    return f"{text[:half]} ... ({len(text) - 2 * half} characters) ... {text[-half:]}"
-
-
-def _refusal_in(error: BaseException) -> MoepassError | None:
-    # torch.compile wraps what a backend raises and keeps the original as `inner_exception`.
-    wrapped = getattr(error, "inner_exception", None)
-    return error if isinstance(error, MoepassError) else wrapped if isinstance(wrapped, MoepassError) else None
+    more = len(text) - 2 * half
+    return text if more <= 0 else f"{text[:half]} ... ({more} characters) ... {text[-half:]}"
 
 
 app = typer.Typer(
@@ -90,7 +74,7 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line of this process."""
-    with process_streams():
+    with streams.process_streams():
         app()
 
 
@@ -115,41 +99,33 @@ app.command(
     "**moepass score demo < texts.jsonl**\n\n"
     "**moepass score ./checkpoint --labels ' yes, no' --input texts.jsonl --output scores.jsonl**"
 )(score)
-
-
 app.command(
     epilog="Examples:\n\n**moepass explain qwen3-235b-a22b --hardware 8xh100-80g --dtype fp8**\n\n"
     "**moepass explain ./config.json --tokens 65536 --format html --output plan.html**"
 )(explain)
 
 
+class CalibrateOptions(Struct, frozen=True, kw_only=True):
+    """The options of `moepass calibrate`."""
+
+    output: Annotated[str, option("The file for the profile, as JSON; - is standard output.", metavar="FILE")] = "-"
+    device: Annotated[
+        Literal["cpu", "cuda"] | None,
+        option("The kind of device to measure.", unset="cuda if there is a GPU, else cpu"),
+    ] = None
+    ranks: Annotated[
+        Count | None, option("The number of ranks that run at the same time.", unset="one per GPU; 2 on a CPU")
+    ] = None
+    threads: Annotated[Count | None, option("CPU threads of each rank.", unset="the cores, divided evenly")] = None
+    quick: Annotated[bool, option("Measure coarse grids with few samples.")] = False
+
+
 @app.command(
     epilog="Examples:\n\n**moepass calibrate --output hardware.json**\n\n"
     "**moepass calibrate --device cpu --ranks 1 --threads 1 --quick**"
 )
-def calibrate(
-    output: Annotated[
-        str, typer.Option(metavar="FILE", help="The file for the profile, as JSON; - is standard output.")
-    ] = "-",
-    device: Annotated[
-        Literal["cpu", "cuda"] | None,
-        typer.Option(help="The kind of device to measure.", show_default="cuda if there is a GPU, else cpu"),
-    ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="The number of ranks that run at the same time.",
-            show_default="one per GPU; 2 on a CPU",
-        ),
-    ] = None,
-    threads: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="CPU threads of each rank.", show_default="the cores, divided evenly"),
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Measure coarse grids with few samples.")] = False,
-) -> None:
+@takes_records
+def calibrate(options: CalibrateOptions) -> None:
     """Measure this machine, write its hardware profile, and store that as the profile of this machine.
 
     moepass then uses the stored profile to plan models on this machine. With --quick the profile is written but not
@@ -158,9 +134,9 @@ def calibrate(
     Measures GEMMs, grouped GEMMs, attention, memory, copies into slots, collectives, and how much copies slow
     computation down. Other programs that run at the same time distort the figures.
     """
-    target = check_output(output)
-    if threads is not None:
-        check_limit("threads", threads, MOST_THREADS, "more threads than cores make nothing faster")
+    target = streams.check_output(options.output)
+    if options.threads is not None:
+        check_limit("threads", options.threads, MOST_THREADS, "more threads than cores make nothing faster")
     import torch
     from rich.console import Console
 
@@ -169,26 +145,57 @@ def calibrate(
     from moepass.runtime.profiles.hardware_profiles import profile_json
     from moepass.runtime.profiles.stored_profiles import store_profile
 
-    kind = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    kind = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     with progress_bar("starting") as (bar, task):
 
         def report(done: int, total: int, what: str) -> None:
             bar.update(task, completed=done, total=total, description=what)
 
-        hardware = measure(kind, ranks, threads, is_quick=quick, versions={"moepass": __version__}, report=report)
-    with open_output(output, target) as sink:
+        versions = {"moepass": __version__}
+        hardware = measure(
+            kind, options.ranks, options.threads, is_quick=options.quick, versions=versions, report=report
+        )
+    with streams.open_output(options.output, target) as sink:
         sink.write(profile_json(hardware))
     console = Console(stderr=target is None)
     print_hardware(console, hardware)
-    if not quick:
+    if not options.quick:
         stored = store_profile(hardware)
         console.print(f"stored as the profile of this machine: {stored}", highlight=False, soft_wrap=True)
 
 
-app.command(
+@app.command(
     epilog="Examples:\n\n**moepass serve demo**\n\n**moepass serve ./checkpoint --ranks 2 --home peer --port 8080**",
     context_settings={"auto_envvar_prefix": "MOEPASS"},
-)(serve)
+)
+@takes_records
+def serve(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A checkpoint folder, or **demo**.", envvar="MOEPASS_MODEL")
+    ],
+    *,
+    server: ServerOptions,
+    rank: RankOptions,
+) -> None:
+    """Serve decisions, scores, rankings and embeddings over HTTP, in the formats of OpenAI's and other clients.
+
+    Ranks compile and warm up first; /ready answers 200 when they have finished. All questions of a request and all
+    requests of a step share their prefixes.
+    """
+    if server.api_key is None and os.environ.get("MOEPASS_API_KEY") == "":
+        # Typer reads an empty variable as unset. A key that was lost on its way must not open the server to everyone.
+        server = msgspec.structs.replace(server, api_key="")
+    _ = server.open_bytes  # raises before anything starts
+    launched = launched_process()
+    if launched is not None:
+        rank = msgspec.structs.replace(rank, ranks=checked_ranks(launched, rank.ranks))
+    streams.check_compiler_cache()
+    if launched is not None and launched.rank > 0:
+        raise typer.Exit(run_launched_rank(launched))
+
+    from moepass.cli.serving import run_server
+
+    run_server(server, RankSetup(model, rank), launched=launched)
 
 
 app.command(
@@ -196,8 +203,6 @@ app.command(
     "**moepass batch --url http://127.0.0.1:8000 -i requests.jsonl -o answers.jsonl**",
     context_settings={"auto_envvar_prefix": "MOEPASS"},
 )(batch)
-
-
 app.command(
     epilog="Examples:\n\n**moepass bench http://127.0.0.1:8000 --workload shared-profiles --goodput 500**\n\n"
     "**moepass bench http://127.0.0.1:8000 --route completions --rate 20 --prefixes 4 --prefix-length 512**",
@@ -221,17 +226,16 @@ def demo(
 
     The server starts at a free port, answers one decision over HTTP, and ends.
     """
-    check_standard_output()
+    streams.check_standard_output()
     set_threads(threads)
-    check_compiler_cache()
+    streams.check_compiler_cache()
     from moepass.cli.serving import serve_once
-    from moepass.demo.comparison import run_demo
-    from moepass.demo.decision import ask_decision
+    from moepass.demo.comparison import ask_decision, run_demo
 
     if not run_demo(texts, lower):
         raise typer.Exit(1)
     if not serve_once("demo", threads, ask_decision):
-        raise typer.Exit(EXIT_INTERRUPTED)
+        raise typer.Exit(streams.EXIT_INTERRUPTED)
 
 
 @app.command(epilog="Examples:\n\n**moepass cache --list**\n\n**moepass cache --clear**")
@@ -247,8 +251,8 @@ def cache(
     """
     if list_ and clear:
         raise OptionError("--list and --clear exclude each other; use one of them")
-    check_standard_output()
-    check_compiler_cache()
-    from moepass.stored_models import clear_cache, list_cache
+    streams.check_standard_output()
+    streams.check_compiler_cache()
+    from moepass.stored_models import show_cache
 
-    (clear_cache if clear else list_cache)()
+    show_cache(clear=clear)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from moepass.cli.rank_options import RankSetup
+from moepass.cli.serve_options import RankSetup
 from moepass.cli.torchrun import LaunchedProcess, RankStart, publish_setup
 from moepass.models.checkpoint.checkpoint_folders import resolve_model
 from moepass.models.homes import home_named
@@ -40,20 +40,11 @@ def make_frontend(
     timeout_seconds: float,
     launched: LaunchedProcess | None = None,
 ) -> Frontend:
-    """Return the frontend for the ranks of a model. The caller starts and closes it.
+    """Return the frontend for the ranks of a model, which the caller starts and closes.
 
-    Args:
-        setup: the model and the options of every rank.
-        meeting: a folder for the socket, in which the ranks of a spread home also meet.
-        limits: how much work may wait.
-        formula: the FLOPs of requests.
-        timeout_seconds: the time after which a request is given up. A step of half that time counts as hung.
-        launched: this process among those that torchrun started, or None. The other processes then are ranks, and lost
-            ranks are not restarted.
-
-    Raises:
-        OptionError: for an option that a rank would refuse.
-        InputError: for a model or a profile that a rank would refuse.
+    `meeting` is a folder for the socket, in which the ranks of a spread home also meet. A step of half of
+    `timeout_seconds` counts as hung. `launched` is this process among those that torchrun started; the others then are
+    ranks, which are not restarted. Raises OptionError or InputError for a setup that a rank would refuse.
     """
     _check(setup)
     key = bytes.fromhex(setup.key) or secrets.token_bytes(32)

@@ -63,7 +63,7 @@ def _parameter(field: OptionField, panel: str | None) -> inspect.Parameter:
         value if isinstance(value, msgspec_inspect.IntType | msgspec_inspect.FloatType) and not alternatives else None
     )
     settings = typer.Option(
-        *([field.flag] if is_flag or kind is not bool else []),
+        *([field.flag, *filter(None, [field.texts["short"]])] if is_flag or kind is not bool else []),
         help=field.texts["description"],
         metavar=field.texts["metavar"] or ("N" if number else None),
         show_default=field.texts["unset"] or not is_flag,
@@ -71,7 +71,7 @@ def _parameter(field: OptionField, panel: str | None) -> inspect.Parameter:
         min=number.ge if number else None,
         max=number.le if number else None,
     )
-    default = None if field.default == () else field.default
+    default = inspect.Parameter.empty if field.is_required else None if field.default == () else field.default
     annotation = kind if default is not None else kind | None
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[annotation, settings]

@@ -1,25 +1,36 @@
-"""The command `moepass score`: its options, and the path of JSON lines through an engine in this process."""
+"""The command `moepass score`: its options, and the path of JSON lines through an engine in this process.
+
+Lines are read within the limits on input, and errors name them by their numbers.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import typer
 
-from moepass.cli.arguments import parse_labels, set_threads
-from moepass.cli.input_lines import BadLine, InputLine, read_lines
-from moepass.cli.progress import no_garbage_collection, note_refusals, progress_bar
-from moepass.cli.rank_options import ComputeOptions
+from moepass.cli.progress import no_garbage_collection, progress_bar
 from moepass.cli.record_options import takes_records
+from moepass.cli.serve_options import ComputeOptions
 from moepass.cli.streams import check_compiler_cache, check_output, open_output
+from moepass.clients.batch_lines import limited_lines
 from moepass.models.errors import InputError, MoepassError
-from moepass.models.limits import MOST_BATCH_SIZE, check_limit
+from moepass.models.limits import (
+    MOST_BATCH_SIZE,
+    MOST_LINE_BYTES,
+    MOST_THREADS,
+    TooLargeError,
+    check_limit,
+    decode_json,
+)
 from moepass.option_records import Count, option
 
 if TYPE_CHECKING:
@@ -102,7 +113,8 @@ def score(
     and a note at the end says how many agree.
     """
     skips = options.on_error == "skip"
-    lines = InputLines(read_lines(options.input), skips=skips)
+    input_name = "standard input" if options.input == "-" else options.input
+    lines = InputLines(read_lines(options.input), input_name, skips=skips)
     lines.read_ahead(_FIRST_LINES, _FIRST_CHARACTERS)
     target = check_output(options.output)
     candidates = parse_labels(options.labels)
@@ -154,8 +166,9 @@ def score(
                 recording = record_compilations()
             scorer = load_scorer(scorer_options, compile_module if compiles else None, writer)
             gc.freeze()
-        for warning in lines.first_warnings(scorer.warnings):
-            typer.echo(f"moepass: warning: {warning}", err=True)
+        with contextlib.suppress(InputError):  # the error is reported with the line's number when the line is scored
+            for warning in scorer.warnings(lines.first) if lines.first else ():
+                typer.echo(f"moepass: warning: {warning}", err=True)
         done = written = agreeing = labelled = 0
         with recording as compilations, open_output(options.output, target) as sink, progress_bar("scoring") as shown:
             bar, task = shown
@@ -172,7 +185,8 @@ def score(
                 bar.update(task, completed=done, total=lines.count if lines.at_end else None)
             if not written:
                 raise InputError(f"no line could be scored; {lines.report()}", name="input", value=options.input)
-    note_refusals(compilations)
+    for refusal in (refusal for compilation in compilations for refusal in compilation.plan.refusals):
+        typer.echo(f"moepass: note: left unchanged: {refusal}", err=True)
     if labelled:
         typer.echo(f"moepass: note: {agreeing} of {labelled} labels agree ({agreeing / labelled:.2%})", err=True)
     if lines.skipped:
@@ -180,18 +194,16 @@ def score(
 
 
 class InputLines:
-    """The lines of the input, and the numbers and reasons of those that are skipped.
+    """The lines of the input called `name`, in which None is a line beyond the limit, and which of them are skipped.
 
-    Attributes:
-        count: the lines that have been read so far.
-        at_end: True after the last line was read.
-        skipped: the number of skipped lines.
+    Blank lines are ignored. `first` is the first text, if it was read ahead. `count` lines have been read so far.
+    `at_end` is True after the last line was read.
     """
 
-    def __init__(self, source: Iterator[InputLine | BadLine], *, skips: bool) -> None:
-        self._source, self._skips = source, skips
+    def __init__(self, source: Iterable[bytes | None], name: str, *, skips: bool) -> None:
+        self._source, self._name, self._skips = enumerate(source, 1), name, skips
         self._ahead: list[InputLine] = []
-        self._first = ""
+        self.first = ""
         self._lock = threading.Lock()  # lines are read in one thread and scored in another
         self.count = 0
         self.at_end = False
@@ -206,20 +218,13 @@ class InputLines:
             read += len(line.text)
             if len(self._ahead) >= lines or read >= characters:
                 break
-        self._first = self._ahead[0].text if self._ahead else ""
+        self.first = self._ahead[0].text if self._ahead else ""
 
     def known_bytes(self, source: str) -> int | None:
         """Return the length of the input in bytes, or None for a pipe that has not been read to its end."""
         if self.at_end:
             return sum(len(line.text) for line in self._ahead)
         return os.path.getsize(source) if os.path.isfile(source) else None
-
-    def first_warnings(self, check: Any) -> list[str]:
-        """Return the warnings of `check` about the first text, or an empty list if it cannot be checked."""
-        try:
-            return list(check(self._first)) if self._first else []
-        except InputError:  # the error is reported with the line's number when the line is scored
-            return []
 
     def __iter__(self) -> Iterator[InputLine]:
         while self._ahead:
@@ -228,14 +233,21 @@ class InputLines:
         yield from self._read()
 
     def _read(self) -> Iterator[InputLine]:
-        for line in self._source:
+        for number, raw in self._source:
+            if raw is not None and not raw.strip():
+                continue
             self.count += 1
-            if isinstance(line, InputLine):
-                yield line
-            elif self._skips:
-                self.skip(line.number, line.error)
+            try:
+                line = _parsed(number, raw, self._name)
+            except InputError as error:
+                if not self._skips:
+                    raise
+                self.skip(number, error)
             else:
-                raise line.error
+                yield line
+        if not self.count:
+            text = f'{self._name} is empty; it must hold one JSON object per line, such as {{"text": "..."}}'
+            raise InputError(text, path=self._name)
         self.at_end = True
 
     def skip(self, number: int, error: MoepassError) -> None:
@@ -266,3 +278,95 @@ def _answers(
         extra = {f"input_{key}" if key in _ANSWER_KEYS else key: value for key, value in line.extra.items()}
         chances = dict(zip(labels, probabilities[outcome], strict=True))
         yield line, {"label": labels[best[outcome]], "probabilities": chances, "mass": masses[outcome], **extra}
+
+
+def parse_labels(text: str | None) -> list[str] | None:
+    """Return `a,b` or `["a", "b"]` as a list, and None for None.
+
+    Raises InputError if `text` begins with a bracket and is not a JSON list of strings.
+    """
+    if text is None:
+        return None
+    if not text.startswith("["):
+        return text.split(",")
+    try:
+        labels: list[str] = decode_json(text, list[str])
+        return labels
+    except InputError as error:
+        message = f"labels {text!r} are not a JSON list of strings: {error}"
+        raise InputError(message, name="labels", value=text) from error
+
+
+def set_threads(threads: int | None) -> None:
+    """Let torch compute with `threads` CPU threads; None keeps its default. Raises TooLargeError for too many."""
+    if threads is not None:
+        check_limit("threads", threads, MOST_THREADS, "more threads than cores make nothing faster")
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+# ---- Input -----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class InputLine:
+    """A line of input that can be scored: its number, counted from 1, its text, and its other keys."""
+
+    number: int
+    text: str
+    extra: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The line's name in error messages."""
+        return f"line {self.number}"
+
+
+def read_lines(source: str) -> Iterator[bytes | None]:
+    """Yield the lines of the file `source`, or of standard input for "-", on demand; None is one beyond the limit.
+
+    Raises InputError if the input cannot be read.
+    """
+    try:
+        if source == "-":
+            yield from limited_lines(sys.stdin.buffer, MOST_LINE_BYTES)
+            return
+        with open(source, "rb") as file:
+            yield from limited_lines(file, MOST_LINE_BYTES)
+    except OSError as error:
+        text = f"input {source!r} cannot be read: {error.strerror}"
+        raise InputError(text, name="input", value=source, path=source) from error
+
+
+def _parsed(number: int, raw: bytes | None, name: str) -> InputLine:
+    where = f"line {number}"
+
+    def refusal(text: str, **fields: Any) -> InputError:
+        return InputError(f"{where} of {name}{text}", name=where, path=name, **fields)
+
+    if raw is None:
+        text = f"{where} of {name} is longer than {MOST_LINE_BYTES} bytes, the limit; split it"
+        raise TooLargeError(text, name=where, expected=MOST_LINE_BYTES, path=name)
+    try:
+        record = decode_json(raw)
+    except InputError as error:
+        raise refusal(f" is not valid JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise refusal(f' is {_kind(record)}; it must be an object such as {{"text": "..."}}')
+    if "text" not in record:
+        keys = ", ".join(repr(key) for key in record) or "none"
+        raise refusal(f' has no "text"; its keys are {keys}', expected="text")
+    text = record.pop("text")
+    if not isinstance(text, str):
+        raise refusal(f': "text" is {_kind(text)}; it must be a string', value=text, expected="a string")
+    if not text.strip():
+        raise refusal(': "text" is empty', value=text)
+    return InputLine(number, text, record)
+
+
+def _kind(value: object) -> str:
+    names: dict[type[Any], str] = {
+        dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null",
+    }  # fmt: skip
+    return names.get(type(value), "a number")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:  # these imports take seconds
-    from moepass.cli.rank_options import RankSetup
+    from moepass.cli.serve_options import RankSetup
     from moepass.runtime.serving.engine.model_engine import ModelEngine
     from moepass.runtime.serving.workers.rank_loop import ParentWatch
 
@@ -27,7 +27,7 @@ RANK_NICENESS = 5
 
 def main() -> int:
     """Run a rank that the server has started, and return the exit status."""
-    from moepass.cli.rank_options import RankSetup
+    from moepass.cli.serve_options import RankSetup
 
     endpoint, rank, attempt, server = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     setup = msgspec.json.decode(sys.stdin.buffer.read(), type=RankSetup)
@@ -65,16 +65,11 @@ def serve_as_rank(setup: RankSetup, endpoint: str, rank: int, attempt: int, watc
         print(f"moepass: error: rank {rank}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     finally:
-        _leave_group()
+        import torch
+
+        if torch.distributed.is_initialized():  # threads of a group would abort the process with a message
+            torch.distributed.destroy_process_group()
     return 0
-
-
-def _leave_group() -> None:
-    """Destroy the process group: its threads would abort the process with a message when it ends."""
-    import torch
-
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 class _ParentServer:
@@ -106,18 +101,18 @@ def _engine(setup: RankSetup, rank: int, attempt: int) -> ModelEngine:
 
     options = setup.options
     torch.set_num_threads(options.threads_per_rank)
-    home = None
-    if options.home != "device":
-        if home_named(options.home).is_spread:
-            # Each attempt to start the ranks needs a new group.
-            torch.distributed.init_process_group(
-                "gloo",
-                init_method=f"file://{setup.meeting}/group-{attempt}",
-                rank=rank,
-                world_size=options.ranks,
-                timeout=datetime.timedelta(minutes=10),
-            )
-        home = Host(link=options.link) if options.home == Host.home else options_of(options.home)
+    if home_named(options.home).is_spread:
+        # Each attempt to start the ranks needs a new group.
+        torch.distributed.init_process_group(
+            "gloo",
+            init_method=f"file://{setup.meeting}/group-{attempt}",
+            rank=rank,
+            world_size=options.ranks,
+            timeout=datetime.timedelta(minutes=10),
+        )
+    home = None if options.home == "device" else options_of(options.home)
+    if options.home == Host.home:
+        home = Host(link=options.link)
 
     def compile_module(module: nn.Module) -> StoredModule:
         return StoredModule(module, {"lower": options.lower, "chunk_tokens": options.chunk_tokens}, setup.model)

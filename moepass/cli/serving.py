@@ -17,8 +17,7 @@ import typer
 
 from moepass.cli.progress import freeze_live_objects, no_garbage_collection
 from moepass.cli.rank_frontend import RANKS_END_SECONDS, make_frontend
-from moepass.cli.rank_options import RankOptions, RankSetup
-from moepass.cli.server_options import ServerOptions, served_names
+from moepass.cli.serve_options import RankOptions, RankSetup, ServerOptions, served_names
 from moepass.cli.torchrun import LaunchedProcess
 from moepass.models.checkpoint.checkpoint_folders import load_config, load_prompt, load_tokenizer, resolve_model
 from moepass.models.errors import InputError, one_of
@@ -35,7 +34,6 @@ from moepass.runtime.system.open_files import allow_many_files
 
 if TYPE_CHECKING:
     import httpx
-    from transformers import PreTrainedConfig
 
     from moepass.runtime.serving.routes.service import Service
 
@@ -49,18 +47,10 @@ def run_server(
     visit: Callable[[str], Awaitable[None]] | None = None,
     launched: LaunchedProcess | None = None,
 ) -> None:
-    """Serve until a signal ends the server, or until `visit` returns.
+    """Serve until a signal ends the server, or until `visit`, which gets its URL when it is ready, returns.
 
-    Args:
-        options: the address and the limits of the server.
-        setup: the model and the options of its ranks.
-        visit: called with the server's URL when it is ready. With None, the server runs until a signal.
-        launched: this process among those that torchrun started, or None.
-
-    Raises:
-        OptionError: if the server cannot listen on the address.
-        RankStartError: if a rank cannot start.
-        RankLostError: if a rank ends that torchrun started.
+    Raises OptionError if the server cannot listen on the address, RankStartError if a rank cannot start, and
+    RankLostError if a rank ends that torchrun started.
     """
     listening = open_socket(options.host, options.port)
     with listening, tempfile.TemporaryDirectory(prefix="moepass-") as folder:
@@ -70,34 +60,34 @@ def run_server(
 def serve_once(model: str, threads: int | None, visit: Callable[[str], Awaitable[None]]) -> bool:
     """Serve `model` on a free port until `visit` returns, uncompiled because that starts soonest.
 
-    Returns:
-        False if a signal ended the server first.
-
-    Raises:
-        Exception: the errors of `run_server` and those of `visit`.
+    Returns False if a signal ended the server first.
     """
-    done = False
+    visited: list[str] = []
 
     async def visit_and_note(url: str) -> None:
-        nonlocal done
         await visit(url)
-        done = True
+        visited.append(url)
 
     setup = RankSetup(model, RankOptions(lower="eager", eager=True, threads=threads))
     run_server(ServerOptions(port=0, drain=1.0), setup, visit_and_note)
-    return done
+    return bool(visited)
 
 
 def read_model(name: str) -> tuple[PromptWriter, Architecture]:
-    """Return the prompt writer and the sizes of a model, which the server itself needs.
-
-    Raises:
-        InputError: for a model that cannot be served.
-    """
+    """Return the prompt writer and the sizes of a model. Raises InputError for a model that cannot be served."""
     folder = resolve_model(name)
     config = load_config(folder)  # checks the config before the tokenizer's loader reads it
-    architecture = _architecture(config, name)
-    longest = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
+    text = config.get_text_config()
+    family = str(text.model_type)
+    if family not in FAMILIES:
+        message = (
+            f"{name} cannot be served: its model_type {family!r} is not a mixture-of-experts family whose FLOPs "
+            f"moepass knows ({one_of(FAMILIES)}), and requests are admitted by their FLOPs. A dense model has no "
+            "experts to stream; use another server for it"
+        )
+        raise InputError(message, name="model_type", value=family, expected=tuple(FAMILIES))
+    architecture = from_config(config)
+    longest = int(getattr(text, "max_position_embeddings", None) or 1 << 30)
     writer = PromptWriter(load_tokenizer(folder), load_prompt(folder), longest)
     writer.check()
     highest = max(writer.tokenizer.get_vocab().values(), default=0)
@@ -108,20 +98,6 @@ def read_model(name: str) -> tuple[PromptWriter, Architecture]:
             err=True,
         )
     return writer, architecture
-
-
-def _architecture(config: PreTrainedConfig, name: str) -> Architecture:
-    family = str(config.get_text_config().model_type)
-    if family not in FAMILIES:
-        raise InputError(
-            f"{name} cannot be served: its model_type {family!r} is not a mixture-of-experts family whose FLOPs "
-            f"moepass knows ({one_of(FAMILIES)}), and requests are admitted by their FLOPs. A dense model has no "
-            "experts to stream; use another server for it",
-            name="model_type",
-            value=family,
-            expected=tuple(FAMILIES),
-        )
-    return from_config(config)
 
 
 @contextlib.asynccontextmanager
@@ -135,12 +111,8 @@ async def _starting(
 ) -> AsyncIterator[tuple[Service, Frontend, asyncio.Task[None]]]:
     """Start the ranks of a model and end them with the block.
 
-    Yields:
-        The service, its frontend, and the task that waits until the ranks have started.
-
-    Raises:
-        OptionError: for an option that a rank would refuse.
-        InputError: for a model that a rank would refuse.
+    Yields the service, its frontend, and the task that waits until the ranks have started. Raises OptionError or
+    InputError for options or a model that a rank would refuse.
     """
     formula: asyncio.Future[FlopsFormula] = asyncio.get_running_loop().create_future()
     frontend = make_frontend(
@@ -158,10 +130,7 @@ async def _starting(
 
 
 def _service_and_costs(model: str, frontend: Frontend, settings: ServerSettings) -> tuple[Service, FlopsFormula]:
-    """Return the service of a model and its FLOPs formula.
-
-    This runs in a thread, while the event loop starts the ranks.
-    """
+    """Return the service and the FLOPs formula of a model. The event loop meanwhile starts the ranks."""
     with no_garbage_collection():
         from moepass.runtime.serving.batching.step_flops import FlopsTable
         from moepass.runtime.serving.http import draining_server  # noqa: F401  imported here, so that the event loop does not wait for it
@@ -200,11 +169,8 @@ async def _serve(
     settings = ServerSettings(names, options.api_key, options.timeout, options.timeout)
     limits = FrontendLimits(options.queue_seconds, options.open_bytes)
     end_seconds = min(RANKS_END_SECONDS, options.drain)
-    async with _starting(setup, meeting, settings, limits, end_seconds, launched) as (
-        service,
-        frontend,
-        starting,
-    ):
+    started = _starting(setup, meeting, settings, limits, end_seconds, launched)
+    async with started as (service, frontend, starting):
         from moepass.runtime.serving.http.connection_limits import ConnectionLimits
         from moepass.runtime.serving.http.draining_server import make_server
 

@@ -106,34 +106,30 @@ def check_standard_output() -> None:
 
 
 def check_output(output: str) -> Path | None:
-    """Return the path to write to, or None for standard output.
-
-    Raises:
-        InputError: if `output` cannot be written to.
-    """
+    """Return the path to write to, or None for standard output. Raises InputError if it cannot be written to."""
     if output == "-":
         check_standard_output()
         return None
+
+    def refusal(text: str) -> InputError:
+        return InputError(f"output {output!r}{text}", name="output", path=output)
+
     try:
         target = Path(output).resolve()  # follow a link instead of replacing it
     except (ValueError, RuntimeError) as error:  # a null byte, a loop of links
-        raise InputError(f"output {output!r} is not a valid file name: {error}", name="output", path=output) from error
+        raise refusal(f" is not a valid file name: {error}") from error
     try:
         if target.is_dir():
-            raise InputError(f"output {output!r} is a folder; give the name of a file", name="output", path=output)
+            raise refusal(" is a folder; give the name of a file")
         if not target.parent.is_dir():
-            raise InputError(
-                f"output {output!r}: the folder {target.parent} does not exist", name="output", path=output
-            )
+            raise refusal(f": the folder {target.parent} does not exist")
         with contextlib.suppress(FileNotFoundError):
             target.lstat()  # raises for a name that is too long
         if _is_special(target):
             if not os.access(target, os.W_OK):
-                raise InputError(f"output {output!r} cannot be written to", name="output", path=output)
+                raise refusal(" cannot be written to")
         else:
-            number, name = _temporary(target)
-            os.close(number)
-            os.unlink(name)
+            tempfile.TemporaryFile(dir=target.parent).close()
     except OSError as error:
         raise cannot_write(output, error) from error
     return target
@@ -160,27 +156,19 @@ def check_compiler_cache() -> None:
     folder = compiler_cache()
     try:
         os.makedirs(folder, exist_ok=True)
-        number, name = tempfile.mkstemp(dir=folder, prefix=".moepass-")
-        os.close(number)
-        os.unlink(name)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         where = f"{_CACHE_VARIABLE} is {configured!r}, which" if configured else "the folder of torch's compiled code"
-        raise InputError(
-            f"{where} cannot be written to: {error.strerror}; set {_CACHE_VARIABLE} to a writable folder",
-            name=_CACHE_VARIABLE,
-            value=configured,
-        ) from error
+        text = f"{where} cannot be written to: {error.strerror}; set {_CACHE_VARIABLE} to a writable folder"
+        raise InputError(text, name=_CACHE_VARIABLE, value=configured) from error
 
 
 @contextlib.contextmanager
 def open_output(output: str, target: Path | None) -> Iterator[BinaryIO]:
-    """Open `target`, which `check_output` returned for `output`.
+    """Open `target`, which `check_output` returned for `output`. Raises InputError if it cannot be written.
 
     A regular file appears under its name only when it is complete: the block writes a temporary file in the same
     folder, which is renamed at the end.
-
-    Raises:
-        InputError: if the output cannot be written.
     """
     if target is None:
         yield sys.stdout.buffer
@@ -191,7 +179,8 @@ def open_output(output: str, target: Path | None) -> Iterator[BinaryIO]:
             yield file
         return
     try:
-        number, name = _temporary(target)
+        # The target's name may have the maximum length, so the temporary name does not contain it.
+        number, name = tempfile.mkstemp(dir=target.parent, prefix=".moepass-", suffix=".part")
     except OSError as error:
         raise cannot_write(output, error) from error
     try:
@@ -218,11 +207,6 @@ def _opened(file: str | int, output: str) -> BinaryIO:
 def _is_special(target: Path) -> bool:
     """Return True for a pipe or a device."""
     return target.exists() and not target.is_file()
-
-
-def _temporary(target: Path) -> tuple[int, str]:
-    # The target's name may have the maximum length, so the temporary name does not contain it.
-    return tempfile.mkstemp(dir=target.parent, prefix=".moepass-", suffix=".part")
 
 
 def _usual_mode(target: Path) -> int:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from moepass.cli.rank_options import RankSetup
+from moepass.cli.serve_options import RankSetup
 from moepass.models.errors import MoepassError, OptionError
 from moepass.runtime.serving.workers.launched_ranks import announce
 
@@ -41,13 +41,7 @@ class MeetingFolderError(MoepassError):
 
 
 class LaunchedProcess(msgspec.Struct, frozen=True):
-    """A process that torchrun started.
-
-    Attributes:
-        rank: the number of this process.
-        ranks: the number of processes.
-        restarts: how often torchrun has restarted them.
-    """
+    """A process that torchrun started: its number, the number of processes, and how often they were restarted."""
 
     rank: int
     ranks: int
@@ -55,13 +49,7 @@ class LaunchedProcess(msgspec.Struct, frozen=True):
 
 
 class RankStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The message by which the server lets the other processes become ranks.
-
-    Attributes:
-        endpoint: the ZeroMQ endpoint on which the server listens for ranks.
-        server: the process number of the server.
-        setup: the model and the options of every rank.
-    """
+    """The message by which the server lets the other processes become ranks, which connect to its ZeroMQ endpoint."""
 
     endpoint: str
     server: int
@@ -71,39 +59,31 @@ class RankStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def launched_process(environment: Mapping[str, str] = os.environ) -> LaunchedProcess | None:
     """Return this process among those that torchrun started, or None without torchrun.
 
-    Raises:
-        OptionError: if the processes are on several nodes, or torchrun keeps no store for them.
+    Raises OptionError if the processes are on several nodes, or torchrun keeps no store for them.
     """
     if "TORCHELASTIC_RUN_ID" not in environment:
         return None
     rank, ranks, on_node = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if ranks != on_node:
-        raise OptionError(
+        text = (
             f"torchrun has started {ranks} processes, {on_node} of them on this node, but the ranks of a server must "
-            "be on one node: start a server with --nnodes 1 on each node, behind a load balancer or Ray Serve",
-            name="nnodes",
-            value=ranks,
-            expected=on_node,
+            "be on one node: start a server with --nnodes 1 on each node, behind a load balancer or Ray Serve"
         )
+        raise OptionError(text, name="nnodes", value=ranks, expected=on_node)
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        raise OptionError(
-            "torchrun keeps no store in which its processes could meet; leave out --rdzv-backend",
-            name="rdzv_backend",
-            expected="static or c10d",
-        )
+        text = "torchrun keeps no store in which its processes could meet; leave out --rdzv-backend"
+        raise OptionError(text, name="rdzv_backend", expected="static or c10d")
     return LaunchedProcess(rank, ranks, int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")))
 
 
 def checked_ranks(launched: LaunchedProcess, ranks: int) -> int:
     """Return the number of ranks, which is that of the processes. Raise OptionError if `--ranks` has another value."""
     if ranks not in (1, launched.ranks):
-        raise OptionError(
+        text = (
             f"--ranks is {ranks}, but torchrun has started {launched.ranks} processes, each of which is a rank; leave "
-            "out --ranks",
-            name="ranks",
-            value=ranks,
-            expected=launched.ranks,
+            "out --ranks"
         )
+        raise OptionError(text, name="ranks", value=ranks, expected=launched.ranks)
     return launched.ranks
 
 
@@ -135,14 +115,13 @@ def check_own_folder(folder: Path) -> None:
     except OSError as error:
         text = f"the server's folder {folder} cannot be read: {error.strerror}"
         raise MeetingFolderError(text, path=folder) from error
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise MeetingFolderError(
-            f"the server's folder {folder} belongs to user {status.st_uid} and has the mode "
-            f"{stat.S_IMODE(status.st_mode):o}; it must belong to user {os.getuid()} and have the mode 700",
-            path=folder,
-            value=stat.S_IMODE(status.st_mode),
-            expected=0o700,
+    mode = stat.S_IMODE(status.st_mode)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or mode & 0o077:
+        message = (
+            f"the server's folder {folder} belongs to user {status.st_uid} and has the mode {mode:o}; it must belong "
+            f"to user {os.getuid()} and have the mode 700"
         )
+        raise MeetingFolderError(message, path=folder, value=mode, expected=0o700)
 
 
 def _store(launched: LaunchedProcess) -> Store:

@@ -2,5 +2,5 @@
 
 Start reading at `batch_run.py` or `bench_run.py`.
 
-Imports no other folder.
+May import the face.
 """

@@ -12,63 +12,26 @@ import asyncio
 import contextlib
 import dataclasses
 import os
-import time
+import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import httpx
 
-from moepass.clients.adaptive_limit import AdaptiveLimit
-from moepass.clients.batch_index import BatchIndex
-from moepass.clients.batch_lines import (
-    BadBatchLine,
-    BatchAnswer,
-    BatchError,
-    BatchRequest,
-    BatchResponse,
-    answer_to,
-    answer_to_bad_line,
-    read_batch,
-)
-from moepass.clients.batch_output import BatchOutput, StoredAnswer
-from moepass.clients.server_address import body_of, reason_of, retry_after
-from moepass.models.errors import InputError, MoepassError
+from moepass.clients.batch_asker import AdaptiveLimit, Asker
+from moepass.clients.batch_lines import BadBatchLine, BatchError, BatchOutput, BatchRequest, answer_to, read_batch
+from moepass.clients.server_address import run_all
+from moepass.models.errors import InputError
 
-# A full queue, a proxy without its server, a server that starts, drains or lost a rank: it may answer later.
-FULL_STATUS = 429
-TEMPORARY_STATUSES = frozenset({FULL_STATUS, 502, 503})
-# Every line would get this answer.
-KEY_STATUSES = frozenset({401, 403})
-# The answers of another service to an unknown route.
-NO_ROUTE_STATUSES = frozenset({404, 405})
-_MOST_PAUSE_SECONDS = 60.0
 # The most bytes of open requests: half of what a server accepts from all its clients.
 _MOST_HELD_BYTES = 256 << 20
-
-
-class ServerGoneError(MoepassError, RuntimeError):
-    """No request was answered for `expected` seconds."""
-
-
-class KeyRefusedError(MoepassError, RuntimeError):
-    """The server requires another API key."""
-
-
-class ForeignServerError(MoepassError, RuntimeError):
-    """The server has none of the expected routes: it is another service, or it serves pages for people."""
+_CACHE_KILOBYTES = 16 << 10
 
 
 @dataclasses.dataclass
 class BatchCounts:
-    """Numbers of lines.
-
-    Attributes:
-        lines: lines of the input.
-        answered_before: lines that an earlier run has answered.
-        answered: lines that this run has answered.
-        errors: answers that are errors.
-    """
+    """Numbers of lines: of the input, answered by an earlier run, answered by this run, and answered with errors."""
 
     lines: int = 0
     answered_before: int = 0
@@ -95,13 +58,13 @@ class Batch:
         with contextlib.ExitStack() as opened:
             self._source = opened.enter_context(_open_source(source))
             _check_target(source, target)
-            self._index = opened.enter_context(contextlib.closing(BatchIndex()))
+            self._index = opened.enter_context(contextlib.closing(_Index()))
             for line in read_batch(self._source):
                 self._index.add(line.custom_id, line.number)
                 self.counts.lines += 1
             if not self.counts.lines:
                 raise InputError(f"input {source!r} is empty; it must hold one request per line", path=source)
-            self._output = opened.enter_context(BatchOutput(Path(os.path.realpath(target))))
+            self._output = opened.enter_context(contextlib.closing(BatchOutput(Path(os.path.realpath(target)))))
             self._read_output(source, target, retry_errors)
             self._opened = opened.pop_all()
 
@@ -126,28 +89,12 @@ class Batch:
     ) -> None:
         """Ask all unanswered requests. The output is valid at any time, also if this is cancelled.
 
-        Args:
-            client: the client of the server.
-            most_open: the largest number of requests that are open at the same time.
-            patience_seconds: how long to ask again while no request is answered.
-            on_answer: called after each answer with the current counts.
-
-        Raises:
-            ServerGoneError: if no request is answered for `patience_seconds`.
-            KeyRefusedError: if the server requires another key.
-            ForeignServerError: if the first answers are not those of this API.
-            InputError: if the output cannot be written.
+        Requests are asked again until no request was answered for `patience_seconds`. `on_answer` is called after each
+        answer with the current counts. Raises InputError if the output cannot be written, and the errors of `Asker`.
         """
-        asker = _Asker(client, AdaptiveLimit(most_open), patience_seconds)
+        asker = Asker(client, most_open, patience_seconds)
         self._source.seek(0)
         lines = read_batch(self._source)
-
-        def write(answer: BatchAnswer) -> None:
-            self._output.write(answer)
-            self.counts.answered += 1
-            self.counts.errors += answer.is_error
-            on_answer(self.counts)
-
         reading, held_bytes = asyncio.Lock(), AdaptiveLimit(_MOST_HELD_BYTES)
 
         async def work() -> None:
@@ -160,17 +107,17 @@ class Batch:
                         size = len(line.body) if isinstance(line, BatchRequest) else 0
                         await held.enter_async_context(held_bytes.acquire(size))
                     if isinstance(line, BatchRequest):
-                        write(answer_to(line, await asker.answer(line)))
+                        answer = answer_to(line, await asker.answer(line))
                     else:
-                        write(answer_to_bad_line(line))
+                        answer = answer_to(line, BatchError("invalid_line", f"line {line.number}: {line.problem}"))
+                    self._output.write(answer)
+                    self.counts.answered += 1
+                    self.counts.errors += answer.is_error
+                    on_answer(self.counts)
 
-        workers = [asyncio.create_task(work()) for _ in range(min(most_open, self.counts.lines - self.counts.done))]
         try:
-            await asyncio.gather(*workers)
+            await run_all([work() for _ in range(min(most_open, self.counts.lines - self.counts.done))])
         finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
             self._output.save()
 
     async def _next(self, lines: Iterator[BatchRequest | BadBatchLine]) -> BatchRequest | BadBatchLine | None:
@@ -185,141 +132,90 @@ class Batch:
         return None
 
     def _read_output(self, source: str, target: str, retry_errors: bool) -> None:
-        def is_kept(answer: StoredAnswer) -> bool:
-            return not (retry_errors and answer.is_error)
-
         has_dropped = False
         for answer in self._output.read():
-            if not is_kept(answer):
+            if retry_errors and answer.is_error:
                 has_dropped = True
             elif self._index.mark_answered(answer.custom_id, answer.number):
                 self.counts.errors += answer.is_error
             else:
                 shown = answer.id if answer.custom_id is None else f"custom_id {answer.custom_id[:100]!r}"
-                raise InputError(
+                text = (
                     f"output {target!r} has an answer to {shown}, but {source!r} has no such line; choose "
-                    "another output file",
-                    name="output",
-                    value=answer.custom_id,
-                    path=target,
+                    "another output file"
                 )
+                raise InputError(text, name="output", value=answer.custom_id, path=target)
         if has_dropped:
-            self._output.filter(is_kept)
-        self.counts.answered_before = self._index.count(answered=True)
+            self._output.drop_errors()
+        self.counts.answered_before = self._index.count_answered()
 
 
-class _Asker:
-    """A client that repeats a request until it has a final answer."""
+class _Index:
+    """The lines of a batch and which of them are answered, on disk because memory would grow with the file.
 
-    def __init__(self, client: httpx.AsyncClient, open_requests: AdaptiveLimit, patience_seconds: float) -> None:
-        self._client, self._open_requests, self._patience = client, open_requests, patience_seconds
-        self._last_answer = -float("inf")
-        self._knows_server = False
-        self._refusal = ""
+    A line without a custom_id is identified by its number. The database has no name on disk and ends with the process.
+    """
 
-    async def answer(self, line: BatchRequest) -> BatchResponse | BatchError:
-        """Return the answer to `line`, asking again for as long as the patience lasts.
+    def __init__(self) -> None:
+        self._database = sqlite3.connect("", isolation_level=None)
+        self._database.executescript(
+            f"PRAGMA cache_size = -{_CACHE_KILOBYTES}; PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;"
+            "CREATE TABLE lines (key BLOB PRIMARY KEY, number INTEGER, answered INTEGER) WITHOUT ROWID; BEGIN"
+        )
 
-        After that, a refusal is returned as the answer if the queue was full, or if other requests were answered.
+    def close(self) -> None:
+        """Delete the database."""
+        self._database.close()
 
-        Raises:
-            ServerGoneError: if no request was answered in that time.
-        """
-        since: float | None = None
-        while True:
-            async with self._open_requests.acquire():
-                outcome, pause = await self._send(line)
-                now = time.monotonic()
-                if pause is None:
-                    self._open_requests.answered()
-                    self._last_answer = now
-                    return outcome
-                self._open_requests.refused()
-            since = now if since is None else since
-            if now - since >= self._patience:
-                is_full = isinstance(outcome, BatchResponse) and outcome.status_code == FULL_STATUS
-                if is_full or self._last_answer > since:
-                    return outcome
-                raise ServerGoneError(
-                    f"no request was answered for {self._patience:g} seconds; the last answer was {self._refusal}",
-                    expected=self._patience,
-                )
-            await asyncio.sleep(pause)
-
-    async def _send(self, line: BatchRequest) -> tuple[BatchResponse | BatchError, float | None]:
-        """Return the server's answer, and the seconds to wait before asking again, or None if the answer is final."""
+    def add(self, custom_id: str | None, number: int) -> None:
+        """Add a line. Raise InputError with both line numbers if an earlier line has the same custom_id."""
         try:
-            response = await self._client.post(line.route, content=line.body)
-        except (httpx.ReadTimeout, httpx.WriteTimeout):
-            seconds = self._client.timeout.read
-            return BatchError("timeout", f"the server has not answered within {seconds} seconds"), None
-        except httpx.TransportError as error:
-            self._refusal = f"no connection ({type(error).__name__}: {error})"
-            return BatchError("no_connection", str(error) or type(error).__name__), 1.0
-        if response.status_code in KEY_STATUSES:
-            raise KeyRefusedError(
-                f"the server refuses the key: {reason_of(response)}; set --api-key to the server's key",
-                name="api_key",
-                expected="the server's key",
-            )
-        if response.status_code not in TEMPORARY_STATUSES:
-            self._check_server(line, response)
-            return _parsed(response), None
-        self._refusal = reason_of(response)
-        return _parsed(response), retry_after(response, _MOST_PAUSE_SECONDS)
+            self._database.execute("INSERT INTO lines VALUES (?, ?, 0)", (_key(custom_id, number), number))
+        except sqlite3.IntegrityError:
+            row = self._database.execute("SELECT number FROM lines WHERE key = ?", (_key(custom_id, number),))
+            (first,) = row.fetchone()
+            text = repr(custom_id)
+            shown = text if len(text) <= 100 else text[:100] + "…"
+            message = f"lines {first} and {number} have the same custom_id, {shown}; it must be unique"
+            raise InputError(message, name="custom_id", value=custom_id, expected="each once") from None
 
-    def _check_server(self, line: BatchRequest, response: httpx.Response) -> None:
-        """Raise ForeignServerError if the first response does not come from a server with these routes.
+    def mark_answered(self, custom_id: str | None, number: int) -> bool:
+        """Mark a line as answered, and return False if the file has no such line."""
+        updated = self._database.execute("UPDATE lines SET answered = 1 WHERE key = ?", (_key(custom_id, number),))
+        return updated.rowcount == 1
 
-        Once the server is known, an unexpected page comes from something in between, such as a proxy.
-        """
-        if self._knows_server:
-            return
-        body = body_of(response)
-        if body is None or (response.status_code in NO_ROUTE_STATUSES and not _is_api_error(body)):
-            raise ForeignServerError(
-                f"{self._client.base_url} answers POST {line.route} with {reason_of(response)}, so it lacks the routes "
-                "of moepass; set --url to a server that has them",
-                name="url",
-                value=str(self._client.base_url),
-                expected="such as http://127.0.0.1:8000",
-            )
-        self._knows_server = True
+    def is_unanswered(self, custom_id: str | None, number: int) -> bool:
+        """Return True if the file has that custom_id on that line, and no earlier run has answered it."""
+        row = self._database.execute(
+            "SELECT 1 FROM lines WHERE key = ? AND number = ? AND answered = 0", (_key(custom_id, number), number)
+        )
+        return row.fetchone() is not None
+
+    def count_answered(self) -> int:
+        """Return the number of lines that are answered."""
+        (count,) = self._database.execute("SELECT count(*) FROM lines WHERE answered = 1").fetchone()
+        return int(count)
 
 
-def _is_api_error(body: Any) -> bool:
-    """Return True for an error in the format of OpenAI, or of older versions of vLLM."""
-    return isinstance(body, dict) and ("error" in body or body.get("object") == "error")
-
-
-def _parsed(response: httpx.Response) -> BatchResponse | BatchError:
-    body = body_of(response) if response.content else ""
-    if body is None:
-        return BatchError("no_json", reason_of(response))
-    request_id: str = response.headers.get("x-request-id", "")
-    return BatchResponse(response.status_code, request_id, body)
+def _key(custom_id: str | None, number: int) -> bytes:
+    return b"line %d" % number if custom_id is None else b"id " + custom_id.encode()
 
 
 def _open_source(source: str) -> BinaryIO:
     try:
-        if not Path(source).is_file():
-            raise InputError(
-                f"input {source!r} is not a file; a pipe cannot be read twice",
-                name="input",
-                path=source,
-            )
-        return open(source, "rb")
+        if Path(source).is_file():
+            return open(source, "rb")
     except (OSError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
         raise InputError(f"input {source!r} cannot be read: {error}", name="input", path=source) from error
+    text = f"input {source!r} is not a file; a pipe cannot be read twice"
+    raise InputError(text, name="input", path=source)
 
 
 def _check_target(source: str, target: str) -> None:
-    path = Path(target)
-    if path.exists() and not path.is_file():
-        raise InputError(
-            f"output {target!r} is not a file, so answers cannot be appended to it", name="output", path=target
-        )
-    if path.exists() and os.path.samefile(source, target):
+    if not os.path.exists(target):
+        return
+    if not os.path.isfile(target):
+        text = f"output {target!r} is not a file, so answers cannot be appended to it"
+        raise InputError(text, name="output", path=target)
+    if os.path.samefile(source, target):
         raise InputError(f"output {target!r} is also the input; choose another file", name="output", path=target)

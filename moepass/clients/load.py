@@ -8,13 +8,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
-import msgspec
 
-from moepass.clients.server_address import body_of, reason_of
+from moepass.clients.server_address import body_of, reason_of, run_all
 from moepass.clients.workloads import BenchRequest
 
 _ONE_LINE = 200
@@ -22,16 +21,9 @@ _ONE_LINE = 200
 
 @dataclasses.dataclass(frozen=True)
 class RequestOutcome:
-    """The outcome of a request. Times are seconds since the start.
+    """The outcome of a request: its status, 0 without a response, and `problem`, which is empty for an answer.
 
-    Attributes:
-        due: when the request should have been sent.
-        sent: when it was sent.
-        done: when the response was complete.
-        status: the HTTP status, 0 without a response.
-        problem: why the response is not an answer; empty for an answer.
-        input_tokens: the input tokens that `usage` reports, or None.
-        cached_tokens: the cached tokens among these, or None.
+    The times when it was due, sent and answered are seconds since the start. `usage` may report tokens.
     """
 
     due: float
@@ -41,40 +33,6 @@ class RequestOutcome:
     problem: str = ""
     input_tokens: int | None = None
     cached_tokens: int | None = None
-
-
-class _TokenDetails(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _ReportedUsage(msgspec.Struct):
-    input_tokens: int | None = None
-    prompt_tokens: int | None = None
-    total_tokens: int | None = None
-    input_tokens_details: _TokenDetails | None = None
-    prompt_tokens_details: _TokenDetails | None = None
-
-    @property
-    def input(self) -> int | None:
-        return next((count for count in (self.input_tokens, self.prompt_tokens, self.total_tokens) if count), None)
-
-    @property
-    def cached(self) -> int | None:
-        details = self.input_tokens_details or self.prompt_tokens_details
-        return details.cached_tokens if details else None
-
-
-class _ReplyUsage(msgspec.Struct):
-    usage: _ReportedUsage | None = None
-
-
-class _AnsweredQuestion(msgspec.Struct):
-    type: str = ""
-    reason: str = ""
-
-
-class _AnsweredQuestions(msgspec.Struct):
-    answers: list[_AnsweredQuestion] = []
 
 
 async def closed_loop(
@@ -92,7 +50,7 @@ async def closed_loop(
             outcomes.append(await _send(client, request, start, time.perf_counter() - start))
             on_done()
 
-    await _all([work() for _ in range(min(concurrency, len(requests)))])
+    await run_all([work() for _ in range(min(concurrency, len(requests)))])
     return outcomes
 
 
@@ -111,18 +69,8 @@ async def open_loop(
         outcomes.append(await _send(client, request, start, due))
         on_done()
 
-    await _all([work(request, due) for request, due in zip(requests, arrivals, strict=True)])
+    await run_all([work(request, due) for request, due in zip(requests, arrivals, strict=True)])
     return outcomes
-
-
-async def _all(work: Sequence[Coroutine[Any, Any, None]]) -> None:
-    tasks = [asyncio.create_task(coroutine) for coroutine in work]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _send(client: httpx.AsyncClient, request: BenchRequest, start: float, due: float) -> RequestOutcome:
@@ -135,23 +83,28 @@ async def _send(client: httpx.AsyncClient, request: BenchRequest, start: float, 
     done = time.perf_counter() - start
     if response.status_code != 200:
         return RequestOutcome(due, sent, done, response.status_code, reason_of(response)[:_ONE_LINE])
-    if body_of(response) is None:
+    body = body_of(response)
+    if body is None:
         return RequestOutcome(due, sent, done, 200, reason_of(response)[:_ONE_LINE])
-    usage = _decoded(response.content, _ReplyUsage).usage or _ReportedUsage()
-    problem = _refusal(response.content) if request.route.endswith("/decisions") else ""
-    return RequestOutcome(due, sent, done, 200, problem, usage.input, usage.cached)
+    problem = _refusal(body) if request.route.endswith("/decisions") else ""
+    return RequestOutcome(due, sent, done, 200, problem, *_usage(body))
 
 
-def _refusal(content: bytes) -> str:
+def _usage(body: Any) -> tuple[int | None, int | None]:
+    """Return the input tokens and the cached tokens that a server reports, in any of the usual formats."""
+    usage = body.get("usage") if isinstance(body, dict) else None
+    if not isinstance(usage, dict):
+        return None, None
+    counts = [usage.get(name) for name in ("input_tokens", "prompt_tokens", "total_tokens")]
+    details = usage.get("input_tokens_details") or usage.get("prompt_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    return next((n for n in counts if isinstance(n, int) and n), None), cached if isinstance(cached, int) else None
+
+
+def _refusal(body: Any) -> str:
     """Return the reason of the first refused question, or an empty text. Refused questions were not computed."""
-    for answer in _decoded(content, _AnsweredQuestions).answers:
-        if answer.type == "refusal":
-            return f"refusal: {answer.reason}"[:_ONE_LINE]
+    answers = body.get("answers") if isinstance(body, dict) else None
+    for answer in answers if isinstance(answers, list) else ():
+        if isinstance(answer, dict) and answer.get("type") == "refusal":
+            return f"refusal: {answer.get('reason', '')}"[:_ONE_LINE]
     return ""
-
-
-def _decoded(content: bytes, kind: type[msgspec.Struct]):  # type: ignore[no-untyped-def]  # returns a `kind`
-    try:
-        return msgspec.json.decode(content, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return kind()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import httpx
@@ -18,8 +20,7 @@ _SHOWN_CHARACTERS = 60
 def parse_server_url(text: str) -> str:
     """Return `text` without a slash or /v1 at its end, because routes contain these.
 
-    Raises:
-        OptionError: if `text` is not the address of a server.
+    Raises OptionError if `text` is not the address of a server.
     """
     try:
         url = httpx.URL(text)
@@ -43,7 +44,10 @@ class HttpConnections(httpx.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Return the response after its whole body was read."""
-        connection = self._free.pop() if self._free else self._new()
+        if not self._free:
+            limits = httpx.Limits(max_connections=1, max_keepalive_connections=1)
+            self._free.append(httpx.AsyncHTTPTransport(verify=self._context, trust_env=False, limits=limits))
+        connection = self._free.pop()
         try:
             response = await connection.handle_async_request(request)
             await response.aread()
@@ -59,24 +63,13 @@ class HttpConnections(httpx.AsyncBaseTransport):
             await connection.aclose()
         self._free.clear()
 
-    def _new(self) -> httpx.AsyncHTTPTransport:
-        return httpx.AsyncHTTPTransport(
-            verify=self._context, trust_env=False, limits=httpx.Limits(max_connections=1, max_keepalive_connections=1)
-        )
-
 
 def make_client(
     url: str, api_key: str | None, *, timeout_seconds: float | None, transport: httpx.AsyncBaseTransport | None = None
 ) -> httpx.AsyncClient:
-    """Return a client for `get` and `post` requests.
+    """Return a client for `get` and `post` requests. `transport` carries them instead of connections to `url`.
 
     The client follows no redirects and ignores the proxies of the environment, so that only this server gets the key.
-
-    Args:
-        url: the server.
-        api_key: its key, or None.
-        timeout_seconds: the time for a response, None for no limit.
-        transport: what carries the requests; None connects to `url`.
     """
     headers = {b"Content-Type": b"application/json"}
     if api_key is not None:
@@ -119,3 +112,14 @@ def retry_after(response: httpx.Response, most_seconds: float) -> float:
     except ValueError:  # a date
         seconds = 1.0
     return min(max(seconds, 0.0), most_seconds) if seconds == seconds else 1.0
+
+
+async def run_all(work: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run all of `work`. If one of them raises an error, cancel the others before it is raised."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Workloads: the requests for a measurement, as a pure function of a few numbers and a seed.
+"""Workloads of `moepass bench`: its options, and the requests, as a pure function of a few numbers and a seed.
 
 Each request is a prefix followed by its own text. Lengths are in tokens if the route takes token ids (completions,
 score), and in words, which are one token or more, if it takes text (decisions, rerank).
@@ -7,13 +7,17 @@ score), and in words, which are one token or more, if it takes text (decisions, 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from moepass.models.errors import OptionError, one_of
+from moepass.models.limits import MOST_BENCH_REQUESTS
+from moepass.option_records import option
 
 # Token ids that decoder-only models do not use as control tokens, and words that are one token in most vocabularies.
 _IDS = range(32, 160)
@@ -27,6 +31,7 @@ door
 _WORDS = _TEXT.split()
 
 Range = tuple[int, int]
+_Positive = Annotated[float, Meta(ge=0.001)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,14 +39,9 @@ class WorkloadShape:
     """The form of the requests. Ranges include both ends.
 
     Attributes:
-        route: a key of `ROUTES`.
-        requests: the number of requests.
         prefixes: the number of prefixes, which the requests share evenly; 0 gives every request its own.
-        prefix_length: the range of the length of a prefix.
         own_length: the range of the length of the text after the prefix, for each item.
         items: questions about an input, prompts, or items or documents for a query, per request.
-        labels: the choices of a decision.
-        seed: the same seed makes the same requests.
     """
 
     route: str = "decisions"
@@ -68,23 +68,17 @@ class WorkloadShape:
             ("own_length", self.own_length, _digits(self.requests * self.items, units), "requests"),
         ):
             if not least <= low <= high:
-                raise OptionError(
-                    f"{name} is {low}-{high}; it must be LOW-HIGH with LOW at least {least}, so that {why} can differ",
-                    name=name,
-                    value=(low, high),
-                    expected=least,
+                text = (
+                    f"{name} is {low}-{high}; it must be LOW-HIGH with LOW at least {least}, so that {why} can differ"
                 )
+                raise OptionError(text, name=name, value=(low, high), expected=least)
 
 
 @dataclasses.dataclass(frozen=True)
 class _RouteForm:
-    """The form of a route's requests.
+    """The form of a route's requests, which take token ids or text.
 
-    Attributes:
-        path: the path of the route.
-        takes_ids: True if it takes token ids, False if it takes text.
-        needs_prefix: True if the prefix must not be empty.
-        body: makes the JSON body from the prefix, the items' own texts, and the shape.
+    `body` makes the JSON body from the prefix, which some routes need, the items' own texts, and the shape.
     """
 
     path: str
@@ -126,11 +120,7 @@ def requests_of(shape: WorkloadShape, model: str) -> Iterator[BenchRequest]:
 def poisson_arrivals(count: int, rate: float, seed: int) -> list[float]:
     """Return the arrival times of `count` independent requests in seconds, on average `rate` of them per second."""
     generator = random.Random(f"{seed} arrivals")
-    times, now = [], 0.0
-    for _ in range(count):
-        now += generator.expovariate(rate)
-        times.append(now)
-    return times
+    return list(itertools.accumulate(generator.expovariate(rate) for _ in range(count)))
 
 
 def _random_text(seed: str, length: Range, units: Sequence[Any], number: int, count: int) -> list[Any]:
@@ -146,10 +136,7 @@ def _random_text(seed: str, length: Range, units: Sequence[Any], number: int, co
 
 def _digits(count: int, base: int) -> int:
     """Return the number of digits of the numbers below `count`."""
-    digits = 1
-    while base**digits < count:
-        digits += 1
-    return digits
+    return next(digits for digits in itertools.count(1) if base**digits >= count)
 
 
 def _decisions(prefix: list[Any], texts: list[list[Any]], shape: WorkloadShape) -> dict[str, Any]:
@@ -158,7 +145,7 @@ def _decisions(prefix: list[Any], texts: list[list[Any]], shape: WorkloadShape) 
         {"type": "choice", "instructions": f"Question {number}: which fits?", "choices": choices}
         for number in range(1, len(texts) + 1)
     ]
-    return {"input": _text(prefix + texts[0]), "questions": questions}
+    return {"input": " ".join(prefix + texts[0]), "questions": questions}
 
 
 def _completions(prefix: list[Any], texts: list[list[Any]], shape: WorkloadShape) -> dict[str, Any]:
@@ -171,11 +158,7 @@ def _score(prefix: list[Any], texts: list[list[Any]], shape: WorkloadShape) -> d
 
 
 def _rerank(prefix: list[Any], texts: list[list[Any]], shape: WorkloadShape) -> dict[str, Any]:
-    return {"query": _text(prefix), "documents": [_text(text) for text in texts]}
-
-
-def _text(words: list[str]) -> str:
-    return " ".join(words)
+    return {"query": " ".join(prefix), "documents": [" ".join(text) for text in texts]}
 
 
 ROUTES = {
@@ -198,3 +181,94 @@ PRESETS = {
     "quality": WorkloadShape(requests=120, prefixes=6, prefix_length=(3900, 11900), own_length=(50, 100)),
     "arxiv": WorkloadShape(requests=12, prefixes=4, prefix_length=(5000, 100_000), own_length=(1000, 28_000)),
 }
+
+
+class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of `moepass bench`."""
+
+    workload: Annotated[
+        str | None,
+        option(f"Lengths and shared prefixes of a data set: {', '.join(PRESETS)}.", unset="none", metavar="NAME"),
+    ] = None
+    file: Annotated[
+        str | None,
+        option("A file of requests in the format of **moepass batch**, instead of generated ones.", metavar="FILE"),
+    ] = None
+    route: Annotated[str, option("The route to call.", metavar=f"[{'|'.join(ROUTES)}]")] = "decisions"
+    requests: Annotated[
+        Annotated[int, Meta(ge=1, le=MOST_BENCH_REQUESTS)] | None,
+        option("The number of requests to send.", unset="256; all lines of --file"),
+    ] = None
+    rate: Annotated[
+        _Positive | None,
+        option("Send N requests per second at random times, however slow the answers are.", unset="none"),
+    ] = None
+    concurrency: Annotated[
+        Annotated[int, Meta(ge=1, le=1 << 16)],
+        option("Without --rate: the number of requests that are open at the same time."),
+    ] = 32
+    prefixes: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        option("The number of prefixes that requests share; 0: every request has its own.", unset="0"),
+    ] = None
+    prefix_length: Annotated[
+        str | None,
+        option("The length of a prefix in tokens, or in words if the route takes text.", unset="0", metavar="N[-M]"),
+    ] = None
+    own_length: Annotated[
+        str | None, option("The length of the text after the prefix.", unset="64", metavar="N[-M]")
+    ] = None
+    items: Annotated[
+        Annotated[int, Meta(ge=1, le=4096)], option("Questions, prompts, items or documents in a request.")
+    ] = 1
+    labels: Annotated[str, option("The choices of decisions.", metavar="A,B,...")] = "yes,no"
+    seed: Annotated[int, option("The same seed makes the same requests.")] = 0
+    goodput: Annotated[
+        _Positive | None,
+        option("Count the requests that were answered within MS milliseconds.", unset="none", metavar="MS"),
+    ] = None
+    warmup: Annotated[
+        Annotated[int, Meta(ge=0, le=MOST_BENCH_REQUESTS)], option("Requests to send first, which are not counted.")
+    ] = 8
+    model: Annotated[
+        str | None, option("The model to ask for.", unset="the model that the server has", metavar="NAME")
+    ] = None
+    api_key: Annotated[str | None, option("The API key of the server.", metavar="KEY")] = None
+    timeout: Annotated[
+        _Positive, option("The time after which an unanswered request is an error.", metavar="SECONDS")
+    ] = 600.0
+    json: Annotated[bool, option("Print the report as JSON.")] = False
+
+    @property
+    def name(self) -> str:
+        """The name of the workload in the report."""
+        return f"{self.workload or 'generated'}, {self.route}" if self.file is None else self.file
+
+    def shape(self, labels: Sequence[str]) -> WorkloadShape:
+        """Return the form of the requests. Raises OptionError for values that are wrong or exclude each other."""
+        if self.file is not None and self.workload is not None:
+            raise OptionError("--file already contains the requests; leave out --workload", name="workload")
+        if self.workload is not None and self.workload not in PRESETS:
+            raise OptionError.wrong("workload", self.workload, f"one of {', '.join(PRESETS)}")
+        preset = PRESETS[self.workload] if self.workload is not None else WorkloadShape()
+        lengths: dict[str, Any] = {
+            "requests": self.requests if self.file is None or self.requests is not None else MOST_BENCH_REQUESTS,
+            "prefixes": self.prefixes,
+            "prefix_length": _parse_range("prefix_length", self.prefix_length),
+            "own_length": _parse_range("own_length", self.own_length),
+        }
+        lengths = {name: value for name, value in lengths.items() if value is not None}
+        return dataclasses.replace(
+            preset, route=self.route, items=self.items, labels=tuple(labels), seed=self.seed, **lengths
+        )
+
+
+def _parse_range(name: str, text: str | None) -> tuple[int, int] | None:
+    """Return `5` as (5, 5) and `5-9` as (5, 9)."""
+    if text is None:
+        return None
+    low, dash, high = text.partition("-")
+    try:
+        return int(low), int(high if dash else low)
+    except ValueError as error:
+        raise OptionError.wrong(name, text, "a number such as 64, or a range such as 50-500") from error

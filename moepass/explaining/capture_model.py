@@ -7,9 +7,7 @@ plans that the passes make.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +16,6 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
 from moepass.explaining.compiler_view import Explanation
-from moepass.models.checkpoint.checkpoint_folders import meta_model
 from moepass.models.errors import MoepassError
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import PassContext
@@ -38,23 +35,13 @@ if TYPE_CHECKING:
 _NO_LIMIT = 1 << 30
 
 
-def explain_checkpoint(
-    path: Path, batch: int = 8, seq: int = 512, slots: int = 2, lower: str = "inductor"
-) -> Explanation:
-    """Plan the checkpoint folder or config file `path` for `batch` sequences of `seq` tokens.
-
-    Raises:
-        CheckpointError: if no model can be built from the config.
-        OptionError: for a wrong number of slots.
-        PlanError: if the ring has too few slots for the model.
-    """
-    return explain_meta_model(meta_model(path), batch, seq, slots, lower)
-
-
 def explain_meta_model(
     model: PreTrainedModel, batch: int, seq: int, slots: int = 2, lower: str = "inductor"
 ) -> Explanation:
-    """Plan a model on the meta device, and offload its experts; see `explain_checkpoint`."""
+    """Plan a model on the meta device for `batch` sequences of `seq` tokens, and offload its experts.
+
+    Raises OptionError for a wrong number of slots, and PlanError if the ring has too few slots for the model.
+    """
     expert_bytes = expert_layers = 0
     if find_expert_modules(model):
         report = offload_experts(model, device="meta", slots=slots)
@@ -68,7 +55,7 @@ def explain_meta_model(
         slots=slots,
         expert_layers=expert_layers,
         expert_bytes=expert_bytes,
-        other_bytes=_bytes_of(model),  # offloaded experts are not parameters any more
+        other_bytes=sum(value.nbytes for value in model.parameters()),  # offloaded experts are not parameters any more
         plans=plans,
         stopped=stopped,
     )
@@ -77,14 +64,11 @@ def explain_meta_model(
 def capture_plans(
     model: nn.Module, batch: int, seq: int, *, slots: int = 2, lower: str = "inductor"
 ) -> tuple[tuple[Plan, ...], str | None]:
-    """Return the plans of a model on the meta device for input_ids [batch, seq].
+    """Return the plans of a model on the meta device for input_ids [batch, seq], one for each captured graph.
 
     The passes run up to lowering. The "compiled" graph then returns outputs of the right shapes, so that capture
-    continues after a graph break.
-
-    Returns:
-        One plan for each captured graph; and the error that ended capture early, or None. Models that read values from
-        tensors end it, because tensors on the meta device have none.
+    continues after a graph break. The second result is the error that ended capture early, or None. Models that read
+    values from tensors end it, because tensors on the meta device have none.
     """
     plans: list[Plan] = []
 
@@ -93,23 +77,23 @@ def capture_plans(
 
         def plan_only(captured: GraphModule, fake_inputs: Sequence[Any]) -> Callable[..., Any]:
             name_inputs(captured, graph)
+            reads_banks = any(node.target is BANK_TENSOR for node in captured.graph.nodes)
             # The report has the prediction for the whole model, so none is made for its first layers.
-            context = PassContext(
-                slots=slots if _reads_banks(captured) else 0, capture=notes, disabled=frozenset({"predict"})
-            )
+            context = PassContext(slots=slots if reads_banks else 0, capture=notes, disabled=frozenset({"predict"}))
             result = compile_graph(captured, context)
             plan = result.plan
             if lower == TENSORRT:
                 plan = dataclasses.replace(plan, segments=with_tensorrt_choices(plan.segments, result.module))
             plans.append(plan)
-            return _ShapesOnly(captured)
+            return _shapes_only(captured)
 
         capture = aot_autograd(
             fw_compiler=plan_only, decompositions=decompositions(lower), keep_inference_input_mutations=True
         )
         return capture(graph, example_inputs)
 
-    compiled = _compile_isolated(model, backend)
+    # Isolated, because Dynamo counts compilations by code, which all models of a family share, and gives up after 8.
+    compiled: Any = torch.compile(model, backend=backend, dynamic=False, isolate_recompiles=True)  # type: ignore[call-overload]
     unlimited = torch._dynamo.config.patch(recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT)
     stopped = None
     try:
@@ -124,41 +108,19 @@ def capture_plans(
     return tuple(plans), stopped
 
 
-def _compile_isolated(model: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile like `torch.compile`, without counting the capture as a compilation of the user's models.
+def _shapes_only(captured: GraphModule) -> Callable[[list[Any]], list[Any]]:
+    """Return a stand-in for a compiled graph, with outputs of the right shapes on the meta device."""
+    (outputs,) = captured.graph.output_node().args
+    values = [getattr(node, "meta", {}).get("val") for node in outputs]  # type: ignore[union-attr]
 
-    Dynamo counts by code, which all models of a family share, and gives up after 8 compilations. Versions of torch that
-    cannot isolate compilations count them together.
-    """
-    isolation = (
-        {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
-    )
-    compiled: Callable[..., Any] = torch.compile(model, backend=backend, dynamic=False, **isolation)  # type: ignore[call-overload]
-    return compiled
-
-
-class _ShapesOnly:
-    """A stand-in for a compiled graph, whose outputs are on the meta device and have the right shapes."""
-
-    _boxed_call = True
-
-    def __init__(self, captured: GraphModule) -> None:
-        (outputs,) = captured.graph.output_node().args
-        self.outputs = [getattr(node, "meta", {}).get("val") for node in outputs]  # type: ignore[union-attr]
-
-    def __call__(self, inputs: list[Any]) -> list[Any]:
+    def run(inputs: list[Any]) -> list[Any]:
         inputs.clear()
         return [
             torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
             if isinstance(value, torch.Tensor)
             else value
-            for value in self.outputs
+            for value in values
         ]
 
-
-def _reads_banks(captured: GraphModule) -> bool:
-    return any(node.target is BANK_TENSOR for node in captured.graph.nodes)
-
-
-def _bytes_of(model: nn.Module) -> int:
-    return sum(value.numel() * value.element_size() for value in model.parameters())
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run

@@ -1,4 +1,4 @@
-"""The compiler's part of a report: captured now, or read from the package for a preset.
+"""The compiler's part of a report, captured now or read from the package for a preset, and the MoE blocks in it.
 
 `captured_presets.json` contains the captures with the versions of torch and transformers that it names. With other
 versions a preset is captured again, which takes seconds. A test compares the file with new captures.
@@ -8,29 +8,31 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from importlib import metadata, resources
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
-from moepass.explaining.explained_models import ExplainedModel
-from moepass.explaining.report_parts import CompilerPart
+from moepass.explaining.arguments import ExplainedModel
+from moepass.explaining.report_parts import Block, CompilerPart
 from moepass.models.errors import CheckpointError, MoepassError
+from moepass.models.formulas.stored_weights import bank_sizes
+from moepass.models.sizes.architecture import Architecture
+from moepass.models.sizes.weight_formats import WeightFormat
+from moepass.passes.ir.plan import Plan
 
 STORED_FILE = "data/captured_presets.json"
 # The lowering of the stored plans.
 STORED_LOWERING = "inductor"
 # The result does not depend on the number of tokens, but some families are captured token by token.
 _CAPTURE_BATCH, _CAPTURE_SEQ = 2, 16
+_LAYER = re.compile(r"((?:layers?|blocks?|h)\.)(\d+)")
 
 
 class StoredCaptures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of `captured_presets.json`.
-
-    Attributes:
-        versions: versions of the packages that the captures were made with.
-        parts: for each preset its captures with a ring of 1 slot, 2 slots, and so on. More slots give the last plans.
-    """
+    """Versions of packages, and the captures that they made of each preset, with 1 slot, 2 slots, and so on."""
 
     versions: dict[str, str]
     parts: dict[str, tuple[CompilerPart, ...]]
@@ -39,16 +41,13 @@ class StoredCaptures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def compiler_part(model: ExplainedModel, slots: int, lower: str) -> CompilerPart:
     """Return the compiler's result for the model, or for its first layers, planned with `slots` slots.
 
-    Raises:
-        CheckpointError: if the model cannot be captured.
+    Raises CheckpointError if the model cannot be captured.
     """
-    if not is_stored(model.preset, lower):
-        return captured_part(model, slots, lower)
-    return preset_part(model.preset, slots)
+    return preset_part(model.preset, slots) if is_stored(model.preset, lower) else captured_part(model, slots, lower)
 
 
 def is_stored(name: str, lower: str) -> bool:
-    """Return True if `model` is a preset whose capture is stored, for this lowering and the installed versions."""
+    """Return True if `name` is a preset whose capture is stored, for this lowering and the installed versions."""
     return lower == STORED_LOWERING and name in _stored().parts and _stored().versions == installed_versions()
 
 
@@ -56,8 +55,7 @@ def preset_part(preset: str, slots: int) -> CompilerPart:
     """Return the stored result for a preset. Raises KeyError for any other name."""
     parts = _stored().parts[preset]
     stored = parts[min(slots, len(parts)) - 1]
-    explanation = dataclasses.replace(stored.explanation, slots=slots)
-    return msgspec.structs.replace(stored, explanation=explanation)
+    return replace(stored, explanation=dataclasses.replace(stored.explanation, slots=slots))
 
 
 def captured_part(model: ExplainedModel, slots: int, lower: str) -> CompilerPart:
@@ -69,10 +67,11 @@ def captured_part(model: ExplainedModel, slots: int, lower: str) -> CompilerPart
     from moepass.runtime.serving.attention.survey import trie_refusal
 
     cut = cut_config(model.config, model.architecture) if model.architecture is not None else None
+    config = model.config if cut is None else cut
     implementation = getattr(model.config, "_experts_implementation", None)
     # The eager loop over experts depends on values, so it cannot be captured.
     form = implementation if implementation in ("grouped_mm", "batched_mm") else "grouped_mm"
-    meta_model = meta_model_of(model.config if cut is None else cut, model.name, form)
+    meta_model = meta_model_of(config, model.name, form)
     try:
         refusal = trie_refusal(meta_model)
         explanation = explain_meta_model(meta_model, _CAPTURE_BATCH, _CAPTURE_SEQ, slots, lower)
@@ -83,12 +82,9 @@ def captured_part(model: ExplainedModel, slots: int, lower: str) -> CompilerPart
         # Dynamo's message has the call with all of its arguments first, and then the error.
         message = message.partition(": got ")[2] or message
         message = message.partition(" Hint: ")[0][:300]
-        raise CheckpointError(
-            f"{model.name} cannot be captured; perhaps the numbers of its config do not match: {message}",
-            name="model",
-            value=model.name,
-        ) from error
-    text: Any = (model.config if cut is None else cut).get_text_config()
+        problem = f"{model.name} cannot be captured; perhaps the numbers of its config do not match: {message}"
+        raise CheckpointError(problem, name="model", value=model.name) from error
+    text: Any = config.get_text_config()
     return CompilerPart(int(text.num_hidden_layers), cut is not None, explanation, refusal)
 
 
@@ -108,3 +104,72 @@ def _stored() -> StoredCaptures:
             "python -m tests.helpers.graphs.store_presets",
             path=STORED_FILE,
         ) from error
+
+
+# ---- Blocks ----------------------------------------------------------------------------------------------------------
+
+
+def explained_blocks(
+    compiler: CompilerPart, architecture: Architecture | None, dtype: str, stored: WeightFormat | None = None
+) -> tuple[tuple[Block, ...], tuple[str, ...]]:
+    """Return all blocks of the model in the order of its layers, and the reasons of the refused ones.
+
+    If only the first layers were captured, a block of another layer is that of an equal layer. If the sizes of the
+    layers are unknown, only the captured blocks are returned. `stored` is the format of banks that are used as stored.
+    """
+    captured = [block for plan in compiler.explanation.plans for block in _blocks_of(plan)]
+    blocks = captured
+    if architecture is not None:
+        blocks = [block for layer in range(len(architecture.layers)) for block in _layer(captured, layer, architecture)]
+        blocks += [block for block in captured if _layer_of(block.name) is None]
+        blocks = [_sized(block, architecture, dtype, stored) for block in blocks]
+    refusals = [f"{block.name}: {block.refusal}" for block in blocks if block.refusal is not None]
+    if compiler.explanation.stopped:
+        refusals.append(f"capture ended early: {compiler.explanation.stopped}")
+    return tuple(blocks), tuple(refusals)
+
+
+def _blocks_of(plan: Plan) -> list[Block]:
+    streamed = {stay.block for stay in plan.slot_stays}
+    reasons: dict[str, str] = {}
+    for refusal in plan.refusals:
+        line = f"{refusal.source_line}: " if refusal.source_line else ""
+        # The first refusal is the nearest to the cause.
+        reasons.setdefault(refusal.where or refusal.node, f"{line}{refusal.reason}")
+    blocks = []
+    for block in plan.blocks:
+        rewritten = block.name in streamed
+        reason = None if rewritten else reasons.pop(block.name, plan.reason)
+        blocks.append(Block(block.name, block.form, rewritten, reason, block.weight_bytes, False))
+    # Near misses are refusals without a block.
+    return blocks + [Block(where, "not recognised", False, reason, 0, False) for where, reason in reasons.items()]
+
+
+def _layer(captured: list[Block], layer: int, architecture: Architecture) -> list[Block]:
+    """Return the blocks of one layer, or if it was not captured, those of the last captured layer that equals it."""
+    blocks = [block for block in captured if _layer_of(block.name) == layer]
+    if blocks or architecture.layers[layer].experts is None:
+        return blocks
+    kind = architecture.layers[layer]
+    numbers = {_layer_of(block.name) for block in captured}
+    equal_layers = [number for number in numbers if number is not None and architecture.layers[number] == kind]
+    if not equal_layers:
+        return []
+    return [
+        replace(block, name=_LAYER.sub(lambda match: f"{match[1]}{layer}", block.name, count=1), by_analogy=True)
+        for block in captured
+        if _layer_of(block.name) == max(equal_layers)
+    ]
+
+
+def _layer_of(name: str) -> int | None:
+    match = _LAYER.search(name)
+    return int(match[2]) if match else None
+
+
+def _sized(block: Block, architecture: Architecture, dtype: str, stored: WeightFormat | None) -> Block:
+    layer = _layer_of(block.name)
+    experts = architecture.layers[layer].experts if layer is not None else None
+    if experts is None:
+        return block
+    return replace(block, bank_bytes=bank_sizes(experts, architecture.hidden, dtype, stored).link_bytes)

@@ -6,33 +6,16 @@ No weights are loaded and nothing is computed. Figures come from the sizes of th
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from typing import Any
 
-from moepass.explaining.advice import advice
-from moepass.explaining.argument_checks import DEFAULT_MEMORY_SHARE, check_numbers, machine_of, memory_budget
-from moepass.explaining.compiler_part import compiler_part
-from moepass.explaining.compiler_view import Explanation
-from moepass.explaining.explained_blocks import explained_blocks
-from moepass.explaining.explained_models import ExplainedModel, explained_model
-from moepass.explaining.forecasts import best_home, stored_assumption, stored_part, why_nothing_fits
-from moepass.explaining.how_to_run import how_to_run
+from moepass.explaining import arguments
+from moepass.explaining import report_parts as parts
+from moepass.explaining.compiler_part import compiler_part, explained_blocks
+from moepass.explaining.forecasts import advice, best_home, how_to_run, stored_assumption, stored_part, why_nothing_fits
 from moepass.explaining.report import Report
-from moepass.explaining.report_parts import (
-    REPORT_SCHEMA,
-    ComparisonRow,
-    CurveRow,
-    HardwarePart,
-    MemoryCurveRow,
-    MemoryPart,
-    ModelPart,
-    SaturationPart,
-    SchedulePart,
-    ServingPart,
-    StrategyPart,
-    WorkloadPart,
-)
 from moepass.models.formulas.layers import flops_per_token, model_parameters
 from moepass.models.homes import home_named
 from moepass.models.sizes.architecture import short_dtype
@@ -43,7 +26,7 @@ from moepass.passes.machine.layer_times import Sequences, sequences_of
 from moepass.passes.machine.times import peak_flops_per_s
 from moepass.passes.planner.forecast import Forecast, crossover_tokens, curve_point, forecast, threshold_curve
 from moepass.passes.planner.make_plan import MOST_SLOTS as USEFUL_SLOTS
-from moepass.passes.planner.strategies import MICRO_BATCH_TOKENS, Setting, banks_bytes
+from moepass.passes.planner.strategies import MICRO_BATCH_TOKENS, Setting, StrategyCost, banks_bytes
 
 DEFAULT_HARDWARE = "8xh100-80g"
 DEFAULT_BATCH, DEFAULT_SEQ = 16, 4096
@@ -87,16 +70,16 @@ def explain(
             number that is out of range.
         CheckpointError: for a folder or config from which no model can be built.
     """
-    check_numbers(batch, seq, tokens, slots, ranks)
+    arguments.check_numbers(batch, seq, tokens, slots, ranks)
     batch, seq = (1, tokens) if tokens is not None else (batch, seq)
     if home is not None:
         home_named(home)
     if dtype is not None:
         dtype = short_dtype(dtype)
-    model_sizes = explained_model(model, dtype)
-    machine = machine_of(hardware, ranks)
-    budget = memory_budget(machine, memory_budget_bytes)
-    workload = WorkloadPart(batch, seq, batch * seq)
+    model_sizes = arguments.explained_model(model, dtype)
+    machine = arguments.machine_of(hardware, ranks)
+    budget = arguments.memory_budget(machine, memory_budget_bytes)
+    workload = parts.WorkloadPart(batch, seq, batch * seq)
     assumptions = [
         "routing is even over the experts, and every rank has equally many tokens",
         "nothing is decoded, so no keys and values are kept",
@@ -105,11 +88,12 @@ def explain(
     if hardware == DEFAULT_HARDWARE:
         assumptions.append(f"hardware {DEFAULT_HARDWARE} (the default)")
     if memory_budget_bytes is None:
-        assumptions.append(f"memory budget {DEFAULT_MEMORY_SHARE} of each device's memory (the default)")
-    if model_sizes.architecture is None:
-        return _report_without_figures(model_sizes, machine, workload, budget, slots, lower, assumptions)
-
+        assumptions.append(f"memory budget {arguments.DEFAULT_MEMORY_SHARE} of each device's memory (the default)")
     architecture = model_sizes.architecture
+    if architecture is None:
+        compiler = compiler_part(model_sizes, 2 if slots is None else slots, lower)
+        return _report_without_figures(model_sizes, machine, workload, budget, compiler, assumptions)
+
     # If the dtype is the checkpoint's own format, the figures are those of the weights as stored.
     as_stored = architecture.stored if architecture.stored and architecture.stored.name == dtype else None
     setting = Setting(architecture, machine, Sequences(batch, seq), architecture.dtype, budget, stored=as_stored)
@@ -122,24 +106,17 @@ def explain(
             f"captured: {compiler.captured_text} of {len(architecture.layers)}, with every kind of layer; "
             "blocks of the other layers are inferred from equal ones"
         )
-    stored = stored_part(setting, home, most_slots)
-    assumptions += [text for text in [stored_assumption(setting, architecture.unknown_storage)] if text]
+    if text := stored_assumption(setting, architecture.unknown_storage):
+        assumptions.append(text)
     if setting.dtype == "fp8":
         assumptions.append("fp8 is only a forecast: moepass cannot run fp8 experts yet")
     blocks, refusals = explained_blocks(compiler, architecture, setting.dtype, as_stored)
     crossover = crossover_tokens(best)
-    strategy = StrategyPart(
-        chosen=best.chosen,
-        reason=best.reason,
-        runner_up=best.runner_up,
-        home=best.home,
-        homes_tried=tuple(tried),
-        memory_budget_bytes=budget,
-        crossover_tokens=crossover,
-    )
+    strategy = parts.StrategyPart(best.chosen, best.reason, best.runner_up, best.home, tuple(tried), budget, crossover)
     schedule = _schedule_part(shown)
+    checkpoint = os.fsdecode(model) if isinstance(model, (str, os.PathLike)) and os.path.isdir(model) else None
     return Report(
-        schema=REPORT_SCHEMA,
+        schema=parts.REPORT_SCHEMA,
         version=__version__,
         model=_model_part(setting),
         hardware=_hardware_part(machine, setting.dtype),
@@ -149,58 +126,37 @@ def explain(
         saturation=_saturation_part(best),
         schedule=schedule,
         memory=_memory_part(shown),
-        comparison=tuple(
-            ComparisonRow(
-                cost.strategy,
-                cost.step_seconds if math.isfinite(cost.step_seconds) else None,
-                cost.communication_bytes,
-                cost.memory_bytes,
-                cost.fits,
-                cost.background_bytes,
-            )
-            for cost in best.comparison
-        ),
+        comparison=tuple(_comparison_row(cost) for cost in best.comparison),
         curve=_curve(best),
         memory_curve=tuple(
-            MemoryCurveRow(point.resident_layers, point.memory_bytes, point.tokens) for point in threshold_curve(best)
+            parts.MemoryCurveRow(at.resident_layers, at.memory_bytes, at.tokens) for at in threshold_curve(best)
         ),
         refusals=refusals,
         advice=advice(best, crossover, refusals),
         assumptions=tuple(assumptions),
         sources=_sources(model_sizes, machine),
         compiler=compiler,
-        serving=ServingPart("trie" if compiler.trie_refusal is None else "rows", compiler.trie_refusal),
+        serving=parts.ServingPart("trie" if compiler.trie_refusal is None else "rows", compiler.trie_refusal),
         plan=_plan(shown, crossover),
         how_to_run=how_to_run(
-            strategy,
-            schedule,
-            _checkpoint(model),
-            why_nothing_fits(best),
-            setting.dtype,
-            machine.device_kind,
-            architecture.stored,
+            *(strategy, schedule, checkpoint, why_nothing_fits(best)),
+            *(setting.dtype, machine.device_kind, architecture.stored),
         ),
-        stored=stored,
+        stored=stored_part(setting, home, most_slots),
     )
 
 
-def _checkpoint(model: Any) -> str | None:
-    """Return the folder that `model` names, or None if it is not a folder."""
-    is_folder = isinstance(model, (str, os.PathLike)) and os.path.isdir(model)
-    return os.fsdecode(model) if is_folder else None
-
-
 def _report_without_figures(
-    model_sizes: ExplainedModel,
+    model_sizes: arguments.ExplainedModel,
     machine: Hardware,
-    workload: WorkloadPart,
+    workload: parts.WorkloadPart,
     budget: float,
-    slots: int | None,
-    lower: str,
+    compiler: parts.CompilerPart,
     assumptions: list[str],
 ) -> Report:
     """Return a report with the compiler's part only, for a model without experts or with unknown sizes."""
-    compiler = compiler_part(model_sizes, 2 if slots is None else slots, lower)
+    import torch
+
     explanation = compiler.explanation
     blocks, refusals = explained_blocks(compiler, None, "")
     plan = explanation.plans[0]
@@ -208,9 +164,9 @@ def _report_without_figures(
     text: Any = model_sizes.config.get_text_config()
     dtype = str(model_sizes.config.dtype).removeprefix("torch.")
     return Report(
-        schema=REPORT_SCHEMA,
+        schema=parts.REPORT_SCHEMA,
         version=__version__,
-        model=ModelPart(
+        model=parts.ModelPart(
             name=model_sizes.name,
             model_type=explanation.model_type,
             layers=int(text.num_hidden_layers),
@@ -220,44 +176,31 @@ def _report_without_figures(
             top_k=(first.top_k or 0) if first else 0,
             moe_intermediate=first.intermediate if first else 0,
             dtype=dtype,
-            parameters=_parameters(explanation, dtype),
+            parameters=(explanation.expert_bytes + explanation.other_bytes) // getattr(torch, dtype).itemsize,
             expert_bytes=explanation.expert_bytes,
             other_bytes=explanation.other_bytes,
         ),
         hardware=_hardware_part(machine, None),
         workload=workload,
-        strategy=StrategyPart(plan.strategy, plan.reason, None, "host", (), budget, None),
+        strategy=parts.StrategyPart(plan.strategy, plan.reason, None, "host", (), budget, None),
         blocks=blocks,
-        saturation=None,
-        schedule=None,
-        memory=None,
-        comparison=(),
-        curve=(),
-        memory_curve=(),
         refusals=refusals,
-        advice=(),
         assumptions=(*assumptions, f"no figures: {model_sizes.unknown}"),
         sources=_sources(model_sizes, machine),
         compiler=compiler,
         # A server admits requests by their FLOPs, so it cannot serve a model with unknown sizes.
-        serving=ServingPart(None, model_sizes.unknown.partition(";")[0]),
+        serving=parts.ServingPart(None, model_sizes.unknown.partition(";")[0]),
     )
-
-
-def _parameters(explanation: Explanation, dtype: str) -> int:
-    import torch
-
-    return (explanation.expert_bytes + explanation.other_bytes) // getattr(torch, dtype).itemsize  # type: ignore[no-any-return]
 
 
 # ---- Parts of the report ---------------------------------------------------------------------------------------------
 
 
-def _model_part(setting: Setting) -> ModelPart:
+def _model_part(setting: Setting) -> parts.ModelPart:
     architecture = setting.architecture
     experts = architecture.typical_moe_layer.experts
     assert experts is not None
-    return ModelPart(
+    return parts.ModelPart(
         name=architecture.name,
         model_type=architecture.model_type,
         layers=len(architecture.layers),
@@ -273,14 +216,12 @@ def _model_part(setting: Setting) -> ModelPart:
     )
 
 
-def _hardware_part(machine: Hardware, dtype: str | None) -> HardwarePart:
+def _hardware_part(machine: Hardware, dtype: str | None) -> parts.HardwarePart:
     rate = peak_flops_per_s(machine, dtype) if dtype else next(iter(machine.flops.values()))
     links = [link.bytes_per_s for link in (machine.peer, machine.host) if link is not None]
     figures = [rate, machine.memory_bytes, machine.memory_bytes_per_s, *links]
-    source = ", ".join(sorted({figure.source for figure in figures}))
-    if machine.conditions is not None:
-        source += f", {machine.conditions.date}"
-    return HardwarePart(
+    dates = [machine.conditions.date] if machine.conditions is not None else []
+    return parts.HardwarePart(
         name=machine.name,
         ranks=machine.ranks,
         flops=rate.value,
@@ -288,16 +229,16 @@ def _hardware_part(machine: Hardware, dtype: str | None) -> HardwarePart:
         host_bytes_per_s=machine.host.bytes_per_s.value if machine.host else None,
         hbm_bytes=machine.memory_bytes.value,
         hbm_bytes_per_s=machine.memory_bytes_per_s.value,
-        source=source,
+        source=", ".join([*sorted({figure.source for figure in figures}), *dates]),
     )
 
 
-def _saturation_part(made: Forecast) -> SaturationPart:
+def _saturation_part(made: Forecast) -> parts.SaturationPart:
     architecture = made.setting.architecture
     layer = architecture.typical_moe_layer
     assert layer.experts is not None
     reached = made.saturation
-    return SaturationPart(
+    return parts.SaturationPart(
         gather_bytes=made.setting.bank(layer.experts).link_bytes,
         gather_seconds=made.transfer_seconds,
         flops_per_token=flops_per_token(layer, architecture.hidden),
@@ -310,12 +251,12 @@ def _saturation_part(made: Forecast) -> SaturationPart:
     )
 
 
-def _schedule_part(made: Forecast) -> SchedulePart | None:
+def _schedule_part(made: Forecast) -> parts.SchedulePart | None:
     if made.schedule is None or made.simulation is None or made.mfu is None or not made.cost(ASYNCEP).fits:
         return None
     assert made.decisions is not None
     run = made.simulation
-    return SchedulePart(
+    return parts.SchedulePart(
         strategy=_strategy(made),
         slots=made.decisions.slots,
         distance=made.schedule.distance,
@@ -336,9 +277,9 @@ def _plan(made: Forecast, crossover: int | None) -> Decisions | None:
     return made.decisions.exchanged_below(crossover)
 
 
-def _memory_part(made: Forecast) -> MemoryPart:
+def _memory_part(made: Forecast) -> parts.MemoryPart:
     memory = made.memory
-    return MemoryPart(
+    return parts.MemoryPart(
         strategy=_strategy(made),
         resident_bytes=memory.resident_bytes,
         slot_bytes=memory.slot_bytes,
@@ -353,11 +294,17 @@ def _memory_part(made: Forecast) -> MemoryPart:
     )
 
 
+def _comparison_row(cost: StrategyCost) -> parts.ComparisonRow:
+    step = cost.step_seconds if math.isfinite(cost.step_seconds) else None
+    row = (cost.strategy, step, cost.communication_bytes, cost.memory_bytes, cost.fits, cost.background_bytes)
+    return parts.ComparisonRow(*row)
+
+
 def _strategy(made: Forecast) -> str:
     return RESIDENT if made.home == "device" else ASYNCEP
 
 
-def _curve(made: Forecast) -> tuple[CurveRow, ...]:
+def _curve(made: Forecast) -> tuple[parts.CurveRow, ...]:
     """Return the curve from well below the threshold and the planned tokens to well above both."""
     marks = [made.saturation.tokens, made.setting.sequences.tokens, 1]
     octaves = range(
@@ -368,16 +315,14 @@ def _curve(made: Forecast) -> tuple[CurveRow, ...]:
     wanted = {round(2 ** (step / _POINTS_PER_OCTAVE)) for step in octaves} | set(exact)
     # A step has whole sequences, so several numbers of tokens may give the same step.
     counts = sorted({sequences_of(count, made.setting.sequences.length).tokens for count in wanted})
-    points = [curve_point(made, count) for count in counts]
-    return tuple(CurveRow(p.tokens, p.step_seconds, p.exposed_seconds, p.all_to_all_seconds) for p in points)
+    return tuple(parts.CurveRow(*dataclasses.astuple(curve_point(made, count))) for count in counts)
 
 
-def _sources(model_sizes: ExplainedModel, machine: Hardware) -> dict[str, str]:
+def _sources(model_sizes: arguments.ExplainedModel, machine: Hardware) -> dict[str, str]:
     """Return the source of every figure: for parts of the report, and for each figure of the machine."""
-    hardware = {f"hardware.{name}": source for name, source in machine.sources().items()}
     return {
         "model": model_sizes.source,
-        **hardware,
+        **{f"hardware.{name}": source for name, source in machine.sources().items()},
         "blocks": "derived: the result of the passes for the graph captured on the meta device",
         "saturation": "derived: the saturation threshold, solved with SymPy for the reached rate and the peak rate",
         "schedule": "derived: a discrete-event simulation of the steady state",

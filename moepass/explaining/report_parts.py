@@ -1,14 +1,10 @@
-"""The data of a report: schema `moepass.explain/1`, which docs/explain.md describes.
-
-`explain_model.py` makes a report. The text, the page and the trace are made from it, so they show the same figures.
-"""
+"""The parts of a report: schema `moepass.explain/1`, which docs/explain.md describes."""
 
 from __future__ import annotations
 
 import msgspec
 
 from moepass.explaining.compiler_view import Explanation
-from moepass.passes.ir.planner_decisions import Decisions
 from moepass.passes.ir.timeline import Event
 from moepass.runtime.serving.engine.step_engine import StepForm
 
@@ -17,8 +13,6 @@ REPORT_SCHEMA = "moepass.explain/1"
 
 class ReportPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A record in a report, which refuses unknown fields."""
-
-    pass
 
 
 class ModelPart(ReportPart, frozen=True):
@@ -39,15 +33,11 @@ class ModelPart(ReportPart, frozen=True):
 
 
 class StoredPart(ReportPart, frozen=True):
-    """A quantised checkpoint, and a forecast that computes from its stored weights.
+    """A quantised checkpoint in its `format`, and a forecast that computes from its stored weights.
 
     Attributes:
-        format: the format of the experts.
-        expert_bytes: bytes of the experts as stored.
-        other_bytes: bytes of all other weights as stored.
         bank_link_bytes: bytes of a bank on the link.
-        bank_slot_bytes: bytes of a bank in a slot. They differ if kernels compute in another dtype.
-        computes_in: the dtype of the kernels.
+        bank_slot_bytes: bytes of a bank in a slot. They differ if kernels compute in another dtype, `computes_in`.
         runs_as: the dtype or format that moepass runs today, and to which the other parts of the report refer.
         home: the best home of the forecast.
         asyncep_step_seconds: None if asyncep does not fit.
@@ -69,12 +59,9 @@ class StoredPart(ReportPart, frozen=True):
 
 
 class HardwarePart(ReportPart, frozen=True):
-    """Figures of one device.
+    """Figures of one device. `flops` is the peak rate for the model's dtype, per second.
 
-    Attributes:
-        flops: the peak rate for the model's dtype, per second.
-        peer_bytes_per_s: the rate of the peer link in one direction, or None. The same holds for `host_bytes_per_s`.
-        source: the sources of the figures.
+    The rates of links are for one direction; they are None if the machine has no such link.
     """
 
     name: str
@@ -96,12 +83,7 @@ class WorkloadPart(ReportPart, frozen=True):
 
 
 class HomeTried(ReportPart, frozen=True):
-    """A home that was considered.
-
-    Attributes:
-        step_seconds: None if asyncep does not fit or cannot use the home.
-        note: the reason for that, or empty.
-    """
+    """A home that was tried. `step_seconds` is None if asyncep does not fit or cannot use it, as `note` explains."""
 
     home: str
     step_seconds: float | None
@@ -241,52 +223,7 @@ class CompilerPart(ReportPart, frozen=True):
 
 
 class ServingPart(ReportPart, frozen=True):
-    """The form in which `moepass serve` computes steps of the model.
-
-    Attributes:
-        form: tries or padded rows; None if the model cannot be served.
-        reason: why steps are not tries, or None.
-    """
+    """The form in which `moepass serve` computes steps, None if it cannot, and the reason why it is not tries."""
 
     form: StepForm | None
     reason: str | None
-
-
-class ReportContent(ReportPart, frozen=True):
-    """The content of a report.
-
-    Attributes:
-        saturation: None if no figures are known; `assumptions` has the reason. The same holds for `memory`.
-        schedule: also None if asyncep does not fit.
-        stored: None if the checkpoint is not quantised.
-        plan: the planner's decisions, as every compiled plan has them. `schedule` and `memory` are derived from it.
-    """
-
-    schema: str
-    version: str
-    model: ModelPart
-    hardware: HardwarePart
-    workload: WorkloadPart
-    strategy: StrategyPart
-    blocks: tuple[Block, ...]
-    saturation: SaturationPart | None
-    schedule: SchedulePart | None
-    memory: MemoryPart | None
-    comparison: tuple[ComparisonRow, ...]
-    curve: tuple[CurveRow, ...]
-    memory_curve: tuple[MemoryCurveRow, ...]
-    refusals: tuple[str, ...]
-    advice: tuple[str, ...]
-    assumptions: tuple[str, ...]
-    sources: dict[str, str]
-    compiler: CompilerPart
-    serving: ServingPart
-    how_to_run: str = ""
-    stored: StoredPart | None = None
-    plan: Decisions | None = None
-
-    @property
-    def verdict(self) -> str:
-        """The name of the chosen strategy, or "nothing fits"."""
-        unfit = any(row.strategy == self.strategy.chosen and not row.fits for row in self.comparison)
-        return "nothing fits" if unfit else self.strategy.chosen

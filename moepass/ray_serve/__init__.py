@@ -22,19 +22,14 @@ from moepass.models.errors import OptionError
 def build_app(model: str, **options: Any) -> Any:
     """Return the application for `ray.serve.run`, which answers every route of `moepass serve MODEL`.
 
-    Args:
-        model: a checkpoint folder, or `demo`.
-        options: the other options of `ApplicationOptions`, and those of `FrontendOptions` and `RankOptions`.
-
-    Raises:
-        OptionError: for wrong options, and if Ray Serve is not installed.
+    The options are those of `ApplicationOptions`, `FrontendOptions` and `RankOptions`. Raises OptionError for wrong
+    ones, and if Ray Serve is not installed.
     """
     try:
         import ray.serve  # noqa: F401
     except ImportError as error:
-        raise OptionError(
-            f"Ray Serve is not installed ({error}); install it with: pip install 'moepass[ray]'", name="ray"
-        ) from error
+        text = f"Ray Serve is not installed ({error}); install it with: pip install 'moepass[ray]'"
+        raise OptionError(text, name="ray") from error
     from moepass.ray_serve.application import application
 
     return application({"model": model, **options})

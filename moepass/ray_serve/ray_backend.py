@@ -6,6 +6,7 @@ import asyncio
 import collections
 import contextvars
 import dataclasses
+import functools
 import itertools
 import math
 import time
@@ -14,15 +15,10 @@ from typing import Any
 import msgspec
 from ray.exceptions import RayActorError
 
-from moepass.ray_serve.replica import REPORT_SECONDS, status_of
-from moepass.ray_serve.replica_routing import live_router
+from moepass.ray_serve.replica_routing import live_routers
 from moepass.runtime.serving.batching.block_hashes import path_hashes
 from moepass.runtime.serving.requests.answer import Answer
-from moepass.runtime.serving.requests.backend import (
-    BackendStatus,
-    NotServingError,
-    answer_within,
-)
+from moepass.runtime.serving.requests.backend import BackendStatus, NotServingError, answer_within
 from moepass.runtime.serving.requests.request import Request
 from moepass.runtime.serving.requests.view import BackendView
 from moepass.runtime.serving.router.routable import routable_request
@@ -30,19 +26,14 @@ from moepass.runtime.serving.router.router import ATTEMPTS
 from moepass.runtime.serving.workers.frontend_limits import FrontendLimits
 from moepass.runtime.serving.workers.remote_answers import decode_answer, encode_request
 
+# The interval of a replica's reports to routers.
+REPORT_SECONDS = 1.0
 _VIEW_SECONDS = 1.0
 _NO_STATUS = BackendStatus(state="starting", max_sequence_tokens=0, vocabulary_size=0)
 
 
 class RayBackend:
-    """A backend that sends requests to replicas.
-
-    Args:
-        handle: Ray's handle of the replicas.
-        name: the name of their request router in this process.
-        key: the key of the replicas' block hashes.
-        limits: how much work may wait.
-    """
+    """A backend that sends requests to replicas; `name` is that of their request router, `key` that of their hashes."""
 
     def __init__(self, handle: Any, name: str, key: bytes, limits: FrontendLimits) -> None:
         self._handle, self._name, self._key, self._limits = handle, name, key, limits
@@ -52,11 +43,11 @@ class RayBackend:
 
     def check_room(self) -> None:
         """Raise an error if no request is accepted now; see `Backend.check_room`."""
-        router = live_router(self._name)
+        router = live_routers.get(self._name)
         state = self.status().state
         if router is None or state != "ready":
             raise NotServingError(f"no request is accepted now: {state}", value=state)
-        rates = [replica.replica_metadata["flops_per_second"] for replica in router.replicas_by_name().values()]
+        rates = [replica.replica_metadata["flops_per_second"] for replica in self._replicas().values()]
         seconds = router.routing.waiting_flops / (sum(rates) or math.inf)
         self._limits.check(seconds, self._open_bytes)
 
@@ -75,8 +66,7 @@ class RayBackend:
 
     def status(self) -> BackendStatus:
         """Return the status of the replicas with their metrics added up, as of their last reports."""
-        router = live_router(self._name)
-        reports = [_status(replica) for replica in router.replicas_by_name().values()] if router is not None else []
+        reports = [_status(replica) for replica in self._replicas().values()]
         if not reports:
             is_new = self._last_status is _NO_STATUS
             return dataclasses.replace(self._last_status, state="starting" if is_new else "no rank")
@@ -91,9 +81,7 @@ class RayBackend:
 
     async def view(self) -> BackendView:
         """Return the ranks of all replicas; see `Backend.view`. Ray's own metrics have the histograms of times."""
-        router = live_router(self._name)
-        names = list(router.replicas_by_name()) if router is not None else []
-        views = await asyncio.gather(*(self._view_of(name) for name in names))
+        views = await asyncio.gather(*(self._view_of(name) for name in self._replicas()))
         ranks = itertools.chain.from_iterable(view.ranks for view in views)
         return BackendView(
             tuple(dataclasses.replace(rank, rank=number) for number, rank in enumerate(ranks)),
@@ -104,6 +92,10 @@ class RayBackend:
     async def started(self) -> None:
         """Wait until this process knows a replica. Ray looks for replicas only after a first call."""
         await self._call("view", routing=None)
+
+    def _replicas(self) -> dict[str, Any]:
+        router = live_routers.get(self._name)
+        return {} if router is None else router.replicas_by_name()
 
     async def _answer(self, request: Request, priority: int, timeout_seconds: float) -> Answer:
         now = time.monotonic()
@@ -151,4 +143,9 @@ class RayBackend:
 
 
 def _status(replica: Any) -> BackendStatus:
-    return status_of(replica.routing_stats.get("status") or replica.replica_metadata["status"])
+    return _decoded_status(replica.routing_stats.get("status") or replica.replica_metadata["status"])
+
+
+@functools.lru_cache(maxsize=1024)  # every request reads the last one of each replica
+def _decoded_status(text: str) -> BackendStatus:
+    return msgspec.json.decode(text, type=BackendStatus)

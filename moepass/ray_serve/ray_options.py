@@ -8,8 +8,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from moepass.cli.rank_options import RankOptions, RankSetup
-from moepass.cli.server_options import FrontendOptions, served_names
+from moepass.cli.serve_options import FrontendOptions, RankOptions, RankSetup, served_names
 from moepass.models.limits import MOST_RANKS
 from moepass.option_records import check_names, option, read_options
 
@@ -76,11 +75,9 @@ class RayOptions(msgspec.Struct, frozen=True):
 
 
 def parse_options(options: Mapping[str, Any]) -> RayOptions:
-    """Validate the options of an application, and convert values that are text.
+    """Return the options of an application, converted from text where needed.
 
-    Raises:
-        OptionError: an option is unknown or has an invalid value.
-        InputError: `queue_bytes` is not a valid number of bytes.
+    Raises OptionError for an unknown or invalid option, and InputError for `queue_bytes` that are no number of bytes.
     """
     check_names(options, (ApplicationOptions, FrontendOptions, RankOptions))
     values = {**_DEFAULTS, **options}

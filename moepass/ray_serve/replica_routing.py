@@ -19,29 +19,17 @@ from moepass.runtime.serving.router.prefix_router import PrefixRouter
 from moepass.runtime.serving.router.routable import BlockHash, FlopsFormula, RoutableRequest
 
 MOST_REPLICAS = 512
-_live: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+# This process's request routers, by the names of their deployments. A router is made at the first call.
+live_routers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 # A request is removed this long after its deadline, in case its end was not reported.
 _GRACE_SECONDS = 10.0
 
 
-def announce_router(name: str, router: object) -> None:
-    """Register `router` as this process's request router of the deployment `name`."""
-    _live[name] = router
-
-
-def live_router(name: str) -> Any:
-    """Return this process's request router of the deployment `name`, or None before its first call."""
-    return _live.get(name)
-
-
 @dataclasses.dataclass(frozen=True)
 class ReplicaFacts:
-    """The capacity of a replica.
+    """The capacity of a replica: the FLOPs of open requests up to which it accepts more, and the rate of its ranks.
 
-    Attributes:
-        saturation_flops: the FLOPs of open requests up to which it accepts more.
-        flops_per_second: the rate of all its ranks together.
-        is_ready: False if its ranks are lost, so that it gets no requests.
+    If its ranks are lost, it is not ready and gets no requests.
     """
 
     saturation_flops: int
@@ -51,13 +39,7 @@ class ReplicaFacts:
 
 @dataclasses.dataclass(eq=False)
 class _OpenRequest:
-    """A request that has no answer yet.
-
-    Attributes:
-        chosen: becomes the name of its replica.
-        replica: the name of its replica, or None while it waits.
-        assignment: the number of the router's assignment.
-    """
+    """A request that has no answer yet. While it waits, `replica` is None; `chosen` becomes the name of its replica."""
 
     request: RoutableRequest
     chosen: asyncio.Future[str]
@@ -67,13 +49,9 @@ class _OpenRequest:
 
 @dataclasses.dataclass(eq=False)
 class _ReplicaBlocks:
-    """The blocks that a replica probably has in its cache.
+    """The blocks that a replica probably has in its cache: those of its last report, and of later requests.
 
-    Attributes:
-        slot: the number of the replica as a rank of the router.
-        reported: blocks of its last report.
-        answered: blocks of requests that it answered since that report arrived.
-        before: blocks of requests that it answered between the last two reports: a report is older than its arrival.
+    As a report is older than its arrival, `before` has the requests that it answered between the last two reports.
     """
 
     slot: int
@@ -83,12 +61,7 @@ class _ReplicaBlocks:
 
 
 class ReplicaRouting:
-    """The state of all replicas and open requests. All calls come from one event loop.
-
-    Args:
-        formula: the FLOPs of requests.
-        clock: returns the time in seconds, as in the deadlines of requests.
-    """
+    """The state of all replicas and open requests. All calls come from one event loop, whose time `clock` returns."""
 
     def __init__(self, formula: FlopsFormula, clock: Callable[[], float]) -> None:
         self._formula, self._clock = formula, clock

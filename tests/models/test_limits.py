@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import moepass
-from moepass.cli.arguments import parse_labels
-from moepass.cli.input_lines import BadLine, limited_lines, parse_lines
+from moepass.cli.score_command import InputLines, parse_labels
+from moepass.clients.batch_lines import limited_lines
 from moepass.models import limits
 from moepass.models.byte_counts import parse_bytes
 from moepass.models.checkpoint.checkpoint_folders import load_config, load_model, load_prompt, load_tokenizer
@@ -64,9 +64,9 @@ DEEP = nested(100_000)
 @pytest.mark.parametrize("depth", [900, 100_000])
 def test_deep_json_is_refused_wherever_it_is_read(depth: int, checkpoint: Path, tmp_path: Path) -> None:
     deep = nested(depth)
-    _, bad = parse_lines([b'{"text": "a"}\n', f'{{"text": "a", "more": {deep}}}\n'.encode()], "x")
-    assert isinstance(bad, BadLine)
-    assert str(bad.error).startswith("line 2 of x is not valid JSON: it is nested deeper")
+    lines = InputLines([b'{"text": "a"}\n', f'{{"text": "a", "more": {deep}}}\n'.encode()], "x", skips=False)
+    with pytest.raises(InputError, match=r"^line 2 of x is not valid JSON: it is nested deeper"):
+        list(lines)
     with refused(InputError, name="labels", value=deep):
         parse_labels(deep)
     profile = tmp_path / "profile.json"
@@ -272,18 +272,16 @@ def test_a_line_that_never_ends_is_not_read_to_its_end() -> None:
             return True
 
     source = io.BufferedReader(Endless())
-    error = next(limited_lines(source, "x"))
-    assert isinstance(error, TooLargeError)
-    assert (error.name, error.path, error.expected) == ("line 1", "x", 4194304)
+    lines = InputLines(limited_lines(source, limits.MOST_LINE_BYTES), "x", skips=False)
+    with refused(TooLargeError, name="line 1", path="x", expected=4194304):
+        next(iter(lines))
 
 
-def test_of_a_line_that_is_too_long_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(limited_lines(io.BytesIO(b"a\n\nb"), "x")) == [b"a\n", b"\n", b"b"]
-    monkeypatch.setattr("moepass.cli.input_lines.MOST_LINE_BYTES", 3)
-    first, error, last = limited_lines(io.BytesIO(b"ab\nabcdefghi\nc"), "x")
-    assert (first, last) == (b"ab\n", b"c")
-    assert isinstance(error, TooLargeError)
-    assert (error.name, error.value) == ("line 2", 4)
+def test_of_a_line_that_is_too_long_nothing_is_kept() -> None:
+    assert list(limited_lines(io.BytesIO(b"a\n\nb"), 3)) == [b"a\n", b"\n", b"b"]
+    assert list(limited_lines(io.BytesIO(b"ab\nabcdefghi\nc"), 3)) == [b"ab\n", None, b"c"]
+    with refused(TooLargeError, name="line 2"):
+        list(InputLines([b'{"text": "a"}', None], "x", skips=False))
 
 
 def test_bytes_of_memory_are_no_infinity() -> None:

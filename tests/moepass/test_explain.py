@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import moepass
-from moepass.explaining.advice import advice
+from moepass.explaining.arguments import explained_model
 from moepass.explaining.capture_model import capture_plans
+from moepass.explaining.compiler_part import explained_blocks
 from moepass.explaining.compiler_view import Explanation, tensorrt_text
-from moepass.explaining.explained_blocks import explained_blocks
-from moepass.explaining.explained_models import explained_model
+from moepass.explaining.forecasts import advice
 from moepass.explaining.report import Report
 from moepass.explaining.report_parts import CompilerPart, ServingPart
 from moepass.models.checkpoint.checkpoint_folders import meta_model, resolve_model

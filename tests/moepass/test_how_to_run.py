@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from moepass.explaining.explain_model import explain
-from moepass.explaining.how_to_run import how_to_run
+from moepass.explaining.forecasts import how_to_run
 from moepass.explaining.report_parts import StrategyPart
 from moepass.models.homes import HOMES
 from moepass.models.sizes.presets import preset

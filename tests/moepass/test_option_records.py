@@ -9,19 +9,49 @@ import msgspec
 import pytest
 import typer
 
+from moepass.cli.client_commands import BatchOptions
 from moepass.cli.explain_command import ExplainOptions
 from moepass.cli.main import app
-from moepass.cli.rank_options import RankOptions
 from moepass.cli.score_command import ScoreOptions
-from moepass.cli.server_options import FrontendOptions, ServerOptions
+from moepass.cli.serve_options import FrontendOptions, RankOptions, ServerOptions
+from moepass.clients.workloads import BenchOptions
 from moepass.models.errors import OptionError
-from moepass.option_records import check_names, fields_of, option_table, read_options
+from moepass.option_records import OptionField, check_names, fields_of, read_options
 from moepass.options import Options
 from moepass.ray_serve.ray_options import ApplicationOptions
 from moepass.runtime.lowering.lower_segments import LOWERINGS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-RECORDS = (ApplicationOptions, ExplainOptions, FrontendOptions, Options, RankOptions, ScoreOptions, ServerOptions)
+RECORDS = (
+    *(ApplicationOptions, BatchOptions, BenchOptions, ExplainOptions, FrontendOptions),
+    *(Options, RankOptions, ScoreOptions, ServerOptions),
+)
+
+
+def _option_table(record: type[msgspec.Struct], *, flags: bool) -> str:
+    """Return the options of a record as a Markdown table. `flags` names them as on the command line."""
+    rows = [
+        (f"`{field.flag if flags else field.name}`", _default(field, flags), _meaning(field))
+        for field in fields_of(record)
+    ]
+    lines = [f"| {' | '.join(row)} |" for row in [("option", "default", "meaning"), ("---",) * 3, *rows]]
+    return "\n".join(lines) + "\n"
+
+
+def _default(field: OptionField, flags: bool) -> str:
+    if field.texts["unset"]:
+        return field.texts["unset"]
+    if field.is_required:
+        return "required"
+    if flags and isinstance(field.default, bool):
+        return "on" if field.default else "off"
+    if isinstance(field.default, float):
+        return f"`{field.default:g}`"
+    return f"`{field.default}`" if flags else f"`{field.default!r}`".replace("'", '"')
+
+
+def _meaning(field: OptionField) -> str:
+    return " ".join(text for text in (field.texts["description"], field.texts["details"]) if text)
 
 
 @pytest.mark.parametrize(
@@ -35,15 +65,16 @@ RECORDS = (ApplicationOptions, ExplainOptions, FrontendOptions, Options, RankOpt
     ],
 )
 def test_the_documentation_has_the_table_of_each_record(page: str, record: type[msgspec.Struct], flags: bool) -> None:
-    table = option_table(record, flags=flags)
+    table = _option_table(record, flags=flags)
     assert table in (DOCS / page).read_text(encoding="utf-8"), f"docs/{page} must contain:\n{table}"
 
 
 @pytest.mark.parametrize(
     ("name", "records"),
     [
+        ("bench", (BenchOptions,)),
         ("serve", (ServerOptions, RankOptions)),
-        ("batch", (RankOptions,)),
+        ("batch", (BatchOptions, RankOptions)),
         ("score", (ScoreOptions,)),
         ("explain", (ExplainOptions,)),
     ],
@@ -55,7 +86,9 @@ def test_a_command_has_the_options_of_its_records(name: str, records: tuple[type
         parameter = options[field.name]
         assert field.flag in parameter.opts
         assert parameter.help == field.texts["description"]
-        assert parameter.default == (None if field.default == () else field.default)
+        assert parameter.required == field.is_required
+        if not field.is_required:
+            assert parameter.default == (None if field.default == () else field.default)
 
 
 def test_serve_takes_each_option_from_the_environment() -> None:
@@ -76,7 +109,7 @@ def test_every_field_is_described_and_its_default_is_valid(record: type[msgspec.
     assert [field.name for field in fields] == list(record.__struct_fields__)
     assert all(field.texts["description"].endswith(".") and field.expected for field in fields)
     values = {field.name: field.default for field in fields if not field.is_required}
-    if record is not ApplicationOptions:
+    if not any(field.is_required for field in fields):
         assert read_options(record, values) == record()
 
 

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from moepass.explaining import compiler_part
+from moepass.explaining.arguments import explained_model
 from moepass.explaining.compiler_part import STORED_LOWERING, captured_part, is_stored, preset_part
-from moepass.explaining.explained_models import explained_model
 from moepass.models.errors import InputError, MoepassError
 from moepass.models.sizes.families import from_config
 from moepass.models.sizes.presets import SIZES_FILE, preset, preset_config, preset_names

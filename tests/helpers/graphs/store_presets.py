@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 import moepass
+from moepass.explaining.arguments import explained_model
 from moepass.explaining.compiler_part import (
     STORED_FILE,
     STORED_LOWERING,
@@ -17,7 +18,6 @@ from moepass.explaining.compiler_part import (
     captured_part,
     installed_versions,
 )
-from moepass.explaining.explained_models import explained_model
 from moepass.explaining.report_parts import CompilerPart
 from moepass.models.sizes.families import from_config
 from moepass.models.sizes.presets import SIZES_FILE, StoredSizes, preset_config, preset_names

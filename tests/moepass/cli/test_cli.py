@@ -17,11 +17,12 @@ import torch
 from typer.models import OptionInfo
 from typer.testing import CliRunner
 
-from moepass.cli.arguments import parse_labels
 from moepass.cli.main import app
+from moepass.cli.score_command import parse_labels
 from moepass.demo.comparison import run_demo
-from moepass.explaining.capture_model import capture_plans, explain_checkpoint
+from moepass.explaining.capture_model import capture_plans, explain_meta_model
 from moepass.models.byte_counts import parse_bytes
+from moepass.models.checkpoint.checkpoint_folders import meta_model
 from moepass.passes.ir.plan import Plan
 from moepass.runtime.offload.offload import offload_experts
 from tests.helpers.graphs.tiny_checkpoint import broken_copy, edit_config, original_model, save_tiny_checkpoint
@@ -281,7 +282,7 @@ def test_explain_shows_the_plan_that_runs(checkpoint: Path) -> None:
     compiled = torch.compile(model, backend="asyncep", options={"lower": "eager"}, dynamic=False)
     with moepass.record_compilations() as compilations, torch.no_grad():
         compiled(input_ids=torch.zeros((2, 16), dtype=torch.int64), use_cache=False)
-    (explained,) = explain_checkpoint(checkpoint, batch=2, seq=16, slots=2, lower="eager").plans
+    (explained,) = explain_meta_model(meta_model(checkpoint), 2, 16, 2, "eager").plans
     run = compilations[0].plan
     assert _as_scheduled(explained) == _as_scheduled(run)
     # On the meta device attention is decomposed. In the run its kernel gets a mask, with which it computes as many

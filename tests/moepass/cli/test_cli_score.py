@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from moepass.cli.input_lines import InputLine
 from moepass.cli.main import app
 from moepass.cli.score_command import InputLines
 from moepass.models.homes import HOMES
@@ -72,7 +71,7 @@ def test_nothing_is_written_if_every_line_is_skipped(checkpoint: Path, tmp_path:
 
 def test_the_report_of_skipped_lines_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moepass.cli.score_command._NAMED_LINES", 2)
-    lines = InputLines(iter(()), skips=True)
+    lines = InputLines((), "x", skips=True)
     for number in range(5):
         lines.skip(number, ValueError(f"line {number}: bad"))  # type: ignore[arg-type]
     lines.count = 7
@@ -206,8 +205,8 @@ def test_a_long_shared_prefix_is_cached(checkpoint: Path, tmp_path: Path, monkey
 
 
 def test_lines_that_were_read_ahead_keep_their_order() -> None:
-    source = (InputLine(number, "x" * number, {}) for number in range(1, 9))
-    lines = InputLines(source, skips=False)
+    source = (json.dumps({"text": "x" * number}).encode() for number in range(1, 9))
+    lines = InputLines(source, "x", skips=False)
     lines.read_ahead(3, 1 << 20)
     assert (lines.count, lines.known_bytes("-")) == (3, None)
     lines.read_ahead(9, 4)

@@ -11,7 +11,7 @@ import sys
 import psutil
 import pytest
 
-from moepass.demo.decision import REQUEST, readable
+from moepass.demo.comparison import REQUEST, readable
 
 PROGRAM = [sys.executable, "-m", "moepass.cli", "demo", "--texts", "40", "--lower", "eager"]
 

@@ -17,7 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 from moepass.cli.main import app
-from moepass.cli.server_options import served_names
+from moepass.cli.serve_options import served_names
 from moepass.cli.serving import possible_connections
 from moepass.models.checkpoint.checkpoint_folders import load_model, load_tokenizer, resolve_model
 from moepass.models.limits import MOST_CONNECTIONS

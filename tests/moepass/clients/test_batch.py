@@ -23,9 +23,9 @@ from typer.testing import CliRunner
 
 from moepass.cli.main import app
 from moepass.clients import batch_lines, batch_run
-from moepass.clients.adaptive_limit import AdaptiveLimit
+from moepass.clients.batch_asker import AdaptiveLimit, ForeignServerError, KeyRefusedError, ServerGoneError
 from moepass.clients.batch_lines import BadBatchLine, BatchAnswer, read_batch
-from moepass.clients.batch_run import Batch, ForeignServerError, KeyRefusedError, ServerGoneError
+from moepass.clients.batch_run import Batch
 from moepass.models.errors import InputError, OptionError
 from tests.helpers.serving.stub_server import echo, stub_server
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from moepass.cli.main import app
-from moepass.clients.bench_report import BenchReport, report_of, table_of
+from moepass.clients.bench_run import BenchReport, report_of, table_of
 from moepass.clients.load import RequestOutcome, closed_loop, open_loop
 from moepass.clients.server_address import HttpConnections, make_client, parse_server_url, retry_after
 from moepass.clients.workloads import (

@@ -1,4 +1,4 @@
-"""Options of how a model is run: those of every command, and those that only the ranks of a server have.
+"""Options of how a model is run and served: of every command, of the ranks of a server, and of the server itself.
 
 The command line, `moepass.ray_serve` and the message that starts a rank use the same records.
 """
@@ -14,8 +14,10 @@ from msgspec import Meta
 from moepass.models.byte_counts import parse_bytes
 from moepass.models.errors import InputError, OptionError
 from moepass.models.homes import HOMES, home_named
-from moepass.models.limits import AUTO, MOST_RANKS, MOST_THREADS, MOST_TOKENS
+from moepass.models.limits import AUTO, MOST_CONNECTIONS, MOST_RANKS, MOST_THREADS, MOST_TOKENS, MOST_WAIT_SECONDS
 from moepass.option_records import Count, option
+
+_Seconds = Annotated[float, Meta(ge=0.001, le=MOST_WAIT_SECONDS)]
 
 
 class ComputeOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,21 +126,18 @@ class RankOptions(ComputeOptions, frozen=True, kw_only=True):
         except InputError as error:
             raise OptionError(str(error), name=error.name, value=error.value, expected=error.expected) from error
         if self.chunk_tokens == AUTO and (self.memory_budget is None or self.home == "device"):
-            raise OptionError(
+            message = (
                 "chunk_tokens is 'auto', but there is no memory budget that chunks could fit into; set memory_budget, "
-                "and a home that experts are streamed from, or set chunk_tokens to a number of tokens",
-                name="chunk_tokens",
-                value=AUTO,
+                "and a home that experts are streamed from, or set chunk_tokens to a number of tokens"
             )
+            raise OptionError(message, name="chunk_tokens", value=AUTO)
         if self.tune_kernels and (not self.device.startswith("cuda") or self.eager or self.lower == "eager"):
-            raise OptionError(
+            text = (
                 f"tune_kernels is on, but with device {self.device!r}, lower {self.lower!r}"
                 f"{' and eager' if self.eager else ''} experts have no Triton kernels; they have with device cuda and "
-                "lower inductor",
-                name="tune_kernels",
-                value=True,
-                expected=(False,),
+                "lower inductor"
             )
+            raise OptionError(text, name="tune_kernels", value=True, expected=(False,))
 
     @property
     def cache_bytes(self) -> int | None:
@@ -157,14 +156,84 @@ class RankOptions(ComputeOptions, frozen=True, kw_only=True):
 class RankSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The message that a rank reads when it starts, as JSON.
 
-    Attributes:
-        model: a checkpoint folder, or `demo`.
-        options: how the rank computes.
-        key: the secret key of block hashes, in hexadecimal digits. If it is empty, the server draws one.
-        meeting: a folder in which the ranks of a spread home meet.
+    `key` is the secret key of block hashes, in hexadecimal digits; if it is empty, the server draws one. Ranks of a
+    spread home meet in the folder `meeting`.
     """
 
     model: str
     options: RankOptions
     key: str = ""
     meeting: str = ""
+
+
+class FrontendOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The API key and the limits of the process that answers clients."""
+
+    api_key: Annotated[
+        str | None,
+        option(
+            "The key that clients must send.",
+            details="Every route except `/`, `/health`, `/ready` and `/ping` requires it.",
+            unset="none",
+            metavar="KEY",
+        ),
+    ] = None
+    timeout: Annotated[_Seconds, option("Seconds after which an unanswered request gets 504.", metavar="SECONDS")] = (
+        60.0
+    )
+    queue_seconds: Annotated[
+        _Seconds,
+        option(
+            "The limit on waiting work, in seconds of computation; while it is reached, calls are refused with 429.",
+            details="The header `Retry-After` says when to try again. A call is one HTTP request, which may contain "
+            "several prompts; it is accepted or refused as a whole. An idle server accepts every call that its model "
+            "can compute.",
+            metavar="SECONDS",
+        ),
+    ] = 30.0
+    queue_bytes: Annotated[
+        str,
+        option(
+            "The limit on the bytes that the tokens of all open requests take; while it is reached, calls are refused "
+            "with 429.",
+            details="The header `Retry-After` says when to try again.",
+            metavar="BYTES",
+        ),
+    ] = "1GB"
+    drain: Annotated[
+        Annotated[float, Meta(ge=0, le=MOST_WAIT_SECONDS)],
+        option("Seconds that open requests have to finish after SIGTERM.", metavar="SECONDS"),
+    ] = 30.0
+
+    @property
+    def open_bytes(self) -> int:
+        """`queue_bytes` as a number. Raises InputError if it is not a valid number of bytes."""
+        return int(parse_bytes(self.queue_bytes, "queue_bytes") or 0)
+
+
+class ServerOptions(FrontendOptions, frozen=True, kw_only=True):
+    """The options of `moepass serve` that are not about its ranks."""
+
+    host: Annotated[str, option("The address to listen on.", metavar="ADDRESS")] = "127.0.0.1"
+    port: Annotated[Annotated[int, Meta(ge=0, le=65535)], option("The port to listen on; 0 picks a free one.")] = 8000
+    name: Annotated[
+        tuple[str, ...],
+        option(
+            "A name by which clients call the model; repeat the option for more names.",
+            unset="the last part of MODEL",
+            metavar="NAME",
+        ),
+    ] = ()
+    max_connections: Annotated[
+        Annotated[int, Meta(ge=1, le=1 << 20)],
+        option(
+            "The maximum number of open connections, over all clients; further ones are answered with 503.",
+            details="The header `Retry-After` says when to try again. Each connection is an open file: if the system "
+            "allows fewer, the server prints a warning when it starts.",
+        ),
+    ] = MOST_CONNECTIONS
+
+
+def served_names(model: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names by which clients call `model`: `names`, or the last part of its path if `names` is empty."""
+    return names or (os.path.basename(os.path.abspath(model)) or model,)

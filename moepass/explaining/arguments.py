@@ -1,4 +1,4 @@
-"""The models that `explain` accepts: a preset, a checkpoint folder, a config file, a configuration, a model."""
+"""The arguments of `explain`: numbers, the machine, the memory budget, and the forms in which it accepts a model."""
 
 from __future__ import annotations
 
@@ -7,38 +7,76 @@ import dataclasses
 import difflib
 import functools
 import os
+import re
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moepass.models.checkpoint.checkpoint_folders import DEMO, load_config, resolve_model
 from moepass.models.errors import CheckpointError, InputError, one_of
+from moepass.models.limits import MOST_RANKS, MOST_SLOTS, MOST_TOKENS, check_limit
 from moepass.models.sizes.architecture import Architecture, short_dtype
 from moepass.models.sizes.config_checks import check_config, check_raw_config
 from moepass.models.sizes.families import from_config
 from moepass.models.sizes.presets import preset, preset_config, preset_names, presets_source
+from moepass.passes.machine.hardware import Hardware, with_ranks
+from moepass.runtime.profiles.hardware_profiles import load_hardware
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig
 
+# [Empirical] The remaining memory is for the allocator, the kernels' workspaces and the driver; vLLM's default.
+DEFAULT_MEMORY_SHARE = 0.9
 # Longer names are not compared with those of presets.
 _LONGEST_NAME = 200
 # Fields that are 1 or more in every family.
 _POSITIVE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
+def check_numbers(batch: int, seq: int, tokens: int | None, slots: int | None, ranks: int | None) -> None:
+    """Raise InputError for an argument that is not an integer of at least 1, or that exceeds its limit."""
+    numbers = {"batch": batch, "seq": seq, "tokens": tokens, "slots": slots, "ranks": ranks}
+    for name, value in numbers.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise InputError.wrong(name, value, "a whole number from 1 on")
+    per_step = batch * seq if tokens is None else tokens
+    what = f"batch {batch} times seq {seq}" if tokens is None else "tokens"
+    check_limit(what, per_step, MOST_TOKENS, "use several steps")
+    if slots is not None:
+        check_limit("slots", slots, MOST_SLOTS, "more slots hide no more transfers")
+    if ranks is not None:
+        check_limit("ranks", ranks, MOST_RANKS, "moepass plans for no more devices")
+
+
+def machine_of(hardware: str | os.PathLike[str] | Hardware, ranks: int | None) -> Hardware:
+    """Return the profile of a machine, with `ranks` devices if that is not None."""
+    machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
+    if ranks is None or ranks == machine.ranks:
+        return machine
+    name = re.sub(rf"^{machine.ranks}x", f"{ranks}x", machine.name)
+    return dataclasses.replace(with_ranks(machine, ranks), name=name)
+
+
+def memory_budget(machine: Hardware, requested: float | None) -> float:
+    """Return the bytes to use on each device. Raises InputError if `requested` exceeds its memory."""
+    most = machine.memory_bytes.value
+    if requested is None:
+        return DEFAULT_MEMORY_SHARE * most
+    if not 0 < requested <= most:
+        text = (
+            f"the memory budget is {requested:.0f} bytes; it must be between 1 and {most:.0f}, the memory of a device "
+            f"of {machine.name}"
+        )
+        raise InputError(text, name="memory_budget", value=requested, expected=(1, most))
+    return requested
+
+
 @dataclasses.dataclass(frozen=True)
 class ExplainedModel:
-    """A model with its sizes.
+    """A model with its sizes, or with the reason why they are unknown, and their source.
 
-    Attributes:
-        name: the name in the report.
-        loaded_config: the configuration; None for a preset, which makes it on demand.
-        architecture: the sizes, or None if no formula knows the family.
-        unknown: the reason why the sizes are unknown, or empty.
-        source: the origin of the sizes, for the report.
-        preset: the name of the preset, or empty.
+    `loaded_config` is None for a preset, whose configuration is made on demand.
     """
 
     name: str
@@ -57,16 +95,13 @@ class ExplainedModel:
 def explained_model(model: Any, dtype: str | None = None) -> ExplainedModel:
     """Return the model that a name, a path, a transformers configuration or a transformers model describes.
 
-    Args:
-        model: see `explain`. A compiled model is accepted too.
-        dtype: the dtype of the weights, instead of that of the configuration.
-
-    Raises:
-        CheckpointError: for a folder or config from which no model can be built.
-        InputError: for an unknown name, with the most similar preset, and for a model without a configuration.
+    A compiled model is accepted too. `dtype` is used instead of that of the configuration. Raises CheckpointError for a
+    folder or config from which no model can be built, and InputError for an unknown name, with the most similar preset,
+    and for a model without a configuration.
     """
     if isinstance(model, (str, os.PathLike)):
         return _by_name(os.fspath(model), dtype)
+    model = getattr(model, "_orig_mod", model)  # torch.compile(model) stores the wrapped module under this name
     config = _config_of(model)
     source = f"the {type(config).__name__} of the call"
     return _explained(_with_dtype(config, _weights_dtype(model)), None, dtype, source)
@@ -86,13 +121,11 @@ def _by_name(text: str, dtype: str | None) -> ExplainedModel:
         names = [*preset_names(), DEMO]
         similar = difflib.get_close_matches(text.lower(), names, n=1, cutoff=0.4)
         hint = f"; did you mean {similar[0]}?" if similar else "."
-        raise InputError(
+        message = (
             f"model {text!r} is unknown, and no folder or file has that name{hint} It must be a checkpoint "
-            f"folder, a config.json, or one of {one_of(names)}",
-            name="model",
-            value=text,
-            expected=tuple(names),
-        ) from None
+            f"folder, a config.json, or one of {one_of(names)}"
+        )
+        raise InputError(message, name="model", value=text, expected=tuple(names)) from None
     name = DEMO if text == DEMO else Path(text).resolve().parent.name if path.is_file() else Path(text).resolve().name
     return _explained(load_config(path), name, dtype, f"config: {path}")
 
@@ -100,16 +133,13 @@ def _by_name(text: str, dtype: str | None) -> ExplainedModel:
 def _config_of(model: Any) -> PreTrainedConfig:
     from transformers import PreTrainedConfig
 
-    # torch.compile(model) wraps the module and stores the original under this name.
-    original = getattr(model, "_orig_mod", model)
-    config = original if isinstance(original, PreTrainedConfig) else getattr(original, "config", None)
+    config = model if isinstance(model, PreTrainedConfig) else getattr(model, "config", None)
     if not isinstance(config, PreTrainedConfig):
-        raise InputError(
-            f"a {type(original).__name__} has no transformers configuration with its sizes; pass a model that has one, "
-            "a checkpoint folder, a config.json, or the name of a preset",
-            name="model",
-            value=type(original).__name__,
+        text = (
+            f"a {type(model).__name__} has no transformers configuration with its sizes; pass a model that has one, "
+            "a checkpoint folder, a config.json, or the name of a preset"
         )
+        raise InputError(text, name="model", value=type(model).__name__)
     return config
 
 
@@ -122,14 +152,13 @@ def _weights_dtype(model: Any) -> torch.dtype | None:
 
     from moepass.runtime.offload.offload import BankedParameter
 
-    original = getattr(model, "_orig_mod", model)
-    if not isinstance(original, torch.nn.Module):
+    if not isinstance(model, torch.nn.Module):
         return None
     nbytes: Counter[torch.dtype] = Counter()
-    for value in original.parameters():
+    for value in model.parameters():
         if value.is_floating_point():
             nbytes[value.dtype] += value.nbytes
-    for module in original.modules():
+    for module in model.modules():
         if isinstance(module, BankedParameter):
             nbytes[module.spec.torch_dtype] += module.spec.nbytes
     return nbytes.most_common(1)[0][0] if nbytes else None
@@ -154,9 +183,8 @@ def _explained(config: PreTrainedConfig, name: str | None, dtype: str | None, so
     for field in _POSITIVE:
         value = getattr(text, field, None)
         if isinstance(value, int) and value < 1:
-            raise InputError(
-                f"{field} of {name} is {value}; it must be 1 or more", name=field, value=value, expected="1 or more"
-            )
+            message = f"{field} of {name} is {value}; it must be 1 or more"
+            raise InputError(message, name=field, value=value, expected="1 or more")
     check_raw_config(config.to_dict(), name)
     check_config(config, name)
     if config.dtype is None:
