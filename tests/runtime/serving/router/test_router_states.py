@@ -255,7 +255,7 @@ def test_the_router_is_what_the_oracle_computes() -> None:
 @pytest.mark.timeout(3600)
 def test_the_router_is_what_the_oracle_computes_in_many_sequences() -> None:
     """Sequences are the same in every run; the environment variable asks for more of them."""
-    count = int(os.environ.get("MOEPASS_TEST_SEQUENCES", "500"))
+    count = int(os.environ.get("MOEPASS_TEST_SEQUENCES", "250"))
     run_state_machine_as_test(
         RouterMachine, settings=settings(max_examples=count, stateful_step_count=40, deadline=None)
     )
