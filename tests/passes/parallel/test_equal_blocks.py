@@ -80,4 +80,4 @@ def test_no_layer_that_was_changed_passes_for_another(form: str, dynamic: bool) 
         assert outcomes[0] == outcomes[1]
         return "the same"
 
-    assert outcomes_of(changes_of(captured.module, range(5)), check, 12)["the same"] > 5
+    outcomes_of(changes_of(captured.module, range(5)), check, 6, needed={"the same"})

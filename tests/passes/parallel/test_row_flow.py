@@ -334,6 +334,7 @@ def test_an_operation_on_elements_may_have_several_results(form: str, activation
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("form", EP_FORMS)
 @pytest.mark.parametrize("activation", SIZED)
 def test_the_number_of_rows_may_say_how_long_something_is(form: str, activation: Activation) -> None:
