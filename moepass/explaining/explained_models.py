@@ -120,7 +120,7 @@ def _weights_dtype(model: Any) -> torch.dtype | None:
     """
     import torch
 
-    from moepass.runtime.offload.offload import BankedParameter
+    from moepass.runtime.banks.banked_modules import BankedParameter
 
     original = getattr(model, "_orig_mod", model)
     if not isinstance(original, torch.nn.Module):
