@@ -31,8 +31,7 @@ from moepass.passes.ir.slot_operations import BANK_TENSOR
 from moepass.passes.parallel.proposals import NO_CROSSOVER
 from moepass.passes.pipeline import compile_graph
 from moepass.passes.segments.bank_parts import rests_on_device
-from moepass.runtime.banks.banks import BankStore, find_store
-from moepass.runtime.banks.whole_models import whole_model_store
+from moepass.runtime.banks.banks import BankStore, find_store, whole_model_store
 from moepass.runtime.captures.capture_watch import current_watch
 from moepass.runtime.execute.adoption import adoption, agreement_on_blocks, captured_forms, process_groups, run_checks
 from moepass.runtime.execute.captured import capture_notes, name_inputs

@@ -20,8 +20,8 @@ from moepass.runtime.homes.adopted_banks import AdoptionOptions
 from moepass.runtime.lowering.lower_tensorrt import torch_tensorrt
 from moepass.runtime.profiles.hardware_profiles import load_hardware
 from moepass.runtime.ranks.agree import LARGEST_EXACT
+from moepass.runtime.transfer.home_protocol import check_transport
 from moepass.runtime.transfer.link import parse_link
-from moepass.runtime.transfer.transports import check_transport
 
 
 class Options(msgspec.Struct, frozen=True):

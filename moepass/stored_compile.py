@@ -20,8 +20,7 @@ from moepass.models.version import __version__
 from moepass.options import parse_options
 from moepass.passes.graph.graph_records import NotStorableError
 from moepass.runtime.banks.banked_modules import BankedParameter
-from moepass.runtime.banks.banks import BankStore
-from moepass.runtime.banks.whole_models import whole_model_store
+from moepass.runtime.banks.banks import BankStore, whole_model_store
 from moepass.runtime.captures import fingerprint
 from moepass.runtime.captures.capture_record import CaptureRecord
 from moepass.runtime.captures.capture_store import SCHEMA, CaptureStore, find_store

@@ -148,9 +148,7 @@ def load_inductor_source(source: str) -> Callable[[list[Any]], Any]:
 
     Kernels come from Inductor's cache if they are there.
     """
-    from torch._inductor.codecache import PyCodeCache
-
-    call: Callable[[list[Any]], Any] = PyCodeCache.load(source).call
+    call: Callable[[list[Any]], Any] = load_generated_module(source).call
     return call
 
 
@@ -171,17 +169,16 @@ def compilers_side_by_side() -> Iterator[None]:
     _let_waits_be_put_off(AsyncCompile)
     pending: list[Callable[[], None]] = []
     _waits.pending = pending
-    is_complete = False
     try:
         yield
         _waits.pending = None
         for wait in pending:
             wait()
-        is_complete = True
+    except BaseException:
+        PyCodeCache.cache_clear()  # it has modules without their kernels
+        raise
     finally:
         _waits.pending = None
-        if not is_complete:
-            PyCodeCache.cache_clear()  # it has modules without their kernels
 
 
 class _Waits(threading.local):

@@ -150,7 +150,7 @@ def _weights_dtype(model: Any) -> torch.dtype | None:
     """
     import torch
 
-    from moepass.runtime.offload.offload import BankedParameter
+    from moepass.runtime.banks.banked_modules import BankedParameter
 
     if not isinstance(model, torch.nn.Module):
         return None

@@ -15,7 +15,7 @@ from moepass.models.homes import home_named
 from moepass.passes.ir.plan import BankSpec, TensorSpec
 from moepass.passes.ir.slot_operations import BANK_TENSOR
 from moepass.runtime.banks.banks import BankStore, refuse_copy
-from moepass.runtime.transfer.streams import finish_on
+from moepass.runtime.transfer.lanes import finish_on
 
 # An attribute of the module's class: the derived classes by the names of their banked parameters. It must live as long
 # as that class.
@@ -26,12 +26,7 @@ class BankedParameter(nn.Module):
     """The parametrization of one expert tensor, which reads the tensor of the complete bank.
 
     In a captured graph a read becomes one `moepass::bank_tensor`, which the compiler turns into a prefetched gather. In
-    eager mode it is a synchronous gather.
-
-    Args:
-        store: the owner of the bank.
-        bank: the bank's index in the store.
-        index: the tensor's index in the bank.
+    eager mode it is a synchronous gather. `bank` is the bank's index in the store, `index` the tensor's in the bank.
     """
 
     shard: torch.Tensor
@@ -39,9 +34,7 @@ class BankedParameter(nn.Module):
     def __init__(self, store: BankStore, bank: int, index: int) -> None:
         super().__init__()
         self.register_buffer("shard", store.bank(bank).shard, persistent=False)
-        self.store = store
-        self.bank = bank
-        self.index = index
+        self.store, self.bank, self.index = store, bank, index
         spec = store.bank(bank).spec
         tensor = self.spec
         # Dynamo guards on the layout, so parameters with equal layouts share code.
@@ -127,7 +120,7 @@ def _why_not_writable(bank: BankSpec) -> str:
     return f"rest encoded ({bank.format.decoder})" if bank.format.is_encoded else ""
 
 
-class BankParametrizations(ParametrizationList):
+class _BankParametrizations(ParametrizationList):
     """The parametrizations of one parameter: exactly its bank, with no second one on top.
 
     Adapters (peft's `target_parameters`) add theirs in every forward and remove them afterwards. They do not expect a
@@ -155,19 +148,16 @@ class BankParametrizations(ParametrizationList):
         pass
 
     def append(self, module: nn.Module) -> NoReturn:
-        raise InputError(adapter_refusal(self.name, type(module).__name__), name=self.name)
+        raise InputError(
+            f"{type(module).__name__} changes the expert weights `{self.name}` while the model runs, but they rest in "
+            "a bank, which does not change; merge adapters into the model before offload_experts (in peft: model = "
+            "model.merge_and_unload())",
+            name=self.name,
+        )
 
     def forward(self) -> torch.Tensor:
         tensor: torch.Tensor = self[0](self.original)
         return tensor
-
-
-def adapter_refusal(name: str, adapter: str) -> str:
-    """Return the error text for `adapter`, which changes the expert parameter `name` in each forward."""
-    return (
-        f"{adapter} changes the expert weights `{name}` while the model runs, but they rest in a bank, which does not "
-        "change; merge adapters into the model before offload_experts (in peft: model = model.merge_and_unload())"
-    )
 
 
 def bank_parameters(module: nn.Module, banked: Mapping[str, BankedParameter]) -> None:
@@ -179,7 +169,7 @@ def bank_parameters(module: nn.Module, banked: Mapping[str, BankedParameter]) ->
     for name, parametrization in banked.items():
         parameter = getattr(module, name)
         nothing = nn.Parameter(torch.empty(0, dtype=parameter.dtype, device=parameter.device), requires_grad=False)
-        lists[name] = BankParametrizations(name, parametrization, nothing).train(module.training)
+        lists[name] = _BankParametrizations(name, parametrization, nothing).train(module.training)
     for name in banked:
         del module._parameters[name]
     if "parametrizations" not in module._modules:
@@ -305,6 +295,3 @@ def check_before_moving(model: nn.Module) -> None:
     for module in model.modules():
         if not isinstance(module, BankedParameter) and next(_banked_below(module), None) is not None:
             module.__dict__["_apply"] = _CheckedApply(module)
-
-
-__all__ = ["BankedParameter", "bank_parameters", "banked_parameters", "check_before_moving"]

@@ -8,17 +8,18 @@ import logging
 import threading
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from moepass.models.errors import InputError
 from moepass.models.homes import home_named
 from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.placed_model import PlacedModel
 from moepass.passes.ir.plan import BankSpec
-from moepass.passes.ir.shards import ALIGNMENT_BYTES, pack_layout, parameter_places, shard_layout
+from moepass.passes.ir.shards import pack_layout, parameter_places, shard_layout
 from moepass.runtime.banks.computed_parts import computed_part
 from moepass.runtime.banks.memory_table import MemoryTable, bank_key
 from moepass.runtime.kernels.decoders import codec_of
@@ -26,7 +27,6 @@ from moepass.runtime.system.forking import OwnerProcess
 from moepass.runtime.transfer.home_protocol import Home
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.ring import Ring, make_ring
-from moepass.runtime.transfer.streams import current_stream
 
 logger = logging.getLogger("moepass")
 
@@ -114,28 +114,21 @@ class BankStore:
     the largest bank, however many shapes are compiled. Eager mode does not use the ring: it gathers a bank into fresh
     memory and caches the last one, because one layer reads its bank several times.
 
-    Args:
-        device: the compute device.
-        slots: the requested number of slots; `ring_slots` may be smaller.
-        link: the link that copies into the slots are emulated with, or the real one.
-        home: where the banks rest.
-
     Attributes:
+        slots: the requested number of slots; `ring_slots` may be smaller.
         number: the store's number in graphs, see `find_store`.
         placed: the planner's decisions when the banks were moved to their home; None if there was no plan.
-        tells_of_uncompiled_calls: whether the first call of the uncompiled model logs a warning.
+        warns_of_uncompiled_calls: whether the first call of the uncompiled model logs a warning.
     """
 
     def __init__(self, device: torch.device, slots: int, link: Link, home: Home) -> None:
-        self.device = device
-        self.slots = slots
-        self.link = link
-        self.home = home
+        self.device, self.slots, self.link, self.home = device, slots, link, home
         self.number = next(_store_numbers)
         self.placed: PlacedModel | None = None
         self.warns_of_uncompiled_calls = True
         self._banks: dict[int, Bank] = {}
-        self._ring: Ring | None = None
+        # None until a compiled graph needs a ring.
+        self.current_ring: Ring | None = None
         self._ring_lock = threading.RLock()
         self._owner = OwnerProcess()
         # The last bank that eager mode gathered: its key, its tensors and a sample of them.
@@ -168,7 +161,7 @@ class BankStore:
         """Remove a bank that no graph will read again. The ring goes with the last bank."""
         del self._banks[bank.spec.index]
         if not self._banks:
-            self._ring = None
+            self.current_ring = None
 
     @property
     def home_bytes(self) -> int:
@@ -200,43 +193,31 @@ class BankStore:
     def device_bytes(self) -> int:
         """Bytes that banks take on the compute device now: those of the ring, and those that eager mode caches."""
         cached = sum(value.nbytes for value in self._eager[1]) if self._eager is not None else 0
-        return cached + (0 if self._ring is None else self._ring.device_bytes)
-
-    @property
-    def current_ring(self) -> Ring | None:
-        """The ring, or None until a compiled graph needs one."""
-        return self._ring
+        return cached + (0 if self.current_ring is None else self.current_ring.device_bytes)
 
     def ring(self, debug: bool = False, slot_bytes: int | None = None) -> Ring:
         """Return the ring for a compiled graph; the first call creates it. Clears the cache of eager mode.
 
-        Args:
-            debug: whether released slots are filled with NaN. Once on, it stays on, because graphs share the ring.
-            slot_bytes: the size of the slots that the graph needs; by default the present size, or in a new ring
-                that of the largest bank.
+        `debug` fills released slots with NaN; once on, it stays on, because graphs share the ring. `slot_bytes` is the
+        size of the slots that the graph needs, by default the present size, or in a new ring that of the largest bank.
         """
         self.forget_gathered()
         self._owner.check()
         with self._ring_lock:
-            if self._ring is None:
+            if self.current_ring is None:
                 size = self.slot_bytes if slot_bytes is None else slot_bytes
-                self._ring = make_ring(self.ring_slots, size, self.device, self.link, home=self.home)
+                self.current_ring = make_ring(self.ring_slots, size, self.device, self.link, home=self.home)
+            ring = self.current_ring
             # Banks may have been added since it was created, and this graph may need larger slots.
-            self._ring.reserve(self.ring_slots, slot_bytes or 0, self.encoded_buffer_bytes)
-            self._ring.debug = self._ring.debug or debug
-            return self._ring
+            ring.reserve(self.ring_slots, slot_bytes or 0, self.encoded_buffer_bytes)
+            ring.debug = ring.debug or debug
+            return ring
 
     def read(self, bank: BankSpec, inputs: Sequence[torch.Tensor], start: int, stop: int) -> torch.Tensor:
         """Return bytes [start, stop) of the complete `bank` as in a slot, in fresh memory on the device; synchronous.
 
-        Args:
-            bank: the spec that this store has of the bank.
-            inputs: the graph inputs that the bank is read from.
-            start: the first byte.
-            stop: the byte after the last one.
-
-        Raises:
-            PeerError: a rank with one of the shards is gone.
+        `bank` is this store's own spec of the bank that a graph reads from `inputs`. Raises PeerError if a rank with
+        one of the shards is gone.
         """
         self._owner.check()
         self.home.check()
@@ -266,7 +247,7 @@ class BankStore:
         bank = self._banks[index]
         shard = bank.shard
         key = None if shard.is_inference() else (index, shard.data_ptr(), shard._version)
-        last, stream = self._eager, current_stream(self.device)
+        last, stream = self._eager, _current_stream(self.device)
         is_other_stream = stream != self._eager_stream
         if stream is not None and self._eager_stream is not None and is_other_stream:
             stream.wait_stream(self._eager_stream)
@@ -319,6 +300,10 @@ def _is_called_by_compiled_model() -> bool:
     return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
 
 
+def _current_stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
 def _sample(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return some bytes of each tensor. A write to a whole tensor, as by an adapter, changes them."""
     with torch.no_grad():
@@ -349,11 +334,27 @@ def find_bank(bank: BankSpec, inputs: Sequence[torch.Tensor]) -> tuple[BankStore
     None if no store has the bank.
     """
     entry = _banks_by_input.find(bank_key(bank, inputs))
-    store = None if entry is None else entry[0]()
-    return None if entry is None or store is None else (store, entry[1])
+    if entry is None or (store := entry[0]()) is None:
+        return None
+    return store, entry[1]
 
 
-__all__ = [
-    "ALIGNMENT_BYTES", "Bank", "BankStore", "describe_bank", "find_bank", "find_store", "pack_bank", "refuse_copy",
-    "write_parts",
-]  # fmt: skip
+# Stores without banks, of models whose experts all fit into the memory budget, by their expert weights.
+_whole_model_stores: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def keep_whole_model_store(experts: Iterable[torch.Tensor], store: BankStore | None) -> None:
+    """Associate `experts` with `store`, which has no banks. None removes the association."""
+    for weight in experts:
+        _whole_model_stores.pop(weight, None)
+        if store is not None:
+            _whole_model_stores[weight] = store
+
+
+def whole_model_store(tensors: Iterable[object]) -> BankStore | None:
+    """Return the store associated with the first expert weight among `tensors`; None if there is no such weight.
+
+    It has the planner's decisions for a model none of whose experts was moved.
+    """
+    stores = (_whole_model_stores.get(value) for value in tensors if isinstance(value, torch.Tensor))
+    return next((store for store in stores if store is not None), None)

@@ -70,6 +70,3 @@ def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
 def memories_of(tensors: Iterable[torch.Tensor]) -> tuple[Memory, ...]:
     """Return the memory of each tensor, in order; usable as a key."""
     return tuple(memory_of(tensor) for tensor in tensors)
-
-
-__all__ = ["MemoryTable", "bank_key", "memories_of"]

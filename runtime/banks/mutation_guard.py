@@ -1,9 +1,8 @@
 """A check before every run that this rank's tensors of a bank are unchanged since the ranks agreed on it.
 
-By default the check compares torch's version counters, which is free. They do not count writes through `.data` or
-numpy, `dist.recv` or `dist.broadcast` into a parameter, or writes to an inference tensor. With `debug` every run
-compares all bytes with the shard. A changed counter also leads to a comparison of all bytes: writing the same bits
-again is not a change.
+By default the check compares torch's version counters, which is free, but does not count all writes (see
+runtime/homes/README.md). With `debug` every run compares all bytes with the shard. A changed counter also leads to a
+comparison of all bytes: writing the same bits again is not a change.
 
 A parameter that is the shard itself, as on a GPU, has no second copy to compare with, so any change of its counter is
 a change. With `debug` a sample of every expert is compared with its earlier values (`any_is_written`), for all
@@ -23,14 +22,11 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class MutationGuard:
-    """A check of this rank's tensors of one bank, each [own experts, ...].
+    """A check of this rank's tensors of one bank, each [own experts, ...], which was made from `parts`.
 
-    Args:
-        parts: the parameters that the bank was made from.
-        shard: the present values of the first of `parts`, in memory that is never written to.
-        are_shard: for each tensor of `shard`, whether the parameter is that memory itself. With None, no parameter is.
-        compute: the function that makes further tensors of the bank from `parts`.
-        computed: the present results of `compute`, in memory that is never written to.
+    `shard` has the present values of the first of `parts`, and `computed` those of further tensors that `compute` makes
+    from `parts`, in memory that is never written to. `are_shard` says which parameters are that memory themselves; with
+    None, none is.
     """
 
     def __init__(
@@ -71,9 +67,9 @@ class MutationGuard:
                     return False
             elif not _same_bits(tensor, original):
                 return False
-        for computed, original in zip(self._compute(parts) if self._computed else (), self._computed, strict=True):
-            if not _same_bits(computed, original):
-                return False
+        computed = self._compute(parts) if self._computed else ()
+        if not all(map(_same_bits, computed, self._computed)):
+            return False
         self._versions = versions
         return True
 

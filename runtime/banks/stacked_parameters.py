@@ -33,9 +33,7 @@ _movers: MemoryTable[weakref.ref[StackedParameters]] = MemoryTable()
 class StackedParameters(torch.nn.Module):
     """The parameters, one for each expert, that one operation of a graph reads as one tensor.
 
-    Args:
-        names: the names of the parameters.
-        note: called once with the reason if the parameters are copied in each run.
+    `note` is called once with the reason if the parameters, called `names`, are copied in each run.
     """
 
     def __init__(self, names: Sequence[str], note: Callable[[str], None] | None = None) -> None:
@@ -73,9 +71,8 @@ class StackedParameters(torch.nn.Module):
         return any(mover is not None and mover is not self and mover._are_together() for mover in movers)
 
     def _are_together(self) -> bool:
-        parts = [reference() for reference in self._moved]
-        living = [tensor for tensor in parts if tensor is not None]
-        return len(living) == len(parts) and _side_by_side(living) is not None
+        living = [tensor for reference in self._moved if (tensor := reference()) is not None]
+        return len(living) == len(self._moved) and _side_by_side(living) is not None
 
     def _note_copies(self, parts: Sequence[torch.Tensor]) -> None:
         if self._has_noted:

@@ -27,7 +27,7 @@ from moepass.passes.parallel.proposals import NO_CROSSOVER, Proposal, exchanges_
 from moepass.runtime.execute.dispatching import BankInputs, CapturedFallback, CapturedForm, Dispatcher
 from moepass.runtime.execute.run_findings import RunFindings
 from moepass.runtime.execute.schedules import Adopt
-from moepass.runtime.homes.adopted_banks import AdoptionOptions, adopted_banks, adopted_parts
+from moepass.runtime.homes.adopted_banks import AdoptionOptions, adopted_banks
 from moepass.runtime.homes.device_home import check_transport_to
 from moepass.runtime.ranks.agreement import RunCheck, taken_blocks
 from moepass.runtime.ranks.block_decisions import decisions_of, has_others
@@ -65,11 +65,7 @@ def agreement_on_blocks(
 ) -> Agree | None:
     """Return the function by which ranks agree on the blocks that are rewritten; None if no other rank takes part.
 
-    Args:
-        captured: the captured graph.
-        groups: the process groups that it uses.
-        crossover: the number of tokens per rank below which runs exchange tokens, as text that ranks compare.
-        timeout_s: how long to wait for the other ranks, in seconds.
+    `crossover` is the number of tokens per rank below which runs exchange tokens, as text that ranks compare.
     """
     exchanges = _shared_exchanges(captured, groups)
     if not exchanges:
@@ -171,9 +167,7 @@ def _replica_check(
 def adoption(plan: Plan, device: torch.device, options: AdoptionOptions) -> Adopt | None:
     """Return the function that adopts the banks of `plan` in the first run; None if they are no parameters of it.
 
-    Raises:
-        InputError: banks of other ranks cannot be streamed to `device`.
-        OptionError: the link does not exist on `device`.
+    Raises InputError if banks of other ranks cannot be streamed to `device`, and OptionError if it lacks the link.
     """
     names = {bank.group for bank in plan.banks if bank.group}
     if not names:
@@ -204,15 +198,3 @@ def _group(name: str) -> ProcessGroup:
             f"process group {name!r}, over which the experts are spread, was destroyed; compile again", name=name
         )
     return group
-
-
-__all__ = [
-    "AdoptionOptions",
-    "adopted_banks",
-    "adopted_parts",
-    "adoption",
-    "agreement_on_blocks",
-    "captured_forms",
-    "process_groups",
-    "run_checks",
-]

@@ -22,7 +22,7 @@ from moepass.runtime.banks.stacked_parameters import StackedParameters
 from moepass.runtime.cuda_graphs.segment_graphs import SegmentGraphs
 from moepass.runtime.execute.run_findings import RunFindings
 from moepass.runtime.lowering.boxed_code import TakesList
-from moepass.runtime.transfer.recording import current_recording
+from moepass.runtime.transfer.recording import current_recording, moment_on
 from moepass.runtime.transfer.ring import Ring
 
 MODEL_IS_GONE = "the model of this compiled graph was deleted, and with it the ring of its experts"
@@ -77,9 +77,7 @@ class SegmentCall(TakesList):
 
     def __init__(self, segment: Callable[..., Any], name: str, layers: str) -> None:
         super().__init__()
-        self.segment = segment
-        self.name = name
-        self.layers = layers
+        self.segment, self.name, self.layers = segment, name, layers
 
     def forward(self, *inputs: Any) -> Any:
         """Run the segment on `inputs`."""
@@ -91,10 +89,10 @@ class SegmentCall(TakesList):
         if recording is None:
             return self._run(inputs)
         device = device_of(inputs)
-        started = recording.now(device)
+        started = moment_on(device)
         outputs = self._run(inputs)
         label = f"{self.name}: {self.layers}" if self.layers else self.name
-        recording.add("segment", label, COMPUTE, started, recording.now(device))
+        recording.add("segment", label, COMPUTE, started, moment_on(device))
         return outputs
 
     def _run(self, inputs: list[Any]) -> Any:
@@ -134,13 +132,9 @@ def bind(
     Parameters of single experts that are read as one tensor are moved into one memory in their first run. Bank tensors
     that are read outside the schedule, from shards of several ranks, become calls of their store.
 
-    Args:
-        top: a graph of segments and slot operations.
-        banks: the graph's banks by the index that they have in it.
-        ring: the ring of these banks; None if `top` has no slot operations.
-        remark: added to the layers that errors name.
-        graphs: records and replays segments as CUDA graphs; None runs them directly.
-        findings: notes the parameters that are copied in each run because they cannot be moved.
+    `banks` are the graph's banks by the index that they have in it. `remark` is added to the layers that errors name.
+    `graphs` records and replays segments as CUDA graphs. `findings` notes the parameters that are copied in each run
+    because they cannot be moved.
     """
     bound = copy_graph_module(top)
     for target, call in _RING_CALLS.items():

@@ -60,8 +60,7 @@ class CapturedForm:
 
     def __init__(self, captured: GraphModule, lower: str) -> None:
         self.statistics = FormStatistics()
-        self._captured = captured
-        self._lower = lower
+        self._captured, self._lower = captured, lower
         self._sources = size_sources(captured.graph)
         self._compiled: list[LateGraph] = []
         self._lock = threading.Lock()
@@ -116,9 +115,7 @@ class CapturedFallback(CapturedForm):
         findings: RunFindings,
     ) -> None:
         super().__init__(captured, lower)
-        self._check = check
-        self._blocks = blocks
-        self._findings = findings
+        self._check, self._blocks, self._findings = check, blocks, findings
 
     def replaces_schedule(self, arguments: Sequence[Any], banks: Sequence[BankSpec], inputs: BankInputs) -> bool:
         """Return whether the tokens differ between ranks, so that the captured graph must run."""
@@ -147,11 +144,8 @@ class Dispatcher(CapturedForm):
         blocks: tuple[str, ...] = (),
     ) -> None:
         super().__init__(captured, lower)
-        self._dispatch = dispatch
-        self._group = group
-        self._register = register
-        self._timeout_s = timeout_s
-        self._blocks = blocks
+        self._dispatch, self._group, self._register = dispatch, group, register
+        self._timeout_s, self._blocks = timeout_s, blocks
         # The memory of tensors that were registered.
         self._registered: MemoryTable[bool] = MemoryTable()
         self.compile_for(sizes_at_capture(captured.graph))  # now, so that no run has to wait for it

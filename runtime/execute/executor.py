@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,17 +16,17 @@ from moepass.passes.graph.input_sizes import read_sizes, size_sources
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.timeline import HOST
 from moepass.runtime.cuda_graphs.segment_graphs import SegmentGraphs
-from moepass.runtime.execute.bound_graph import SegmentCall, SegmentError, device_of
-from moepass.runtime.execute.chunk_choice import ChunkSizeChoice
+from moepass.runtime.execute.bound_graph import SegmentCall, device_of
 from moepass.runtime.execute.dispatching import CapturedForm, Dispatcher, FormStatistics
-from moepass.runtime.execute.run_clock import MeasuredRuns, RunClock
 from moepass.runtime.execute.run_findings import RunFindings
+from moepass.runtime.execute.run_report import MeasuredRuns, RunClock
 from moepass.runtime.execute.schedules import Adopt, Schedules
 from moepass.runtime.lowering.lower_token_loop import ChunkOfRun
 from moepass.runtime.system.forking import OwnerProcess
-from moepass.runtime.transfer.copying import CopyError
 from moepass.runtime.transfer.recording import current_recording
 from moepass.runtime.transfer.ring import Ring
+
+logger = logging.getLogger("moepass")
 
 _executor_numbers = itertools.count()
 # Runs without a ring need not take turns.
@@ -48,7 +49,6 @@ class Executor:
         checks: called before each run. They raise if the run must not begin.
         debug: fills released slots with NaN.
         cudagraphs: records segments as CUDA graphs where shapes repeat, except those that the plan refuses.
-        findings: the record of refusals in runs; by default a new one.
     """
 
     _boxed_call = True
@@ -66,12 +66,14 @@ class Executor:
         findings: RunFindings | None = None,
     ) -> None:
         self.plan = plan
-        self.findings = RunFindings() if findings is None else findings
-        self.graphs = _segment_graphs(plan, self.findings) if cudagraphs else None
+        self.findings = findings or RunFindings()
+        refused = [segment.name for segment in plan.segments if segment.cuda_graph and segment.cuda_graph.refusal]
+        self.graphs = SegmentGraphs(refused, self.findings.refuse_recording) if cudagraphs else None
         self._schedules = Schedules(top, plan, ring, adopt, debug, self.graphs, self.findings)
         self._forms = [(form, SegmentCall(form.run, "the captured graph", "")) for form in forms]
         self._checks = tuple(checks)
-        self._chunks = ChunkSizeChoice(plan)
+        # The tokens per chunk by the sizes of a run.
+        self._chunk_tokens: dict[tuple[tuple[str, int], ...], int] = {}
         self._clock = RunClock(self._schedules.inputs_at_rest())
         self._sizes = size_sources(top.graph)
         self._gathers = plan.gathers()
@@ -125,7 +127,7 @@ class Executor:
         ring = schedule.living_ring()
         turn = _NO_RING if ring is None else ring.run(self._number, self._gathers)
         # The clock starts when the ring is locked, so it does not count the runs of other threads.
-        with turn, self._clock.run(device, sizes, ring, arguments), ChunkOfRun(self._chunks.tokens(sizes)):
+        with turn, self._clock.run(device, sizes, ring, arguments), ChunkOfRun(self._chunk_tokens_for(sizes)):
             if self.graphs is None:
                 return schedule.run(list(arguments))
             fixed: list[torch.Tensor] = [value for value in arguments if isinstance(value, torch.nn.Parameter)]
@@ -134,14 +136,29 @@ class Executor:
                 outputs = schedule.run(list(arguments))
                 return outputs if run is None else run.own(outputs)
 
+    def _chunk_tokens_for(self, sizes: Mapping[str, int]) -> int | None:
+        """Return the largest chunk whose activations fit the memory budget, or None if the plan fixed the chunks.
+
+        Warns if even the smallest chunk exceeds the budget.
+        """
+        memory = self.plan.activations
+        if memory is None or memory.room_bytes is None:
+            return None
+        key = tuple(sizes.items())
+        if key not in self._chunk_tokens:
+            tokens, nbytes = memory.chosen_chunk_tokens(sizes, self.plan.sequence_counts(sizes))
+            self._chunk_tokens[key] = tokens
+            if nbytes > memory.room_bytes:
+                logger.warning(
+                    "a run with sizes %s needs %.0f bytes of activations even in the smallest chunks, of %d tokens; "
+                    "the memory budget leaves %.0f: use a larger memory_budget or shorter inputs",
+                    dict(sizes),
+                    nbytes,
+                    tokens,
+                    memory.room_bytes,
+                )
+        return self._chunk_tokens[key]
+
     def measured(self) -> MeasuredRuns:
         """Return measurements of the last runs. On CUDA this waits until these runs have finished."""
         return self._clock.measured()
-
-
-def _segment_graphs(plan: Plan, findings: RunFindings) -> SegmentGraphs:
-    refused = [segment.name for segment in plan.segments if segment.cuda_graph and segment.cuda_graph.refusal]
-    return SegmentGraphs(refused, findings.refuse_recording)
-
-
-__all__ = ["CopyError", "Executor", "SegmentError"]

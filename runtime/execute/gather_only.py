@@ -8,9 +8,9 @@ from moepass.models.errors import InputError
 from moepass.passes.ir.plan import BankSpec
 from moepass.runtime.banks.banked_modules import banked_parameters
 from moepass.runtime.banks.banks import BankStore
-from moepass.runtime.execute.adoption import adopted_parts
+from moepass.runtime.homes.adopted_banks import adopted_parts
 from moepass.runtime.homes.collective import CollectiveTransport
-from moepass.runtime.transfer.transports import Transport
+from moepass.runtime.transfer.home_protocol import Transport
 
 
 def gather_only_step(model: nn.Module) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,7 +23,6 @@ from moepass.runtime.cuda_graphs.segment_graphs import SegmentGraphs
 from moepass.runtime.execute.bound_graph import MODEL_IS_GONE, bind, living_ring
 from moepass.runtime.execute.run_findings import RunFindings
 from moepass.runtime.lowering.boxed_code import run_by_list
-from moepass.runtime.system.tensor_memory import Memory
 from moepass.runtime.transfer.ring import Ring
 
 # Takes the banks of a graph and this rank's tensors of each, and registers them for `find_bank`.
@@ -54,10 +54,8 @@ class Schedule:
 class Schedules:
     """Looks up a run's schedule by the addresses of its bank inputs, and binds a new one for banks not seen before.
 
-    Attributes:
-        banks: the banks that the graph streams.
-        default: the schedule that the graph was compiled for. If banks are parameters of the graph, it is the schedule
-            of the first run instead.
+    `default` is the schedule that the graph was compiled for, or that of the first run if banks are parameters of the
+    graph. `banks` are the banks that the graph streams.
     """
 
     def __init__(
@@ -70,9 +68,7 @@ class Schedules:
         graphs: SegmentGraphs | None,
         findings: RunFindings,
     ) -> None:
-        self._top = top
-        self._plan = plan
-        self._adopt = adopt
+        self._top, self._plan, self._adopt = top, plan, adopt
         self._debug = debug or (ring is not None and ring.debug)
         self._bind = functools.partial(bind, graphs=graphs, findings=findings)
         names = [node.name for node in graph_inputs(top.graph)]
@@ -110,7 +106,7 @@ class Schedules:
         """
         if not inputs:
             return self.default  # if arguments are missing, its code raises the error that says so
-        schedule = self._schedules.find(_memories(inputs))
+        schedule = self._schedules.find(memories_of(itertools.chain(*inputs)))
         return schedule if schedule is not None and schedule.is_alive else self._schedule_for_new(inputs)
 
     def _schedule_for_new(self, inputs: Sequence[Sequence[torch.Tensor]]) -> Schedule:
@@ -141,11 +137,8 @@ class Schedules:
                 bound = self._bind(self._top, self._specs | specs, ring, remark)
                 schedule = Schedule(bound, weakref.ref(ring))
             # Adoption may have given the parameters new storage; compute the key again.
-            self._schedules.add(_memories(inputs), (tensor for tensors in inputs for tensor in tensors), schedule)
+            tensors = list(itertools.chain(*inputs))
+            self._schedules.add(memories_of(tensors), tensors, schedule)
             if not self.default.is_alive or self.default.ring is None:
                 self.default = schedule
             return schedule
-
-
-def _memories(inputs: Sequence[Sequence[torch.Tensor]]) -> tuple[Memory, ...]:
-    return memories_of(tensor for tensors in inputs for tensor in tensors)

@@ -2,8 +2,7 @@
 
 The ranks of a process group meet once for each bank; each contributes its own parameters as a shard. The memory of
 these parameters identifies the bank. So code that Dynamo shares between layers finds the experts of each layer, and
-eager code finds the banks of compiled code. When a model is freed, its shards are unmapped; the ring is freed with the
-last shard.
+eager code finds the banks of compiled code.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -31,16 +30,15 @@ from moepass.runtime.banks.mutation_guard import MutationGuard, any_is_written
 from moepass.runtime.homes.device_home import make_transport, packer_on
 from moepass.runtime.homes.peer_home import PeerPacker
 from moepass.runtime.homes.peers import DEFAULT_TIMEOUT_S, PeerGroup
-from moepass.runtime.homes.shared_parameters import share_parts
 from moepass.runtime.ranks.block_decisions import MEETING
 from moepass.runtime.ranks.eager_watch import FailureCheck
 from moepass.runtime.system.forking import OwnerProcess
 from moepass.runtime.system.processes import ProcessWatch
 from moepass.runtime.system.tensor_memory import Memory
-from moepass.runtime.transfer.home_protocol import Home
+from moepass.runtime.transfer.home_protocol import Home, Transport
 from moepass.runtime.transfer.link import Link
+from moepass.runtime.transfer.ring import Ring
 from moepass.runtime.transfer.sources import Source
-from moepass.runtime.transfer.transports import Transport
 
 logger = logging.getLogger("moepass")
 
@@ -61,11 +59,9 @@ class AdoptedBank(Bank):
 
     Attributes:
         sources: the shards of all ranks, in the order in which this rank copies them.
-        group: the ranks.
         memories: the memory of each of this rank's parameters.
         storages: weak references to their storages.
-        guard: the check that these parameters are unchanged.
-        held_twice_bytes: bytes of this rank's parameters that exist again in the shard, see `share_parts`.
+        held_twice_bytes: bytes of this rank's parameters that exist again in the shard, see `PeerPacker.share_parts`.
     """
 
     sources: tuple[Source, ...]
@@ -75,85 +71,65 @@ class AdoptedBank(Bank):
     guard: MutationGuard
     held_twice_bytes: int
 
-    @property
-    def is_expired(self) -> bool:
-        """True once a parameter was freed: no graph can read this bank again."""
-        return any(storage.expired() for storage in self.storages)
-
 
 class AdoptedHome(Home):
-    """The shards of all ranks of a group. Raises an error if a shard changes after the ranks have met for it.
+    """The shards of all ranks of a group. Raises an error if a shard changes after the ranks have met for it."""
 
-    `store` is a weak reference to the store of the banks; `adopt` sets it.
-    """
-
+    # The store of the banks; the adopter sets it.
     store: weakref.ref[BankStore]
 
     def __init__(self, transport: Transport, failures: FailureCheck) -> None:
         self.transport = transport
         self.watch = ProcessWatch()
+        # The banks in use, by their index.
+        self.banks: dict[int, AdoptedBank] = {}
         self._failures = failures
         self._has_removed_banks = False
 
-    def banks(self) -> list[AdoptedBank]:
-        """Return the banks that are in use."""
-        store = self.store()
-        return [] if store is None else [bank for bank in store.banks if isinstance(bank, AdoptedBank)]
-
     @property
     def held_twice_bytes(self) -> int:
-        """Bytes of this rank's parameters that exist again in the shards, see `share_parts`."""
-        return sum(bank.held_twice_bytes for bank in self.banks())
+        """Bytes of this rank's parameters that exist again in the shards."""
+        return sum(bank.held_twice_bytes for bank in list(self.banks.values()))
 
     @property
-    def _is_debug(self) -> bool:
+    def _ring(self) -> Ring | None:
         store = self.store()
-        return store is not None and store.current_ring is not None and store.current_ring.debug
+        return None if store is None else store.current_ring
 
     def check(self) -> None:
-        """Check that all ranks of the banks in use are alive, and, in debug mode, that no parameter was written to.
+        """Raise PeerError if a rank of the banks in use has ended, or failed for good.
 
-        Without debug mode the host does not wait for the device.
-
-        Raises:
-            PeerError: a rank has ended, or failed for good.
-            InputError: a parameter that is the shard itself was written to.
+        In debug mode, raises InputError if a parameter that is the shard itself was written to. Without it, the host
+        does not wait for the device.
         """
         self._failures.check()
-        banks = self.banks()
+        banks, ring = list(self.banks.values()), self._ring
         if self.watch.gone():
             for group in {bank.group for bank in banks}:
                 group.check_alive()
-        if self._is_debug and any_is_written([bank.guard for bank in banks]):
+        if ring is not None and ring.debug and any_is_written([bank.guard for bank in banks]):
             names = " and ".join(bank.spec.name for bank in banks if any_is_written([bank.guard]))
             raise InputError(_changed(names), name=names)
-        store = self.store()
-        if self._has_removed_banks and store is not None and store.current_ring is not None:
+        if self._has_removed_banks and ring is not None:
             self._has_removed_banks = False
-            store.current_ring.forget()
+            ring.forget()
 
     def sources(self, bank: BankSpec, shards: Sequence[torch.Tensor]) -> tuple[Source, ...]:
         """Return the shards of all ranks. Raises InputError if this rank's parameters, `shards`, were changed."""
-        adopted = self._adopted(bank)
-        if not adopted.guard.are_unchanged(shards, self._is_debug):
+        adopted, ring = self.banks[bank.index], self._ring
+        if not adopted.guard.are_unchanged(shards, debug=ring is not None and ring.debug):
             raise InputError(_changed(bank.name), name=bank.name)
         return adopted.sources
 
     def rank_of(self, bank: BankSpec) -> int:
         """Return this process's rank in the group of `bank`."""
-        return self._adopted(bank).group.rank
+        return self.banks[bank.index].group.rank
 
     def forget(self, bank: BankSpec) -> None:
         """Remove a bank from the transport and, before the next run, from the ring."""
+        del self.banks[bank.index]
         self.transport.forget(bank)
         self._has_removed_banks = True
-
-    def _adopted(self, spec: BankSpec) -> AdoptedBank:
-        store = self.store()
-        assert store is not None, "a bank is read through its store or its ring"
-        bank = store.bank(spec.index)
-        assert isinstance(bank, AdoptedBank)
-        return bank
 
 
 class BankAdopter:
@@ -181,22 +157,14 @@ class BankAdopter:
         banks: Sequence[BankSpec],
         parts: Sequence[Sequence[torch.Tensor]],
         options: AdoptionOptions | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         """Make `banks` available to `find_bank`. All ranks meet here for banks that were not adopted before.
 
-        Args:
-            group: the ranks.
-            banks: the banks of a graph.
-            parts: for each bank this rank's tensors, each [own experts, ...].
-            options: how the banks stream. Eager code has no options: they stream like the group's other banks,
-                or with the defaults and `timeout_s` if there are none.
-            timeout_s: seconds that ranks wait for each other without `options`.
+        `parts` has for each bank this rank's tensors, each [own experts, ...]. Eager code has no `options`: its banks
+        stream like the group's other banks, or with the defaults if there are none.
 
-        Raises:
-            PeerError: ranks are missing, have ended, or have other banks.
-            SharedMemoryError: the machine has no shared memory left.
-            InputError: the ring has other options, or experts lie on another device.
+        Raises PeerError if ranks are missing, have ended, or have other banks, SharedMemoryError if the machine has no
+        shared memory left, and InputError if the ring has other options, or experts lie on another device.
         """
         for spec, tensors in zip(banks, parts, strict=True):
             devices = {str(tensor.device) for tensor in tensors} - {str(self.device)}
@@ -209,7 +177,7 @@ class BankAdopter:
                     expected=str(self.device),
                 )
         with self._locked():
-            self._choose(group, options or (self.options if self.store.banks else AdoptionOptions(timeout_s=timeout_s)))
+            self._choose(group, options or (self.options if self.store.banks else AdoptionOptions()))
             keys = [bank_key(bank, tensors) for bank, tensors in zip(banks, parts, strict=True)]
             missing = [number for number, bank in enumerate(banks) if not self._has(bank, parts[number])]
             # A layer that is applied twice appears twice in `banks`; it is adopted once.
@@ -280,6 +248,12 @@ class BankAdopter:
         packer = packer_on(self.device, group, peers, self.home.transport, bank_by_bank=True)
         # Ranks hold different experts, so their weights have no digest in common.
         packer.agree_on(specs, ["" for _ in specs])
+        remove_soon = weakref.WeakMethod(self._remove_soon)  # the parameters must not keep this object alive
+
+        def when_freed() -> None:
+            if (remove := remove_soon()) is not None:
+                remove()
+
         shards, moved = [], []
         for number, tensors in enumerate(parts):
             shards.append(packer.pack_part(number, tensors))
@@ -289,7 +263,7 @@ class BankAdopter:
                 continue
             # Parameters move bank by bank, so that only one bank is in memory twice.
             with peers.rendezvous.publishing_failures():
-                moved.append(share_parts(packer, number, tensors, self._weakly(BankAdopter._remove_soon)))
+                moved.append(packer.share_parts(number, tensors, when_freed))
         sources = packer.spread(shards)
         # Only now: a meeting that failed leaves no trace on any rank.
         self._next_index += len(banks)
@@ -308,6 +282,7 @@ class BankAdopter:
             for number, (bank, tensors, are_moved) in enumerate(zip(shards, parts, moved, strict=True))
         ]
         for bank, tensors in zip(adopted, parts, strict=True):
+            self.home.banks[bank.spec.index] = bank
             self.store.add(bank, tensors)
         held_twice_bytes = sum(bank.held_twice_bytes for bank in adopted)
         if held_twice_bytes:
@@ -322,9 +297,8 @@ class BankAdopter:
     def banks_of(self, model: nn.Module) -> list[BankSpec]:
         """Return the adopted banks made of parameters of `model`, in its order; a shared bank once per use.
 
-        Raises:
-            InputError: ranks agree on each run of these banks, so no rank may stay away; or banks share their first
-                parameter.
+        Raises InputError if ranks agree on each run of these banks, so that no rank may stay away, or if banks share
+        their first parameter.
         """
         values = (value for _, value in model.named_parameters(remove_duplicate=False))
         memories = memories_of(value.to_local() if hasattr(value, "to_local") else value for value in values)
@@ -336,7 +310,7 @@ class BankAdopter:
                     "the model itself instead of gather_only_step, with no tokens, or, if results are added up, with "
                     "the tokens of all ranks"
                 )
-            first_memories = [(bank.memories[0], bank.spec) for bank in self.home.banks()]
+            first_memories = [(bank.memories[0], bank.spec) for bank in self.home.banks.values()]
         spec_of = dict(first_memories)
         shared = [spec.name for memory, spec in first_memories if memory in memories and spec_of[memory] is not spec]
         if shared:
@@ -345,17 +319,6 @@ class BankAdopter:
                 "gather_only_step cannot distinguish them: call the model itself instead, with no tokens"
             )
         return [spec_of[memory] for memory in memories if memory in spec_of]
-
-    def _weakly(self, method: Callable[[BankAdopter], None]) -> Callable[[], None]:
-        """Return a function that calls `method` of this object while it exists, and does not keep it alive."""
-        reference = weakref.ref(self)
-
-        def call() -> None:
-            adopter = reference()
-            if adopter is not None:
-                method(adopter)
-
-        return call
 
     def _remove_soon(self) -> None:
         """Remove expired banks now, or when the lock is released. May run in a thread that holds the lock."""
@@ -368,8 +331,8 @@ class BankAdopter:
 
     def _remove_expired(self) -> None:
         self._is_removal_due = False
-        for bank in self.home.banks():
-            if bank.is_expired:
+        for bank in list(self.home.banks.values()):
+            if any(storage.expired() for storage in bank.storages):  # no graph can read this bank again
                 self.store.remove(bank)
                 self.home.forget(bank.spec)
 

@@ -1,6 +1,7 @@
 """Transport `collective`: all ranks gather a bank at the same time, over a network.
 
-One copy thread works on all gathers of a rank, in the order in which the ring and eager code submit them.
+One copy thread works on all gathers of a rank, in the order in which the ring and eager code submit them. README.md
+describes gathers on CUDA, which tests run on emulated streams.
 """
 
 from __future__ import annotations
@@ -18,24 +19,23 @@ from moepass.models.errors import InputError
 from moepass.models.homes import COLLECTIVE
 from moepass.passes.ir.plan import NO_GATHER_SIGNATURE, BankSpec, GatherSignature
 from moepass.passes.ir.shards import clip_pieces
+from moepass.runtime.ranks.device_gathers import DeviceGatherGroup
+from moepass.runtime.ranks.device_links import NcclLinks
 from moepass.runtime.ranks.gather_group import GatherGroup, Request
 from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous
 from moepass.runtime.transfer.copying import Action, CopyThread, SlotCopy
-from moepass.runtime.transfer.lanes import HOST_LANE, Lane
+from moepass.runtime.transfer.home_protocol import Transport
+from moepass.runtime.transfer.lanes import HOST_LANE, Lane, StreamLane
 from moepass.runtime.transfer.link import Link
-from moepass.runtime.transfer.slicing import check_slot
-from moepass.runtime.transfer.sources import MemorySource, Source
-from moepass.runtime.transfer.transports import Transport
+from moepass.runtime.transfer.sources import MemorySource, Source, check_slot
 
 
 @dataclasses.dataclass(frozen=True)
 class GatherAction(Action):
     """This rank's share of one gather: it sends all of `own` and receives the pieces of `sources`.
 
-    Attributes:
-        sources: The shards of all ranks, by rank; this rank's shard is not over a link.
-        label: The name of the bank.
-        receives: False if this rank only sends.
+    `sources` are the shards of all ranks, by rank; this rank's shard is not over a link. A rank that does not receive
+    only sends.
     """
 
     group: GatherGroup
@@ -177,11 +177,8 @@ class CollectiveTransport(Transport):
     def join(self, banks: Sequence[BankSpec]) -> None:
         """Take part in the gathers of one forward that reads `banks`, without receiving anything.
 
-        The gathers come in the order of the last forward, or of `banks` before the first one.
-
-        Raises:
-            PeerError: a gather failed.
-            InputError: a bank appears several times and no forward was one run. Nothing was gathered then.
+        The gathers come in the order of the last forward, or of `banks` before the first one. Raises PeerError if a
+        gather failed, and InputError, before any gather, if a bank appears several times and no forward was one run.
         """
         indices = {bank.index for bank in banks}
         runs = [run for first, run in self._runs.items() if first[0] in indices]
@@ -198,9 +195,8 @@ class CollectiveTransport(Transport):
                 f"{shared.name}, and {reason}",
                 name=shared.name,
             )
-        requests = [request for run in runs for request in run] or [
-            (bank.index, 0, bank.format.link_bytes) for bank in banks
-        ]
+        default = [(bank.index, 0, bank.format.link_bytes) for bank in banks]
+        requests = [request for run in runs for request in run] or default
         for gather in [self._copies.submit(self._gather_now(request, None)) for request in requests]:
             gather.wait()
 
@@ -232,13 +228,29 @@ class CollectiveTransport(Transport):
     def _learn(self, request: Request) -> None:
         # The request may have begun a shorter run that is contained in this one.
         self._runs.pop(request, None)
-        if self._run:
-            self._run.append(request)
-            self._runs[self._run[0]] = self._run
-            return
         run = [] if self._run is None else self._run
         run.append(request)
-        self._runs[request] = run
+        self._runs[run[0]] = run
+
+
+class DeviceCollectiveTransport(CollectiveTransport):
+    """The collective transport into the memory of `device`, which has an index. `connect` connects the devices."""
+
+    def __init__(
+        self,
+        link: Link,
+        device: torch.device,
+        connect: Callable[[Rendezvous, torch.device], NcclLinks] = NcclLinks,
+    ) -> None:
+        super().__init__(link)
+        self._device, self._connect = device, connect
+
+    def _make_group(self, rendezvous: Rendezvous, describe: Callable[[Request], str]) -> GatherGroup:
+        return DeviceGatherGroup(rendezvous, describe, self._device, self._connect)
+
+    @functools.cached_property
+    def _lane(self) -> Lane:
+        return StreamLane(self._device)
 
 
 def _is_forward(runs: Sequence[Sequence[Request]], banks: Set[int]) -> bool:

@@ -9,13 +9,11 @@ Two ranks on one H100 have run it; the speed of copies between GPUs is unmeasure
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch.distributed import DistError, ProcessGroup
@@ -25,8 +23,7 @@ from moepass.models.homes import COLLECTIVE
 from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.shards import shard_layout, shard_pieces
 from moepass.runtime.banks.banks import Bank
-from moepass.runtime.homes.collective import CollectiveTransport
-from moepass.runtime.homes.device_collective import DeviceCollectiveTransport
+from moepass.runtime.homes.collective import CollectiveTransport, DeviceCollectiveTransport
 from moepass.runtime.homes.peer_home import GatherPacker, PeerPacker
 from moepass.runtime.homes.peers import PeerGroup
 from moepass.runtime.ranks.device_links import check_nccl
@@ -34,42 +31,18 @@ from moepass.runtime.ranks.rendezvous import PeerError
 from moepass.runtime.system.processes import environment_variable
 from moepass.runtime.system.shared_memory import SharedMemoryError, SharedSegment, in_pages
 from moepass.runtime.torch_private import store_of
+from moepass.runtime.transfer.home_protocol import Transport
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.sources import MemorySource, Source
-from moepass.runtime.transfer.streams import with_index
-from moepass.runtime.transfer.transports import Transport
 
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
-class RankMemory(Protocol):
-    """Memory of equal size on all ranks, each of which can read that of the others."""
-
-    # The type of the devices that the memory is on.
-    device_type: str
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """Return this rank's memory, flat uint8. Raises SharedMemoryError if the device has too little."""
-
-    def exchange(self) -> tuple[Sequence[torch.Tensor], object]:
-        """Return the memory of all ranks, by rank, and an object that must live as long as it is read.
-
-        All ranks must call this.
-
-        Raises:
-            PeerError: some ranks do not call it.
-            SharedMemoryError: their memory cannot be read.
-        """
-
-    def finish_writing(self) -> None:
-        """Block until other ranks can read everything that was written to this rank's memory."""
-
-    def with_own_storage(self, memory: torch.Tensor, when_freed: Callable[[], None]) -> torch.Tensor:
-        """Return a tensor over the same bytes with a separate storage. Freeing that storage calls `when_freed`."""
-
-
 class SymmetricMemory:
-    """`RankMemory` on the CUDA devices of the ranks of `group`: all on one machine, and no two on the same device."""
+    """Memory of equal size on the CUDA devices of the ranks of `group`, each of which can read that of the others.
+
+    All ranks are on one machine, and no two on the same device.
+    """
 
     device_type = "cuda"
 
@@ -80,7 +53,7 @@ class SymmetricMemory:
         self._group: ProcessGroup | None = group
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Return this rank's memory. Raises SharedMemoryError if torch uses another backend or lacks memory."""
+        """Return this rank's memory, flat uint8. Raises SharedMemoryError for another backend or too little memory."""
         from torch._C._distributed_c10d import _SymmetricMemory
 
         backend = _SymmetricMemory.get_backend(self._device)
@@ -106,7 +79,10 @@ class SymmetricMemory:
         return self._own
 
     def exchange(self) -> tuple[list[torch.Tensor], object]:
-        """Return the memory of all ranks, and the handle that keeps it mapped. Can be called once."""
+        """Return the memory of all ranks, and an object that must live as long as it is read. All ranks call this once.
+
+        Raises PeerError if some ranks do not call it, and SharedMemoryError if their memory cannot be read.
+        """
         import torch.distributed._symmetric_memory as symmetric_memory
 
         memory, group = self._own, self._group
@@ -132,11 +108,11 @@ class SymmetricMemory:
         ], handle
 
     def finish_writing(self) -> None:
-        """Wait for the device."""
+        """Block until other ranks can read everything that was written to this rank's memory."""
         torch.cuda.synchronize(self._device)
 
     def with_own_storage(self, memory: torch.Tensor, when_freed: Callable[[], None]) -> torch.Tensor:
-        """Return a tensor over the same bytes with a separate storage."""
+        """Return a tensor over the same bytes with a separate storage. Freeing that storage calls `when_freed`."""
         exported = _Exported(memory)
         weakref.finalize(exported, when_freed).atexit = False
         return torch.as_tensor(exported, device=self._device)
@@ -181,23 +157,22 @@ class DevicePacker(PeerPacker):
         self,
         group: PeerGroup,
         transport: Transport,
-        make_memory: Callable[[], RankMemory],
+        make_memory: Callable[[], SymmetricMemory],
         bank_by_bank: bool = False,
     ) -> None:
         super().__init__(group, transport)
         self.device_type = make_memory().device_type
-        self._make_memory = make_memory
-        self._is_bank_by_bank = bank_by_bank
-        self._taken: dict[int, _TakenShards] = {}
+        self._make_memory, self._is_bank_by_bank = make_memory, bank_by_bank
+        # For each bank: the shard of each rank, the memory that contains this rank's shard, and an object that must
+        # live as long as the shards of the other ranks are read.
+        self._taken: dict[int, tuple[Sequence[torch.Tensor], SymmetricMemory, object]] = {}
 
-    def tensors_in_shard(
+    def _tensors_in_shard(
         self, index: int, positions: Sequence[int], when_freed: Callable[[], None]
     ) -> list[torch.Tensor]:
-        """Return parameters of this rank's shard as tensors in the shard's memory."""
-        shard, specs = self._memory(index), self.parameters(index)
+        shard, memory, specs = self._memory(index), self._taken[index][1], self.parameters(index)
         return [
-            self._taken[index]
-            .memory.with_own_storage(shard.narrow(0, spec.offset_bytes, spec.nbytes), when_freed)
+            memory.with_own_storage(shard.narrow(0, spec.offset_bytes, spec.nbytes), when_freed)
             .view(spec.torch_dtype)
             .view(spec.shape)
             for spec in (specs[position] for position in positions)
@@ -205,7 +180,7 @@ class DevicePacker(PeerPacker):
 
     def spread(self, banks: Sequence[Bank]) -> dict[int, tuple[Source, ...]]:
         """Return the shards of each bank, by its index, once every rank can read them."""
-        for memory in {id(taken.memory): taken.memory for taken in self._taken.values()}.values():
+        for memory in {id(memory): memory for _, memory, _ in self._taken.values()}.values():
             memory.finish_writing()
         return super().spread(banks)
 
@@ -227,34 +202,19 @@ class DevicePacker(PeerPacker):
             if not shards[self.group.rank].numel():
                 # A bank is identified by its storage, so an empty shard needs one too.
                 shards[self.group.rank] = torch.empty_like(allocated[:0])
-            self._taken[index] = _TakenShards(shards, memory, keeps)
+            self._taken[index] = (shards, memory, keeps)
 
     def _memory(self, index: int) -> torch.Tensor:
         if index not in self._taken:
             self._take([index])
-        return self._taken[index].shards[self.group.rank]
+        return self._taken[index][0][self.group.rank]
 
     def _open(self, rank: int, segment: SharedSegment) -> list[torch.Tensor]:
-        return [self._taken[index].shards[rank] for index in range(len(self._specs))]
+        return [self._taken[index][0][rank] for index in range(len(self._specs))]
 
     def _source(self, spec: BankSpec, rank: int, shard: torch.Tensor) -> Source:
-        keeps = self._taken[self._specs.index(spec)].keeps
+        keeps = self._taken[self._specs.index(spec)][2]
         return MemorySource(shard, shard_pieces(spec, rank), rank != self.group.rank, keeps=keeps)
-
-
-@dataclasses.dataclass(frozen=True)
-class _TakenShards:
-    """The shards of one bank.
-
-    Attributes:
-        shards: the shard of each rank.
-        memory: the memory that contains this rank's shard.
-        keeps: an object that must live as long as the shards of the other ranks are read.
-    """
-
-    shards: Sequence[torch.Tensor]
-    memory: RankMemory
-    keeps: object
 
 
 def packer_on(
@@ -264,14 +224,9 @@ def packer_on(
     transport: Transport,
     bank_by_bank: bool = False,
 ) -> PeerPacker:
-    """Return the packer for copies by `transport` to `device`.
+    """Return the packer for copies by `transport` to `device`, which `check_transport_to` accepts.
 
-    Args:
-        device: the compute device, which `check_transport_to` accepts.
-        process_group: the process group of the ranks.
-        group: the same ranks, as they meet and watch each other.
-        transport: the transport that copies banks into slots.
-        bank_by_bank: see `DevicePacker`; other packers always allocate bank by bank.
+    `group` are the ranks of `process_group`. `DevicePacker` describes `bank_by_bank`; other packers always allocate so.
     """
     if isinstance(transport, CollectiveTransport):
         return GatherPacker(group, transport, device)
@@ -285,7 +240,7 @@ def make_transport(name: str, link: Link, device: torch.device) -> Transport:
     """Return the transport `pull` or `collective` to `device`, which `check_transport_to` accepts."""
     if name != COLLECTIVE:
         return Transport(name)
-    return CollectiveTransport(link) if device.type == "cpu" else DeviceCollectiveTransport(link, with_index(device))
+    return CollectiveTransport(link) if device.type == "cpu" else DeviceCollectiveTransport(link, device)
 
 
 def check_transport_to(device: torch.device, transport: str) -> None:

@@ -7,6 +7,7 @@ they lie in private memory of the host or the device, and all ranks gather toget
 from __future__ import annotations
 
 import hashlib
+import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
@@ -24,10 +25,10 @@ from moepass.runtime.homes.collective import CollectiveTransport
 from moepass.runtime.homes.peers import PeerGroup
 from moepass.runtime.ranks.rendezvous import PeerError
 from moepass.runtime.system.shared_memory import PAGE_BYTES, SharedSegment, in_pages
-from moepass.runtime.transfer.home_protocol import Home
+from moepass.runtime.system.tensor_memory import are_only_users
+from moepass.runtime.transfer.home_protocol import Home, Transport
+from moepass.runtime.transfer.lanes import finish_on
 from moepass.runtime.transfer.sources import MemorySource, RemoteSource, Source
-from moepass.runtime.transfer.streams import finish_on
-from moepass.runtime.transfer.transports import Transport
 
 _PULL = Transport(PULL)
 
@@ -38,7 +39,8 @@ class PeerHome(Home):
     def __init__(self, group: PeerGroup, transport: Transport) -> None:
         self.group = group
         self.transport = transport
-        self._spread: dict[int, tuple[Source, ...]] = {}
+        # The shards of each bank, by its index, once the banks are complete.
+        self.spread: dict[int, tuple[Source, ...]] = {}
 
     def check(self) -> None:
         """Raise PeerError if a rank has ended."""
@@ -46,20 +48,16 @@ class PeerHome(Home):
 
     def sources(self, bank: BankSpec, shards: Sequence[torch.Tensor]) -> tuple[Source, ...]:
         """Return the shards of all ranks. Raises PeerError if the ranks never connected them."""
-        if bank.index not in self._spread:
+        if bank.index not in self.spread:
             raise PeerError(
                 f"bank {bank.name} is not complete, because offload_experts failed; start all ranks again",
                 name=bank.name,
             )
-        return self._spread[bank.index]
+        return self.spread[bank.index]
 
     def rank_of(self, bank: BankSpec) -> int:
         """Return this process's rank in the group."""
         return self.group.rank
-
-    def connect(self, spread: Mapping[int, tuple[Source, ...]]) -> None:
-        """Record the shards of each bank, by its index: the banks are complete now."""
-        self._spread = dict(spread)
 
 
 class PeerPacker:
@@ -70,7 +68,7 @@ class PeerPacker:
     staging_buffers = 0
     # The type of the devices that shards are on.
     device_type = "cpu"
-    # Whether a write to `tensors_in_shard` changes them on this rank only.
+    # Whether a write to parameters that `share_parts` moved changes them on this rank only.
     is_copied_on_write = True
 
     def __init__(self, group: PeerGroup, transport: Transport = _PULL) -> None:
@@ -82,14 +80,11 @@ class PeerPacker:
     def agree(self, banks: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Check that all ranks have the same banks, given as tensors [experts, ...] by bank name. Changes nothing.
 
-        Raises:
-            PeerError: ranks have different banks, or are missing.
-            SharedMemoryError: the machine has no shared memory left.
+        Raises PeerError if ranks differ or are missing, and SharedMemoryError if the machine has no shared memory left.
         """
-        specs: list[BankSpec] = []
+        specs = []
         for index, (name, tensors) in enumerate(banks.items()):
-            experts = next(iter(tensors.values())).shape[0]
-            bounds = shard_bounds(experts, self.group.size)
+            bounds = shard_bounds(next(iter(tensors.values())).shape[0], self.group.size)
             specs.append(describe_bank(index, name, tensors, home=self.home_name, expert_bounds=bounds))
         self.agree_on(specs, [weights_digest(tensors) for tensors in banks.values()])
 
@@ -116,20 +111,34 @@ class PeerPacker:
             write_parts(spec, rank, parts, shard)
         return Bank(spec, shard)
 
-    def tensors_in_shard(
+    def share_parts(self, index: int, parts: Sequence[torch.Tensor], when_freed: Callable[[], None]) -> list[bool]:
+        """Move `parts`, which were packed as bank `index`, into its shard, so that their bytes are in memory once.
+
+        A parameter gets the shard as its storage. On a CPU the shard is mapped privately: a later write to the
+        parameter is visible to this rank alone, as before, and other ranks still read the bytes that the ranks agreed
+        on. The parameter stays the same object with the same shape, strides and version, so no guard of compiled code
+        fails. No other thread may read `parts` during the call. `when_freed` is called once no parameter uses the shard
+        any more, in any thread.
+
+        Returns for each parameter whether it was moved. Raises SharedMemoryError if the shard cannot be mapped.
+        """
+        # The parameters after these are not in the shard; only recipes read them.
+        count = len(self.parameters(index))
+        movable = [number < count and is_movable(tensor, self.device_type) for number, tensor in enumerate(parts)]
+        positions = [position for position, is_free in enumerate(movable) if is_free]
+        if positions:
+            with torch.inference_mode(False):  # the new tensors need a version
+                shared = self._tensors_in_shard(index, positions, when_freed)
+            for position, tensor in zip(positions, shared, strict=True):
+                parts[position].data = tensor.view(parts[position].shape)
+        return movable
+
+    def _tensors_in_shard(
         self, index: int, positions: Sequence[int], when_freed: Callable[[], None]
     ) -> list[torch.Tensor]:
-        """Return the parameters at `positions` of this rank's shard of bank `index`, as tensors in the shard's memory.
+        """Return parameters of this rank's shard as tensors in the shard's memory, with `when_freed` for all or each.
 
         Each has a separate storage, as savers of models expect. None may be empty.
-
-        Args:
-            index: the bank.
-            positions: positions among the shard's parameters.
-            when_freed: called once the last of the tensors is freed, or for each of them; in any thread.
-
-        Raises:
-            SharedMemoryError: the shard cannot be mapped.
         """
         assert self._segment is not None, "agree comes first"
         start = self._offsets(self.group.rank)[index]
@@ -152,7 +161,7 @@ class PeerPacker:
 
     def connect(self, banks: Sequence[Bank]) -> None:
         """Complete `banks` with the shards of all other ranks. Raises PeerError if ranks have ended or are late."""
-        self.home.connect(self.spread(banks))
+        self.home.spread = self.spread(banks)
 
     def _reserve(self) -> None:
         """Allocate memory for this rank's shards."""
@@ -161,8 +170,7 @@ class PeerPacker:
     def _memory(self, index: int) -> torch.Tensor:
         """Return the memory of this rank's shard of bank `index`, flat uint8."""
         assert self._segment is not None, "agree comes first"
-        rank = self.group.rank
-        return self._segment.map(self._offsets(rank)[index], shard_layout(self._specs[index], rank).nbytes)
+        return self._segment.map(self._offsets(self.group.rank)[index], self.layout(index).nbytes)
 
     def spread(self, banks: Sequence[Bank]) -> dict[int, tuple[Source, ...]]:
         """Return the shards of each bank, by its index, once every rank has mapped them.
@@ -192,10 +200,8 @@ class PeerPacker:
 
     def _offsets(self, rank: int) -> list[int]:
         """Return the offset of each bank's shard in the segment of `rank`, and then the end of the segment."""
-        offsets = [PAGE_BYTES]
-        for spec in self._specs:
-            offsets.append(offsets[-1] + in_pages(shard_layout(spec, rank).nbytes))
-        return offsets
+        sizes = (in_pages(shard_layout(spec, rank).nbytes) for spec in self._specs)
+        return list(itertools.accumulate(sizes, initial=PAGE_BYTES))
 
 
 class GatherPacker(PeerPacker):
@@ -210,26 +216,30 @@ class GatherPacker(PeerPacker):
         return
 
     def _memory(self, index: int) -> torch.Tensor:
-        nbytes = shard_layout(self._specs[index], self.group.rank).nbytes
         with torch.inference_mode(False):
-            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            return torch.empty(self.layout(index).nbytes, dtype=torch.uint8, device=self._device)
 
     def spread(self, banks: Sequence[Bank]) -> dict[int, tuple[Source, ...]]:
         """Return the shards of each bank, by rank, once every rank can send its own. Raises the errors of `connect`."""
         spread: dict[int, tuple[Source, ...]] = {}
         for bank in banks:
-            spread[bank.spec.index] = tuple(
-                MemorySource(bank.shard, shard_pieces(bank.spec, rank), over_link=False)
-                if rank == self.group.rank
-                else RemoteSource(shard_pieces(bank.spec, rank))
-                for rank in range(self.group.size)
-            )
-            self._collective.add(bank.spec, spread[bank.spec.index])
+            sources: list[Source] = [RemoteSource(shard_pieces(bank.spec, rank)) for rank in range(self.group.size)]
+            own = self.group.rank
+            sources[own] = MemorySource(bank.shard, sources[own].pieces, over_link=False)
+            spread[bank.spec.index] = tuple(sources)
+            self._collective.add(bank.spec, sources)
         # The streams that send shards do not wait for the streams that wrote them.
         finish_on(self._device)
         self.group.settle()
         self._collective.connect(self.group.rendezvous)
         return spread
+
+
+def is_movable(tensor: torch.Tensor, device_type: str = "cpu") -> bool:
+    """Return whether only `tensor` can reach its memory, and a shard on a `device_type` device can replace it."""
+    if tensor.device.type != device_type or tensor.is_inference() or not tensor.is_contiguous():
+        return False
+    return are_only_users([tensor])
 
 
 def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -12,7 +12,7 @@ import atexit
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -57,16 +57,11 @@ class PeerGroup:
 
     Args:
         store: the store where ranks meet. Every rank makes its groups on it in the same order.
-        rank: this rank.
-        size: the number of ranks.
-        timeout_s: seconds that ranks wait for each other.
+        timeout_s: seconds that ranks wait for each other. Raises OptionError unless it is between 0 and
+            MOST_WAIT_SECONDS.
         title: the advice in the error about missing ranks: what every rank must do.
         transport: `pull` or `collective`.
         watch: the watch over the processes of the ranks; groups of the same ranks may share it.
-
-    Raises:
-        OptionError: the timeout is not a positive number, or is above MOST_WAIT_SECONDS.
-        PeerError: the store is gone.
     """
 
     def __init__(
@@ -80,9 +75,7 @@ class PeerGroup:
         watch: ProcessWatch | None = None,
     ) -> None:
         check_wait("timeout_s", timeout_s)
-        self.rank = rank
-        self.size = size
-        self.transport = transport
+        self.rank, self.size, self.transport = rank, size, transport
         self.rendezvous = Rendezvous(store, rank, size, float(timeout_s), title)
         self._watch = watch or ProcessWatch()
         self._processes: dict[int, ProcessIdentity] = {}
@@ -99,10 +92,9 @@ class PeerGroup:
         transport: str = PULL,
         watch: ProcessWatch | None = None,
     ) -> PeerGroup:
-        """Return the ranks of `group`, by default all ranks. Raises the errors of the constructor.
+        """Return the ranks of `group`, by default all ranks.
 
-        Raises:
-            InputError: torch.distributed is not initialised, or this process is not in the group.
+        Raises InputError if torch.distributed is not initialised, or this process is not in the group.
         """
         if not torch.distributed.is_initialized():
             spread = " and ".join(f"home={home.name!r}" for home in HOMES.values() if home.is_spread)
@@ -125,53 +117,39 @@ class PeerGroup:
     def agree(
         self, banks: Sequence[BankSpec], digests: Sequence[str], staging_buffers: int = 0, device_type: str = "cpu"
     ) -> None:
-        """Wait until every rank has published the same banks, staging buffers and kind of device.
+        """Wait until every rank has published the same banks, digests of weights, staging buffers and kind of device.
 
-        Args:
-            banks: this rank's banks.
-            digests: for each bank a digest of its weights.
-            staging_buffers: staging buffers of this rank.
-            device_type: the kind of device that has the shards.
-
-        Raises:
-            PeerError: ranks differ (the error names both values and ranks, the same on every rank), do not respond
-                within the timeout, or have ended.
+        Raises PeerError if ranks differ (it names both values and ranks, the same on every rank), do not respond within
+        the timeout, or have ended.
         """
         process = this_process() if self.transport == PULL else None
-        topics = list(self._topics(process, banks, digests, staging_buffers, device_type))
+        # Counts come first.
+        compared: list[tuple[str, object]] = [
+            ("the number of ranks", self.size),
+            ("the transport", self.transport),
+            ("the machine", None if process is None else process.machine),
+            ("the number of staging buffers", staging_buffers),
+            ("the kind of device", device_type),
+            ("the number of banks", len(banks)),
+        ]
+        for bank, digest in zip(banks, digests, strict=True):
+            compared += [
+                (f"the name of bank {bank.index}", bank.name),
+                (f"the tensors of bank {bank.name}", [f"{at.name} {at.dtype} {list(at.shape)}" for at in bank.tensors]),
+                (f"the experts of each rank in bank {bank.name}", list(bank.expert_bounds)),
+                (f"the format of bank {bank.name}", bank.format),
+                (f"the weights of bank {bank.name} (a digest)", digest),
+            ]
+        remedy = f"give every rank the same model and checkpoint, in one group{' on one machine' if process else ''}"
+        # Ranks watch each other's processes.
+        topics = [Topic(name, value, remedy) for name, value in compared]
+        topics.append(Topic(_PROCESS, process, is_vote=True))
         for rank, votes in agree(self.rendezvous, _BANKS, topics, self.check_alive):
             if rank != self.rank and votes[_PROCESS] is not None:
                 self._processes[rank] = msgspec.convert(votes[_PROCESS], ProcessIdentity)
                 self._watch.add(rank, self._processes[rank])
         # The store keeps the records of a rank that has ended.
         self.check_alive()
-
-    def _topics(
-        self,
-        process: ProcessIdentity | None,
-        banks: Sequence[BankSpec],
-        digests: Sequence[str],
-        staging_buffers: int,
-        device_type: str,
-    ) -> Iterator[Topic]:
-        """Yield the topics that ranks compare; counts come first. `digests` has one digest per bank."""
-        where = " on one machine" if self.transport == PULL else ""
-        remedy = f"give every rank the same model and checkpoint, in one group{where}"
-        yield Topic("the number of ranks", self.size, remedy)
-        yield Topic("the transport", self.transport, remedy)
-        yield Topic("the machine", None if process is None else process.machine, remedy)
-        yield Topic("the number of staging buffers", staging_buffers, remedy)
-        yield Topic("the kind of device", device_type, remedy)
-        yield Topic("the number of banks", len(banks), remedy)
-        for bank, digest in zip(banks, digests, strict=True):
-            tensors = [f"{item.name} {item.dtype} {list(item.shape)}" for item in bank.tensors]
-            yield Topic(f"the name of bank {bank.index}", bank.name, remedy)
-            yield Topic(f"the tensors of bank {bank.name}", tensors, remedy)
-            yield Topic(f"the experts of each rank in bank {bank.name}", list(bank.expert_bounds), remedy)
-            yield Topic(f"the format of bank {bank.name}", bank.format, remedy)
-            yield Topic(f"the weights of bank {bank.name} (a digest)", digest, remedy)
-        # Ranks watch each other's processes.
-        yield Topic(_PROCESS, process, is_vote=True)
 
     def make_segment(self, nbytes: int) -> SharedSegment:
         """Return shared memory of this rank with `nbytes` usable bytes from `PAGE_BYTES` on.
@@ -187,10 +165,7 @@ class PeerGroup:
         return self._segment
 
     def share(self) -> dict[int, SharedSegment]:
-        """Publish this rank's segment and return those of the others, by rank.
-
-        Raises PeerError if a rank has ended or does not respond within the timeout.
-        """
+        """Publish this rank's segment, return those of the others, by rank. Raises PeerError if a rank is missing."""
         assert self._segment is not None, "make_segment comes first"
         segments: dict[int, SharedSegment] = {}
         for rank, address in self.rendezvous.exchange(
@@ -208,19 +183,15 @@ class PeerGroup:
         return segments
 
     def settle(self) -> None:
-        """Wait until every rank has mapped the shards; later no process opens memory of another.
-
-        Raises the errors of `share`.
-        """
+        """Wait until every rank has mapped the shards; later no process opens memory of another. Raises PeerError."""
         deque(self.rendezvous.exchange(_MAPPED, True, bool, self.check_alive), maxlen=0)
         self._segment = None
 
     def check_alive(self) -> None:
         """Raise PeerError if a rank has ended without `leave`. Makes one system call and never waits."""
         self._owner.check()
-        missed = [
-            rank for rank in sorted(self._watch.gone()) if rank not in self._states or self._states[rank][0] != _LEFT
-        ]
+        gone = sorted(self._watch.gone())
+        missed = [rank for rank in gone if rank not in self._states or self._states[rank][0] != _LEFT]
         if missed:
             verb = "is" if len(missed) == 1 else "are"
             raise PeerError(
@@ -230,10 +201,7 @@ class PeerGroup:
             )
 
     def leave(self) -> None:
-        """Signal to the other ranks that this rank ends on purpose.
-
-        This also happens when this object is freed and when the process ends.
-        """
+        """Signal to other ranks that this rank ends on purpose, as when this object is freed or the process ends."""
         if self._leave is not None:
             self._leave()
 

@@ -16,10 +16,9 @@ import torch
 from torch.distributed import ProcessGroup
 
 from moepass.models.errors import InputError
-from moepass.passes.blocks.lower_complete_experts import COMPLETE_EXPERTS, complete_bank
+from moepass.passes.blocks.lower_complete_experts import complete_bank
 from moepass.runtime.banks.banks import find_bank
 from moepass.runtime.homes.adopted_banks import adopted_banks
-from moepass.runtime.homes.peers import DEFAULT_TIMEOUT_S
 
 _numbers = itertools.count()
 _layers: weakref.WeakValueDictionary[int, CompleteExperts] = weakref.WeakValueDictionary()
@@ -31,13 +30,10 @@ class CompleteExperts:
     `handle` is the `layer` argument of the operator. `name` must be the same on all ranks.
     """
 
-    def __init__(
-        self, name: str, group: ProcessGroup, bounds: Sequence[int], timeout_s: float = DEFAULT_TIMEOUT_S
-    ) -> None:
+    def __init__(self, name: str, group: ProcessGroup, bounds: Sequence[int]) -> None:
         self.name = name
         self.group_name = group.group_name
         self.bounds = list(bounds)
-        self.timeout_s = timeout_s
         number = next(_numbers)
         self.handle = torch.tensor([number], dtype=torch.int64, device="cpu")
         self._group = weakref.ref(group)
@@ -46,16 +42,11 @@ class CompleteExperts:
         _layers[number] = self
 
     def complete(self, parts: Sequence[torch.Tensor], stay: bool = True) -> list[torch.Tensor]:
-        """Return the tensors with the experts of all ranks, in new memory.
+        """Return the tensors with the experts of all ranks, in new memory; `parts` are this rank's shards of them.
 
-        Args:
-            parts: this rank's shards of the tensors.
-            stay: whether `parts` have the same memory in every call, so that changes are noticed. Otherwise the
-                values of the first call are used.
-
-        Raises:
-            PeerError: a rank is missing or gone, or has other tensors.
-            InputError: `parts` have other shapes than before.
+        If `parts` stay, they have the same memory in every call, and changes are noticed. Otherwise the values of the
+        first call are used. Raises PeerError if a rank is missing or gone, or has other tensors, and InputError if
+        `parts` have other shapes than before.
         """
         with self._lock:
             shards = parts if stay else self._copied(parts)
@@ -67,7 +58,7 @@ class CompleteExperts:
                 raise InputError(
                     f"the process group of {self.name} was destroyed; load the model again", name=self.name
                 )
-            adopted_banks(group, shards[0].device).adopt(group, [spec], [shards], timeout_s=self.timeout_s)
+            adopted_banks(group, shards[0].device).adopt(group, [spec], [shards])
             match = find_bank(spec, shards)
             assert match is not None, "it was adopted right now"
         store, stored_spec = match
@@ -107,5 +98,3 @@ def _complete_experts(
 
 _library = torch.library.Library("moepass", "IMPL")
 _library.impl("complete_experts", _complete_experts, "CompositeExplicitAutograd")
-
-__all__ = ["COMPLETE_EXPERTS", "CompleteExperts"]

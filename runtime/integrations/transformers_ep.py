@@ -31,7 +31,8 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from moepass.models.errors import InputError
-from moepass.runtime.integrations.complete_experts import COMPLETE_EXPERTS, CompleteExperts
+from moepass.passes.blocks.lower_complete_experts import COMPLETE_EXPERTS
+from moepass.runtime.integrations.complete_experts import CompleteExperts
 
 NAME = "asyncep"
 UNEVEN_STYLE = "asyncep_grouped_gemm"
@@ -42,8 +43,7 @@ _MODULE = "transformers.distributed.expert_parallel"
 def register_transformers() -> bool:
     """Register `ep_implementation="asyncep"` with transformers. Calling it twice does no harm.
 
-    Returns:
-        False if transformers is not installed, or is older than 5.23 and takes no other implementations.
+    Returns False if transformers is not installed, or is older than 5.23 and takes no other implementations.
     """
     try:
         theirs = importlib.import_module(_MODULE)
@@ -79,10 +79,7 @@ class AsyncExperts:
     """An implementation of transformers' expert parallelism, one for each experts module.
 
     transformers creates it while weights are on the meta device, so it keeps names and sizes of `experts` and no
-    tensors.
-
-    Raises:
-        InputError: `experts` has no sharded tensors, or tensors with different numbers of experts.
+    tensors. Raises InputError if `experts` has no sharded tensors, or tensors with different numbers of experts.
     """
 
     needs_shared_batch = False
@@ -128,14 +125,9 @@ class AsyncExperts:
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return the weighted sums [tokens, hidden] of this rank's tokens.
+        """Return the weighted sums [tokens, hidden] of this rank's tokens, with global expert ids [tokens, k].
 
         Around this call transformers puts the local tensors [experts of this rank, ...] into the layer's parameters.
-
-        Args:
-            hidden_states: this rank's tokens [tokens, hidden].
-            top_k_index: global expert ids [tokens, k].
-            top_k_weights: weights of these experts [tokens, k].
         """
         experts, complete, sharded = self.experts, self.complete, self.sharded
         if experts.training and torch.is_grad_enabled():

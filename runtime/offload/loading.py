@@ -15,9 +15,9 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,15 +44,14 @@ from moepass.models.errors import CheckpointError, InputError, OptionError
 from moepass.models.formulas.expert_placement import shard_bounds
 from moepass.models.homes import home_named
 from moepass.passes.machine.hardware import Hardware
-from moepass.runtime.banks.whole_models import keep_whole_model_store, whole_model_store
+from moepass.runtime.banks.banked_modules import BankedParameter
+from moepass.runtime.banks.banks import keep_whole_model_store, whole_model_store
 from moepass.runtime.homes.disk.disk_home import streams_as_it_is
 from moepass.runtime.homes.options.home_options import HomeOptions, SpreadOptions
 from moepass.runtime.homes.options.packers import make_packer, options_of
 from moepass.runtime.homes.peer_home import weights_digest
 from moepass.runtime.homes.peers import PeerGroup
-from moepass.runtime.offload.loading_progress import Progress, shown_progress
 from moepass.runtime.offload.offload import (
-    BankedParameter,
     OffloadReport,
     expert_parameters,
     expert_weights,
@@ -60,7 +59,7 @@ from moepass.runtime.offload.offload import (
     move_experts,
     place_experts,
     resolve_device,
-    split_layers,
+    streamed_layers,
 )
 from moepass.runtime.offload.placement import PlanningOptions
 from moepass.runtime.offload.residents import Residents
@@ -72,6 +71,9 @@ if TYPE_CHECKING:
 _CHECKPOINT = "description of its checkpoint"
 _TITLE = "every rank of the group must call load_pretrained with the same home, and with the same group"
 _GENERATION_FILE = "generation_config.json"
+
+# A function of (bytes read so far, total bytes).
+Progress = Callable[[int, int], object]
 
 
 def load_pretrained(
@@ -138,9 +140,9 @@ def load_pretrained(
             planning = PlanningOptions(memory_budget, hardware, tokens, slots, residents)
             unread_model = _build_unread(path, dtype, experts_implementation)
             compute_device = resolve_device(unread_model.model, device)
-            placement = place_experts(unread_model.model, planning, options.route(compute_device))
+            placement = place_experts(unread_model.model, planning, options, compute_device)
             # Resident experts are read like dense weights.
-            unread_model = dataclasses.replace(unread_model, residents=placement.residents)
+            unread_model = dataclasses.replace(unread_model, resident=placement.resident)
             own_bytes = unread_model.own_bytes(rank, ranks, home_named(options.home).is_in_files)
             if meeting is not None:
                 deque(agree(meeting, _CHECKPOINT, [*placement.topics, *unread_model.topics()]), maxlen=0)
@@ -167,20 +169,21 @@ def offload_report(model: nn.Module) -> OffloadReport:
     return OffloadReport.of(store, tuple(find_expert_modules(model)))
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class _UnreadModel:
     """A model whose weights are not read yet, and the files that contain them."""
 
     folder: Path
     files: CheckpointFiles
     model: PreTrainedModel
-    residents: Residents
+    # The paths of the layers whose experts stay on the device.
+    resident: tuple[str, ...] = ()
 
     def experts(self) -> dict[str, UnreadTensor]:
         """Return the tensors that go into banks, by name. Tensors that modules share appear once."""
         named = {
             id(value): (f"{path}.{name}", value)
-            for path, modules in split_layers(self.model, self.residents)[0].items()
+            for path, modules in streamed_layers(self.model, self.resident).items()
             for module in modules
             for name, value in expert_parameters(module).items()
             if isinstance(value, UnreadTensor)
@@ -193,11 +196,6 @@ class _UnreadModel:
         weights = (*self.model.named_parameters(), *self.model.named_buffers())
         return {name: value for name, value in weights if isinstance(value, UnreadTensor) and id(value) not in experts}
 
-    def in_files(self) -> set[int]:
-        """Return the ids of the tensors that stay in the checkpoint's files with home `disk`."""
-        banks = [expert_parameters(module) for module in find_expert_modules(self.model).values()]
-        return {id(value) for bank in banks if streams_as_it_is(bank) for value in bank.values()}
-
     def own_bytes(self, rank: int, ranks: int, stays_in_files: bool) -> int:
         """Return the bytes of the files that `rank` reads to load the model.
 
@@ -205,7 +203,9 @@ class _UnreadModel:
         a rank's experts cannot be read alone.
         """
         recipes = [tensor.recipe for tensor in self.dense().values()]
-        unread = self.in_files() if stays_in_files else set()
+        banks = [expert_parameters(module) for module in find_expert_modules(self.model).values()]
+        in_files = [bank for bank in banks if streams_as_it_is(bank)] if stays_in_files else []
+        unread = {id(value) for bank in in_files for value in bank.values()}
         for name, tensor in self.experts().items():
             if id(tensor) in unread:
                 continue
@@ -232,14 +232,12 @@ class _UnreadModel:
         samples = {stored.tensor.key: self.files.read(stored.tensor)[None] for stored in sources}
         dense = weights_digest(dict(sorted(samples.items())))
         self.files.close()
-        checkpoint = "give every rank the same checkpoint"
-        return [
-            Topic(f"{checkpoints.CONFIG_FILE} (a digest)", config, checkpoint),
-            Topic(
-                "the tensors in the checkpoint (a digest of names, types and shapes)", self.files.digest(), checkpoint
-            ),
-            Topic("the dense weights in the checkpoint (a digest)", dense, checkpoint),
-        ]
+        digests = {
+            f"{checkpoints.CONFIG_FILE} (a digest)": config,
+            "the tensors in the checkpoint (a digest of names, types and shapes)": self.files.digest(),
+            "the dense weights in the checkpoint (a digest)": dense,
+        }
+        return [Topic(name, digest, "give every rank the same checkpoint") for name, digest in digests.items()]
 
 
 def _build_unread(path: str | Path, dtype: torch.dtype | None, experts_implementation: str) -> _UnreadModel:
@@ -277,7 +275,7 @@ def _build_unread(path: str | Path, dtype: torch.dtype | None, experts_implement
     check_loading(folder, info)
     _name_after(model, folder)
     model.requires_grad_(False)
-    return _UnreadModel(folder, files, model.eval(), Residents())
+    return _UnreadModel(folder, files, model.eval())
 
 
 def _check_options(dtype: object, progress: object) -> None:
@@ -318,19 +316,42 @@ def _name_after(model: PreTrainedModel, folder: Path) -> None:
 def _read_dense(model: nn.Module, device: torch.device) -> None:
     """Read every weight that has not been read yet. Tied weights stay tied."""
     read: dict[int, torch.Tensor] = {}
-    for tensors, name, tensor in _unread(model):
-        if id(tensor) not in read:
-            numbers = tensor.recipe.read().to(device)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            read[id(tensor)] = nn.Parameter(numbers, requires_grad=False) if is_parameter else numbers
-        tensors[name] = read[id(tensor)]
+    holders: list[dict[str, Any]] = [held for item in model.modules() for held in (item._parameters, item._buffers)]
+    for tensors in holders:
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, UnreadTensor):
+                continue
+            if id(tensor) not in read:
+                numbers = tensor.recipe.read().to(device)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                read[id(tensor)] = nn.Parameter(numbers, requires_grad=False) if is_parameter else numbers
+            tensors[name] = read[id(tensor)]
     if device.type != "cpu":
         model.to(device)  # moves buffers that are not in the checkpoint
 
 
-def _unread(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, UnreadTensor]]:
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in list(tensors.items()):
-                if isinstance(tensor, UnreadTensor):
-                    yield tensors, name, tensor
+@contextlib.contextmanager
+def shown_progress(hook: Progress | None, is_first: bool, total_bytes: int) -> Iterator[Callable[[int], None] | None]:
+    """Yield the function to call with the bytes of each read; None if progress is not shown.
+
+    Without a `hook`, the first rank shows a progress bar if stderr is a terminal.
+    """
+    if hook is not None:
+        done_bytes = 0
+
+        def add(nbytes: int) -> None:
+            nonlocal done_bytes
+            done_bytes += nbytes
+            hook(done_bytes, total_bytes)
+
+        yield add
+    elif is_first and sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("loading"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("", total=total_bytes)
+            yield lambda nbytes: bar.advance(task, nbytes)
+    else:
+        yield None

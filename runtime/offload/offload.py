@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
@@ -20,15 +20,13 @@ from moepass.runtime.banks.banked_modules import (
     banked_parameters,
     check_before_moving,
 )
-from moepass.runtime.banks.banks import BankStore
-from moepass.runtime.banks.whole_models import keep_whole_model_store
+from moepass.runtime.banks.banks import BankStore, keep_whole_model_store
 from moepass.runtime.homes.collective import CollectiveTransport
-from moepass.runtime.homes.host_home import Packer
-from moepass.runtime.homes.options.home_options import BankRoute, HomeOptions
-from moepass.runtime.homes.options.packers import make_packer, options_of
+from moepass.runtime.homes.options.home_options import HomeOptions
+from moepass.runtime.homes.options.packers import Packer, make_packer, options_of
 from moepass.runtime.homes.peer_home import PeerPacker
 from moepass.runtime.offload.placement import Placement, PlanningOptions, place
-from moepass.runtime.offload.residents import Residents
+from moepass.runtime.offload.residents import Residents, is_count
 from moepass.runtime.ranks.agree import agree
 from moepass.runtime.transfer.link import parse_link
 
@@ -38,16 +36,12 @@ _PLAN = "plan of its layers"
 
 @dataclasses.dataclass(frozen=True)
 class OffloadReport:
-    """The result of `offload_experts`.
+    """The result of `offload_experts`: the home, the layers that were moved, and those that stayed.
 
     Attributes:
-        store: the banks.
-        home: the home's name.
-        layers: the layers whose experts were moved.
         home_bytes: bytes at rest in this process, or in files.
         ring_bytes: most bytes that the ring takes on the compute device. Graphs that read this rank's own experts from
             its shard need smaller slots.
-        resident_layers: the layers that stayed as they were.
         staging_bytes: bytes of staging buffers on the compute device, with home `hybrid`.
     """
 
@@ -103,35 +97,25 @@ def expert_weights(model: nn.Module) -> list[nn.Parameter]:
     return [value for module in find_expert_modules(model).values() for value in expert_parameters(module).values()]
 
 
-def split_layers(model: nn.Module, residents: Residents) -> tuple[dict[str, list[nn.Module]], tuple[str, ...]]:
-    """Return the layers that move, as the modules of each bank by path, and the paths of the layers that stay.
-
-    Raises InputError if a resident layer has no bank.
-    """
-    banks = _in_banks(find_expert_modules(model))
-    sizes = {
-        path: sum(value.nbytes for value in expert_parameters(module).values()) for path, (module, *_) in banks.items()
-    }
-    resident = residents.among(sizes)
-    return {path: modules for path, modules in banks.items() if path not in resident}, resident
+def streamed_layers(model: nn.Module, resident: Collection[str]) -> dict[str, list[nn.Module]]:
+    """Return the modules of each bank that moves, by path: all but those at the paths `resident`."""
+    return {path: modules for path, modules in _modules_of_banks(model).items() if path not in resident}
 
 
-def place_experts(model: nn.Module, planning: PlanningOptions, route: BankRoute) -> Placement:
+def place_experts(model: nn.Module, planning: PlanningOptions, options: HomeOptions, device: torch.device) -> Placement:
     """Decide which layers of `model` stay on the device, and the number of slots.
 
-    Raises:
-        OptionError: fewer than 1 slot, or an error of `place`.
-        InputError: the model has no experts, or an error of `place`.
+    Raises OptionError for fewer than 1 slot, InputError if the model has no experts, and the errors of `place`.
     """
-    slots: object = planning.slots
-    if slots is not None and (not isinstance(slots, int) or isinstance(slots, bool) or slots < 1):
+    slots = planning.slots
+    if slots is not None and not is_count(slots, 1):
         raise OptionError(
             f"slots is {slots!r}; a ring needs at least 1, and 2 to overlap transfers with computation",
             name="slots",
             value=slots,
             expected="at least 1",
         )
-    banks = _in_banks(find_expert_modules(model))
+    banks = _modules_of_banks(model)
     if not banks:
         banked = any(isinstance(module, BankedParameter) for module in model.modules())
         reason = (
@@ -142,13 +126,13 @@ def place_experts(model: nn.Module, planning: PlanningOptions, route: BankRoute)
         )
         raise InputError(f"{type(model).__name__} has no expert weights to offload: {reason}")
     experts = {path: expert_parameters(modules[0]) for path, modules in banks.items()}
-    return place(model, experts, planning, route)
+    return place(model, experts, planning, options, device)
 
 
-def _in_banks(expert_modules: Mapping[str, nn.Module]) -> dict[str, list[nn.Module]]:
+def _modules_of_banks(model: nn.Module) -> dict[str, list[nn.Module]]:
     """Return the modules of each bank, by the path of the first. Modules that share all parameters share a bank."""
     banks: dict[tuple[tuple[str, int], ...], tuple[str, list[nn.Module]]] = {}
-    for path, module in expert_modules.items():
+    for path, module in find_expert_modules(model).items():
         shared = tuple((name, id(value)) for name, value in expert_parameters(module).items())
         banks.setdefault(shared, (path, []))[1].append(module)
     return dict(banks.values())
@@ -193,9 +177,6 @@ def offload_experts(
         tokens: the tokens of a step to plan for: a number, or the number of sequences and the tokens of each.
             By default one sequence of 4096.
 
-    Returns:
-        Homes and bytes of the experts.
-
     Raises:
         OptionError: an unknown home, fewer than 1 slot, a wrong number of bytes, layers or tokens, or a memory budget
             together with resident layers.
@@ -210,11 +191,10 @@ def offload_experts(
     residents = Residents(resident_bytes, resident_layers)
     planning = PlanningOptions(memory_budget, hardware, tokens, slots, residents)
     compute_device = resolve_device(model, device)
-    route = options.route(compute_device)
     packer = make_packer(options, compute_device)
     meeting = packer.group.rendezvous if isinstance(packer, PeerPacker) else None
     with meeting.publishing_failures() if meeting is not None else contextlib.nullcontext():
-        placement = place_experts(model, planning, route)
+        placement = place_experts(model, planning, options, compute_device)
     if meeting is not None:
         deque(agree(meeting, _PLAN, placement.topics), maxlen=0)
     return move_experts(model, options, packer, compute_device, planning, placement)
@@ -230,17 +210,10 @@ def move_experts(
 ) -> OffloadReport:
     """Move the experts of `model` as `placement` says, which all ranks have agreed on.
 
-    Raises the errors of `offload_experts`.
-
-    Args:
-        model: the model.
-        options: the options of the home.
-        packer: the packer that `make_packer` made from `options`.
-        device: the compute device.
-        planning: the user's planning options.
-        placement: the layers that stay, and the number of slots.
+    `make_packer` made `packer` from `options`. Raises the errors of `offload_experts`.
     """
-    banks, resident = split_layers(model, placement.residents)
+    resident = placement.resident
+    banks = streamed_layers(model, resident)
     if resident and not banks and planning.residents.is_given:
         raise planning.residents.all_resident_error(len(resident))
     store = BankStore(device, placement.slots, parse_link(options.link), packer.home)
@@ -322,13 +295,6 @@ def check_device(device: torch.device | str) -> torch.device:
             value=str(device),
             expected="cpu",
         )
-    # With its index the device equals that of its tensors, "cuda:0".
-    if resolved.type == "cuda" and resolved.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return resolved
-
-
-__all__ = [
-    "BankedParameter", "OffloadReport", "check_device", "expert_parameters", "expert_weights", "find_expert_modules",
-    "move_experts", "offload_experts", "place_experts", "resolve_device", "split_layers",
-]  # fmt: skip
+    # With its index the device equals that of its tensors, "cuda:0", and means the same in all threads.
+    has_index = resolved.type != "cuda" or resolved.index is not None
+    return resolved if has_index else torch.device("cuda", torch.cuda.current_device())

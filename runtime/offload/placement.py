@@ -1,7 +1,6 @@
 """The planner's choice of the layers that stay on the device and of the number of slots for the others.
 
-The planner gets the model's weights by shape and dtype, and its config if a formula covers the family. The profile of
-the machine is the one in the options, or else the one that `moepass calibrate` has stored.
+The planner gets the model's weights by shape and dtype, and its config if a formula covers the family.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import hashlib
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,8 +35,8 @@ from moepass.passes.planner.model_problem import model_problem, resting_bytes
 from moepass.passes.planner.schedule_search import BudgetError
 from moepass.passes.planner.simulate import ExecutionModel
 from moepass.passes.planner.strategies import Setting, activations_bytes, peak_activation_bytes
-from moepass.runtime.homes.options.home_options import BankRoute
-from moepass.runtime.offload.residents import Residents
+from moepass.runtime.homes.options.home_options import HomeOptions
+from moepass.runtime.offload.residents import Residents, is_count
 from moepass.runtime.profiles.hardware_profiles import load_hardware, profile_json
 from moepass.runtime.profiles.stored_profiles import calibrate_command, stored_profile
 from moepass.runtime.ranks.agree import Topic
@@ -52,15 +51,7 @@ Experts = Mapping[str, Mapping[str, nn.Parameter]]
 
 @dataclasses.dataclass(frozen=True)
 class PlanningOptions:
-    """The user's planning options.
-
-    Attributes:
-        memory_budget: bytes of the device's memory, as a number or as text.
-        hardware: the machine, a preset or a profile.
-        tokens: the tokens of a step, or the number of sequences and the tokens of each.
-        slots: the number of slots, by default the planner's choice.
-        residents: the layers that stay; by default the planner's choice.
-    """
+    """The user's planning options, as `offload_experts` describes them."""
 
     memory_budget: str | float | None = None
     hardware: str | os.PathLike[str] | Hardware | None = None
@@ -88,11 +79,8 @@ class PlanningOptions:
         """The sequences of a step to plan for. Raises OptionError for wrong numbers."""
         tokens = DEFAULT_TOKENS if self.tokens is None else self.tokens
         counts = (1, tokens) if isinstance(tokens, int) else tokens
-        if (
-            not isinstance(counts, Sequence)
-            or len(counts) != 2
-            or not all(isinstance(count, int) and not isinstance(count, bool) and count >= 1 for count in counts)
-        ):
+        is_pair = isinstance(counts, Sequence) and len(counts) == 2
+        if not is_pair or not all(is_count(count, 1) for count in counts):
             expected = (
                 "a number of tokens of at least 1, or a pair: the number of sequences in a step, and the tokens of each"
             )
@@ -117,39 +105,27 @@ class PlanningOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The layers that stay resident, and the ring for the others.
+    """The layers that stay resident, by path, and the number of slots that the others stream through.
 
     Attributes:
-        residents: the layers that stay as they are.
-        slots: the number of slots that the others stream through.
         placed: the decisions, for the plans of graphs.
         topics: the causes of the decision, which tell ranks why theirs differ.
     """
 
-    residents: Residents
+    resident: tuple[str, ...]
     slots: int
     placed: PlacedModel
     topics: tuple[Topic, ...]
 
 
 def place(
-    model: nn.Module,
-    experts: Experts,
-    planning: PlanningOptions,
-    route: BankRoute,
+    model: nn.Module, experts: Experts, planning: PlanningOptions, options: HomeOptions, device: torch.device
 ) -> Placement:
     """Decide which layers stay and how many slots there are, unless `planning` says so.
 
-    Args:
-        model: the model.
-        experts: the expert weights of each bank, by path.
-        planning: the user's planning options.
-        route: the route of banks to the compute device.
-
-    Raises:
-        OptionError: there is both a budget and residents, or an error of `PlanningOptions`.
-        InputError: the budget is too small (the error names the least that suffices), or the profile lacks a link or
-            rate.
+    `experts` are the expert weights of each bank, by path. Raises OptionError if there is both a budget and residents,
+    or for wrong `PlanningOptions`, and InputError if the budget is too small (the error names the least that suffices),
+    or the profile lacks a link or rate.
     """
     residents, slots = planning.residents, planning.slots
     # Both are read first, so that wrong values raise even where the plan does not need them.
@@ -161,12 +137,11 @@ def place(
             name="memory_budget",
             value=planning.memory_budget,
         )
-    inputs = _PlanningInputs.of(model, experts, planning, route)
+    inputs = _PlanningInputs(model, experts, planning, options, device)
     stay = residents.among(inputs.bank_bytes) if residents.is_given else None
     made = inputs.plan(stay, slots)
-    by_number = {number: path for path, number in inputs.numbers.items()}
-    paths = tuple(by_number[number] for number in made.decisions.resident_layers)
-    streamed = tuple((path, number) for path, number in inputs.numbers.items() if path not in paths)
+    resident = tuple(path for path, number in inputs.numbers.items() if number in made.decisions.resident_layers)
+    streamed = tuple((path, number) for path, number in inputs.numbers.items() if path not in resident)
     placed = PlacedModel(
         made.decisions,
         streamed,
@@ -175,146 +150,79 @@ def place(
         inputs.dtype,
         inputs.architecture,
         inputs.hardware,
-        route.transport,
+        options.transport,
         inputs.unknown,
     )
-    topics = tuple(_topics(planning, inputs.hardware))
     if slots is None:
         # The ring itself limits its slots to the number of banks; more banks may be added later.
         slots = DEFAULT_SLOTS if budget is None else max(1, made.decisions.slots)
-    return Placement(Residents(paths=paths), slots, placed, topics)
+    return Placement(resident, slots, placed, _topics(planning, inputs.hardware))
 
 
-def _topics(planning: PlanningOptions, hardware: Hardware | None) -> Iterator[Topic]:
-    """Yield the causes of the placement, from cause to effect. Without a budget these are only the residents."""
+def _topics(planning: PlanningOptions, hardware: Hardware | None) -> tuple[Topic, ...]:
+    """Return the causes of the placement, from cause to effect. Without a budget these are only the residents."""
     budget, sequences = planning.budget_bytes, planning.sequences
     machine = None
     if hardware is not None:
         machine = f"{hardware.name} ({hashlib.blake2b(profile_json(hardware), digest_size=8).hexdigest()})"
-    yield Topic("memory_budget in bytes", budget, "give every rank the same memory_budget")
-    decided = {
-        "tokens": ([sequences.count, sequences.length], "tokens"),
-        "slots": (planning.slots, "slots"),
-        "the hardware profile (its name and a digest)": (machine, "hardware, as a preset or one profile's file"),
-    }
-    for name, (value, same) in decided.items():
-        yield Topic(name, None if budget is None else value, f"give every rank the same {same}")
-    yield Topic("resident_bytes", planning.residents.nbytes, "give every rank the same resident_bytes")
-    yield Topic("resident_layers", sorted(planning.residents.layers), "give every rank the same resident_layers")
+    machine_remedy = "hardware, as a preset or one profile's file"
+    rows = (
+        ("memory_budget in bytes", budget, "memory_budget"),
+        ("tokens", budget and [sequences.count, sequences.length], "tokens"),
+        ("slots", budget and planning.slots, "slots"),
+        ("the hardware profile (its name and a digest)", budget and machine, machine_remedy),
+        ("resident_bytes", planning.residents.nbytes, "resident_bytes"),
+        ("resident_layers", sorted(planning.residents.layers), "resident_layers"),
+    )
+    return tuple(Topic(name, value, f"give every rank the same {remedy}") for name, value, remedy in rows)
 
 
-@dataclasses.dataclass(frozen=True)
 class _PlanningInputs:
-    """The model's sizes and the machine, as far as they are known.
+    """The model's sizes and the machine, as far as they are known."""
 
-    Attributes:
-        planning: the user's planning options.
-        route: the route of banks to the compute device.
-        bank_bytes: bytes of each complete bank, by path.
-        shard_bytes: bytes of the largest shard of each bank.
-        read_in_place_bytes: bytes of the smallest shard that kernels may read without a copy in the slot.
-        numbers: the number of each bank's layer.
-        dense_bytes: bytes of all other parameters and buffers.
-        dtype: the dtype of the expert weights.
-        architecture: the model's sizes; None if no formula knows them.
-        hardware: the machine's profile; None without a stored one.
-        unknown: why the architecture or the hardware is missing.
-    """
-
-    planning: PlanningOptions
-    route: BankRoute
-    bank_bytes: dict[str, int]
-    shard_bytes: dict[str, int]
-    read_in_place_bytes: dict[str, int]
-    numbers: dict[str, int]
-    dense_bytes: int
-    dtype: str
-    architecture: Architecture | None
-    hardware: Hardware | None
-    unknown: str
-
-    @staticmethod
-    def of(model: nn.Module, experts: Experts, planning: PlanningOptions, route: BankRoute) -> _PlanningInputs:
-        banks = {path: sum(value.nbytes for value in values.values()) for path, values in experts.items()}
+    def __init__(
+        self, model: nn.Module, experts: Experts, planning: PlanningOptions, options: HomeOptions, device: torch.device
+    ) -> None:
+        self.planning, self.options = planning, options
+        # Bytes by path of each complete bank, and of its largest shard.
+        self.bank_bytes = {path: sum(value.nbytes for value in values.values()) for path, values in experts.items()}
         counts = {path: next(iter(values.values())).shape[0] for path, values in experts.items()}
-        shards = {path: largest_shard_bytes(nbytes, counts[path], route.ranks) for path, nbytes in banks.items()}
-        in_place = {
-            path: smallest_shard_bytes(_weight_bytes(values.values()), counts[path], route.ranks)
-            for path, values in experts.items()
+        self.shard_bytes = {
+            path: largest_shard_bytes(nbytes, counts[path], options.ranks) for path, nbytes in self.bank_bytes.items()
         }
-        numbers = layer_numbers(banks)
-        if len(set(numbers.values())) < len(numbers):  # several banks in one layer
-            numbers = {path: index for index, path in enumerate(banks)}
+        # Bytes of the smallest shard of matrices, which grouped GEMMs may read from the shard; slots always contain
+        # the biases.
+        matrix_bytes = {
+            path: sum(value.nbytes for value in values.values() if value.dim() == 3) for path, values in experts.items()
+        }
+        self.read_in_place_bytes = {
+            path: smallest_shard_bytes(nbytes, counts[path], options.ranks) for path, nbytes in matrix_bytes.items()
+        }
+        # The number of each bank's layer.
+        self.numbers = layer_numbers(self.bank_bytes)
+        if len(set(self.numbers.values())) < len(self.numbers):  # several banks in one layer
+            self.numbers = {path: index for index, path in enumerate(self.bank_bytes)}
         in_banks = {id(value) for values in experts.values() for value in values.values()}
-        all_bytes = {id(value): value.nbytes for value in (*model.parameters(), *model.buffers())}
-        dense = sum(nbytes for key, nbytes in all_bytes.items() if key not in in_banks)
-        dtype = _dtype_of(experts)
-        hardware, unknown = _machine(planning, route, dtype)
-        architecture = None
-        if hardware is not None or planning.budget_bytes is not None:
-            architecture, why = _architecture(model, experts, numbers, dtype)
-            unknown = unknown or why
-        return _PlanningInputs(
-            planning, route, banks, shards, in_place, numbers, dense, dtype, architecture, hardware, unknown
-        )
+        others = {id(value): value.nbytes for value in (*model.parameters(), *model.buffers())}
+        self.dense_bytes = sum(nbytes for key, nbytes in others.items() if key not in in_banks)
+        self.dtype = _dtype_of(experts)
+        # Both are None, with the reason in `unknown`, if there is no profile or no formula for the model.
+        self.hardware, self.unknown = _machine(planning, options, device, self.dtype)
+        self.architecture: Architecture | None = None
+        if self.hardware is not None or planning.budget_bytes is not None:
+            self.architecture, why = _architecture(model, experts, self.numbers, self.dtype)
+            self.unknown = self.unknown or why
 
     def weights(self) -> DeviceMemory:
         """Return the bytes on the device under every decision, without activations."""
-        return resting_bytes(self.dense_bytes, self.shard_bytes.values(), self.route.staging_buffers)
+        return resting_bytes(self.dense_bytes, self.shard_bytes.values(), self.options.staging_buffers)
 
     def plan(self, stay: tuple[str, ...] | None, slots: int | None) -> MadePlan:
         """Choose the layers that stay resident and the number of slots, unless `stay` or `slots` sets them."""
-        if self.hardware is not None and self.architecture is not None:
-            return self._made(self._by_sizes(self.hardware, self.architecture, stay, slots))
-        return self._made(self._by_bytes(stay, slots))
-
-    def _by_sizes(
-        self, hardware: Hardware, architecture: Architecture, stay: tuple[str, ...] | None, slots: int | None
-    ) -> PlanningProblem:
-        budget = self.planning.budget_bytes
-        setting = Setting(
-            architecture,
-            hardware,
-            self.planning.sequences,
-            self.dtype,
-            math.inf if budget is None else budget,
-            transport=self.route.transport,
-        )
-        return model_problem(
-            setting,
-            self.route.home,
-            slots=slots,
-            resident_layers=None if stay is None else tuple(self.numbers[path] for path in stay),
-            resting=dataclasses.replace(self.weights(), activation_bytes=activations_bytes(setting)),
-        )
-
-    def _by_bytes(self, stay: tuple[str, ...] | None, slots: int | None) -> PlanningProblem:
-        """Return the problem without times. Activations are left out if no formula knows the model."""
-        sequences = self.planning.sequences
-        weights = self.weights()
-        if self.architecture is not None:
-            activations = peak_activation_bytes(self.architecture, sequences.tokens, self.dtype)
-            weights = dataclasses.replace(weights, activation_bytes=activations)
-        has_shards = home_named(self.route.home).keeps_shards_on_device
-        shards, in_place = (self.shard_bytes, self.read_in_place_bytes) if has_shards else ({}, {})
-        phases = bank_phases(self.bank_bytes.items(), self.numbers, shards, in_place)
-        resident = None if stay is None else tuple(index for index, phase in enumerate(phases) if phase.name in stay)
-        budget = self.planning.budget_bytes
-        return PlanningProblem(
-            phases=phases,
-            home=self.route.home,
-            resting=weights,
-            batch=sequences.count,
-            sequence=sequences.length,
-            machine=ExecutionModel(fills_ahead=self.route.transport != COLLECTIVE),
-            budget_bytes=None if budget is None else float(budget),
-            resident=resident,
-            slots=slots,
-            unknown=self.unknown,
-            memory_source=memory_source(self.architecture is not None),
-        )
-
-    def _made(self, problem: PlanningProblem) -> MadePlan:
+        if self.hardware is None or self.architecture is None:
+            problem = self._by_bytes(stay, slots)
+        else:
+            problem = self._by_sizes(self.hardware, self.architecture, stay, slots)
         try:
             return make_plan(problem)
         except BudgetError as error:
@@ -331,20 +239,63 @@ class _PlanningInputs:
                 expected=enough_bytes,
             ) from error
 
+    def _by_sizes(
+        self, hardware: Hardware, architecture: Architecture, stay: tuple[str, ...] | None, slots: int | None
+    ) -> PlanningProblem:
+        budget = self.planning.budget_bytes
+        setting = Setting(
+            architecture,
+            hardware,
+            self.planning.sequences,
+            self.dtype,
+            math.inf if budget is None else budget,
+            transport=self.options.transport,
+        )
+        return model_problem(
+            setting,
+            self.options.home,
+            slots=slots,
+            resident_layers=None if stay is None else tuple(self.numbers[path] for path in stay),
+            resting=dataclasses.replace(self.weights(), activation_bytes=activations_bytes(setting)),
+        )
 
-def _weight_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of matrices, which grouped GEMMs may read from the shard; slots always contain the biases."""
-    return sum(value.nbytes for value in tensors if value.dim() == 3)
+    def _by_bytes(self, stay: tuple[str, ...] | None, slots: int | None) -> PlanningProblem:
+        """Return the problem without times. Activations are left out if no formula knows the model."""
+        sequences = self.planning.sequences
+        weights = self.weights()
+        if self.architecture is not None:
+            activations = peak_activation_bytes(self.architecture, sequences.tokens, self.dtype)
+            weights = dataclasses.replace(weights, activation_bytes=activations)
+        has_shards = home_named(self.options.home).keeps_shards_on_device
+        shards, in_place = (self.shard_bytes, self.read_in_place_bytes) if has_shards else ({}, {})
+        phases = bank_phases(self.bank_bytes.items(), self.numbers, shards, in_place)
+        resident = None if stay is None else tuple(index for index, phase in enumerate(phases) if phase.name in stay)
+        budget = self.planning.budget_bytes
+        return PlanningProblem(
+            phases=phases,
+            home=self.options.home,
+            resting=weights,
+            batch=sequences.count,
+            sequence=sequences.length,
+            machine=ExecutionModel(fills_ahead=self.options.transport != COLLECTIVE),
+            budget_bytes=None if budget is None else float(budget),
+            resident=resident,
+            slots=slots,
+            unknown=self.unknown,
+            memory_source=memory_source(self.architecture is not None),
+        )
 
 
-def _machine(planning: PlanningOptions, route: BankRoute, dtype: str) -> tuple[Hardware | None, str]:
+def _machine(
+    planning: PlanningOptions, options: HomeOptions, device: torch.device, dtype: str
+) -> tuple[Hardware | None, str]:
     """Return the profile with this model's ranks and emulated links; or None and the reason.
 
     Raises InputError if the profile in the options has no link from the home, or no rate for `dtype`.
     """
-    command = calibrate_command(route.device, route.ranks)
+    command = calibrate_command(device, options.ranks)
     try:
-        hardware = planning.machine(route.device, route.ranks)
+        hardware = planning.machine(device, options.ranks)
     except InputError as error:
         if planning.hardware is not None:
             raise
@@ -354,13 +305,13 @@ def _machine(planning: PlanningOptions, route: BankRoute, dtype: str) -> tuple[H
         return None, unknown
     if hardware is None:
         return None, f"{NO_PROFILE}; {command} makes one"
-    hardware = with_ranks(hardware, route.ranks)
-    for link, rate in route.links.items():
-        hardware = with_emulated_link(hardware, rate, (link,))
+    hardware = with_ranks(hardware, options.ranks)
+    for name, link in options.links().items():
+        if link.bytes_per_s is not None:
+            hardware = with_emulated_link(hardware, link.bytes_per_s, (name,))
     try:
-        gather_seconds(hardware, 1.0, route.home, route.transport)
-        if dtype:
-            peak_flops_per_s(hardware, dtype)
+        gather_seconds(hardware, 1.0, options.home, options.transport)
+        peak_flops_per_s(hardware, dtype)
     except InputError as error:
         if planning.hardware is not None:
             raise
@@ -370,13 +321,11 @@ def _machine(planning: PlanningOptions, route: BankRoute, dtype: str) -> tuple[H
 
 def _dtype_of(experts: Experts) -> str:
     """Return the short name of the expert weights' dtype, or torch's name if formulas do not know it."""
-    value = next((value for values in experts.values() for value in values.values()), None)
-    if value is None:
-        return ""
+    dtype = next(value.dtype for values in experts.values() for value in values.values())
     try:
-        return short_dtype(value.dtype)
+        return short_dtype(dtype)
     except InputError:
-        return str(value.dtype).removeprefix("torch.")
+        return str(dtype).removeprefix("torch.")
 
 
 def _architecture(
@@ -390,7 +339,7 @@ def _architecture(
     if config is None or not hasattr(config, "get_text_config"):
         return None, f"the sizes of {type(model).__name__} are not known, because it has no transformers config"
     try:
-        read = from_config(config, dtype=dtype or None)
+        read = from_config(config, dtype=dtype)
     except InputError as error:
         return None, str(error)
     layers = list(read.layers)

@@ -13,23 +13,16 @@ from moepass.models.limits import MOST_LAYERS
 
 @dataclasses.dataclass(frozen=True)
 class Residents:
-    """Layers that stay on the device. At most one of the three fields is set.
+    """The first layers whose experts fit into `nbytes` together, or `layers` by the numbers in their modules' paths.
 
-    Attributes:
-        nbytes: the first layers whose experts fit into this many bytes together.
-        layers: layers by the numbers in their modules' paths.
-        paths: layers by path, as a plan decided.
-
-    Raises:
-        OptionError: `nbytes` or `layers` is not a number of bytes or a list of layers, or both are set.
+    Raises OptionError if `nbytes` or `layers` is not a number of bytes or a list of layers, or if both are set.
     """
 
     nbytes: int = 0
     layers: Sequence[int] = ()
-    paths: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not _is_count(self.nbytes):
+        if not is_count(self.nbytes):
             raise OptionError.wrong("resident_bytes", self.nbytes, "a number of bytes from 0 on")
         if isinstance(self.layers, Sequence) and len(self.layers) > MOST_LAYERS:
             raise OptionError(
@@ -39,7 +32,7 @@ class Residents:
                 value=len(self.layers),
                 expected=MOST_LAYERS,
             )
-        if not isinstance(self.layers, Sequence) or not all(_is_count(layer) for layer in self.layers):
+        if not isinstance(self.layers, Sequence) or not all(is_count(layer) for layer in self.layers):
             expected = "a list of layer numbers from 0 on, as moepass explain gives them in schedule.resident_layers"
             raise OptionError.wrong("resident_layers", self.layers, expected)
         if self.nbytes and self.layers:
@@ -54,8 +47,6 @@ class Residents:
 
         Raises InputError if a layer has no bank.
         """
-        if self.paths:
-            return tuple(path for path in bank_bytes if path in self.paths)
         if not self.layers:
             ends = itertools.accumulate(bank_bytes.values())
             return tuple(path for path, end in zip(bank_bytes, ends, strict=True) if end <= self.nbytes)
@@ -81,16 +72,17 @@ class Residents:
 
     def all_resident_error(self, layers: int) -> InputError:
         """Return the error for a choice that keeps all `layers` layers on the device."""
-        name, value = ("resident_layers", self.layers) if self.layers else ("resident_bytes", self.nbytes)
+        advice = "do not offload the model, or keep fewer layers"
         if self.layers:
             reason = f"resident_layers names all {layers} layers with experts"
-        else:
-            reason = f"resident_bytes is {self.nbytes}, and the experts of all {layers} layers fit into it"
-        return InputError(f"{reason}; do not offload the model, or keep fewer layers", name=name, value=value)
+            return InputError(f"{reason}; {advice}", name="resident_layers", value=self.layers)
+        reason = f"{self}, and the experts of all {layers} layers fit into it"
+        return InputError(f"{reason}; {advice}", name="resident_bytes", value=self.nbytes)
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def is_count(value: object, least: int = 0) -> bool:
+    """Return whether `value` is a whole number of at least `least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _numbers(path: str) -> set[int]:

@@ -11,11 +11,11 @@ import torch
 
 from moepass.passes.ir.timeline import COMPUTE
 from moepass.runtime.transfer.copying import CopyThread, DecodeAction, Decoder, SlotCopy
+from moepass.runtime.transfer.home_protocol import Transport
 from moepass.runtime.transfer.lanes import Lane
 from moepass.runtime.transfer.learned_order import Fetch
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.recording import Moment, current_recording, seconds_between
-from moepass.runtime.transfer.transports import Transport
 
 _HOST, _REAL_LINK = Transport("host"), Link()
 
@@ -65,10 +65,7 @@ class Copier:
         thread: CopyThread | None = None,
         link: Link = _REAL_LINK,
     ) -> None:
-        self._lane = lane
-        self._transport = transport
-        self._thread = thread
-        self._link = link
+        self._lane, self._transport, self._thread, self._link = lane, transport, thread, link
         # Copies and decodes that no run has waited for yet.
         self._pending: list[SlotCopy] = []
         # The moments at which the computation began to wait, and at which it went on.
@@ -79,7 +76,8 @@ class Copier:
 
         The target is a slot, or the encoded buffer, which `decode` reads.
         """
-        return self._start(self._transport.copy(fetch.bank, fetch.sources, target, self._lane, after))
+        action = self._transport.action(fetch.bank, fetch.sources)
+        return self._start(SlotCopy(fetch.sources, target, fetch.bank.name, action, self._lane, after))
 
     def decode(self, copied: SlotCopy, decoder: Decoder, encoded: torch.Tensor, slot: torch.Tensor) -> SlotCopy:
         """Start to fill `slot` by `decoder` from `encoded`, which the last submitted copy, `copied`, fills.
@@ -130,13 +128,13 @@ class Copier:
 
     def abandon(self, copy: SlotCopy) -> None:
         """Drop a copy that no run will wait for."""
-        copy.abandon()
+        copy.abandoned.set()
         self._pending.remove(copy)
 
     def quiesce(self) -> None:
         """Abandon all copies, and block until they have ended and no issued computation reads a slot, on any stream."""
         for copy in self._pending:
-            copy.abandon()
+            copy.abandoned.set()
         for copy in self._pending:
             copy.finished.wait()
         self._pending.clear()
@@ -148,7 +146,7 @@ class Copier:
             return
         # This may be the copy thread, which cannot wait for its own copies. They hold the memory that they use.
         for copy in self._pending:
-            copy.abandon()
+            copy.abandoned.set()
         self._lane.synchronize()
 
     def settle(self, statistics: RingStatistics) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import queue
 import threading
 import time
@@ -18,8 +17,7 @@ from moepass.runtime.system.forking import OwnerProcess
 from moepass.runtime.transfer.lanes import HOST_LANE, Lane
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.recording import Moment
-from moepass.runtime.transfer.slicing import check_slot
-from moepass.runtime.transfer.sources import Source
+from moepass.runtime.transfer.sources import Source, check_slot
 
 # Writes the bytes of a slot (second argument) from the bytes that the link carried (first); both are flat uint8.
 Decoder = Callable[[torch.Tensor, torch.Tensor], None]
@@ -29,12 +27,18 @@ class CopyError(MoepassError, RuntimeError):
     """A bank could not be copied into its slot."""
 
 
-class Action(abc.ABC):
-    """The work of a copy: how its slot is filled."""
+class Action:
+    """The work of a copy: how its slot is filled. By default it copies the bytes of all sources, slice by slice."""
 
-    @abc.abstractmethod
     def fill(self, copy: SlotCopy, link: Link) -> None:
-        """Fill the slot of `copy` on its lane, unless the copy is abandoned; `link` may be an emulated one."""
+        """Fill the slot of `copy` on its lane, unless the copy is abandoned, and take the time of an emulated `link`.
+
+        Raises ValueError if a piece does not fit.
+        """
+        copy.check_bounds()
+        started = time.perf_counter()
+        if copy.bring(copy.sources):
+            copy.wait_for_link(link, started)
 
     def raise_error(self, label: str, error: BaseException) -> NoReturn:
         """Raise `error`, by which the copy of bank `label` failed, in the thread that waits for the copy."""
@@ -49,27 +53,14 @@ class Action(abc.ABC):
         ) from error
 
 
-class CopyAction(Action):
-    """Copies the bytes of all sources, slice by slice."""
-
-    def fill(self, copy: SlotCopy, link: Link) -> None:
-        """Copy all sources, and take the time of an emulated link. Raises ValueError if a piece does not fit."""
-        copy.check_bounds()
-        started = time.perf_counter()
-        if copy.bring(copy.sources):
-            copy.wait_for_link(link, started)
-
-
-COPY_BYTES = CopyAction()
+COPY_BYTES = Action()
 
 
 class DecodeAction(Action):
     """Fills the slot by `decoder` from the bytes at `encoded`, once the copy `copied` has brought them."""
 
     def __init__(self, copied: SlotCopy, decoder: Decoder, encoded: torch.Tensor) -> None:
-        self._copied = copied
-        self._decoder = decoder
-        self._encoded = encoded
+        self._copied, self._decoder, self._encoded = copied, decoder, encoded
 
     def fill(self, copy: SlotCopy, link: Link) -> None:
         """Decode once the copy is finished. Raises the error of the copy if that failed."""
@@ -82,14 +73,12 @@ class SlotCopy:
     """One copy into a slot: queued, running or finished.
 
     Attributes:
-        sources: The memory or files to read. Empty for a decode.
-        slot: Flat uint8.
+        sources: The memory or files to read, into `slot`, flat uint8. Empty for a decode.
         label: The name of the bank, for errors and timelines.
         after: The moment at which the slot is free. None if it is free already.
         abandoned: Set once no run needs the bytes; `finished` follows soon.
         finished: Set once the thread has done its part. On a stream the bytes may arrive later: see `filled`.
         performed: The moments at which the copy began and ended, on its lane. None until then.
-        error: The error by which the copy failed.
         staged_bytes: Bytes that came from staging buffers, with home `hybrid`.
         unstaged_bytes: Bytes that came from host memory, with home `hybrid`.
     """
@@ -103,12 +92,8 @@ class SlotCopy:
         lane: Lane = HOST_LANE,
         after: object = None,
     ) -> None:
-        self.sources = tuple(sources)
-        self.slot = slot
-        self.label = label
-        self.action = action
-        self.lane = lane
-        self.after = after
+        self.sources, self.slot, self.label = tuple(sources), slot, label
+        self.action, self.lane, self.after = action, lane, after
         self.abandoned = threading.Event()
         self.finished = threading.Event()
         self.performed: tuple[Moment, Moment] | None = None
@@ -121,10 +106,6 @@ class SlotCopy:
         """The moment at which the slot was full. The copy must be finished."""
         assert self.performed is not None, "the copy is finished"
         return self.performed[1]
-
-    def abandon(self) -> None:
-        """Stop the copy as soon as possible: no run needs its bytes."""
-        self.abandoned.set()
 
     def end(self) -> None:
         """Block until nothing is written to the slot any more, whether the copy succeeded or not."""
@@ -173,11 +154,10 @@ class CopyThread:
     """A thread that performs copies in the order of `submit`. It ends with this object."""
 
     def __init__(self, link: Link) -> None:
-        self.link = link
         self._owner = OwnerProcess()
         # The thread must not keep its owner alive, so it refers to the work alone.
         self._work = _CopyWork(link)
-        self._thread = run_in_background(self._work.run, self._work.stop_now, "moepass-copy")
+        run_in_background(self._work.run, self._work.stop_now, "moepass-copy")
         weakref.finalize(self, self._work.queue.put, None)
 
     def submit(self, copy: SlotCopy) -> SlotCopy:
@@ -200,7 +180,7 @@ class _CopyWork:
         while (copy := self.queue.get()) is not None:
             self._current = copy
             if self._is_over:
-                copy.abandon()
+                copy.abandoned.set()
             carry_out(copy, self.link)
             self._current = None
             del copy
@@ -208,9 +188,8 @@ class _CopyWork:
     def stop_now(self) -> None:
         """Abandon the running copy and all queued ones."""
         self._is_over = True
-        copy = self._current
-        if copy is not None:
-            copy.abandon()
+        if (copy := self._current) is not None:
+            copy.abandoned.set()
         self.queue.put(None)
 
 

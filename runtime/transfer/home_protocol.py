@@ -1,4 +1,7 @@
-"""The interface between a ring and the homes of its banks."""
+"""The interface between a ring, the homes of its banks, and the transports that move their bytes into slots.
+
+Transports differ in how often ranks must meet for a bank.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,52 @@ from collections.abc import Sequence
 
 import torch
 
-from moepass.passes.ir.plan import BankSpec
+from moepass.models.errors import OptionError, one_of
+from moepass.models.homes import HomeRecord
+from moepass.passes.ir.plan import NO_GATHER_SIGNATURE, BankSpec, GatherSignature
 from moepass.passes.ir.shards import Piece
-from moepass.runtime.transfer.sources import MemorySource, Source
-from moepass.runtime.transfer.transports import Transport
+from moepass.runtime.transfer.copying import COPY_BYTES, Action, CopyThread
+from moepass.runtime.transfer.link import Link
+from moepass.runtime.transfer.sources import MemorySource, Source, read_range
+
+
+class Transport:
+    """One-sided copies from memory that this process can read, without the help of other ranks.
+
+    Its `name`, for reports, is `host`, or a transport of a home's record.
+    """
+
+    # False if all ranks take part in each transfer; then no transfer may be started on a guess.
+    is_one_sided = True
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def copy_thread(self, link: Link) -> CopyThread:
+        """Return the thread that performs the copies of a ring with that link."""
+        return CopyThread(link)
+
+    def action(self, bank: BankSpec, sources: Sequence[Source]) -> Action:
+        """Return the action that fills a slot with `bank`."""
+        return COPY_BYTES
+
+    def read(
+        self, bank: BankSpec, sources: Sequence[Source], start: int, stop: int, device: torch.device
+    ) -> torch.Tensor:
+        """Return bytes [start, stop) of `bank`, in new memory on `device`; synchronous."""
+        return read_range(sources, start, stop, device)
+
+    def forget(self, bank: BankSpec) -> None:
+        """Drop all references to `bank`, which was deleted."""
+
+    def begin_run(self, plan: GatherSignature = NO_GATHER_SIGNATURE) -> None:
+        """Begin a run by `plan`; all copies until `end_run` belong to it. Raises an error if no bank can be copied."""
+
+    def end_run(self) -> None:
+        """End the run after its last operation."""
+
+    def fail(self, reason: str) -> None:
+        """Abort the run because of `reason`. On return no copy waits for another rank."""
 
 
 class Home:
@@ -40,3 +85,9 @@ class Home:
     def rank_of(self, bank: BankSpec) -> int:
         """Return the rank of this process among the ranks that have shards of `bank`."""
         return 0
+
+
+def check_transport(transport: object, home: HomeRecord) -> None:
+    """Raise OptionError if `home` has no such transport."""
+    if not isinstance(transport, str) or transport not in home.transports:
+        raise OptionError.wrong("transport", transport, f"one of {one_of(home.transports)}")

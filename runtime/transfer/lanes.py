@@ -1,12 +1,10 @@
-"""Lanes: a copy thread does the work itself on a CPU; on CUDA, work is issued to a copy stream.
-
-Both classes have the same methods, so copies and the copier are written once for both.
-"""
+"""Lanes, and the slices in which they copy: a CPU's copy thread does the work itself; on CUDA a copy stream does."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import threading
 import time
 from collections import deque
@@ -15,23 +13,63 @@ from typing import Any
 
 import torch
 
-from moepass.runtime.transfer import slicing
+from moepass.passes.machine.times import SLICE_BYTES as SLICE_BYTES
+from moepass.passes.machine.times import stream_slice_bytes
 from moepass.runtime.transfer.recording import Moment, recorded_event
-from moepass.runtime.transfer.slicing import Slice, round_robin_slices, stream_slices
 from moepass.runtime.transfer.sources import MemorySource, Source
-from moepass.runtime.transfer.streams import pinned_memory
 
 # Two buffers overlap a read with the copy of the bytes before; a third lets the thread read on if that copy is late.
 _BOUNCE_BUFFERS = 3
 
 
-class Lane:
-    """The lane of a CPU: the calling thread does all work, so moments are times of `time.perf_counter`.
+# A source, an offset in it, a number of bytes, and the offset in the slot that they go to.
+Slice = tuple[Source, int, int, int]
 
-    Attributes:
-        is_synchronous: Whether work is done when the call that asks for it returns.
+
+def round_robin_slices(sources: Sequence[Source], slice_bytes: int | None = None) -> Iterator[Slice]:
+    """Yield one slice of each source, then the next of each, so that all sources are read at the same time.
+
+    Slices have at most `slice_bytes`, by default SLICE_BYTES.
     """
+    step = slice_bytes or SLICE_BYTES
 
+    def slices(source: Source) -> Iterator[Slice]:
+        for piece in source.pieces:
+            for start in range(0, piece.nbytes, step):
+                size = min(step, piece.nbytes - start)
+                yield source, piece.source_offset_bytes + start, size, piece.slot_offset_bytes + start
+
+    for slices_of_all in itertools.zip_longest(*map(slices, sources)):
+        yield from (item for item in slices_of_all if item is not None)
+
+
+def stream_slices(sources: Sequence[Source]) -> Iterator[Slice]:
+    """Yield slices as `round_robin_slices`, few enough that issuing them does not delay the host's kernel launches.
+
+    A single source is not cut: there is no second source to alternate with, and a copy on a stream cannot be
+    abandoned.
+    """
+    nbytes = sum(source.nbytes for source in sources)
+    nonempty = sum(1 for source in sources if source.pieces)
+    return round_robin_slices(sources, stream_slice_bytes(nbytes) if nonempty > 1 else max(1, nbytes))
+
+
+def finish_on(device: torch.device) -> None:
+    """Block until all work issued to `device` is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def pinned_memory(nbytes: int) -> torch.Tensor:
+    """Return flat uint8 memory of the host from which a stream copies without waiting for the host."""
+    with torch.inference_mode(False):  # inference tensors could not be written outside that mode
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+class Lane:
+    """The lane of a CPU: the calling thread does all work, so moments are times of `time.perf_counter`."""
+
+    # Whether work is done when the call that asks for it returns.
     is_synchronous = True
 
     def slices(self, sources: Sequence[Source]) -> Iterator[Slice]:
@@ -80,11 +118,7 @@ HOST_LANE = Lane()
 
 @dataclasses.dataclass
 class BounceBuffer:
-    """Pinned memory through which bytes pass that the device cannot read.
-
-    Attributes:
-        emptied: Happens once the last copy out of the buffer is done. None if there was no copy yet.
-    """
+    """Pinned memory through which bytes pass that the device cannot read; `emptied` after the last copy out of it."""
 
     memory: torch.Tensor
     emptied: torch.cuda.Event | None = None
@@ -125,7 +159,7 @@ class StreamLane(Lane):
 
     def _empty_buffer(self) -> BounceBuffer:
         if len(self._bounce) < _BOUNCE_BUFFERS:
-            self._bounce.append(BounceBuffer(pinned_memory(slicing.SLICE_BYTES)))
+            self._bounce.append(BounceBuffer(pinned_memory(SLICE_BYTES)))
         else:
             self._bounce.rotate(-1)
         buffer = self._bounce[-1]
@@ -188,6 +222,5 @@ class StreamLane(Lane):
 
     def __del__(self) -> None:
         # The bounce buffers and the memory in use are freed after this.
-        stream = getattr(self, "stream", None)
-        if stream is not None:
-            stream.synchronize()
+        if hasattr(self, "stream"):
+            self.stream.synchronize()

@@ -1,7 +1,4 @@
-"""Learned order of banks: which bank follows which, and which bank a run begins with.
-
-With it a ring can fill slots at the end of one run for the next run.
-"""
+"""Learned order of banks. With it a ring can fill slots at the end of one run for the next run."""
 
 from __future__ import annotations
 

@@ -20,11 +20,7 @@ _FIRST_SECONDS_PER_BYTE, _NEWEST = 1e-9, 0.25
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """A link for copies.
-
-    Attributes:
-        bytes_per_s: The emulated speed. None for the real link, whose copies are not delayed.
-    """
+    """A link for copies. The real link, whose copies are not delayed, has no `bytes_per_s`."""
 
     bytes_per_s: float | None = None
 
@@ -83,8 +79,7 @@ def check_link_to(device: torch.device, link: Link) -> None:
 def parse_link(text: str, option: str = "link") -> Link:
     """Return the link that `text` describes: `real`, or `emulate:BYTES_PER_S` as in `emulate:5e9`.
 
-    Raises:
-        OptionError: The text is neither, or the speed is too low. The message calls the text `option`.
+    Raises OptionError if the text is neither, or the speed is too low. The message calls the text `option`.
     """
     if text == "real":
         return Link()

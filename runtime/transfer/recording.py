@@ -21,13 +21,10 @@ Moment = float | torch.cuda.Event
 
 
 class RecordedCopy(Protocol):
-    """A copy that can be shown on a timeline."""
+    """A copy that can be shown on a timeline, with the moments at which it began and ended."""
 
     label: str
-
-    @property
-    def performed(self) -> tuple[Moment, Moment] | None:
-        """The moments at which it began and ended; None if it never ran."""
+    performed: tuple[Moment, Moment] | None
 
     def end(self) -> None:
         """Block until it has ended."""
@@ -40,6 +37,11 @@ def recorded_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
     return event
 
 
+def moment_on(device: torch.device) -> Moment:
+    """Return the moment at which all work issued to the current stream of `device` so far is done."""
+    return recorded_event(torch.cuda.current_stream(device)) if device.type == "cuda" else time.perf_counter()
+
+
 def seconds_between(started: Moment, ended: Moment) -> float:
     """Return the seconds between two moments of one kind, which both have passed."""
     if isinstance(started, float) or isinstance(ended, float):
@@ -49,29 +51,6 @@ def seconds_between(started: Moment, ended: Moment) -> float:
     return float(started.elapsed_time(ended)) / 1e3
 
 
-class DeviceClock:
-    """Converts events of a CUDA device into times of the host's clock."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        torch.cuda.synchronize(device)
-        self._host_zero = time.perf_counter()
-        self._zero = recorded_event(torch.cuda.current_stream(device))
-
-    def synchronize(self) -> None:
-        """Block until all work issued to the device is done."""
-        torch.cuda.synchronize(self._device)
-
-    def now(self) -> torch.cuda.Event:
-        """Return an event at the end of the current stream."""
-        return recorded_event(torch.cuda.current_stream(self._device))
-
-    def seconds(self, event: torch.cuda.Event) -> float:
-        """Return the time of `event` on the clock of `time.perf_counter`. The event must have happened."""
-        since_zero: float = self._zero.elapsed_time(event) / 1e3
-        return self._host_zero + since_zero
-
-
 class TimelineRecording:
     """The recording of a `record_timeline` block; `timeline` exists once the block has ended."""
 
@@ -79,7 +58,8 @@ class TimelineRecording:
         self._zero = time.perf_counter()
         self._spans: list[tuple[str, str, str, Moment, Moment]] = []
         self._copies: dict[int, RecordedCopy] = {}
-        self._clock: DeviceClock | None = None
+        # The device of the runs, and one moment on the host's clock and on its own.
+        self._clock: tuple[torch.device, float, torch.cuda.Event] | None = None
         self._is_emulated = False
         self._timeline: Timeline | None = None
 
@@ -103,14 +83,8 @@ class TimelineRecording:
                 expected=("cpu", "cuda"),
             )
         if self._clock is None:
-            self._clock = DeviceClock(device)
-
-    def now(self, device: torch.device) -> Moment:
-        """Return the moment at which all work issued to `device` so far is done. Call it inside a run."""
-        if device.type == "cpu":
-            return time.perf_counter()
-        assert self._clock is not None, "a run on the device begins first"
-        return self._clock.now()
+            torch.cuda.synchronize(device)
+            self._clock = device, time.perf_counter(), recorded_event(torch.cuda.current_stream(device))
 
     def add(self, op: str, layer: str, stream: str, started: Moment, ended: Moment) -> None:
         """Record that operation `op` of `layer` took from `started` to `ended`."""
@@ -126,7 +100,7 @@ class TimelineRecording:
         for copy in self._copies.values():
             copy.end()
         if self._clock is not None:
-            self._clock.synchronize()
+            torch.cuda.synchronize(self._clock[0])
         for copy in self._copies.values():
             if copy.performed is not None:
                 self._spans.append(("copy", copy.label, COPY, *copy.performed))
@@ -141,7 +115,8 @@ class TimelineRecording:
         if isinstance(moment, float):
             return moment - self._zero
         assert self._clock is not None, "begin_run must precede recording on a CUDA device"
-        return self._clock.seconds(moment) - self._zero
+        _, host_time, event = self._clock
+        return host_time + seconds_between(event, moment) - self._zero
 
     def forget(self) -> None:
         """Drop all references to slots and banks."""

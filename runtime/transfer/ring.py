@@ -42,11 +42,7 @@ _REENTERED = (
 
 @dataclasses.dataclass
 class EncodedCopy:
-    """The copy of an encoded bank into the encoded buffer.
-
-    Attributes:
-        copied: The copy. None once its decode was issued.
-    """
+    """The copy of an encoded bank into the encoded buffer; `copied` is None once its decode was issued."""
 
     copied: SlotCopy | None
 
@@ -58,7 +54,6 @@ class Ahead:
     Attributes:
         fetch: The bank, whose memory it keeps alive, so that no other bank can have the same address and `contents`.
         contents: The contents of `fetch` when the copy started.
-        filled: The copy, or the decode after it.
     """
 
     fetch: Fetch
@@ -74,8 +69,7 @@ class Ring:
     run is the one that the next run needs first, and the ring fills it right then, with the bank that followed the last
     time. A wrong guess costs a copy, never a result: the run starts its own copy instead.
 
-    Attributes:
-        debug: Whether released slots are filled with NaN.
+    With `debug`, released slots are filled with NaN.
     """
 
     # The current run: its graph, its number of slots, their buffers, and its first fetch into each slot.
@@ -89,15 +83,9 @@ class Ring:
     _freed: dict[int, object]
 
     def __init__(
-        self,
-        slots: int,
-        slot_bytes: int,
-        device: torch.device,
-        copier: Copier,
-        home: Home = _THIS_PROCESS,
+        self, slots: int, slot_bytes: int, device: torch.device, copier: Copier, home: Home = _THIS_PROCESS
     ) -> None:
-        self.device = device
-        self.home = home
+        self.device, self.home = device, home
         self.debug = False
         self._lock = NonReentrantLock(_REENTERED)
         self._is_quiet = True
@@ -110,14 +98,14 @@ class Ring:
         self._fetches: dict[int, Fetch] = {}
         self._order: LearnedOrder[Hashable, dict[int, Fetch]] = LearnedOrder()
         self._ahead: dict[int, Ahead] = {}
-        self._waits: list[Wait] = []
+        # The waits of the present run, or of the last one.
+        self.waits: list[Wait] = []
         self._take_buffers(slots, slot_bytes, 0)
 
     def __del__(self) -> None:
         # The next owner of the buffers' memory does not wait for work that still uses it.
-        copier = getattr(self, "_copier", None)
-        if copier is not None:
-            copier.close()
+        if hasattr(self, "_copier"):
+            self._copier.close()
 
     @property
     def slots(self) -> int:
@@ -129,11 +117,6 @@ class Ring:
         """The counts and times up to now; on CUDA without waits that are not over yet."""
         self._copier.settle(self._statistics)
         return self._statistics
-
-    @property
-    def waits(self) -> Sequence[Wait]:
-        """The waits of the present run, or of the last one."""
-        return self._waits
 
     @property
     def buffers_of_run(self) -> Sequence[torch.Tensor]:
@@ -152,17 +135,17 @@ class Ring:
         """
         with self._lock.pause():
             largest = max((buffer.numel() for buffer in self._buffers), default=0)
-            encoded_buffer_bytes = max(encoded_buffer_bytes, self._encoded_buffer.numel())
-            if slots <= self.slots and slot_bytes <= largest and encoded_buffer_bytes == self._encoded_buffer.numel():
+            sizes = self.slots, largest, self._encoded_buffer.numel()
+            enlarged = tuple(map(max, sizes, (slots, slot_bytes, encoded_buffer_bytes)))
+            if enlarged == sizes:
                 return
             self._lock.check()
-            slots, slot_bytes = max(slots, self.slots), max(slot_bytes, largest)
             self.reset()
             # Free the old buffers first: both together may not fit into memory.
             self._views.clear()
             self._buffers.clear()
             del self._encoded_buffer
-            self._take_buffers(slots, slot_bytes, encoded_buffer_bytes)
+            self._take_buffers(*enlarged)
 
     def _take_buffers(self, slots: int, slot_bytes: int, encoded_buffer_bytes: int) -> None:
         self._buffers = _buffers(slots, slot_bytes, self.device)
@@ -179,9 +162,7 @@ class Ring:
         An exception in the block ends all copies, so that the next run can start; ranks that gather together all get an
         error.
 
-        Raises:
-            InputError: This thread is in a run already.
-            Exception: Any error of `begin_run`.
+        Raises InputError if this thread is in a run already, and the errors of `begin_run`.
         """
         with self._lock.take():
             try:
@@ -203,7 +184,7 @@ class Ring:
         self.home.transport.begin_run(plan)
         self._graph, self._used = graph, plan.slots
         self._beginning, self._has_begun, self._fetches = {}, False, {}
-        self._waits = []
+        self.waits = []
         self._buffer_of = self._free
         self._free = self._buffer_of[plan.slots :]
 
@@ -270,7 +251,7 @@ class Ring:
         Raises CopyError, or PeerError for a gather, if the copy failed.
         """
         assert isinstance(filled, SlotCopy), "prefetch or decode returned it"
-        self._waits.append(self._copier.wait(filled, self._statistics))
+        self.waits.append(self._copier.wait(filled, self._statistics))
         key = (self._buffer_of[slot], bank)
         if key not in self._views:
             self._views[key] = self._bank_tensors(bank, self._buffers[key[0]], self._fetches[slot].sources)

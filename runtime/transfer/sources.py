@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 from collections.abc import Hashable, Sequence
+from typing import Self
 
 import torch
 
@@ -12,11 +13,9 @@ from moepass.passes.ir.shards import Piece, clip_pieces
 
 
 class Source:
-    """Memory or a file with bytes of a bank.
+    """Memory or a file with bytes of a bank; subclasses are dataclasses.
 
-    Attributes:
-        pieces: The ranges that a slot needs, with their offsets in the slot.
-        over_link: Whether the bytes come from another device or rank, or from a disk.
+    `pieces` are the ranges that a slot needs. They are `over_link` if they come from another device, rank or a disk.
     """
 
     pieces: tuple[Piece, ...]
@@ -31,9 +30,9 @@ class Source:
         """Raise ValueError if a piece would leave its source."""
         raise NotImplementedError
 
-    def with_pieces(self, pieces: tuple[Piece, ...]) -> Source:
+    def with_pieces(self, pieces: tuple[Piece, ...]) -> Self:
         """Return the same source with other pieces."""
-        raise NotImplementedError
+        return dataclasses.replace(self, pieces=pieces)  # type: ignore[type-var]
 
     def copy(self, offset_bytes: int, nbytes: int, address: int) -> None:
         """Copy `nbytes` from the offset on to host memory at `address`, without the interpreter lock."""
@@ -50,20 +49,12 @@ class Source:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MemorySource(Source):
-    """Flat uint8 memory, of any device.
-
-    Attributes:
-        keeps: An object that must be alive for as long as the memory is read.
-    """
+    """Flat uint8 memory, of any device. The object `keeps` must be alive for as long as the memory is read."""
 
     memory: torch.Tensor
     pieces: tuple[Piece, ...]
     over_link: bool = True
     keeps: object = dataclasses.field(default=None, kw_only=True)
-
-    def with_pieces(self, pieces: tuple[Piece, ...]) -> MemorySource:
-        """Return the same memory with other pieces."""
-        return dataclasses.replace(self, pieces=pieces)
 
     def check_bounds(self) -> None:
         """Raise ValueError if a piece would leave the memory, or the memory is not contiguous."""
@@ -94,10 +85,6 @@ class RemoteSource(Source):
     pieces: tuple[Piece, ...]
     over_link: bool = True
 
-    def with_pieces(self, pieces: tuple[Piece, ...]) -> RemoteSource:
-        """Return the same memory with other pieces."""
-        return dataclasses.replace(self, pieces=pieces)
-
     def contents(self) -> Hashable:
         """Return None, because only the other rank knows its bytes."""
         return None
@@ -115,3 +102,10 @@ def read_range(sources: Sequence[Source], start: int, stop: int, device: torch.d
         for piece in clip_pieces(source.pieces, start, stop):
             source.read(piece.source_offset_bytes, memory.narrow(0, piece.slot_offset_bytes, piece.nbytes))
     return memory
+
+
+def check_slot(sources: Sequence[Source], slot: torch.Tensor) -> None:
+    """Raise ValueError if a piece of `sources` would not fit into `slot`."""
+    needed = max((piece.slot_offset_bytes + piece.nbytes for source in sources for piece in source.pieces), default=0)
+    if not slot.is_contiguous() or slot.numel() < needed:
+        raise ValueError(f"{needed} contiguous bytes do not fit a slot of {slot.numel()}")

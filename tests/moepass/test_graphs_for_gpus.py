@@ -21,7 +21,8 @@ from moepass.passes.ir.protocol import Group, PassContext, PassResult
 from moepass.passes.ir.slot_operations import acquire, prefetch, release
 from moepass.passes.pipeline import compile_graph
 from moepass.passes.segments.cuda_graphs import with_cuda_graphs
-from moepass.runtime.execute.adoption import AdoptionOptions, adoption
+from moepass.runtime.execute.adoption import adoption
+from moepass.runtime.homes.adopted_banks import AdoptionOptions
 from moepass.runtime.transfer.link import Link
 from tests.helpers.graphs.fake_gpu import captured_graph, on_gpu, pretended_gpu, put_on_gpu
 from tests.helpers.graphs.simulated_ranks import pretend_rank

@@ -1,11 +1,8 @@
 """Banks written to a folder: one safetensors file for each, with a digest of its sources in the metadata.
 
 A file is complete or absent: it is written under a temporary name, flushed to the disk, and renamed. A file is reused
-if it was made by the same recipe from unchanged files. Its contents are not checked, so only trusted users may write to
-the folder. Processes that use the same folder lock it, and the first one writes.
-
-A file is unchanged if it has the same path, inode, size and time of the last write. A copied or renamed checkpoint
-counts as a different one: its banks are written again.
+if it was made by the same recipe from files with the same paths and stamps. Its contents are not checked, so only
+trusted users may write to the folder. Processes that use the same folder lock it, and the first one writes.
 """
 
 from __future__ import annotations
@@ -47,13 +44,8 @@ class BankFolder:
 
         In a file, tensors are called BANK.TENSOR. Tensors that are not read yet are in memory one expert at a time.
 
-        Args:
-            banks: for each bank name its tensors [experts, ...].
-
-        Raises:
-            InputError: the folder cannot be written to, is too small, or contains a file with that name that moepass
-                did not write.
-            CheckpointError: the checkpoint changed while it was read.
+        Raises InputError if the folder cannot be written to, is too small, or contains a file with that name that
+        moepass did not write, and CheckpointError if the checkpoint changed while it was read.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -91,11 +83,10 @@ class BankFolder:
             )
         if file.header.metadata[_MADE_OF] != made_of:
             return None
-        for tensor in tensors.values():
-            if isinstance(tensor, UnreadTensor):
-                for stored in tensor.recipe.stored():
-                    if stored.files.on_read is not None:
-                        stored.files.on_read(stored.nbytes)  # counts as read, because the file is reused
+        unread = [tensor for tensor in tensors.values() if isinstance(tensor, UnreadTensor)]
+        for stored in (stored for tensor in unread for stored in tensor.recipe.stored()):
+            if stored.files.on_read is not None:
+                stored.files.on_read(stored.nbytes)  # counts as read, because the file is reused
         return file
 
     def _check_space(self, banks: list[Tensors]) -> None:

@@ -35,11 +35,8 @@ _ASKED_AT_ONCE_BYTES = 4 << 20
 class DiskFile:
     """A safetensors file, open for as long as this object lives.
 
-    Deleting or replacing the file is harmless. Changing it in place raises CheckpointError. A new name, owner or mode
-    does not count as a change.
-
-    Raises:
-        CheckpointError: the file cannot be opened, or is not a complete safetensors file.
+    Deleting or replacing the file is harmless. Changing it in place raises CheckpointError, as does a file that cannot
+    be opened or is no complete safetensors file. A new name, owner or mode does not count as a change.
     """
 
     def __init__(self, path: Path) -> None:
@@ -130,10 +127,6 @@ class FileSource(Source):
     keeps_pages: bool = True
     over_link: bool = True
 
-    def with_pieces(self, pieces: tuple[Piece, ...]) -> FileSource:
-        """Return the same source with other pieces."""
-        return dataclasses.replace(self, pieces=pieces)
-
     def check_bounds(self) -> None:
         """Raise ValueError if a piece ends after the end of the file."""
         end = max((piece.source_offset_bytes + piece.nbytes for piece in self.pieces), default=0)
@@ -154,8 +147,7 @@ class FileSource(Source):
             place.copy_(memory)
 
     def contents(self) -> Hashable:
-        """Return a value that is equal for equal contents."""
-        # A source always has the same contents: if the file changes, every read raises.
+        """Return this object, which always has the same contents: if the file changes, every read raises."""
         return self
 
     def announce(self) -> None:

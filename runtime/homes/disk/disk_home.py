@@ -6,14 +6,19 @@ there. A bank that must be made (transposed, converted) is written to a folder o
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import os
+import queue
+import threading
+import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from moepass.models.checkpoint.checkpoint_files import FileRange
 from moepass.models.checkpoint.unread_tensors import UnreadTensor
 from moepass.models.checkpoint.weight_recipes import UnfollowedError
 from moepass.models.errors import InputError
@@ -22,10 +27,46 @@ from moepass.passes.ir.shards import Piece
 from moepass.runtime.banks.banks import Bank, describe_bank
 from moepass.runtime.homes.disk.bank_files import BankFolder
 from moepass.runtime.homes.disk.disk_files import DiskFile, FileSource
-from moepass.runtime.homes.disk.read_ahead import ReadAhead
+from moepass.runtime.system.background import run_in_background
 from moepass.runtime.transfer.home_protocol import Home
 from moepass.runtime.transfer.learned_order import LearnedOrder
 from moepass.runtime.transfer.sources import Source
+
+
+class ReadAhead:
+    """A thread that announces sources to the kernel, so that a disk reads the next bank during the copy of this one.
+
+    Of the sources that are waiting it announces only the latest. Announcing takes time: the kernel allocates memory for
+    every page, and blocks if the disk is busy. On platforms without these calls nothing is announced.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[Sequence[FileSource] | None] | None = None
+
+    def announce(self, sources: Sequence[FileSource]) -> None:
+        """Queue `sources`; returns at once."""
+        if not (hasattr(os, "posix_fadvise") and hasattr(os, "RWF_NOWAIT")):
+            return
+        with self._lock:
+            if self._queue is None:
+                self._queue = queue.SimpleQueue()
+                # The thread references only the queue, so that it does not keep its owner alive.
+                stop = functools.partial(self._queue.put, None)
+                run_in_background(functools.partial(_announce_from, self._queue), stop, "moepass-read-ahead")
+                weakref.finalize(self, stop)
+        self._queue.put(sources)
+
+
+def _announce_from(announcements: queue.SimpleQueue[Sequence[FileSource] | None]) -> None:
+    while (sources := announcements.get()) is not None:
+        if not announcements.empty():
+            continue
+        for source in sources:
+            # Announcing is advice. A later read of the file reports the error.
+            with contextlib.suppress(OSError):
+                source.announce()
+        del sources
 
 
 class DiskHome(Home):
@@ -66,14 +107,10 @@ class DiskHome(Home):
 
 
 class DiskPacker:
-    """A packer that finds, or writes, the files of a model's banks.
+    """A packer that finds, or writes to `folder`, the files of a model's banks.
 
-    Args:
-        folder: where banks are written, if necessary; with None, such banks raise an error.
-        keeps_pages: whether pages stay in the kernel's cache after a read.
-
-    Raises:
-        InputError: the platform cannot read into a slot.
+    With `keeps_pages`, pages stay in the kernel's cache after a read. Raises InputError if the platform cannot read
+    into a slot.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None, *, keeps_pages: bool) -> None:
@@ -85,13 +122,13 @@ class DiskPacker:
         self._folder = None if folder is None else BankFolder(Path(folder))
         self._keeps_pages = keeps_pages
         self._files: dict[Path, DiskFile] = {}
+        self._specs: list[BankSpec] = []
 
     def agree(self, banks: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Find the files of all banks, and write those that must be written. Does not change the model.
 
-        Raises:
-            InputError: banks must be written, but there is no folder, or too little disk space.
-            CheckpointError: files were changed.
+        Raises InputError if banks must be written, but there is no folder, or too little disk space, and
+        CheckpointError if files were changed.
         """
         made = {name: reason for name, tensors in banks.items() if (reason := _why_made(tensors))}
         needed = sum(value.nbytes for name in made for value in banks[name].values())
@@ -106,41 +143,40 @@ class DiskPacker:
         for index, (name, tensors) in enumerate(banks.items()):
             experts = next(iter(tensors.values())).shape[0]
             spec = describe_bank(index, name, tensors, home="disk", expert_bounds=(0, experts))
+            self._specs.append(spec)
+            pieces: dict[DiskFile, list[Piece]] = defaultdict(list)
             if name in made:
-                pieces = _pieces_of_bank_file(spec, written[name])
+                extents = written[name].header.tensors
+                pieces[written[name]] = [
+                    Piece(extents[f"{name}.{tensor.name}"].offset_bytes, tensor.offset_bytes, tensor.nbytes)
+                    for tensor in spec.tensors
+                ]
             else:
-                pieces = self._pieces_of_checkpoint(spec, tensors)
+                self._add_pieces_of_checkpoint(spec, tensors, pieces)
             self.home.add(
                 spec, [FileSource(file, in_file_order(parts), self._keeps_pages) for file, parts in pieces.items()]
             )
 
     def pack(self, index: int, name: str, tensors: Mapping[str, torch.Tensor]) -> Bank:
         """Return the bank, with a placeholder of one byte as its shard."""
-        experts = next(iter(tensors.values())).shape[0]
-        spec = describe_bank(index, name, tensors, home="disk", expert_bounds=(0, experts))
-        return Bank(spec, torch.zeros(1, dtype=torch.uint8))
+        return Bank(self._specs[index], torch.zeros(1, dtype=torch.uint8))
 
     def connect(self, banks: Sequence[Bank]) -> None:
         """Do nothing: `agree` has found the files."""
         return
 
-    def _pieces_of_checkpoint(self, spec: BankSpec, tensors: Mapping[str, torch.Tensor]) -> dict[DiskFile, list[Piece]]:
-        pieces: dict[DiskFile, list[Piece]] = defaultdict(list)
+    def _add_pieces_of_checkpoint(
+        self, spec: BankSpec, tensors: Mapping[str, torch.Tensor], pieces: dict[DiskFile, list[Piece]]
+    ) -> None:
         for tensor_spec, tensor in zip(spec.tensors, tensors.values(), strict=True):
             assert isinstance(tensor, UnreadTensor)
             slot_offset = tensor_spec.offset_bytes
             for stored in tensor.recipe.file_ranges():
-                file = self._opened(stored)
+                path = stored.tensor.file
+                file = self._files.get(path) or self._files.setdefault(path, DiskFile(path))
                 pieces[file].append(Piece(file.offset_bytes(stored.tensor) + stored.start, slot_offset, stored.nbytes))
                 slot_offset += stored.nbytes
             assert slot_offset == tensor_spec.offset_bytes + tensor_spec.nbytes, f"{tensor_spec.name} is incomplete"
-        return pieces
-
-    def _opened(self, stored: FileRange) -> DiskFile:
-        path = stored.tensor.file
-        if path not in self._files:
-            self._files[path] = DiskFile(path)
-        return self._files[path]
 
 
 def streams_as_it_is(tensors: Mapping[str, torch.Tensor]) -> bool:
@@ -161,37 +197,16 @@ def _why_made(tensors: Mapping[str, torch.Tensor]) -> str:
     return ""
 
 
-def _pieces_of_bank_file(spec: BankSpec, file: DiskFile) -> dict[DiskFile, list[Piece]]:
-    extents = file.header.tensors
-    return {
-        file: [
-            Piece(extents[f"{spec.name}.{tensor.name}"].offset_bytes, tensor.offset_bytes, tensor.nbytes)
-            for tensor in spec.tensors
-        ]
-    }
-
-
 def in_file_order(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
     """Return the pieces in the order of the file, with pieces that are adjacent in file and slot merged."""
-    return tuple(_merged(sorted(pieces, key=lambda piece: piece.source_offset_bytes)))
-
-
-def _merged(pieces: Sequence[Piece]) -> Iterator[Piece]:
-    last: Piece | None = None
-    for piece in pieces:
-        if not piece.nbytes:
-            continue
+    ordered: list[Piece] = []
+    for piece in sorted((piece for piece in pieces if piece.nbytes), key=lambda piece: piece.source_offset_bytes):
+        last = ordered[-1] if ordered else None
         if last is not None and (
             last.source_offset_bytes + last.nbytes == piece.source_offset_bytes
             and last.slot_offset_bytes + last.nbytes == piece.slot_offset_bytes
         ):
-            last = Piece(last.source_offset_bytes, last.slot_offset_bytes, last.nbytes + piece.nbytes)
-            continue
-        if last is not None:
-            yield last
-        last = piece
-    if last is not None:
-        yield last
-
-
-__all__ = ["DiskHome", "DiskPacker", "in_file_order", "streams_as_it_is"]
+            ordered[-1] = dataclasses.replace(last, nbytes=last.nbytes + piece.nbytes)
+        else:
+            ordered.append(piece)
+    return tuple(ordered)

@@ -4,13 +4,13 @@
                         its board: contents of its staging buffers, banks it needs next  (host memory)
                         its staging buffers, each as long as its largest shard           (memory of the compute device)
 
-On a CPU all three are shared memory of the machine. On CUDA host memory is pinned, and staging buffers lie in memory
-that the GPUs share.
+On a CPU all three are shared memory of the machine. On CUDA host memory is pinned, and the GPUs share staging buffers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -18,13 +18,17 @@ from moepass.models.errors import InputError
 from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.shards import shard_layout, shard_pieces
 from moepass.runtime.banks.banks import Bank
+from moepass.runtime.homes.device_home import SymmetricMemory
 from moepass.runtime.homes.hybrid.staged_pull import StagedPull, StagedSource
-from moepass.runtime.homes.hybrid.stager import Stager, StagingBuffers
+from moepass.runtime.homes.hybrid.stager import DeviceStagingBuffers, Stager, StagingBuffers
 from moepass.runtime.homes.hybrid.staging_board import MOST_BANKS, StagingBoard, board_bytes, check_machine
 from moepass.runtime.homes.peer_home import PeerHome, PeerPacker
 from moepass.runtime.homes.peers import PeerGroup
-from moepass.runtime.system.shared_memory import PAGE_BYTES, SharedSegment, in_pages
-from moepass.runtime.transfer.sources import Source, whole
+from moepass.runtime.system.shared_memory import PAGE_BYTES, SharedMemoryError, SharedSegment, in_pages
+from moepass.runtime.transfer.sources import MemorySource, Source, whole
+
+# Flags of cudaHostRegister: for all devices of the process, and for memory that this process may only read.
+_PORTABLE, _READ_ONLY = 1, 8
 
 
 class HybridHome(PeerHome):
@@ -38,14 +42,14 @@ class HybridHome(PeerHome):
 
     def copying(self, bank: BankSpec) -> None:
         """Tell the stager that `bank` is being copied, so that it learns the order of banks."""
-        self._staged.copy_requested(bank)
+        if self._staged.stager is not None:
+            self._staged.stager.learn(bank.index)
 
 
 class HybridPacker(PeerPacker):
     """A packer with `staging_buffers` buffers on each rank.
 
-    Raises:
-        InputError: on this processor, readers may miss that a buffer was refilled.
+    Raises InputError if readers may miss on this processor that a buffer was refilled.
     """
 
     home_name = "hybrid"
@@ -75,8 +79,8 @@ class HybridPacker(PeerPacker):
         buffers = self._staging_of[self.group.rank]
         boards = [staging.board for rank, staging in self._staging_of.items() if rank != self.group.rank]
         shards = [whole(bank.shard) for bank in banks]
-        self._staged.connect(Stager(buffers, boards, shards, self._staged.host_link))
-        self.home.connect(spread)
+        self._staged.stager = Stager(buffers, boards, shards, self._staged.host_link)
+        self.home.spread = spread
 
     def _reserve(self) -> None:
         rank = self.group.rank
@@ -96,7 +100,6 @@ class HybridPacker(PeerPacker):
             self.home.staging_bytes = self.staging_buffers * self._buffer_bytes(rank)
 
     def _end_of_board(self, rank: int) -> int:
-        """Return the offset of the end of the board in the segment of `rank`."""
         return self._offsets(rank)[-1] + in_pages(board_bytes(self.staging_buffers))
 
     def _buffers_in_segment(self, rank: int) -> int:
@@ -110,9 +113,79 @@ class HybridPacker(PeerPacker):
         return StagingBuffers(board, memories)
 
     def _buffer_bytes(self, rank: int) -> int:
-        """Return the bytes of one staging buffer of `rank`."""
         return max((shard_layout(spec, rank).nbytes for spec in self._specs), default=0)
 
     def _source(self, spec: BankSpec, rank: int, shard: torch.Tensor) -> Source:
         is_other = rank != self.group.rank
         return StagedSource(shard, shard_pieces(spec, rank), is_other, spec.index, self._staging_of[rank])
+
+
+class DeviceHybridPacker(HybridPacker):
+    """A hybrid packer with staging buffers in memory that `make_memory` makes; a stream of `device` fills them."""
+
+    def __init__(
+        self,
+        group: PeerGroup,
+        transport: StagedPull,
+        staging_buffers: int,
+        make_memory: Callable[[], SymmetricMemory],
+        device: torch.device,
+    ) -> None:
+        super().__init__(group, transport, staging_buffers)
+        self.device_type = make_memory().device_type
+        self._make_memory = make_memory
+        self._device = device
+        # The staging buffers of each rank, one after the other, and the object that keeps them mapped.
+        self._memories: Sequence[torch.Tensor] = ()
+        self._keeps: object = None
+
+    def spread(self, banks: Sequence[Bank]) -> dict[int, tuple[Source, ...]]:
+        """Return the shards of each bank, by its index, pinned for the GPU."""
+        spread = super().spread(banks)
+        for sources in spread.values():
+            for source in sources:
+                assert isinstance(source, MemorySource)
+                pin_shard(self.home, source.memory, is_own=not source.over_link)
+        return spread
+
+    def _reserve(self) -> None:
+        size = max(self._buffer_bytes(rank) for rank in range(self.group.size))
+        memory = self._make_memory()
+        allocated = memory.allocate(self.staging_buffers * in_pages(size))
+        self.group.check_alive()
+        self._memories, self._keeps = memory.exchange() if self.group.size > 1 else ([allocated], None)
+        super()._reserve()
+
+    def _buffers_in_segment(self, rank: int) -> int:
+        return 0
+
+    def _buffers(self, rank: int, segment: SharedSegment, board: StagingBoard) -> StagingBuffers:
+        step = self._memories[rank].numel() // self.staging_buffers
+        starts = [number * step for number in range(self.staging_buffers)]
+        memories = [self._memories[rank].narrow(0, start, self._buffer_bytes(rank)) for start in starts]
+        stream = torch.cuda.Stream(self._device) if rank == self.group.rank else None
+        return DeviceStagingBuffers(board, memories, stream, self._keeps)
+
+
+def pin_shard(owner: object, shard: torch.Tensor, *, is_own: bool) -> None:
+    """Pin `shard`, mapped host memory, so that GPUs can read it; it stays pinned as long as `owner` lives.
+
+    The shards of other ranks (not `is_own`) are pinned read-only. Raises SharedMemoryError if the CUDA runtime refuses.
+    """
+    if not shard.numel():
+        return
+    flags = _PORTABLE if is_own else _PORTABLE | _READ_ONLY
+    result = int(torch.cuda.cudart().cudaHostRegister(shard.data_ptr(), shard.numel(), flags))
+    if result:
+        raise SharedMemoryError(
+            f"{shard.numel()} bytes of host memory cannot be pinned (error {result} of the CUDA runtime); allow more "
+            "locked memory (ulimit -l), or use home='peer' or home='host'",
+            name="cudaHostRegister",
+            value=result,
+        )
+    weakref.finalize(owner, _unpin, shard).atexit = False
+
+
+def _unpin(shard: torch.Tensor) -> None:
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaHostUnregister(shard.data_ptr())

@@ -17,11 +17,11 @@ import torch
 from moepass.models.homes import PULL
 from moepass.passes.ir.plan import NO_GATHER_SIGNATURE, BankSpec, GatherSignature
 from moepass.runtime.homes.hybrid.stager import Found, Held, Stager, StagingBuffers
-from moepass.runtime.transfer import slicing
+from moepass.runtime.transfer import lanes
 from moepass.runtime.transfer.copying import COPY_BYTES, Action, SlotCopy
+from moepass.runtime.transfer.home_protocol import Transport
 from moepass.runtime.transfer.link import BusyLink, Link
 from moepass.runtime.transfer.sources import MemorySource, Source
-from moepass.runtime.transfer.transports import Transport
 
 # [Empirical] The longest total wait of one copy for staging buffers, as a multiple of the time to fetch the whole bank
 # from host memory. Fetching it directly would slow down this rank's copies into its staging buffers.
@@ -35,10 +35,8 @@ _PAUSE_S = 0.0005
 class WaitLimit:
     """A limit on the time that one copy waits for bytes on their way. Times are those of `time.perf_counter`.
 
-    Args:
-        whole_seconds: the total waiting time.
-        stalled_seconds: a rank without progress for this long is stalled; the copy does not wait for it.
-        stalled: the progress of each stalled rank. It outlives the copy.
+    It waits `whole_seconds` in total. A rank without progress for `stalled_seconds` is stalled, and the copy does not
+    wait for it. `stalled` has the progress of each stalled rank, and outlives the copy.
     """
 
     def __init__(self, whole_seconds: float, stalled_seconds: float, stalled: dict[Hashable, int]) -> None:
@@ -78,40 +76,32 @@ class StagedPull(Transport):
     def __init__(self, host_link: Link) -> None:
         super().__init__(PULL)
         self.host_link = BusyLink(host_link)
-        self._stager: Stager | None = None
+        # The thread that fills this rank's staging buffers, once all ranks have mapped them.
+        self.stager: Stager | None = None
         self._stalled: dict[Hashable, int] = {}
 
-    def connect(self, stager: Stager) -> None:
-        """Start to fill this rank's staging buffers."""
-        self._stager = stager
-
     def action(self, bank: BankSpec, sources: Sequence[Source]) -> Action:
-        """Return the action that copies `bank` from staging buffers, once they are connected."""
-        return COPY_BYTES if self._stager is None else StageAction(self, self._stager, bank.index)
+        """Return the action that copies `bank` from staging buffers, once there is a stager."""
+        return COPY_BYTES if self.stager is None else StageAction(self, self.stager, bank.index)
 
     def begin_run(self, plan: GatherSignature = NO_GATHER_SIGNATURE) -> None:
         """Raise StagerError if the thread that fills this rank's staging buffers has failed."""
-        if self._stager is not None:
-            self._stager.check()
-            self._stager.show_running(True)
+        if self.stager is not None:
+            self.stager.check()
+            self.stager.show_running(True)
 
     def end_run(self) -> None:
         """Signal to the other ranks that this rank's run has ended."""
-        if self._stager is not None:
-            self._stager.show_running(False)
+        if self.stager is not None:
+            self.stager.show_running(False)
 
     def fail(self, reason: str) -> None:
         """Do the same as `end_run`: a failed run needs no other cleanup."""
         self.end_run()
 
-    def copy_requested(self, bank: BankSpec) -> None:
-        """Record that a copy of `bank` was requested. The stager learns the order of banks from these calls."""
-        if self._stager is not None:
-            self._stager.learn(bank.index)
-
     def patience(self, nbytes: int) -> WaitLimit:
         """Return the limit on waiting for a copy of `nbytes`."""
-        slice_seconds = self.host_link.expected_seconds(min(nbytes, slicing.SLICE_BYTES))
+        slice_seconds = self.host_link.expected_seconds(min(nbytes, lanes.SLICE_BYTES))
         stalled_seconds = max(_STALLED_S, _STALLED_SLICES * slice_seconds)
         whole_seconds = max(2 * stalled_seconds, _PATIENCE * self.host_link.expected_seconds(nbytes))
         return WaitLimit(whole_seconds, stalled_seconds, self._stalled)
@@ -121,10 +111,7 @@ class StagedPull(Transport):
 class _StagedSlice:
     """A slice whose copy from a staging buffer was started. It is valid if the buffer still holds the shard afterwards.
 
-    Attributes:
-        offset_bytes: The offset in `source` and in the buffer.
-        target: The range of the slot that it fills.
-        began: When its copy began, as a time of `time.perf_counter`.
+    `offset_bytes` is its offset in `source` and in the buffer; `target` is the range of the slot that it fills.
     """
 
     source: StagedSource
@@ -141,9 +128,7 @@ class StageAction(Action):
     """
 
     def __init__(self, transport: StagedPull, stager: Stager, bank: int) -> None:
-        self._transport = transport
-        self._stager = stager
-        self._bank = bank
+        self._transport, self._stager, self._bank = transport, stager, bank
 
     def fill(self, copy: SlotCopy, link: Link) -> None:
         """Copy all slices, from staging buffers where they hold them, and from host memory otherwise."""

@@ -2,13 +2,15 @@
 
 A thread copies the shards there from host memory, over the host link. A buffer is a cache of a shard in host memory.
 Its readers, on this rank and on others, read its word on the board before and after they copy its bytes.
+
+On GPUs streams copy the bytes. A word on a board then contains only what the host of its rank has seen completed (see
+README.md). Two ranks on one H100 have run it; its speed is unmeasured.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 import threading
 import time
 from collections.abc import Sequence
@@ -20,14 +22,17 @@ from moepass.runtime.homes.hybrid.staging_board import MOST_BANKS, MOST_SLICES, 
 from moepass.runtime.homes.hybrid.staging_order import StagingPlan, StagingState, choose_banks
 from moepass.runtime.system.background import run_in_background
 from moepass.runtime.system.forking import finalize_in_owner
-from moepass.runtime.transfer import slicing
+from moepass.runtime.transfer import lanes
 from moepass.runtime.transfer.learned_order import LearnedOrder
 from moepass.runtime.transfer.link import BusyLink
-from moepass.runtime.transfer.sources import Source
+from moepass.runtime.transfer.recording import recorded_event
+from moepass.runtime.transfer.sources import MemorySource, Source
 
 # [Empirical] Pauses between two reads of the other ranks' needs. The first is shorter than the copy of a bank. The
 # second is the longest delay of an idle rank that begins a run.
 _BUSY_PAUSE_S, _IDLE_PAUSE_S = 0.002, 0.05
+# The link is idle while the thread waits for the end of a slice, so slices are large.
+_SLICES_AT_ONCE = 4
 
 
 class StagerError(MoepassError, RuntimeError):
@@ -50,20 +55,17 @@ class Held:
 
 
 class StagingBuffers:
-    """The staging buffers of one rank, as readers see them.
+    """The staging buffers of one rank, as readers see them; `board` describes them.
 
-    Args:
-        board: the board that describes them.
-        memories: the buffers, flat uint8, each as long as the rank's largest shard.
-        slice_bytes: the size of the slices in which they are filled, the same on all ranks.
-        keeps: an object that must live as long as the buffers are read.
+    Each of `memories`, flat uint8, is as long as the rank's largest shard. It is filled in slices of `slice_bytes`, the
+    same on all ranks. `keeps` must live as long as the buffers are read.
     """
 
     def __init__(
         self,
         board: StagingBoard,
         memories: Sequence[torch.Tensor],
-        slice_bytes: int = slicing.SLICE_BYTES,
+        slice_bytes: int = lanes.SLICE_BYTES,
         keeps: object = None,
     ) -> None:
         self.board = board
@@ -94,14 +96,31 @@ class StagingBuffers:
         shard.copy(offset_bytes, nbytes, self.memories[buffer].data_ptr() + offset_bytes)
 
 
-class Stager:
-    """A thread that fills this rank's staging buffers, and ends with this object.
+class DeviceStagingBuffers(StagingBuffers):
+    """Staging buffers in device memory, filled on `stream`; it is None for the buffers of another rank."""
 
-    Args:
-        own: the buffers of this rank.
-        others: the boards of the other ranks.
-        shards: this rank's shards of all banks, by index; the pieces of each cover all its bytes.
-        link: the link from host memory.
+    def __init__(
+        self, board: StagingBoard, memories: Sequence[torch.Tensor], stream: torch.cuda.Stream | None, keeps: object
+    ) -> None:
+        super().__init__(board, memories, _SLICES_AT_ONCE * lanes.SLICE_BYTES, keeps)
+        self._stream = stream
+
+    def write(self, buffer: int, shard: Source, offset_bytes: int, nbytes: int) -> None:
+        """Copy bytes of `shard` into a buffer of this rank, and wait for the copy."""
+        assert self._stream is not None, "each rank fills its own buffers"
+        assert isinstance(shard, MemorySource), "shards rest in host memory"
+        with torch.cuda.stream(self._stream):
+            target = self.memories[buffer].narrow(0, offset_bytes, nbytes)
+            target.copy_(shard.memory.narrow(0, offset_bytes, nbytes), non_blocking=True)
+            done = recorded_event(self._stream)
+        done.synchronize()
+
+
+class Stager:
+    """A thread that fills this rank's staging buffers `own` over the host `link`, and ends with this object.
+
+    `others` are the boards of the other ranks. `shards` are this rank's shards of all banks, by index; the pieces of
+    each cover all its bytes.
     """
 
     def __init__(
@@ -112,9 +131,8 @@ class Stager:
         self._banks = len(shards)
         self._work = _StagerWork(own, others, shards, link)
         # The thread must not keep this object alive, so it has no reference to it.
-        stop = functools.partial(_stop, self._work)
-        run_in_background(functools.partial(_run, self._work), stop, "moepass-stager")
-        finalize_in_owner(self, stop)
+        run_in_background(self._work.run, self._work.stop, "moepass-stager")
+        finalize_in_owner(self, self._work.stop)
 
     def check(self) -> None:
         """Raise StagerError if the thread ended with an error."""
@@ -143,9 +161,8 @@ class Stager:
     def _following(self, bank: int) -> list[int]:
         following: list[int] = []
         for _ in range(min(len(self._own.memories), self._banks - 1)):
-            bank = self._order.after(bank, bank + 1)
             # The next run begins after the last bank.
-            bank = bank if bank < self._banks else 0
+            bank = self._order.after(bank, bank + 1) % self._banks
             following.append(bank)
         return following
 
@@ -196,19 +213,17 @@ class _StagerWork:
         """Return the time until the thread looks again at the needs of other ranks."""
         return _BUSY_PAUSE_S if any(board.wants().is_running for board in self.boards) else _IDLE_PAUSE_S
 
+    def run(self) -> None:
+        try:
+            while not self.stopped.is_set():
+                self.changed.clear()
+                if not self.step():
+                    self.changed.wait(self.pause_seconds())
+        except BaseException as error:  # the next `check` raises it
+            self.error = error
 
-def _run(work: _StagerWork) -> None:
-    try:
-        while not work.stopped.is_set():
-            work.changed.clear()
-            if not work.step():
-                work.changed.wait(work.pause_seconds())
-    except BaseException as error:  # the next `check` raises it
-        work.error = error
-
-
-def _stop(work: _StagerWork) -> None:
-    work.own.board.show_running(False)
-    work.own.board.show_wants(())
-    work.stopped.set()
-    work.changed.set()
+    def stop(self) -> None:
+        self.own.board.show_running(False)
+        self.own.board.show_wants(())
+        self.stopped.set()
+        self.changed.set()

@@ -99,8 +99,3 @@ class StagingBoard:
     def show_progress(self) -> None:
         """Publish that one more slice was copied."""
         self._words[_PROGRESS] += 1
-
-
-__all__ = [
-    "MOST_BANKS", "MOST_SLICES", "StagingBoard", "board_bytes", "check_machine", "pack_state", "unpack_state",
-]  # fmt: skip

@@ -54,9 +54,7 @@ class Fill:
 class StagingPlan:
     """The contents of a rank's buffers, and the order in which slices go into them.
 
-    Args:
-        buffers: the number of buffers.
-        slices: for each bank the number of slices of this rank's shard.
+    `slices` has for each bank the number of slices of this rank's shard.
     """
 
     def __init__(self, buffers: int, slices: Sequence[int]) -> None:

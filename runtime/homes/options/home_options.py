@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
 from typing import ClassVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -15,46 +13,21 @@ from moepass.models.errors import OptionError, one_of
 from moepass.models.homes import HOMES, PULL, LinkName
 from moepass.models.limits import check_wait
 from moepass.runtime.homes.peers import DEFAULT_TIMEOUT_S
+from moepass.runtime.transfer.home_protocol import check_transport
 from moepass.runtime.transfer.link import Link, parse_link
-from moepass.runtime.transfer.transports import check_transport
 
 PAGE_CACHES = ("keep", "drop")
 
 
-@dataclasses.dataclass(frozen=True)
-class BankRoute:
-    """The route of a model's banks to the compute device.
-
-    Attributes:
-        home: the home's name.
-        device: the compute device.
-        ranks: the number of ranks that have shards.
-        transport: `pull` or `collective`.
-        links: bytes per second of each emulated link, by its name in a hardware profile.
-        staging_buffers: buffers of each rank; 0 for homes without staging.
-    """
-
-    home: str
-    device: torch.device
-    ranks: int = 1
-    transport: str = PULL
-    links: Mapping[LinkName, float] = dataclasses.field(default_factory=dict)
-    staging_buffers: int = 0
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HomeOptions:
-    """The options that all homes have.
-
-    Args:
-        link: the speed of copies into the slots: `"real"`, or `"emulate:BYTES_PER_S"` to try a slower link (CPU only).
-
-    Raises:
-        OptionError: the link is malformed.
-    """
+    """The options that all homes have. The constructors raise OptionError for wrong values."""
 
     # The home's name in `moepass.models.homes`.
     home: ClassVar[str]
+    # The options of some homes, with the values that the others have.
+    transport = PULL
+    staging_buffers = 0
 
     link: str = "real"
 
@@ -65,10 +38,10 @@ class HomeOptions:
         """Return the links that banks travel over, by their names in a hardware profile."""
         return {use.link: parse_link(self.link) for use in HOMES[self.home].travel}
 
-    def route(self, device: torch.device) -> BankRoute:
-        """Return the route of banks to `device` with these options."""
-        rates = {name: link.bytes_per_s for name, link in self.links().items() if link.bytes_per_s is not None}
-        return BankRoute(self.home, device, links=rates)
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that have shards."""
+        return 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +49,7 @@ class Host(HomeOptions):
     """Complete banks in the memory of this process, pinned if a CUDA device reads them. The default home.
 
     Args:
-        link: the speed of copies into the slots, see `HomeOptions`.
+        link: the speed of copies into the slots: `"real"`, or `"emulate:BYTES_PER_S"` to try a slower link (CPU only).
     """
 
     home = "host"
@@ -84,15 +57,7 @@ class Host(HomeOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpreadOptions(HomeOptions):
-    """Options of homes that spread every bank over the ranks of a process group.
-
-    Args:
-        group: the ranks; by default all of torch.distributed, which must be initialised.
-        timeout_s: seconds that ranks wait for each other while the model is offloaded.
-
-    Raises:
-        OptionError: the timeout is not a positive number.
-    """
+    """Options of homes that spread every bank over the ranks of a process group."""
 
     group: ProcessGroup | None = None
     timeout_s: float = DEFAULT_TIMEOUT_S
@@ -101,11 +66,12 @@ class SpreadOptions(HomeOptions):
         super().__post_init__()
         check_wait("timeout_s", self.timeout_s)
 
-    def route(self, device: torch.device) -> BankRoute:
-        """Return the route of banks to `device`, with the number of ranks."""
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that have shards."""
         # The size is -1 if this process is not in the group; the home refuses that later.
         ranks = dist.get_world_size(self.group) if dist.is_available() and dist.is_initialized() else 1
-        return dataclasses.replace(super().route(device), ranks=max(1, ranks))
+        return max(1, ranks)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,12 +82,9 @@ class Peer(SpreadOptions):
         transport: `"pull"`: each rank copies when it needs to; all ranks are on one machine. `"collective"`: all ranks
             gather each bank together, over a network. Ranks must then run equally many steps, and `timeout_s` applies
             to every gather.
-        link: the speed of copies into the slots, see `HomeOptions`.
+        link: the speed of copies into the slots, see `Host`.
         group: the ranks; by default all of torch.distributed, which must be initialised.
         timeout_s: seconds that ranks wait for each other while the model is offloaded.
-
-    Raises:
-        OptionError: the transport is unknown, the link is malformed, or the timeout is not a positive number.
     """
 
     home = "peer"
@@ -132,10 +95,6 @@ class Peer(SpreadOptions):
         super().__post_init__()
         check_transport(self.transport, HOMES[self.home])
 
-    def route(self, device: torch.device) -> BankRoute:
-        """Return the route of banks to `device`, with the transport."""
-        return dataclasses.replace(super().route(device), transport=self.transport)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hybrid(SpreadOptions):
@@ -145,12 +104,9 @@ class Hybrid(SpreadOptions):
         staging_buffers: buffers of each rank, each as large as one shard. With more buffers, ranks may be more banks
             apart and still share copies.
         host_link: the speed of copies from host memory into the staging buffers, in the form of `link`.
-        link: the speed of copies into the slots, see `HomeOptions`.
+        link: the speed of copies into the slots, see `Host`.
         group: the ranks; by default all of torch.distributed, which must be initialised.
         timeout_s: seconds that ranks wait for each other while the model is offloaded.
-
-    Raises:
-        OptionError: staging_buffers is below 1, a link is malformed, or the timeout is not a positive number.
     """
 
     home = "hybrid"
@@ -169,10 +125,6 @@ class Hybrid(SpreadOptions):
         """Return the links that banks travel over, with the link from host memory."""
         return {**super().links(), "host": parse_link(self.host_link)}
 
-    def route(self, device: torch.device) -> BankRoute:
-        """Return the route of banks to `device`, with the number of staging buffers."""
-        return dataclasses.replace(super().route(device), staging_buffers=self.staging_buffers)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Disk(HomeOptions):
@@ -183,10 +135,7 @@ class Disk(HomeOptions):
             transposed, or that come from a model in memory. With None, such banks raise an error.
         page_cache: `"keep"`: pages that were read stay in the kernel's cache while there is memory for them. `"drop"`:
             they leave it at once, for machines where other processes need that cache more.
-        link: the speed of copies into the slots, see `HomeOptions`.
-
-    Raises:
-        OptionError: page_cache is unknown, folder is not a path, or the link is malformed.
+        link: the speed of copies into the slots, see `Host`.
     """
 
     home = "disk"

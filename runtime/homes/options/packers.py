@@ -1,25 +1,61 @@
-"""The packer of each home. A new home is one entry here, and one record in `moepass.models.homes`."""
+"""The packer of each home, which brings the banks of a model there.
+
+A new home is one entry here, and one record in `moepass.models.homes`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
 from moepass.models.errors import InputError, OptionError, one_of
 from moepass.models.homes import home_named
+from moepass.runtime.banks.banks import Bank, pack_bank
 from moepass.runtime.homes.device_home import SymmetricMemory, check_transport_to, make_transport, packer_on
 from moepass.runtime.homes.disk.disk_home import DiskPacker
-from moepass.runtime.homes.host_home import HostPacker, Packer
-from moepass.runtime.homes.hybrid.device_hybrid import DeviceHybridPacker
-from moepass.runtime.homes.hybrid.hybrid_home import HybridPacker
+from moepass.runtime.homes.hybrid.hybrid_home import DeviceHybridPacker, HybridPacker
 from moepass.runtime.homes.hybrid.staged_pull import StagedPull
 from moepass.runtime.homes.options.home_options import Disk, HomeOptions, Host, Hybrid, Peer
 from moepass.runtime.homes.peers import PeerGroup
 from moepass.runtime.torch_private import default_group
+from moepass.runtime.transfer.home_protocol import Home
 from moepass.runtime.transfer.link import check_link_to, parse_link
+
+
+class Packer(Protocol):
+    """The path of a model's banks to a home: call `agree`, then `pack` for each bank, then `connect`."""
+
+    @property
+    def home(self) -> Home:
+        """The home that the banks are readable from after `connect`."""
+
+    def agree(self, banks: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Raise an error if these banks, tensors [experts, ...] by bank name, cannot be packed. Changes nothing."""
+        return
+
+    def pack(self, index: int, name: str, tensors: Mapping[str, torch.Tensor]) -> Bank:
+        """Return a bank with this process's shard; the caller frees `tensors` right after."""
+
+    def connect(self, banks: Sequence[Bank]) -> None:
+        """Make the packed banks readable from the packer's home."""
+        return
+
+
+class HostPacker(Packer):
+    """A packer of complete banks in host memory, pinned if `pin`, so that a CUDA device can read them."""
+
+    home = Home()
+
+    def __init__(self, pin: bool) -> None:
+        self.pin = pin
+
+    def pack(self, index: int, name: str, tensors: Mapping[str, torch.Tensor]) -> Bank:
+        """Return the complete bank."""
+        return pack_bank(index, name, tensors, home="host", pin=self.pin)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +83,7 @@ def _hybrid(options: Hybrid, device: torch.device) -> Packer:
     peers = PeerGroup.of(options.group, options.timeout_s)
     if device.type == "cpu":
         return HybridPacker(peers, StagedPull(link), options.staging_buffers)
-    group = options.group or default_group()
-
-    def memory() -> SymmetricMemory:
-        return SymmetricMemory(group, device, options.timeout_s)
-
+    memory = functools.partial(SymmetricMemory, options.group or default_group(), device, options.timeout_s)
     return DeviceHybridPacker(peers, StagedPull(link), options.staging_buffers, memory, device)
 
 
@@ -60,14 +92,11 @@ def _disk(options: Disk, device: torch.device) -> Packer:
 
 
 # The homes by their names in `moepass.models.homes`.
-RUNNING_HOMES: dict[str, RunningHome] = {
-    home.options.home: home
-    for home in (
-        RunningHome(Host, _host),
-        RunningHome(Peer, _peer),
-        RunningHome(Hybrid, _hybrid),
-        RunningHome(Disk, _disk),
-    )
+RUNNING_HOMES = {
+    "host": RunningHome(Host, _host),
+    "peer": RunningHome(Peer, _peer),
+    "hybrid": RunningHome(Hybrid, _hybrid),
+    "disk": RunningHome(Disk, _disk),
 }
 
 
@@ -87,9 +116,8 @@ def options_of(home: str | HomeOptions) -> HomeOptions:
 def make_packer(options: HomeOptions, device: torch.device) -> Packer:
     """Return the packer that brings the banks of a model that computes on `device` to a home.
 
-    Raises:
-        InputError: `device` cannot compute from that home yet, or this machine or process cannot have it.
-        PeerError: the ranks of the group cannot meet any more.
+    Raises InputError if `device` cannot compute from that home, or this machine or process cannot have it, and
+    PeerError if the ranks of the group cannot meet any more.
     """
     devices = home_named(options.home).devices
     if device.type not in devices:

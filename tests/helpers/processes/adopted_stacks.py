@@ -33,7 +33,7 @@ def compile_whole(model: torch.nn.Module, **options: Any) -> Callable[..., Any]:
 
 def shard_bytes(home: AdoptedHome) -> int:
     """Return the bytes of this rank's shards."""
-    return sum(shard_layout(bank.spec, bank.group.rank).nbytes for bank in home.banks())
+    return sum(shard_layout(bank.spec, bank.group.rank).nbytes for bank in home.banks.values())
 
 
 def ring_of(home: AdoptedHome) -> Ring:

@@ -6,8 +6,8 @@ import random
 from collections import deque
 
 from moepass.runtime.transfer.copying import CopyThread, SlotCopy, carry_out
+from moepass.runtime.transfer.home_protocol import Transport
 from moepass.runtime.transfer.link import Link
-from moepass.runtime.transfer.transports import Transport
 
 
 class LateThread(CopyThread):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moepass.runtime.homes.device_home import SymmetricMemory
 from moepass.runtime.system.shared_memory import create_segment, open_segment
 
 # Memory of other ranks that must no longer be read.
@@ -46,8 +47,8 @@ class Seen:
     handle: weakref.ref[_Handle] | None = None
 
 
-class Segments:
-    """`RankMemory` that every process of this machine can open. Bytes arrive late, as on a GPU."""
+class Segments(SymmetricMemory):
+    """`SymmetricMemory` that every process of this machine can open. Bytes arrive late, as on a GPU."""
 
     device_type = "cpu"
 

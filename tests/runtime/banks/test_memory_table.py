@@ -23,7 +23,7 @@ def _views_are_banks_of_their_own() -> None:
     complete_tensor = torch.arange(4 * 3 * 3, dtype=torch.float32).view(4, 3, 3)
     shard = torch.nn.Parameter(complete_tensor[2 * rank : 2 * rank + 2].clone(), requires_grad=False)
     for view in (lambda part: part, lambda part: part.transpose(1, 2), lambda part: part[:, :, :2]):
-        layer = CompleteExperts("layer", group, [0, 2, 4], 50)
+        layer = CompleteExperts("layer", group, [0, 2, 4])
         for _ in range(2):
             (complete,) = layer.complete([view(shard)])
             assert torch.equal(complete, view(complete_tensor))

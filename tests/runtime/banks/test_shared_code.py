@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import moepass
-from moepass.runtime.execute.executor import SegmentError
+from moepass.runtime.execute.bound_graph import SegmentError
 from tests.helpers.graphs.backend_helper import BLOCKS, Stack, tokens
 from tests.helpers.models.tiny import tiny_inputs, tiny_model
 

@@ -25,8 +25,8 @@ from moepass.passes.ir.segment import CudaGraphUse, NotRecorded, Segment
 from moepass.runtime.cuda_graphs import recorded_call, segment_graphs
 from moepass.runtime.cuda_graphs.recorded_call import ExpectedTensor, GraphMemory, RecordedCall, without_ownership
 from moepass.runtime.cuda_graphs.segment_graphs import GraphedRun, SegmentGraphs
-from moepass.runtime.execute.bound_graph import SegmentCall
-from moepass.runtime.execute.executor import Executor, SegmentError
+from moepass.runtime.execute.bound_graph import SegmentCall, SegmentError
+from moepass.runtime.execute.executor import Executor
 from moepass.runtime.lowering.lower_segments import lower_segments
 from moepass.runtime.transfer import ring as ring_module
 from moepass.runtime.transfer.copier import Copier
@@ -89,7 +89,7 @@ def _emulated(seed: int, compiled: Compiled) -> Iterator[tuple[FakeCuda, FakeGra
             yield cuda, graphs
         else:
             copier = mock.patch.object(ring_module, "make_copier", side_effect=lambda *_: Copier(StreamLane(CPU)))
-            with copier, mock.patch.object(compiled.store, "_ring", None):
+            with copier, mock.patch.object(compiled.store, "current_ring", None):
                 yield cuda, graphs
 
 

@@ -24,7 +24,7 @@ from moepass.runtime.homes.peer_home import PeerPacker
 from moepass.runtime.homes.peers import PeerGroup
 from moepass.runtime.ranks.rendezvous import PeerError
 from moepass.runtime.system.shared_memory import PAGE_BYTES
-from moepass.runtime.transfer.transports import Transport
+from moepass.runtime.transfer.home_protocol import Transport
 from tests.helpers.models.moe_stack import build_stack
 from tests.helpers.processes.adopted_stacks import SMALL, compile_whole, hidden_rows, ring_of, shard_bytes, stays_exact
 from tests.helpers.processes.rank_memory import Seen, Segments

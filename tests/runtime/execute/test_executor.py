@@ -22,9 +22,10 @@ from moepass.passes.graph.nodes import copy_graph_module
 from moepass.passes.ir.protocol import PassContext
 from moepass.passes.ir.slot_operations import acquire, prefetch, release
 from moepass.passes.segments.partition import partition
-from moepass.runtime.execute.executor import CopyError, Executor, SegmentError
+from moepass.runtime.execute.bound_graph import SegmentError
+from moepass.runtime.execute.executor import Executor
 from moepass.runtime.lowering.lower_segments import lower_segments
-from moepass.runtime.transfer.copying import SlotCopy
+from moepass.runtime.transfer.copying import CopyError, SlotCopy
 from moepass.runtime.transfer.link import Link
 from tests.helpers.graphs.backend_helper import BLOCKS, Stack, find, streamed, tokens, up_to
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 import moepass
 from moepass.compilations import Compilation
 from moepass.passes.machine.hardware import Figure, Hardware, TransferLink
-from moepass.runtime.execute.run_clock import RunClock
+from moepass.runtime.execute.run_report import RunClock
 from moepass.runtime.profiles.hardware_profiles import load_hardware
 from moepass.runtime.transfer.copier import Copier, Wait
 from moepass.runtime.transfer.lanes import StreamLane

@@ -20,8 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import moepass
 from moepass.runtime.homes.adopted_banks import AdoptedHome, adopted_banks
-from moepass.runtime.homes.peer_home import PeerPacker
-from moepass.runtime.homes.shared_parameters import is_movable
+from moepass.runtime.homes.peer_home import PeerPacker, is_movable
 from tests.helpers.models.moe_stack import MoEStack, build_stack
 from tests.helpers.processes.adopted_stacks import SMALL, compile_whole, hidden_rows, ring_of, shard_bytes
 from tests.helpers.processes.ranks import run_ranks

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import moepass
-from moepass.runtime.execute.executor import SegmentError
+from moepass.runtime.execute.bound_graph import SegmentError
 from moepass.runtime.homes import peer_home
 from moepass.runtime.ranks.rendezvous import PeerError
 from tests.helpers.graphs.backend_helper import tokens

@@ -23,7 +23,7 @@ import moepass
 from moepass.models.errors import InputError
 from moepass.runtime.banks import banks
 from moepass.runtime.banks.banks import Bank, pack_bank
-from moepass.runtime.homes.device_collective import DeviceCollectiveTransport
+from moepass.runtime.homes.collective import DeviceCollectiveTransport
 from moepass.runtime.homes.options.packers import make_packer
 from moepass.runtime.homes.peer_home import GatherPacker
 from moepass.runtime.homes.peers import PeerGroup
@@ -246,14 +246,14 @@ def _runs_that_differ(seeds: int) -> int:
         for seed in range(seeds):
             with _cuda(emulation, ranks * seed + rank) as cuda:
                 with mock.patch.object(banks, "make_ring", _ring_of_streams):
-                    store._ring = None
+                    store.current_ring = None
                     ring = store.ring(debug=True)
                 forget_rings(executor)
                 outputs = [executor([*arguments])[0] for _ in range(3)]
                 cuda.finish()
                 assert ring.statistics.copies == 9
                 del ring
-                store._ring = None
+                store.current_ring = None
             differ += sum(not torch.equal(output, expected) for output in outputs)
     return differ
 

@@ -23,8 +23,8 @@ from moepass.runtime.offload import offload
 from moepass.runtime.offload.offload import expert_parameters, find_expert_modules
 from moepass.runtime.ranks.rendezvous import PeerError
 from moepass.runtime.system.shared_memory import SharedMemoryError
+from moepass.runtime.transfer.home_protocol import Transport
 from moepass.runtime.transfer.sources import read_range
-from moepass.runtime.transfer.transports import Transport
 from tests.helpers.graphs.backend_helper import Stack, tokens
 from tests.helpers.graphs.error_fields import refused
 from tests.helpers.processes.rank_memory import Segments

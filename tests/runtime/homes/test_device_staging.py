@@ -19,17 +19,16 @@ from moepass.models.errors import OptionError
 from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.shards import Piece
 from moepass.runtime.banks.banks import Bank
-from moepass.runtime.homes.hybrid import device_hybrid
-from moepass.runtime.homes.hybrid.device_hybrid import DeviceHybridPacker
-from moepass.runtime.homes.hybrid.device_staging import DeviceStagingBuffers
+from moepass.runtime.homes.hybrid import hybrid_home
+from moepass.runtime.homes.hybrid.hybrid_home import DeviceHybridPacker
 from moepass.runtime.homes.hybrid.staged_pull import StageAction, StagedPull, StagedSource, WaitLimit
-from moepass.runtime.homes.hybrid.stager import StagingBuffers, _StagerWork
+from moepass.runtime.homes.hybrid.stager import DeviceStagingBuffers, StagingBuffers, _StagerWork
 from moepass.runtime.homes.hybrid.staging_board import StagingBoard, board_bytes
 from moepass.runtime.homes.options.packers import make_packer
 from moepass.runtime.homes.peers import PeerGroup
 from moepass.runtime.offload import offload
 from moepass.runtime.system.shared_memory import SharedMemoryError, SharedSegment, open_segment
-from moepass.runtime.transfer import slicing
+from moepass.runtime.transfer import lanes
 from moepass.runtime.transfer.copier import Copier
 from moepass.runtime.transfer.home_protocol import Home
 from moepass.runtime.transfer.lanes import StreamLane
@@ -55,8 +54,8 @@ SHARD_BYTES = BANK_BYTES // RANKS
 @pytest.fixture(scope="module", autouse=True)
 def _small_slices() -> Iterator[None]:
     with (
-        mock.patch.object(slicing, "SLICE_BYTES", 16),
-        mock.patch.object(slicing, "stream_slice_bytes", return_value=48),
+        mock.patch.object(lanes, "SLICE_BYTES", 16),
+        mock.patch.object(lanes, "stream_slice_bytes", return_value=48),
     ):
         yield
 
@@ -129,7 +128,7 @@ class _Machine(Home):
             _StagerWork(self._staging[rank], [boards[1 - rank]], [*map(whole, self._shards[rank])], BusyLink(Link()))
             for rank in range(RANKS)
         ]
-        self.transport.connect(_Wants(boards[0]))  # type: ignore[arg-type]
+        self.transport.stager = _Wants(boards[0])  # type: ignore[assignment]
         cuda.meanwhile = self._go_on
 
     def _go_on(self) -> None:
@@ -218,33 +217,30 @@ class _Shared(Segments):
 class _OnCpu(DeviceHybridPacker):
     """A packer whose buffers threads fill and read, without pinned memory."""
 
-    pinned = 0
-
-    def _pin(self, shard: torch.Tensor, *, is_own: bool) -> None:
-        self.pinned += is_own
-
     def _buffers(self, rank: int, segment: SharedSegment, board: StagingBoard) -> StagingBuffers:
         with mock.patch.object(torch.cuda, "Stream"):
             return StagingBuffers(board, super()._buffers(rank, segment, board).memories, keeps=self._keeps)
 
 
 def _model_stays_exact() -> int:
-    made: list[_OnCpu] = []
+    pinned: list[bool] = []
 
     def packer(options: Any, device: torch.device) -> _OnCpu:
-        made.append(_OnCpu(PeerGroup.of(None, timeout_s=50), StagedPull(Link()), 2, _Shared, device))
-        return made[0]
+        return _OnCpu(PeerGroup.of(None, timeout_s=50), StagedPull(Link()), 2, _Shared, device)
+
+    def pin(owner: object, shard: torch.Tensor, *, is_own: bool) -> None:
+        pinned.append(is_own)
 
     torch.manual_seed(0)
     model = Stack("dense_bmm", depth=3, bias=True)
     with torch.no_grad():
         expected = model(tokens())
-        with mock.patch.object(offload, "make_packer", packer):
+        with mock.patch.object(offload, "make_packer", packer), mock.patch.object(hybrid_home, "pin_shard", pin):
             report = moepass.offload_experts(model, home="hybrid")
         compiled = torch.compile(model, backend="asyncep", options={"lower": "eager", "debug": True})
         for _ in range(6):
             assert torch.equal(compiled(tokens()), expected)
-    assert made[0].pinned == 3
+    assert sum(pinned) == 3
     return report.staging_bytes
 
 
@@ -287,9 +283,9 @@ class _Owner:
 def test_host_memory_is_pinned_as_long_as_it_is_read() -> None:
     runtime, owner, shard = _Runtime(), _Owner(), torch.zeros(8, dtype=torch.uint8)
     with mock.patch.object(torch.cuda, "cudart", return_value=runtime), mock.patch.object(torch.cuda, "synchronize"):
-        device_hybrid.pin_shard(owner, shard, is_own=True)
-        device_hybrid.pin_shard(owner, shard[4:], is_own=False)
-        device_hybrid.pin_shard(owner, shard[:0], is_own=False)
+        hybrid_home.pin_shard(owner, shard, is_own=True)
+        hybrid_home.pin_shard(owner, shard[4:], is_own=False)
+        hybrid_home.pin_shard(owner, shard[:0], is_own=False)
         assert runtime.registered == {shard.data_ptr(): 1, shard.data_ptr() + 4: 9}
         del owner
         assert runtime.registered == {}
@@ -298,7 +294,7 @@ def test_host_memory_is_pinned_as_long_as_it_is_read() -> None:
         mock.patch.object(torch.cuda, "cudart", return_value=refusing),
         refused(SharedMemoryError, name="cudaHostRegister", value=2),
     ):
-        device_hybrid.pin_shard(_Owner(), shard, is_own=True)
+        hybrid_home.pin_shard(_Owner(), shard, is_own=True)
 
 
 def _always(*arguments: object) -> bool:

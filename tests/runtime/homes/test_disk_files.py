@@ -21,9 +21,8 @@ from moepass.models.checkpoint.unread_tensors import unread
 from moepass.passes.ir.shards import Piece
 from moepass.runtime.homes.disk import disk_files
 from moepass.runtime.homes.disk.disk_files import DiskFile, FileSource
-from moepass.runtime.homes.disk.disk_home import DiskPacker, in_file_order
-from moepass.runtime.homes.disk.read_ahead import ReadAhead
-from moepass.runtime.transfer import slicing
+from moepass.runtime.homes.disk.disk_home import DiskPacker, ReadAhead, in_file_order
+from moepass.runtime.transfer import lanes
 from moepass.runtime.transfer.copying import CopyError, CopyThread, SlotCopy
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.sources import read_range
@@ -49,7 +48,7 @@ def _copied(source: FileSource, nbytes: int) -> list[int]:
 
 
 def test_pieces_go_where_they_belong(file: DiskFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slicing, "SLICE_BYTES", 3)
+    monkeypatch.setattr(lanes, "SLICE_BYTES", 3)
     begin = file.header.tensors["a"].offset_bytes
     source = FileSource(file, (Piece(begin + 5, 7, 8), Piece(begin + 100, 0, 4)))
     expected = [100, 101, 102, 103, 0, 0, 0, 5, 6, 7, 8, 9, 10, 11, 12, 0]
@@ -331,7 +330,7 @@ def test_a_bank_in_a_slot_equals_the_result_of_its_recipes(tmp_path: Path, data:
     sources = packer.home.sources(spec, [])
     slot = torch.full((spec.format.slot_bytes,), 0xFF, dtype=torch.uint8)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(slicing, "SLICE_BYTES", draw(st.integers(1, 64)))
+        patched.setattr(lanes, "SLICE_BYTES", draw(st.integers(1, 64)))
         CopyThread(Link()).submit(SlotCopy(sources, slot, "layer")).wait()
     read = read_range(sources, 0, spec.format.slot_bytes, CPU)
     for tensor, wanted in zip(spec.tensors, expected.values(), strict=True):

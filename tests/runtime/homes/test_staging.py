@@ -25,7 +25,7 @@ from moepass.runtime.homes.hybrid.staged_pull import StageAction, StagedPull, St
 from moepass.runtime.homes.hybrid.stager import Found, Held, Stager, StagerError, StagingBuffers, _StagerWork
 from moepass.runtime.homes.hybrid.staging_board import StagingBoard, board_bytes, pack_state, unpack_state
 from moepass.runtime.homes.hybrid.staging_order import StagingPlan, StagingState, Wants, choose_banks
-from moepass.runtime.transfer import slicing
+from moepass.runtime.transfer import lanes
 from moepass.runtime.transfer.copying import CopyThread, SlotCopy
 from moepass.runtime.transfer.lanes import HOST_LANE, Lane
 from moepass.runtime.transfer.link import BusyLink, Link
@@ -37,7 +37,7 @@ SLICE = 16
 
 @pytest.fixture
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slicing, "SLICE_BYTES", SLICE)
+    monkeypatch.setattr(lanes, "SLICE_BYTES", SLICE)
 
 
 def _board(buffers: int) -> StagingBoard:
@@ -349,9 +349,9 @@ def test_a_stager_that_fails_says_so_in_the_next_run(small_slices: None) -> None
 
     staging = _staging(1, SLICE)
     transport = StagedPull(Link())
-    transport.connect(Stager(staging, [], [Broken(_shard(0, SLICE), (Piece(0, 0, SLICE),))], transport.host_link))
+    transport.stager = Stager(staging, [], [Broken(_shard(0, SLICE), (Piece(0, 0, SLICE),))], transport.host_link)
     transport.begin_run()
-    failing = transport._stager
+    failing = transport.stager
     assert failing is not None
     failing.reading(0)
     _wait_until(lambda: failing._work.error is not None)
@@ -370,7 +370,7 @@ class _Ranks:
         self.stager = Stager(
             self.own, [self.other.board], [whole(shard) for shard in self.shards[0]], self.transport.host_link
         )
-        self.transport.connect(self.stager)
+        self.transport.stager = self.stager
         self.work = _StagerWork(self.other, [], [whole(shard) for shard in self.shards[1]], BusyLink(Link()))
 
     def fill_other(self, bank: int, steps: int = 4) -> None:
@@ -381,14 +381,12 @@ class _Ranks:
     def copy(self, bank: int, slot: torch.Tensor) -> SlotCopy:
         shard, peer_shard = (shards[bank] for shards in self.shards)
         size = shard.numel()
-        return self.transport.copy(
-            BankSpec(bank, f"layers.{bank}", "hybrid", BankFormat.plain(2 * size), ()),
-            [
-                StagedSource(peer_shard, (Piece(0, size, size),), True, bank, self.other),
-                StagedSource(shard, (Piece(0, 0, size),), False, bank, self.own),
-            ],
-            slot,
-        )
+        spec = BankSpec(bank, f"layers.{bank}", "hybrid", BankFormat.plain(2 * size), ())
+        sources = [
+            StagedSource(peer_shard, (Piece(0, size, size),), True, bank, self.other),
+            StagedSource(shard, (Piece(0, 0, size),), False, bank, self.own),
+        ]
+        return SlotCopy(sources, slot, spec.name, self.transport.action(spec, sources))
 
     def expected(self, bank: int) -> torch.Tensor:
         return torch.cat([shards[bank] for shards in self.shards])

@@ -24,7 +24,7 @@ from moepass.models.checkpoint.checkpoint_files import CheckpointFiles, StoredTe
 from moepass.models.checkpoint.checkpoint_folders import load_model
 from moepass.models.formulas.expert_placement import shard_bounds
 from moepass.runtime.offload import loading
-from moepass.runtime.offload.loading_progress import shown_progress
+from moepass.runtime.offload.loading import shown_progress
 from moepass.runtime.offload.offload import OffloadReport
 from moepass.runtime.ranks.rendezvous import PeerError
 from tests.helpers.graphs.tiny_checkpoint import (

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 import moepass
+from moepass.runtime.banks.banked_modules import BankedParameter
 from moepass.runtime.banks.banks import BankStore, find_store
-from moepass.runtime.offload.offload import BankedParameter, expert_parameters, find_expert_modules
+from moepass.runtime.offload.offload import expert_parameters, find_expert_modules
 from tests.helpers.graphs.backend_helper import BLOCKS, EXPERTS, HIDDEN, BatchedBlock, Stack, tokens
 from tests.helpers.graphs.error_fields import refused
 from tests.helpers.models.tiny import tiny_inputs, tiny_model

@@ -24,6 +24,7 @@ from moepass.runtime.homes.peer_home import GatherPacker
 from moepass.runtime.homes.peers import PeerGroup
 from moepass.runtime.ranks.gather_group import GatherGroup, Request
 from moepass.runtime.ranks.rendezvous import PeerError, Rendezvous
+from moepass.runtime.transfer.copying import SlotCopy
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.sources import MemorySource
 from tests.helpers.graphs.error_fields import refused
@@ -105,7 +106,7 @@ def test_every_byte_arrives_at_its_offset_only(
             transport.join([spec])
             return
         slot = torch.full((spec.format.link_bytes + 64,), UNTOUCHED, dtype=torch.uint8)
-        transport.copy_thread(Link()).submit(transport.copy(spec, sources, slot)).wait()
+        transport.copy_thread(Link()).submit(SlotCopy(sources, slot, spec.name, transport.action(spec, sources))).wait()
         for tensor, expected in zip(spec.tensors, complete.views(complete.shard), strict=True):
             assert torch.equal(tensor.view(slot), expected)
             tensor.view(slot).view(torch.uint8).fill_(UNTOUCHED)
@@ -128,7 +129,7 @@ def test_an_emulated_link_counts_the_bytes_of_other_ranks(
         link = Link(10_000.0) if rank == slow else Link()
         transport, spec, sources = _packed(store, rank, [0, 3, 4], tensors, link)
         slot = torch.empty(spec.format.link_bytes, dtype=torch.uint8)
-        transport.copy_thread(Link()).submit(transport.copy(spec, sources, slot)).wait()
+        transport.copy_thread(Link()).submit(SlotCopy(sources, slot, spec.name, transport.action(spec, sources))).wait()
 
     _on_ranks(2, gather)
     assert clock.seconds == pytest.approx(seconds)
@@ -238,7 +239,11 @@ def test_a_gather_that_fails_on_one_rank_fails_on_the_others() -> None:
     def gather(rank: int) -> str:
         transport, spec, sources = _packed(store, rank, [0, 2, 4], tensors, Link())
         slot = torch.full((spec.format.link_bytes // (rank + 1),), UNTOUCHED, dtype=torch.uint8)
-        return _error(transport.copy_thread(Link()).submit(transport.copy(spec, sources, slot)).wait)
+        return _error(
+            transport.copy_thread(Link())
+            .submit(SlotCopy(sources, slot, spec.name, transport.action(spec, sources)))
+            .wait
+        )
 
     (text,) = set(_on_ranks(2, gather))
     assert text.startswith("rank 1 could not gather bank layers.0: ")

@@ -9,7 +9,7 @@ import torch
 
 from moepass.passes.ir.shards import Piece
 from moepass.passes.machine.times import MOST_STREAM_SLICES, SLICE_BYTES
-from moepass.runtime.transfer import slicing
+from moepass.runtime.transfer import lanes
 from moepass.runtime.transfer.copying import CopyError, CopyThread, SlotCopy
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.sources import MemorySource
@@ -21,7 +21,7 @@ def _bytes(nbytes: int, value: int) -> torch.Tensor:
 
 
 def test_slices_come_from_all_sources_round_robin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slicing, "SLICE_BYTES", 10)
+    monkeypatch.setattr(lanes, "SLICE_BYTES", 10)
     memories = [_bytes(30, 1), _bytes(0, 2), _bytes(25, 3)]
     sources = [
         MemorySource(memories[0], (Piece(0, 0, 15), Piece(15, 40, 15))),
@@ -57,7 +57,7 @@ def _from_ranks(ranks: int, nbytes: int) -> list[MemorySource]:
 @pytest.mark.parametrize("nbytes", [1 << 20, 1 << 30, 5 << 30])
 def test_a_stream_gets_few_slices_from_many_ranks_round_robin(nbytes: int) -> None:
     sources = _from_ranks(8, nbytes)
-    slices = list(slicing.stream_slices(sources))
+    slices = list(lanes.stream_slices(sources))
     assert sum(size for _, _, size, _ in slices) == nbytes
     assert len(slices) <= MOST_STREAM_SLICES + 2 * 8
     # Every source comes once before any comes again.
@@ -67,7 +67,7 @@ def test_a_stream_gets_few_slices_from_many_ranks_round_robin(nbytes: int) -> No
 
 
 def test_a_stream_copies_whole_pieces_of_a_single_source() -> None:
-    slices = list(slicing.stream_slices(_from_ranks(1, 5 << 30)))
+    slices = list(lanes.stream_slices(_from_ranks(1, 5 << 30)))
     assert [size for _, _, size, _ in slices] == [5 << 29, 5 << 29]
 
 

@@ -156,7 +156,7 @@ class _OnStreams:
         with FakeCuda(random.Random(seed)).installed() as cuda:
             streams = [cuda.compute, cuda.stream()]
             with mock.patch.object(banks, "make_ring", _ring_of_streams):
-                self._store._ring = None
+                self._store.current_ring = None
                 ring = self._store.ring(debug=True)
             forget_rings(self._executor)
             outputs = []
@@ -168,7 +168,7 @@ class _OnStreams:
             cuda.finish()
             assert ring.statistics.copies > 0
             del ring
-            self._store._ring = None
+            self._store.current_ring = None
         return all(torch.equal(value, self._expected[call % 3]) for call, value in enumerate(outputs))
 
 
@@ -251,9 +251,9 @@ def _current_stream(device: torch.device) -> Stream:
 
 def test_eager_reads_belong_to_the_stream_of_the_caller(no_grad: None) -> None:
     reads = _EagerReads()
-    with mock.patch.object(banks, "current_stream", _current_stream):
+    with mock.patch.object(banks, "_current_stream", _current_stream):
         assert all(reads.stay_right(seed) for seed in range(20))
-    with mock.patch.object(banks, "current_stream", return_value=None):
+    with mock.patch.object(banks, "_current_stream", return_value=None):
         assert not all(reads.stay_right(seed) for seed in range(60))
 
 

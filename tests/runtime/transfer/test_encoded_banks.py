@@ -18,7 +18,7 @@ import moepass
 from moepass.models.errors import InputError
 from moepass.passes.ir.plan import GatherSignature
 from moepass.runtime.banks.banks import Bank, BankStore, pack_bank
-from moepass.runtime.homes import host_home
+from moepass.runtime.homes.options import packers
 from moepass.runtime.kernels import decoders
 from moepass.runtime.kernels.decoders import Codec, codec_of, register_codec
 from moepass.runtime.transfer import ring as ring_module
@@ -53,7 +53,7 @@ def _offloaded(depth: int = 3, plain: tuple[int, ...] = (), **options: Any) -> t
     def pack(index: int, *arguments: Any, **keywords: Any) -> Bank:
         return pack_bank(index, *arguments, **keywords, decoder="" if index in plain else halved_format.NAME)
 
-    with mock.patch.object(host_home, "pack_bank", pack):
+    with mock.patch.object(packers, "pack_bank", pack):
         moepass.offload_experts(model, **options)
     return model, expected
 

@@ -23,7 +23,7 @@ from moepass.passes.ir.timeline import COMPUTE, COPY
 from moepass.runtime.banks.banks import Bank
 from moepass.runtime.homes.disk.disk_files import DiskFile, FileSource
 from moepass.runtime.homes.disk.disk_home import DiskHome
-from moepass.runtime.transfer import lanes, slicing
+from moepass.runtime.transfer import lanes
 from moepass.runtime.transfer.copier import Copier
 from moepass.runtime.transfer.copying import CopyError, SlotCopy
 from moepass.runtime.transfer.home_protocol import Home
@@ -57,7 +57,7 @@ def _small_slices() -> Iterator[None]:
         return torch.frombuffer(bytearray(nbytes), dtype=torch.uint8)
 
     with (
-        mock.patch.object(slicing, "SLICE_BYTES", 64),
+        mock.patch.object(lanes, "SLICE_BYTES", 64),
         mock.patch.object(lanes, "pinned_memory", memory),
     ):
         yield

@@ -12,11 +12,12 @@ import torch
 from moepass.models.errors import InputError, OptionError
 from moepass.passes.ir.bank_format import BankFormat
 from moepass.passes.ir.plan import BankSpec, TensorSpec
-from moepass.runtime.banks.banks import ALIGNMENT_BYTES, Bank, pack_bank
+from moepass.passes.ir.shards import ALIGNMENT_BYTES
+from moepass.runtime.banks.banks import Bank, pack_bank
 from moepass.runtime.transfer.copying import CopyError, CopyThread, SlotCopy
+from moepass.runtime.transfer.lanes import SLICE_BYTES
 from moepass.runtime.transfer.link import Link, parse_link
 from moepass.runtime.transfer.ring import Ring, make_ring
-from moepass.runtime.transfer.slicing import SLICE_BYTES
 from moepass.runtime.transfer.sources import whole
 from tests.helpers.graphs.error_fields import refused
 from tests.helpers.processes.emulated_clock import EmulatedClock
@@ -111,7 +112,7 @@ def test_reset_abandons_copies_and_keeps_the_thread() -> None:
     assert all(copy.finished.is_set() for copy in pending)
     fast = _bank(1, value=5.0)
     copy = SlotCopy([whole(fast.shard)], torch.empty_like(fast.shard), "x")
-    copy.abandon()
+    copy.abandoned.set()
     assert ring._copier._thread is not None
     ring._copier._thread.submit(copy).wait()  # the thread is still the same one
 
