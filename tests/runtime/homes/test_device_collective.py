@@ -37,6 +37,7 @@ from moepass.runtime.transfer.copier import Copier
 from moepass.runtime.transfer.copying import SlotCopy
 from moepass.runtime.transfer.home_protocol import Home
 from moepass.runtime.transfer.lanes import StreamLane
+from moepass.runtime.transfer.learned_order import Fetch
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.ring import Ring, make_copier
 from tests.helpers.graphs.backend_helper import Stack, tokens
@@ -263,10 +264,8 @@ def test_a_compiled_model_stays_exact(seeds: int) -> None:
     assert run_ranks(2, _runs_that_differ, seeds) == [0, 0]
 
 
-def _do_not_wait_for_the_slot(transport: Any, *arguments: Any) -> SlotCopy:
-    gather: SlotCopy = _copy(transport, *arguments)
-    gather.after = None
-    return gather
+def _do_not_wait_for_the_slot(copier: Copier, fetch: Fetch, target: torch.Tensor, after: object) -> SlotCopy:
+    return _submit(copier, fetch, target, None)
 
 
 def _do_not_wait_for_the_memory(transport: Any, *arguments: Any) -> SlotCopy:
@@ -275,22 +274,25 @@ def _do_not_wait_for_the_memory(transport: Any, *arguments: Any) -> SlotCopy:
     return gather
 
 
-_copy: Any = DeviceCollectiveTransport.copy
+_submit: Any = Copier.submit
 _gather_now: Any = DeviceCollectiveTransport._gather_now
 
 
-def _wrong_reads_without(method: str, broken: Callable[..., Any]) -> int:
-    with mock.patch.object(DeviceCollectiveTransport, method, broken):
+def _wrong_reads_without(owner: type, method: str, broken: Callable[..., Any]) -> int:
+    with mock.patch.object(owner, method, broken):
         return _wrong_reads(12, [0, 1, 0])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "broken"),
-    [("copy", _do_not_wait_for_the_slot), ("_gather_now", _do_not_wait_for_the_memory)],
+    ("owner", "method", "broken"),
+    [
+        (Copier, "submit", _do_not_wait_for_the_slot),
+        (DeviceCollectiveTransport, "_gather_now", _do_not_wait_for_the_memory),
+    ],
 )
-def test_the_emulation_notices_an_order_that_is_missing(method: str, broken: Callable[..., Any]) -> None:
-    assert sum(run_ranks(2, _wrong_reads_without, method, broken)) > 0
+def test_the_emulation_notices_an_order_that_is_missing(owner: type, method: str, broken: Callable[..., Any]) -> None:
+    assert sum(run_ranks(2, _wrong_reads_without, owner, method, broken)) > 0
 
 
 def _chooses() -> tuple[str, bool]:
