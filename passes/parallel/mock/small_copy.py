@@ -169,6 +169,8 @@ class BlockCopier:
 
     def _exchange(self, exchange: Collective) -> Collective:
         of = self._nodes.__getitem__
+        if exchange.result not in self._nodes:
+            raise NoSmallCopy(f"the result of {exchange.node.name} ({exchange.node.target}) does not reach its output")
         # The sizes of the parts are read off the node where they are needed.
         return dataclasses.replace(
             exchange, node=of(exchange.node), input=of(exchange.input), result=of(exchange.result), send=(), receive=()

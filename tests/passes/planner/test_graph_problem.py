@@ -79,7 +79,8 @@ def test_a_threshold_that_is_not_known_says_why() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "why"), [("float32", "has no fp32 rate"), ("", "has no GEMMs"), ("float64", "dtype 'float64' is unknown")]
+    ("dtype", "why"),
+    [("float32", "has no fp32 rate"), ("", "has no GEMMs"), ("float64", "dtype is 'float64'; it must be one of")],
 )
 def test_a_type_without_a_rate_is_said(dtype: str, why: str) -> None:
     only = dataclasses.replace(H100, flops={"bf16": Figure(1e15, "user")})

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -290,7 +291,13 @@ def _introduce(connection: Connection) -> None:
 def _introduce_as_second(store: HashStore, process: ProcessIdentity) -> None:
     """Publish the records of `process` as rank 1 of 2."""
     group = PeerGroup(store, 1, 2, 5.0)
-    group.rendezvous.publish("list of banks", list(group._topics(process, BANKS, ("a", "b"), 0, "cpu")))
+    with (
+        mock.patch.object(peers, "this_process", return_value=process),
+        mock.patch.object(peers, "agree", return_value=()) as agree,
+    ):
+        group.agree(BANKS, ("a", "b"))
+    _, name, topics, _ = agree.call_args.args
+    group.rendezvous.publish(name, topics)
 
 
 def test_a_rank_that_dies_while_others_wait_is_noticed_before_the_time_is_over() -> None:

@@ -128,8 +128,10 @@ def test_copies_of_every_size_are_complete(nbytes: int) -> None:
 
 
 def test_the_copy_thread_ends_with_its_owner() -> None:
+    earlier = set(threading.enumerate())
     thread = CopyThread(Link())
-    worker, gone = thread._thread, weakref.ref(thread)
+    (worker,) = set(threading.enumerate()) - earlier
+    gone = weakref.ref(thread)
     assert worker.is_alive()
     del thread
     gc.collect()
