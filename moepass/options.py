@@ -38,7 +38,8 @@ class Options(msgspec.Struct, frozen=True):
             "How segments are compiled.",
             details='`"eager"` runs the captured operators one by one and is bit-identical to the model, except for '
             "[loops over experts](#loops-over-experts) and [dense experts](#dense-experts). "
-            '`"tensorrt"` compiles dense segments with TensorRT and the others with Inductor ([below](#tensorrt)).',
+            '`"tensorrt"` compiles dense segments with TensorRT and all others as with `"inductor"` '
+            "([below](#tensorrt)).",
         ),
     ] = "inductor"
     disable: Annotated[tuple[str, ...], option("Names of passes to skip.", expected="a list of pass names")] = ()
@@ -48,8 +49,8 @@ class Options(msgspec.Struct, frozen=True):
             "Fill released slots with NaN, so that a read after a release shows in the output.",
             details="With expert parallelism, every run also compares this rank's experts byte by byte with the copies "
             "that the other ranks received. This catches writes that bypass torch's version counter (`.data`, numpy, "
-            "`dist.recv` and `dist.broadcast` into a parameter). With AllReduce, the ranks also compare in every run "
-            "the tensors from which their tokens are computed.",
+            "`dist.recv` and `dist.broadcast` into a parameter). With AllReduce, every run also compares, between "
+            "ranks, the tensors from which their tokens are computed.",
         ),
     ] = False
     dump: Annotated[
@@ -98,7 +99,7 @@ class Options(msgspec.Struct, frozen=True):
     transport: Annotated[
         str | None,
         option(
-            '`"pull"`: each rank copies from the others when it needs a bank; all ranks are on one machine. '
+            '`"pull"`: each rank copies from the others when it needs a bank, which requires all ranks on one machine. '
             '`"collective"`: all ranks gather together, also over a network.',
             unset='`"pull"`',
         ),
@@ -109,8 +110,8 @@ class Options(msgspec.Struct, frozen=True):
             "Tokens per rank (mean over the ranks) below which a run exchanges tokens, as the model itself does, "
             "instead of gathering weights.",
             details="Within 10 % of this number, a run does what the previous run did. None: all runs gather. The "
-            "ranks agree at the beginning of each run, so every rank must take part in every run, with zero tokens if "
-            "it has none. If a rank does not respond within `timeout_s`, the others raise an error, and later runs of "
+            "ranks decide together at the beginning of each run, so every rank must take part in every run, with zero "
+            "tokens if it has none. If a rank does not respond within `timeout_s`, the others raise an error, and later runs of "
             "the group fail.",
             expected=f"a number of tokens per rank from 1 to {LARGEST_EXACT}, or None",
         ),
@@ -120,7 +121,7 @@ class Options(msgspec.Struct, frozen=True):
         option(
             'A preset such as `"8xh100-80g"`, or the file of a [profile](hardware.md). moepass computes '
             "`all_to_all_below` from it, for each graph.",
-            expected="a preset such as 8xh100-80g, or the file of a profile",
+            expected="a preset such as 8xh100-80g, or the path of a profile",
         ),
     ] = None
 

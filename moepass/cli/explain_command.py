@@ -25,7 +25,7 @@ class ExplainOptions(Struct, frozen=True, kw_only=True):
     hardware: Annotated[
         str,
         option(
-            "A preset such as 8xh100-80g, or the file of a profile (see **moepass calibrate**).",
+            "A preset such as 8xh100-80g, or the path of a profile (see **moepass calibrate**).",
             details="See [hardware](hardware.md).",
             metavar="NAME",
         ),

@@ -38,7 +38,8 @@ class ComputeOptions(msgspec.Struct, frozen=True, kw_only=True):
     step_tokens: Annotated[
         Annotated[int, Meta(ge=1, le=MOST_TOKENS)] | None,
         option(
-            "A step takes waiting requests until it has about this many tokens; the last one may exceed the number.",
+            "A step takes waiting requests until it has about this many tokens; "
+            "the last request may exceed the number.",
             unset="the plan's saturation threshold, or 4096 if there is none",
         ),
     ] = None
@@ -68,14 +69,14 @@ class RankOptions(ComputeOptions, frozen=True, kw_only=True):
         option(
             "Device memory that each rank may use, such as 6GB; the planner chooses layers whose experts stay there.",
             details="See [offload_experts](options.md#offload_experts).",
-            unset="the experts of all layers are streamed",
+            unset="none: all experts are streamed",
             metavar="BYTES",
         ),
     ] = None
     hardware: Annotated[
         str | None,
         option(
-            "The machine to plan for: a preset, or the file of a profile.",
+            "The machine to plan for: a preset, or the path of a profile.",
             unset="the profile that `moepass calibrate` has stored",
             metavar="NAME",
         ),
@@ -184,7 +185,7 @@ class FrontendOptions(msgspec.Struct, frozen=True, kw_only=True):
     queue_seconds: Annotated[
         _Seconds,
         option(
-            "The limit on waiting work, in seconds of computation; while it is reached, calls are refused with 429.",
+            "The limit on waiting work, in seconds of computation; calls above it are refused with 429.",
             details="The header `Retry-After` says when to try again. A call is one HTTP request, which may contain "
             "several prompts; it is accepted or refused as a whole. An idle server accepts every call that its model "
             "can compute.",
@@ -194,15 +195,14 @@ class FrontendOptions(msgspec.Struct, frozen=True, kw_only=True):
     queue_bytes: Annotated[
         str,
         option(
-            "The limit on the bytes that the tokens of all open requests take; while it is reached, calls are refused "
-            "with 429.",
+            "The limit on the total token bytes of open requests; calls above it are refused with 429.",
             details="The header `Retry-After` says when to try again.",
             metavar="BYTES",
         ),
     ] = "1GB"
     drain: Annotated[
         Annotated[float, Meta(ge=0, le=MOST_WAIT_SECONDS)],
-        option("Seconds that open requests have to finish after SIGTERM.", metavar="SECONDS"),
+        option("The grace period, in seconds, for open requests after SIGTERM.", metavar="SECONDS"),
     ] = 30.0
 
     @property
@@ -219,7 +219,7 @@ class ServerOptions(FrontendOptions, frozen=True, kw_only=True):
     name: Annotated[
         tuple[str, ...],
         option(
-            "A name by which clients call the model; repeat the option for more names.",
+            "The model name that clients use; repeat the option for more names.",
             unset="the last part of MODEL",
             metavar="NAME",
         ),

@@ -90,7 +90,7 @@ class RankView:
         open_requests: requests, or parts of requests, that are assigned and unanswered.
         flops_per_second: FLOPs per second of a full step.
         form: whether a step is a trie or padded rows; None if unknown.
-        form_text: the same as a sentence.
+        form_text: a sentence with the form and the reason.
     """
 
     rank: int

@@ -25,7 +25,7 @@ SHAPES = "torch._dynamo.config.capture_dynamic_output_shape_ops = True"
 WARNINGS = "torch._dynamo.config.ignore_logging_functions.add(warnings.warn)"
 STATIC = "torch.compile(dynamic=False)"
 IN_CODE = (
-    "sizes and orders converted to lists, and the dispatcher's records of a run cleared after it "
+    "sizes and orders converted to lists, and the dispatcher's per-run state cleared after each run "
     "(tests/helpers/packages/megatron_layer.py)"
 )
 OWN_MEMORY = "gathered tokens not in Megatron-Core's global memory buffer (same file)"
