@@ -111,8 +111,8 @@ class Options(msgspec.Struct, frozen=True):
             "instead of gathering weights.",
             details="Within 10 % of this number, a run does what the previous run did. None: all runs gather. The "
             "ranks decide together at the beginning of each run, so every rank must take part in every run, with zero "
-            "tokens if it has none. If a rank does not respond within `timeout_s`, the others raise an error, and later runs of "
-            "the group fail.",
+            "tokens if it has none. If a rank does not respond within `timeout_s`, the others raise an error, and "
+            "later runs of the group fail.",
             expected=f"a number of tokens per rank from 1 to {LARGEST_EXACT}, or None",
         ),
     ] = None
