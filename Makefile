@@ -10,8 +10,10 @@ PACKAGES := build/packages
 # Ranks and test workers share the cores; one thread each keeps timings and results steady.
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
+# Tests start hundreds of processes, and each would compile all modules if none wrote bytecode.
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help install demo test test-slow test-packages record-packages test-gpu benchmark-gpu source-tree bytecode lint types benchmarks clean
+.PHONY: help install demo test test-slow test-packages record-packages test-gpu benchmark-gpu source-tree lint types benchmarks clean
 
 help:
 	@echo "make demo        score text with the demo model, its experts streamed; then send a request to a server"
@@ -40,16 +42,16 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	@$(BIN)/moepass demo
 
-test: lint types bytecode
+test: lint types
 	$(BIN)/python -m pytest -m "not slow and not gpu and not packages" -n 2
 
-test-slow: $(INSTALLED) bytecode
+test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow -n 2
 
-test-packages: $(PACKAGES)/.installed bytecode
+test-packages: $(PACKAGES)/.installed
 	PYTHONPATH=$(PACKAGES) $(BIN)/python -m pytest tests/packages
 
-record-packages: $(PACKAGES)/.installed bytecode
+record-packages: $(PACKAGES)/.installed
 	PYTHONPATH=$(PACKAGES) $(BIN)/python -m tests.helpers.packages.record_packages $(NAMES)
 
 # Installed in a separate folder, because these packages require other versions of torch.
@@ -57,10 +59,6 @@ $(PACKAGES)/.installed: $(INSTALLED) tests/packages/requirements.txt
 	@rm -rf $(PACKAGES)
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-deps --target $(PACKAGES) -r tests/packages/requirements.txt
 	@touch $@
-
-# Tests start hundreds of processes. If PYTHONDONTWRITEBYTECODE is set, each would compile all modules again.
-bytecode: $(INSTALLED)
-	@$(BIN)/python -m compileall -q moepass models passes runtime tests
 
 # A Python with a CUDA build of torch and the packages needs no environment and no network:
 # make test-gpu PYTHON_GPU=python3. Its tests and benchmarks import the source tree through links that form the package.

@@ -56,7 +56,9 @@ def test_the_thread_has_ended_whatever_happens(monkeypatch: pytest.MonkeyPatch) 
     assert "moepass-vector-check" not in [thread.name for thread in threading.enumerate()]
 
 
-@pytest.mark.parametrize(("lower", "is_asked"), [("eager", False), ("inductor", True)])
+@pytest.mark.parametrize(
+    ("lower", "is_asked"), [("eager", False), pytest.param("inductor", True, marks=pytest.mark.slow)]
+)
 def test_only_what_inductor_compiles_asks(lower: str, is_asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     pick = cpu_vec_isa.pick_vec_isa

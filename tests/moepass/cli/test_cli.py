@@ -89,7 +89,7 @@ def test_score_writes_one_answer_per_line(checkpoint: Path) -> None:
     assert result.stderr == ""
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [["--no-stream"], ["--eager"], ["--link", "emulate:1e9", "--slots", "1"]])
 def test_options_do_not_change_probabilities(options: list[str], checkpoint: Path) -> None:
     plain = _run("score", checkpoint, "--labels", "yes,no", "--eager", "--no-stream", text=_lines(RECORDS))

@@ -56,7 +56,7 @@ class AfterAnother(InTurns):
         return torch.cat(outputs)
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("order", [InTurns, AfterAnother])
 @pytest.mark.parametrize("form", EP_FORMS)

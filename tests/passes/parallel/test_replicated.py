@@ -294,7 +294,7 @@ def _one_bank_and_three_routers(is_odd: bool) -> tuple[bool, list[str]]:
     return is_right, [refusal.reason for compilation in compilations for refusal in compilation.plan.refusals]
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.slow
 @on_ranks
 @pytest.mark.parametrize("is_odd", [True, False])
 def test_the_routers_of_layers_that_share_experts_are_all_compared(is_odd: bool) -> None:

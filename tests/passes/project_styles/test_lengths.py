@@ -207,6 +207,7 @@ def _sent(graph: Graph) -> Node:
     return next(exchange.input for exchange in exchanges if exchange.kind == "all_to_all" and exchange.is_float)
 
 
+@pytest.mark.slow
 def test_a_length_of_arrived_rows_is_read_from_another_tensor() -> None:
     captured = [_reading_length(captured_rank, _arrived) for captured_rank in captured_ranks(LengthInside)]
     check_taken(captured, [])

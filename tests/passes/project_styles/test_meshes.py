@@ -60,12 +60,13 @@ def check_mesh(layer: type[nn.Module], ranks: int, sizes: StyleSizes, tokens: Se
             torch.testing.assert_close(output, wanted, rtol=tolerance, atol=tolerance)
 
 
-# Rows in two hops, and slots whose experts are cut. Their tests are fast, and all variants of them run.
+# Rows in two hops, and slots whose experts are cut: all variants of them run.
 KINDS = (ExactByExpert, CutSlots)
 OTHERS = tuple(layer for layer in MESH_LAYERS if layer not in KINDS)
 
 
-@pytest.mark.parametrize("layer", [*KINDS, *(pytest.param(layer, marks=pytest.mark.slow) for layer in OTHERS)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", MESH_LAYERS)
 def test_experts_over_both_axes_are_taken_whole_and_right(layer: type[nn.Module]) -> None:
     check_mesh(layer, 4, SIZES, [(9, 9, 9, 9), (17, 5, 2, 30), (1, 1, 40, 1)])
 

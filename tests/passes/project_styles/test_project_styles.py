@@ -21,12 +21,10 @@ from tests.helpers.project_styles.style_layers import (
 )
 from tests.helpers.project_styles.style_sizes import StyleSizes
 
-# One style of each kind, in the fast tests: slots, exact sizes, exchanged weights, gathered tokens, converted weights,
-# low rank, exchanged ids, halves that overlap, and padded rows.
-KINDS = (
-    "deepspeed", "deepseek", "megatron", "megatron gathered", "flat weights", "low rank", "global ids", "local ids",
-    "overlapped halves", "padded by table",
-)  # fmt: skip
+# One style of each kind, in the fast tests: exchanged weights, converted weights, low rank, halves that overlap, and
+# padded rows. Fast tests on real ranks (`runtime/execute/test_project_style_ranks`) have slots, exact sizes, gathered
+# tokens, exchanged ids, two hops and cut experts.
+KINDS = ("megatron", "flat weights", "low rank", "overlapped halves", "padded by table")
 # One style of each form, of which all variants run.
 IN_ALL_VARIANTS = ("deepspeed", "deepseek", "megatron gathered", "global ids", "local ids")
 
