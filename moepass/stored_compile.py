@@ -173,9 +173,8 @@ class StoredModule:
             }
             return {name: fingerprint.digest_of(value) for name, value in description.items()}, tensors
         except (ValueError, RecursionError) as error:  # huge numbers, deep nesting
-            raise NotStorableError(
-                f"a value of the model cannot be described: {type(error).__name__}: {error}"
-            ) from error
+            text = f"a value of the model cannot be described: {type(error).__name__}: {error}"
+            raise NotStorableError(text) from error
 
 
 def _asyncep(graph: GraphModule, example_inputs: Sequence[Any], **keywords: Any) -> Callable[..., Any]:

@@ -23,9 +23,8 @@ def show_cache(*, clear: bool) -> None:
     """
     store, console = find_store(), Console()
     if store is None:
-        raise InputError(
-            f"compiled models are not stored, because {FOLDER_VARIABLE} is empty or torch's compiler caches are off"
-        )
+        text = f"compiled models are not stored, because {FOLDER_VARIABLE} is empty or torch's compiler caches are off"
+        raise InputError(text)
     entries = store.clear() if clear else store.entries()
     tuned = TunedTiles(store.folder).files()
     amounts = [_amount("compiled graph", [entry.nbytes for entry in entries])]

@@ -311,20 +311,16 @@ def _block_count(shapes: Sequence[KeyValueShape], options: EngineOptions, free_b
     if limit is None:
         limit = min(MOST_CACHE_BYTES, int(CACHE_SHARE * free_bytes))
     elif limit > free_bytes:
-        raise InputError(
+        text = (
             f"the prefix cache was set to {limit / 1e9:.3g} GB, but only {free_bytes / 1e9:.3g} GB of memory are free "
-            "for this rank; set less, or leave the option out to use a tenth of the free memory",
-            name="kv_cache",
-            value=limit,
-            expected=free_bytes,
+            "for this rank; set less, or leave the option out to use a tenth of the free memory"
         )
+        raise InputError(text, name="kv_cache", value=limit, expected=free_bytes)
     count = limit // block_bytes(shapes)
     if limit and not count:
-        raise InputError(
+        text = (
             f"the prefix cache was set to {limit} bytes, but one block takes {block_bytes(shapes)}; set more, or 0 to "
-            "switch the cache off",
-            name="kv_cache",
-            value=limit,
-            expected=block_bytes(shapes),
+            "switch the cache off"
         )
+        raise InputError(text, name="kv_cache", value=limit, expected=block_bytes(shapes))
     return count

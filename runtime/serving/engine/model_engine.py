@@ -94,13 +94,11 @@ class ModelEngine:
             lowest, highest = (bound([bound(tokens, initial=0) for tokens in asked]) for bound in (np.min, np.max))
             if lowest < 0 or highest >= facts.vocabulary_size:
                 wrong = int(lowest if lowest < 0 else highest)
-                raise InputError(
+                text = (
                     f"token {wrong} is not in the model's vocabulary of tokens 0 to {facts.vocabulary_size - 1}; if "
-                    "the tokenizer made it, tokenizer and model do not belong together",
-                    name="tokens",
-                    value=wrong,
-                    expected=range(facts.vocabulary_size),
+                    "the tokenizer made it, tokenizer and model do not belong together"
                 )
+                raise InputError(text, name="tokens", value=wrong, expected=range(facts.vocabulary_size))
             if (piece.reads or piece.is_scored) and not facts.predicts_tokens:
                 raise InputError("the model has no head that predicts tokens; only vectors can be read", name="reads")
             has_mean = facts.vector == "embedding"

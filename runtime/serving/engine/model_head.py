@@ -59,12 +59,11 @@ class ModelHead:
             logits: torch.Tensor = probe(input_ids=inputs, use_cache=False).logits
         except (TypeError, AttributeError, IndexError) as error:
             kind = type(self.model).__name__
-            raise InputError(
+            text = (
                 f"{kind} cannot be served, because its head needs more from its backbone than hidden states "
-                f"({type(error).__name__}: {error})",
-                name="model",
-                value=kind,
-            ) from error
+                f"({type(error).__name__}: {error})"
+            )
+            raise InputError(text, name="model", value=kind) from error
         return logits[:, 0] if self.kind == "tokens" else logits
 
 

@@ -154,13 +154,12 @@ def _at_read_tokens(computed: torch.Tensor, outputs: torch.Tensor, end: int) -> 
 def _compare(head: ModelHead, computed: torch.Tensor, expected: torch.Tensor, tokens: str) -> None:
     if difference := _difference(head, computed, expected):
         name = type(head.model).__name__
-        raise InputError(
+        text = (
             f"{name} cannot be served, because its outputs are not those of its backbone followed by its head: "
             f"{tokens} {difference}. Either the backbone takes more than token ids, or the head more than the state of "
-            "each token, or a token depends on later tokens or other sequences",
-            name="model",
-            value=name,
+            "each token, or a token depends on later tokens or other sequences"
         )
+        raise InputError(text, name="model", value=name)
 
 
 def _difference(head: ModelHead, computed: torch.Tensor, expected: torch.Tensor) -> str:

@@ -29,10 +29,9 @@ def open_socket(host: str, port: int) -> socket.socket:
             opened.close()
             raise
     except (OSError, UnicodeError) as error:
-        raise OptionError(
+        text = (
             f"the server cannot listen on {host[:100]} port {port}: {getattr(error, 'strerror', None) or error}; use "
-            "another --port, or --host 127.0.0.1",
-            name="host",
-            value=(host, port),
-        ) from error
+            "another --port, or --host 127.0.0.1"
+        )
+        raise OptionError(text, name="host", value=(host, port)) from error
     return opened

@@ -76,12 +76,11 @@ def load_scorer(
         raise OptionError(text, name="link", value=link)
     spec = home_named(home)
     if spec.is_spread:
-        raise OptionError(
+        text = (
             f"home is {spec.name!r}, which distributes experts over several processes, but score runs in one process; "
-            "use host, disk or device, or moepass serve --ranks",
-            name="home",
-            value=spec.name,
+            "use host, disk or device, or moepass serve --ranks"
         )
+        raise OptionError(text, name="home", value=spec.name)
     caches_prefix = shared_tokens(*writer.encode([writer.render("1"), writer.render("a")])) >= _CACHED_PREFIX_TOKENS
     options = EngineOptions(
         None if home == "device" else dataclasses.replace(options_of(home), link=link),

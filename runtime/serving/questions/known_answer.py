@@ -39,14 +39,12 @@ def check_known_answer(writer: PromptWriter, ask: Callable[[Request], Answer], c
         raise CheckpointError(f"the probe in {PROMPT_FILE} cannot be asked: {error}", name="probe") from error
     best = max(scores, key=scores.__getitem__)
     if scores[probe.expected] < scores[best]:
-        raise CheckpointError(
+        text = (
             f"the model fails the probe in its {PROMPT_FILE}: its best answer is {best!r} with {scores[best]:.3g}, and "
             f"the expected answer {probe.expected!r} has {scores[probe.expected]:.3g}; check the template and the "
-            "weights",
-            name="probe",
-            value=best,
-            expected=probe.expected,
+            "weights"
         )
+        raise CheckpointError(text, name="probe", value=best, expected=probe.expected)
 
 
 def _probabilities(writer: PromptWriter, probe: KnownAnswer, ask: Callable[[Request], Answer]) -> dict[str, float]:

@@ -126,13 +126,11 @@ class PromptWriter:
         except InputError as error:
             raise CheckpointError(f"this checkpoint's template fails: {error}", name="chat_template") from error
         if probe not in rendered:
-            raise CheckpointError(
+            text = (
                 f"this checkpoint's template omits the text: it renders {probe!r} as {rendered[:200]!r}; correct its "
-                "chat_template or prompt.json",
-                name="chat_template",
-                value=rendered[:200],
-                expected=probe,
+                "chat_template or prompt.json"
             )
+            raise CheckpointError(text, name="chat_template", value=rendered[:200], expected=probe)
 
     def check_length(self, text: str, name: str) -> None:
         """Raise TooLargeError if the text has too many characters to fit, without encoding it."""
@@ -190,10 +188,8 @@ class PromptWriter:
             InputError: There is no chat template, it raises an error, or it takes too long.
         """
         if not self.has_chat_template:
-            raise InputError(
-                "this checkpoint has no chat template, so it takes no messages; send a text to /v1/completions",
-                name="messages",
-            )
+            text = "this checkpoint has no chat template, so it takes no messages; send a text to /v1/completions"
+            raise InputError(text, name="messages")
         for number, message in enumerate(messages):
             self.check_length(message["content"], f"messages[{number}].content")
         shielded = [{**message, "content": self.encoder.shield(message["content"])} for message in messages]

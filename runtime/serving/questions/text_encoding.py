@@ -156,9 +156,8 @@ class TextEncoder:
         try:
             return self._renamed.encode_batch(list(named), add_special_tokens=add_special)
         except (TypeError, UnicodeError) as error:  # Python strings may contain lone surrogates
-            raise InputError(
-                "the text is not valid Unicode: it contains half of a surrogate pair; remove it", name="text"
-            ) from error
+            text = "the text is not valid Unicode: it contains half of a surrogate pair; remove it"
+            raise InputError(text, name="text") from error
 
     def _encode_batch(self, rendered: Sequence[str], add_special: bool) -> list[Tokens]:
         return self._original_ids(self._batch([*map(self._with_new_names, rendered)], add_special))
@@ -175,11 +174,10 @@ class TextEncoder:
             forged &= np.fromiter(masks, np.int32) == 0
             if forged.any():
                 content = self.control_tokens[int(ids[forged][0])]
-                raise InputError(
-                    f"the text contains {content!r}, which this tokenizer always encodes as a control token; remove it",
-                    name="text",
-                    value=content,
+                text = (
+                    f"the text contains {content!r}, which this tokenizer always encodes as a control token; remove it"
                 )
+                raise InputError(text, name="text", value=content)
         ends = [0, *itertools.accumulate(map(len, renamed_ids))]
         return [ids[start:end] for start, end in itertools.pairwise(ends)]
 

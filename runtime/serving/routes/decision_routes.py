@@ -273,9 +273,8 @@ def _question(question: DecisionPredicate | DecisionChoice | DecisionScore, name
             values = [option.value for option in question.choices]
             # The string "true" and the boolean true are different values in JSON.
             if len({(type(value), value) for value in values}) < len(values):
-                raise InputError(
-                    f"{name}.choices contains a value twice; values must be unique", name=f"{name}.choices"
-                )
+                problem = f"{name}.choices contains a value twice; values must be unique"
+                raise InputError(problem, name=f"{name}.choices")
             options = [Option(_value_text(option.value), option.description or "") for option in question.choices]
             return checked_question("choice", text, options, f"{name}.choices", "values")
         case DecisionScore():
@@ -328,9 +327,8 @@ async def _labelled(call: Call) -> LabelledReply:
     ):
         if value != supported:
             default = msgspec.json.encode(supported).decode()
-            raise InputError(
-                f"{name} is not supported; remove it, or send its default {default}", name=name, expected=supported
-            )
+            text = f"{name} is not supported; remove it, or send its default {default}"
+            raise InputError(text, name=name, expected=supported)
     if body.prompt_format_version not in (None, SGLANG_VERSION):
         raise InputError.wrong("prompt_format_version", body.prompt_format_version, str(SGLANG_VERSION))
     ids = [question.id for question in body.questions]

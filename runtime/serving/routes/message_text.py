@@ -88,11 +88,9 @@ def _item_text(item: InputItem, name: str, calls: dict[tuple[str, str], bool]) -
         return f"{item.type} {_required(item.name, 'name', name)}: {arguments}"
     if item.type in _CALLS.values():
         if (item.type, _required(item.call_id, "call_id", name)) not in calls:
+            text = f"{name}.call_id is {item.call_id!r}, but no call before it has this id; send the call first"
             raise InputError(
-                f"{name}.call_id is {item.call_id!r}, but no call before it has this id; send the call first",
-                name=f"{name}.call_id",
-                value=item.call_id,
-                expected=[call_id for _, call_id in calls],
+                text, name=f"{name}.call_id", value=item.call_id, expected=[call_id for _, call_id in calls]
             )
         return f"{item.type}: {content_text(_required(item.output, 'output', name), f'{name}.output')}"
     types = ("message", *_CALLS, *_CALLS.values())
@@ -102,9 +100,8 @@ def _item_text(item: InputItem, name: str, calls: dict[tuple[str, str], bool]) -
 
 def _part_text(part: InputPart, name: str) -> str:
     if "image" in part.type or "audio" in part.type or "video" in part.type or "file" in part.type:
-        raise InputError(
-            f"{name} has type {part.type[:100]!r}, but this server only takes text and JSON", name=name, value=part.type
-        )
+        problem = f"{name} has type {part.type[:100]!r}, but this server only takes text and JSON"
+        raise InputError(problem, name=name, value=part.type)
     text = json_text(part.data, compact=True) if part.type == "input_json" else (part.text or part.refusal)
     if part.type not in ("text", "input_text", "output_text", "refusal", "input_json"):
         problem = f"{name}.type is {part.type[:100]!r}; it must be text, input_text, output_text, refusal or input_json"

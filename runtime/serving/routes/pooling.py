@@ -187,9 +187,8 @@ def _joined(call: Call, texts: Sequence[Sequence[str]]) -> list[str] | list[Toke
     if all(len(text) == 1 for text in texts):
         return [text[0] for text in texts]
     if call.service.backend.status().vector != "class scores":
-        raise InputError(
-            "this model classifies single texts, not pairs; send a list of lists of one text", name="inputs"
-        )
+        problem = "this model classifies single texts, not pairs; send a list of lists of one text"
+        raise InputError(problem, name="inputs")
     return [
         call.writer.encode_pairs([(text[0], text[1])], ("inputs", "inputs"))[0]
         if len(text) == 2
@@ -201,11 +200,10 @@ def _joined(call: Call, texts: Sequence[Sequence[str]]) -> list[str] | list[Toke
 async def _embeddings(call: Call, name: str, inputs: Inputs, dimensions: int | None) -> list[Floats]:
     status = call.service.backend.status()
     if status.vector != "embedding":
-        raise InputError(
-            "this model returns no embeddings"
-            + (", because its head classifies; ask /classify" if status.vector else "; serve an embedding model"),
-            name="model",
+        text = "this model returns no embeddings" + (
+            ", because its head classifies; ask /classify" if status.vector else "; serve an embedding model"
         )
+        raise InputError(text, name="model")
     prompts = await call.prepare(parse_prompts, call, inputs, name)
     vectors = await _vectors(call, name, prompts)
     size = len(vectors[0])
@@ -257,9 +255,8 @@ def _label_trees(
     trees, reads = [], []
     for index, prompt in enumerate(prompts):
         if not isinstance(prompt, str):
-            raise InputError(
-                f"{name} contains token ids, but this model inserts texts into its own prompt; send texts", name=name
-            )
+            text = f"{name} contains token ids, but this model inserts texts into its own prompt; send texts"
+            raise InputError(text, name=name)
         rendered = writer.ask(prompt, f"{name}[{index}]")
         labels = encode_labels(writer.encoder, rendered, writer.prompt.labels)
         tree = RequestTree(writer.most_tokens)

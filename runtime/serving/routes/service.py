@@ -67,12 +67,8 @@ class BodyBudget:
     def take(self, count: int) -> None:
         """Count this number of bytes. Raise QueueFullError if all open bodies would exceed MOST_BODIES_BYTES."""
         if self.taken + count > MOST_BODIES_BYTES:
-            raise QueueFullError(
-                f"open requests have bodies of {self.taken} bytes; the limit is {MOST_BODIES_BYTES}; try again later",
-                retry_after_seconds=1.0,
-                value=self.taken,
-                expected=MOST_BODIES_BYTES,
-            )
+            text = f"open requests have bodies of {self.taken} bytes; the limit is {MOST_BODIES_BYTES}; try again later"
+            raise QueueFullError(text, retry_after_seconds=1.0, value=self.taken, expected=MOST_BODIES_BYTES)
         self.taken += count
 
 
@@ -143,9 +139,8 @@ class Call:
         for name, field in self.json().items():
             is_supported = name in getattr(kind, "__struct_fields__", ())
             if not is_supported and name in _CHANGING_FIELDS and field not in _CHANGING_FIELDS[name]:
-                raise InputError(
-                    f"{name} is not supported, and ignoring it would return wrong results; remove it", name=name
-                )
+                text = f"{name} is not supported, and ignoring it would return wrong results; remove it"
+                raise InputError(text, name=name)
         value: _Kind = _decode(self.raw, kind)
         model, names = getattr(value, "model", None), self.service.settings.model_names
         if model and model not in names:
