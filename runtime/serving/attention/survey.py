@@ -56,12 +56,7 @@ class Temperature:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """An attention layer of a model.
-
-    Attributes:
-        cache_index: index of the layer in the memory of blocks.
-        temperature: position-dependent scale of the queries, None for none.
-    """
+    """An attention layer of a model; `cache_index` is its index in the memory of blocks."""
 
     cache_index: int
     heads: int
@@ -107,12 +102,10 @@ def attention_arguments(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionSurvey:
-    """The attention layers of a model.
+    """The attention layers of a model. `refusal` is the reason why a step cannot be a trie, or None.
 
-    Attributes:
-        refusal: the reason why a step cannot be a trie, or None.
-        position_limit: the model's rotary positions of a token do not depend on the other tokens of the step as long as
-            all positions are below this limit. None for no limit.
+    If all positions are below `position_limit`, the model's rotary positions of a token do not depend on the other
+    tokens of the step. None for no limit.
     """
 
     layers: Mapping[int, AttentionLayer]

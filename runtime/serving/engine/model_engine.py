@@ -46,9 +46,8 @@ class StepTooLargeError(InputError):
 class ModelEngine:
     """A `StepEngine` that runs a model in this process.
 
-    Args:
-        index: index of the runner's cache blocks; with 0 blocks if it has no cache.
-        exposed_seconds: returns the time that computation has waited for experts.
+    `index` is that of the runner's cache blocks; it has 0 blocks if there is no cache. `exposed_seconds` returns the
+    time that computation has waited for experts.
     """
 
     def __init__(

@@ -63,11 +63,9 @@ class StatesRunner(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class PlainOutputs:
-    """The outputs of the model itself for one sequence.
+    """The outputs [n, width] of the model itself for the last n positions of one sequence, in fp32.
 
-    Attributes:
-        outputs: [n, width] outputs at the last n positions of the sequence, in fp32.
-        prefix: the same for its first tokens alone, None if they were not run.
+    `prefix` are those for its first tokens alone, None if they were not run.
     """
 
     tokens: Indices

@@ -115,9 +115,8 @@ async def _run_handler(request: HttpRequest, call: Call, route: Route) -> Respon
 async def _read_body(request: HttpRequest, chunks: list[bytes], service: Service) -> None:
     """Append the body to `chunks`, and count the bytes against the body budget of `service`.
 
-    Raises:
-        HttpError: The body is compressed (415), too large (413) or too slow (408), or the client left (499).
-        QueueFullError: Bodies of all clients together would exceed the budget.
+    Raises HttpError if the body is compressed (415), too large (413) or too slow (408), or the client left (499), and
+    QueueFullError if bodies of all clients together would exceed the budget.
     """
     encoding = request.headers.get("content-encoding", "identity")
     if encoding != "identity":

@@ -62,10 +62,8 @@ def load_scorer(
     `make_writer`, and is not changed. Without `labels`, those of the template are used, without `dtype` that of the
     checkpoint, without `step_tokens` the plan's. `batch_size` limits the texts of a step, with None only by its tokens.
 
-    Raises:
-        CheckpointError: The checkpoint cannot be read.
-        InputError: The device does not exist, or the model has no experts to stream.
-        OptionError: Options contradict each other.
+    Raises CheckpointError if the checkpoint cannot be read, InputError if the device does not exist or the model has no
+    experts to stream, and OptionError for options that contradict each other.
     """
     folder, computing_device = resolve_model(model), check_device(device)
     if computing_device.type == "meta":

@@ -46,12 +46,10 @@ _Text = TypeVar("_Text", bound=NamedText)
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class ScoredWindow(Generic[_Text]):
-    """The scores of a window of texts.
+    """The scores of a window; `outcomes` has for each text its row in the tables, or its error.
 
-    Attributes:
-        outcomes: For each text its row in the tables, or its error.
-        probabilities: [rows, labels]; each row is a softmax over the labels and sums to 1.
-        mass: [rows], the probability that the model gives to all labels together.
+    Each row of `probabilities` [rows, labels] is a softmax over the labels. `mass` [rows] is the probability that the
+    model gives to all labels together.
     """
 
     texts: list[_Text]
@@ -63,9 +61,8 @@ class ScoredWindow(Generic[_Text]):
 class LabelPieces:
     """The reads and pieces that ask for `labels` behind any prompt. They are made once for many prompts.
 
-    Attributes:
-        longest: Tokens that the longest label adds to a sequence: all but its last one.
-        count: Tokens that all labels together add to a step.
+    The longest label adds `longest` tokens to a sequence, all but its last one. All labels together add `count` to a
+    step.
     """
 
     def __init__(self, labels: Sequence[LabelTokens]) -> None:
@@ -121,14 +118,10 @@ class EncodedPrompt:
 
 
 class TextScorer:
-    """Scores texts against `labels`.
+    """Scores texts against `labels`, as rendered text or as names of labels in `prompt.json`.
 
-    Args:
-        labels: Candidate answers as rendered text; labels of `prompt.json` may also be passed by their names.
-        most_texts: The largest number of texts in a step; None for as many as fill it.
-
-    Raises:
-        InputError: The engine predicts no tokens, or the labels are too long or cannot be distinguished.
+    A step has at most `most_texts` texts; None for as many as fill it. Raises InputError if the engine predicts no
+    tokens, or if the labels are too long or cannot be distinguished.
     """
 
     def __init__(

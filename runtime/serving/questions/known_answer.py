@@ -25,10 +25,8 @@ _SALT = b"probe"
 def check_known_answer(writer: PromptWriter, ask: Callable[[Request], Answer], class_names: Sequence[str] = ()) -> None:
     """Ask the probe of `writer.prompt`, if there is one, and check its answer.
 
-    `class_names` are the classes of a model with class scores; empty for a model that predicts tokens.
-
-    Raises:
-        CheckpointError: The expected answer is not the most probable one, or the probe cannot be asked.
+    `class_names` are the classes of a model with class scores; empty for a model that predicts tokens. Raises
+    CheckpointError if the expected answer is not the most probable one, or if the probe cannot be asked.
     """
     probe = writer.prompt.probe
     if probe is None:

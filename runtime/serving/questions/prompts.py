@@ -184,8 +184,7 @@ class PromptWriter:
     def chat(self, messages: Sequence[Mapping[str, str]], **options: Any) -> str:
         """Return the prompt of messages, each with `role` and `content`; `options` are variables of the template.
 
-        Raises:
-            InputError: There is no chat template, it raises an error, or it takes too long.
+        Raises InputError if there is no chat template, it raises an error, or it takes too long.
         """
         if not self.has_chat_template:
             text = "this checkpoint has no chat template, so it takes no messages; send a text to /v1/completions"

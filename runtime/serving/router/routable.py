@@ -32,9 +32,8 @@ class FlopsFormula(Protocol):
 class RoutableQuestion:
     """Pieces behind the prompt that one rank computes together, such as a question and its labels.
 
-    Attributes:
-        parts: ascending indices of the pieces, counted from the end of the prompt.
-        runs: tokens before, and tokens of, each run to compute.
+    `parts` are their ascending indices, counted from the end of the prompt. `runs` are the tokens before, and the
+    tokens of, each run to compute.
     """
 
     parts: tuple[int, ...]

@@ -50,8 +50,7 @@ def content_text(content: Content, name: str) -> str:
 def input_text(items: str | Sequence[InputItem], name: str = "input") -> str:
     """Return the text of an input: the content of a single user message, or a transcript with roles.
 
-    Raises:
-        InputError: The input is blank, a role or type is unknown, a part is an image, or a tool output has no call.
+    Raises InputError if it is blank, a role or type is unknown, a part is an image, or a tool output has no call.
     """
     if isinstance(items, str):
         return check_not_blank(items, name)

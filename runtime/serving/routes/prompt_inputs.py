@@ -40,8 +40,7 @@ def check_token_ids(call: Call, tokens: Sequence[int], name: str) -> None:
 def parse_prompts(call: Call, inputs: Inputs, name: str) -> list[str] | list[Tokens]:
     """Return the prompts of field `name`: all as texts, or all as arrays of token ids.
 
-    Raises:
-        InputError: `inputs` is empty or too long, mixes texts and token ids, or has ids outside the vocabulary.
+    Raises InputError if `inputs` is empty or too long, mixes texts and token ids, or has ids outside the vocabulary.
     """
     if isinstance(inputs, str):
         return [inputs]

@@ -129,11 +129,9 @@ class Call:
     def body(self, kind: type[_Kind]) -> _Kind:
         """Return the body as a `kind`, and use its priority and salt for all requests of this call.
 
-        Unknown fields are ignored, unless they would change the results.
-
-        Raises:
-            InputError: The body does not match; its name is the path of the field.
-            HttpError: The requested model is not served (404). An empty name selects the served model.
+        Unknown fields are ignored, unless they would change the results. Raises InputError, with the path of the field
+        as its name, if the body does not match, and HttpError (404) if the requested model is not served. An empty name
+        selects the served model.
         """
         # json() also checks the nesting depth and that the body is an object.
         for name, field in self.json().items():
@@ -227,9 +225,8 @@ class Call:
 class Route:
     """A route, with the types that its body and its reply may have.
 
-    Attributes:
-        has_streams: The reply may also be a stream of server-sent events.
-        asks_model: The route asks the backend, so its requests are refused unread while the queue is full.
+    With `has_streams`, the reply may also be a stream of server-sent events. If the route `asks_model`, its requests
+    are refused unread while the queue is full.
     """
 
     method: str

@@ -61,12 +61,9 @@ def next_pause(seconds: float) -> float:
 class Supervisor:
     """Keeps the processes of all ranks running.
 
-    Args:
-        ranks: The number of ranks.
-        start_process: Called with a rank and the number of its start, from 0 on; starts its process.
-        on_lost: Called with the ranks whose processes have ended, before they are restarted.
-        ends_together: If one rank ends, end all; they are restarted together.
-        restarts: Restart ranks that end. If False, `lost` raises instead.
+    `start_process` is called with a rank and the number of its start, from 0 on, and `on_lost` with the ranks whose
+    processes have ended, before they are restarted. With `ends_together`, the end of one rank ends all, and they are
+    restarted together. Without `restarts`, `lost` raises instead.
     """
 
     def __init__(
