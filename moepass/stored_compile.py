@@ -153,10 +153,7 @@ class StoredModule:
         return fingerprint.digest_of(self._digests)
 
     def _describe(self) -> tuple[dict[str, str], list[torch.Tensor]]:
-        """Return digests of everything that a capture depends on, and the tensors of the model.
-
-        Raises NotStorableError.
-        """
+        """Return digests of all that a capture depends on, and the model's tensors. Raises NotStorableError."""
         if reason := foreign_code():
             raise NotStorableError(reason)
         try:

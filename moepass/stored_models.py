@@ -17,10 +17,7 @@ from moepass.runtime.system.own_files import FOLDER_VARIABLE, remove_files
 
 
 def show_cache(*, clear: bool) -> None:
-    """Print the stored captures and tuned kernels, or remove them all.
-
-    Raises InputError if the store is off or belongs to another user, or if a file cannot be removed.
-    """
+    """Print the stored captures and tuned kernels, or remove them all. Raises InputError if that is impossible."""
     store, console = find_store(), Console()
     if store is None:
         text = f"compiled models are not stored, because {FOLDER_VARIABLE} is empty or torch's compiler caches are off"

@@ -1,7 +1,4 @@
-"""The command `moepass score`: its options, and the path of JSON lines through an engine in this process.
-
-Lines are read within the limits on input, and errors name them by their numbers.
-"""
+"""The command `moepass score`: its options, and the path of JSON lines through an engine in this process."""
 
 from __future__ import annotations
 
@@ -280,10 +277,7 @@ def _answers(
 
 
 def parse_labels(text: str | None) -> list[str] | None:
-    """Return `a,b` or `["a", "b"]` as a list, and None for None.
-
-    Raises InputError if `text` begins with a bracket and is not a JSON list of strings.
-    """
+    """Return `a,b` or `["a", "b"]` as a list, and None for None. Raises InputError for a malformed JSON list."""
     if text is None:
         return None
     if not text.startswith("["):
@@ -323,10 +317,7 @@ class InputLine:
 
 
 def read_lines(source: str) -> Iterator[bytes | None]:
-    """Yield the lines of the file `source`, or of standard input for "-", on demand; None is one beyond the limit.
-
-    Raises InputError if the input cannot be read.
-    """
+    """Yield the lines of a file, or of standard input for "-"; None is one beyond the limit. Raises InputError."""
     try:
         if source == "-":
             yield from limited_lines(sys.stdin.buffer, MOST_LINE_BYTES)

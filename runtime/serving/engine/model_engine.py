@@ -110,10 +110,7 @@ class ModelEngine:
             raise InputError(text, name="tokens", value=longest, expected=limit)
 
     def choose(self, waiting: Iterable[Request]) -> list[Request]:
-        """Return the leading requests of `waiting`, at least one, that fill a step up to saturation.
-
-        They fit into memory, unless the first one alone does not.
-        """
+        """Return the leading requests of `waiting`, at least one, that fill a step up to saturation and fit memory."""
         chosen: list[Request] = []
         seen: set[bytes] = set()
         tokens = flops = 0

@@ -58,7 +58,6 @@ class StatesRunner(Protocol):
 
     def states(self, batch: StepBatch) -> torch.Tensor:
         """Return the states [m, hidden] at `batch.output_positions`."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -118,10 +117,7 @@ def plain_outputs(model: PreTrainedModel, head: ModelHead, *, with_prefix: bool)
 
 @torch.no_grad()
 def check_outputs(plain: PlainOutputs, head: ModelHead, runner: StatesRunner) -> None:
-    """Raise InputError if `head` and `runner` compute other outputs than `plain`.
-
-    Outputs that are not finite are ignored here, because the warm-up reports them.
-    """
+    """Raise InputError if `head` and `runner` compute other outputs than `plain`, unless those are not finite."""
     outputs = head(runner.states(_step(plain.tokens))[_READ < _LENGTH]).float()
     _compare(head, *_at_read_tokens(outputs, plain.outputs, _LENGTH), "tokens")
     if plain.prefix is not None:

@@ -75,20 +75,15 @@ class StepEngine(Protocol):
     @property
     def facts(self) -> EngineFacts:
         """The properties and limits of the engine."""
-        ...
 
     def check(self, request: Request) -> None:
         """Raise InputError if the engine can never answer `request`. May be called from any thread."""
-        ...
 
     def choose(self, waiting: Iterable[Request]) -> list[Request]:
         """Return the leading requests of `waiting` that form one step, at least one."""
-        ...
 
     def step(self, requests: Sequence[Request]) -> StepResult:
         """Compute `requests`, in several steps if memory does not suffice for one."""
-        ...
 
     def compilations(self) -> int:
         """Return the number of graphs that this process has compiled."""
-        ...

@@ -37,7 +37,7 @@ class WantedScores:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenScores:
-    """Log-probabilities [p] in the order of `WantedScores`, and the most likely tokens [rows of the step, largest top]."""
+    """Log-probabilities [p] in the order of `WantedScores`, and the most likely tokens [rows of the step, most top]."""
 
     log_probabilities: Floats
     top_tokens: Tokens

@@ -43,10 +43,7 @@ _CLIENT_CLOSED_REQUEST = 499
 
 
 def create_app(service: Service) -> FastAPI:
-    """Return the application that answers with `service`.
-
-    Its requests are traced if the process or its environment variables enable tracing.
-    """
+    """Return the application of `service`. Its requests are traced if the process or its environment enables that."""
     app = FastAPI(title="moepass", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     schemas, components = _schemas()
     for route in ROUTES:

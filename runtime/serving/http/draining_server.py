@@ -113,10 +113,7 @@ class DrainingServer(uvicorn.Server):
 def make_server(
     service: Service, *, drain_seconds: float = 30.0, limits: ConnectionLimits | None = None
 ) -> DrainingServer:
-    """Return a server for `service`; run it with a socket of `open_socket`.
-
-    Before it ends, it waits `drain_seconds` for open requests, at least 1.
-    """
+    """Return a server for `service`. Before it ends, it waits `drain_seconds` for open requests, at least 1."""
     config = uvicorn.Config(
         create_app(service),
         http=functools.partial(LimitedProtocol, limits=limits or ConnectionLimits()),  # type: ignore[arg-type]

@@ -10,10 +10,7 @@ _WAITING_CONNECTIONS = 2048
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on `host` and `port`; port 0 selects a free port.
-
-    Raises OptionError if the port is out of range, or the address cannot be resolved or is in use.
-    """
+    """Return a socket that listens on `host` and `port`, 0 for a free one. Raises OptionError if that is impossible."""
     if not 0 <= port < 1 << 16:
         raise OptionError.wrong("port", port, "0 to 65535")
     try:

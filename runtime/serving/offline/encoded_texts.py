@@ -31,12 +31,10 @@ class NamedText(Protocol):
     @property
     def name(self) -> str:
         """The name of the text in errors."""
-        ...
 
     @property
     def text(self) -> str:
         """The text."""
-        ...
 
 
 _Text = TypeVar("_Text", bound=NamedText)

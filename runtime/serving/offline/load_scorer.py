@@ -1,7 +1,4 @@
-"""Loading of a checkpoint as a scorer of texts.
-
-A compiled model runs faster but starts later. So the model stays uncompiled if the input is known to be short.
-"""
+"""Loading of a checkpoint as a scorer of texts, uncompiled for a short input, because that starts sooner."""
 
 from __future__ import annotations
 

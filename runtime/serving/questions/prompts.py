@@ -139,10 +139,7 @@ class PromptWriter:
         check_limit(f"the length of {name} in characters", len(text), most, advice, name=name)
 
     def ask(self, text: str, name: str = "the text") -> str:
-        """Return the prompt for `text`: its only message, or `{text}` of the template.
-
-        A text that is longer than `max_text_tokens` of `prompt.json` is cut.
-        """
+        """Return the prompt for `text` as its only message or `{text}`, cut to `max_text_tokens` of prompt.json."""
         if self._cut_tokens is not None:
             text = self.encoder.cut(text, self._cut_tokens)
         return self.render(text, name)
@@ -209,10 +206,7 @@ class PromptWriter:
         return self.encoder.shield(text)
 
     def encode(self, rendered: Sequence[str]) -> list[Tokens]:
-        """Return the tokens of rendered prompts.
-
-        A chat template contains all special tokens. For other prompts the tokenizer adds its own.
-        """
+        """Return the tokens of rendered prompts, with the tokenizer's special ones unless a chat template has them."""
         return self.encoder.encode_all(rendered, add_special=not self.has_chat_template)
 
     def encode_plain(self, texts: Sequence[str], *, add_special: bool = True, name: str = "the text") -> list[Tokens]:

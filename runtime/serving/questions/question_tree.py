@@ -155,10 +155,7 @@ def _mean_over_orders(asked: Sequence[_Asked] | str, answer: TreeAnswer | None) 
 
 
 def checked_question(kind: QuestionKind, text: str, options: Sequence[Option], name: str, option_noun: str) -> Question:
-    """Return a question with these options. Raise InputError unless there are 2 to MOST_CHOICES of them.
-
-    The message uses `name` for the question and `option_noun` for its options.
-    """
+    """Return a question. Raise InputError, with `name` and `option_noun`, unless it has 2 to MOST_CHOICES options."""
     if not 2 <= len(options) <= MOST_CHOICES:
         problem = f"{name} has {len(options)} {option_noun}; a question takes 2 to {MOST_CHOICES}"
         raise InputError(problem, name=name, value=len(options), expected=range(2, MOST_CHOICES + 1))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import re
 import secrets
 from collections.abc import Sequence
@@ -88,7 +89,7 @@ class TextEncoder:
         Their shared start is encoded once if it is long. Raise InputError if a text is not valid Unicode, or if the
         user's text would become a control token.
         """
-        shared = _shared_start(rendered) if len(rendered) > 2 else ""
+        shared = os.path.commonprefix(list(rendered)) if len(rendered) > 2 else ""  # noqa: RUF071  not paths
         if (len(shared) - _CONTEXT_CHARACTERS) * (len(rendered) - 3) < _SAVED_CHARACTERS:
             return self._encode_batch(rendered, add_special)
         first, last = self._encode_batch([rendered[0], rendered[-1]], add_special)
@@ -180,13 +181,6 @@ class TextEncoder:
                 raise InputError(text, name="text", value=content)
         ends = [0, *itertools.accumulate(map(len, renamed_ids))]
         return [ids[start:end] for start, end in itertools.pairwise(ends)]
-
-
-def _shared_start(texts: Sequence[str]) -> str:
-    # All texts start with the common prefix of the first and the last one in alphabetical order.
-    first, last = min(texts), max(texts)
-    pairs = enumerate(zip(first, last, strict=False))
-    return first[: next((index for index, (left, right) in pairs if left != right), len(first))]
 
 
 def _is_control(token: dict[str, Any]) -> bool:

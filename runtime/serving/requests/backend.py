@@ -98,7 +98,6 @@ class Backend(Protocol):
 
     def check_room(self) -> None:
         """Raise QueueFullError or NotServingError if a new call would be refused now. Does not wait."""
-        ...
 
     async def answer(
         self, request: Request, *, priority: int = 0, timeout_seconds: float, is_admitted: bool = False
@@ -111,12 +110,9 @@ class Backend(Protocol):
         Raises QueueFullError if too much work is waiting, NotServingError if no rank answers requests,
         SequenceTooLongError if the model does not take a sequence, and AnswerTimeoutError after `timeout_seconds`.
         """
-        ...
 
     def status(self) -> BackendStatus:
         """Return the abilities and the current state, without waiting."""
-        ...
 
     async def view(self) -> BackendView:
         """Return the state of the ranks for the status page. Waits briefly for the ranks."""
-        ...

@@ -1,7 +1,4 @@
-"""Records for the status page: the ranks, the last step of each, and histograms of durations.
-
-They hold no token and no text, because those belong to clients.
-"""
+"""Records for the status page, without tokens or texts of clients: ranks, their last steps, and histograms."""
 
 from __future__ import annotations
 
@@ -50,10 +47,7 @@ class StepView:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineView:
-    """The last step of an engine, None before the first, and the occupancy of its cache.
-
-    Of the `cache_blocks` blocks, `cached_blocks` have content, and the running step uses `used_blocks`.
-    """
+    """The last step of an engine, None before the first, and the blocks of its cache: all, filled, and in use."""
 
     step: StepView | None = None
     cache_blocks: int = 0

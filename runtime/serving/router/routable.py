@@ -25,7 +25,6 @@ class FlopsFormula(Protocol):
 
         The result is monotonic in both arguments, and additive: `flops(0, p) + flops(p, n) == flops(0, p + n)`.
         """
-        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

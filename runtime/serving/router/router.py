@@ -146,18 +146,12 @@ class RankRouter(abc.ABC):
     # Events of ranks
 
     def block_stored(self, rank: int, block: BlockHash) -> None:
-        """Record that the cache of `rank` holds a block and all blocks before it.
-
-        A rank reports this before it reports the assignment as done.
-        """
+        """Record that the cache of `rank` holds a block and all before it. A rank reports this before `done`."""
         if self._is_available(rank):
             self.tables.store(rank, block)
 
     def block_evicted(self, rank: int, block: BlockHash) -> None:
-        """Record that the cache of `rank` no longer holds a block.
-
-        Later blocks of the same prompt, useless without it, are evicted before it.
-        """
+        """Record that the cache of `rank` evicted a block. Later blocks of the same prompt are evicted before it."""
         if self._is_available(rank):
             self.tables.evict(rank, block)
 

@@ -96,10 +96,7 @@ class WaitingQueue:
             self._add(self._heap, work.queue_key, work)
 
     def park(self, work: Work, rank: int, patience_seconds: float | None) -> None:
-        """Add work for `rank`.
-
-        For other ranks it counts as arriving `patience_seconds` later; with None, they never get it.
-        """
+        """Add work for `rank`. For others it arrives `patience_seconds` later; with None, they never get it."""
         self._count(work)
         work.is_parked = True
         work.may_wait = False

@@ -192,10 +192,7 @@ class Call:
         return TreeAnswer(tree, await self.answer(request))
 
     async def answer_trees(self, trees: Sequence[RequestTree]) -> list[TreeAnswer]:
-        """Return the answers to several trees, each as a separate request.
-
-        All requests are admitted, or none. If one fails, the others are cancelled.
-        """
+        """Return the answers to several requests. All are admitted, or none; if one fails, the others are cancelled."""
         requests = [tree.request(f"{self.id}-{number}", self.salt) for number, tree in enumerate(trees)]
         self.service.backend.check_room()
         try:
