@@ -30,13 +30,6 @@ RENDER_SECONDS = 5.0
 class RenderTimeoutError(InputError):
     """A template did not finish within its `expected` seconds."""
 
-    def __init__(self, seconds: float) -> None:
-        super().__init__(
-            f"the chat template did not finish within {seconds:g} s; check it for a loop, or send shorter messages",
-            name="chat_template",
-            expected=seconds,
-        )
-
 
 class _Expired(BaseException):
     """Raised inside the code that takes too long; `except Exception` in a template does not catch it."""
@@ -70,7 +63,11 @@ class RenderLimit:
                 with self._lock:
                     self._deadlines.pop(thread, None)
         except _Expired:
-            raise RenderTimeoutError(self.seconds) from None
+            text = (
+                f"the chat template did not finish within {self.seconds:g} s; check it for a loop, or send shorter "
+                "messages"
+            )
+            raise RenderTimeoutError(text, name="chat_template", expected=self.seconds) from None
 
     def _watch(self) -> None:
         while True:

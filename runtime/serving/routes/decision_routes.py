@@ -345,28 +345,26 @@ async def _labelled(call: Call) -> LabelledReply:
 
 
 def _labelled_tree(call: Call, body: LabelledBody) -> QuestionTree:
-    text = check_not_blank(json_text(body.input, compact=True), "input")
+    text = check_not_blank(json_text(body.input), "input")
     names = [_question_name(number, question.id) for number, question in enumerate(body.questions)]
     questions = [_labelled_question(question, name) for question, name in zip(body.questions, names, strict=True)]
     return QuestionTree(call.writer, text, questions, SGLANG, order_invariant=body.order_invariant, names=names)
 
 
 def _labelled_question(question: LabelledChoice | LabelledScore | LabelledYesNo, name: str) -> Question:
-    text = json_text(question.question, compact=True)
+    text = json_text(question.question)
     match question:
         case LabelledChoice():
             names = [option.name for option in question.options]
             if len(set(names)) < len(names):
                 raise InputError(f"{name} has two options with the same name; names must be unique", name=name)
-            options = [Option(option.name, json_text(option.description, compact=True)) for option in question.options]
+            options = [Option(option.name, json_text(option.description)) for option in question.options]
             return checked_question("choice", text, options, name, "options")
         case LabelledScore():
-            levels = [
-                Option(str(number), json_text(level, compact=True)) for number, level in enumerate(question.levels)
-            ]
+            levels = [Option(str(number), json_text(level)) for number, level in enumerate(question.levels)]
             return checked_question("score", text, levels, name, "levels")
         case LabelledYesNo():
-            described = [json_text(value, compact=True) for value in (question.yes, question.no)]
+            described = [json_text(value) for value in (question.yes, question.no)]
             return Question("predicate", text, (Option("yes", described[0]), Option("no", described[1])))
 
 

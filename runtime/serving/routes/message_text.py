@@ -63,7 +63,7 @@ def input_text(items: str | Sequence[InputItem], name: str = "input") -> str:
     return "\n".join(_item_text(item, f"{name}[{number}]", calls) for number, item in enumerate(items))
 
 
-def json_text(value: str | dict[str, Any] | list[Any] | None, *, compact: bool) -> str:
+def json_text(value: str | dict[str, Any] | list[Any] | None, *, compact: bool = True) -> str:
     """Return a text unchanged, "" for None, and any other value as JSON: compact, or with Python's spaces."""
     if value is None:
         return ""
@@ -101,7 +101,7 @@ def _part_text(part: InputPart, name: str) -> str:
     if "image" in part.type or "audio" in part.type or "video" in part.type or "file" in part.type:
         problem = f"{name} has type {part.type[:100]!r}, but this server only takes text and JSON"
         raise InputError(problem, name=name, value=part.type)
-    text = json_text(part.data, compact=True) if part.type == "input_json" else (part.text or part.refusal)
+    text = json_text(part.data) if part.type == "input_json" else (part.text or part.refusal)
     if part.type not in ("text", "input_text", "output_text", "refusal", "input_json"):
         problem = f"{name}.type is {part.type[:100]!r}; it must be text, input_text, output_text, refusal or input_json"
         raise InputError(problem, name=f"{name}.type", value=part.type)
