@@ -1,8 +1,4 @@
-"""The running step: the data of a step that the attention operator needs in addition to the tensors of the graph.
-
-A trie that was an argument of a captured graph would become part of it. So the graph contains only the index of the
-layer, and the operator looks up the trie here.
-"""
+"""The running step: the data that the attention operator needs in addition to the tensors of the graph."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""A survey of a model's attention layers from one short forward pass, or the reason why a trie cannot run on the model.
-
-The pass runs with an attention function that records the arguments of each layer. A mask function evaluates the rule
-behind each mask far beyond the few tokens of the pass: a window of 4,096 tokens is visible in the rule's row of token
-1,000,000.
-"""
+"""A survey of a model's attention layers from one short forward pass, or why a trie cannot run on the model."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""`moepass_trie`: an attention function of transformers, and its operator.
-
-The operator `moepass::trie_attention` reads and writes the cache itself, so cached prefixes do not cut a captured
-graph, and the graph contains nothing of a step but its tensors. The trie comes from `running_step`.
-"""
+"""`moepass_trie`: an attention function of transformers, and its operator, which reads and writes the cache itself."""
 
 from __future__ import annotations
 

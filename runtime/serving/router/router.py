@@ -1,8 +1,4 @@
-"""The state of requests and ranks that all routing policies share: events in, decisions out.
-
-Loads are exact integers. An assignment carries the number that it adds, and exactly this number is subtracted when it
-is done, withdrawn or lost. It is never recomputed.
-"""
+"""The state of requests and ranks that all routing policies share: events in, decisions out."""
 
 from __future__ import annotations
 

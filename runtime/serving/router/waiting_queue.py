@@ -1,8 +1,6 @@
 """Work, which is a request or a part of it, and the queue of unassigned work.
 
-A level of priority is worth a fixed waiting time, so work is ordered by `arrived - priority · PRIORITY_SECONDS`. The
-order never changes over time, and work that waits long enough comes first. Work that is parked for a saturated rank
-keeps this order for that rank. For other ranks it is delayed by its patience.
+Work that is parked for a saturated rank keeps its order for that rank. For other ranks it is delayed by its patience.
 """
 
 from __future__ import annotations
