@@ -62,11 +62,6 @@ class RankRouter(abc.ABC):
         """For each rank, the FLOPs of its unfinished assignments, without padding."""
         return tuple(self._loads)
 
-    @property
-    def assignments(self) -> tuple[Assignment, ...]:
-        """The unfinished assignments, in the order of their creation."""
-        return tuple(work.assignment for work in self._running.values() if work.assignment)
-
     # Events of requests
 
     def submit(self, request: RoutableRequest) -> None:
