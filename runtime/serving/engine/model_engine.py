@@ -243,8 +243,8 @@ class ModelEngine:
         events = self._index.drain_events()
         return StepResult(
             answers,
-            tuple(event.hash for event in events if event.kind == "stored"),
-            tuple(event.hash for event in events if event.kind == "evicted"),
+            tuple(name for name, kind in events.items() if kind == "stored"),
+            tuple(name for name, kind in events.items() if kind == "evicted"),
             *self._computed(packed),
         )
 

@@ -234,7 +234,6 @@ def _schemas() -> tuple[dict[Any, Any], dict[str, Any]]:
 
 
 def _description(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
-
     def content(kinds: tuple[Any, ...], media_type: str = "application/json") -> dict[str, Any]:
         schema = schemas[kinds[0]] if len(kinds) == 1 else {"anyOf": [schemas[kind] for kind in kinds]}
         return {media_type: {"schema": schema}}
