@@ -1,7 +1,4 @@
-"""Records of compiled graphs, and the context of the passes.
-
-They are not in `backend.py`, so that a stored model starts without importing the compiler.
-"""
+"""Records of compiled graphs, and the context of the passes; stored models need them without the compiler."""
 
 from __future__ import annotations
 

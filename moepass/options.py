@@ -180,11 +180,7 @@ class Options(msgspec.Struct, frozen=True):
 
 
 def parse_options(options: Mapping[str, Any] | None) -> Options:
-    """Check the options that `torch.compile` received.
-
-    Raises OptionError with the name of the first option that is unknown or has a wrong value, that value, and the valid
-    ones.
-    """
+    """Check the options of `torch.compile`. Raises OptionError for the first that is unknown or has a wrong value."""
     values = dict(options or {})
     check_names(values, [Options])
     dump, hardware = values.get("dump"), values.get("hardware")

@@ -153,10 +153,7 @@ class StoredModule:
         return fingerprint.digest_of(self._digests)
 
     def _describe(self) -> tuple[dict[str, str], list[torch.Tensor]]:
-        """Return digests of everything that a capture depends on, and the tensors of the model.
-
-        Raises NotStorableError.
-        """
+        """Return digests of all that a capture depends on, and the model's tensors. Raises NotStorableError."""
         if reason := foreign_code():
             raise NotStorableError(reason)
         try:
@@ -173,9 +170,8 @@ class StoredModule:
             }
             return {name: fingerprint.digest_of(value) for name, value in description.items()}, tensors
         except (ValueError, RecursionError) as error:  # huge numbers, deep nesting
-            raise NotStorableError(
-                f"a value of the model cannot be described: {type(error).__name__}: {error}"
-            ) from error
+            text = f"a value of the model cannot be described: {type(error).__name__}: {error}"
+            raise NotStorableError(text) from error
 
 
 def _asyncep(graph: GraphModule, example_inputs: Sequence[Any], **keywords: Any) -> Callable[..., Any]:

@@ -17,15 +17,11 @@ from moepass.runtime.system.own_files import FOLDER_VARIABLE, remove_files
 
 
 def show_cache(*, clear: bool) -> None:
-    """Print the stored captures and tuned kernels, or remove them all.
-
-    Raises InputError if the store is off or belongs to another user, or if a file cannot be removed.
-    """
+    """Print the stored captures and tuned kernels, or remove them all. Raises InputError if that is impossible."""
     store, console = find_store(), Console()
     if store is None:
-        raise InputError(
-            f"compiled models are not stored, because {FOLDER_VARIABLE} is empty or torch's compiler caches are off"
-        )
+        text = f"compiled models are not stored, because {FOLDER_VARIABLE} is empty or torch's compiler caches are off"
+        raise InputError(text)
     entries = store.clear() if clear else store.entries()
     tuned = TunedTiles(store.folder).files()
     amounts = [_amount("compiled graph", [entry.nbytes for entry in entries])]

@@ -156,10 +156,7 @@ def bench(
 
 
 def _refuse_rank_options(context: typer.Context) -> None:
-    """Raise OptionError for an option of a MODEL on the command line.
-
-    The environment may set such an option for other commands, so there it is only reported.
-    """
+    """Raise OptionError for an option of a MODEL on the command line; only report one of the environment."""
     for name in _MODEL_OPTIONS:
         source = context.get_parameter_source(name)
         option = name.replace("_", "-")

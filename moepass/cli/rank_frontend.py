@@ -24,9 +24,8 @@ from moepass.runtime.serving.router.prefix_router import PrefixRouter
 from moepass.runtime.serving.router.routable import FlopsFormula
 from moepass.runtime.serving.router.router import RankRouter
 from moepass.runtime.serving.workers.frontend import HANGS, STEPS_AT_A_RANK, Frontend
-from moepass.runtime.serving.workers.launched_ranks import launched_rank
 from moepass.runtime.serving.workers.rank_watch import HangLimits
-from moepass.runtime.serving.workers.supervisor import RankProcess, start_process
+from moepass.runtime.serving.workers.supervisor import RankProcess, launched_rank, start_process
 
 # The time that ranks have to end by themselves after the server has answered the open requests.
 RANKS_END_SECONDS = 5.0

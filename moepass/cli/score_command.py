@@ -1,7 +1,4 @@
-"""The command `moepass score`: its options, and the path of JSON lines through an engine in this process.
-
-Lines are read within the limits on input, and errors name them by their numbers.
-"""
+"""The command `moepass score`: its options, and the path of JSON lines through an engine in this process."""
 
 from __future__ import annotations
 
@@ -22,15 +19,8 @@ from moepass.cli.record_options import takes_records
 from moepass.cli.serve_options import ComputeOptions
 from moepass.cli.streams import check_compiler_cache, check_output, open_output
 from moepass.clients.batch_lines import limited_lines
+from moepass.models import limits
 from moepass.models.errors import InputError, MoepassError
-from moepass.models.limits import (
-    MOST_BATCH_SIZE,
-    MOST_LINE_BYTES,
-    MOST_THREADS,
-    TooLargeError,
-    check_limit,
-    decode_json,
-)
 from moepass.option_records import Count, option
 
 if TYPE_CHECKING:
@@ -119,7 +109,7 @@ def score(
     target = check_output(options.output)
     candidates = parse_labels(options.labels)
     if options.batch_size is not None:
-        check_limit("batch_size", options.batch_size, MOST_BATCH_SIZE, "larger batches compute no faster")
+        limits.check_limit("batch_size", options.batch_size, limits.MOST_BATCH_SIZE, "larger batches compute no faster")
     set_threads(options.threads)
     known_bytes = lines.known_bytes(options.input)
     with contextlib.ExitStack() as stack:
@@ -280,16 +270,13 @@ def _answers(
 
 
 def parse_labels(text: str | None) -> list[str] | None:
-    """Return `a,b` or `["a", "b"]` as a list, and None for None.
-
-    Raises InputError if `text` begins with a bracket and is not a JSON list of strings.
-    """
+    """Return `a,b` or `["a", "b"]` as a list, and None for None. Raises InputError for a malformed JSON list."""
     if text is None:
         return None
     if not text.startswith("["):
         return text.split(",")
     try:
-        labels: list[str] = decode_json(text, list[str])
+        labels: list[str] = limits.decode_json(text, list[str])
         return labels
     except InputError as error:
         message = f"labels {text!r} are not a JSON list of strings: {error}"
@@ -299,7 +286,7 @@ def parse_labels(text: str | None) -> list[str] | None:
 def set_threads(threads: int | None) -> None:
     """Let torch compute with `threads` CPU threads; None keeps its default. Raises TooLargeError for too many."""
     if threads is not None:
-        check_limit("threads", threads, MOST_THREADS, "more threads than cores make nothing faster")
+        limits.check_limit("threads", threads, limits.MOST_THREADS, "more threads than cores make nothing faster")
         import torch
 
         torch.set_num_threads(threads)
@@ -323,16 +310,13 @@ class InputLine:
 
 
 def read_lines(source: str) -> Iterator[bytes | None]:
-    """Yield the lines of the file `source`, or of standard input for "-", on demand; None is one beyond the limit.
-
-    Raises InputError if the input cannot be read.
-    """
+    """Yield the lines of a file, or of standard input for "-"; None is one beyond the limit. Raises InputError."""
     try:
         if source == "-":
-            yield from limited_lines(sys.stdin.buffer, MOST_LINE_BYTES)
+            yield from limited_lines(sys.stdin.buffer, limits.MOST_LINE_BYTES)
             return
         with open(source, "rb") as file:
-            yield from limited_lines(file, MOST_LINE_BYTES)
+            yield from limited_lines(file, limits.MOST_LINE_BYTES)
     except OSError as error:
         text = f"input {source!r} cannot be read: {error.strerror}"
         raise InputError(text, name="input", value=source, path=source) from error
@@ -345,10 +329,10 @@ def _parsed(number: int, raw: bytes | None, name: str) -> InputLine:
         return InputError(f"{where} of {name}{text}", name=where, path=name, **fields)
 
     if raw is None:
-        text = f"{where} of {name} is longer than {MOST_LINE_BYTES} bytes, the limit; split it"
-        raise TooLargeError(text, name=where, expected=MOST_LINE_BYTES, path=name)
+        text = f"{where} of {name} is longer than {limits.MOST_LINE_BYTES} bytes, the limit; split it"
+        raise limits.TooLargeError(text, name=where, expected=limits.MOST_LINE_BYTES, path=name)
     try:
-        record = decode_json(raw)
+        record = limits.decode_json(raw)
     except InputError as error:
         raise refusal(f" is not valid JSON: {error}") from error
     if not isinstance(record, dict):

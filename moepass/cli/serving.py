@@ -20,10 +20,9 @@ from moepass.cli.rank_frontend import RANKS_END_SECONDS, make_frontend
 from moepass.cli.serve_options import RankOptions, RankSetup, ServerOptions, served_names
 from moepass.cli.torchrun import LaunchedProcess
 from moepass.models.checkpoint.checkpoint_folders import load_config, load_prompt, load_tokenizer, resolve_model
-from moepass.models.errors import InputError, one_of
+from moepass.models.errors import InputError, OptionError, one_of
 from moepass.models.sizes.architecture import Architecture
 from moepass.models.sizes.families import FAMILIES, from_config
-from moepass.runtime.serving.http.listening_socket import open_socket
 from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.serving.requests.backend import FrontendLimits
 from moepass.runtime.serving.router.routable import FlopsFormula
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
 
 # Files that a server opens in addition to connections, for its ranks, the model and libraries.
 _OWN_FILES = 256
+_WAITING_CONNECTIONS = 2048
 
 
 def run_server(
@@ -55,6 +55,30 @@ def run_server(
     listening = open_socket(options.host, options.port)
     with listening, tempfile.TemporaryDirectory(prefix="moepass-") as folder:
         asyncio.run(_serve(options, setup, folder, listening, visit, launched))
+
+
+def open_socket(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on `host` and `port`, 0 for a free one. Raises OptionError if that is impossible."""
+    if not 0 <= port < 1 << 16:
+        raise OptionError.wrong("port", port, "0 to 65535")
+    try:
+        # asyncio sets TCP_NODELAY only if the socket's protocol is IPPROTO_TCP.
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, proto=socket.IPPROTO_TCP)[0]
+        opened = socket.socket(family, kind, protocol)
+        try:
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            opened.bind(address)
+            opened.listen(_WAITING_CONNECTIONS)
+        except OSError:
+            opened.close()
+            raise
+    except (OSError, UnicodeError) as error:
+        text = (
+            f"the server cannot listen on {host[:100]} port {port}: {getattr(error, 'strerror', None) or error}; use "
+            "another --port, or --host 127.0.0.1"
+        )
+        raise OptionError(text, name="host", value=(host, port)) from error
+    return opened
 
 
 def serve_once(model: str, threads: int | None, visit: Callable[[str], Awaitable[None]]) -> bool:

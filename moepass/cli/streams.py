@@ -26,10 +26,7 @@ _CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 class _Output(io.FileIO):
-    """A file to write to, whose errors become an InputError that names it.
-
-    If the reader of a pipe has left, BrokenPipeError is raised unchanged.
-    """
+    """A file to write to. Its errors become an InputError that names it; BrokenPipeError is raised unchanged."""
 
     def __init__(self, file: str | int, output: str, closefd: bool = True) -> None:
         super().__init__(file, "wb", closefd=closefd)
@@ -148,10 +145,7 @@ def compiler_cache() -> str:
 
 
 def check_compiler_cache() -> None:
-    """Raise InputError if torch's compiler has no folder to which it can write compiled code.
-
-    torch looks for the folder when parts of it are imported, and its own error suggests no remedy.
-    """
+    """Raise InputError if torch's compiler has no writable folder for compiled code; its own error has no remedy."""
     configured = os.environ.get(_CACHE_VARIABLE)
     folder = compiler_cache()
     try:

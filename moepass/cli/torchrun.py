@@ -25,7 +25,7 @@ import msgspec
 
 from moepass.cli.serve_options import RankSetup
 from moepass.models.errors import MoepassError, OptionError
-from moepass.runtime.serving.workers.launched_ranks import announce
+from moepass.runtime.serving.workers.supervisor import WatchedProcess, announce
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -97,7 +97,6 @@ def publish_setup(launched: LaunchedProcess, folder: Path, start: RankStart) -> 
 def run_launched_rank(launched: LaunchedProcess) -> int:
     """Run this process as a rank until the server ends, and return the exit status."""
     from moepass.cli.serve_rank import serve_as_rank
-    from moepass.runtime.serving.workers.launched_ranks import WatchedProcess
 
     # torchrun ends all its processes at once, but ranks must stay until the server has answered all open requests.
     folder = Path(_store(launched).get(_KEY).decode())

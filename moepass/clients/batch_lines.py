@@ -109,10 +109,7 @@ class _RequestFields(msgspec.Struct):
 
 
 def limited_lines(source: BinaryIO, most_bytes: int) -> Iterator[bytes | None]:
-    """Yield the lines of `source` without its byte order mark, and None for each line with more than `most_bytes`.
-
-    Such a line is never in memory as a whole.
-    """
+    """Yield the lines of `source` without its byte order mark; None replaces a line with more than `most_bytes`."""
     mark = b"\xef\xbb\xbf"
     while raw := source.readline(most_bytes + 1):
         yield raw.removeprefix(mark) if len(raw) <= most_bytes else None

@@ -121,10 +121,7 @@ class Batch:
             self._output.save()
 
     async def _next(self, lines: Iterator[BatchRequest | BadBatchLine]) -> BatchRequest | BadBatchLine | None:
-        """Return the next unanswered line, or None after the last.
-
-        Lines that were added to the file after the batch began are ignored.
-        """
+        """Return the next unanswered line, or None. Lines that were added after the batch began are ignored."""
         for line in lines:
             if self._index.is_unanswered(line.custom_id, line.number):
                 return line

@@ -56,16 +56,12 @@ class Goodput(msgspec.Struct, frozen=True):
 class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one run. Figures that the server does not report are None.
 
-    Attributes:
-        requests: the number of requests without the warm-up: the sum of answered, refused (429) and errors.
-        reasons: the most frequent errors and how often they occurred.
-        seconds: the time from when the first request was due to the last response.
-        latency: the time from when an answered request was due to its response.
-        send_lag: the delay between when a request was due and when it was sent. If it is not far below the latencies,
-            these say more about the client than about the server.
-        hit_rate: cached tokens divided by input tokens, from `usage`.
-        flops: the FLOPs that the server computed during the run, for all clients.
-        unshared_flops: the FLOPs that these requests would have needed without sharing and cache.
+    `requests`, without the warm-up, are the sum of answered, refused (429) and errors; `reasons` are the most frequent
+    errors and how often they occurred. `seconds` last from when the first request was due to the last response,
+    `latency` from when an answered request was due to its response, `send_lag` from when a request was due until it was
+    sent. If the lag is not far below the latencies, these say more about the client than about the server. `hit_rate`
+    is cached tokens divided by input tokens, from `usage`. `flops` are those that the server computed during the run,
+    for all clients; `unshared_flops` those that these requests would have needed without sharing and cache.
     """
 
     format: str = FORMAT
@@ -208,10 +204,7 @@ def report_of(
     metrics_before: str,
     metrics_after: str,
 ) -> BenchReport:
-    """Return the report on at least one outcome.
-
-    The metrics are texts of `/metrics`. In an open loop, requests were sent at scheduled times.
-    """
+    """Return the report on at least one outcome. The metrics are texts of `/metrics`."""
     answered = [outcome for outcome in outcomes if not outcome.problem]
     refused = sum(outcome.status == _REFUSED for outcome in outcomes)
     seconds = max(outcome.done for outcome in outcomes) - min(outcome.due for outcome in outcomes)

@@ -1,7 +1,4 @@
-"""Requests that are sent to a server, and the time of each answer.
-
-A closed loop keeps a number of requests open; an open loop sends requests at scheduled times.
-"""
+"""Requests in a closed loop, which keeps a number of them open, or an open loop, which sends them at set times."""
 
 from __future__ import annotations
 

@@ -18,10 +18,7 @@ _SHOWN_CHARACTERS = 60
 
 
 def parse_server_url(text: str) -> str:
-    """Return `text` without a slash or /v1 at its end, because routes contain these.
-
-    Raises OptionError if `text` is not the address of a server.
-    """
+    """Return a server's URL without a slash or /v1 at its end, which routes contain. Raises OptionError."""
     try:
         url = httpx.URL(text)
     except httpx.InvalidURL as error:

@@ -38,10 +38,8 @@ _Positive = Annotated[float, Meta(ge=0.001)]
 class WorkloadShape:
     """The form of the requests. Ranges include both ends.
 
-    Attributes:
-        prefixes: the number of prefixes, which the requests share evenly; 0 gives every request its own.
-        own_length: the range of the length of the text after the prefix, for each item.
-        items: questions about an input, prompts, or items or documents for a query, per request.
+    The requests share the prefixes evenly; with 0 `prefixes`, each has its own. `own_length` is that of the text behind
+    the prefix, for each of the `items`: questions about an input, prompts, or items or documents for a query.
     """
 
     route: str = "decisions"

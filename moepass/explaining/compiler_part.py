@@ -45,10 +45,7 @@ class StoredCaptures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def compiler_part(model: ExplainedModel, slots: int, lower: str) -> CompilerPart:
-    """Return the compiler's result for the model, or for its first layers, planned with `slots` slots.
-
-    Raises CheckpointError if the model cannot be captured.
-    """
+    """Return the compiler's result for the model or its first layers. Raises CheckpointError if capture fails."""
     return preset_part(model.preset, slots) if is_stored(model.preset, lower) else captured_part(model, slots, lower)
 
 

@@ -1,7 +1,4 @@
-"""The compiler's result for a model, as records and as text: the part of `moepass explain` that no formula can compute.
-
-`capture_model.py` makes these records.
-"""
+"""The compiler's result for a model, as records, which `capture_model.py` makes, and as text."""
 
 from __future__ import annotations
 
@@ -116,10 +113,7 @@ def _segments_text(plan: Plan) -> str:
 
 
 def tensorrt_text(plan: Plan) -> str:
-    """Return which segments of a plan are for TensorRT, and why others are not.
-
-    The text is empty if TensorRT was not requested.
-    """
+    """Return which segments of a plan are for TensorRT, and why others are not; "" if it was not requested."""
 
     def named(segment: Segment) -> str:
         calls = "" if len(segment.uses) == 1 else f", called {len(segment.uses)} times"

@@ -278,14 +278,10 @@ def _plan(made: Forecast, crossover: int | None) -> Decisions | None:
 
 
 def _memory_part(made: Forecast) -> parts.MemoryPart:
-    memory = made.memory
     return parts.MemoryPart(
         strategy=_strategy(made),
-        resident_bytes=memory.resident_bytes,
-        slot_bytes=memory.slot_bytes,
-        activation_bytes=memory.activation_bytes,
-        kv_bytes=memory.kv_bytes,
-        peak_bytes=memory.peak_bytes,
+        **dataclasses.asdict(made.memory),
+        peak_bytes=made.memory.peak_bytes,
         budget_bytes=made.setting.budget_bytes,
         fits=made.cost(ASYNCEP).fits,
         host_bytes=made.host.needed_bytes,

@@ -1,7 +1,4 @@
-"""The report of `moepass explain`, with the forms in which it can be read: JSON, text, a web page, a trace.
-
-The text for a terminal has the strategy first, then its reasons.
-"""
+"""The report of `moepass explain`, and the forms in which it can be read: JSON, text, a web page, a trace."""
 
 from __future__ import annotations
 

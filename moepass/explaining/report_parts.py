@@ -33,15 +33,11 @@ class ModelPart(ReportPart, frozen=True):
 
 
 class StoredPart(ReportPart, frozen=True):
-    """A quantised checkpoint in its `format`, and a forecast that computes from its stored weights.
+    """A quantised checkpoint in its `format`, and a forecast that computes from its stored weights in the best home.
 
-    Attributes:
-        bank_link_bytes: bytes of a bank on the link.
-        bank_slot_bytes: bytes of a bank in a slot. They differ if kernels compute in another dtype, `computes_in`.
-        runs_as: the dtype or format that moepass runs today, and to which the other parts of the report refer.
-        home: the best home of the forecast.
-        asyncep_step_seconds: None if asyncep does not fit.
-        fastest_other: the fastest other strategy that fits, or None.
+    The bytes of a bank on the link and in a slot differ if kernels compute in another dtype, `computes_in`. `runs_as`
+    is the dtype or format that moepass runs today, and to which the other parts of the report refer.
+    `asyncep_step_seconds` is None if asyncep does not fit, and `fastest_other` if no other strategy fits.
     """
 
     format: str
@@ -93,13 +89,9 @@ class HomeTried(ReportPart, frozen=True):
 
 
 class StrategyPart(ReportPart, frozen=True):
-    """The chosen strategy.
+    """The chosen strategy, the next one that fits, or None, and the home of the experts with asyncep.
 
-    Attributes:
-        chosen: its name.
-        runner_up: the next strategy that fits, or None.
-        home: where asyncep keeps its experts.
-        crossover_tokens: tokens per rank from which asyncep beats AllToAll; None if it never does, and on one device.
+    From `crossover_tokens` per rank on, asyncep beats AllToAll; None if it never does, and on one device.
     """
 
     chosen: str
@@ -154,10 +146,8 @@ class SchedulePart(ReportPart, frozen=True):
 class MemoryPart(ReportPart, frozen=True):
     """Bytes on one device for the strategy of `schedule`. Nothing is decoded, so `kv_bytes` is 0.
 
-    Attributes:
-        host_bytes: host memory that all ranks of the machine need. It includes device memory if they compute on a CPU.
-        host_limit_bytes: host memory of the machine; None if it is unknown.
-        host_fits: None if the limit is unknown.
+    `host_bytes` is the host memory that all ranks of the machine need, including device memory if they compute on a
+    CPU. `host_limit_bytes` is that of the machine; if it is unknown, it and `host_fits` are None.
     """
 
     strategy: str
@@ -204,11 +194,8 @@ class MemoryCurveRow(ReportPart, frozen=True):
 class CompilerPart(ReportPart, frozen=True):
     """The result of capture and compilation up to lowering.
 
-    Attributes:
-        captured_layers: the number of captured layers.
-        is_cut: True if the model has more layers, whose blocks are equal to captured ones.
-        explanation: the plans.
-        trie_refusal: why a server cannot compute shared prefixes of these layers once, or None.
+    If `is_cut`, the model has more layers, whose blocks are equal to captured ones. `trie_refusal` is the reason why a
+    server cannot compute shared prefixes of these layers once, or None.
     """
 
     captured_layers: int

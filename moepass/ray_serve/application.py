@@ -1,7 +1,4 @@
-"""The application: replicas, and in front of them the HTTP server of `moepass serve` with a router for replicas.
-
-A replica is a frontend and its ranks in an actor of Ray, called with bytes.
-"""
+"""The application: the HTTP server of `moepass serve` with a router for replicas, which are actors of Ray."""
 
 from __future__ import annotations
 
@@ -40,10 +37,7 @@ _MOST_REPORTED_BLOCKS = 8192
 
 
 class Replica:
-    """The actor that Ray runs. Its ranks are ready when its constructor returns.
-
-    `setup_message` is a `RankSetup` as JSON. A request is given up after `timeout_seconds`.
-    """
+    """The actor that Ray runs, with a `RankSetup` as JSON. Its ranks are ready when its constructor returns."""
 
     async def __init__(self, setup_message: bytes, timeout_seconds: float) -> None:  # type: ignore[misc]  # Ray awaits it
         setup = msgspec.json.decode(setup_message, type=RankSetup)

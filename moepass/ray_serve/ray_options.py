@@ -75,10 +75,7 @@ class RayOptions(msgspec.Struct, frozen=True):
 
 
 def parse_options(options: Mapping[str, Any]) -> RayOptions:
-    """Return the options of an application, converted from text where needed.
-
-    Raises OptionError for an unknown or invalid option, and InputError for `queue_bytes` that are no number of bytes.
-    """
+    """Return the options of an application, converted from text where needed. Raises OptionError or InputError."""
     check_names(options, (ApplicationOptions, FrontendOptions, RankOptions))
     values = {**_DEFAULTS, **options}
     parsed = RayOptions(

@@ -76,12 +76,6 @@ class ReplicaRouting:
         """FLOPs of the requests that wait for a replica."""
         return self._router.queue.flops if self._router is not None else 0
 
-    @property
-    def loads(self) -> dict[str, int]:
-        """FLOPs of the open requests of each replica, by its name."""
-        loads = self._router.loads if self._router is not None else ()
-        return {name: loads[replica.slot] for name, replica in self._replicas.items()}
-
     def update(self, replicas: Mapping[str, ReplicaFacts]) -> None:
         """Set the replicas that exist now."""
         ready = {name for name, facts in replicas.items() if facts.is_ready}

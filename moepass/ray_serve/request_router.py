@@ -24,10 +24,7 @@ _MOST_ROUTED = 1 << 20
 
 
 class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]  # ray has no types where it is not installed
-    """A router for calls with the argument `routing`.
-
-    It is a RoutableRequest, the name of a replica, or None for any replica.
-    """
+    """A router for calls with `routing`: a RoutableRequest, the name of a replica, or None for any replica."""
 
     def initialize_state(self, *, model: str, name: str) -> None:
         """Make the state machine for `model`, and register this router under `name`."""

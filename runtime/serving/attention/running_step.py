@@ -1,8 +1,4 @@
-"""The running step: the data of a step that the attention operator needs in addition to the tensors of the graph.
-
-A trie that was an argument of a captured graph would become part of it. So the graph contains only the index of the
-layer, and the operator looks up the trie here.
-"""
+"""The running step: the data that the attention operator needs in addition to the tensors of the graph."""
 
 from __future__ import annotations
 
@@ -76,12 +72,11 @@ class RunningStep:
         count = 0 if memory is None else memory.count
         used = [*read, *written]
         if len({*used}) < len(used) or not all(0 <= block < count for block in used):
-            raise MoepassError(
+            text = (
                 f"the step stores the blocks {sorted(written)} and reads {sorted(read)}; it may store a block only "
-                f"once, and no block that it reads, and the memory has {count} blocks",
-                name="stored",
-                value=sorted(written),
+                f"once, and no block that it reads, and the memory has {count} blocks"
             )
+            raise MoepassError(text, name="stored", value=sorted(written))
         self.step, self.layers, self.memory, self.device = step, layers, memory, torch.device(device)
         self.depth = self._on_device(step.depth)
         self.subtree_end = self._on_device(step.subtree_end)

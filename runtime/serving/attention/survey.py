@@ -1,9 +1,4 @@
-"""A survey of a model's attention layers from one short forward pass, or the reason why a trie cannot run on the model.
-
-The pass runs with an attention function that records the arguments of each layer. A mask function evaluates the rule
-behind each mask far beyond the few tokens of the pass: a window of 4,096 tokens is visible in the rule's row of token
-1,000,000.
-"""
+"""A survey of a model's attention layers from one short forward pass, or why a trie cannot run on the model."""
 
 from __future__ import annotations
 
@@ -56,12 +51,7 @@ class Temperature:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """An attention layer of a model.
-
-    Attributes:
-        cache_index: index of the layer in the memory of blocks.
-        temperature: position-dependent scale of the queries, None for none.
-    """
+    """An attention layer of a model; `cache_index` is its index in the memory of blocks."""
 
     cache_index: int
     heads: int
@@ -107,12 +97,10 @@ def attention_arguments(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionSurvey:
-    """The attention layers of a model.
+    """The attention layers of a model. `refusal` is the reason why a step cannot be a trie, or None.
 
-    Attributes:
-        refusal: the reason why a step cannot be a trie, or None.
-        position_limit: the model's rotary positions of a token do not depend on the other tokens of the step as long as
-            all positions are below this limit. None for no limit.
+    If all positions are below `position_limit`, the model's rotary positions of a token do not depend on the other
+    tokens of the step. None for no limit.
     """
 
     layers: Mapping[int, AttentionLayer]
@@ -276,10 +264,7 @@ def past_of_rule(rule: Callable[..., Any]) -> VisiblePast:
 
 
 def _first_seen(rule: Callable[..., Any], query: int) -> int:
-    """Return the first key that `query` sees.
-
-    Raises InputError if it does not see all keys from there to itself, or sees later ones.
-    """
+    """Return the first key that `query` sees. Raises InputError unless it sees exactly those from there to itself."""
     zero = torch.zeros((), dtype=torch.int64)
     keys = torch.arange(query + 2)
     try:

@@ -1,8 +1,4 @@
-"""`moepass_trie`: an attention function of transformers, and its operator.
-
-The operator `moepass::trie_attention` reads and writes the cache itself, so cached prefixes do not cut a captured
-graph, and the graph contains nothing of a step but its tensors. The trie comes from `running_step`.
-"""
+"""`moepass_trie`: an attention function of transformers, and its operator, which reads and writes the cache itself."""
 
 from __future__ import annotations
 
@@ -40,18 +36,11 @@ def trie_attention(
 ) -> torch.Tensor:
     """Return attention [1, n, heads, value_dim] over the trie of the running step, and store its new cache blocks.
 
-    Args:
-        query: [1, heads, n, key_dim]
-        key: [1, kv_heads, n, key_dim]
-        value: [1, kv_heads, n, value_dim]
-        sinks: [heads] logits of the attention sinks, or None.
-        layer: its index in the model.
-        scaling: factor of the scores.
-        softcap: limit of the scores, 0 for none.
+    `query` is [1, heads, n, key_dim], `key` [1, kv_heads, n, key_dim], `value` [1, kv_heads, n, value_dim], and `sinks`
+    the logits [heads] of the attention sinks, or None. `scaling` is the factor of the scores, and `softcap` their
+    limit, 0 for none.
 
-    Raises:
-        MoepassError: no step is running.
-        InputError: the tensors do not have the tokens of the running step.
+    Raises MoepassError if no step is running, and InputError if the tensors do not have its tokens.
     """
     step = the_running_step()
     attention_layer = step.layer(layer)

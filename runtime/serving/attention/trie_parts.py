@@ -41,11 +41,9 @@ MASK_NUMBERS = 1 << 22
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VisiblePast:
-    """The earlier tokens of its sequence that a token sees.
+    """The earlier tokens of its sequence that a token sees: the last `window`, and those of its chunk of `chunk`.
 
-    Attributes:
-        window: it sees the last `window` tokens, itself included; 0 for no limit.
-        chunk: it sees the earlier tokens of its chunk of `chunk` tokens; 0 for no limit.
+    The token itself is included, and 0 means no limit.
     """
 
     window: int = 0
@@ -63,11 +61,9 @@ class VisiblePast:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OwnPart:
-    """Tokens [start, end) among themselves.
+    """Tokens [start, end) among themselves, with `before` further keys right before `start`.
 
-    Attributes:
-        is_causal: the tokens are one sequence. Otherwise trie and layer determine what each token sees.
-        before: number of further keys right before `start`.
+    If `is_causal`, the tokens are one sequence. Otherwise trie and layer determine what each token sees.
     """
 
     start: int
@@ -78,11 +74,9 @@ class OwnPart:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EarlierPart:
-    """Tokens [start, end) over keys [key_start, key_end).
+    """Tokens [start, end) over keys [key_start, key_end) of a chain of cached blocks, or of the stream (`context` -1).
 
-    Attributes:
-        context: index of the chain of cached blocks with the keys; -1 for keys of the stream.
-        sees_all: each token sees every key. Otherwise the depths determine which keys it sees, possibly none.
+    If `sees_all`, each token sees every key. Otherwise the depths determine which keys it sees, possibly none.
     """
 
     start: int

@@ -1,8 +1,6 @@
 """Attention over a step's trie with `torch.nn.attention.varlen`, for half precision on CUDA.
 
-One call of the kernel covers the tokens of all nodes among themselves, then one call covers each level of the trie.
-This suits devices on which the launch of a kernel dominates the cost of a part. No two parts of a call share a query,
-so the results of a call are merged at once.
+No two parts of a call share a query, so the results of a call are merged at once.
 """
 
 from __future__ import annotations

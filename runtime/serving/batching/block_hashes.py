@@ -50,12 +50,10 @@ NO_HASHES = RequestHashes((), NO_INDICES, NO_INDICES)
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class MatchedBlocks:
-    """The cached blocks of a request.
+    """The cached blocks of a request, `blocks` [hashes] with -1 for none.
 
-    Attributes:
-        blocks: [hashes] the cache block of each hash, -1 for none.
-        scores_known: [hashes, BLOCK_TOKENS] whether the cache stores log-probability, rank and most likely token of
-            each token.
+    `scores_known` [hashes, BLOCK_TOKENS] says whether the cache stores log-probability and most likely token of each
+    token.
     """
 
     hashes: RequestHashes

@@ -112,10 +112,7 @@ def _spans(piece: int, held: int, runs: list[tuple[int, int]]) -> list[NeededSpa
 
 
 def _unknown_scores(chains: CachedChains, needed: NeededOutputs, number: int) -> list[tuple[int, int]]:
-    """Return runs [first, end) of tokens of a scored piece whose scores the step computes.
-
-    Records the slots of the cached scores in `needed`.
-    """
+    """Return the runs [first, end) of scores that the step computes, and record slots of cached ones in `needed`."""
     piece = chains.pieces.pieces[number]
     count = len(piece.tokens)
     begin = 1 if chains.pieces.depths[number] == 0 else 0

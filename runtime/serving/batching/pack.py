@@ -86,10 +86,7 @@ class PackedStep:
 def pack(
     requests: Sequence[Request], table: FlopsTable, matched: Sequence[MatchedBlocks | None] | None = None
 ) -> PackedStep:
-    """Return a step that computes `requests`.
-
-    `matched` are the cached blocks of each request. With None, there is no cache, and no block is offered.
-    """
+    """Return a step that computes `requests`; `matched` are the cached blocks of each, None without a cache."""
     matches: Sequence[MatchedBlocks | None] = [None] * len(requests) if matched is None else matched
     pieces = request_pieces(requests)
     trie = piece_trie(pieces, requests)

@@ -57,12 +57,7 @@ def request_pieces(requests: Sequence[Request]) -> RequestPieces:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class PieceTrie:
-    """A trie of the tokens of all pieces; each piece ends with the end of a node.
-
-    Attributes:
-        trie: a trie of `pieces.tokens`. Each salt has its own root.
-        nodes: [pieces] the node with the last token of each piece.
-    """
+    """A trie of `pieces.tokens`, with a root for each salt; `nodes` [pieces] are the nodes that end with each piece."""
 
     pieces: RequestPieces
     trie: TokenTrie

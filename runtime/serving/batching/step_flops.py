@@ -111,11 +111,9 @@ def _after(differences: tuple[int, int, int], steps: int) -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class RequestCost:
-    """The tokens and FLOPs that a request adds to a step with which it shares no token.
+    """The tokens, FLOPs and blocks that a request adds to a step with which it shares no token.
 
-    Attributes:
-        hashes: the blocks of the request; none if steps share no prefixes.
-        block_flops: [hashes] FLOPs of the tokens of each block, which a step that contains the block already saves.
+    There are no blocks if steps share no prefixes. A step that contains a block already saves its `block_flops`.
     """
 
     tokens: int

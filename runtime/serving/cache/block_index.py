@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import collections
 import heapq
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -30,13 +30,6 @@ from moepass.runtime.serving.requests.answer import ScoredTokens
 
 # [Empirical] Number of remembered hashes of blocks that were offered once. Each takes about 100 bytes.
 RECENT_HASHES = 1 << 16
-
-
-class BlockEvent(NamedTuple):
-    """A change of the index: a block was stored or evicted."""
-
-    kind: Literal["stored", "evicted"]
-    hash: bytes
 
 
 class BlockScores:
@@ -133,10 +126,9 @@ class BlockIndex:
             evicted += 1
         return evicted
 
-    def drain_events(self) -> list[BlockEvent]:
-        """Return the changes since the last call, in order; only the last event of each hash."""
-        events = [BlockEvent(kind, name) for name, kind in self._events.items()]
-        self._events.clear()
+    def drain_events(self) -> dict[bytes, Literal["stored", "evicted"]]:
+        """Return the last change of each hash since the last call, in order."""
+        events, self._events = self._events, {}
         return events
 
     def _remember(self, name: bytes) -> None:

@@ -46,9 +46,8 @@ class StepTooLargeError(InputError):
 class ModelEngine:
     """A `StepEngine` that runs a model in this process.
 
-    Args:
-        index: index of the runner's cache blocks; with 0 blocks if it has no cache.
-        exposed_seconds: returns the time that computation has waited for experts.
+    `index` is that of the runner's cache blocks; it has 0 blocks if there is no cache. `exposed_seconds` returns the
+    time that computation has waited for experts.
     """
 
     def __init__(
@@ -94,13 +93,11 @@ class ModelEngine:
             lowest, highest = (bound([bound(tokens, initial=0) for tokens in asked]) for bound in (np.min, np.max))
             if lowest < 0 or highest >= facts.vocabulary_size:
                 wrong = int(lowest if lowest < 0 else highest)
-                raise InputError(
+                text = (
                     f"token {wrong} is not in the model's vocabulary of tokens 0 to {facts.vocabulary_size - 1}; if "
-                    "the tokenizer made it, tokenizer and model do not belong together",
-                    name="tokens",
-                    value=wrong,
-                    expected=range(facts.vocabulary_size),
+                    "the tokenizer made it, tokenizer and model do not belong together"
                 )
+                raise InputError(text, name="tokens", value=wrong, expected=range(facts.vocabulary_size))
             if (piece.reads or piece.is_scored) and not facts.predicts_tokens:
                 raise InputError("the model has no head that predicts tokens; only vectors can be read", name="reads")
             has_mean = facts.vector == "embedding"
@@ -113,10 +110,7 @@ class ModelEngine:
             raise InputError(text, name="tokens", value=longest, expected=limit)
 
     def choose(self, waiting: Iterable[Request]) -> list[Request]:
-        """Return the leading requests of `waiting`, at least one, that fill a step up to saturation.
-
-        They fit into memory, unless the first one alone does not.
-        """
+        """Return the leading requests of `waiting`, at least one, that fill a step up to saturation and fit memory."""
         chosen: list[Request] = []
         seen: set[bytes] = set()
         tokens = flops = 0
@@ -249,8 +243,8 @@ class ModelEngine:
         events = self._index.drain_events()
         return StepResult(
             answers,
-            tuple(event.hash for event in events if event.kind == "stored"),
-            tuple(event.hash for event in events if event.kind == "evicted"),
+            tuple(name for name, kind in events.items() if kind == "stored"),
+            tuple(name for name, kind in events.items() if kind == "evicted"),
             *self._computed(packed),
         )
 

@@ -23,13 +23,9 @@ HeadKind = Literal["tokens", "classes", "states"]
 class ModelHead:
     """The head of a model, applied to states of its backbone.
 
-    Attributes:
-        kind: "tokens" for next-token logits, "classes" for class scores or a reward, "states" if the states are the
-            output.
-        width: numbers per state that the head returns: entries of the vocabulary, classes, or the width of the states.
-
-    Raises:
-        InputError: the head needs more from its backbone than states.
+    `kind` is "tokens" for next-token logits, "classes" for class scores or a reward, "states" if the states are the
+    output. `width` is the number of outputs per state: the size of the vocabulary, the classes, or the width of the
+    states. Raises InputError if the head needs more from its backbone than states.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -59,12 +55,11 @@ class ModelHead:
             logits: torch.Tensor = probe(input_ids=inputs, use_cache=False).logits
         except (TypeError, AttributeError, IndexError) as error:
             kind = type(self.model).__name__
-            raise InputError(
+            text = (
                 f"{kind} cannot be served, because its head needs more from its backbone than hidden states "
-                f"({type(error).__name__}: {error})",
-                name="model",
-                value=kind,
-            ) from error
+                f"({type(error).__name__}: {error})"
+            )
+            raise InputError(text, name="model", value=kind) from error
         return logits[:, 0] if self.kind == "tokens" else logits
 
 

@@ -31,20 +31,14 @@ class RowsBackbone(nn.Module):
 
 
 class PaddedRows:
-    """Runs steps as groups of padded rows.
-
-    A group has at most `most_tokens` tokens, padding included. A single row may be longer.
-    """
+    """Runs steps as groups of rows with at most `most_tokens` tokens, padding included, or a single longer row."""
 
     def __init__(self, forward: Forward, device: torch.device, most_tokens: int) -> None:
         self.forward, self.device, self.most_tokens = forward, device, most_tokens
 
     @torch.no_grad()
     def states(self, batch: StepBatch) -> torch.Tensor:
-        """Return the states [m, hidden] at `batch.output_positions`.
-
-        Raises ValueError if the step uses cached blocks.
-        """
+        """Return the states [m, hidden] at `batch.output_positions`. Raises ValueError if cached blocks are used."""
         if batch.contexts or batch.stored:
             raise ValueError("padded rows have no cache, but the step reads or stores cached blocks")
         rows = list(batch.sequences())

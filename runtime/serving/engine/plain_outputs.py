@@ -58,16 +58,13 @@ class StatesRunner(Protocol):
 
     def states(self, batch: StepBatch) -> torch.Tensor:
         """Return the states [m, hidden] at `batch.output_positions`."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class PlainOutputs:
-    """The outputs of the model itself for one sequence.
+    """The outputs [n, width] of the model itself for the last n positions of one sequence, in fp32.
 
-    Attributes:
-        outputs: [n, width] outputs at the last n positions of the sequence, in fp32.
-        prefix: the same for its first tokens alone, None if they were not run.
+    `prefix` are those for its first tokens alone, None if they were not run.
     """
 
     tokens: Indices
@@ -120,10 +117,7 @@ def plain_outputs(model: PreTrainedModel, head: ModelHead, *, with_prefix: bool)
 
 @torch.no_grad()
 def check_outputs(plain: PlainOutputs, head: ModelHead, runner: StatesRunner) -> None:
-    """Raise InputError if `head` and `runner` compute other outputs than `plain`.
-
-    Outputs that are not finite are ignored here, because the warm-up reports them.
-    """
+    """Raise InputError if `head` and `runner` compute other outputs than `plain`, unless those are not finite."""
     outputs = head(runner.states(_step(plain.tokens))[_READ < _LENGTH]).float()
     _compare(head, *_at_read_tokens(outputs, plain.outputs, _LENGTH), "tokens")
     if plain.prefix is not None:
@@ -154,13 +148,12 @@ def _at_read_tokens(computed: torch.Tensor, outputs: torch.Tensor, end: int) -> 
 def _compare(head: ModelHead, computed: torch.Tensor, expected: torch.Tensor, tokens: str) -> None:
     if difference := _difference(head, computed, expected):
         name = type(head.model).__name__
-        raise InputError(
+        text = (
             f"{name} cannot be served, because its outputs are not those of its backbone followed by its head: "
             f"{tokens} {difference}. Either the backbone takes more than token ids, or the head more than the state of "
-            "each token, or a token depends on later tokens or other sequences",
-            name="model",
-            value=name,
+            "each token, or a token depends on later tokens or other sequences"
         )
+        raise InputError(text, name="model", value=name)
 
 
 def _difference(head: ModelHead, computed: torch.Tensor, expected: torch.Tensor) -> str:

@@ -21,15 +21,11 @@ def step_form_text(refusal: str | None) -> str:
 class EngineFacts:
     """The properties and limits of an engine.
 
-    Attributes:
-        form: "trie" computes shared prefixes once; "rows" computes every sequence as a padded row.
-        saturation_flops: FLOPs of a full step, which hides all transfers of experts.
-        most_tokens: tokens of a step that fit into memory.
-        max_sequence_tokens: limit of the tokens of one sequence, from the model.
-        vocabulary_size: token ids are below this number.
-        vector: kind of the vectors that `TokenPiece.vector` returns, None if the model has none.
-        notes: descriptions of how the model runs, by name, for people.
-        full_step_tokens: tokens of a full step if each is the first of its sequence.
+    `form` "trie" computes shared prefixes once; "rows" computes every sequence as a padded row. A full step of
+    `saturation_flops`, or of `full_step_tokens` that are each the first of their sequence, hides all transfers of
+    experts. A step of `most_tokens` fits into memory, and the model limits a sequence to `max_sequence_tokens`.
+    `vector` is the kind of the vectors that `TokenPiece.vector` returns, None if the model has none. `notes` describe
+    how the model runs, by name, for people.
     """
 
     form: StepForm
@@ -49,12 +45,10 @@ class EngineFacts:
 class StepResult:
     """The result of a step.
 
-    Attributes:
-        answers: in the order of the requests, without the refused ones.
-        unshared_flops: FLOPs if each request ran alone and without a cache.
-        exposed_seconds: time that computation waited for experts.
-        refused: ids of requests that need more memory than the device has, with a reason.
-        retries: how often the step was split for lack of memory.
+    `answers` are in the order of the requests, without the refused ones. `unshared_flops` are the FLOPs if each request
+    ran alone and without a cache. `exposed_seconds` is the time that computation waited for experts. `refused` are ids
+    of requests that need more memory than the device has, with a reason. `retries` is how often the step was split for
+    lack of memory.
     """
 
     answers: tuple[Answer, ...]
@@ -75,20 +69,15 @@ class StepEngine(Protocol):
     @property
     def facts(self) -> EngineFacts:
         """The properties and limits of the engine."""
-        ...
 
     def check(self, request: Request) -> None:
         """Raise InputError if the engine can never answer `request`. May be called from any thread."""
-        ...
 
     def choose(self, waiting: Iterable[Request]) -> list[Request]:
         """Return the leading requests of `waiting` that form one step, at least one."""
-        ...
 
     def step(self, requests: Sequence[Request]) -> StepResult:
         """Compute `requests`, in several steps if memory does not suffice for one."""
-        ...
 
     def compilations(self) -> int:
         """Return the number of graphs that this process has compiled."""
-        ...

@@ -56,10 +56,7 @@ class StepReads:
     def answers(
         self, scores: TokenScores, vectors: Callable[[Indices], torch.Tensor], cached: BlockScores
     ) -> tuple[Answer, ...]:
-        """Return the answers to all requests from the scores for `wanted` and the scores of cached blocks.
-
-        `vectors` returns the outputs [rows, width] of the head for the states of some rows.
-        """
+        """Return the answers to all requests; `vectors` returns the outputs [rows, width] of the head for some rows."""
         reads = iter(self._read_answers(scores))
         scored = self._scored_pieces(self.scored(scores, cached))
         answers = []

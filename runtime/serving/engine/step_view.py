@@ -25,10 +25,7 @@ MOST_NODES = 256
 
 
 class StepWatch:
-    """Keeps the last step until somebody asks for its view, so that a step does not spend time on it.
-
-    One thread runs steps, and another one may call `look`.
-    """
+    """Keeps the last step until another thread asks for its view, so that a step does not spend time on it."""
 
     def __init__(self, index: BlockIndex, block_bytes: int) -> None:
         self._index, self._block_bytes = index, block_bytes

@@ -20,10 +20,7 @@ SUMMED_EXPERTS_NAME = "moepass_summed"
 def summed_experts_forward(
     module: Any, states: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Compute the experts of states [n, hidden] for expert_ids and weights [n, k]; the result is [n, hidden].
-
-    Unsupported modules and dtypes are passed on to `grouped_mm`.
-    """
+    """Compute the experts of states [n, hidden] for ids and weights [n, k], with `grouped_mm` if unsupported."""
     is_plain = not (module.has_bias or module.has_post_expert_norm or module._is_expert_parallel)
     is_fp32_on_cpu = states.device.type == "cpu" and states.dtype == weights.dtype == torch.float32
     is_ours = is_plain and module.has_gate and is_fp32_on_cpu and len(states) and not torch.is_grad_enabled()

@@ -25,12 +25,9 @@ LOGITS_BYTES = 64 << 20
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WantedScores:
-    """The scores to compute for the rows of a step.
+    """The `tokens` [p] whose log-probability is computed in `rows` [p], ascending.
 
-    Attributes:
-        rows: [p] ascending row of each pair.
-        tokens: [p] token whose log-probability is computed.
-        top: [rows of the step] number of most likely tokens to return for each row.
+    `top` [rows of the step] is the number of most likely tokens to return for each row.
     """
 
     rows: Indices
@@ -40,13 +37,7 @@ class WantedScores:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenScores:
-    """Computed scores, in the order of `WantedScores`.
-
-    Attributes:
-        log_probabilities: [p]
-        top_tokens: [rows of the step, largest top]
-        top_log_probabilities: [rows of the step, largest top]
-    """
+    """Log-probabilities [p] in the order of `WantedScores`, and the most likely tokens [rows of the step, most top]."""
 
     log_probabilities: Floats
     top_tokens: Tokens

@@ -99,11 +99,9 @@ def _with_two_tokens(batch: StepBatch) -> StepBatch:
 
 
 class Narrowing(NamedTuple):
-    """A backbone, and whether its last layer computes only tokens whose output is requested.
+    """A backbone, and a handle that removes the hook by which its last layer computes only the read tokens.
 
-    Attributes:
-        obstacle: the reason why the last layer computes all tokens; empty if it computes the read ones only.
-        handle: removes the hook that narrows the last layer; None if it computes all tokens.
+    If the last layer computes all tokens, the handle is None, and `obstacle` is the reason.
     """
 
     backbone: TrieBackbone | RowsBackbone

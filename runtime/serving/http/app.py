@@ -43,10 +43,7 @@ _CLIENT_CLOSED_REQUEST = 499
 
 
 def create_app(service: Service) -> FastAPI:
-    """Return the application that answers with `service`.
-
-    Its requests are traced if the process or its environment variables enable tracing.
-    """
+    """Return the application of `service`. Its requests are traced if the process or its environment enables that."""
     app = FastAPI(title="moepass", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     schemas, components = _schemas()
     for route in ROUTES:
@@ -115,9 +112,8 @@ async def _run_handler(request: HttpRequest, call: Call, route: Route) -> Respon
 async def _read_body(request: HttpRequest, chunks: list[bytes], service: Service) -> None:
     """Append the body to `chunks`, and count the bytes against the body budget of `service`.
 
-    Raises:
-        HttpError: The body is compressed (415), too large (413) or too slow (408), or the client left (499).
-        QueueFullError: Bodies of all clients together would exceed the budget.
+    Raises HttpError if the body is compressed (415), too large (413) or too slow (408), or the client left (499), and
+    QueueFullError if bodies of all clients together would exceed the budget.
     """
     encoding = request.headers.get("content-encoding", "identity")
     if encoding != "identity":
@@ -238,7 +234,6 @@ def _schemas() -> tuple[dict[Any, Any], dict[str, Any]]:
 
 
 def _description(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
-
     def content(kinds: tuple[Any, ...], media_type: str = "application/json") -> dict[str, Any]:
         schema = schemas[kinds[0]] if len(kinds) == 1 else {"anyOf": [schemas[kind] for kind in kinds]}
         return {media_type: {"schema": schema}}

@@ -28,14 +28,11 @@ _REFUSAL_SECONDS = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class ConnectionLimits:
-    """Limits of connections.
+    """Limits of connections, of which `most` may be open at once, of all clients together.
 
-    Attributes:
-        most: Connections that may be open at once, of all clients together.
-        head_seconds: Time from the connection, or from the last response on it, to the end of the next request's head.
-            A slower client is cut off after one to two times as long.
-        read_seconds: Time that a client may leave a response unread. A slower client is cut off at most twice
-            `head_seconds` later.
+    A client has `head_seconds` from the connection, or from the last response on it, to the end of the next request's
+    head, and is cut off after one to two times as long. It may leave a response unread for `read_seconds`, and is cut
+    off at most twice `head_seconds` later.
     """
 
     most: int = MOST_CONNECTIONS
@@ -113,10 +110,7 @@ class DrainingServer(uvicorn.Server):
 def make_server(
     service: Service, *, drain_seconds: float = 30.0, limits: ConnectionLimits | None = None
 ) -> DrainingServer:
-    """Return a server for `service`; run it with a socket of `open_socket`.
-
-    Before it ends, it waits `drain_seconds` for open requests, at least 1.
-    """
+    """Return a server for `service`. Before it ends, it waits `drain_seconds` for open requests, at least 1."""
     config = uvicorn.Config(
         create_app(service),
         http=functools.partial(LimitedProtocol, limits=limits or ConnectionLimits()),  # type: ignore[arg-type]

@@ -75,11 +75,9 @@ def metrics_text(model: str, status: BackendStatus, view: BackendView) -> str:
 def _lines(model: _Labels, status: BackendStatus, view: BackendView) -> Iterator[str]:
     sums = dict(status.metrics)
     yield from _family(
-        "vllm:num_requests_running", "gauge", "Requests that ranks compute now.", [(model, float(view.running))]
+        "vllm:num_requests_running", "gauge", "Requests that ranks compute now.", [(model, view.running)]
     )
-    yield from _family(
-        "vllm:num_requests_waiting", "gauge", "Requests that wait for a rank.", [(model, float(view.waiting))]
-    )
+    yield from _family("vllm:num_requests_waiting", "gauge", "Requests that wait for a rank.", [(model, view.waiting)])
     finished = [
         (model | {"finished_reason": reason}, sums.pop(name)) for name, reason in _FINISHED.items() if name in sums
     ]
@@ -97,10 +95,6 @@ def _lines(model: _Labels, status: BackendStatus, view: BackendView) -> Iterator
     for source, value in sums.items():
         if source not in {known for known, _ in _SUMS.values()}:
             yield from _family(f"moepass_{source}_total", "counter", "", [({}, value)])
-    yield from _rank_lines(model, view)
-
-
-def _rank_lines(model: _Labels, view: BackendView) -> Iterator[str]:
     for name, (help_text, value_of) in _RANK_GAUGES.items():
         samples = [({"rank": str(rank.rank)}, float(value_of(rank))) for rank in view.ranks]
         yield from _family(name, "gauge", help_text, samples)

@@ -50,14 +50,9 @@ class ReadyReply(msgspec.Struct):
 
 
 class StateReply(msgspec.Struct):
-    """The current state of the server.
+    """The current state of the server. `labels` is empty unless the model answers with its own labels only.
 
-    Attributes:
-        labels: The answers of a model that answers with its own labels only; otherwise empty.
-        running: Requests that ranks compute now.
-        waiting: Requests that wait for a rank.
-        ranks: The state of each rank. Steps are described by sizes; texts and tokens are not included.
-        sums: Counters since the start, by name.
+    The states of `ranks` describe steps by sizes, without texts and tokens. `sums` are counters since the start.
     """
 
     state: ServingState

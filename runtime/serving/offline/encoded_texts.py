@@ -31,12 +31,10 @@ class NamedText(Protocol):
     @property
     def name(self) -> str:
         """The name of the text in errors."""
-        ...
 
     @property
     def text(self) -> str:
         """The text."""
-        ...
 
 
 _Text = TypeVar("_Text", bound=NamedText)
@@ -69,13 +67,11 @@ def make_writer(folder: Path, template: str | None) -> PromptWriter:
     elif template not in (None, "chat", "prompt"):
         file = Path(template)
         if not file.is_file():
-            raise InputError(
+            text = (
                 f"template is {template!r}, but no such file exists; use chat, prompt, plain, or a file in the format "
-                f"of {PROMPT_FILE}",
-                name="template",
-                value=template,
-                expected=("chat", "prompt", "plain", "a file"),
+                f"of {PROMPT_FILE}"
             )
+            raise InputError(text, name="template", value=template, expected=("chat", "prompt", "plain", "a file"))
         prompt = read_prompt(file)
     return PromptWriter(tokenizer, prompt, 1 << 30, takes_chat=template in (None, "chat"))
 

@@ -1,7 +1,4 @@
-"""Loading of a checkpoint as a scorer of texts.
-
-A compiled model runs faster but starts later. So the model stays uncompiled if the input is known to be short.
-"""
+"""Loading of a checkpoint as a scorer of texts, uncompiled for a short input, because that starts sooner."""
 
 from __future__ import annotations
 
@@ -62,10 +59,8 @@ def load_scorer(
     `make_writer`, and is not changed. Without `labels`, those of the template are used, without `dtype` that of the
     checkpoint, without `step_tokens` the plan's. `batch_size` limits the texts of a step, with None only by its tokens.
 
-    Raises:
-        CheckpointError: The checkpoint cannot be read.
-        InputError: The device does not exist, or the model has no experts to stream.
-        OptionError: Options contradict each other.
+    Raises CheckpointError if the checkpoint cannot be read, InputError if the device does not exist or the model has no
+    experts to stream, and OptionError for options that contradict each other.
     """
     folder, computing_device = resolve_model(model), check_device(device)
     if computing_device.type == "meta":
@@ -76,12 +71,11 @@ def load_scorer(
         raise OptionError(text, name="link", value=link)
     spec = home_named(home)
     if spec.is_spread:
-        raise OptionError(
+        text = (
             f"home is {spec.name!r}, which distributes experts over several processes, but score runs in one process; "
-            "use host, disk or device, or moepass serve --ranks",
-            name="home",
-            value=spec.name,
+            "use host, disk or device, or moepass serve --ranks"
         )
+        raise OptionError(text, name="home", value=spec.name)
     caches_prefix = shared_tokens(*writer.encode([writer.render("1"), writer.render("a")])) >= _CACHED_PREFIX_TOKENS
     options = EngineOptions(
         None if home == "device" else dataclasses.replace(options_of(home), link=link),

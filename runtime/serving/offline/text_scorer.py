@@ -46,12 +46,10 @@ _Text = TypeVar("_Text", bound=NamedText)
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class ScoredWindow(Generic[_Text]):
-    """The scores of a window of texts.
+    """The scores of a window; `outcomes` has for each text its row in the tables, or its error.
 
-    Attributes:
-        outcomes: For each text its row in the tables, or its error.
-        probabilities: [rows, labels]; each row is a softmax over the labels and sums to 1.
-        mass: [rows], the probability that the model gives to all labels together.
+    Each row of `probabilities` [rows, labels] is a softmax over the labels. `mass` [rows] is the probability that the
+    model gives to all labels together.
     """
 
     texts: list[_Text]
@@ -63,9 +61,8 @@ class ScoredWindow(Generic[_Text]):
 class LabelPieces:
     """The reads and pieces that ask for `labels` behind any prompt. They are made once for many prompts.
 
-    Attributes:
-        longest: Tokens that the longest label adds to a sequence: all but its last one.
-        count: Tokens that all labels together add to a step.
+    The longest label adds `longest` tokens to a sequence, all but its last one. All labels together add `count` to a
+    step.
     """
 
     def __init__(self, labels: Sequence[LabelTokens]) -> None:
@@ -121,26 +118,21 @@ class EncodedPrompt:
 
 
 class TextScorer:
-    """Scores texts against `labels`.
+    """Scores texts against `labels`, as rendered text or as names of labels in `prompt.json`.
 
-    Args:
-        labels: Candidate answers as rendered text; labels of `prompt.json` may also be passed by their names.
-        most_texts: The largest number of texts in a step; None for as many as fill it.
-
-    Raises:
-        InputError: The engine predicts no tokens, or the labels are too long or cannot be distinguished.
+    A step has at most `most_texts` texts; None for as many as fill it. Raises InputError if the engine predicts no
+    tokens, or if the labels are too long or cannot be distinguished.
     """
 
     def __init__(
         self, engine: ModelEngine, writer: PromptWriter, labels: Sequence[str], most_texts: int | None = None
     ) -> None:
         if not engine.facts.predicts_tokens:
-            raise InputError(
+            text = (
                 f"the model's head gives {engine.facts.vector} and predicts no tokens, so it cannot score labels; use "
-                "a language model",
-                name="model",
-                value=engine.facts.vector,
+                "a language model"
             )
+            raise InputError(text, name="model", value=engine.facts.vector)
         self.engine, self.writer, self.labels = engine, writer, tuple(labels)
         self._most_texts = MOST_TEXTS if most_texts is None else most_texts
         self._most_tokens = min(engine.facts.max_sequence_tokens, engine.facts.most_tokens)
@@ -150,13 +142,11 @@ class TextScorer:
         # Encoding the labels behind an example refuses wrong labels before any text is read.
         longest = self._labels_behind(writer.render("x")).longest
         if longest >= self._most_tokens:
-            raise InputError(
+            text = (
                 f"the longest label has {longest + 1} tokens, but the model takes at most {self._most_tokens} tokens "
-                "for prompt and label; shorten the label",
-                name="label",
-                value=longest + 1,
-                expected=self._most_tokens,
+                "for prompt and label; shorten the label"
             )
+            raise InputError(text, name="label", value=longest + 1, expected=self._most_tokens)
 
     def warnings(self, text: str) -> list[str]:
         """Return a warning for each label whose form behind the prompt of `text` is probably not the intended one."""
@@ -237,22 +227,18 @@ class TextScorer:
             raise InputError(text, name=name, value=0, expected="1 or more")
         vocabulary = self.engine.facts.vocabulary_size
         if tokens.max() >= vocabulary:
-            raise InputError(
+            text = (
                 f"{name}: the tokenizer produced token {tokens.max()}, but the model has ids 0 to {vocabulary - 1}; "
-                "use the tokenizer of this model",
-                name=name,
-                value=int(tokens.max()),
-                expected=range(vocabulary),
+                "use the tokenizer of this model"
             )
+            raise InputError(text, name=name, value=int(tokens.max()), expected=range(vocabulary))
         if len(tokens) > limit:
-            raise InputError(
+            text = (
                 f"{name}: the prompt has {len(tokens)} tokens, but the model takes at most {limit}"
                 + (f" with {labels.longest} more for the labels" if labels.longest else "")
-                + "; shorten the text, or set max_text_tokens in prompt.json to have long texts cut",
-                name=name,
-                value=len(tokens),
-                expected=limit,
+                + "; shorten the text, or set max_text_tokens in prompt.json to have long texts cut"
             )
+            raise InputError(text, name=name, value=len(tokens), expected=limit)
 
     # ---- Prompts become scores
 
@@ -278,12 +264,11 @@ class TextScorer:
             row = int(np.isnan(log_probabilities).any(1).argmax())
             name, values = texts[encoded[row].index].name, log_probabilities[row]
             shown = ", ".join(f"{value:g}" for value in values[:3]) + f" and {len(values) - 3} more" * (len(values) > 3)
-            raise CheckpointError(
+            text = (
                 f"{name}: the log-probabilities of the labels are {shown}, so the model's logits are NaN; its weights "
-                "are damaged or overflow their dtype (load the model in float32 to find out which)",
-                name=name,
-                value=tuple(values.tolist()),
+                "are damaged or overflow their dtype (load the model in float32 to find out which)"
             )
+            raise CheckpointError(text, name=name, value=tuple(values.tolist()))
         probabilities, mass = np.zeros_like(log_probabilities), np.zeros(len(encoded))
         for labels, rows in _by_labels(encoded, range(len(encoded))):
             table = score_label_rows(labels.labels, log_probabilities[rows])

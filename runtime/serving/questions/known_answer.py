@@ -25,10 +25,8 @@ _SALT = b"probe"
 def check_known_answer(writer: PromptWriter, ask: Callable[[Request], Answer], class_names: Sequence[str] = ()) -> None:
     """Ask the probe of `writer.prompt`, if there is one, and check its answer.
 
-    `class_names` are the classes of a model with class scores; empty for a model that predicts tokens.
-
-    Raises:
-        CheckpointError: The expected answer is not the most probable one, or the probe cannot be asked.
+    `class_names` are the classes of a model with class scores; empty for a model that predicts tokens. Raises
+    CheckpointError if the expected answer is not the most probable one, or if the probe cannot be asked.
     """
     probe = writer.prompt.probe
     if probe is None:
@@ -39,14 +37,12 @@ def check_known_answer(writer: PromptWriter, ask: Callable[[Request], Answer], c
         raise CheckpointError(f"the probe in {PROMPT_FILE} cannot be asked: {error}", name="probe") from error
     best = max(scores, key=scores.__getitem__)
     if scores[probe.expected] < scores[best]:
-        raise CheckpointError(
+        text = (
             f"the model fails the probe in its {PROMPT_FILE}: its best answer is {best!r} with {scores[best]:.3g}, and "
             f"the expected answer {probe.expected!r} has {scores[probe.expected]:.3g}; check the template and the "
-            "weights",
-            name="probe",
-            value=best,
-            expected=probe.expected,
+            "weights"
         )
+        raise CheckpointError(text, name="probe", value=best, expected=probe.expected)
 
 
 def _probabilities(writer: PromptWriter, probe: KnownAnswer, ask: Callable[[Request], Answer]) -> dict[str, float]:

@@ -44,9 +44,7 @@ def encode_labels(encoder: TextEncoder, prompt: str, labels: Sequence[str]) -> t
     """Return the tokens that each label adds to the rendered `prompt`.
 
     If a label changes the prompt's last token, its own encoding is used instead. Labels must be shielded like prompts.
-
-    Raises:
-        InputError: There are no labels or too many, a label has no tokens, or two labels have the same tokens.
+    Raises InputError for no labels or too many, a label without tokens, and labels with the same tokens.
     """
     labels_by_tokens: dict[LabelTokens, str] = {}
     for label, (tokens, _) in zip(labels, _in_context(encoder, prompt, labels), strict=True):
@@ -126,9 +124,8 @@ def ask_labels(tree: RequestTree, prompt: Tokens, labels: Sequence[LabelTokens],
 class LabelReads:
     """The positions in a `RequestTree` from which labels are read.
 
-    Attributes:
-        first: The index of the prompt's last token; it predicts the first token of each label.
-        sequences: For each label, the sequence of the prompt and the label without its last token.
+    Token `first`, the last one of the prompt, predicts the first token of each label. `sequences` are, for each label,
+    the prompt and the label without its last token.
     """
 
     labels: tuple[LabelTokens, ...]

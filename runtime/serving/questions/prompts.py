@@ -30,13 +30,6 @@ RENDER_SECONDS = 5.0
 class RenderTimeoutError(InputError):
     """A template did not finish within its `expected` seconds."""
 
-    def __init__(self, seconds: float) -> None:
-        super().__init__(
-            f"the chat template did not finish within {seconds:g} s; check it for a loop, or send shorter messages",
-            name="chat_template",
-            expected=seconds,
-        )
-
 
 class _Expired(BaseException):
     """Raised inside the code that takes too long; `except Exception` in a template does not catch it."""
@@ -70,7 +63,11 @@ class RenderLimit:
                 with self._lock:
                     self._deadlines.pop(thread, None)
         except _Expired:
-            raise RenderTimeoutError(self.seconds) from None
+            text = (
+                f"the chat template did not finish within {self.seconds:g} s; check it for a loop, or send shorter "
+                "messages"
+            )
+            raise RenderTimeoutError(text, name="chat_template", expected=self.seconds) from None
 
     def _watch(self) -> None:
         while True:
@@ -126,13 +123,11 @@ class PromptWriter:
         except InputError as error:
             raise CheckpointError(f"this checkpoint's template fails: {error}", name="chat_template") from error
         if probe not in rendered:
-            raise CheckpointError(
+            text = (
                 f"this checkpoint's template omits the text: it renders {probe!r} as {rendered[:200]!r}; correct its "
-                "chat_template or prompt.json",
-                name="chat_template",
-                value=rendered[:200],
-                expected=probe,
+                "chat_template or prompt.json"
             )
+            raise CheckpointError(text, name="chat_template", value=rendered[:200], expected=probe)
 
     def check_length(self, text: str, name: str) -> None:
         """Raise TooLargeError if the text has too many characters to fit, without encoding it."""
@@ -141,10 +136,7 @@ class PromptWriter:
         check_limit(f"the length of {name} in characters", len(text), most, advice, name=name)
 
     def ask(self, text: str, name: str = "the text") -> str:
-        """Return the prompt for `text`: its only message, or `{text}` of the template.
-
-        A text that is longer than `max_text_tokens` of `prompt.json` is cut.
-        """
+        """Return the prompt for `text` as its only message or `{text}`, cut to `max_text_tokens` of prompt.json."""
         if self._cut_tokens is not None:
             text = self.encoder.cut(text, self._cut_tokens)
         return self.render(text, name)
@@ -186,14 +178,11 @@ class PromptWriter:
     def chat(self, messages: Sequence[Mapping[str, str]], **options: Any) -> str:
         """Return the prompt of messages, each with `role` and `content`; `options` are variables of the template.
 
-        Raises:
-            InputError: There is no chat template, it raises an error, or it takes too long.
+        Raises InputError if there is no chat template, it raises an error, or it takes too long.
         """
         if not self.has_chat_template:
-            raise InputError(
-                "this checkpoint has no chat template, so it takes no messages; send a text to /v1/completions",
-                name="messages",
-            )
+            text = "this checkpoint has no chat template, so it takes no messages; send a text to /v1/completions"
+            raise InputError(text, name="messages")
         for number, message in enumerate(messages):
             self.check_length(message["content"], f"messages[{number}].content")
         shielded = [{**message, "content": self.encoder.shield(message["content"])} for message in messages]
@@ -214,10 +203,7 @@ class PromptWriter:
         return self.encoder.shield(text)
 
     def encode(self, rendered: Sequence[str]) -> list[Tokens]:
-        """Return the tokens of rendered prompts.
-
-        A chat template contains all special tokens. For other prompts the tokenizer adds its own.
-        """
+        """Return the tokens of rendered prompts, with the tokenizer's special ones unless a chat template has them."""
         return self.encoder.encode_all(rendered, add_special=not self.has_chat_template)
 
     def encode_plain(self, texts: Sequence[str], *, add_special: bool = True, name: str = "the text") -> list[Tokens]:

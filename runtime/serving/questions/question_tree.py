@@ -33,11 +33,9 @@ from moepass.runtime.serving.requests.request import Request
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QuestionAnswer:
-    """The probability of each option of a question; they sum to 1.
+    """The probability of each option of a question; they sum to 1. `mass` is that of all its labels together.
 
-    Attributes:
-        mass: The probability that the model gives to all labels of the question together.
-        refusal: The reason if the model cannot answer the question; then `probabilities` is empty.
+    If the model cannot answer the question, `refusal` is the reason and `probabilities` is empty.
     """
 
     probabilities: tuple[float, ...] = ()
@@ -58,10 +56,8 @@ class QuestionTree:
     """Questions about one input, as one request.
 
     With `order_invariant`, the answer is the mean over several orders of the options. Errors contain `text_name` as the
-    name of the input, and `names` as those of the questions.
-
-    Raises:
-        InputError: A prompt is too long, or the labels of a question cannot be distinguished.
+    name of the input, and `names` as those of the questions. Raises InputError if a prompt is too long, or the labels
+    of a question cannot be distinguished.
     """
 
     def __init__(
@@ -159,12 +155,7 @@ def _mean_over_orders(asked: Sequence[_Asked] | str, answer: TreeAnswer | None) 
 
 
 def checked_question(kind: QuestionKind, text: str, options: Sequence[Option], name: str, option_noun: str) -> Question:
-    """Return a question with these options.
-
-    Raises:
-        InputError: The number of options is not between 2 and MOST_CHOICES. The message uses `name` for the question
-            and `option_noun` for its options.
-    """
+    """Return a question. Raise InputError, with `name` and `option_noun`, unless it has 2 to MOST_CHOICES options."""
     if not 2 <= len(options) <= MOST_CHOICES:
         problem = f"{name} has {len(options)} {option_noun}; a question takes 2 to {MOST_CHOICES}"
         raise InputError(problem, name=name, value=len(options), expected=range(2, MOST_CHOICES + 1))

@@ -22,10 +22,8 @@ _RELEVANT = Question("predicate", "Is the document relevant to the query?", (Opt
 class PairTree:
     """Pairs of query and document, as one request, for the class scores of the model's head or for predicted tokens.
 
-    Errors contain `names` as the names of the queries and the documents.
-
-    Raises:
-        InputError: A pair is too long, or the model cannot compare texts.
+    Errors contain `names` as the names of the queries and the documents. Raises InputError if a pair is too long, or
+    the model cannot compare texts.
     """
 
     def __init__(

@@ -64,12 +64,8 @@ class RequestTree:
         if not len(sequence):
             raise InputError(f"{name} has no tokens; send at least one", name=name, value=0, expected="1 or more")
         if len(sequence) > self._most:
-            raise InputError(
-                f"{name} has {len(sequence)} tokens, but this model takes at most {self._most}; send a shorter text",
-                name=name,
-                value=len(sequence),
-                expected=self._most,
-            )
+            text = f"{name} has {len(sequence)} tokens, but this model takes at most {self._most}; send a shorter text"
+            raise InputError(text, name=name, value=len(sequence), expected=self._most)
         self._sequences.append(sequence)
         return len(self._sequences) - 1
 

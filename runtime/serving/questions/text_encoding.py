@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import re
 import secrets
 from collections.abc import Sequence
@@ -88,7 +89,7 @@ class TextEncoder:
         Their shared start is encoded once if it is long. Raise InputError if a text is not valid Unicode, or if the
         user's text would become a control token.
         """
-        shared = _shared_start(rendered) if len(rendered) > 2 else ""
+        shared = os.path.commonprefix(list(rendered)) if len(rendered) > 2 else ""  # noqa: RUF071  not paths
         if (len(shared) - _CONTEXT_CHARACTERS) * (len(rendered) - 3) < _SAVED_CHARACTERS:
             return self._encode_batch(rendered, add_special)
         first, last = self._encode_batch([rendered[0], rendered[-1]], add_special)
@@ -156,9 +157,8 @@ class TextEncoder:
         try:
             return self._renamed.encode_batch(list(named), add_special_tokens=add_special)
         except (TypeError, UnicodeError) as error:  # Python strings may contain lone surrogates
-            raise InputError(
-                "the text is not valid Unicode: it contains half of a surrogate pair; remove it", name="text"
-            ) from error
+            text = "the text is not valid Unicode: it contains half of a surrogate pair; remove it"
+            raise InputError(text, name="text") from error
 
     def _encode_batch(self, rendered: Sequence[str], add_special: bool) -> list[Tokens]:
         return self._original_ids(self._batch([*map(self._with_new_names, rendered)], add_special))
@@ -175,20 +175,12 @@ class TextEncoder:
             forged &= np.fromiter(masks, np.int32) == 0
             if forged.any():
                 content = self.control_tokens[int(ids[forged][0])]
-                raise InputError(
-                    f"the text contains {content!r}, which this tokenizer always encodes as a control token; remove it",
-                    name="text",
-                    value=content,
+                text = (
+                    f"the text contains {content!r}, which this tokenizer always encodes as a control token; remove it"
                 )
+                raise InputError(text, name="text", value=content)
         ends = [0, *itertools.accumulate(map(len, renamed_ids))]
         return [ids[start:end] for start, end in itertools.pairwise(ends)]
-
-
-def _shared_start(texts: Sequence[str]) -> str:
-    # All texts start with the common prefix of the first and the last one in alphabetical order.
-    first, last = min(texts), max(texts)
-    pairs = enumerate(zip(first, last, strict=False))
-    return first[: next((index for index, (left, right) in pairs if left != right), len(first))]
 
 
 def _is_control(token: dict[str, Any]) -> bool:

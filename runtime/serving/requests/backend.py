@@ -76,14 +76,11 @@ async def answer_within(seconds: float, answer: Awaitable[Answer]) -> Answer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BackendStatus:
-    """The abilities and the current state of a backend.
+    """The abilities of a backend, and its state: unless that is "ready", requests raise NotServingError.
 
-    Attributes:
-        state: "ready" if requests are answered; otherwise they raise NotServingError.
-        predicts_tokens: the head gives next-token probabilities, which `TokenRead` and `is_scored` need.
-        vector: kind of the vectors that `TokenPiece.vector` returns, None if the model has none.
-        details: descriptions for people, such as how the model runs.
-        metrics: sums since the start, by name.
+    `predicts_tokens` says that the head gives next-token probabilities, which `TokenRead` and `is_scored` need.
+    `vector` is the kind of the vectors that `TokenPiece.vector` returns, None if the model has none. `details` are for
+    people, such as how the model runs, and `metrics` are sums since the start, by name.
     """
 
     state: ServingState
@@ -101,7 +98,6 @@ class Backend(Protocol):
 
     def check_room(self) -> None:
         """Raise QueueFullError or NotServingError if a new call would be refused now. Does not wait."""
-        ...
 
     async def answer(
         self, request: Request, *, priority: int = 0, timeout_seconds: float, is_admitted: bool = False
@@ -111,18 +107,12 @@ class Backend(Protocol):
         `is_admitted`: `check_room` has already passed for the call that this request belongs to. A queue that the call
         itself has filled must not refuse its remaining requests.
 
-        Raises:
-            QueueFullError: too much work is waiting.
-            NotServingError: no rank answers requests.
-            SequenceTooLongError: a sequence is longer than the model takes.
-            AnswerTimeoutError: after `timeout_seconds`.
+        Raises QueueFullError if too much work is waiting, NotServingError if no rank answers requests,
+        SequenceTooLongError if the model does not take a sequence, and AnswerTimeoutError after `timeout_seconds`.
         """
-        ...
 
     def status(self) -> BackendStatus:
         """Return the abilities and the current state, without waiting."""
-        ...
 
     async def view(self) -> BackendView:
         """Return the state of the ranks for the status page. Waits briefly for the ranks."""
-        ...

@@ -58,9 +58,8 @@ class Request:
 
     Requests with different salts share neither cached nor computed tokens.
 
-    Raises:
-        InputError: there is no piece, a piece has no tokens, a parent is not an earlier piece, or a read lies outside
-            its piece.
+    Raises InputError if there is no piece, a piece has no tokens, a parent is not an earlier piece, or a read lies
+    outside its piece.
     """
 
     id: str

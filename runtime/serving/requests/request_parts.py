@@ -55,10 +55,7 @@ def prompt_and_branches(request: Request) -> tuple[int, list[list[int]]]:
 
 
 def request_part(prompt: int, behind: Iterable[int], *, answers_prompt: bool) -> RequestPart:
-    """Return the part with the first `prompt` pieces and the pieces `behind` them.
-
-    `answers_prompt` says whether this part also answers the pieces of the prompt.
-    """
+    """Return the part with the first `prompt` pieces, answered if `answers_prompt`, and those `behind` them."""
     chain, pieces = tuple(range(prompt)), tuple(sorted(behind))
     return RequestPart(chain + pieces, frozenset(chain + pieces if answers_prompt else pieces))
 

@@ -12,16 +12,10 @@ _TOKEN_BYTES = 4
 class TokenTrie:
     """A radix tree whose nodes are runs of tokens without a branch.
 
-    Nodes are numbered in the order of their creation, and each list has one entry per node. A sequence is inserted as a
-    range of `tokens` below an existing node, so a caller that knows the shared prefix skips it. Whole runs are compared
-    at once, not token by token.
-
-    Attributes:
-        tokens: [n] the tokens of everything that is inserted.
-        starts: index into `tokens` of the first token of each node.
-        parents: the node above each node, -1 for a root.
-        depths: position in the sequence at which each node begins.
-        ends: position in the sequence at which each node ends.
+    Nodes are numbered in the order of their creation, and each list has one entry per node: the index into `tokens` of
+    its first token, the node above it, -1 for a root, and the positions in the sequence at which it begins and ends. A
+    sequence is inserted as a range of `tokens` [n] below an existing node, so a caller that knows the shared prefix
+    skips it. Whole runs are compared at once, not token by token.
     """
 
     def __init__(self, tokens: Tokens) -> None:

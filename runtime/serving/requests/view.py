@@ -1,7 +1,4 @@
-"""Records for the status page: the ranks, the last step of each, and histograms of durations.
-
-They hold no token and no text, because those belong to clients.
-"""
+"""Records for the status page, without tokens or texts of clients: ranks, their last steps, and histograms."""
 
 from __future__ import annotations
 
@@ -16,13 +13,9 @@ RankState = Literal["starting", "ready", "lost"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepNode:
-    """A run of tokens without a branch in the trie of a step.
+    """A run of `tokens` tokens without a branch in the trie of a step; the output of `reads` of them is read.
 
-    Attributes:
-        parent: index of the node before it, -1 for a root.
-        tokens: number of tokens.
-        is_cached: the tokens were read from the cache, not computed.
-        reads: number of tokens whose output is read.
+    `parent` is the index of the node before it, -1 for a root. Cached tokens were not computed.
     """
 
     parent: int
@@ -33,19 +26,11 @@ class StepNode:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepView:
-    """A finished step.
+    """A finished step; `number` counts the steps since the rank became ready.
 
-    Attributes:
-        number: counts the steps since the rank became ready.
-        age_seconds: time since the step ended.
-        requests: number of requests in the step.
-        tokens: computed tokens.
-        cached_tokens: tokens read from the cache, each counted once.
-        flops: computed FLOPs.
-        unshared_flops: FLOPs if each request ran alone and without a cache.
-        seconds: duration of the step.
-        nodes: the trie, level by level, so that parents come first; limited to a few hundred nodes.
-        left_out: number of nodes beyond that limit.
+    `age_seconds` is the time since the step ended. `cached_tokens` counts each token that was read from the cache once.
+    `unshared_flops` are the FLOPs if each request ran alone and without a cache. `nodes` is the trie, level by level,
+    so that parents come first; `left_out` nodes exceed a limit of a few hundred.
     """
 
     number: int
@@ -62,15 +47,7 @@ class StepView:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineView:
-    """The last step of an engine and the occupancy of its cache.
-
-    Attributes:
-        step: None before the first step.
-        cache_blocks: blocks of the cache.
-        cached_blocks: blocks with content.
-        used_blocks: blocks that the running step uses.
-        block_bytes: size of a block.
-    """
+    """The last step of an engine, None before the first, and the blocks of its cache: all, filled, and in use."""
 
     step: StepView | None = None
     cache_blocks: int = 0
@@ -83,14 +60,10 @@ class EngineView:
 class RankView:
     """A rank as the router and the rank itself see it.
 
-    Attributes:
-        load_flops: FLOPs of all assigned work without an answer.
-        saturation_flops: FLOPs of a full step, which hides the transfers of experts.
-        most_load_flops: the rank takes no more work at this load or above; None for no limit.
-        open_requests: requests, or parts of requests, that are assigned and unanswered.
-        flops_per_second: FLOPs per second of a full step.
-        form: whether a step is a trie or padded rows; None if unknown.
-        form_text: a sentence with the form and the reason.
+    `load_flops` and `open_requests` are the FLOPs and the number of all assigned requests, or parts of requests,
+    without an answer. `saturation_flops` and `flops_per_second` are those of a full step, which hides the transfers of
+    experts. At a load of `most_load_flops` or above, the rank takes no more work; None for no limit. `form_text` is a
+    sentence with the form and the reason.
     """
 
     rank: int

@@ -145,10 +145,7 @@ class BlockTables:
             run = run.parent
 
     def _split(self, run: PendingRun, middle: int) -> PendingRun:
-        """Split a run in two and return the beginning, which is the new run.
-
-        The old run becomes the end, because that is what callers of `release` refer to.
-        """
+        """Split a run and return the beginning, a new run. The old one, which `release` refers to, becomes the end."""
         head = PendingRun(run.blocks, run.start, middle, run.parent, run.counts, run.ranks)
         self._runs[run.blocks[run.start]] = head
         self._runs[run.blocks[middle]] = run

@@ -18,10 +18,6 @@ MOST_PASSED_OVER = 1024
 class PrefixRouter(RankRouter):
     """A policy that picks the unsaturated rank with the longest held prefix, and the least loaded one if several tie.
 
-    A longer match always saves more FLOPs, so the number of blocks decides. Two rules consider more than one request
-    and one rank: `_wait` (wait for a saturated rank, or compute the prefix on another rank) and `_split` (distribute
-    the questions of one request).
-
     It takes the arguments of `RankRouter`, the rate of a rank from the plan, and whether the questions of a request may
     go to several ranks (`splits`).
     """
@@ -59,10 +55,7 @@ class PrefixRouter(RankRouter):
     def _wait(self, work: Work, holders: int, blocks: int, now: float) -> bool:
         """Park work for one of the saturated `holders` of its prefix, and return whether it was parked.
 
-        The holders have `blocks` of the prompt, more than any open rank. Other work goes first for as long as the
-        holder needs for its load, according to the plan. After that, or if there is no other work, an open rank
-        computes the prefix again and holds it from then on, unless computing it takes longer than the wait. A request
-        that would miss its deadline does not wait.
+        The holders have `blocks` of the prompt, more than any open rank. README.md explains the rule.
         """
         request = work.request
         holder = self._least_loaded(holders)
@@ -84,10 +77,7 @@ class PrefixRouter(RankRouter):
         return True
 
     def _split(self, work: Work, first: int, blocks: int) -> tuple[RankChoice, ...]:
-        """Distribute questions over more ranks while the request ends earlier by more than the prompt costs there.
-
-        A step below saturation takes no less time, so load below the threshold is ignored.
-        """
+        """Distribute questions over more ranks while the request ends earlier by more than the prompt costs there."""
         unsplit = ((first, blocks, work.questions),)
         request = work.request
         total = sum(question.flops for question in work.questions)

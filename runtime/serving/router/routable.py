@@ -25,16 +25,14 @@ class FlopsFormula(Protocol):
 
         The result is monotonic in both arguments, and additive: `flops(0, p) + flops(p, n) == flops(0, p + n)`.
         """
-        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RoutableQuestion:
     """Pieces behind the prompt that one rank computes together, such as a question and its labels.
 
-    Attributes:
-        parts: ascending indices of the pieces, counted from the end of the prompt.
-        runs: tokens before, and tokens of, each run to compute.
+    `parts` are their ascending indices, counted from the end of the prompt. `runs` are the tokens before, and the
+    tokens of, each run to compute.
     """
 
     parts: tuple[int, ...]

@@ -1,8 +1,4 @@
-"""The state of requests and ranks that all routing policies share: events in, decisions out.
-
-Loads are exact integers. An assignment carries the number that it adds, and exactly this number is subtracted when it
-is done, withdrawn or lost. It is never recomputed.
-"""
+"""The state of requests and ranks that all routing policies share: events in, decisions out."""
 
 from __future__ import annotations
 
@@ -65,11 +61,6 @@ class RankRouter(abc.ABC):
     def loads(self) -> tuple[int, ...]:
         """For each rank, the FLOPs of its unfinished assignments, without padding."""
         return tuple(self._loads)
-
-    @property
-    def assignments(self) -> tuple[Assignment, ...]:
-        """The unfinished assignments, in the order of their creation."""
-        return tuple(work.assignment for work in self._running.values() if work.assignment)
 
     # Events of requests
 
@@ -146,18 +137,12 @@ class RankRouter(abc.ABC):
     # Events of ranks
 
     def block_stored(self, rank: int, block: BlockHash) -> None:
-        """Record that the cache of `rank` holds a block and all blocks before it.
-
-        A rank reports this before it reports the assignment as done.
-        """
+        """Record that the cache of `rank` holds a block and all before it. A rank reports this before `done`."""
         if self._is_available(rank):
             self.tables.store(rank, block)
 
     def block_evicted(self, rank: int, block: BlockHash) -> None:
-        """Record that the cache of `rank` no longer holds a block.
-
-        Later blocks of the same prompt, useless without it, are evicted before it.
-        """
+        """Record that the cache of `rank` evicted a block. Later blocks of the same prompt are evicted before it."""
         if self._is_available(rank):
             self.tables.evict(rank, block)
 

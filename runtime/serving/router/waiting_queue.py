@@ -1,8 +1,6 @@
 """Work, which is a request or a part of it, and the queue of unassigned work.
 
-A level of priority is worth a fixed waiting time, so work is ordered by `arrived - priority · PRIORITY_SECONDS`. The
-order never changes over time, and work that waits long enough comes first. Work that is parked for a saturated rank
-keeps this order for that rank. For other ranks it is delayed by its patience.
+Work that is parked for a saturated rank keeps its order for that rank. For other ranks it is delayed by its patience.
 """
 
 from __future__ import annotations
@@ -96,10 +94,7 @@ class WaitingQueue:
             self._add(self._heap, work.queue_key, work)
 
     def park(self, work: Work, rank: int, patience_seconds: float | None) -> None:
-        """Add work for `rank`.
-
-        For other ranks it counts as arriving `patience_seconds` later; with None, they never get it.
-        """
+        """Add work for `rank`. For others it arrives `patience_seconds` later; with None, they never get it."""
         self._count(work)
         work.is_parked = True
         work.may_wait = False

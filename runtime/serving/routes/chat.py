@@ -12,16 +12,7 @@ from moepass.models.errors import InputError
 from moepass.runtime.serving.questions.request_tree import RequestTree
 from moepass.runtime.serving.questions.text_encoding import TokenTexts
 from moepass.runtime.serving.requests.request import Tokens
-from moepass.runtime.serving.routes.completions import (
-    CompletionUsage,
-    SamplingBody,
-    TopCount,
-    check_decoding,
-    check_sampling,
-    event_stream,
-    json_log_probability,
-    usage_of,
-)
+from moepass.runtime.serving.routes import completions
 from moepass.runtime.serving.routes.message_text import Content, content_text
 from moepass.runtime.serving.routes.service import Call, CreatedReply, Route, json_response
 
@@ -33,14 +24,14 @@ class ChatMessage(msgspec.Struct):
     content: Content
 
 
-class ChatBody(SamplingBody):
+class ChatBody(completions.SamplingBody):
     """OpenAI's body of /v1/chat/completions. Only one token can be requested."""
 
     messages: list[ChatMessage]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
-    top_logprobs: TopCount | None = None
+    top_logprobs: completions.TopCount | None = None
     tools: list[Any] | None = None
     response_format: dict[str, Any] | None = None
 
@@ -87,7 +78,7 @@ class ChatReply(CreatedReply):
     """The reply of /v1/chat/completions."""
 
     choices: list[ChatChoice]
-    usage: CompletionUsage
+    usage: completions.CompletionUsage
     object: Literal["chat.completion"] = "chat.completion"
 
 
@@ -104,7 +95,7 @@ class ChatChunk(CreatedReply):
     """A server-sent event of a streamed chat completion."""
 
     choices: list[ChunkChoice]
-    usage: CompletionUsage | None = None
+    usage: completions.CompletionUsage | None = None
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
 
 
@@ -112,8 +103,8 @@ async def chat(call: Call) -> Response:
     """Answer a conversation with its most likely next token."""
     body = call.body(ChatBody)
     limit = "max_completion_tokens" if body.max_tokens is None else "max_tokens"
-    check_decoding(getattr(body, limit), limit, least=1)
-    check_sampling(body)
+    completions.check_decoding(getattr(body, limit), limit, least=1)
+    completions.check_sampling(body)
     for name, value in (("tools", body.tools), ("response_format", body.response_format)):
         if value and value != {"type": "text"}:
             raise InputError(f"{name} is not supported, because the answer is a single token; remove it", name=name)
@@ -128,7 +119,10 @@ async def chat(call: Call) -> Response:
     answer = await call.answer_tree(tree)
     best = answer.top(number, len(prompt) - 1, max(1, count))
     texts = TokenTexts(call.writer.tokenizer)
-    listed = [ListedToken(texts.name(token), json_log_probability(value), texts.utf8(token)) for token, value in best]
+    listed = [
+        ListedToken(texts.name(token), completions.json_log_probability(value), texts.utf8(token))
+        for token, value in best
+    ]
     answered = listed[0]
     logprobs = None
     if body.logprobs:
@@ -136,14 +130,14 @@ async def chat(call: Call) -> Response:
     is_end = best[0][0] in texts.end_tokens
     finish: Literal["stop", "length"] = "stop" if is_end else "length"
     message = ChatReplyMessage("" if is_end else texts.text([best[0][0]]))
-    usage = usage_of(call, [len(prompt)], 1)
+    usage = completions.usage_of(call, [len(prompt)], 1)
     identity = call.reply_fields("chatcmpl")
     if not body.stream:
         return json_response(ChatReply(*identity, [ChatChoice(message, logprobs, finish)], usage))
     chunks = [ChatChunk(*identity, [ChunkChoice(message, logprobs, finish)])]
     if body.stream_options is not None and body.stream_options.include_usage:
         chunks.append(ChatChunk(*identity, [], usage))
-    return event_stream(chunks)
+    return completions.event_stream(chunks)
 
 
 def encode_messages(call: Call, messages: Sequence[ChatMessage], **options: Any) -> Tokens:

@@ -208,13 +208,11 @@ def json_log_probability(log_probability: float) -> float:
 def check_decoding(count: int | None, name: str, *, least: int) -> None:
     """Raise DecodingError if more than one token is requested, and InputError for fewer than `least`."""
     if count is None or count > 1:
-        raise DecodingError(
+        text = (
             f"{name} is {'missing' if count is None else count}, but this server computes one prefill and does not "
-            f"decode; set {name} to {'0 or 1' if least == 0 else '1'}",
-            name=name,
-            value=count,
-            expected=range(least, 2),
+            f"decode; set {name} to {'0 or 1' if least == 0 else '1'}"
         )
+        raise DecodingError(text, name=name, value=count, expected=range(least, 2))
     if count < least:
         raise InputError.wrong(name, count, "0 or 1" if least == 0 else "1")
 
@@ -229,10 +227,8 @@ def check_sampling(body: SamplingBody) -> None:
         if value := getattr(body, name):
             raise InputError.wrong(name, value, "0, because the model's log-probabilities are returned unchanged")
     if body.logit_bias:
-        raise InputError(
-            "logit_bias is not supported, because the model's log-probabilities are returned unchanged; remove it",
-            name="logit_bias",
-        )
+        text = "logit_bias is not supported, because the model's log-probabilities are returned unchanged; remove it"
+        raise InputError(text, name="logit_bias")
 
 
 def usage_of(call: Call, prompt_tokens: Sequence[int], completion_tokens: int) -> CompletionUsage:

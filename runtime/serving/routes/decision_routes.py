@@ -273,9 +273,8 @@ def _question(question: DecisionPredicate | DecisionChoice | DecisionScore, name
             values = [option.value for option in question.choices]
             # The string "true" and the boolean true are different values in JSON.
             if len({(type(value), value) for value in values}) < len(values):
-                raise InputError(
-                    f"{name}.choices contains a value twice; values must be unique", name=f"{name}.choices"
-                )
+                problem = f"{name}.choices contains a value twice; values must be unique"
+                raise InputError(problem, name=f"{name}.choices")
             options = [Option(_value_text(option.value), option.description or "") for option in question.choices]
             return checked_question("choice", text, options, f"{name}.choices", "values")
         case DecisionScore():
@@ -328,9 +327,8 @@ async def _labelled(call: Call) -> LabelledReply:
     ):
         if value != supported:
             default = msgspec.json.encode(supported).decode()
-            raise InputError(
-                f"{name} is not supported; remove it, or send its default {default}", name=name, expected=supported
-            )
+            text = f"{name} is not supported; remove it, or send its default {default}"
+            raise InputError(text, name=name, expected=supported)
     if body.prompt_format_version not in (None, SGLANG_VERSION):
         raise InputError.wrong("prompt_format_version", body.prompt_format_version, str(SGLANG_VERSION))
     ids = [question.id for question in body.questions]
@@ -347,28 +345,26 @@ async def _labelled(call: Call) -> LabelledReply:
 
 
 def _labelled_tree(call: Call, body: LabelledBody) -> QuestionTree:
-    text = check_not_blank(json_text(body.input, compact=True), "input")
+    text = check_not_blank(json_text(body.input), "input")
     names = [_question_name(number, question.id) for number, question in enumerate(body.questions)]
     questions = [_labelled_question(question, name) for question, name in zip(body.questions, names, strict=True)]
     return QuestionTree(call.writer, text, questions, SGLANG, order_invariant=body.order_invariant, names=names)
 
 
 def _labelled_question(question: LabelledChoice | LabelledScore | LabelledYesNo, name: str) -> Question:
-    text = json_text(question.question, compact=True)
+    text = json_text(question.question)
     match question:
         case LabelledChoice():
             names = [option.name for option in question.options]
             if len(set(names)) < len(names):
                 raise InputError(f"{name} has two options with the same name; names must be unique", name=name)
-            options = [Option(option.name, json_text(option.description, compact=True)) for option in question.options]
+            options = [Option(option.name, json_text(option.description)) for option in question.options]
             return checked_question("choice", text, options, name, "options")
         case LabelledScore():
-            levels = [
-                Option(str(number), json_text(level, compact=True)) for number, level in enumerate(question.levels)
-            ]
+            levels = [Option(str(number), json_text(level)) for number, level in enumerate(question.levels)]
             return checked_question("score", text, levels, name, "levels")
         case LabelledYesNo():
-            described = [json_text(value, compact=True) for value in (question.yes, question.no)]
+            described = [json_text(value) for value in (question.yes, question.no)]
             return Question("predicate", text, (Option("yes", described[0]), Option("no", described[1])))
 
 

@@ -22,12 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from moepass.models.errors import InputError, MoepassError
-from moepass.runtime.serving.requests.backend import (
-    AnswerTimeoutError,
-    NotServingError,
-    QueueFullError,
-    SequenceTooLongError,
-)
+from moepass.runtime.serving.requests import backend
 
 logger = logging.getLogger("moepass")
 
@@ -83,14 +78,14 @@ def response_of(error: Exception, fields: Set[str] = frozenset()) -> Response:
     match error:
         case HttpError():
             return error_response(error.status, _text(error), param=_param(error.name, fields), code=error.code)
-        case QueueFullError():
+        case backend.QueueFullError():
             headers = {"Retry-After": str(max(1, math.ceil(error.retry_after_seconds)))}
             return error_response(429, _text(error), code="queue_full", headers=headers)
-        case NotServingError():
+        case backend.NotServingError():
             return error_response(503, _text(error), code="not_serving", headers={"Retry-After": "1"})
-        case AnswerTimeoutError():
+        case backend.AnswerTimeoutError():
             return error_response(504, _text(error), code="timeout")
-        case SequenceTooLongError():
+        case backend.SequenceTooLongError():
             return error_response(400, _text(error), code="context_length_exceeded")
         case InputError():
             return error_response(400, _text(error), param=_param(error.name, fields))

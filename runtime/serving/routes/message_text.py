@@ -50,8 +50,7 @@ def content_text(content: Content, name: str) -> str:
 def input_text(items: str | Sequence[InputItem], name: str = "input") -> str:
     """Return the text of an input: the content of a single user message, or a transcript with roles.
 
-    Raises:
-        InputError: The input is blank, a role or type is unknown, a part is an image, or a tool output has no call.
+    Raises InputError if it is blank, a role or type is unknown, a part is an image, or a tool output has no call.
     """
     if isinstance(items, str):
         return check_not_blank(items, name)
@@ -64,7 +63,7 @@ def input_text(items: str | Sequence[InputItem], name: str = "input") -> str:
     return "\n".join(_item_text(item, f"{name}[{number}]", calls) for number, item in enumerate(items))
 
 
-def json_text(value: str | dict[str, Any] | list[Any] | None, *, compact: bool) -> str:
+def json_text(value: str | dict[str, Any] | list[Any] | None, *, compact: bool = True) -> str:
     """Return a text unchanged, "" for None, and any other value as JSON: compact, or with Python's spaces."""
     if value is None:
         return ""
@@ -88,11 +87,9 @@ def _item_text(item: InputItem, name: str, calls: dict[tuple[str, str], bool]) -
         return f"{item.type} {_required(item.name, 'name', name)}: {arguments}"
     if item.type in _CALLS.values():
         if (item.type, _required(item.call_id, "call_id", name)) not in calls:
+            text = f"{name}.call_id is {item.call_id!r}, but no call before it has this id; send the call first"
             raise InputError(
-                f"{name}.call_id is {item.call_id!r}, but no call before it has this id; send the call first",
-                name=f"{name}.call_id",
-                value=item.call_id,
-                expected=[call_id for _, call_id in calls],
+                text, name=f"{name}.call_id", value=item.call_id, expected=[call_id for _, call_id in calls]
             )
         return f"{item.type}: {content_text(_required(item.output, 'output', name), f'{name}.output')}"
     types = ("message", *_CALLS, *_CALLS.values())
@@ -102,10 +99,9 @@ def _item_text(item: InputItem, name: str, calls: dict[tuple[str, str], bool]) -
 
 def _part_text(part: InputPart, name: str) -> str:
     if "image" in part.type or "audio" in part.type or "video" in part.type or "file" in part.type:
-        raise InputError(
-            f"{name} has type {part.type[:100]!r}, but this server only takes text and JSON", name=name, value=part.type
-        )
-    text = json_text(part.data, compact=True) if part.type == "input_json" else (part.text or part.refusal)
+        problem = f"{name} has type {part.type[:100]!r}, but this server only takes text and JSON"
+        raise InputError(problem, name=name, value=part.type)
+    text = json_text(part.data) if part.type == "input_json" else (part.text or part.refusal)
     if part.type not in ("text", "input_text", "output_text", "refusal", "input_json"):
         problem = f"{name}.type is {part.type[:100]!r}; it must be text, input_text, output_text, refusal or input_json"
         raise InputError(problem, name=f"{name}.type", value=part.type)

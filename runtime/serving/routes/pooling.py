@@ -18,20 +18,14 @@ from moepass.runtime.serving.questions.relevance import class_probabilities
 from moepass.runtime.serving.questions.request_tree import RequestTree
 from moepass.runtime.serving.requests.answer import Floats
 from moepass.runtime.serving.requests.request import Tokens
-from moepass.runtime.serving.routes.prompt_inputs import (
-    Inputs,
-    check_answer_size,
-    check_count,
-    encode_prompts,
-    parse_prompts,
-)
+from moepass.runtime.serving.routes import prompt_inputs
 from moepass.runtime.serving.routes.service import Call, CreatedReply, ModelBody, Priority, Route, TokenUsage
 
 
 class VectorBody(ModelBody):
     """OpenAI's body of /v1/embeddings, and vLLM's of /classify and /pooling."""
 
-    input: Inputs
+    input: prompt_inputs.Inputs
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
     task: str | None = None
@@ -57,7 +51,7 @@ class EmbeddingReply(msgspec.Struct):
 class PlainBody(msgspec.Struct):
     """The body of /embed, as in text-embeddings-inference."""
 
-    inputs: Inputs
+    inputs: prompt_inputs.Inputs
     normalize: bool = True
     dimensions: int | None = None
     priority: Priority = 0
@@ -129,7 +123,7 @@ async def embed_plain(call: Call) -> list[list[float]]:
 async def classify(call: Call) -> ClassifyReply:
     """Return the most likely class of each input, with the probabilities of all classes."""
     body = call.body(VectorBody)
-    prompts = await call.prepare(parse_prompts, call, body.input, "input")
+    prompts = await call.prepare(prompt_inputs.parse_prompts, call, body.input, "input")
     names = _class_names(call)
     data = [
         ClassifiedText(index, names[scores.index(max(scores))], scores, len(scores))
@@ -147,7 +141,7 @@ async def pool(call: Call) -> PoolingReply:
         supported = f"one of {', '.join(tasks)}" if tasks else "left out, because this model supports no pooling task"
         raise InputError.wrong("task", body.task, supported)
     if kind == "class scores":
-        prompts = await call.prepare(parse_prompts, call, body.input, "input")
+        prompts = await call.prepare(prompt_inputs.parse_prompts, call, body.input, "input")
         pooled = [np.array(scores, np.float32) for scores in await _class_scores(call, "input", prompts)]
     else:
         pooled = [_normalise(vector) for vector in await _embeddings(call, "input", body.input, body.dimensions)]
@@ -159,7 +153,7 @@ async def predict(call: Call) -> list[Prediction] | list[list[Prediction]]:
     """Return all classes with their scores, best first."""
     body = call.body(PredictBody)
     texts: list[list[str]] = [[body.inputs]] if isinstance(body.inputs, str) else _texts(body.inputs)
-    check_count(texts, "inputs")
+    prompt_inputs.check_count(texts, "inputs")
     prompts = await call.prepare(_joined, call, texts)
     all_scores = await _class_scores(call, "inputs", prompts, is_raw=body.raw_scores)
     names = _class_names(call)
@@ -171,7 +165,7 @@ async def predict(call: Call) -> list[Prediction] | list[list[Prediction]]:
 
 
 def _texts(inputs: Sequence[str | list[str]]) -> list[list[str]]:
-    check_count(inputs, "inputs")
+    prompt_inputs.check_count(inputs, "inputs")
     single_texts = [text for text in inputs if isinstance(text, str)]
     texts = [text for text in inputs if isinstance(text, list)]
     if single_texts and texts:
@@ -187,9 +181,8 @@ def _joined(call: Call, texts: Sequence[Sequence[str]]) -> list[str] | list[Toke
     if all(len(text) == 1 for text in texts):
         return [text[0] for text in texts]
     if call.service.backend.status().vector != "class scores":
-        raise InputError(
-            "this model classifies single texts, not pairs; send a list of lists of one text", name="inputs"
-        )
+        problem = "this model classifies single texts, not pairs; send a list of lists of one text"
+        raise InputError(problem, name="inputs")
     return [
         call.writer.encode_pairs([(text[0], text[1])], ("inputs", "inputs"))[0]
         if len(text) == 2
@@ -198,18 +191,17 @@ def _joined(call: Call, texts: Sequence[Sequence[str]]) -> list[str] | list[Toke
     ]
 
 
-async def _embeddings(call: Call, name: str, inputs: Inputs, dimensions: int | None) -> list[Floats]:
+async def _embeddings(call: Call, name: str, inputs: prompt_inputs.Inputs, dimensions: int | None) -> list[Floats]:
     status = call.service.backend.status()
     if status.vector != "embedding":
-        raise InputError(
-            "this model returns no embeddings"
-            + (", because its head classifies; ask /classify" if status.vector else "; serve an embedding model"),
-            name="model",
+        text = "this model returns no embeddings" + (
+            ", because its head classifies; ask /classify" if status.vector else "; serve an embedding model"
         )
-    prompts = await call.prepare(parse_prompts, call, inputs, name)
+        raise InputError(text, name="model")
+    prompts = await call.prepare(prompt_inputs.parse_prompts, call, inputs, name)
     vectors = await _vectors(call, name, prompts)
     size = len(vectors[0])
-    check_answer_size(size * len(vectors))
+    prompt_inputs.check_answer_size(size * len(vectors))
     if dimensions not in (None, size):
         raise InputError.wrong("dimensions", dimensions, f"{size}, the size of this model's embeddings, or left out")
     return vectors
@@ -217,7 +209,7 @@ async def _embeddings(call: Call, name: str, inputs: Inputs, dimensions: int | N
 
 async def _vectors(call: Call, name: str, prompts: list[str] | list[Tokens]) -> list[Floats]:
     trees = []
-    for index, tokens in enumerate(await call.prepare(encode_prompts, call, prompts, name)):
+    for index, tokens in enumerate(await call.prepare(prompt_inputs.encode_prompts, call, prompts, name)):
         tree = RequestTree(call.writer.most_tokens)
         number = tree.add(tokens, f"{name}[{index}]")
         tree.vector(number, call.writer.prompt.vector)
@@ -243,7 +235,7 @@ async def _class_scores(
             "labels in the request",
             name="model",
         )
-    check_answer_size(len(prompts) * len(writer.prompt.labels))
+    prompt_inputs.check_answer_size(len(prompts) * len(writer.prompt.labels))
     trees, reads = await call.prepare(_label_trees, call, name, prompts)
     answers = await call.answer_trees(trees)
     label_scores = [read.scores(answer) for read, answer in zip(reads, answers, strict=True)]
@@ -257,9 +249,8 @@ def _label_trees(
     trees, reads = [], []
     for index, prompt in enumerate(prompts):
         if not isinstance(prompt, str):
-            raise InputError(
-                f"{name} contains token ids, but this model inserts texts into its own prompt; send texts", name=name
-            )
+            text = f"{name} contains token ids, but this model inserts texts into its own prompt; send texts"
+            raise InputError(text, name=name)
         rendered = writer.ask(prompt, f"{name}[{index}]")
         labels = encode_labels(writer.encoder, rendered, writer.prompt.labels)
         tree = RequestTree(writer.most_tokens)

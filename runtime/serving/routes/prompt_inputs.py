@@ -40,8 +40,7 @@ def check_token_ids(call: Call, tokens: Sequence[int], name: str) -> None:
 def parse_prompts(call: Call, inputs: Inputs, name: str) -> list[str] | list[Tokens]:
     """Return the prompts of field `name`: all as texts, or all as arrays of token ids.
 
-    Raises:
-        InputError: `inputs` is empty or too long, mixes texts and token ids, or has ids outside the vocabulary.
+    Raises InputError if `inputs` is empty or too long, mixes texts and token ids, or has ids outside the vocabulary.
     """
     if isinstance(inputs, str):
         return [inputs]
@@ -54,9 +53,8 @@ def parse_prompts(call: Call, inputs: Inputs, name: str) -> list[str] | list[Tok
     for prompt in prompts:
         ids = [token for token in prompt if isinstance(token, int)] if isinstance(prompt, list) else []
         if not isinstance(prompt, list) or len(ids) < len(prompt):
-            raise InputError(
-                f"{name} mixes texts and token ids; send a list of texts or lists of token ids only", name=name
-            )
+            text = f"{name} mixes texts and token ids; send a list of texts or lists of token ids only"
+            raise InputError(text, name=name)
         check_token_ids(call, ids, name)
         tokens.append(np.array(ids, np.int32))
     return tokens

@@ -100,19 +100,14 @@ async def _score_pairs(call: Call) -> PairScoreReply:
     names = ("text_1" if body.queries is None else "queries", "text_2" if body.documents is None else "documents")
     first, second = (getattr(body, name) for name in names)
     if first is None or second is None:
-        raise InputError(
-            "the body must have query, items and label_token_ids, or queries and documents", name="queries"
-        )
+        text = "the body must have query, items and label_token_ids, or queries and documents"
+        raise InputError(text, name="queries")
     queries, documents = ([field] if isinstance(field, str) else field for field in (first, second))
     if len(queries) == 1:
         queries *= len(documents)
     if len(queries) != len(documents) or not documents:
-        raise InputError(
-            f"there are {len(queries)} queries and {len(documents)} documents; send one query, or one per document",
-            name="queries",
-            value=len(queries),
-            expected=len(documents),
-        )
+        text = f"there are {len(queries)} queries and {len(documents)} documents; send one query, or one per document"
+        raise InputError(text, name="queries", value=len(queries), expected=len(documents))
     pairs = list(zip(queries, documents, strict=True))
     return _pair_reply(call, await pair_scores(call, pairs, names))
 

@@ -28,9 +28,8 @@ class ServerSettings:
             if not name.strip():
                 raise OptionError.wrong("model_names", name, "names that clients can ask for, such as my-model")
         if self.api_key == "":
-            raise OptionError(
-                "the API key is empty; set a key, or omit the option to allow all clients", name="api_key"
-            )
+            text = "the API key is empty; set a key, or omit the option to allow all clients"
+            raise OptionError(text, name="api_key")
         if self.api_key is not None and (not self.api_key.isprintable() or self.api_key != self.api_key.strip()):
             raise OptionError(
                 "the API key starts or ends with a blank, or contains a control character such as a line break, which "

@@ -67,12 +67,8 @@ class BodyBudget:
     def take(self, count: int) -> None:
         """Count this number of bytes. Raise QueueFullError if all open bodies would exceed MOST_BODIES_BYTES."""
         if self.taken + count > MOST_BODIES_BYTES:
-            raise QueueFullError(
-                f"open requests have bodies of {self.taken} bytes; the limit is {MOST_BODIES_BYTES}; try again later",
-                retry_after_seconds=1.0,
-                value=self.taken,
-                expected=MOST_BODIES_BYTES,
-            )
+            text = f"open requests have bodies of {self.taken} bytes; the limit is {MOST_BODIES_BYTES}; try again later"
+            raise QueueFullError(text, retry_after_seconds=1.0, value=self.taken, expected=MOST_BODIES_BYTES)
         self.taken += count
 
 
@@ -133,19 +129,16 @@ class Call:
     def body(self, kind: type[_Kind]) -> _Kind:
         """Return the body as a `kind`, and use its priority and salt for all requests of this call.
 
-        Unknown fields are ignored, unless they would change the results.
-
-        Raises:
-            InputError: The body does not match; its name is the path of the field.
-            HttpError: The requested model is not served (404). An empty name selects the served model.
+        Unknown fields are ignored, unless they would change the results. Raises InputError, with the path of the field
+        as its name, if the body does not match, and HttpError (404) if the requested model is not served. An empty name
+        selects the served model.
         """
         # json() also checks the nesting depth and that the body is an object.
         for name, field in self.json().items():
             is_supported = name in getattr(kind, "__struct_fields__", ())
             if not is_supported and name in _CHANGING_FIELDS and field not in _CHANGING_FIELDS[name]:
-                raise InputError(
-                    f"{name} is not supported, and ignoring it would return wrong results; remove it", name=name
-                )
+                text = f"{name} is not supported, and ignoring it would return wrong results; remove it"
+                raise InputError(text, name=name)
         value: _Kind = _decode(self.raw, kind)
         model, names = getattr(value, "model", None), self.service.settings.model_names
         if model and model not in names:
@@ -199,10 +192,7 @@ class Call:
         return TreeAnswer(tree, await self.answer(request))
 
     async def answer_trees(self, trees: Sequence[RequestTree]) -> list[TreeAnswer]:
-        """Return the answers to several trees, each as a separate request.
-
-        All requests are admitted, or none. If one fails, the others are cancelled.
-        """
+        """Return the answers to several requests. All are admitted, or none; if one fails, the others are cancelled."""
         requests = [tree.request(f"{self.id}-{number}", self.salt) for number, tree in enumerate(trees)]
         self.service.backend.check_room()
         try:
@@ -232,9 +222,8 @@ class Call:
 class Route:
     """A route, with the types that its body and its reply may have.
 
-    Attributes:
-        has_streams: The reply may also be a stream of server-sent events.
-        asks_model: The route asks the backend, so its requests are refused unread while the queue is full.
+    With `has_streams`, the reply may also be a stream of server-sent events. If the route `asks_model`, its requests
+    are refused unread while the queue is full.
     """
 
     method: str

@@ -99,9 +99,8 @@ async def systemone(call: Call) -> SystemoneReply:
     body = call.body(SystemoneBody)
     call.need_predictions()
     if body.assets:
-        raise InputError(
-            "assets is not supported, because this server only takes text and JSON; remove it", name="assets"
-        )
+        text = "assets is not supported, because this server only takes text and JSON; remove it"
+        raise InputError(text, name="assets")
     check_count(body.questions, "questions", MOST_QUESTIONS)
     answers = await ask(call, _tree, body)
     replies = {}

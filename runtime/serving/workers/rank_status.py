@@ -21,10 +21,7 @@ FRESH_SECONDS = 0.1
 
 
 class RankStatusPoller:
-    """Polls the status of ranks with `send`, and caches their reports.
-
-    Concurrent polls share one request to each rank, so that a rank that hangs does not accumulate requests.
-    """
+    """Polls the status of ranks with `send`. Concurrent polls share one request, so that none pile up at a rank."""
 
     def __init__(self, send: Callable[[int], None]) -> None:
         self._send = send
@@ -69,11 +66,7 @@ def rank_views(
     assigned: Iterable[Assignment],
     engine_views: Mapping[int, EngineView],
 ) -> tuple[RankView, ...]:
-    """Return the view of each of `ranks` ranks.
-
-    `router` is None before all ranks are ready. Ranks without `facts` are starting, or lost if they have been
-    restarted.
-    """
+    """Return the view of each of `ranks` ranks. Those without `facts` are starting, or lost if restarted before."""
     open_requests = collections.Counter(assignment.rank for assignment in assigned)
     loads = router.loads if router is not None else (0,) * ranks
     most = router.saturation_flops if router is not None and math.isfinite(router.saturation_flops) else None

@@ -74,10 +74,7 @@ class RankWatch:
             watched.busy_seconds = busy_seconds or 0.0
 
     def started(self, rank: int, numbers: tuple[str, ...]) -> None:
-        """Record that a step with these assignments starts.
-
-        A rank computes assignments in order, so assignments before these that it skipped were cancelled.
-        """
+        """Record the start of a step. Assignments before these were cancelled, because they are computed in order."""
         watched = self._ranks.get(rank)
         if watched is None:
             return

@@ -2,20 +2,25 @@
 
 A rank that ends before it was ever ready would end again, so the start fails. A rank that ends later is restarted at
 once; if it ended before it was ready or soon after, the pause before the next restart grows. Ranks that hold parts of
-one model end together, because none of them can continue without the others. Ranks of a launcher are not restarted;
-their launcher must start all of them again.
+one model end together, because none of them can continue without the others. Ranks that a launcher such as torchrun has
+started write their process numbers into a folder of the server. They are not restarted: their launcher must start all
+of them again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
+import os
+import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 
-from moepass.models.errors import MoepassError
-from moepass.runtime.serving.workers.launched_ranks import WatchedProcess
+from moepass.models.errors import InputError, MoepassError
+from moepass.runtime.system.processes import ProcessWatch, this_process
 
 logger = logging.getLogger("moepass")
 
@@ -25,6 +30,7 @@ STEADY_SECONDS = 10.0
 # A restarted rank is killed if it is not ready after this multiple of its longest start, but not before
 # LEAST_START_SECONDS. [Empirical]
 START_PATIENCE, LEAST_START_SECONDS = 3.0, 300.0
+_POLL_SECONDS = 0.1
 
 
 class RankStartError(MoepassError, RuntimeError):
@@ -33,6 +39,32 @@ class RankStartError(MoepassError, RuntimeError):
 
 class RankLostError(MoepassError, RuntimeError):
     """A rank ended that this process does not restart. `rank` is its number."""
+
+
+class WatchedProcess:
+    """A process that is not a child of this one, with the interface of `asyncio.subprocess.Process`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._watch = ProcessWatch()
+        self._watch.add(0, dataclasses.replace(this_process(), pid=pid))
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status: None while the process runs, then 1, because only the launcher knows the real one."""
+        return 1 if self._watch.gone() else None
+
+    def kill(self) -> None:
+        """Kill the process. Raise ProcessLookupError if it has ended."""
+        if self.returncode is not None:  # the number may belong to another process now
+            raise ProcessLookupError(self.pid)
+        os.kill(self.pid, signal.SIGKILL)
+
+    async def wait(self) -> int:
+        """Wait until the process ends, and return 1."""
+        while (status := self.returncode) is None:
+            await asyncio.sleep(_POLL_SECONDS)
+        return status
 
 
 RankProcess = asyncio.subprocess.Process | WatchedProcess
@@ -53,6 +85,25 @@ async def start_process(arguments: Sequence[str], options: bytes) -> RankProcess
     return process
 
 
+def announce(folder: Path, rank: int) -> None:
+    """Write the number of this process into `folder` as that of `rank`."""
+    written = folder / f"rank-{rank}.new"
+    written.write_text(str(os.getpid()), encoding="ascii")
+    written.rename(_rank_file(folder, rank))  # a reader never sees a partly written file
+
+
+async def launched_rank(folder: Path, rank: int) -> WatchedProcess:
+    """Wait for the process number of `rank` in `folder`, and return its process. Raise InputError for other text."""
+    file = _rank_file(folder, rank)
+    while not file.exists():
+        await asyncio.sleep(_POLL_SECONDS)
+    text = file.read_text(encoding="ascii")
+    if not text.isdecimal():
+        message = f"{file} must contain the process number of rank {rank}, but contains {text!r}"
+        raise InputError(message, name="pid", value=text)
+    return WatchedProcess(int(text))
+
+
 def next_pause(seconds: float) -> float:
     """Return the pause in seconds before a rank that ended too soon is restarted; `seconds` is the last pause."""
     return min(max(FIRST_PAUSE_SECONDS, 2 * seconds), MOST_PAUSE_SECONDS)
@@ -61,12 +112,9 @@ def next_pause(seconds: float) -> float:
 class Supervisor:
     """Keeps the processes of all ranks running.
 
-    Args:
-        ranks: The number of ranks.
-        start_process: Called with a rank and the number of its start, from 0 on; starts its process.
-        on_lost: Called with the ranks whose processes have ended, before they are restarted.
-        ends_together: If one rank ends, end all; they are restarted together.
-        restarts: Restart ranks that end. If False, `lost` raises instead.
+    `start_process` is called with a rank and the number of its start, from 0 on, and `on_lost` with the ranks whose
+    processes have ended, before they are restarted. With `ends_together`, the end of one rank ends all, and they are
+    restarted together. Without `restarts`, `lost` raises instead.
     """
 
     def __init__(
@@ -209,3 +257,7 @@ async def _end(process: RankProcess) -> None:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
+
+
+def _rank_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}"

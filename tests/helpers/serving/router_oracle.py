@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from moepass.runtime.serving.router.routable import Assignment, BlockHash, Round, RoutableQuestion, RoutableRequest
-from moepass.runtime.serving.router.router import PRIORITY_SECONDS
+from moepass.runtime.serving.router.router import PRIORITY_SECONDS, RankRouter
 
 BLOCK = 16
 
@@ -27,6 +27,11 @@ class LinearAndPairs:
     def flops(self, prefix_tokens: int, new_tokens: int) -> int:
         pairs = new_tokens * prefix_tokens + new_tokens * (new_tokens + 1) // 2
         return self.per_token * new_tokens + self.per_pair * pairs
+
+
+def assignments_of(router: RankRouter) -> tuple[Assignment, ...]:
+    """Return the unfinished assignments, in the order of their creation."""
+    return tuple(work.assignment for work in router._running.values() if work.assignment)
 
 
 def questions_of(prompt_tokens: int, tree: Sequence[tuple[int, int]]) -> tuple[RoutableQuestion, ...]:

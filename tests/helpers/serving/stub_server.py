@@ -11,8 +11,8 @@ from typing import Any
 
 import uvicorn
 
+from moepass.cli.serving import open_socket
 from moepass.runtime.serving.http.draining_server import DrainingServer
-from moepass.runtime.serving.http.listening_socket import open_socket
 
 Answer = tuple[int, dict[str, str], Any]
 

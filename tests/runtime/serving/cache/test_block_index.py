@@ -15,7 +15,7 @@ from moepass.runtime.serving.batching.block_hashes import OfferedBlocks, Request
 from moepass.runtime.serving.batching.pack import pack
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
 from moepass.runtime.serving.batching.step_flops import FlopsTable
-from moepass.runtime.serving.cache.block_index import BlockEvent, BlockIndex, StepLease
+from moepass.runtime.serving.cache.block_index import BlockIndex, StepLease
 from moepass.runtime.serving.requests.answer import ScoredTokens
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead
 from tests.helpers.serving.naive_packing import KEY, STORIES
@@ -98,7 +98,7 @@ def test_a_step_that_raises_leaves_nothing_behind() -> None:
     with pytest.raises(ZeroDivisionError):
         step()
     assert found(index, b"a", b"b") == [-1, -1]
-    assert index.drain_events() == []
+    assert index.drain_events() == {}
     assert -1 not in store(index, b"c", b"d")
 
 
@@ -126,7 +126,7 @@ def test_the_least_recently_used_leaf_goes_first() -> None:
     store(index, b"c", b"d")
     found(index, b"a", b"b")
     store(index, b"e")
-    assert index.drain_events()[-2:] == [BlockEvent("evicted", b"d"), BlockEvent("stored", b"e")]
+    assert list(index.drain_events().items())[-2:] == [(b"d", "evicted"), (b"e", "stored")]
     store(index, b"f")
     assert found(index, b"c") == [-1]
     assert -1 not in found(index, b"a", b"b")
@@ -142,7 +142,7 @@ def test_blocks_of_a_running_step_are_not_evicted() -> None:
     lease.release()
     assert index.evict(5) == 2
     assert len(index) == 0
-    assert index.drain_events() == [BlockEvent("evicted", b"b"), BlockEvent("evicted", b"a")]
+    assert list(index.drain_events().items()) == [(b"b", "evicted"), (b"a", "evicted")]
 
 
 def test_evicted_blocks_are_kept_when_they_come_again() -> None:
@@ -169,7 +169,7 @@ def test_an_index_that_is_off_keeps_and_remembers_nothing() -> None:
     index = BlockIndex(0)
     for _ in range(2):
         assert store(index, b"a", b"b") == [-1, -1]
-    assert index.drain_events() == []
+    assert index.drain_events() == {}
     assert not index._recent
 
 
@@ -231,11 +231,11 @@ class IndexMachine(RuleBasedStateMachine):
         self.replayed: set[bytes] = set()
 
     def sync_evictions(self) -> None:
-        for event in self.index.drain_events():
-            if event.kind == "stored":
-                self.replayed.add(event.hash)
+        for name, kind in self.index.drain_events().items():
+            if kind == "stored":
+                self.replayed.add(name)
             else:
-                self.replayed.discard(event.hash)
+                self.replayed.discard(name)
         for name in set(self.stored) - self.replayed:
             assert all(name not in lease.pinned.values() for lease in self.open)
             del self.stored[name]

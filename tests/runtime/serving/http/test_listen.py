@@ -17,9 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
+from moepass.cli.serving import open_socket
 from moepass.models.errors import OptionError
 from moepass.runtime.serving.http.draining_server import make_server
-from moepass.runtime.serving.http.listening_socket import open_socket
 from moepass.runtime.serving.requests.answer import Answer
 from moepass.runtime.serving.requests.backend import Backend, BackendStatus
 from moepass.runtime.serving.requests.request import Request
@@ -74,7 +74,7 @@ from pathlib import Path
 from tests.helpers.serving.reference_backend import ReferenceBackend
 from moepass.models.checkpoint.checkpoint_folders import load_model, load_prompt, load_tokenizer
 from moepass.runtime.serving.http.draining_server import make_server
-from moepass.runtime.serving.http.listening_socket import open_socket
+from moepass.cli.serving import open_socket
 from moepass.runtime.serving.routes.server_settings import ServerSettings
 from moepass.runtime.serving.routes.service import Service
 from moepass.runtime.serving.questions.prompts import PromptWriter

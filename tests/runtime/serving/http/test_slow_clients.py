@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from moepass.cli.serving import open_socket
 from moepass.models.limits import MOST_BODY_BYTES
 from moepass.runtime.serving.http.draining_server import ConnectionLimits, DrainingServer, make_server
-from moepass.runtime.serving.http.listening_socket import open_socket
 from tests.helpers.serving.served import Served
 
 HEAD_SECONDS, READ_SECONDS = 0.3, 0.4

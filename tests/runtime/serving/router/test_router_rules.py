@@ -14,7 +14,7 @@ from moepass.runtime.serving.router.prefix_router import PrefixRouter
 from moepass.runtime.serving.router.routable import Assignment, RankLoss, RoutableRequest
 from moepass.runtime.serving.router.router import RankRouter
 from moepass.runtime.serving.router.waiting_queue import RoutedQuestion, WaitingQueue, Work
-from tests.helpers.serving.router_oracle import LinearAndPairs, questions_of
+from tests.helpers.serving.router_oracle import LinearAndPairs, assignments_of, questions_of
 
 TOKENS = LinearAndPairs(per_token=1, per_pair=0)
 
@@ -156,7 +156,7 @@ def test_without_a_cache_only_work_that_has_not_begun_shares() -> None:
     assert router.tables.pending == {}
     (assignment,) = routed(router, request("c", 70, [1, 2]))
     assert (assignment.rank, assignment.flops) == (1, 70)
-    finish(router, router.assignments)
+    finish(router, assignments_of(router))
     assert router.loads == (0, 0)
 
 
@@ -197,7 +197,7 @@ def test_work_is_passed_over_for_as_long_as_the_saturated_rank_needs_by_the_plan
         routed(router, request("load", 100, [1, 2]), request("fill", 100))
         router.submit(request("hot", 40, [1, 2]))
         router.route(0.0)
-        finish(router, [assignment for assignment in router.assignments if assignment.rank == 1])
+        finish(router, [assignment for assignment in assignments_of(router) if assignment.rank == 1])
         for name in ("x", "y"):
             router.submit(request(name, 60, arrived=arrived))
         return [assignment.request_id for assignment in router.route(arrived).assignments]
@@ -225,7 +225,7 @@ def test_a_prefix_that_takes_longer_than_the_wait_is_never_computed_again() -> N
     for block in range(20):
         router.block_stored(0, block)
     routed(router, request("load", 100, range(100, 101)), request("fill", 100))
-    (held, fill) = router.assignments
+    (held, fill) = assignments_of(router)
     document = request("document", 330, range(20))
     assert ranks_of([held, fill]) == {"load": 0, "fill": 1}
     finish(router, [fill])
@@ -240,13 +240,13 @@ def test_work_that_waits_for_a_rank_goes_elsewhere_when_that_is_lost() -> None:
     for block in range(20):
         router.block_stored(0, block)
     routed(router, request("load", 100), request("document", 330, range(20)), request("fill", 100))
-    assert ranks_of(router.assignments) == {"load": 0, "fill": 1}
-    finish(router, [router.assignments[1]])
+    assert ranks_of(assignments_of(router)) == {"load": 0, "fill": 1}
+    finish(router, [assignments_of(router)[1]])
     assert router.rank_lost(0) == RankLoss(("load",), ())
     assert [
         (assignment.request_id, assignment.rank, assignment.flops) for assignment in router.route(0.0).assignments
     ] == [("load", 1, 100)]
-    finish(router, router.assignments)
+    finish(router, assignments_of(router))
     assert [
         (assignment.request_id, assignment.rank, assignment.flops) for assignment in router.route(0.0).assignments
     ] == [("document", 1, 330)]
@@ -378,7 +378,7 @@ def test_a_request_is_cancelled_in_any_state(state: str) -> None:
     assert len(withdrawn) == (state in ("assigned", "started"))
     assert sum(router.loads) == load_before - sum(assignment.flops for assignment in withdrawn)
     assert "a" not in router.requests
-    finish(router, router.assignments)
+    finish(router, assignments_of(router))
     finish(router, router.route(0.0).assignments)
     assert (router.loads, router.queue.count, router.queue.flops, router.tables.pending) == ((0, 0), 0, 0, {})
 
@@ -494,7 +494,7 @@ def test_two_parts_on_one_lost_rank_fail_together() -> None:
     router = make_router(ranks=2)
     first, second = routed(router, asked("a", 10, [100] * 2))
     router.rank_lost(second.rank)
-    router.done(router.assignments[0].number)  # the first question
+    router.done(assignments_of(router)[0].number)  # the first question
     (rerun,) = router.route(0.0).assignments
     assert (rerun.rank, rerun.parts) == (first.rank, (1,))
     assert [withdrawal.request_id for withdrawal in router.rank_lost(first.rank).failed] == ["a"]
@@ -513,7 +513,7 @@ def test_round_robin_takes_turns_among_the_ranks_that_are_there() -> None:
     ]
     router.rank_lost(1)
     router.route(0.0)
-    finish(router, router.assignments)
+    finish(router, assignments_of(router))
     assert list(ranks_of(routed(router, *(request(f"s{number}", 1) for number in range(3)))).values()) == [0, 2, 0]
 
 

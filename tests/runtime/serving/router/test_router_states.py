@@ -22,7 +22,7 @@ from benchmarks.serving.simple_routers import LeastTokensRouter, RoundRobinRoute
 from moepass.runtime.serving.router.prefix_router import MOST_PASSED_OVER, PrefixRouter
 from moepass.runtime.serving.router.routable import RoutableRequest
 from moepass.runtime.serving.router.router import RankRouter
-from tests.helpers.serving.router_oracle import BLOCK, LinearAndPairs, RouterOracle, questions_of
+from tests.helpers.serving.router_oracle import BLOCK, LinearAndPairs, RouterOracle, assignments_of, questions_of
 
 FORMULA = LinearAndPairs()
 SATURATION = st.sampled_from([1, 300, 2000, 6000, 20000])
@@ -217,7 +217,7 @@ class RouterMachine(RuleBasedStateMachine):
         assert set(self.router.requests) == self.oracle.open_ids()
         assert self.router.queue.count == len(self.oracle.waiting())
         assert self.router.queue.flops == self.oracle.waiting_flops()
-        assert {assignment.number: assignment for assignment in self.router.assignments} == {
+        assert {assignment.number: assignment for assignment in assignments_of(self.router)} == {
             number: piece.assignment for number, piece in self.oracle.running().items()
         }
 
@@ -230,7 +230,9 @@ class RouterMachine(RuleBasedStateMachine):
         while self.router.requests:
             self.route(0.0)
             # The last request may expire in this round after the loss of its rank.
-            assert self.router.assignments or not self.router.requests, "requests wait and no rank has anything to do"
+            assert assignments_of(self.router) or not self.router.requests, (
+                "requests wait and no rank has anything to do"
+            )
             for number in list(self.oracle.running()):
                 self._finish(number)
             self.knows_what_is()

@@ -13,8 +13,7 @@ import pytest
 from moepass.models.errors import InputError
 from moepass.runtime.serving.requests.backend import NotServingError
 from moepass.runtime.serving.workers.frontend import Frontend
-from moepass.runtime.serving.workers.launched_ranks import WatchedProcess, announce, launched_rank
-from moepass.runtime.serving.workers.supervisor import RankLostError
+from moepass.runtime.serving.workers.supervisor import RankLostError, WatchedProcess, announce, launched_rank
 from tests.helpers.serving import sum_rank
 from tests.helpers.serving.sum_frontend import (
     KEY,

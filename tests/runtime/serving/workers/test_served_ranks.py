@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from moepass.cli.serving import open_socket
 from moepass.models.checkpoint.checkpoint_folders import load_prompt, load_tokenizer
 from moepass.runtime.serving.http.draining_server import make_server
-from moepass.runtime.serving.http.listening_socket import open_socket
 from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.serving.routes.server_settings import ServerSettings
 from moepass.runtime.serving.routes.service import Service
