@@ -21,11 +21,8 @@ def parse_bytes(text: str | None, name: str = "memory_budget") -> float | None:
     except ValueError:
         number = 0.0
     if not match or not 0 < number < math.inf:
-        raise InputError(
-            f"{name.replace('_', ' ')} {text!r} is not a number of bytes above 0, such as 60e9, 60GB or 56GiB",
-            name=name,
-            value=text,
-        )
+        message = f"{name.replace('_', ' ')} {text!r} is not a number of bytes above 0, such as 60e9, 60GB or 56GiB"
+        raise InputError(message, name=name, value=text)
     power = " kMGT".index(match[2]) if match[2] else 0
     scale: int = (1024 if match[3] else 1000) ** power
     return number * scale

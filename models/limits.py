@@ -91,12 +91,8 @@ def read_limited(file: Path, most_bytes: int) -> bytes:
         data = opened.read(most_bytes + 1)
     if len(data) > most_bytes:
         size = max(file.stat().st_size, len(data))  # a device file reports size 0
-        raise TooLargeError(
-            f"{file} has {size} bytes or more; the limit is {most_bytes} for files of this kind",
-            path=file,
-            value=size,
-            expected=most_bytes,
-        )
+        text = f"{file} has {size} bytes or more; the limit is {most_bytes} for files of this kind"
+        raise TooLargeError(text, path=file, value=size, expected=most_bytes)
     return data
 
 
@@ -106,12 +102,8 @@ def check_wait(name: str, seconds: object) -> None:
     if not is_number or not seconds > 0:  # type: ignore[operator]
         raise OptionError.wrong(name, seconds, "a number of seconds above 0")
     if seconds > MOST_WAIT_SECONDS:  # type: ignore[operator]
-        raise OptionError(
-            f"{name} is {seconds!r}; the limit is {MOST_WAIT_SECONDS:g} seconds",
-            name=name,
-            value=seconds,
-            expected=MOST_WAIT_SECONDS,
-        )
+        text = f"{name} is {seconds!r}; the limit is {MOST_WAIT_SECONDS:g} seconds"
+        raise OptionError(text, name=name, value=seconds, expected=MOST_WAIT_SECONDS)
 
 
 def decode_json(data: bytes | str, kind: Any = Any) -> Any:

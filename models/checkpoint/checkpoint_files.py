@@ -140,11 +140,6 @@ class CheckpointFiles:
 def _dtype(file: Path, key: str, stored: Any) -> torch.dtype:
     name = stored.get_dtype()
     if name not in DTYPES:
-        raise InputError(
-            f"{key} in {file} is stored as {name}; moepass reads {one_of(DTYPES)}",
-            name=key,
-            value=name,
-            expected=tuple(DTYPES),
-            path=file,
-        )
+        text = f"{key} in {file} is stored as {name}; moepass reads {one_of(DTYPES)}"
+        raise InputError(text, name=key, value=name, expected=tuple(DTYPES), path=file)
     return DTYPES[name]

@@ -141,12 +141,8 @@ def load_config(path: Path) -> PreTrainedConfig:
         with quiet_transformers():
             config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
     except Exception as error:  # a family's checks of these values may raise any exception
-        raise CheckpointError(
-            f"{file} does not fit model_type {model_type!r}: {one_line(error)}",
-            path=file,
-            name="model_type",
-            value=model_type,
-        ) from error
+        text = f"{file} does not fit model_type {model_type!r}: {one_line(error)}"
+        raise CheckpointError(text, path=file, name="model_type", value=model_type) from error
     check_config(config, str(file))
     _switch_cache_off(config)
     return config
@@ -301,10 +297,7 @@ def check_numbers(folder: Path, held: int) -> None:
     """
     asked = sum(value.numel() for value in meta_model(folder).parameters())
     if held + _MADE_UP_NUMBERS < asked:
-        raise CheckpointError(
-            f"{folder} lacks weights that the config asks for: its files hold {held} numbers, but the model has "
-            f"{asked}",
-            value=held,
-            expected=asked,
-            path=folder,
+        text = (
+            f"{folder} lacks weights that the config asks for: its files hold {held} numbers, but the model has {asked}"
         )
+        raise CheckpointError(text, value=held, expected=asked, path=folder)

@@ -29,18 +29,11 @@ def check_model_type(file: Path, values: Mapping[str, Any]) -> str:
 
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
-        raise CheckpointError(
-            f"{file} has no model_type; it must be one that transformers knows, such as qwen3_moe",
-            path=file,
-            expected="one that transformers knows, as qwen3_moe",
-        )
+        text = f"{file} has no model_type; it must be one that transformers knows, such as qwen3_moe"
+        raise CheckpointError(text, path=file, expected="one that transformers knows, as qwen3_moe")
     if model_type not in CONFIG_MAPPING_NAMES:
-        raise CheckpointError(
-            f"{file}: model_type {model_type!r} is unknown to transformers {_did_you_mean(model_type)}",
-            path=file,
-            name="model_type",
-            value=model_type,
-        )
+        text = f"{file}: model_type {model_type!r} is unknown to transformers {_did_you_mean(model_type)}"
+        raise CheckpointError(text, path=file, name="model_type", value=model_type)
     names = values.get("architectures")
     end = _end_of(names)
     if model_type not in _mapping(end, "_NAMES"):

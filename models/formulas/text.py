@@ -81,11 +81,8 @@ def _value(node: ast.expr, sizes: Mapping[str, float]) -> float:
         return node.value
     if isinstance(node, ast.Name):
         if node.id not in sizes:
-            raise InputError(
-                f"no value was given for {node.id}; given are {one_of(sizes) or 'none'}",
-                name=node.id,
-                expected=tuple(sizes),
-            )
+            text = f"no value was given for {node.id}; given are {one_of(sizes) or 'none'}"
+            raise InputError(text, name=node.id, expected=tuple(sizes))
         return sizes[node.id]
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_value(node.operand, sizes)

@@ -130,12 +130,8 @@ class Experts:
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.count:
-            raise InputError(
-                f"top_k is {self.top_k}; it must lie between 1 and the number of experts, {self.count}",
-                name="top_k",
-                value=self.top_k,
-                expected=range(1, self.count + 1),
-            )
+            text = f"top_k is {self.top_k}; it must lie between 1 and the number of experts, {self.count}"
+            raise InputError(text, name="top_k", value=self.top_k, expected=range(1, self.count + 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,11 +145,8 @@ class Layer:
 
     def __post_init__(self) -> None:
         if (self.experts is None) == (self.dense_width is None):
-            raise InputError(
-                f"dense_width is {self.dense_width} and experts is {self.experts}; a layer has one of the two",
-                name="dense_width",
-                value=self.dense_width,
-            )
+            text = f"dense_width is {self.dense_width} and experts is {self.experts}; a layer has one of the two"
+            raise InputError(text, name="dense_width", value=self.dense_width)
 
 
 @dataclasses.dataclass(frozen=True)

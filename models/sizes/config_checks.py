@@ -27,13 +27,11 @@ def check_raw_config(values: Mapping[Any, Any], name: str) -> None:
         elif isinstance(value, int):
             _check_count(name, key, value)
         elif isinstance(value, str) and key.endswith("_implementation") and "/" in value:
-            raise CheckpointError(
+            text = (
                 f"{name}: {key} is {value!r}, a kernel of the Hugging Face hub, whose code would run; moepass runs no "
-                "code of a checkpoint, so remove it",
-                name=key,
-                value=value,
-                path=name,
+                "code of a checkpoint, so remove it"
             )
+            raise CheckpointError(text, name=key, value=value, path=name)
 
 
 def check_config(config: PreTrainedConfig, name: str) -> None:
@@ -52,14 +50,11 @@ def check_config(config: PreTrainedConfig, name: str) -> None:
         count, top_k = _first(section, _COUNTS), _first(section, _TOP_K)
         # Some configs have a top_k without experts.
         if count is not None and top_k is not None and count[1] > 0 and not 1 <= top_k[1] <= count[1]:
-            raise CheckpointError(
+            message = (
                 f"{name}: {top_k[0]} is {top_k[1]}, but {count[0]} is {count[1]}; a token can use 1 to {count[1]} "
-                "experts",
-                name=top_k[0],
-                value=top_k[1],
-                expected=range(1, count[1] + 1),
-                path=name,
+                "experts"
             )
+            raise CheckpointError(message, name=top_k[0], value=top_k[1], expected=range(1, count[1] + 1), path=name)
 
 
 def _check_count(name: str, key: str, value: int) -> None:

@@ -81,12 +81,8 @@ def preset(name: str) -> Architecture:
 
 def _check_name(name: str) -> None:
     if name not in _file().models:
-        raise InputError(
-            f"no preset is called {name!r}; it must be one of {one_of(preset_names())}",
-            name="preset",
-            value=name,
-            expected=preset_names(),
-        )
+        text = f"no preset is called {name!r}; it must be one of {one_of(preset_names())}"
+        raise InputError(text, name="preset", value=name, expected=preset_names())
 
 
 def preset_config(name: str, *, layers: int | None = None) -> PreTrainedConfig:
@@ -100,12 +96,8 @@ def preset_config(name: str, *, layers: int | None = None) -> PreTrainedConfig:
     all_layers = values["num_hidden_layers"]
     if layers is not None:
         if not 1 <= layers <= all_layers:
-            raise InputError(
-                f"layers is {layers}; {name} has 1 to {all_layers}",
-                name="layers",
-                value=layers,
-                expected=range(1, all_layers + 1),
-            )
+            text = f"layers is {layers}; {name} has 1 to {all_layers}"
+            raise InputError(text, name="layers", value=layers, expected=range(1, all_layers + 1))
         values["num_hidden_layers"] = layers
         if "first_k_dense_replace" in values:
             values["first_k_dense_replace"] = min(values["first_k_dense_replace"], layers - 1)

@@ -169,13 +169,11 @@ class BankAdopter:
         for spec, tensors in zip(banks, parts, strict=True):
             devices = {str(tensor.device) for tensor in tensors} - {str(self.device)}
             if devices:
-                raise InputError(
+                text = (
                     f"experts of {spec.name} are on {min(devices)}, but stream to {self.device}; move the model to "
-                    f"{self.device} before its first run",
-                    name=spec.name,
-                    value=min(devices),
-                    expected=str(self.device),
+                    f"{self.device} before its first run"
                 )
+                raise InputError(text, name=spec.name, value=min(devices), expected=str(self.device))
         with self._locked():
             self._choose(group, options or (self.options if self.store.banks else AdoptionOptions()))
             keys = [bank_key(bank, tensors) for bank, tensors in zip(banks, parts, strict=True)]
@@ -216,13 +214,11 @@ class BankAdopter:
         # Without a ring only eager code has read these banks, and only the transport is fixed.
         has_ring = self.store.current_ring is not None
         if self.store.banks and (has_ring or options.transport != self.options.transport):
-            raise InputError(
+            text = (
                 f"the experts of process group {group.group_name!r} stream with {self.options} already, and share one "
-                f"ring; compile every model of that group with the same options, not with {options}",
-                name="options",
-                value=options,
-                expected=self.options,
+                f"ring; compile every model of that group with the same options, not with {options}"
             )
+            raise InputError(text, name="options", value=options, expected=self.options)
         self.options = options
         if self.store.banks:
             self.store.slots, self.store.link = options.slots, options.link

@@ -58,24 +58,19 @@ class SymmetricMemory:
 
         backend = _SymmetricMemory.get_backend(self._device)
         if backend != "CUDA":
-            raise SharedMemoryError(
+            text = (
                 f"torch's symmetric memory uses backend {backend}, but ranks can pull experts only with CUDA; unset "
-                "TORCH_SYMMMEM",
-                name="TORCH_SYMMMEM",
-                value=backend,
-                expected="CUDA",
+                "TORCH_SYMMMEM"
             )
+            raise SharedMemoryError(text, name="TORCH_SYMMMEM", value=backend, expected="CUDA")
         # This memory does not come from torch's caching allocator, which may hold all free memory.
         torch.cuda.empty_cache()
         try:
             # `symmetric_memory.empty` uses a pool, which may reuse memory while ranks still read it.
             self._own = _SymmetricMemory.empty_strided_p2p([nbytes], [1], torch.uint8, self._device)
         except RuntimeError as error:
-            raise SharedMemoryError(
-                f"{self._device} cannot allocate {nbytes} bytes for other GPUs to read: {error}",
-                name=str(self._device),
-                value=nbytes,
-            ) from error
+            text = f"{self._device} cannot allocate {nbytes} bytes for other GPUs to read: {error}"
+            raise SharedMemoryError(text, name=str(self._device), value=nbytes) from error
         return self._own
 
     def exchange(self) -> tuple[list[torch.Tensor], object]:
@@ -247,12 +242,10 @@ def check_transport_to(device: torch.device, transport: str) -> None:
     """Raise InputError if that transport cannot bring the experts of other ranks to `device`."""
     kinds = ("cpu", "cuda")
     if device.type not in kinds:
-        raise InputError(
+        text = (
             f"device is {device}; transport={transport!r} brings experts of other ranks to {' and '.join(kinds)} only; "
-            "use home='host'",
-            name="device",
-            value=str(device),
-            expected=kinds,
+            "use home='host'"
         )
+        raise InputError(text, name="device", value=str(device), expected=kinds)
     if device.type == "cuda" and transport == COLLECTIVE:
         check_nccl(device)

@@ -49,10 +49,8 @@ class PeerHome(Home):
     def sources(self, bank: BankSpec, shards: Sequence[torch.Tensor]) -> tuple[Source, ...]:
         """Return the shards of all ranks. Raises PeerError if the ranks never connected them."""
         if bank.index not in self.spread:
-            raise PeerError(
-                f"bank {bank.name} is not complete, because offload_experts failed; start all ranks again",
-                name=bank.name,
-            )
+            text = f"bank {bank.name} is not complete, because offload_experts failed; start all ranks again"
+            raise PeerError(text, name=bank.name)
         return self.spread[bank.index]
 
     def rank_of(self, bank: BankSpec) -> int:

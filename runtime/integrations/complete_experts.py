@@ -70,13 +70,11 @@ class CompleteExperts:
             with torch.inference_mode(False):
                 self._copies = [shard.detach().clone(memory_format=torch.contiguous_format) for shard in parts]
         if _shapes(parts) != _shapes(self._copies):
-            raise InputError(
+            text = (
                 f"the shapes of {self.name} are {_shapes(parts)}, but were {_shapes(self._copies)} at first use, which "
-                "other ranks still expect; load, convert and place the model before its first run",
-                name=self.name,
-                value=_shapes(parts),
-                expected=_shapes(self._copies),
+                "other ranks still expect; load, convert and place the model before its first run"
             )
+            raise InputError(text, name=self.name, value=_shapes(parts), expected=_shapes(self._copies))
         return self._copies
 
 
@@ -89,10 +87,8 @@ def _complete_experts(
 ) -> list[torch.Tensor]:
     experts = _layers.get(int(layer))
     if experts is None:
-        raise InputError(
-            f"the model of experts number {int(layer)} was deleted; its compiled graphs can no longer run",
-            value=int(layer),
-        )
+        text = f"the model of experts number {int(layer)} was deleted; its compiled graphs can no longer run"
+        raise InputError(text, value=int(layer))
     return experts.complete(parts, stay)
 
 

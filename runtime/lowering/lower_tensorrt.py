@@ -33,14 +33,12 @@ def torch_tensorrt() -> ModuleType:
     try:
         return importlib.import_module(_PACKAGE)
     except ImportError as error:
-        raise OptionError(
+        text = (
             "option lower is 'tensorrt', which needs Torch-TensorRT, and that cannot be imported here "
             f"({type(error).__name__}: {error}); install it with pip install 'moepass[tensorrt]', or use "
-            "lower='inductor'",
-            name="lower",
-            value=TENSORRT,
-            expected=("inductor", "eager"),
-        ) from error
+            "lower='inductor'"
+        )
+        raise OptionError(text, name="lower", value=TENSORRT, expected=("inductor", "eager")) from error
 
 
 def lower_to_tensorrt(segment: GraphModule) -> TensorrtEngine | NotLowered:

@@ -290,13 +290,11 @@ def _refuse_quantised(folder: Path, config: Any) -> None:
         quantised = getattr(section, "quantization_config", None)
         if quantised:
             method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
-            raise InputError(
+            text = (
                 f"{folder} contains {config.model_type!r} weights quantised by {method or 'an unknown method'}, which "
-                "load_pretrained cannot read; use from_pretrained, dequantised, then moepass.offload_experts",
-                name="quant_method",
-                value=method,
-                path=folder,
+                "load_pretrained cannot read; use from_pretrained, dequantised, then moepass.offload_experts"
             )
+            raise InputError(text, name="quant_method", value=method, path=folder)
 
 
 def _name_after(model: PreTrainedModel, folder: Path) -> None:

@@ -109,12 +109,8 @@ def place_experts(model: nn.Module, planning: PlanningOptions, options: HomeOpti
     """
     slots = planning.slots
     if slots is not None and not is_count(slots, 1):
-        raise OptionError(
-            f"slots is {slots!r}; a ring needs at least 1, and 2 to overlap transfers with computation",
-            name="slots",
-            value=slots,
-            expected="at least 1",
-        )
+        text = f"slots is {slots!r}; a ring needs at least 1, and 2 to overlap transfers with computation"
+        raise OptionError(text, name="slots", value=slots, expected="at least 1")
     banks = _modules_of_banks(model)
     if not banks:
         banked = any(isinstance(module, BankedParameter) for module in model.modules())
@@ -289,12 +285,8 @@ def check_device(device: torch.device | str) -> torch.device:
         raise InputError.wrong("device", str(device), "cpu or cuda, to which experts stream")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if resolved.type == "cuda" and (resolved.index or 0) >= count:
-        raise InputError(
-            f"device is {str(device)!r}, but this machine has {count or 'no'} CUDA devices; use cpu",
-            name="device",
-            value=str(device),
-            expected="cpu",
-        )
+        text = f"device is {str(device)!r}, but this machine has {count or 'no'} CUDA devices; use cpu"
+        raise InputError(text, name="device", value=str(device), expected="cpu")
     # With its index the device equals that of its tensors, "cuda:0", and means the same in all threads.
     has_index = resolved.type != "cuda" or resolved.index is not None
     return resolved if has_index else torch.device("cuda", torch.cuda.current_device())

@@ -69,11 +69,8 @@ class BusyLink:
 def check_link_to(device: torch.device, link: Link) -> None:
     """Raise OptionError if copies to `device` cannot use `link`: emulated links exist on CPUs only."""
     if link.is_emulated and device.type != "cpu":
-        raise OptionError(
-            f"link is {link}, which exists for device cpu only; the device is {device}; use link 'real'",
-            name="link",
-            value=str(link),
-        )
+        text = f"link is {link}, which exists for device cpu only; the device is {device}; use link 'real'"
+        raise OptionError(text, name="link", value=str(link))
 
 
 def parse_link(text: str, option: str = "link") -> Link:
@@ -91,10 +88,6 @@ def parse_link(text: str, option: str = "link") -> Link:
     if kind != "emulate" or not (math.isfinite(bytes_per_s) and bytes_per_s > 0):
         raise OptionError.wrong(option, text, "`real` or `emulate:BYTES_PER_S`, as in `emulate:5e9`")
     if bytes_per_s < LEAST_RATE:
-        raise OptionError(
-            f"{option} is {text!r}; an emulated link needs at least {LEAST_RATE:g} bytes/s",
-            name=option,
-            value=text,
-            expected=LEAST_RATE,
-        )
+        message = f"{option} is {text!r}; an emulated link needs at least {LEAST_RATE:g} bytes/s"
+        raise OptionError(message, name=option, value=text, expected=LEAST_RATE)
     return Link(bytes_per_s)

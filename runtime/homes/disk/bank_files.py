@@ -93,14 +93,11 @@ class BankFolder:
         needed = sum(tensor.nbytes for tensors in banks for tensor in tensors.values())
         free = shutil.disk_usage(self.folder).free
         if needed > free:
-            raise InputError(
+            text = (
                 f"folder {self.folder} has {free} free bytes, but the banks need {needed}; free some space or name "
-                "another folder",
-                name="folder",
-                value=free,
-                expected=needed,
-                path=self.folder,
+                "another folder"
             )
+            raise InputError(text, name="folder", value=free, expected=needed, path=self.folder)
 
     def _written(self, name: str, made_of: str, tensors: Tensors) -> DiskFile:
         path = self._path(name)

@@ -65,12 +65,8 @@ class HybridPacker(PeerPacker):
     def agree_on(self, specs: Sequence[BankSpec], digests: Sequence[str]) -> None:
         """Check that all ranks have these banks. Raises InputError if a board cannot number them all."""
         if len(specs) > MOST_BANKS:
-            raise InputError(
-                f"the model has {len(specs)} banks; home='hybrid' supports at most {MOST_BANKS}: use home='peer'",
-                name="the number of banks",
-                value=len(specs),
-                expected=MOST_BANKS,
-            )
+            text = f"the model has {len(specs)} banks; home='hybrid' supports at most {MOST_BANKS}: use home='peer'"
+            raise InputError(text, name="the number of banks", value=len(specs), expected=MOST_BANKS)
         super().agree_on(specs, digests)
 
     def connect(self, banks: Sequence[Bank]) -> None:

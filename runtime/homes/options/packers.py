@@ -121,10 +121,6 @@ def make_packer(options: HomeOptions, device: torch.device) -> Packer:
     """
     devices = home_named(options.home).devices
     if device.type not in devices:
-        raise InputError(
-            f"device is {device}; home={options.home!r} works on {' and '.join(devices)} only; use home='host'",
-            name="device",
-            value=str(device),
-            expected=devices,
-        )
+        text = f"device is {device}; home={options.home!r} works on {' and '.join(devices)} only; use home='host'"
+        raise InputError(text, name="device", value=str(device), expected=devices)
     return RUNNING_HOMES[options.home].make_packer(options, device)
