@@ -107,10 +107,7 @@ def check_wait(name: str, seconds: object) -> None:
 
 
 def decode_json(data: bytes | str, kind: Any = Any) -> Any:
-    """Decode `data` as a value of type `kind`.
-
-    Raises InputError with only the reason; the caller adds the file name.
-    """
+    """Decode `data` as a value of type `kind`. Raises InputError with only the reason; the caller adds the file."""
     try:
         value = msgspec.json.decode(data, type=kind)
     except RecursionError:

@@ -72,11 +72,6 @@ def on_recompilation(function: Callable[[], None]) -> None:
     register_hook_for_recompile_user_context(hook)
 
 
-def suppresses_errors() -> bool:
-    """Return whether Dynamo runs a function eagerly if compiling it raises an error."""
-    return bool(torch._dynamo.config.suppress_errors)
-
-
 def is_autocasting() -> bool:
     """Return whether autocast is on for any kind of device."""
     return bool(torch._C._is_any_autocast_enabled())

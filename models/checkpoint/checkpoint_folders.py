@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from moepass.models.checkpoint.file_stamp import FileStamps
-from moepass.models.checkpoint.model_classes import check_model_type, class_options, model_class_of
+from moepass.models.checkpoint.model_classes import (
+    check_config,
+    check_model_type,
+    check_raw_config,
+    class_options,
+    model_class_of,
+)
 from moepass.models.checkpoint.weight_files import (
     INDEX_FILE,
     WEIGHTS_FILE,
@@ -28,7 +34,6 @@ from moepass.models.checkpoint.weight_files import (
 )
 from moepass.models.errors import CheckpointError
 from moepass.models.limits import MOST_TOKENIZER_BYTES, check_limit
-from moepass.models.sizes.config_checks import check_config, check_raw_config
 
 if TYPE_CHECKING:
     import torch
@@ -291,10 +296,7 @@ def _switch_cache_off(config: PreTrainedConfig) -> None:
 
 
 def check_numbers(folder: Path, held: int) -> None:
-    """Raise CheckpointError if many weights are missing, for which transformers would allocate random values.
-
-    `held` is the number of elements in the folder's files.
-    """
+    """Raise CheckpointError if the `held` elements lack many weights, for which transformers would make up values."""
     asked = sum(value.numel() for value in meta_model(folder).parameters())
     if held + _MADE_UP_NUMBERS < asked:
         text = (

@@ -223,10 +223,7 @@ class Converted(Recipe):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Replayed(Recipe):
-    """Output number `output` of an operation without side effects, which runs when it is read.
-
-    `output` is None for an operation with a single output.
-    """
+    """Output `output` (None: the only one) of an operation without side effects, which runs when it is read."""
 
     operation: Any
     arguments: tuple[Any, ...]

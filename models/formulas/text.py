@@ -46,10 +46,7 @@ _FUNCTIONS: Mapping[str, Callable[..., float]] = {
 
 
 def evaluate_text(text: str, sizes: Mapping[str, float]) -> float:
-    """Return the number of an expression of sizes by name, as an int if it is one.
-
-    Raises InputError if a size is missing, or if `text` is anything but arithmetic.
-    """
+    """Return the number of an expression of sizes, an int if it is one. Raises InputError for any other text."""
     try:
         number = sum(sign * _value(ast.parse(term, mode="eval").body, sizes) for sign, term in _terms(text))
     except InputError as error:

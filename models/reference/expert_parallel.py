@@ -182,10 +182,7 @@ class CapacityAllToAllExperts(ShardedExperts):
         return weighted_sum(rows, order, top_k_weights).to(hidden_states.dtype)
 
     def _exchange_and_run(self, slots: torch.Tensor, filled: torch.Tensor, capacity: int) -> torch.Tensor:
-        """Run slots [E * capacity, H] and return their outputs in the same slots.
-
-        The first `filled` [E] slots of each expert hold rows.
-        """
+        """Return the outputs of slots [E * capacity, H]; the first `filled` [E] slots of each expert hold rows."""
         ranks, owned, shards = self.placement.ranks, len(self.placement.owned), self.placement.shard_sizes
         filled = exchange_rows(filled, send=shards, receive=[owned] * ranks, group_name=self.group_name)
         send, receive = [size * capacity for size in shards], [owned * capacity] * ranks

@@ -96,10 +96,7 @@ class Attention:
 
     @property
     def value_width(self) -> int:
-        """Width of all values of a token.
-
-        Linear attention has values for every head, softmax attention for every kv head.
-        """
+        """Width of all values of a token: one per head in linear attention, one per kv head in softmax attention."""
         return (self.heads if self.kind == "linear" else self.kv_heads) * self.value_head_dim
 
     @property

@@ -37,10 +37,7 @@ def _file() -> _File:
 
 
 class StoredSizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An entry of `preset_sizes.json`: each kind of layer once, and the kind of each layer.
-
-    `architecture` has no layers.
-    """
+    """An entry of `preset_sizes.json`: each kind of layer, and the kind of each layer; `architecture` has no layers."""
 
     architecture: Architecture
     kinds: tuple[Layer, ...]

@@ -109,10 +109,7 @@ def _is_left_out(left_out: Sequence[str], layer: str, part: str) -> bool | None:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Return whether `pattern` excludes the module `name`.
-
-    As in transformers it may be a suffix, a parent module, or have stars.
-    """
+    """Return whether `pattern` (as in transformers a suffix, a parent module, or with stars) excludes module `name`."""
     if name.endswith(pattern) or name == pattern or name.startswith(f"{pattern}."):
         return True
     # Configurations use a single kind of regular expression: a star for any layer.

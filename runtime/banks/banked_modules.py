@@ -161,10 +161,7 @@ class _BankParametrizations(ParametrizationList):
 
 
 def bank_parameters(module: nn.Module, banked: Mapping[str, BankedParameter]) -> None:
-    """Let `module` read the parameters with these names from their bank.
-
-    The parameter objects stay as they are: other code may hold them.
-    """
+    """Let `module` read these parameters from their bank. The parameter objects stay: other code may hold them."""
     lists = {}
     for name, parametrization in banked.items():
         parameter = getattr(module, name)

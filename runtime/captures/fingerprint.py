@@ -140,10 +140,7 @@ def _precisions() -> list[str]:
 
 
 def _config(config: Any) -> Any:
-    """Return the text of one of torch's configurations.
-
-    Raises NotStorableError if it holds a function, such as a pass.
-    """
+    """Return one of torch's configurations as text. Raises NotStorableError if it holds a function, such as a pass."""
     for name, value in config.get_config_copy().items():
         if any(callable(item) for item in (value if isinstance(value, (list, tuple)) else [value])):
             raise NotStorableError(f"the setting {config.__name__}.{name} is a function: {value!r}")
@@ -163,10 +160,7 @@ def process_began() -> float:
 
 
 def file_digests(files: Iterable[str | Path]) -> dict[str, str]:
-    """Return the digests of `files` by path.
-
-    Raises NotStorableError if a file changed after this process read its code.
-    """
+    """Return the digests of `files` by path. Raises NotStorableError if one changed after this process read it."""
     latest = process_began()
     digests = {}
     links: dict[str, float] = {}
@@ -209,10 +203,7 @@ def describe_model(model: nn.Module) -> tuple[Any, list[torch.Tensor]]:
 
 
 class Description:
-    """Builds canonical descriptions of values.
-
-    An object that was described before is written as its number, which also ends cycles.
-    """
+    """Builds canonical descriptions of values. An object met again is written as its number, which also ends cycles."""
 
     def __init__(self) -> None:
         # Tensors in the order in which they were described.

@@ -33,7 +33,7 @@ from moepass.runtime.ranks.agreement import RunCheck, taken_blocks
 from moepass.runtime.ranks.block_decisions import decisions_of, has_others
 from moepass.runtime.ranks.eager_watch import refuse_eager_stance
 from moepass.runtime.ranks.replicas import ReplicaCheck
-from moepass.runtime.torch_private import process_groups_by_name, suppresses_errors
+from moepass.runtime.torch_private import process_groups_by_name
 from moepass.runtime.transfer.link import check_link_to
 
 
@@ -74,7 +74,7 @@ def agreement_on_blocks(
         "torch._dynamo.config.suppress_errors is on, so a rank with an error would wait at an exchange that no other "
         "rank joins; turn it off"
     )
-    refused = reason if suppresses_errors() else None
+    refused = reason if torch._dynamo.config.suppress_errors else None
 
     def agree(module: GraphModule, plan: Plan) -> dict[str, str]:
         leave: dict[str, str] = {}

@@ -101,10 +101,7 @@ class CapturedForm:
 
 
 class CapturedFallback(CapturedForm):
-    """Runs the captured graph if `check` finds different tokens on ranks, although `blocks` need equal ones.
-
-    The refusals of these blocks are noted in `findings`.
-    """
+    """Runs the captured graph if `check` finds different tokens although `blocks` need equal ones; see `findings`."""
 
     def __init__(
         self,

@@ -52,10 +52,7 @@ class MeasuredRuns:
 
 
 class RunClock:
-    """Times the runs of one graph, all on one device.
-
-    `inputs_at_rest` are the positions of the graph's inputs that are banks whose home is not the device.
-    """
+    """Times the runs of one graph on one device; `inputs_at_rest` are the positions of banks that rest elsewhere."""
 
     def __init__(self, inputs_at_rest: Collection[int] = ()) -> None:
         self._inputs_at_rest = inputs_at_rest

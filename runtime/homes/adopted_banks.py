@@ -87,11 +87,6 @@ class AdoptedHome(Home):
         self._has_removed_banks = False
 
     @property
-    def held_twice_bytes(self) -> int:
-        """Bytes of this rank's parameters that exist again in the shards."""
-        return sum(bank.held_twice_bytes for bank in list(self.banks.values()))
-
-    @property
     def _ring(self) -> Ring | None:
         store = self.store()
         return None if store is None else store.current_ring

@@ -87,10 +87,7 @@ class PeerPacker:
         self.agree_on(specs, [weights_digest(tensors) for tensors in banks.values()])
 
     def agree_on(self, specs: Sequence[BankSpec], digests: Sequence[str]) -> None:
-        """Check that all ranks have banks with these specs and digests, and allocate memory.
-
-        Raises the errors of `agree`.
-        """
+        """Check that all ranks have these specs and digests, and allocate memory. Raises the errors of `agree`."""
         self._specs = list(specs)
         self.group.agree(self._specs, digests, self.staging_buffers, self.device_type)
         with self.group.rendezvous.publishing_failures():
@@ -171,10 +168,7 @@ class PeerPacker:
         return self._segment.map(self._offsets(self.group.rank)[index], self.layout(index).nbytes)
 
     def spread(self, banks: Sequence[Bank]) -> dict[int, tuple[Source, ...]]:
-        """Return the shards of each bank, by its index, once every rank has mapped them.
-
-        Raises the errors of `connect`.
-        """
+        """Return each bank's shards, by its index, once every rank has mapped them. Raises the errors of `connect`."""
         shards = {self.group.rank: [bank.shard for bank in banks]}
         for rank, segment in self.group.share().items():
             with self.group.rendezvous.publishing_failures():

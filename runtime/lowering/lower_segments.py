@@ -230,10 +230,7 @@ def _lower_tensorrt(segment: GraphModule) -> tuple[LoweredSegment, Lowering]:
 
 
 def _by_expert(segment: GraphModule) -> ExpertLoop | TritonExperts | NotLowered | None:
-    """Lower the segment's experts to a loop or to kernels.
-
-    Returns the reason if neither works, and None if the segment has no experts.
-    """
+    """Lower the segment's experts to a loop or kernels; return why not, or None if the segment has no experts."""
     inputs = [fake_value(node) for node in graph_inputs(segment.graph)]
     if any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in inputs):
         mode = _fake_mode_of(segment, inputs)
@@ -242,10 +239,7 @@ def _by_expert(segment: GraphModule) -> ExpertLoop | TritonExperts | NotLowered 
 
 
 def compile_with_inductor(module: GraphModule, fake_mode: Any) -> Lowered:
-    """Compile a graph whose nodes have values of `fake_mode`. The graph is changed.
-
-    Returns a function of a list of the graph's inputs.
-    """
+    """Compile a graph with values of `fake_mode`, which changes it, to a function of a list of the graph's inputs."""
     from torch._guards import TracingContext, tracing
     from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx_inner

@@ -108,12 +108,12 @@ def load_pretrained(
         home: where the experts rest, see `offload_experts`. Ranks wait `timeout_s` for each other before and after they
             read their experts, so it must exceed the difference between the fastest and the slowest rank.
         device: where the model computes, by default the CPU.
-        slots: buffers on `device`, see `offload_experts`.
-        resident_bytes: bytes of experts that stay on `device`, see `offload_experts`.
-        resident_layers: layers whose experts stay on `device`, see `offload_experts`.
-        memory_budget: bytes on `device` for this process, see `offload_experts`.
-        hardware: the machine to plan for, see `offload_experts`.
-        tokens: the tokens of a step to plan for, see `offload_experts`.
+        slots: see `offload_experts`.
+        resident_bytes: see `offload_experts`.
+        resident_layers: see `offload_experts`.
+        memory_budget: see `offload_experts`.
+        hardware: see `offload_experts`.
+        tokens: see `offload_experts`.
         dtype: the dtype of the weights, by default the one in the checkpoint's config.
         experts_implementation: the implementation of experts in transformers.
         progress: a function of (bytes read, total bytes), called on each rank that passes one. By default a progress

@@ -265,10 +265,7 @@ def _mark_forwards(model: nn.Module, transport: CollectiveTransport) -> None:
 
 
 def resolve_device(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    """Return `device`, or, if it is None, the device of the model's dense parameters.
-
-    Raises InputError if the device does not exist.
-    """
+    """Return `device`, by default that of the model's dense parameters. Raises InputError if it does not exist."""
     if device is None:
         experts = {id(value) for module in model.modules() for value in expert_parameters(module).values()}
         return next((value.device for value in model.parameters() if id(value) not in experts), torch.device("cpu"))

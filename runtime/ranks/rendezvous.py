@@ -225,10 +225,7 @@ def why_ended(store: Store) -> PeerError | None:
 
 
 def skip_abandoned(store: Store, rank: int) -> bool:
-    """Skip optional meetings that failed without this rank; return whether there were any.
-
-    Raises PeerError if the store is gone.
-    """
+    """Skip optional meetings that failed without this rank, and return whether there were any. Raises PeerError."""
     is_behind = False
     with _store_errors():
         while store.check([f"moepass/{store.add(_counter(rank), 0) + 1}/{_ABANDONED}"]):

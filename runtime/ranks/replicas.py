@@ -193,10 +193,7 @@ def _octets(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _mix(words: torch.Tensor, shifted: torch.Tensor) -> None:
-    """Replace each of `words` (int64) by a number, one to one, so that every bit depends on all of its bits.
-
-    `shifted` is scratch memory of the same size.
-    """
+    """Replace each of `words` (int64) one to one, so that every bit depends on all; `shifted` is scratch memory."""
     for shift, factor in zip(_SHIFTS, (*_FACTORS, None), strict=True):
         # A shift of a signed number inserts copies of its sign, which are masked out.
         torch.bitwise_right_shift(words, shift, out=shifted)

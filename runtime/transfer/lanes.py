@@ -27,10 +27,7 @@ Slice = tuple[Source, int, int, int]
 
 
 def round_robin_slices(sources: Sequence[Source], slice_bytes: int | None = None) -> Iterator[Slice]:
-    """Yield one slice of each source, then the next of each, so that all sources are read at the same time.
-
-    Slices have at most `slice_bytes`, by default SLICE_BYTES.
-    """
+    """Yield slices of each source in turn, of at most `slice_bytes`, so that all sources are read at the same time."""
     step = slice_bytes or SLICE_BYTES
 
     def slices(source: Source) -> Iterator[Slice]:

@@ -47,10 +47,7 @@ class BusyLink:
         self._seconds_per_byte = _FIRST_SECONDS_PER_BYTE
 
     def moved(self, nbytes: int, began: float, abandoned: threading.Event) -> None:
-        """Block until an emulated link is done with `nbytes`, which were copied from `began` (`time.perf_counter`) on.
-
-        Returns earlier if `abandoned` is set.
-        """
+        """Block until an emulated link has moved `nbytes`, from `began` (perf_counter) on, or `abandoned` is set."""
         with self._lock:
             started = self._free_at if began - self._free_at < _LATE_SECONDS else began
             self._free_at = done = started + self.link.seconds(nbytes)

@@ -129,10 +129,7 @@ class Ring:
         return sum(buffer.numel() for buffer in [*self._buffers, self._encoded_buffer])
 
     def reserve(self, slots: int, slot_bytes: int, encoded_buffer_bytes: int = 0) -> None:
-        """Enlarge the ring to at least these sizes. The next run then begins with empty slots.
-
-        Raises InputError if the calling thread is inside a run.
-        """
+        """Enlarge the ring to at least these sizes, and empty it. Raises InputError if this thread is inside a run."""
         with self._lock.pause():
             largest = max((buffer.numel() for buffer in self._buffers), default=0)
             sizes = self.slots, largest, self._encoded_buffer.numel()
@@ -374,10 +371,7 @@ def _buffers(slots: int, slot_bytes: int, device: torch.device) -> list[torch.Te
 
 
 def make_ring(slots: int, slot_bytes: int, device: torch.device, link: Link, home: Home = _THIS_PROCESS) -> Ring:
-    """Return a ring on `device` that is filled from banks of `home`.
-
-    Raises InputError if no such device exists, or no ring for its kind.
-    """
+    """Return a ring on `device`, filled from banks of `home`. Raises InputError if no copier serves that device."""
     return Ring(slots, slot_bytes, device, make_copier(device, link, home), home)
 
 

@@ -47,10 +47,7 @@ class HybridHome(PeerHome):
 
 
 class HybridPacker(PeerPacker):
-    """A packer with `staging_buffers` buffers on each rank.
-
-    Raises InputError if readers may miss on this processor that a buffer was refilled.
-    """
+    """Packs with `staging_buffers` on each rank. Raises InputError where readers may miss that one was refilled."""
 
     home_name = "hybrid"
 

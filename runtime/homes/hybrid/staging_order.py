@@ -52,10 +52,7 @@ class Fill:
 
 
 class StagingPlan:
-    """The contents of a rank's buffers, and the order in which slices go into them.
-
-    `slices` has for each bank the number of slices of this rank's shard.
-    """
+    """The contents of a rank's buffers and the order in which slices go there; `slices` has their number by bank."""
 
     def __init__(self, buffers: int, slices: Sequence[int]) -> None:
         self.states = [StagingState() for _ in range(buffers)]

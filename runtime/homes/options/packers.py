@@ -1,7 +1,4 @@
-"""The packer of each home, which brings the banks of a model there.
-
-A new home is one entry here, and one record in `moepass.models.homes`.
-"""
+"""The packer of each home. A new home is one entry here, and one record in `moepass.models.homes`."""
 
 from __future__ import annotations
 
@@ -101,10 +98,7 @@ RUNNING_HOMES = {
 
 
 def options_of(home: str | HomeOptions) -> HomeOptions:
-    """Return `home` if it is an options object, else the default options of the home with that name.
-
-    Raises OptionError if it is neither.
-    """
+    """Return `home`, or the default options of the home with that name. Raises OptionError if it is neither."""
     if isinstance(home, HomeOptions):
         return home
     if not isinstance(home, str) or home not in RUNNING_HOMES:
