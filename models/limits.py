@@ -59,8 +59,7 @@ MOST_ORDERS = 16
 # Tokens of a request, where a shared prefix counts once; numbers in one answer, which take up to 30 bytes each.
 MOST_REQUEST_TOKENS = 1 << 20
 MOST_ANSWER_NUMBERS = 1 << 22
-# A text with more characters per token of the model's limit is refused before it is tokenized. No real text has such
-# long tokens.
+# A text with more characters per token of the model's limit is refused before it is tokenized. Real text has fewer.
 MOST_CHARACTERS_PER_TOKEN = 64
 
 # JSON of people or their tools, such as a config.json or a profile; the index of a checkpoint's weights, with a line

@@ -152,8 +152,7 @@ def compilers_side_by_side() -> Iterator[None]:
     """Let the compilers of several graphs run at the same time; nothing that Inductor compiles is ready before the end.
 
     Inductor hands the kernels of a graph to C++ compilers and waits for them before it turns to the next graph. This
-    block postpones all these waits to its end. Other threads compile as always. Errors of compilers are raised at the
-    end.
+    block postpones all these waits to its end. Other threads compile as always. Errors are raised at the end.
     """
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codecache import PyCodeCache

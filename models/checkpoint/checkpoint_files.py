@@ -64,8 +64,7 @@ class CheckpointFiles:
     change, so that tensors of different versions are never mixed.
 
     If a key is in two files, the later file is used, as in transformers. `stamps` checks these files, and possibly
-    others. Raises CheckpointError if a file is not a complete safetensors file, and InputError for a dtype that torch
-    lacks.
+    others. Raises CheckpointError if a file is incomplete, and InputError for a dtype that torch lacks.
     """
 
     def __init__(self, files: Sequence[Path], stamps: FileStamps | None = None) -> None:

@@ -45,8 +45,7 @@ PROMPT_FILE = "prompt.json"
 _ADAPTER_FILE = "adapter_config.json"
 _TEXT_MARK = "{text}"
 _PAIR_MARKS = re.compile(r"\{(query|document)\}")
-# [Empirical] transformers allocates missing weights before it reports them. More missing elements than this are
-# refused.
+# [Empirical] transformers allocates missing weights before it reports them. More missing ones are refused.
 _MADE_UP_NUMBERS = 1 << 26
 
 
@@ -95,8 +94,7 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def resolve_model(name_or_path: str | Path, *, config_alone: bool = False) -> Path:
     """Return the checkpoint folder: the embedded one for "demo", else an existing folder with a config.json.
 
-    With `config_alone` the path of a config file is accepted too. Raises CheckpointError, also for a folder with an
-    adapter.
+    With `config_alone` a config file is accepted too. Raises CheckpointError, also for a folder with an adapter.
     """
     if str(name_or_path) == DEMO:
         from moepass.models.demo import demo_folder

@@ -81,8 +81,7 @@ class ShardedExperts(GroupedExperts):
 class AllToAllExperts(ShardedExperts):
     """Form 1: each pair of a token and an expert is sent to the expert's rank, and its output back.
 
-    The sizes of the exchange depend on the routing, so the ranks first exchange their counts, and read them on the
-    host.
+    The sizes of the exchange depend on the routing, so ranks first exchange their counts, which the host reads.
     """
 
     def forward(

@@ -11,8 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Parts of a layer that are quantised completely or not at all: for each, the names of its module and matrices in
-# various families.
+# Parts of a layer that are quantised as a whole: the names of their modules and matrices in various families.
 ATTENTION, EXPERTS, SHARED_EXPERTS, DENSE_MLP = "attention", "experts", "shared experts", "dense MLP"
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _MODULES: Mapping[str, tuple[tuple[str, tuple[str, ...]], ...]] = {

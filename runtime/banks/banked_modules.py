@@ -91,8 +91,7 @@ class BankedParameter(nn.Module):
 
     def check_move(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Raise InputError if `convert` would change the dtype or the device of the experts."""
-        # Banks do not move, so model.to(...) must keep their dtype and device. Applying it to an empty tensor shows
-        # both.
+        # Banks do not move: model.to(...) must keep dtype and device, which applying it to an empty tensor shows.
         dtype = self.spec.torch_dtype
         probe = convert(torch.empty(0, dtype=dtype))
         if probe.dtype != dtype or probe.device not in (torch.device("cpu"), self.store.device):

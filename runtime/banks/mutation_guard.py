@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-# [Empirical] Numbers of each expert in a sample, along each of its dimensions. Even a short training changes nearly all
-# of them.
+# [Empirical] Numbers of each expert in a sample, along each dimension. Even a short training changes nearly all.
 SAMPLES = 8
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

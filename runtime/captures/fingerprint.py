@@ -2,8 +2,7 @@
 
 All values that traced code may branch on belong here: attributes of modules, configurations, hooks, torch's settings.
 Installed code is represented by its version (see `process_code`). If a value has no stable text, NotStorableError is
-raised and the model is not stored. A model and its values are described as data that is equal where installed code
-behaves the same.
+raised and the model is not stored. Descriptions are equal where installed code behaves the same.
 """
 
 from __future__ import annotations

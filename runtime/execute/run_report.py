@@ -1,8 +1,7 @@
 """Durations of a graph's runs and their waits for banks, and a comparison with what the planner predicted.
 
 Runs are always measured, at little cost. On a CPU the clock is read twice per run. On CUDA two events are recorded on
-the compute stream, and the host does not wait for them. The ring reports how long a run waited, so the runs of other
-models do not count.
+the compute stream, and the host does not wait for them. The ring reports a run's waits, so other models do not count.
 """
 
 from __future__ import annotations

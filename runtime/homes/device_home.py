@@ -142,8 +142,7 @@ class DevicePacker(PeerPacker):
     """A packer with shards in memory of `make_memory`. Its shared segment only shows whether this rank has left.
 
     By default it allocates memory for all banks at once, so that a failure leaves the model unchanged. With
-    `bank_by_bank` it allocates for one bank at a time, so that parameters that move into a shard free memory for the
-    next one.
+    `bank_by_bank` it allocates for one bank at a time, so that moved parameters free memory for the next one.
     """
 
     is_copied_on_write = False

@@ -174,8 +174,7 @@ class PeerPacker:
             with self.group.rendezvous.publishing_failures():
                 shards[rank] = self._open(rank, segment)
         self.group.settle()
-        # Each rank starts with a different shard and ends with its own, so that ranks do not all read one shard at
-        # once.
+        # Each rank starts with a different shard and ends with its own, so that not all read one shard at once.
         order = [(self.group.rank + 1 + step) % self.group.size for step in range(self.group.size)]
         return {
             spec.index: tuple(self._source(spec, rank, shards[rank][number]) for rank in order)

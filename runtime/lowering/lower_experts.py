@@ -99,8 +99,7 @@ class RowsInAnyNumber:
             single_row: Sequence[torch.Tensor] = self.graph(*inputs)
             return single_row
         results = self.compiled(inputs)
-        # Inductor wraps its code for profilers and caches. The first call needs that; later ones with few rows are
-        # faster without.
+        # Inductor wraps its code for profilers and caches. The first call needs that; few rows are faster without.
         self.compiled = getattr(self.compiled, "current_callable", None) or self.compiled
         return results
 

@@ -77,11 +77,9 @@ class LoweredSegment(TakesList):
 
     This covers every case, for any lowering. Memory that exists before a segment can leave it only as an output, and
     such an output has the storage of an input. The copy is in time, because nothing is overwritten inside a segment:
-    releases and updates of buffers are between segments. An input without references after the run cannot be
-    overwritten at all.
+    releases and updates of buffers are between segments. An input without references cannot be overwritten.
 
-    The inputs at positions `tensors` are compared with the outputs at positions `fresh`. If `boxed`, `run` takes a list
-    of its inputs.
+    Inputs at positions `tensors` are compared with outputs at positions `fresh`. If `boxed`, `run` takes a list.
     """
 
     def __init__(self, run: Lowered, tensors: Sequence[int], fresh: Sequence[int], boxed: bool) -> None:

@@ -190,8 +190,7 @@ class _PlanningInputs:
         self.shard_bytes = {
             path: largest_shard_bytes(nbytes, counts[path], options.ranks) for path, nbytes in self.bank_bytes.items()
         }
-        # Bytes of the smallest shard of matrices, which grouped GEMMs may read from the shard; slots always contain
-        # the biases.
+        # Bytes of the smallest shard of matrices, which grouped GEMMs may read in place; slots always contain biases.
         matrix_bytes = {
             path: sum(value.nbytes for value in values.values() if value.dim() == 3) for path, values in experts.items()
         }

@@ -41,8 +41,7 @@ class BlockDecisions:
     """The decisions of one group's ranks, as this rank knows them."""
 
     def __init__(self) -> None:
-        # Why a block is left, or None, by its name and signature. The signature is empty if a rank cannot take the
-        # block.
+        # Why a block is left, or None, by its name and signature. An empty signature means that a rank cannot take it.
         self._decided: dict[tuple[str, str], str | None] = {}
         # The signatures with which a block is taken, each with the shapes of its experts' weights, by the block's name.
         self._taken: dict[str, dict[str, tuple[str, ...]]] = defaultdict(dict)

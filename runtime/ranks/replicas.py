@@ -25,8 +25,7 @@ _COMPARISON = (
     "all ranks had come to a run whose inputs are compared, since parameters changed on some rank or it has debug on: "
     "a rank that is missing failed since then, see its output"
 )
-# Words of 8 bytes in a chunk. On a CPU two chunks fit into the cache; on a device a chunk is large enough to hide the
-# launch overhead.
+# Words of 8 bytes in a chunk. On a CPU two chunks fit into the cache; on a device a chunk hides the launch overhead.
 _CHUNK_WORDS_CPU = 2**16
 _CHUNK_WORDS_DEVICE = 2**22
 _ALL_BITS = 2**64 - 1

@@ -156,8 +156,7 @@ class Ring:
     def run(self, graph: Hashable, plan: GatherSignature) -> Iterator[None]:
         """Enter a run of `graph` by `plan`, once no other thread is in one.
 
-        An exception in the block ends all copies, so that the next run can start; ranks that gather together all get an
-        error.
+        An exception in the block ends all copies, so that the next run can start; all ranks of a gather get an error.
 
         Raises InputError if this thread is in a run already, and the errors of `begin_run`.
         """

@@ -109,8 +109,7 @@ class DiskHome(Home):
 class DiskPacker:
     """A packer that finds, or writes to `folder`, the files of a model's banks.
 
-    With `keeps_pages`, pages stay in the kernel's cache after a read. Raises InputError if the platform cannot read
-    into a slot.
+    With `keeps_pages`, pages stay in the kernel's cache after a read. Raises InputError without `preadv`.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None, *, keeps_pages: bool) -> None:

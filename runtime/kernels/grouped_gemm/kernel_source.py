@@ -295,8 +295,7 @@ def _results(kernel: GemmKernel) -> Iterator[str]:
 def chosen_once(kernel: GemmKernel) -> int | None:
     """Return the operand whose numbers choose the rows of tables with one row per expert; None if it has another use.
 
-    The loop over chosen rows runs from the lowest to the highest number of a tile, so it is too long for larger
-    tables.
+    The loop over chosen rows runs from the lowest to the highest number of a tile, too long for larger tables.
     """
     wide = [value for value in kernel.values if isinstance(value, Loaded) and is_wide_choice(value)]
     numbers = {int(value.rows) for value in wide}
