@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from moepass.runtime.transfer.lanes import finish_on
+
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
@@ -35,12 +37,6 @@ class TimingEffort:
     long_seconds: float = 0.3
 
 
-def synchronise(device: torch.device) -> None:
-    """Wait until all work issued to `device` is done; on a CPU it is done already."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def time_calls(
     run: Callable[[], object], device: torch.device, effort: TimingEffort, calls: int | None = None
 ) -> Timing:
@@ -48,10 +44,10 @@ def time_calls(
 
     `calls` sets the number of calls in each sample, for operations that other ranks must run as often.
     """
-    synchronise(device)
+    finish_on(device)
     started = time.perf_counter()
     run()
-    synchronise(device)
+    finish_on(device)
     first = time.perf_counter() - started
     samples = effort.samples
     if calls is None:
@@ -76,7 +72,7 @@ def _sample(run: Callable[[], object], device: torch.device, calls: int) -> floa
     started = time.perf_counter()
     for _ in range(calls):
         run()
-    synchronise(device)
+    finish_on(device)
     return (time.perf_counter() - started) / calls
 
 

@@ -1,9 +1,4 @@
-"""Adopt the experts of a model that already runs with expert parallelism: local parameters become shards for all ranks.
-
-After expert parallelism was removed from a graph, it reads complete banks, and its own parameters are this rank's
-shards. In the first run the ranks meet once and register these shards with the transport. From then on each rank pulls
-missing shards on its own, or all ranks gather.
-"""
+"""Adopt the experts of a model that runs with expert parallelism: local parameters become shards for all ranks."""
 
 from __future__ import annotations
 

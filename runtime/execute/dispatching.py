@@ -1,8 +1,4 @@
-"""The form of a compiled graph that a run uses: its schedule, or the captured graph, which is compiled here.
-
-Both forms read the same inputs, parameters included, so nothing is stored twice. A run of the captured graph prefetches
-nothing and leaves the ring as it was: its slots stay filled for the next gathered run.
-"""
+"""The form of a compiled graph that a run uses: its schedule, or the captured graph, which is compiled here."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Banks adopted from the parameters of a model that runs with expert parallelism.
-
-The ranks of a process group meet once for each bank; each contributes its own parameters as a shard. The memory of
-these parameters identifies the bank. So code that Dynamo shares between layers finds the experts of each layer, and
-eager code finds the banks of compiled code.
-"""
+"""Banks adopted from the parameters of a model that runs with expert parallelism; their memory identifies a bank."""
 
 from __future__ import annotations
 

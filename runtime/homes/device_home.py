@@ -1,10 +1,7 @@
 """Home `peer` on GPUs: every rank stores 1/N of each bank in its GPU's memory, and the other GPUs copy from there.
 
-torch's symmetric memory maps the memory of all ranks into the addresses of each GPU, so a copy from another rank is an
-ordinary copy on the ring's stream, in which the other rank takes no part. By CUDA's rules, memory that another process
-has mapped stays allocated until that process unmaps it, as host shared memory does.
-
-Two ranks on one H100 have run it; the speed of copies between GPUs is unmeasured.
+By CUDA's rules, memory that another process has mapped stays allocated until that process unmaps it, as host shared
+memory does. Two ranks on one H100 have run it; the speed of copies between GPUs is unmeasured.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Home `peer`: every rank stores 1/N of each bank.
-
-With transport `pull` the shards are in shared memory, and each rank copies at any time. With transport `collective`
-they lie in private memory of the host or the device, and all ranks gather together.
-"""
+"""Home `peer`: every rank stores 1/N of each bank in shared memory, or with `collective` in private memory."""
 
 from __future__ import annotations
 
@@ -14,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from moepass.models.checkpoint.unread_tensors import UnreadTensor
-from moepass.models.checkpoint.weight_recipes import recipe_digest
 from moepass.models.formulas.expert_placement import shard_bounds
 from moepass.models.homes import PULL
 from moepass.passes.ir.plan import BankSpec, TensorSpec
@@ -241,7 +236,7 @@ def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors.values():
         if isinstance(tensor, UnreadTensor):
-            digest.update(recipe_digest(tensor.recipe).encode())
+            digest.update(tensor.recipe.describe().encode())
             continue
         digest.update(sample_of(tensor).cpu().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

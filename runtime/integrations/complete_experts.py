@@ -1,8 +1,7 @@
 """The kernel of `moepass::complete_experts`: all experts of a layer, gathered where a model asks for them.
 
-It runs in eager mode, under other backends, and wherever the compiler left the operator in a graph. The gather is
-synchronous. The banks are those that compiled graphs adopt: the first use of a layer makes its ranks meet once. From
-then on each rank copies missing experts on its own and waits for no other rank.
+It runs in eager mode, under other backends, and wherever the compiler left the operator in a graph. It waits for the
+gather. The banks are those that compiled graphs adopt.
 """
 
 from __future__ import annotations

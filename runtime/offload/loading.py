@@ -46,7 +46,7 @@ from moepass.models.homes import home_named
 from moepass.passes.machine.hardware import Hardware
 from moepass.runtime.banks.banked_modules import BankedParameter
 from moepass.runtime.banks.banks import keep_whole_model_store, whole_model_store
-from moepass.runtime.homes.disk.disk_home import streams_as_it_is
+from moepass.runtime.homes.disk.disk_home import why_made
 from moepass.runtime.homes.options.home_options import HomeOptions, SpreadOptions
 from moepass.runtime.homes.options.packers import make_packer, options_of
 from moepass.runtime.homes.peer_home import weights_digest
@@ -204,7 +204,7 @@ class _UnreadModel:
         """
         recipes = [tensor.recipe for tensor in self.dense().values()]
         banks = [expert_parameters(module) for module in find_expert_modules(self.model).values()]
-        in_files = [bank for bank in banks if streams_as_it_is(bank)] if stays_in_files else []
+        in_files = [bank for bank in banks if not why_made(bank)] if stays_in_files else []
         unread = {id(value) for bank in in_files for value in bank.values()}
         for name, tensor in self.experts().items():
             if id(tensor) in unread:

@@ -1,9 +1,7 @@
 """Decisions of a process group on the blocks of expert parallelism that are taken out of its ranks' graphs.
 
-A block that one rank takes and another leaves cannot run: one would wait at an AllToAll that the other never joins. A
-block that two ranks take with different experts would be wrong. So every rank that captured a graph with collectives
-comes here before it compiles, even with a graph without blocks, and all ranks get the same decision for the life of the
-group: see "Decisions when ranks compile" in README.md.
+Every rank that captured a graph with collectives comes here before it compiles, even with a graph without blocks: see
+"Decisions when ranks compile" in README.md.
 """
 
 from __future__ import annotations

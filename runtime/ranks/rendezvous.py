@@ -1,11 +1,7 @@
 """Exchange of small records through a store of torch.distributed: every wait ends, with a reason.
 
-Either all ranks get each other's records, or all raise the same error. The first rank that knows the outcome writes it
-to the store. So a late rank learns that the others gave up, and does not take their records for an agreement.
-
-After a failed meeting the ranks no longer know which of their meetings belong together: a rank may have tried twice
-while another rank tried once. So the group ends, and every later meeting raises at once and gives the reason. Ranks
-that only run compiled code check for it too (`eager_watch.py`).
+Either all ranks get each other's records, or all raise the same error: see "Failed meetings" in
+runtime/homes/README.md. Ranks that only run compiled code check for a failed meeting too (`eager_watch.py`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The ring: a fixed set of slots on the compute device, and the operations of a schedule on them.
 
-`passes/ir/slot_operations.py` defines `prefetch`, `decode`, `acquire` and `release`. A ring serves one run at a time:
-`run` holds its lock, so threads that call compiled graphs of one model wait for each other. A thread that is in a run
-already must neither wait for itself nor overwrite the slots of its run; it gets an error.
+`passes/ir/slot_operations.py` defines `prefetch`, `decode`, `acquire` and `release`. A ring serves one run at a time.
 """
 
 from __future__ import annotations
