@@ -63,7 +63,6 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         template: prompt with `{text}` exactly once
-        label_names: names of labels for people
         max_text_tokens: number of tokens to which `{text}` is truncated
         pair_template: question about the relevance of a document, with `{query}` and `{document}` once each
         vector: embedding of a text: that of its last token, or the mean

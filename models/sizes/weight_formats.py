@@ -30,10 +30,8 @@ class WeightFormat:
     """Storage of the matrices of `parts`; all other weights are in the dtype of the architecture.
 
     Attributes:
-        bits: bits of one element
         block_rows, block_columns: size of the blocks that share a scale; blocks at the edge of a matrix may be smaller.
             None stands for the complete dimension
-        scale_bytes: bytes of a scale
         computes_in: dtype of the GEMMs that kernels for this format run
     """
 

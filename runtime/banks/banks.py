@@ -239,9 +239,7 @@ class BankStore:
     def gather_now(self, index: int) -> tuple[torch.Tensor, ...]:
         """Return the tensors of a complete bank on the compute device: the synchronous gather of eager mode.
 
-        Raises:
-            PeerError: a rank with one of the shards is gone.
-            InputError: the tensors that the last call returned were written to.
+        Raises PeerError if a rank with a shard is gone, and InputError if tensors of the last call were written to.
         """
         self._owner.check()
         bank = self._banks[index]

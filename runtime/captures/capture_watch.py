@@ -20,11 +20,7 @@ from moepass.runtime.torch_private import frames_compiled, traced_code
 
 @dataclasses.dataclass(frozen=True)
 class CompiledGraph:
-    """A graph that the backend compiled.
-
-    Attributes:
-        code: the functions that Dynamo traced.
-    """
+    """A graph that the backend compiled; `code` has the functions that Dynamo traced."""
 
     captured: GraphModule
     top: GraphModule

@@ -241,7 +241,6 @@ class Description:
         return [self.value(kind, where), *self._content(value, where)]
 
     def _content(self, value: Any, where: str) -> list[Any]:
-        """Return the items and members of an object."""
         items: list[Any] = []
         if isinstance(value, Mapping):
             items = [[self.value(key, where), self.value(item, where)] for key, item in value.items()]

@@ -149,7 +149,6 @@ def captured_forms(
 def _replica_check(
     plan: Plan, needing: Sequence[LocalBlock], captured: GraphModule, timeout_s: float, debug: bool
 ) -> ReplicaCheck:
-    """Return the check that ranks hold the same tokens, for the blocks `needing` them."""
     (group_name,) = {block.group for block in needing}
     (alike,) = {block.alike for block in needing}
     nodes = {node.name: (position, node) for position, node in enumerate(graph_inputs(captured.graph))}
@@ -181,7 +180,6 @@ def adoption(plan: Plan, device: torch.device, options: AdoptionOptions) -> Adop
 
 
 def _blocks_of_equal_tokens(plan: Plan) -> list[LocalBlock]:
-    """Return the blocks that need the same tokens on all ranks."""
     return [block for block in plan.local_blocks if block.tokens]
 
 

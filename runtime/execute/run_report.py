@@ -33,10 +33,8 @@ class MeasuredRuns:
     """Measurements of the last runs with equal input sizes, without the first: its slots are empty, its memory is new.
 
     Attributes:
-        sizes: the input sizes of these runs by name.
         run_seconds: median duration of the last 32 of them.
         exposed_seconds: mean time that the last 32 of them waited for banks.
-        slot_bytes: bytes of the ring.
         weight_bytes: bytes of the graph's inputs on its device, without banks at rest.
         peak_bytes: peak of the memory that torch allocated on the device; None if torch does not track it.
     """

@@ -54,8 +54,7 @@ class AdoptedBank(Bank):
 
     Attributes:
         sources: the shards of all ranks, in the order in which this rank copies them.
-        memories: the memory of each of this rank's parameters.
-        storages: weak references to their storages.
+        memories, storages: the memory of each of this rank's parameters, and weak references to their storages.
         held_twice_bytes: bytes of this rank's parameters that exist again in the shard, see `PeerPacker.share_parts`.
     """
 

@@ -211,7 +211,6 @@ class CollectiveTransport(Transport):
 
     @property
     def _lane(self) -> Lane:
-        """The lane of gathers outside of a ring."""
         return HOST_LANE
 
     def _gather(self, request: Request, into_slot: Sequence[Source] | None = None) -> GatherAction:

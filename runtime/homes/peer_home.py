@@ -154,7 +154,6 @@ class PeerPacker:
         self.home.spread = self.spread(banks)
 
     def _reserve(self) -> None:
-        """Allocate memory for this rank's shards."""
         self._segment = self.group.make_segment(self._offsets(self.group.rank)[-1] - PAGE_BYTES)
 
     def _memory(self, index: int) -> torch.Tensor:

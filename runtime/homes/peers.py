@@ -57,8 +57,7 @@ class PeerGroup:
 
     Args:
         store: the store where ranks meet. Every rank makes its groups on it in the same order.
-        timeout_s: seconds that ranks wait for each other. Raises OptionError unless it is between 0 and
-            MOST_WAIT_SECONDS.
+        timeout_s: seconds that ranks wait for each other. Raises OptionError as `check_wait`.
         title: the advice in the error about missing ranks: what every rank must do.
         transport: `pull` or `collective`.
         watch: the watch over the processes of the ranks; groups of the same ranks may share it.

@@ -161,8 +161,7 @@ def offload_experts(
             memory, and more than a few hide no more time. By default 2, or the planner's choice for a memory budget.
         resident_bytes: the first layers whose experts fit into this many bytes together stay on `device`, on every
             rank. It is a good use of free memory: the first copies overlap with the compute time of these layers.
-        resident_layers: the layers that stay instead, by the numbers in their modules' paths. `moepass explain` prints
-            them.
+        resident_layers: the layers that stay instead, by the numbers in their modules' paths; see `moepass explain`.
         memory_budget: bytes on `device` for this process, or text such as "6GB" or "512MiB": dense weights, resident
             layers, slots, staging buffers, this rank's shards if they are there, and activations. The planner chooses
             the layers that stay so that the step is fastest. Banks at rest in host memory or in files do not count,

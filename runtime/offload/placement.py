@@ -105,12 +105,7 @@ class PlanningOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The layers that stay resident, by path, and the number of slots that the others stream through.
-
-    Attributes:
-        placed: the decisions, for the plans of graphs.
-        topics: the causes of the decision, which tell ranks why theirs differ.
-    """
+    """The layers that stay, by path, the slots for the others, and the `topics` that tell ranks why theirs differ."""
 
     resident: tuple[str, ...]
     slots: int

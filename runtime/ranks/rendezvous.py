@@ -211,7 +211,6 @@ def _key(name: str, rank: int) -> str:
 
 
 def _counter(rank: int) -> str:
-    """Return the store's key for the number of a rank's meetings."""
     return f"moepass/meetings/{rank}"
 
 

@@ -49,9 +49,7 @@ class EncodedCopy:
 class Ahead:
     """A slot that is filled before a run has asked for its bank.
 
-    Attributes:
-        fetch: The bank, whose memory it keeps alive, so that no other bank can have the same address and `contents`.
-        contents: The contents of `fetch` when the copy started.
+    `fetch` keeps the bank's memory alive, so that no other bank can have the same address and `contents`.
     """
 
     fetch: Fetch

@@ -100,7 +100,6 @@ class HybridPacker(PeerPacker):
         return self.staging_buffers * in_pages(self._buffer_bytes(rank))
 
     def _buffers(self, rank: int, segment: SharedSegment, board: StagingBoard) -> StagingBuffers:
-        """Return the staging buffers of `rank`, which `board` describes."""
         start, nbytes = self._end_of_board(rank), self._buffer_bytes(rank)
         memories = [segment.map(start + number * in_pages(nbytes), nbytes) for number in range(self.staging_buffers)]
         return StagingBuffers(board, memories)
