@@ -43,13 +43,6 @@ class StoredSizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kinds: tuple[Layer, ...]
     order: tuple[int, ...]
 
-    @staticmethod
-    def of(architecture: Architecture) -> StoredSizes:
-        """Return the entry of `architecture`."""
-        kinds = tuple(architecture.layer_counts)
-        order = tuple(kinds.index(layer) for layer in architecture.layers)
-        return StoredSizes(dataclasses.replace(architecture, layers=()), kinds, order)
-
     def whole(self) -> Architecture:
         """Return the architecture with its layers."""
         return dataclasses.replace(self.architecture, layers=tuple(self.kinds[kind] for kind in self.order))

@@ -18,11 +18,11 @@ from moepass.passes.graph.input_sizes import read_sizes, size_sources, sizes_at_
 from moepass.passes.ir.plan import BankSpec, Dispatch, LocalBlock
 from moepass.passes.ir.segment import Segment
 from moepass.passes.schedule.dispatch import EXCHANGED
-from moepass.runtime.banks.memory_table import MemoryTable, memories_of
 from moepass.runtime.execute.run_findings import RunFindings
 from moepass.runtime.lowering.lower_later import LateGraph, lower_later
 from moepass.runtime.ranks.agreement import RunVote, agreement_of
 from moepass.runtime.ranks.replicas import ReplicaCheck
+from moepass.runtime.system.tensor_memory import MemoryTable, memories_of
 
 logger = logging.getLogger("moepass")
 

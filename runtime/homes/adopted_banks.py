@@ -18,9 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from moepass.models.errors import InputError, one_of
 from moepass.models.homes import PULL
 from moepass.passes.ir.plan import BankSpec
-from moepass.runtime.banks.banks import Bank, BankStore, find_bank
+from moepass.runtime.banks.banks import Bank, BankStore, bank_key, find_bank
 from moepass.runtime.banks.computed_parts import computed_parts
-from moepass.runtime.banks.memory_table import MemoryTable, bank_key, memories_of
 from moepass.runtime.banks.mutation_guard import MutationGuard, any_is_written
 from moepass.runtime.homes.device_home import make_transport, packer_on
 from moepass.runtime.homes.peer_home import PeerPacker
@@ -29,7 +28,7 @@ from moepass.runtime.ranks.block_decisions import MEETING
 from moepass.runtime.ranks.eager_watch import FailureCheck
 from moepass.runtime.system.forking import OwnerProcess
 from moepass.runtime.system.processes import ProcessWatch
-from moepass.runtime.system.tensor_memory import Memory
+from moepass.runtime.system.tensor_memory import Memory, MemoryTable, memories_of
 from moepass.runtime.transfer.home_protocol import Home, Transport
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.ring import Ring

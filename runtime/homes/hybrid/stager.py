@@ -205,16 +205,13 @@ class _StagerWork:
         self.own.board.show_progress()
         return True
 
-    def pause_seconds(self) -> float:
-        """Return the time until the thread looks again at the needs of other ranks."""
-        return _BUSY_PAUSE_S if any(board.wants().is_running for board in self.boards) else _IDLE_PAUSE_S
-
     def run(self) -> None:
         try:
             while not self.stopped.is_set():
                 self.changed.clear()
                 if not self.step():
-                    self.changed.wait(self.pause_seconds())
+                    is_busy = any(board.wants().is_running for board in self.boards)
+                    self.changed.wait(_BUSY_PAUSE_S if is_busy else _IDLE_PAUSE_S)
         except BaseException as error:  # the next `check` raises it
             self.error = error
 
