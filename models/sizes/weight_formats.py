@@ -29,10 +29,8 @@ _MODULES: Mapping[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
 class WeightFormat:
     """Storage of the matrices of `parts`; all other weights are in the dtype of the architecture.
 
-    Attributes:
-        block_rows, block_columns: size of the blocks that share a scale; blocks at the edge of a matrix may be smaller.
-            None stands for the complete dimension
-        computes_in: dtype of the GEMMs that kernels for this format run
+    `block_rows` x `block_columns` numbers share a scale, fewer at the edges; None stands for the complete dimension.
+    Kernels for this format compute in `computes_in`.
     """
 
     name: str

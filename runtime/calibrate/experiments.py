@@ -25,12 +25,7 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True)
 class TimingEffort:
-    """The time that one timing may take.
-
-    Attributes:
-        sample_seconds: One sample repeats the call for this long.
-        long_seconds: An operation whose first call takes longer gets at most two samples.
-    """
+    """Samples of one timing, each of `sample_seconds`; at most two if a call takes longer than `long_seconds`."""
 
     samples: int = 7
     sample_seconds: float = 0.01
@@ -78,12 +73,7 @@ def _sample(run: Callable[[], object], device: torch.device, calls: int) -> floa
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """An operation that is timed over a grid of sizes.
-
-    Attributes:
-        time: Called with one size for each axis, for all combinations, the last axis fastest.
-        is_computation: Whether the calling thread computes, so that its share of a core matters.
-    """
+    """An operation `time`, which takes one size per axis. In a computation the thread's share of a core matters."""
 
     name: str
     axes: dict[str, tuple[int, ...]]

@@ -32,13 +32,9 @@ BankInputs = Sequence[Sequence[torch.Tensor]]
 
 @dataclasses.dataclass
 class FormStatistics:
-    """Runs of one graph by form.
+    """Runs of one graph by form: `gathered_runs` followed the schedule, `exchanged_runs` the captured graph.
 
-    Attributes:
-        gathered_runs: runs that followed the schedule.
-        exchanged_runs: runs of the captured graph.
-        exchanged_compilations: how often the captured graph was compiled.
-        exchanged_segments: the segments of its last compilation; None before that, and if it runs operator by operator.
+    `exchanged_segments` are those of its last compilation; None before that, and if it runs operator by operator.
     """
 
     gathered_runs: int = 0
