@@ -237,7 +237,7 @@ def _by_expert(segment: GraphModule) -> ExpertLoop | TritonExperts | NotLowered 
 
 
 def compile_with_inductor(module: GraphModule, fake_mode: Any) -> Lowered:
-    """Compile a graph with values of `fake_mode`, which changes it, to a function of a list of the graph's inputs."""
+    """Compile a graph whose nodes have values of `fake_mode`, and change it. Returns a function of a list of inputs."""
     from torch._guards import TracingContext, tracing
     from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx_inner
