@@ -41,8 +41,7 @@ class HomeRecord:
         devices: kinds of devices that can compute from this home
         is_spread: each of N ranks holds 1/N of every bank
         transports: transports that can exchange shards between ranks, the default first
-        staging_buffers: default number of buffers on the compute device in front of the slots, each as large as one
-            shard
+        staging_buffers: default number of buffers on the compute device in front of the slots, each for one shard
         is_candidate: `explain` considers it by default
     """
 

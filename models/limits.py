@@ -59,8 +59,7 @@ MOST_ORDERS = 16
 # Tokens of a request, where a shared prefix counts once; numbers in one answer, which take up to 30 bytes each.
 MOST_REQUEST_TOKENS = 1 << 20
 MOST_ANSWER_NUMBERS = 1 << 22
-# A text with more characters per token of the model's limit is refused before it is tokenized. No real text has such
-# long tokens.
+# A text with more characters per token of the model's limit is refused before it is tokenized. Real text has fewer.
 MOST_CHARACTERS_PER_TOKEN = 64
 
 # JSON of people or their tools, such as a config.json or a profile; the index of a checkpoint's weights, with a line
@@ -91,12 +90,8 @@ def read_limited(file: Path, most_bytes: int) -> bytes:
         data = opened.read(most_bytes + 1)
     if len(data) > most_bytes:
         size = max(file.stat().st_size, len(data))  # a device file reports size 0
-        raise TooLargeError(
-            f"{file} has {size} bytes or more; the limit is {most_bytes} for files of this kind",
-            path=file,
-            value=size,
-            expected=most_bytes,
-        )
+        text = f"{file} has {size} bytes or more; the limit is {most_bytes} for files of this kind"
+        raise TooLargeError(text, path=file, value=size, expected=most_bytes)
     return data
 
 
@@ -106,19 +101,12 @@ def check_wait(name: str, seconds: object) -> None:
     if not is_number or not seconds > 0:  # type: ignore[operator]
         raise OptionError.wrong(name, seconds, "a number of seconds above 0")
     if seconds > MOST_WAIT_SECONDS:  # type: ignore[operator]
-        raise OptionError(
-            f"{name} is {seconds!r}; the limit is {MOST_WAIT_SECONDS:g} seconds",
-            name=name,
-            value=seconds,
-            expected=MOST_WAIT_SECONDS,
-        )
+        text = f"{name} is {seconds!r}; the limit is {MOST_WAIT_SECONDS:g} seconds"
+        raise OptionError(text, name=name, value=seconds, expected=MOST_WAIT_SECONDS)
 
 
 def decode_json(data: bytes | str, kind: Any = Any) -> Any:
-    """Decode `data` as a value of type `kind`.
-
-    Raises InputError with only the reason; the caller adds the file name.
-    """
+    """Decode `data` as a value of type `kind`. Raises InputError with only the reason; the caller adds the file."""
     try:
         value = msgspec.json.decode(data, type=kind)
     except RecursionError:

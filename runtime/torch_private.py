@@ -72,11 +72,6 @@ def on_recompilation(function: Callable[[], None]) -> None:
     register_hook_for_recompile_user_context(hook)
 
 
-def suppresses_errors() -> bool:
-    """Return whether Dynamo runs a function eagerly if compiling it raises an error."""
-    return bool(torch._dynamo.config.suppress_errors)
-
-
 def is_autocasting() -> bool:
     """Return whether autocast is on for any kind of device."""
     return bool(torch._C._is_any_autocast_enabled())
@@ -157,8 +152,7 @@ def compilers_side_by_side() -> Iterator[None]:
     """Let the compilers of several graphs run at the same time; nothing that Inductor compiles is ready before the end.
 
     Inductor hands the kernels of a graph to C++ compilers and waits for them before it turns to the next graph. This
-    block postpones all these waits to its end. Other threads compile as always. Errors of compilers are raised at the
-    end.
+    block postpones all these waits to its end. Other threads compile as always. Errors are raised at the end.
     """
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codecache import PyCodeCache

@@ -1,4 +1,1 @@
-"""Reading of checkpoints: config, weights, tokenizer and prompt. Start at `checkpoint_folders.py`.
-
-May import sizes, demo.
-"""
+"""Reading of checkpoints: config, weights, tokenizer. Start at `checkpoint_folders.py`. May import sizes, demo."""

@@ -64,8 +64,7 @@ class CheckpointFiles:
     change, so that tensors of different versions are never mixed.
 
     If a key is in two files, the later file is used, as in transformers. `stamps` checks these files, and possibly
-    others. Raises CheckpointError if a file is not a complete safetensors file, and InputError for a dtype that torch
-    lacks.
+    others. Raises CheckpointError if a file is incomplete, and InputError for a dtype that torch lacks.
     """
 
     def __init__(self, files: Sequence[Path], stamps: FileStamps | None = None) -> None:
@@ -140,11 +139,6 @@ class CheckpointFiles:
 def _dtype(file: Path, key: str, stored: Any) -> torch.dtype:
     name = stored.get_dtype()
     if name not in DTYPES:
-        raise InputError(
-            f"{key} in {file} is stored as {name}; moepass reads {one_of(DTYPES)}",
-            name=key,
-            value=name,
-            expected=tuple(DTYPES),
-            path=file,
-        )
+        text = f"{key} in {file} is stored as {name}; moepass reads {one_of(DTYPES)}"
+        raise InputError(text, name=key, value=name, expected=tuple(DTYPES), path=file)
     return DTYPES[name]

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from moepass.models.checkpoint.file_stamp import FileStamps
-from moepass.models.checkpoint.model_classes import check_model_type, class_options, model_class_of
+from moepass.models.checkpoint.model_classes import (
+    check_config,
+    check_model_type,
+    check_raw_config,
+    class_options,
+    model_class_of,
+)
 from moepass.models.checkpoint.weight_files import (
     INDEX_FILE,
     WEIGHTS_FILE,
@@ -28,7 +34,6 @@ from moepass.models.checkpoint.weight_files import (
 )
 from moepass.models.errors import CheckpointError
 from moepass.models.limits import MOST_TOKENIZER_BYTES, check_limit
-from moepass.models.sizes.config_checks import check_config, check_raw_config
 
 if TYPE_CHECKING:
     import torch
@@ -40,8 +45,7 @@ PROMPT_FILE = "prompt.json"
 _ADAPTER_FILE = "adapter_config.json"
 _TEXT_MARK = "{text}"
 _PAIR_MARKS = re.compile(r"\{(query|document)\}")
-# [Empirical] transformers allocates missing weights before it reports them. More missing elements than this are
-# refused.
+# [Empirical] transformers allocates missing weights before it reports them. More missing ones are refused.
 _MADE_UP_NUMBERS = 1 << 26
 
 
@@ -59,7 +63,6 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         template: prompt with `{text}` exactly once
-        label_names: names of labels for people
         max_text_tokens: number of tokens to which `{text}` is truncated
         pair_template: question about the relevance of a document, with `{query}` and `{document}` once each
         vector: embedding of a text: that of its last token, or the mean
@@ -90,8 +93,7 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def resolve_model(name_or_path: str | Path, *, config_alone: bool = False) -> Path:
     """Return the checkpoint folder: the embedded one for "demo", else an existing folder with a config.json.
 
-    With `config_alone` the path of a config file is accepted too. Raises CheckpointError, also for a folder with an
-    adapter.
+    With `config_alone` a config file is accepted too. Raises CheckpointError, also for a folder with an adapter.
     """
     if str(name_or_path) == DEMO:
         from moepass.models.demo import demo_folder
@@ -141,12 +143,8 @@ def load_config(path: Path) -> PreTrainedConfig:
         with quiet_transformers():
             config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
     except Exception as error:  # a family's checks of these values may raise any exception
-        raise CheckpointError(
-            f"{file} does not fit model_type {model_type!r}: {one_line(error)}",
-            path=file,
-            name="model_type",
-            value=model_type,
-        ) from error
+        text = f"{file} does not fit model_type {model_type!r}: {one_line(error)}"
+        raise CheckpointError(text, path=file, name="model_type", value=model_type) from error
     check_config(config, str(file))
     _switch_cache_off(config)
     return config
@@ -295,16 +293,10 @@ def _switch_cache_off(config: PreTrainedConfig) -> None:
 
 
 def check_numbers(folder: Path, held: int) -> None:
-    """Raise CheckpointError if many weights are missing, for which transformers would allocate random values.
-
-    `held` is the number of elements in the folder's files.
-    """
+    """Raise CheckpointError if the `held` elements lack many weights, for which transformers would make up values."""
     asked = sum(value.numel() for value in meta_model(folder).parameters())
     if held + _MADE_UP_NUMBERS < asked:
-        raise CheckpointError(
-            f"{folder} lacks weights that the config asks for: its files hold {held} numbers, but the model has "
-            f"{asked}",
-            value=held,
-            expected=asked,
-            path=folder,
+        text = (
+            f"{folder} lacks weights that the config asks for: its files hold {held} numbers, but the model has {asked}"
         )
+        raise CheckpointError(text, value=held, expected=asked, path=folder)

@@ -72,12 +72,8 @@ def read_header(descriptor: int, file: Path) -> FileHeader:
     }
     header = FileHeader(extents, metadata, max((begin, *(e.offset_bytes + e.nbytes for e in extents.values()))))
     if size != header.nbytes:
-        raise CheckpointError(
-            f"{file} has {size} bytes, but its header says {header.nbytes}: it is truncated",
-            path=file,
-            value=size,
-            expected=header.nbytes,
-        )
+        message = f"{file} has {size} bytes, but its header says {header.nbytes}: it is truncated"
+        raise CheckpointError(message, path=file, value=size, expected=header.nbytes)
     return header
 
 

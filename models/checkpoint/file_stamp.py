@@ -13,10 +13,7 @@ from moepass.models.errors import CheckpointError
 
 @dataclass(frozen=True)
 class FileStamp:
-    """Identity of a file's contents: equal if the file was neither replaced nor written to.
-
-    A write that resets the modification time is not detected.
-    """
+    """Identity of a file's contents, changed by replacing and writing, unless a write resets the modification time."""
 
     inode: int
     nbytes: int
@@ -41,10 +38,7 @@ class FileStamps:
         self._stamps = {file: _stamp_or_none(file) for file in files}
 
     def check(self, file: Path) -> FileStamp | None:
-        """Return the stamp of `file`, None if it does not exist, and watch it from now on.
-
-        Raises CheckpointError if it differs from the first check.
-        """
+        """Return the stamp of `file`, None without it. Raises CheckpointError if it differs from the first check."""
         now = _stamp_or_none(file)
         first = self._stamps.setdefault(file, now)
         if first != now:

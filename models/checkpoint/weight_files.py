@@ -34,12 +34,8 @@ def weight_files(folder: Path) -> list[Path]:
         names = sorted({str(name) for name in weight_map.values()})
         for name in names:
             if Path(name).name != name or not name.endswith(".safetensors") or len(name) > _LONGEST_NAME:
-                raise CheckpointError(
-                    f"{index} names {name!r}; it must be a .safetensors file in the same folder",
-                    path=index,
-                    value=name,
-                    expected="a .safetensors file in the same folder",
-                )
+                text = f"{index} names {name!r}; it must be a .safetensors file in the same folder"
+                raise CheckpointError(text, path=index, value=name, expected="a .safetensors file in the same folder")
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise CheckpointError(
@@ -48,12 +44,8 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / name for name in names]
     pickles = [name for name in _PICKLES if (folder / name).is_file()]
     if pickles:
-        raise CheckpointError(
-            f"{folder} holds {pickles[0]}, a pickle, which moepass does not open; convert it to {WEIGHTS_FILE}",
-            path=folder,
-            value=pickles[0],
-            expected=WEIGHTS_FILE,
-        )
+        text = f"{folder} holds {pickles[0]}, a pickle, which moepass does not open; convert it to {WEIGHTS_FILE}"
+        raise CheckpointError(text, path=folder, value=pickles[0], expected=WEIGHTS_FILE)
     raise CheckpointError(f"{folder} has no weights: neither {WEIGHTS_FILE} nor {INDEX_FILE} exists", path=folder)
 
 
@@ -75,19 +67,15 @@ def check_weight_files(folder: Path, config: PreTrainedConfig) -> int:
                     stored = opened.get_slice(key)
                     numbers += math.prod(stored.get_shape())
                     if not is_quantised and stored.get_dtype() in _EIGHT_BITS:
-                        raise CheckpointError(
+                        text = (
                             f"{file}: {key} is stored as {stored.get_dtype()}, and the config does not say how to "
                             "dequantise it; dequantise the weights, for example to bfloat16, and save them as a new "
-                            "checkpoint",
-                            name=key,
-                            value=stored.get_dtype(),
-                            path=file,
+                            "checkpoint"
                         )
+                        raise CheckpointError(text, name=key, value=stored.get_dtype(), path=file)
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{file} ({file.stat().st_size} bytes) is truncated or not a safetensors file: {one_line(error)}",
-                path=file,
-            ) from error
+            text = f"{file} ({file.stat().st_size} bytes) is truncated or not a safetensors file: {one_line(error)}"
+            raise CheckpointError(text, path=file) from error
     return numbers
 
 
@@ -112,14 +100,10 @@ def check_loading(folder: Path, info: Mapping[str, Any]) -> None:
     """
     if info.get("mismatched_keys"):
         name, shape, expected = sorted(info["mismatched_keys"])[0]
-        raise CheckpointError(
-            f"{folder}: {name} has shape {list(shape)}, but the config asks for {list(expected)}"
-            + _and_more(len(info["mismatched_keys"])),
-            name=name,
-            value=tuple(shape),
-            expected=tuple(expected),
-            path=folder,
+        text = f"{folder}: {name} has shape {list(shape)}, but the config asks for {list(expected)}" + _and_more(
+            len(info["mismatched_keys"])
         )
+        raise CheckpointError(text, name=name, value=tuple(shape), expected=tuple(expected), path=folder)
     if missing := sorted(info.get("missing_keys") or ()):
         text = f"{folder} lacks weights that the config asks for: {_some(missing)}"
         raise CheckpointError(text, path=folder, expected=missing)

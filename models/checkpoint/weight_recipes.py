@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -223,10 +222,7 @@ class Converted(Recipe):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Replayed(Recipe):
-    """Output number `output` of an operation without side effects, which runs when it is read.
-
-    `output` is None for an operation with a single output.
-    """
+    """Output `output` (None: the only one) of an operation without side effects, which runs when it is read."""
 
     operation: Any
     arguments: tuple[Any, ...]
@@ -301,8 +297,3 @@ _ROW_RULES: Mapping[Any, _Rule] = {
     _aten.split.Tensor: _cuts_at(1),
     _aten.split_with_sizes.default: _cuts_at(1),
 }
-
-
-def recipe_digest(recipe: Recipe) -> str:
-    """Return a digest that is equal for tensors computed alike from stored tensors of the same dtypes and shapes."""
-    return hashlib.blake2b(recipe.describe().encode(), digest_size=8).hexdigest()

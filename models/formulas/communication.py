@@ -59,10 +59,7 @@ def part_bytes(part: BankPart, bank_bytes: Size, ranks: Size) -> Size:
 
 
 def background_bytes(home: str, bank_bytes: Size, ranks: Size) -> Size:
-    """Return the bytes per rank and MoE layer that are transferred during computation, over all links.
-
-    Raises InputError for an unknown home.
-    """
+    """Return the bytes per rank and MoE layer that move during computation, over all links. Raises InputError."""
     parts = [part_bytes(use.part, bank_bytes, ranks) for use in home_named(home).travel]
     return sum(parts, 0 * bank_bytes)
 

@@ -45,11 +45,8 @@ class ExpertPlacement:
     def __post_init__(self) -> None:
         shard_bounds(self.experts, self.ranks)
         if not 0 <= self.rank < self.ranks:
-            raise InputError(
-                f"rank {self.rank} is not one of {self.ranks} ranks; it must be in 0..{self.ranks - 1}",
-                rank=self.rank,
-                expected=range(self.ranks),
-            )
+            text = f"rank {self.rank} is not one of {self.ranks} ranks; it must be in 0..{self.ranks - 1}"
+            raise InputError(text, rank=self.rank, expected=range(self.ranks))
 
     @property
     def shard_sizes(self) -> tuple[int, ...]:

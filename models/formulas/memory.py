@@ -67,8 +67,7 @@ def activation_bytes(layer: Layer, hidden: int, tokens: Size, dtype: str) -> Siz
     """Return the peak bytes of the tensors of a layer that are live at the same time.
 
     Derived from the order of operations in a captured layer, if each result is a new tensor. The residual stream and
-    its normalised form are live from one end of the layer to the other. Attention scores are never completely in
-    memory.
+    its normalised form are live from one end of the layer to the other. Complete attention scores never exist.
     """
     attention = layer.attention
     inputs = attention.query_width + attention.key_width + attention.value_width
@@ -99,8 +98,7 @@ def attention_traffic_bytes(layer: Layer, hidden: int, tokens: Size, dtype: str)
     """
     attention = layer.attention
     inputs = attention.query_width + attention.key_width + attention.value_width
-    # A norm reads and writes one tensor; the addition reads two and writes one. Then the projections, attention, and
-    # the output projection.
+    # A norm reads and writes one tensor; the addition reads two and writes one. Then the projections around attention.
     elements = 5 * hidden + hidden + inputs + inputs + attention.output_width + attention.output_width + hidden
     return tokens * elements * element_bytes(dtype)
 

@@ -46,10 +46,7 @@ _FUNCTIONS: Mapping[str, Callable[..., float]] = {
 
 
 def evaluate_text(text: str, sizes: Mapping[str, float]) -> float:
-    """Return the number of an expression of sizes by name, as an int if it is one.
-
-    Raises InputError if a size is missing, or if `text` is anything but arithmetic.
-    """
+    """Return the number of an expression of sizes, an int if it is one. Raises InputError for any other text."""
     try:
         number = sum(sign * _value(ast.parse(term, mode="eval").body, sizes) for sign, term in _terms(text))
     except InputError as error:
@@ -81,11 +78,8 @@ def _value(node: ast.expr, sizes: Mapping[str, float]) -> float:
         return node.value
     if isinstance(node, ast.Name):
         if node.id not in sizes:
-            raise InputError(
-                f"no value was given for {node.id}; given are {one_of(sizes) or 'none'}",
-                name=node.id,
-                expected=tuple(sizes),
-            )
+            text = f"no value was given for {node.id}; given are {one_of(sizes) or 'none'}"
+            raise InputError(text, name=node.id, expected=tuple(sizes))
         return sizes[node.id]
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_value(node.operand, sizes)

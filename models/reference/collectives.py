@@ -8,43 +8,36 @@ same order, including ranks without rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed._functional_collectives
 
 # The import above registers the fake kernels of these operators.
 _c10d = torch.ops._c10d_functional
+_wait: Callable[[torch.Tensor], torch.Tensor] = _c10d.wait_tensor.default
 
 
 def exchange_rows(rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], group_name: str) -> torch.Tensor:
-    """Exchange rows by AllToAll: send `send[r]` of `rows` [sum(send), ...] to rank r, and receive `receive[r]` from it.
-
-    Returns [sum(receive), ...].
-    """
-    result: torch.Tensor = _c10d.wait_tensor(_c10d.all_to_all_single(rows, list(receive), list(send), group_name))
-    return result
+    """Send `send[r]` of `rows` [sum(send), ...] to rank r by AllToAll, and return `receive[r]` rows of each rank r."""
+    return _wait(_c10d.all_to_all_single(rows, list(receive), list(send), group_name))
 
 
 def gather_rows(rows: torch.Tensor, ranks: int, group_name: str) -> torch.Tensor:
     """Gather [n, ...], with the same n on every rank, to [ranks * n, ...] by AllGather."""
-    result: torch.Tensor = _c10d.wait_tensor(_c10d.all_gather_into_tensor(rows, ranks, group_name))
-    return result
+    return _wait(_c10d.all_gather_into_tensor(rows, ranks, group_name))
 
 
 def scatter_sums(rows: torch.Tensor, ranks: int, group_name: str) -> torch.Tensor:
     """Sum `rows` [ranks * n, ...] over ranks and return this rank's part [n, ...], by ReduceScatter."""
-    result: torch.Tensor = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(rows, "sum", ranks, group_name))
-    return result
+    return _wait(_c10d.reduce_scatter_tensor(rows, "sum", ranks, group_name))
 
 
 def sum_over_ranks(values: torch.Tensor, group_name: str) -> torch.Tensor:
     """Return the sum of `values` over ranks, equal on every rank, by AllReduce."""
-    result: torch.Tensor = _c10d.wait_tensor(_c10d.all_reduce(values, "sum", group_name))
-    return result
+    return _wait(_c10d.all_reduce(values, "sum", group_name))
 
 
 def max_over_ranks(values: torch.Tensor, group_name: str) -> torch.Tensor:
     """Return the elementwise maximum of `values` over ranks, equal on every rank, by AllReduce."""
-    result: torch.Tensor = _c10d.wait_tensor(_c10d.all_reduce(values, "max", group_name))
-    return result
+    return _wait(_c10d.all_reduce(values, "max", group_name))

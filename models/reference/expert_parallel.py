@@ -65,13 +65,11 @@ class ShardedExperts(GroupedExperts):
         self.placement = ExpertPlacement(experts, group.size(), group.rank())
         owned = len(self.placement.owned)
         if gate_up_proj.shape[0] != owned or down_proj.shape[0] != owned:
-            raise InputError(
+            text = (
                 f"rank {group.rank()} of {group.size()} owns {owned} of {experts} experts, but it was given weights of "
-                f"{gate_up_proj.shape[0]} (gate_up_proj) and {down_proj.shape[0]} (down_proj)",
-                rank=group.rank(),
-                value=(gate_up_proj.shape[0], down_proj.shape[0]),
-                expected=owned,
+                f"{gate_up_proj.shape[0]} (gate_up_proj) and {down_proj.shape[0]} (down_proj)"
             )
+            raise InputError(text, rank=group.rank(), value=(gate_up_proj.shape[0], down_proj.shape[0]), expected=owned)
 
     def to_local(self, expert_ids: torch.Tensor) -> torch.Tensor:
         """Convert global ids to this rank's: 0..owned-1, and `owned` for experts of other ranks."""
@@ -83,8 +81,7 @@ class ShardedExperts(GroupedExperts):
 class AllToAllExperts(ShardedExperts):
     """Form 1: each pair of a token and an expert is sent to the expert's rank, and its output back.
 
-    The sizes of the exchange depend on the routing, so the ranks first exchange their counts, and read them on the
-    host.
+    The sizes of the exchange depend on the routing, so ranks first exchange their counts, which the host reads.
     """
 
     def forward(
@@ -168,12 +165,8 @@ class CapacityAllToAllExperts(ShardedExperts):
         """
         tokens, top_k = top_k_index.shape
         if tokens > self.max_tokens:
-            raise InputError(
-                f"{tokens} tokens, but max_tokens is {self.max_tokens}; it must be the largest count of any rank",
-                name="max_tokens",
-                value=self.max_tokens,
-                expected=tokens,
-            )
+            text = f"{tokens} tokens, but max_tokens is {self.max_tokens}; it must be the largest count of any rank"
+            raise InputError(text, name="max_tokens", value=self.max_tokens, expected=tokens)
         experts, capacity = self.placement.experts, self.capacity(top_k)
         sorted_ids, order = sort_by_expert(top_k_index)
         counts = count_per_expert(sorted_ids, experts)
@@ -188,10 +181,7 @@ class CapacityAllToAllExperts(ShardedExperts):
         return weighted_sum(rows, order, top_k_weights).to(hidden_states.dtype)
 
     def _exchange_and_run(self, slots: torch.Tensor, filled: torch.Tensor, capacity: int) -> torch.Tensor:
-        """Run slots [E * capacity, H] and return their outputs in the same slots.
-
-        The first `filled` [E] slots of each expert hold rows.
-        """
+        """Return the outputs of slots [E * capacity, H]; the first `filled` [E] slots of each expert hold rows."""
         ranks, owned, shards = self.placement.ranks, len(self.placement.owned), self.placement.shard_sizes
         filled = exchange_rows(filled, send=shards, receive=[owned] * ranks, group_name=self.group_name)
         send, receive = [size * capacity for size in shards], [owned * capacity] * ranks

@@ -1,4 +1,1 @@
-"""Sizes of models: the architecture of a configuration, and presets of well-known models. Start at `architecture.py`.
-
-Imports no other folder.
-"""
+"""Sizes of architectures and of well-known models. Start at `architecture.py`. Imports no other folder."""

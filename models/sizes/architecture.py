@@ -96,10 +96,7 @@ class Attention:
 
     @property
     def value_width(self) -> int:
-        """Width of all values of a token.
-
-        Linear attention has values for every head, softmax attention for every kv head.
-        """
+        """Width of all values of a token: one per head in linear attention, one per kv head in softmax attention."""
         return (self.heads if self.kind == "linear" else self.kv_heads) * self.value_head_dim
 
     @property
@@ -130,12 +127,8 @@ class Experts:
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.count:
-            raise InputError(
-                f"top_k is {self.top_k}; it must lie between 1 and the number of experts, {self.count}",
-                name="top_k",
-                value=self.top_k,
-                expected=range(1, self.count + 1),
-            )
+            text = f"top_k is {self.top_k}; it must lie between 1 and the number of experts, {self.count}"
+            raise InputError(text, name="top_k", value=self.top_k, expected=range(1, self.count + 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,11 +142,8 @@ class Layer:
 
     def __post_init__(self) -> None:
         if (self.experts is None) == (self.dense_width is None):
-            raise InputError(
-                f"dense_width is {self.dense_width} and experts is {self.experts}; a layer has one of the two",
-                name="dense_width",
-                value=self.dense_width,
-            )
+            text = f"dense_width is {self.dense_width} and experts is {self.experts}; a layer has one of the two"
+            raise InputError(text, name="dense_width", value=self.dense_width)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,12 +29,8 @@ def from_config(config: PreTrainedConfig, *, name: str | None = None, dtype: str
     text = config.get_text_config()
     family = FAMILIES.get(str(text.model_type))
     if family is None:
-        raise InputError(
-            f"the sizes of model_type {text.model_type!r} are not known; known are {one_of(FAMILIES)}",
-            name="model_type",
-            value=text.model_type,
-            expected=tuple(FAMILIES),
-        )
+        message = f"the sizes of model_type {text.model_type!r} are not known; known are {one_of(FAMILIES)}"
+        raise InputError(message, name="model_type", value=text.model_type, expected=tuple(FAMILIES))
     try:
         layers = tuple(family(text, index) for index in range(text.num_hidden_layers))
         stored, unknown_storage = _stored(config, layers)
@@ -54,11 +50,8 @@ def from_config(config: PreTrainedConfig, *, name: str | None = None, dtype: str
         raise
     except (ArithmeticError, AttributeError, IndexError, TypeError, ValueError) as error:
         problem = "is incomplete" if isinstance(error, AttributeError) else "does not fit together"
-        raise InputError(
-            f"the config of model_type {text.model_type!r} {problem}: {error}",
-            name="model_type",
-            value=text.model_type,
-        ) from error
+        message = f"the config of model_type {text.model_type!r} {problem}: {error}"
+        raise InputError(message, name="model_type", value=text.model_type) from error
 
 
 def _stored(config: Any, layers: Sequence[Layer]) -> tuple[WeightFormat | None, str]:

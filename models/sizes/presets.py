@@ -37,21 +37,11 @@ def _file() -> _File:
 
 
 class StoredSizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An entry of `preset_sizes.json`: each kind of layer once, and the kind of each layer.
-
-    `architecture` has no layers.
-    """
+    """An entry of `preset_sizes.json`: each kind of layer, and the kind of each layer; `architecture` has no layers."""
 
     architecture: Architecture
     kinds: tuple[Layer, ...]
     order: tuple[int, ...]
-
-    @staticmethod
-    def of(architecture: Architecture) -> StoredSizes:
-        """Return the entry of `architecture`."""
-        kinds = tuple(architecture.layer_counts)
-        order = tuple(kinds.index(layer) for layer in architecture.layers)
-        return StoredSizes(dataclasses.replace(architecture, layers=()), kinds, order)
 
     def whole(self) -> Architecture:
         """Return the architecture with its layers."""
@@ -81,12 +71,8 @@ def preset(name: str) -> Architecture:
 
 def _check_name(name: str) -> None:
     if name not in _file().models:
-        raise InputError(
-            f"no preset is called {name!r}; it must be one of {one_of(preset_names())}",
-            name="preset",
-            value=name,
-            expected=preset_names(),
-        )
+        text = f"no preset is called {name!r}; it must be one of {one_of(preset_names())}"
+        raise InputError(text, name="preset", value=name, expected=preset_names())
 
 
 def preset_config(name: str, *, layers: int | None = None) -> PreTrainedConfig:
@@ -100,12 +86,8 @@ def preset_config(name: str, *, layers: int | None = None) -> PreTrainedConfig:
     all_layers = values["num_hidden_layers"]
     if layers is not None:
         if not 1 <= layers <= all_layers:
-            raise InputError(
-                f"layers is {layers}; {name} has 1 to {all_layers}",
-                name="layers",
-                value=layers,
-                expected=range(1, all_layers + 1),
-            )
+            text = f"layers is {layers}; {name} has 1 to {all_layers}"
+            raise InputError(text, name="layers", value=layers, expected=range(1, all_layers + 1))
         values["num_hidden_layers"] = layers
         if "first_k_dense_replace" in values:
             values["first_k_dense_replace"] = min(values["first_k_dense_replace"], layers - 1)

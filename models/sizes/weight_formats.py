@@ -11,8 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Parts of a layer that are quantised completely or not at all: for each, the names of its module and matrices in
-# various families.
+# Parts of a layer that are quantised as a whole: the names of their modules and matrices in various families.
 ATTENTION, EXPERTS, SHARED_EXPERTS, DENSE_MLP = "attention", "experts", "shared experts", "dense MLP"
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _MODULES: Mapping[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
@@ -30,12 +29,8 @@ _MODULES: Mapping[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
 class WeightFormat:
     """Storage of the matrices of `parts`; all other weights are in the dtype of the architecture.
 
-    Attributes:
-        bits: bits of one element
-        block_rows, block_columns: size of the blocks that share a scale; blocks at the edge of a matrix may be smaller.
-            None stands for the complete dimension
-        scale_bytes: bytes of a scale
-        computes_in: dtype of the GEMMs that kernels for this format run
+    `block_rows` x `block_columns` numbers share a scale, fewer at the edges; None stands for the complete dimension.
+    Kernels for this format compute in `computes_in`.
     """
 
     name: str
@@ -109,10 +104,7 @@ def _is_left_out(left_out: Sequence[str], layer: str, part: str) -> bool | None:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Return whether `pattern` excludes the module `name`.
-
-    As in transformers it may be a suffix, a parent module, or have stars.
-    """
+    """Return whether `pattern` (as in transformers a suffix, a parent module, or with stars) excludes module `name`."""
     if name.endswith(pattern) or name == pattern or name.startswith(f"{pattern}."):
         return True
     # Configurations use a single kind of regular expression: a star for any layer.

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moepass.models.checkpoint.checkpoint_folders import DEMO, load_config, resolve_model
+from moepass.models.checkpoint.model_classes import check_config, check_raw_config
 from moepass.models.errors import CheckpointError, InputError, one_of
 from moepass.models.limits import MOST_RANKS, MOST_SLOTS, MOST_TOKENS, check_limit
 from moepass.models.sizes.architecture import Architecture, short_dtype
-from moepass.models.sizes.config_checks import check_config, check_raw_config
 from moepass.models.sizes.families import from_config
 from moepass.models.sizes.presets import preset, preset_config, preset_names, presets_source
 from moepass.passes.machine.hardware import Hardware, with_ranks

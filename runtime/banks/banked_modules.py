@@ -91,8 +91,7 @@ class BankedParameter(nn.Module):
 
     def check_move(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Raise InputError if `convert` would change the dtype or the device of the experts."""
-        # Banks do not move, so model.to(...) must keep their dtype and device. Applying it to an empty tensor shows
-        # both.
+        # Banks do not move: model.to(...) must keep dtype and device, which applying it to an empty tensor shows.
         dtype = self.spec.torch_dtype
         probe = convert(torch.empty(0, dtype=dtype))
         if probe.dtype != dtype or probe.device not in (torch.device("cpu"), self.store.device):
@@ -161,10 +160,7 @@ class _BankParametrizations(ParametrizationList):
 
 
 def bank_parameters(module: nn.Module, banked: Mapping[str, BankedParameter]) -> None:
-    """Let `module` read the parameters with these names from their bank.
-
-    The parameter objects stay as they are: other code may hold them.
-    """
+    """Let `module` read these parameters from their bank. The parameter objects stay: other code may hold them."""
     lists = {}
     for name, parametrization in banked.items():
         parameter = getattr(module, name)

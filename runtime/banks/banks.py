@@ -8,7 +8,7 @@ import logging
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -21,9 +21,9 @@ from moepass.passes.ir.placed_model import PlacedModel
 from moepass.passes.ir.plan import BankSpec
 from moepass.passes.ir.shards import pack_layout, parameter_places, shard_layout
 from moepass.runtime.banks.computed_parts import computed_part
-from moepass.runtime.banks.memory_table import MemoryTable, bank_key
 from moepass.runtime.kernels.decoders import codec_of
 from moepass.runtime.system.forking import OwnerProcess
+from moepass.runtime.system.tensor_memory import MemoryTable, memories_of
 from moepass.runtime.transfer.home_protocol import Home
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.ring import Ring, make_ring
@@ -239,9 +239,7 @@ class BankStore:
     def gather_now(self, index: int) -> tuple[torch.Tensor, ...]:
         """Return the tensors of a complete bank on the compute device: the synchronous gather of eager mode.
 
-        Raises:
-            PeerError: a rank with one of the shards is gone.
-            InputError: the tensors that the last call returned were written to.
+        Raises PeerError if a rank with a shard is gone, and InputError if tensors of the last call were written to.
         """
         self._owner.check()
         bank = self._banks[index]
@@ -325,6 +323,22 @@ def refuse_copy() -> NoReturn:
 def find_store(number: int) -> BankStore:
     """Return the store with that number. Raises KeyError if its model is gone."""
     return _stores[number]
+
+
+def bank_key(bank: BankSpec, inputs: Sequence[torch.Tensor]) -> Hashable:
+    """Return the key that identifies a bank by the memory of its inputs.
+
+    Dynamo shares code between layers, so a graph input is the only thing that tells the banks of two layers apart. For
+    inputs that are parameters, the key also contains their strides and the layout of the bank.
+    """
+    layout = (bank.tensors, bank.expert_bounds, bank.group, bank.recipes)
+    views = (layout, (*map(_strides, inputs),)) if bank.group else None
+    return views, memories_of(inputs)
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of dimensions larger than 1. They distinguish a tensor from its transpose."""
+    return tuple(stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
 
 
 def find_bank(bank: BankSpec, inputs: Sequence[torch.Tensor]) -> tuple[BankStore, BankSpec] | None:

@@ -51,12 +51,8 @@ def _operator(name: str) -> Any:
     if library in ("aten", "prims") and base in RECIPE_OPERATIONS:
         overload = getattr(getattr(getattr(torch.ops, library), base), variant, None)
     if not isinstance(overload, torch._ops.OpOverload) or overload._schema.is_mutable:
-        raise InputError(
-            f"a recipe computes weights by {name!r}; recipes may use {', '.join(sorted(RECIPE_OPERATIONS))}",
-            name="operator",
-            value=name,
-            expected=sorted(RECIPE_OPERATIONS),
-        )
+        text = f"a recipe computes weights by {name!r}; recipes may use {', '.join(sorted(RECIPE_OPERATIONS))}"
+        raise InputError(text, name="operator", value=name, expected=sorted(RECIPE_OPERATIONS))
     return overload
 
 

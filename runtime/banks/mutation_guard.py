@@ -1,12 +1,7 @@
 """A check before every run that this rank's tensors of a bank are unchanged since the ranks agreed on it.
 
-By default the check compares torch's version counters, which is free, but does not count all writes (see
-runtime/homes/README.md). With `debug` every run compares all bytes with the shard. A changed counter also leads to a
-comparison of all bytes: writing the same bits again is not a change.
-
-A parameter that is the shard itself, as on a GPU, has no second copy to compare with, so any change of its counter is
-a change. With `debug` a sample of every expert is compared with its earlier values (`any_is_written`), for all
-parameters at once, because the host waits for the GPU.
+runtime/homes/README.md says what it compares, and which writes go unnoticed. A changed version counter leads to a
+comparison of all bytes, except for a parameter that is the shard itself, as on a GPU: it has no second copy.
 """
 
 from __future__ import annotations
@@ -15,8 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-# [Empirical] Numbers of each expert in a sample, along each of its dimensions. Even a short training changes nearly all
-# of them.
+# [Empirical] Numbers of each expert in a sample, along each dimension. Even a short training changes nearly all.
 SAMPLES = 8
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

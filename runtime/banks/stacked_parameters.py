@@ -19,8 +19,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from moepass.runtime.banks.memory_table import MemoryTable
-from moepass.runtime.system.tensor_memory import are_only_users, offset_bytes, tensor_in_storage
+from moepass.runtime.system.tensor_memory import MemoryTable, are_only_users, offset_bytes, tensor_in_storage
 
 logger = logging.getLogger("moepass")
 

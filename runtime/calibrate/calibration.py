@@ -186,7 +186,6 @@ def _run_ranks(tasks: Sequence[RankTask], report: Report) -> list[RankMeasuremen
 
 @contextlib.contextmanager
 def _running(task: RankTask, log: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a rank's process in a block."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(task.threads)}
     # Only this process may know the path from which it imported this package.
     environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)

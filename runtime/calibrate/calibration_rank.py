@@ -38,12 +38,7 @@ Report = Callable[[int, int, str], object]
 
 @dataclasses.dataclass(frozen=True)
 class RankTask:
-    """The task of one rank.
-
-    Attributes:
-        store: The path of the file through which the ranks find each other.
-        cores: The cores on which the process stays; all if empty.
-    """
+    """The task of one rank: `store` is the file where ranks meet; the process stays on `cores` (all if empty)."""
 
     rank: int
     ranks: int

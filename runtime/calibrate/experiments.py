@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from moepass.runtime.transfer.lanes import finish_on
+
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
@@ -23,22 +25,11 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True)
 class TimingEffort:
-    """The time that one timing may take.
-
-    Attributes:
-        sample_seconds: One sample repeats the call for this long.
-        long_seconds: An operation whose first call takes longer gets at most two samples.
-    """
+    """Samples of one timing, each of `sample_seconds`; at most two if a call takes longer than `long_seconds`."""
 
     samples: int = 7
     sample_seconds: float = 0.01
     long_seconds: float = 0.3
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait until all work issued to `device` is done; on a CPU it is done already."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def time_calls(
@@ -48,10 +39,10 @@ def time_calls(
 
     `calls` sets the number of calls in each sample, for operations that other ranks must run as often.
     """
-    synchronise(device)
+    finish_on(device)
     started = time.perf_counter()
     run()
-    synchronise(device)
+    finish_on(device)
     first = time.perf_counter() - started
     samples = effort.samples
     if calls is None:
@@ -76,18 +67,13 @@ def _sample(run: Callable[[], object], device: torch.device, calls: int) -> floa
     started = time.perf_counter()
     for _ in range(calls):
         run()
-    synchronise(device)
+    finish_on(device)
     return (time.perf_counter() - started) / calls
 
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """An operation that is timed over a grid of sizes.
-
-    Attributes:
-        time: Called with one size for each axis, for all combinations, the last axis fastest.
-        is_computation: Whether the calling thread computes, so that its share of a core matters.
-    """
+    """An operation `time`, which takes one size per axis. In a computation the thread's share of a core matters."""
 
     name: str
     axes: dict[str, tuple[int, ...]]

@@ -24,7 +24,6 @@ from moepass.runtime.calibrate.experiments import (
     Experiment,
     Timing,
     TimingEffort,
-    synchronise,
     time_calls,
     timing_of,
 )
@@ -32,7 +31,7 @@ from moepass.runtime.calibrate.measure_compute import TORCH_DTYPES
 from moepass.runtime.ranks.rendezvous import Rendezvous
 from moepass.runtime.system.shared_memory import SegmentAddress, create_segment, open_segment
 from moepass.runtime.transfer.copying import CopyThread, SlotCopy
-from moepass.runtime.transfer.lanes import HOST_LANE, StreamLane
+from moepass.runtime.transfer.lanes import HOST_LANE, StreamLane, finish_on
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.sources import MemorySource
 
@@ -109,7 +108,7 @@ def open_benches(
             share = -(-nbytes // len(devices))
             memory = [torch.ones(share, dtype=torch.uint8, device=peer) for peer in devices]
             benches["peer"] = TransferBench(memory, slot)
-        synchronise(device)
+        finish_on(device)
     elif ranks > 1:
         assert store is not None
         meeting = Rendezvous(store, rank, ranks, _MEET_SECONDS, "all ranks calibrate together")

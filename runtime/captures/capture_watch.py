@@ -20,11 +20,7 @@ from moepass.runtime.torch_private import frames_compiled, traced_code
 
 @dataclasses.dataclass(frozen=True)
 class CompiledGraph:
-    """A graph that the backend compiled.
-
-    Attributes:
-        code: the functions that Dynamo traced.
-    """
+    """A graph that the backend compiled; `code` has the functions that Dynamo traced."""
 
     captured: GraphModule
     top: GraphModule
@@ -43,15 +39,11 @@ class GraphRun:
 
 
 class CaptureWatch:
-    """Collects the graphs that are compiled and run inside `watch_capture`.
-
-    Attributes:
-        tensors: the model's tensors before the call. Dynamo assigns attributes only after the graph has run.
-        problem: the reason why nothing can be stored, or an empty string.
-    """
+    """Collects the graphs that are compiled and run inside `watch_capture`; `problem` says why none can be stored."""
 
     def __init__(self, read_tensors: Callable[[], list[torch.Tensor]]) -> None:
         self._read_tensors = read_tensors
+        # The model's tensors before the call: Dynamo assigns attributes only after the graph has run.
         self.tensors: list[torch.Tensor] = []
         self.graphs: list[CompiledGraph] = []
         self.runs: list[GraphRun] = []

@@ -2,8 +2,7 @@
 
 All values that traced code may branch on belong here: attributes of modules, configurations, hooks, torch's settings.
 Installed code is represented by its version (see `process_code`). If a value has no stable text, NotStorableError is
-raised and the model is not stored. A model and its values are described as data that is equal where installed code
-behaves the same.
+raised and the model is not stored. Descriptions are equal where installed code behaves the same.
 """
 
 from __future__ import annotations
@@ -140,10 +139,7 @@ def _precisions() -> list[str]:
 
 
 def _config(config: Any) -> Any:
-    """Return the text of one of torch's configurations.
-
-    Raises NotStorableError if it holds a function, such as a pass.
-    """
+    """Return one of torch's configurations as text. Raises NotStorableError if it holds a function, such as a pass."""
     for name, value in config.get_config_copy().items():
         if any(callable(item) for item in (value if isinstance(value, (list, tuple)) else [value])):
             raise NotStorableError(f"the setting {config.__name__}.{name} is a function: {value!r}")
@@ -163,10 +159,7 @@ def process_began() -> float:
 
 
 def file_digests(files: Iterable[str | Path]) -> dict[str, str]:
-    """Return the digests of `files` by path.
-
-    Raises NotStorableError if a file changed after this process read its code.
-    """
+    """Return the digests of `files` by path. Raises NotStorableError if one changed after this process read it."""
     latest = process_began()
     digests = {}
     links: dict[str, float] = {}
@@ -209,10 +202,7 @@ def describe_model(model: nn.Module) -> tuple[Any, list[torch.Tensor]]:
 
 
 class Description:
-    """Builds canonical descriptions of values.
-
-    An object that was described before is written as its number, which also ends cycles.
-    """
+    """Builds canonical descriptions of values. An object met again is written as its number, which also ends cycles."""
 
     def __init__(self) -> None:
         # Tensors in the order in which they were described.
@@ -251,7 +241,6 @@ class Description:
         return [self.value(kind, where), *self._content(value, where)]
 
     def _content(self, value: Any, where: str) -> list[Any]:
-        """Return the items and members of an object."""
         items: list[Any] = []
         if isinstance(value, Mapping):
             items = [[self.value(key, where), self.value(item, where)] for key, item in value.items()]

@@ -109,8 +109,7 @@ def record_capture(watch: CaptureWatch, model: nn.Module, arguments: Sequence[ob
 class StoredCapture:
     """A capture for one model. Its executor is created on first use.
 
-    In `context`, the plan's predictions are made again. Raises ValueError if the model has other banks or tensors than
-    the record.
+    In `context`, the plan's predictions are made again. Raises ValueError if the model has other banks or tensors.
     """
 
     def __init__(self, record: CaptureRecord, model: nn.Module, store: BankStore | None, context: PassContext) -> None:

@@ -51,10 +51,7 @@ class GraphMemory:
         self._last_run.record(torch.cuda.current_stream(self._device))
 
     def record(self, work: Callable[[], Any]) -> tuple[Any, Any]:
-        """Return a CUDA graph of the device work that `work` issues, without executing it, and its result.
-
-        Raises any error of CUDA if the work cannot be recorded.
-        """
+        """Return a CUDA graph of what `work` issues, without executing it, and the result. Raises errors of CUDA."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             # The ring may copy and other threads may compute at the same time: only this thread must not synchronise.

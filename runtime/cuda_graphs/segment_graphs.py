@@ -93,10 +93,9 @@ class _CurrentRun(threading.local):
 
 
 class SegmentGraphs:
-    """The CUDA graphs of one top-level graph.
+    """The CUDA graphs of one top-level graph, without segments named in `refused`.
 
-    Segments with names in `refused` are not recorded. `note_refusal` is called with the name of a segment that CUDA
-    cannot record, and the reason.
+    `note_refusal` is called with the name of a segment that CUDA cannot record, and the reason.
     """
 
     def __init__(self, refused: Collection[str], note_refusal: Callable[[str, str], None]) -> None:

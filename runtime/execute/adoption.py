@@ -1,9 +1,4 @@
-"""Adopt the experts of a model that already runs with expert parallelism: local parameters become shards for all ranks.
-
-After expert parallelism was removed from a graph, it reads complete banks, and its own parameters are this rank's
-shards. In the first run the ranks meet once and register these shards with the transport. From then on each rank pulls
-missing shards on its own, or all ranks gather.
-"""
+"""Adopt the experts of a model that runs with expert parallelism: local parameters become shards for all ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +28,7 @@ from moepass.runtime.ranks.agreement import RunCheck, taken_blocks
 from moepass.runtime.ranks.block_decisions import decisions_of, has_others
 from moepass.runtime.ranks.eager_watch import refuse_eager_stance
 from moepass.runtime.ranks.replicas import ReplicaCheck
-from moepass.runtime.torch_private import process_groups_by_name, suppresses_errors
+from moepass.runtime.torch_private import process_groups_by_name
 from moepass.runtime.transfer.link import check_link_to
 
 
@@ -74,7 +69,7 @@ def agreement_on_blocks(
         "torch._dynamo.config.suppress_errors is on, so a rank with an error would wait at an exchange that no other "
         "rank joins; turn it off"
     )
-    refused = reason if suppresses_errors() else None
+    refused = reason if torch._dynamo.config.suppress_errors else None
 
     def agree(module: GraphModule, plan: Plan) -> dict[str, str]:
         leave: dict[str, str] = {}
@@ -154,7 +149,6 @@ def captured_forms(
 def _replica_check(
     plan: Plan, needing: Sequence[LocalBlock], captured: GraphModule, timeout_s: float, debug: bool
 ) -> ReplicaCheck:
-    """Return the check that ranks hold the same tokens, for the blocks `needing` them."""
     (group_name,) = {block.group for block in needing}
     (alike,) = {block.alike for block in needing}
     nodes = {node.name: (position, node) for position, node in enumerate(graph_inputs(captured.graph))}
@@ -186,7 +180,6 @@ def adoption(plan: Plan, device: torch.device, options: AdoptionOptions) -> Adop
 
 
 def _blocks_of_equal_tokens(plan: Plan) -> list[LocalBlock]:
-    """Return the blocks that need the same tokens on all ranks."""
     return [block for block in plan.local_blocks if block.tokens]
 
 

@@ -48,10 +48,7 @@ def name_inputs(captured: GraphModule, graph: GraphModule) -> None:
 
 
 def _described(description: object, dynamo_inputs: Sequence[tuple[str, bool]]) -> tuple[str, bool]:
-    """Return the name of an input, and whether it is an argument, from AOT's description of it.
-
-    `dynamo_inputs` has both for each of Dynamo's inputs.
-    """
+    """Return the name of an input, and whether it is an argument, from AOT's description and Dynamo's inputs."""
     base = getattr(description, "base", None)
     if base is not None:
         # The input is part of another input, as the local tensor of a DTensor, or the memory that inputs share.

@@ -1,8 +1,4 @@
-"""The form of a compiled graph that a run uses: its schedule, or the captured graph, which is compiled here.
-
-Both forms read the same inputs, parameters included, so nothing is stored twice. A run of the captured graph prefetches
-nothing and leaves the ring as it was: its slots stay filled for the next gathered run.
-"""
+"""The form of a compiled graph that a run uses: its schedule, or the captured graph, which is compiled here."""
 
 from __future__ import annotations
 
@@ -22,11 +18,11 @@ from moepass.passes.graph.input_sizes import read_sizes, size_sources, sizes_at_
 from moepass.passes.ir.plan import BankSpec, Dispatch, LocalBlock
 from moepass.passes.ir.segment import Segment
 from moepass.passes.schedule.dispatch import EXCHANGED
-from moepass.runtime.banks.memory_table import MemoryTable, memories_of
 from moepass.runtime.execute.run_findings import RunFindings
 from moepass.runtime.lowering.lower_later import LateGraph, lower_later
 from moepass.runtime.ranks.agreement import RunVote, agreement_of
 from moepass.runtime.ranks.replicas import ReplicaCheck
+from moepass.runtime.system.tensor_memory import MemoryTable, memories_of
 
 logger = logging.getLogger("moepass")
 
@@ -36,13 +32,9 @@ BankInputs = Sequence[Sequence[torch.Tensor]]
 
 @dataclasses.dataclass
 class FormStatistics:
-    """Runs of one graph by form.
+    """Runs of one graph by form: `gathered_runs` followed the schedule, `exchanged_runs` the captured graph.
 
-    Attributes:
-        gathered_runs: runs that followed the schedule.
-        exchanged_runs: runs of the captured graph.
-        exchanged_compilations: how often the captured graph was compiled.
-        exchanged_segments: the segments of its last compilation; None before that, and if it runs operator by operator.
+    `exchanged_segments` are those of its last compilation; None before that, and if it runs operator by operator.
     """
 
     gathered_runs: int = 0
@@ -101,10 +93,7 @@ class CapturedForm:
 
 
 class CapturedFallback(CapturedForm):
-    """Runs the captured graph if `check` finds different tokens on ranks, although `blocks` need equal ones.
-
-    The refusals of these blocks are noted in `findings`.
-    """
+    """Runs the captured graph if `check` finds different tokens although `blocks` need equal ones; see `findings`."""
 
     def __init__(
         self,

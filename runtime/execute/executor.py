@@ -137,10 +137,7 @@ class Executor:
                 return outputs if run is None else run.own(outputs)
 
     def _chunk_tokens_for(self, sizes: Mapping[str, int]) -> int | None:
-        """Return the largest chunk whose activations fit the memory budget, or None if the plan fixed the chunks.
-
-        Warns if even the smallest chunk exceeds the budget.
-        """
+        """Return the largest chunk that fits the memory budget, or None if the plan fixed it. Warns if none fits."""
         memory = self.plan.activations
         if memory is None or memory.room_bytes is None:
             return None

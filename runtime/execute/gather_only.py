@@ -17,8 +17,7 @@ def gather_only_step(model: nn.Module) -> None:
     """Take part in the gathers of one forward of `model` on the other ranks, without computing or receiving anything.
 
     The banks come in the order of this rank's last forward, or in the order of the model's layers before its first. The
-    function returns when all ranks have gathered all banks. With other transports no rank needs this one, and it
-    returns at once.
+    function returns when all ranks have gathered all banks. With other transports it returns at once.
 
     If layers share a bank, its position in the order depends on how the model runs: all ranks must have run the last
     forward the same way, in eager mode or compiled.

@@ -13,10 +13,7 @@ logger = logging.getLogger("moepass")
 
 
 class RunFindings:
-    """Refusals of one graph's runs, and the segments that CUDA does not record, with the reasons.
-
-    Threads may add findings at the same time.
-    """
+    """Refusals of one graph's runs, and segments that CUDA does not record, with reasons. Threads may share them."""
 
     def __init__(self) -> None:
         # Keys in the order in which they were found.

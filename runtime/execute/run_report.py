@@ -1,8 +1,7 @@
 """Durations of a graph's runs and their waits for banks, and a comparison with what the planner predicted.
 
 Runs are always measured, at little cost. On a CPU the clock is read twice per run. On CUDA two events are recorded on
-the compute stream, and the host does not wait for them. The ring reports how long a run waited, so the runs of other
-models do not count.
+the compute stream, and the host does not wait for them. The ring reports a run's waits, so other models do not count.
 """
 
 from __future__ import annotations
@@ -34,10 +33,8 @@ class MeasuredRuns:
     """Measurements of the last runs with equal input sizes, without the first: its slots are empty, its memory is new.
 
     Attributes:
-        sizes: the input sizes of these runs by name.
         run_seconds: median duration of the last 32 of them.
         exposed_seconds: mean time that the last 32 of them waited for banks.
-        slot_bytes: bytes of the ring.
         weight_bytes: bytes of the graph's inputs on its device, without banks at rest.
         peak_bytes: peak of the memory that torch allocated on the device; None if torch does not track it.
     """
@@ -52,10 +49,7 @@ class MeasuredRuns:
 
 
 class RunClock:
-    """Times the runs of one graph, all on one device.
-
-    `inputs_at_rest` are the positions of the graph's inputs that are banks whose home is not the device.
-    """
+    """Times the runs of one graph on one device; `inputs_at_rest` are the positions of banks that rest elsewhere."""
 
     def __init__(self, inputs_at_rest: Collection[int] = ()) -> None:
         self._inputs_at_rest = inputs_at_rest

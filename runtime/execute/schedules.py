@@ -18,11 +18,11 @@ from moepass.models.homes import home_named
 from moepass.passes.graph.nodes import graph_inputs
 from moepass.passes.ir.plan import BankSpec, Plan
 from moepass.runtime.banks.banks import find_bank
-from moepass.runtime.banks.memory_table import MemoryTable, memories_of
 from moepass.runtime.cuda_graphs.segment_graphs import SegmentGraphs
 from moepass.runtime.execute.bound_graph import MODEL_IS_GONE, bind, living_ring
 from moepass.runtime.execute.run_findings import RunFindings
 from moepass.runtime.lowering.boxed_code import run_by_list
+from moepass.runtime.system.tensor_memory import MemoryTable, memories_of
 from moepass.runtime.transfer.ring import Ring
 
 # Takes the banks of a graph and this rank's tensors of each, and registers them for `find_bank`.

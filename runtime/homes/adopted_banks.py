@@ -1,9 +1,4 @@
-"""Banks adopted from the parameters of a model that runs with expert parallelism.
-
-The ranks of a process group meet once for each bank; each contributes its own parameters as a shard. The memory of
-these parameters identifies the bank. So code that Dynamo shares between layers finds the experts of each layer, and
-eager code finds the banks of compiled code.
-"""
+"""Banks adopted from the parameters of a model that runs with expert parallelism; their memory identifies a bank."""
 
 from __future__ import annotations
 
@@ -23,9 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from moepass.models.errors import InputError, one_of
 from moepass.models.homes import PULL
 from moepass.passes.ir.plan import BankSpec
-from moepass.runtime.banks.banks import Bank, BankStore, find_bank
+from moepass.runtime.banks.banks import Bank, BankStore, bank_key, find_bank
 from moepass.runtime.banks.computed_parts import computed_parts
-from moepass.runtime.banks.memory_table import MemoryTable, bank_key, memories_of
 from moepass.runtime.banks.mutation_guard import MutationGuard, any_is_written
 from moepass.runtime.homes.device_home import make_transport, packer_on
 from moepass.runtime.homes.peer_home import PeerPacker
@@ -34,7 +28,7 @@ from moepass.runtime.ranks.block_decisions import MEETING
 from moepass.runtime.ranks.eager_watch import FailureCheck
 from moepass.runtime.system.forking import OwnerProcess
 from moepass.runtime.system.processes import ProcessWatch
-from moepass.runtime.system.tensor_memory import Memory
+from moepass.runtime.system.tensor_memory import Memory, MemoryTable, memories_of
 from moepass.runtime.transfer.home_protocol import Home, Transport
 from moepass.runtime.transfer.link import Link
 from moepass.runtime.transfer.ring import Ring
@@ -59,8 +53,7 @@ class AdoptedBank(Bank):
 
     Attributes:
         sources: the shards of all ranks, in the order in which this rank copies them.
-        memories: the memory of each of this rank's parameters.
-        storages: weak references to their storages.
+        memories, storages: the memory of each of this rank's parameters, and weak references to their storages.
         held_twice_bytes: bytes of this rank's parameters that exist again in the shard, see `PeerPacker.share_parts`.
     """
 
@@ -85,11 +78,6 @@ class AdoptedHome(Home):
         self.banks: dict[int, AdoptedBank] = {}
         self._failures = failures
         self._has_removed_banks = False
-
-    @property
-    def held_twice_bytes(self) -> int:
-        """Bytes of this rank's parameters that exist again in the shards."""
-        return sum(bank.held_twice_bytes for bank in list(self.banks.values()))
 
     @property
     def _ring(self) -> Ring | None:
@@ -169,13 +157,11 @@ class BankAdopter:
         for spec, tensors in zip(banks, parts, strict=True):
             devices = {str(tensor.device) for tensor in tensors} - {str(self.device)}
             if devices:
-                raise InputError(
+                text = (
                     f"experts of {spec.name} are on {min(devices)}, but stream to {self.device}; move the model to "
-                    f"{self.device} before its first run",
-                    name=spec.name,
-                    value=min(devices),
-                    expected=str(self.device),
+                    f"{self.device} before its first run"
                 )
+                raise InputError(text, name=spec.name, value=min(devices), expected=str(self.device))
         with self._locked():
             self._choose(group, options or (self.options if self.store.banks else AdoptionOptions()))
             keys = [bank_key(bank, tensors) for bank, tensors in zip(banks, parts, strict=True)]
@@ -216,13 +202,11 @@ class BankAdopter:
         # Without a ring only eager code has read these banks, and only the transport is fixed.
         has_ring = self.store.current_ring is not None
         if self.store.banks and (has_ring or options.transport != self.options.transport):
-            raise InputError(
+            text = (
                 f"the experts of process group {group.group_name!r} stream with {self.options} already, and share one "
-                f"ring; compile every model of that group with the same options, not with {options}",
-                name="options",
-                value=options,
-                expected=self.options,
+                f"ring; compile every model of that group with the same options, not with {options}"
             )
+            raise InputError(text, name="options", value=options, expected=self.options)
         self.options = options
         if self.store.banks:
             self.store.slots, self.store.link = options.slots, options.link

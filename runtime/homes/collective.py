@@ -34,8 +34,7 @@ from moepass.runtime.transfer.sources import MemorySource, Source, check_slot
 class GatherAction(Action):
     """This rank's share of one gather: it sends all of `own` and receives the pieces of `sources`.
 
-    `sources` are the shards of all ranks, by rank; this rank's shard is not over a link. A rank that does not receive
-    only sends.
+    `sources` are all ranks' shards, by rank; this rank's is not over a link. A rank that does not receive only sends.
     """
 
     group: GatherGroup
@@ -212,7 +211,6 @@ class CollectiveTransport(Transport):
 
     @property
     def _lane(self) -> Lane:
-        """The lane of gathers outside of a ring."""
         return HOST_LANE
 
     def _gather(self, request: Request, into_slot: Sequence[Source] | None = None) -> GatherAction:

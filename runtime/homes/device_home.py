@@ -1,10 +1,7 @@
 """Home `peer` on GPUs: every rank stores 1/N of each bank in its GPU's memory, and the other GPUs copy from there.
 
-torch's symmetric memory maps the memory of all ranks into the addresses of each GPU, so a copy from another rank is an
-ordinary copy on the ring's stream, in which the other rank takes no part. By CUDA's rules, memory that another process
-has mapped stays allocated until that process unmaps it, as host shared memory does.
-
-Two ranks on one H100 have run it; the speed of copies between GPUs is unmeasured.
+By CUDA's rules, memory that another process has mapped stays allocated until that process unmaps it, as host shared
+memory does. Two ranks on one H100 have run it; the speed of copies between GPUs is unmeasured.
 """
 
 from __future__ import annotations
@@ -58,24 +55,19 @@ class SymmetricMemory:
 
         backend = _SymmetricMemory.get_backend(self._device)
         if backend != "CUDA":
-            raise SharedMemoryError(
+            text = (
                 f"torch's symmetric memory uses backend {backend}, but ranks can pull experts only with CUDA; unset "
-                "TORCH_SYMMMEM",
-                name="TORCH_SYMMMEM",
-                value=backend,
-                expected="CUDA",
+                "TORCH_SYMMMEM"
             )
+            raise SharedMemoryError(text, name="TORCH_SYMMMEM", value=backend, expected="CUDA")
         # This memory does not come from torch's caching allocator, which may hold all free memory.
         torch.cuda.empty_cache()
         try:
             # `symmetric_memory.empty` uses a pool, which may reuse memory while ranks still read it.
             self._own = _SymmetricMemory.empty_strided_p2p([nbytes], [1], torch.uint8, self._device)
         except RuntimeError as error:
-            raise SharedMemoryError(
-                f"{self._device} cannot allocate {nbytes} bytes for other GPUs to read: {error}",
-                name=str(self._device),
-                value=nbytes,
-            ) from error
+            text = f"{self._device} cannot allocate {nbytes} bytes for other GPUs to read: {error}"
+            raise SharedMemoryError(text, name=str(self._device), value=nbytes) from error
         return self._own
 
     def exchange(self) -> tuple[list[torch.Tensor], object]:
@@ -147,8 +139,7 @@ class DevicePacker(PeerPacker):
     """A packer with shards in memory of `make_memory`. Its shared segment only shows whether this rank has left.
 
     By default it allocates memory for all banks at once, so that a failure leaves the model unchanged. With
-    `bank_by_bank` it allocates for one bank at a time, so that parameters that move into a shard free memory for the
-    next one.
+    `bank_by_bank` it allocates for one bank at a time, so that moved parameters free memory for the next one.
     """
 
     is_copied_on_write = False
@@ -247,12 +238,10 @@ def check_transport_to(device: torch.device, transport: str) -> None:
     """Raise InputError if that transport cannot bring the experts of other ranks to `device`."""
     kinds = ("cpu", "cuda")
     if device.type not in kinds:
-        raise InputError(
+        text = (
             f"device is {device}; transport={transport!r} brings experts of other ranks to {' and '.join(kinds)} only; "
-            "use home='host'",
-            name="device",
-            value=str(device),
-            expected=kinds,
+            "use home='host'"
         )
+        raise InputError(text, name="device", value=str(device), expected=kinds)
     if device.type == "cuda" and transport == COLLECTIVE:
         check_nccl(device)

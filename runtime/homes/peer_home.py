@@ -1,8 +1,4 @@
-"""Home `peer`: every rank stores 1/N of each bank.
-
-With transport `pull` the shards are in shared memory, and each rank copies at any time. With transport `collective`
-they lie in private memory of the host or the device, and all ranks gather together.
-"""
+"""Home `peer`: every rank stores 1/N of each bank in shared memory, or with `collective` in private memory."""
 
 from __future__ import annotations
 
@@ -14,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from moepass.models.checkpoint.unread_tensors import UnreadTensor
-from moepass.models.checkpoint.weight_recipes import recipe_digest
 from moepass.models.formulas.expert_placement import shard_bounds
 from moepass.models.homes import PULL
 from moepass.passes.ir.plan import BankSpec, TensorSpec
@@ -49,10 +44,8 @@ class PeerHome(Home):
     def sources(self, bank: BankSpec, shards: Sequence[torch.Tensor]) -> tuple[Source, ...]:
         """Return the shards of all ranks. Raises PeerError if the ranks never connected them."""
         if bank.index not in self.spread:
-            raise PeerError(
-                f"bank {bank.name} is not complete, because offload_experts failed; start all ranks again",
-                name=bank.name,
-            )
+            text = f"bank {bank.name} is not complete, because offload_experts failed; start all ranks again"
+            raise PeerError(text, name=bank.name)
         return self.spread[bank.index]
 
     def rank_of(self, bank: BankSpec) -> int:
@@ -89,10 +82,7 @@ class PeerPacker:
         self.agree_on(specs, [weights_digest(tensors) for tensors in banks.values()])
 
     def agree_on(self, specs: Sequence[BankSpec], digests: Sequence[str]) -> None:
-        """Check that all ranks have banks with these specs and digests, and allocate memory.
-
-        Raises the errors of `agree`.
-        """
+        """Check that all ranks have these specs and digests, and allocate memory. Raises the errors of `agree`."""
         self._specs = list(specs)
         self.group.agree(self._specs, digests, self.staging_buffers, self.device_type)
         with self.group.rendezvous.publishing_failures():
@@ -164,7 +154,6 @@ class PeerPacker:
         self.home.spread = self.spread(banks)
 
     def _reserve(self) -> None:
-        """Allocate memory for this rank's shards."""
         self._segment = self.group.make_segment(self._offsets(self.group.rank)[-1] - PAGE_BYTES)
 
     def _memory(self, index: int) -> torch.Tensor:
@@ -173,17 +162,13 @@ class PeerPacker:
         return self._segment.map(self._offsets(self.group.rank)[index], self.layout(index).nbytes)
 
     def spread(self, banks: Sequence[Bank]) -> dict[int, tuple[Source, ...]]:
-        """Return the shards of each bank, by its index, once every rank has mapped them.
-
-        Raises the errors of `connect`.
-        """
+        """Return each bank's shards, by its index, once every rank has mapped them. Raises the errors of `connect`."""
         shards = {self.group.rank: [bank.shard for bank in banks]}
         for rank, segment in self.group.share().items():
             with self.group.rendezvous.publishing_failures():
                 shards[rank] = self._open(rank, segment)
         self.group.settle()
-        # Each rank starts with a different shard and ends with its own, so that ranks do not all read one shard at
-        # once.
+        # Each rank starts with a different shard and ends with its own, so that not all read one shard at once.
         order = [(self.group.rank + 1 + step) % self.group.size for step in range(self.group.size)]
         return {
             spec.index: tuple(self._source(spec, rank, shards[rank][number]) for rank in order)
@@ -250,7 +235,7 @@ def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors.values():
         if isinstance(tensor, UnreadTensor):
-            digest.update(recipe_digest(tensor.recipe).encode())
+            digest.update(tensor.recipe.describe().encode())
             continue
         digest.update(sample_of(tensor).cpu().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

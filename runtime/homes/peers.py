@@ -57,8 +57,7 @@ class PeerGroup:
 
     Args:
         store: the store where ranks meet. Every rank makes its groups on it in the same order.
-        timeout_s: seconds that ranks wait for each other. Raises OptionError unless it is between 0 and
-            MOST_WAIT_SECONDS.
+        timeout_s: seconds that ranks wait for each other. Raises OptionError as `check_wait`.
         title: the advice in the error about missing ranks: what every rank must do.
         transport: `pull` or `collective`.
         watch: the watch over the processes of the ranks; groups of the same ranks may share it.
@@ -92,10 +91,7 @@ class PeerGroup:
         transport: str = PULL,
         watch: ProcessWatch | None = None,
     ) -> PeerGroup:
-        """Return the ranks of `group`, by default all ranks.
-
-        Raises InputError if torch.distributed is not initialised, or this process is not in the group.
-        """
+        """Return the ranks of `group`, by default all. Raises InputError without a group, or outside of it."""
         if not torch.distributed.is_initialized():
             spread = " and ".join(f"home={home.name!r}" for home in HOMES.values() if home.is_spread)
             raise InputError(
@@ -152,10 +148,7 @@ class PeerGroup:
         self.check_alive()
 
     def make_segment(self, nbytes: int) -> SharedSegment:
-        """Return shared memory of this rank with `nbytes` usable bytes from `PAGE_BYTES` on.
-
-        Raises SharedMemoryError if the machine has none left.
-        """
+        """Return shared memory with `nbytes` usable bytes from `PAGE_BYTES` on. Raises SharedMemoryError."""
         self._segment = create_segment(PAGE_BYTES + nbytes, f"moepass-rank-{self.rank}")
         # numpy, because torch may be tracing a graph when the garbage collector frees this object.
         state = self._segment.map(0, 1).numpy()

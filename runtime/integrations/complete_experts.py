@@ -1,8 +1,7 @@
 """The kernel of `moepass::complete_experts`: all experts of a layer, gathered where a model asks for them.
 
-It runs in eager mode, under other backends, and wherever the compiler left the operator in a graph. The gather is
-synchronous. The banks are those that compiled graphs adopt: the first use of a layer makes its ranks meet once. From
-then on each rank copies missing experts on its own and waits for no other rank.
+It runs in eager mode, under other backends, and wherever the compiler left the operator in a graph. It waits for the
+gather. The banks are those that compiled graphs adopt.
 """
 
 from __future__ import annotations
@@ -70,13 +69,11 @@ class CompleteExperts:
             with torch.inference_mode(False):
                 self._copies = [shard.detach().clone(memory_format=torch.contiguous_format) for shard in parts]
         if _shapes(parts) != _shapes(self._copies):
-            raise InputError(
+            text = (
                 f"the shapes of {self.name} are {_shapes(parts)}, but were {_shapes(self._copies)} at first use, which "
-                "other ranks still expect; load, convert and place the model before its first run",
-                name=self.name,
-                value=_shapes(parts),
-                expected=_shapes(self._copies),
+                "other ranks still expect; load, convert and place the model before its first run"
             )
+            raise InputError(text, name=self.name, value=_shapes(parts), expected=_shapes(self._copies))
         return self._copies
 
 
@@ -89,10 +86,8 @@ def _complete_experts(
 ) -> list[torch.Tensor]:
     experts = _layers.get(int(layer))
     if experts is None:
-        raise InputError(
-            f"the model of experts number {int(layer)} was deleted; its compiled graphs can no longer run",
-            value=int(layer),
-        )
+        text = f"the model of experts number {int(layer)} was deleted; its compiled graphs can no longer run"
+        raise InputError(text, value=int(layer))
     return experts.complete(parts, stay)
 
 

@@ -104,12 +104,8 @@ class AsyncExperts:
         expected = bounds[group.rank() + 1] - bounds[group.rank()]
         held = {name: value.to_local().shape[0] for name, value in sharded.items()}
         if set(held.values()) != {expected}:
-            raise InputError(
-                f"rank {group.rank()} holds {held} experts; of {count} it should have {expected}",
-                rank=group.rank(),
-                value=held,
-                expected=expected,
-            )
+            text = f"rank {group.rank()} holds {held} experts; of {count} it should have {expected}"
+            raise InputError(text, rank=group.rank(), value=held, expected=expected)
         self.names = list(sharded)
         ordinal = _layers_of_group.get(group, 0)
         _layers_of_group[group] = ordinal + 1

@@ -1,4 +1,1 @@
-"""Kernels for experts on GPUs (`grouped_gemm`), and the decoders of encoded banks: functions of tensors.
-
-May import system.
-"""
+"""Kernels for experts on GPUs (`grouped_gemm`), and decoders of encoded banks, on tensors. May import system."""

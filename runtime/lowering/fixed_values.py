@@ -84,10 +84,7 @@ def _graph_of(segment: GraphModule, wanted: Sequence[Node], inputs: Sequence[Nod
 def subgraph(
     inputs: Sequence[Node], nodes: Sequence[Node], outputs: Sequence[Node], root: GraphModule | None = None
 ) -> GraphModule:
-    """Return copies of `nodes` as a graph of `inputs`, whose fake values are not set, that returns `outputs`.
-
-    Submodules and constants are those of `root`.
-    """
+    """Return copies of `nodes` as a graph from `inputs`, without fake values, to `outputs`; submodules are `root`'s."""
     graph = Graph()
     values = {node: graph.placeholder(f"input_{number}") for number, node in enumerate(inputs)}
     for node in nodes:

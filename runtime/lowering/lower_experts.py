@@ -38,10 +38,7 @@ Compile = Callable[[GraphModule, FakeTensorMode], Callable[[list[Any]], Sequence
 
 
 def lower_experts(segment: GraphModule, compile_rows: Compile) -> ExpertLoop | NotLowered | None:
-    """Lower the experts of `segment` to a loop.
-
-    Returns the reason if that is impossible, and None if the segment has no experts.
-    """
+    """Lower the experts of `segment` to a loop; return the reason if that is impossible, None if it has no experts."""
     experts = expert_gemms_in(segment)
     if not experts:
         return None
@@ -102,17 +99,13 @@ class RowsInAnyNumber:
             single_row: Sequence[torch.Tensor] = self.graph(*inputs)
             return single_row
         results = self.compiled(inputs)
-        # Inductor wraps its code for profilers and caches. The first call needs that; later ones with few rows are
-        # faster without.
+        # Inductor wraps its code for profilers and caches. The first call needs that; few rows are faster without.
         self.compiled = getattr(self.compiled, "current_callable", None) or self.compiled
         return results
 
 
 class ExpertLoop:
-    """Runs a program expert by expert: call it with a list of the segment's inputs. It returns the segment's outputs.
-
-    Weights may come in parts: see `FixedValues`.
-    """
+    """Runs a program expert by expert on a list of inputs; weights may come in parts, see `FixedValues`."""
 
     def __init__(self, segment: GraphModule, program: ExpertProgram, work: dict[RowWork, RowsInAnyNumber]) -> None:
         self.segment = segment
@@ -154,10 +147,7 @@ class ExpertLoop:
         values: dict[Node, torch.Tensor],
         outputs: dict[Node, torch.Tensor],
     ) -> None:
-        """Compute `outputs` of a chunk of `rows` rows, which belong to `expert`, from the `values` of its inputs.
-
-        Without an expert, GEMMs return zeros.
-        """
+        """Compute the `outputs` of `rows` rows of `expert` from `values`; without an expert, GEMMs return zeros."""
         for step, work in self.steps:
             if isinstance(step, GroupedGemm):
                 out = outputs.get(step.node)

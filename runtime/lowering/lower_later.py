@@ -41,8 +41,7 @@ class LateGraph:
     """A captured graph, compiled for the sizes of one run.
 
     `run` is right under the `guards`, whose `symbols` are by the names of sizes. `empty` has the names of sizes that
-    are 0; they must be the same in a run, because guards assume positive sizes. Without `segments` it runs operator by
-    operator.
+    are 0, the same in each run, because guards assume positive sizes. Without `segments` it runs operator by operator.
     """
 
     run: Lowered

@@ -77,11 +77,9 @@ class LoweredSegment(TakesList):
 
     This covers every case, for any lowering. Memory that exists before a segment can leave it only as an output, and
     such an output has the storage of an input. The copy is in time, because nothing is overwritten inside a segment:
-    releases and updates of buffers are between segments. An input without references after the run cannot be
-    overwritten at all.
+    releases and updates of buffers are between segments. An input without references cannot be overwritten.
 
-    The inputs at positions `tensors` are compared with the outputs at positions `fresh`. If `boxed`, `run` takes a list
-    of its inputs.
+    Inputs at positions `tensors` are compared with outputs at positions `fresh`. If `boxed`, `run` takes a list.
     """
 
     def __init__(self, run: Lowered, tensors: Sequence[int], fresh: Sequence[int], boxed: bool) -> None:
@@ -230,10 +228,7 @@ def _lower_tensorrt(segment: GraphModule) -> tuple[LoweredSegment, Lowering]:
 
 
 def _by_expert(segment: GraphModule) -> ExpertLoop | TritonExperts | NotLowered | None:
-    """Lower the segment's experts to a loop or to kernels.
-
-    Returns the reason if neither works, and None if the segment has no experts.
-    """
+    """Lower the segment's experts to a loop or kernels; return why not, or None if the segment has no experts."""
     inputs = [fake_value(node) for node in graph_inputs(segment.graph)]
     if any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in inputs):
         mode = _fake_mode_of(segment, inputs)
@@ -242,10 +237,7 @@ def _by_expert(segment: GraphModule) -> ExpertLoop | TritonExperts | NotLowered 
 
 
 def compile_with_inductor(module: GraphModule, fake_mode: Any) -> Lowered:
-    """Compile a graph whose nodes have values of `fake_mode`. The graph is changed.
-
-    Returns a function of a list of the graph's inputs.
-    """
+    """Compile a graph whose nodes have values of `fake_mode`, and change it. Returns a function of a list of inputs."""
     from torch._guards import TracingContext, tracing
     from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx_inner

@@ -33,14 +33,12 @@ def torch_tensorrt() -> ModuleType:
     try:
         return importlib.import_module(_PACKAGE)
     except ImportError as error:
-        raise OptionError(
+        text = (
             "option lower is 'tensorrt', which needs Torch-TensorRT, and that cannot be imported here "
             f"({type(error).__name__}: {error}); install it with pip install 'moepass[tensorrt]', or use "
-            "lower='inductor'",
-            name="lower",
-            value=TENSORRT,
-            expected=("inductor", "eager"),
-        ) from error
+            "lower='inductor'"
+        )
+        raise OptionError(text, name="lower", value=TENSORRT, expected=("inductor", "eager")) from error
 
 
 def lower_to_tensorrt(segment: GraphModule) -> TensorrtEngine | NotLowered:
@@ -83,10 +81,7 @@ class TensorrtEngine:
         self._strides = [value.stride() for value in values]
 
     def __call__(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the segment's outputs.
-
-        Raises RuntimeError if an output has another type or shape than the segment's.
-        """
+        """Return the segment's outputs. Raises RuntimeError if one has another type or shape than the segment's."""
         results = self._engine(*inputs)
         outputs = results if isinstance(results, (list, tuple)) else (results,)
         actual = [(value.dtype, tuple(value.shape)) for value in outputs]
@@ -96,10 +91,7 @@ class TensorrtEngine:
 
 
 def _with_strides(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """Return `value` with these strides, copied if necessary.
-
-    Code that Inductor compiled for its readers needs them.
-    """
+    """Return `value` with these strides, copied if necessary, because code of Inductor that reads it needs them."""
     if value.stride() == strides:
         return value
     return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
@@ -117,10 +109,7 @@ def _in_core_operators(segment: GraphModule) -> GraphModule:
 
 
 def _left_to_torch(engine: GraphModule) -> list[str]:
-    """Return the operators of the compiled graph that no engine runs.
-
-    Torch-TensorRT returns a graph without converters unchanged.
-    """
+    """Return the operators that no engine runs. Torch-TensorRT returns a graph without converters unchanged."""
     nodes = list(engine.graph.nodes)
     operators = [node.target for node in nodes if node.op == "call_function" and node.target is not operator.getitem]
     left = [str(target) for target in operators if getattr(target, "namespace", "") != _NAMESPACE]

@@ -29,10 +29,7 @@ Compile = Callable[[GraphModule], Callable[[list[Any]], Sequence[torch.Tensor]]]
 
 
 def lower_to_triton(segment: GraphModule, compile_graph: Compile) -> TritonExperts | NotLowered | None:
-    """Lower the experts of `segment` to Triton kernels.
-
-    Returns the reason if that is impossible, and None if the segment has no experts.
-    """
+    """Lower the experts of `segment` to Triton kernels; return why not, or None if the segment has no experts."""
     experts = expert_gemms_in(segment)
     if not experts:
         return None
@@ -60,10 +57,7 @@ def _generated(kernel: GemmKernel) -> GeneratedGemm:
 
 
 class TritonExperts:
-    """Runs the kernels of a program: call it with a list of the segment's inputs. It returns the segment's outputs.
-
-    Weights may come in parts: see `FixedValues`.
-    """
+    """Runs the kernels of a program on a list of the segment's inputs; weights may come in parts, see `FixedValues`."""
 
     def __init__(
         self,
@@ -114,18 +108,12 @@ class TritonExperts:
 
 
 def _sizes(segment: GraphModule) -> list[Node]:
-    """Return the inputs that are sizes.
-
-    Inductor finds the tokens in a number of rows, such as twice the tokens, from them.
-    """
+    """Return the inputs that are sizes: Inductor finds tokens in a number of rows, as twice the tokens, from them."""
     return [node for node in graph_inputs(segment.graph) if isinstance(fake_value(node), torch.SymInt)]
 
 
 def _graph_of(work: RowWork, sizes: Sequence[Node]) -> GraphModule:
-    """Return `work` for all rows at once as a graph, whose nodes have the fake values of the segment's nodes.
-
-    The graph takes `sizes` and then the inputs of `work`.
-    """
+    """Return `work` for all rows as a graph of `sizes` and its inputs, with the fake values of the segment's nodes."""
     inputs = [*sizes, *work.inputs]
     module = subgraph(inputs, work.nodes, work.outputs)
     for placeholder, node in zip(graph_inputs(module.graph), inputs, strict=True):

@@ -46,7 +46,7 @@ from moepass.models.homes import home_named
 from moepass.passes.machine.hardware import Hardware
 from moepass.runtime.banks.banked_modules import BankedParameter
 from moepass.runtime.banks.banks import keep_whole_model_store, whole_model_store
-from moepass.runtime.homes.disk.disk_home import streams_as_it_is
+from moepass.runtime.homes.disk.disk_home import why_made
 from moepass.runtime.homes.options.home_options import HomeOptions, SpreadOptions
 from moepass.runtime.homes.options.packers import make_packer, options_of
 from moepass.runtime.homes.peer_home import weights_digest
@@ -108,12 +108,12 @@ def load_pretrained(
         home: where the experts rest, see `offload_experts`. Ranks wait `timeout_s` for each other before and after they
             read their experts, so it must exceed the difference between the fastest and the slowest rank.
         device: where the model computes, by default the CPU.
-        slots: buffers on `device`, see `offload_experts`.
-        resident_bytes: bytes of experts that stay on `device`, see `offload_experts`.
-        resident_layers: layers whose experts stay on `device`, see `offload_experts`.
-        memory_budget: bytes on `device` for this process, see `offload_experts`.
-        hardware: the machine to plan for, see `offload_experts`.
-        tokens: the tokens of a step to plan for, see `offload_experts`.
+        slots: see `offload_experts`.
+        resident_bytes: see `offload_experts`.
+        resident_layers: see `offload_experts`.
+        memory_budget: see `offload_experts`.
+        hardware: see `offload_experts`.
+        tokens: see `offload_experts`.
         dtype: the dtype of the weights, by default the one in the checkpoint's config.
         experts_implementation: the implementation of experts in transformers.
         progress: a function of (bytes read, total bytes), called on each rank that passes one. By default a progress
@@ -204,7 +204,7 @@ class _UnreadModel:
         """
         recipes = [tensor.recipe for tensor in self.dense().values()]
         banks = [expert_parameters(module) for module in find_expert_modules(self.model).values()]
-        in_files = [bank for bank in banks if streams_as_it_is(bank)] if stays_in_files else []
+        in_files = [bank for bank in banks if not why_made(bank)] if stays_in_files else []
         unread = {id(value) for bank in in_files for value in bank.values()}
         for name, tensor in self.experts().items():
             if id(tensor) in unread:
@@ -290,13 +290,11 @@ def _refuse_quantised(folder: Path, config: Any) -> None:
         quantised = getattr(section, "quantization_config", None)
         if quantised:
             method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
-            raise InputError(
+            text = (
                 f"{folder} contains {config.model_type!r} weights quantised by {method or 'an unknown method'}, which "
-                "load_pretrained cannot read; use from_pretrained, dequantised, then moepass.offload_experts",
-                name="quant_method",
-                value=method,
-                path=folder,
+                "load_pretrained cannot read; use from_pretrained, dequantised, then moepass.offload_experts"
             )
+            raise InputError(text, name="quant_method", value=method, path=folder)
 
 
 def _name_after(model: PreTrainedModel, folder: Path) -> None:

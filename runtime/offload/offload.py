@@ -109,12 +109,8 @@ def place_experts(model: nn.Module, planning: PlanningOptions, options: HomeOpti
     """
     slots = planning.slots
     if slots is not None and not is_count(slots, 1):
-        raise OptionError(
-            f"slots is {slots!r}; a ring needs at least 1, and 2 to overlap transfers with computation",
-            name="slots",
-            value=slots,
-            expected="at least 1",
-        )
+        text = f"slots is {slots!r}; a ring needs at least 1, and 2 to overlap transfers with computation"
+        raise OptionError(text, name="slots", value=slots, expected="at least 1")
     banks = _modules_of_banks(model)
     if not banks:
         banked = any(isinstance(module, BankedParameter) for module in model.modules())
@@ -165,8 +161,7 @@ def offload_experts(
             memory, and more than a few hide no more time. By default 2, or the planner's choice for a memory budget.
         resident_bytes: the first layers whose experts fit into this many bytes together stay on `device`, on every
             rank. It is a good use of free memory: the first copies overlap with the compute time of these layers.
-        resident_layers: the layers that stay instead, by the numbers in their modules' paths. `moepass explain` prints
-            them.
+        resident_layers: the layers that stay instead, by the numbers in their modules' paths; see `moepass explain`.
         memory_budget: bytes on `device` for this process, or text such as "6GB" or "512MiB": dense weights, resident
             layers, slots, staging buffers, this rank's shards if they are there, and activations. The planner chooses
             the layers that stay so that the step is fastest. Banks at rest in host memory or in files do not count,
@@ -269,10 +264,7 @@ def _mark_forwards(model: nn.Module, transport: CollectiveTransport) -> None:
 
 
 def resolve_device(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    """Return `device`, or, if it is None, the device of the model's dense parameters.
-
-    Raises InputError if the device does not exist.
-    """
+    """Return `device`, by default that of the model's dense parameters. Raises InputError if it does not exist."""
     if device is None:
         experts = {id(value) for module in model.modules() for value in expert_parameters(module).values()}
         return next((value.device for value in model.parameters() if id(value) not in experts), torch.device("cpu"))
@@ -289,12 +281,8 @@ def check_device(device: torch.device | str) -> torch.device:
         raise InputError.wrong("device", str(device), "cpu or cuda, to which experts stream")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if resolved.type == "cuda" and (resolved.index or 0) >= count:
-        raise InputError(
-            f"device is {str(device)!r}, but this machine has {count or 'no'} CUDA devices; use cpu",
-            name="device",
-            value=str(device),
-            expected="cpu",
-        )
+        text = f"device is {str(device)!r}, but this machine has {count or 'no'} CUDA devices; use cpu"
+        raise InputError(text, name="device", value=str(device), expected="cpu")
     # With its index the device equals that of its tensors, "cuda:0", and means the same in all threads.
     has_index = resolved.type != "cuda" or resolved.index is not None
     return resolved if has_index else torch.device("cuda", torch.cuda.current_device())

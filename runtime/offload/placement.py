@@ -105,12 +105,7 @@ class PlanningOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The layers that stay resident, by path, and the number of slots that the others stream through.
-
-    Attributes:
-        placed: the decisions, for the plans of graphs.
-        topics: the causes of the decision, which tell ranks why theirs differ.
-    """
+    """The layers that stay, by path, the slots for the others, and the `topics` that tell ranks why theirs differ."""
 
     resident: tuple[str, ...]
     slots: int
@@ -190,8 +185,7 @@ class _PlanningInputs:
         self.shard_bytes = {
             path: largest_shard_bytes(nbytes, counts[path], options.ranks) for path, nbytes in self.bank_bytes.items()
         }
-        # Bytes of the smallest shard of matrices, which grouped GEMMs may read from the shard; slots always contain
-        # the biases.
+        # Bytes of the smallest shard of matrices, which grouped GEMMs may read in place; slots always contain biases.
         matrix_bytes = {
             path: sum(value.nbytes for value in values.values() if value.dim() == 3) for path, values in experts.items()
         }

@@ -25,41 +25,30 @@ class Residents:
         if not is_count(self.nbytes):
             raise OptionError.wrong("resident_bytes", self.nbytes, "a number of bytes from 0 on")
         if isinstance(self.layers, Sequence) and len(self.layers) > MOST_LAYERS:
-            raise OptionError(
-                f"resident_layers names {len(self.layers)} layers; the limit is {MOST_LAYERS}, as for layers of a "
-                "model",
-                name="resident_layers",
-                value=len(self.layers),
-                expected=MOST_LAYERS,
+            text = (
+                f"resident_layers names {len(self.layers)} layers; the limit is {MOST_LAYERS}, as for layers of a model"
             )
+            raise OptionError(text, name="resident_layers", value=len(self.layers), expected=MOST_LAYERS)
         if not isinstance(self.layers, Sequence) or not all(is_count(layer) for layer in self.layers):
             expected = "a list of layer numbers from 0 on, as moepass explain gives them in schedule.resident_layers"
             raise OptionError.wrong("resident_layers", self.layers, expected)
         if self.nbytes and self.layers:
-            raise OptionError(
-                f"resident_bytes is {self.nbytes} and resident_layers is {list(self.layers)}; give one of them",
-                name="resident_bytes",
-                value=self.nbytes,
-            )
+            text = f"resident_bytes is {self.nbytes} and resident_layers is {list(self.layers)}; give one of them"
+            raise OptionError(text, name="resident_bytes", value=self.nbytes)
 
     def among(self, bank_bytes: Mapping[str, int]) -> tuple[str, ...]:
-        """Return the paths of the banks that stay, in the model's order, from the bytes of all banks by path.
-
-        Raises InputError if a layer has no bank.
-        """
+        """Return the paths of the banks that stay, from the bytes of all. Raises InputError if a layer has no bank."""
         if not self.layers:
             ends = itertools.accumulate(bank_bytes.values())
             return tuple(path for path, end in zip(bank_bytes, ends, strict=True) if end <= self.nbytes)
         stay = tuple(path for path in bank_bytes if not _numbers(path).isdisjoint(self.layers))
         missing = sorted(set(self.layers) - {number for path in stay for number in _numbers(path)})
         if missing:
-            raise InputError(
+            text = (
                 f"resident_layers has {one_of(missing)}, but no module with experts has that number in its path; "
-                f"their paths are {one_of(bank_bytes) or 'none'}",
-                name="resident_layers",
-                value=missing,
-                expected=tuple(bank_bytes),
+                f"their paths are {one_of(bank_bytes) or 'none'}"
             )
+            raise InputError(text, name="resident_layers", value=missing, expected=tuple(bank_bytes))
         return stay
 
     @property

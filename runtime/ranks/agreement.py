@@ -1,10 +1,7 @@
 """Agreement of the ranks of a process group on each run: on its form and on its layers.
 
-A run either gathers weights or exchanges tokens. If a plan has a dispatch, every run begins with a few bytes from every
-rank to every other, over gloo connections of the group: no device waits for them, and every wait ends. The same applies
-to runs in which ranks may otherwise run different experts (`RunCheck`), and to runs that rely on equal tokens
-(`replicas.py`). See "Two forms of one graph" in README.md. Any of a rank's graphs may take part, because ranks compile
-for different shapes.
+It takes place over gloo connections of the group, so no device waits for it: see "Two forms of one graph" in README.md.
+Any of a rank's graphs may take part, because ranks compile for different shapes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Decisions of a process group on the blocks of expert parallelism that are taken out of its ranks' graphs.
 
-A block that one rank takes and another leaves cannot run: one would wait at an AllToAll that the other never joins. A
-block that two ranks take with different experts would be wrong. So every rank that captured a graph with collectives
-comes here before it compiles, even with a graph without blocks, and all ranks get the same decision for the life of the
-group: see "Decisions when ranks compile" in README.md.
+Every rank that captured a graph with collectives comes here before it compiles, even with a graph without blocks: see
+"Decisions when ranks compile" in README.md.
 """
 
 from __future__ import annotations
@@ -41,8 +39,7 @@ class BlockDecisions:
     """The decisions of one group's ranks, as this rank knows them."""
 
     def __init__(self) -> None:
-        # Why a block is left, or None, by its name and signature. The signature is empty if a rank cannot take the
-        # block.
+        # Why a block is left, or None, by its name and signature. An empty signature means that a rank cannot take it.
         self._decided: dict[tuple[str, str], str | None] = {}
         # The signatures with which a block is taken, each with the shapes of its experts' weights, by the block's name.
         self._taken: dict[str, dict[str, tuple[str, ...]]] = defaultdict(dict)

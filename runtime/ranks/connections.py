@@ -115,10 +115,7 @@ class Connections:
                 raise self._gone(rank, lost, error) from error
 
     def fail(self, reason: PeerError) -> PeerError:
-        """Close the connections on all ranks because of `reason`, and return the reason of the first failure.
-
-        Threads that wait in `exchange` return soon after this.
-        """
+        """Close the connections on all ranks because of `reason`, so that `exchange` ends; return the first failure."""
         self._owner.check()
         with self._failing:
             if self._failure is None:

@@ -81,9 +81,5 @@ class NcclLinks:
 def check_nccl(device: torch.device) -> None:
     """Raise InputError if this build of torch has no NCCL."""
     if not torch.distributed.is_nccl_available():
-        raise InputError(
-            f"transport='collective' on {device} needs NCCL, which this build of torch lacks; use transport='pull'",
-            name="transport",
-            value="collective",
-            expected="pull",
-        )
+        text = f"transport='collective' on {device} needs NCCL, which this build of torch lacks; use transport='pull'"
+        raise InputError(text, name="transport", value="collective", expected="pull")

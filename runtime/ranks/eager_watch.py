@@ -107,13 +107,11 @@ def refuse_eager_stance() -> None:
     """Raise InputError if `torch.compiler.set_stance` would make Dynamo run the next new shape in eager mode."""
     stance = eager_stance()
     if stance is not None:
-        raise InputError(
+        text = (
             f"torch.compiler.set_stance({stance!r}) would run the model in eager mode for a new shape, and this rank "
-            "would wait at an exchange that no other rank joins; use set_stance('fail_on_recompile')",
-            name="stance",
-            value=stance,
-            expected="fail_on_recompile",
+            "would wait at an exchange that no other rank joins; use set_stance('fail_on_recompile')"
         )
+        raise InputError(text, name="stance", value=stance, expected="fail_on_recompile")
 
 
 eager_watch = EagerWatch()

@@ -43,12 +43,8 @@ class GatherGroup(Connections):
 
     def __init__(self, rendezvous: Rendezvous, describe: Callable[[Request], str]) -> None:
         if not torch.distributed.is_gloo_available():
-            raise InputError(
-                "transport='collective' needs gloo, which this build of torch lacks; use transport='pull'",
-                name="transport",
-                value="collective",
-                expected="pull",
-            )
+            text = "transport='collective' needs gloo, which this build of torch lacks; use transport='pull'"
+            raise InputError(text, name="transport", value="collective", expected="pull")
         self._describe = describe
         self._timeout_s = rendezvous.timeout_s
         super().__init__(rendezvous, "gathers", "transport 'collective'")

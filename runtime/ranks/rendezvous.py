@@ -1,11 +1,7 @@
 """Exchange of small records through a store of torch.distributed: every wait ends, with a reason.
 
-Either all ranks get each other's records, or all raise the same error. The first rank that knows the outcome writes it
-to the store. So a late rank learns that the others gave up, and does not take their records for an agreement.
-
-After a failed meeting the ranks no longer know which of their meetings belong together: a rank may have tried twice
-while another rank tried once. So the group ends, and every later meeting raises at once and gives the reason. Ranks
-that only run compiled code check for it too (`eager_watch.py`).
+Either all ranks get each other's records, or all raise the same error: see "Failed meetings" in
+runtime/homes/README.md. Ranks that only run compiled code check for a failed meeting too (`eager_watch.py`).
 """
 
 from __future__ import annotations
@@ -215,7 +211,6 @@ def _key(name: str, rank: int) -> str:
 
 
 def _counter(rank: int) -> str:
-    """Return the store's key for the number of a rank's meetings."""
     return f"moepass/meetings/{rank}"
 
 
@@ -225,10 +220,7 @@ def why_ended(store: Store) -> PeerError | None:
 
 
 def skip_abandoned(store: Store, rank: int) -> bool:
-    """Skip optional meetings that failed without this rank; return whether there were any.
-
-    Raises PeerError if the store is gone.
-    """
+    """Skip optional meetings that failed without this rank, and return whether there were any. Raises PeerError."""
     is_behind = False
     with _store_errors():
         while store.check([f"moepass/{store.add(_counter(rank), 0) + 1}/{_ABANDONED}"]):

@@ -7,26 +7,24 @@ other inputs) by checksums. "Equal tokens" in README.md says in which runs, and 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from moepass.passes.parallel.proposals import explain_difference
 from moepass.runtime.ranks.agreement import NEVER_COMPARED, agreement_of
 from moepass.runtime.ranks.of_group import of_group
 from moepass.runtime.ranks.rendezvous import Rendezvous
-from moepass.runtime.system.tensor_memory import memory_of, sampled_bytes
+from moepass.runtime.system.tensor_memory import MemoryTable, memory_of, sampled_bytes
 from moepass.runtime.torch_private import store_of
 
 _COMPARISON = (
     "all ranks had come to a run whose inputs are compared, since parameters changed on some rank or it has debug on: "
     "a rank that is missing failed since then, see its output"
 )
-# Words of 8 bytes in a chunk. On a CPU two chunks fit into the cache; on a device a chunk is large enough to hide the
-# launch overhead.
+# Words of 8 bytes in a chunk. On a CPU two chunks fit into the cache; on a device a chunk hides the launch overhead.
 _CHUNK_WORDS_CPU = 2**16
 _CHUNK_WORDS_DEVICE = 2**22
 _ALL_BITS = 2**64 - 1
@@ -40,7 +38,7 @@ class _RunInputs(NamedTuple):
     """The experts and other parameters of a run, the key that identifies them, and a summary that shows changes."""
 
     tensors: tuple[torch.Tensor, ...]
-    key: object
+    key: Hashable
     contents: object
 
 
@@ -50,11 +48,6 @@ class _Compared(NamedTuple):
     number: int
     difference: str | None
     contents: object
-    storages: tuple[StorageWeakRef, ...]
-
-    @property
-    def is_alive(self) -> bool:
-        return not any(storage.expired() for storage in self.storages)
 
 
 class Comparisons:
@@ -62,18 +55,7 @@ class Comparisons:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self._last: dict[object, _Compared] = {}
-
-    def find(self, state: _RunInputs) -> _Compared | None:
-        """Return the comparison of these parameters; None if there was none, or one of them changed since."""
-        last = self._last.get(state.key)
-        return last if last is not None and last.is_alive and last.contents == state.contents else None
-
-    def remember(self, state: _RunInputs, number: int, difference: str | None) -> None:
-        """Record the result of a comparison, and remove results for freed parameters."""
-        storages = tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in state.tensors)
-        living = {key: compared for key, compared in self._last.items() if compared.is_alive}
-        self._last = {**living, state.key: _Compared(number, difference, state.contents, storages)}
+        self.last: MemoryTable[_Compared] = MemoryTable()
 
 
 class ReplicaCheck:
@@ -116,14 +98,15 @@ class ReplicaCheck:
         comparisons = comparisons_of(group)
         state = self._state(arguments, experts)
         with comparisons.lock:
-            last = comparisons.find(state)
+            last = comparisons.last.find(state.key)
+            last = last if last is not None and last.contents == state.contents else None
             is_enough = last is not None and not (self._debug and last.difference is None)
             compared_in = last.number if last is not None and is_enough else NEVER_COMPARED
             # All ranks had this meeting, and got the same result in it.
             if agreement_of(group).compare(self._blocks, self._timeout_s, compared_in) and last is not None:
                 return last.difference
             number, difference = self._compare(group, arguments)
-            comparisons.remember(state, number, difference)
+            comparisons.last.add(state.key, state.tensors, _Compared(number, difference, state.contents))
             return difference
 
     def _state(self, arguments: Sequence[Any], experts: Sequence[torch.Tensor]) -> _RunInputs:
@@ -193,10 +176,7 @@ def _octets(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _mix(words: torch.Tensor, shifted: torch.Tensor) -> None:
-    """Replace each of `words` (int64) by a number, one to one, so that every bit depends on all of its bits.
-
-    `shifted` is scratch memory of the same size.
-    """
+    """Replace each of `words` (int64) one to one, so that every bit depends on all; `shifted` is scratch memory."""
     for shift, factor in zip(_SHIFTS, (*_FACTORS, None), strict=True):
         # A shift of a signed number inserts copies of its sign, which are masked out.
         torch.bitwise_right_shift(words, shift, out=shifted)

@@ -1,4 +1,1 @@
-"""System: processes, threads, memory pages and shared memory, through the operating system alone.
-
-Imports no other folder.
-"""
+"""Processes, threads, memory pages and shared memory, by the operating system alone. Imports no other folder."""

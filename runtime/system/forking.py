@@ -37,10 +37,7 @@ class OwnerProcess:
 def finalize_in_owner(
     item: object, function: Callable[..., object], *arguments: object
 ) -> weakref.finalize[..., object]:
-    """Return a `weakref.finalize` that does nothing in a forked child, where it would write to shared memory.
-
-    It also runs when the process ends.
-    """
+    """Return a `weakref.finalize` that runs at exit too, but not in a forked child: it may write to shared memory."""
     return weakref.finalize(item, _call_in, os.getpid(), function, arguments)
 
 

@@ -37,10 +37,7 @@ def use_huge_pages(address: int, nbytes: int) -> None:
 
 
 def advise(address: int, nbytes: int, advice: int) -> None:
-    """Give Linux advice on any memory of this process; the mmap module can do that for its own memory only.
-
-    Advice that the kernel does not support has no effect.
-    """
+    """Give Linux advice on any memory of this process; mmap can do so for its own. Unsupported advice has no effect."""
     _libc().madvise(address, nbytes, advice)
 
 

@@ -23,10 +23,7 @@ class ProcessError(MoepassError, RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class ProcessIdentity:
-    """A process that runs now.
-
-    `machine` is equal for processes that see each other's ids: one boot of one kernel, one namespace of processes.
-    """
+    """A process that runs now; `machine` names one boot of one kernel and one namespace of process ids."""
 
     machine: str
     pid: int

@@ -1,16 +1,20 @@
-"""Identity of a tensor's memory, samples of its bytes, and a search for other references to it."""
+"""Identity of tensors' memory, tables keyed by it, samples of its bytes, and a search for other references to it."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Generic, TypeVar
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 # The storage of a tensor and its offset in it. Unique only while a StorageWeakRef to that storage exists.
 Memory = tuple[int, int]
+
+_Value = TypeVar("_Value")
 
 # [Empirical] Bytes of each of the three pieces of a sample: 200 tensors are read in a quarter of a millisecond.
 _PIECE_BYTES = 96
@@ -19,6 +23,45 @@ _PIECE_BYTES = 96
 def memory_of(tensor: torch.Tensor) -> Memory:
     """Return the identity of the tensor's memory."""
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+
+
+def memories_of(tensors: Iterable[torch.Tensor]) -> tuple[Memory, ...]:
+    """Return the memory of each tensor, in order; usable as a key."""
+    return tuple(memory_of(tensor) for tensor in tensors)
+
+
+class MemoryTable(Generic[_Value]):
+    """A dictionary keyed by tensor memory. An entry expires when any of its storages is freed.
+
+    Weak references to the storages keep the keys unique: while an entry exists, no other storage gets its address.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[Hashable, tuple[_Value, tuple[StorageWeakRef, ...]]] = {}
+
+    def find(self, key: Hashable) -> _Value | None:
+        """Return the value of `key`, or None. The tensors behind `key` must be alive; otherwise it may be stale."""
+        entry = self._entries.get(key)
+        return None if entry is None else entry[0]
+
+    def add(self, key: Hashable, tensors: Iterable[torch.Tensor], value: _Value) -> None:
+        """Add an entry that lives as long as the storages of `tensors`, and remove expired entries."""
+        living = {key: entry for key, entry in self._entries.items() if not _is_expired(entry[1])}
+        storages = tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)
+        self._entries = {**living, key: (value, storages)}
+
+    def pop(self, key: Hashable) -> _Value | None:
+        """Remove the entry of `key` and return its value; return None if there is no entry."""
+        entry = self._entries.pop(key, None)
+        return None if entry is None else entry[0]
+
+    def living(self) -> dict[Hashable, _Value]:
+        """Return the entries whose storages are all alive."""
+        return {key: value for key, (value, storages) in list(self._entries.items()) if not _is_expired(storages)}
+
+
+def _is_expired(storages: Iterable[StorageWeakRef]) -> bool:
+    return any(storage.expired() for storage in storages)
 
 
 def sampled_bytes(tensor: torch.Tensor) -> bytes:

@@ -102,10 +102,7 @@ class Copier:
         return copy
 
     def wait(self, copy: SlotCopy, statistics: RingStatistics) -> Wait:
-        """Delay all computation issued from now on until `copy` has filled its slot.
-
-        Raises CopyError, or PeerError for a gather, if the copy failed.
-        """
+        """Delay computation issued from now on until `copy` has filled its slot. Raises CopyError or PeerError."""
         started = self._lane.mark_computation()
         copy.wait()
         self._lane.delay_computation(copy.filled)

@@ -79,8 +79,6 @@ class SlotCopy:
         abandoned: Set once no run needs the bytes; `finished` follows soon.
         finished: Set once the thread has done its part. On a stream the bytes may arrive later: see `filled`.
         performed: The moments at which the copy began and ended, on its lane. None until then.
-        staged_bytes: Bytes that came from staging buffers, with home `hybrid`.
-        unstaged_bytes: Bytes that came from host memory, with home `hybrid`.
     """
 
     def __init__(

@@ -19,10 +19,7 @@ from moepass.runtime.transfer.sources import MemorySource, Source, read_range
 
 
 class Transport:
-    """One-sided copies from memory that this process can read, without the help of other ranks.
-
-    Its `name`, for reports, is `host`, or a transport of a home's record.
-    """
+    """One-sided copies from memory that this process can read, without help of other ranks. `name` is for reports."""
 
     # False if all ranks take part in each transfer; then no transfer may be started on a guess.
     is_one_sided = True

@@ -27,10 +27,7 @@ Slice = tuple[Source, int, int, int]
 
 
 def round_robin_slices(sources: Sequence[Source], slice_bytes: int | None = None) -> Iterator[Slice]:
-    """Yield one slice of each source, then the next of each, so that all sources are read at the same time.
-
-    Slices have at most `slice_bytes`, by default SLICE_BYTES.
-    """
+    """Yield slices of each source in turn, of at most `slice_bytes`, so that all sources are read at the same time."""
     step = slice_bytes or SLICE_BYTES
 
     def slices(source: Source) -> Iterator[Slice]:
@@ -46,8 +43,7 @@ def round_robin_slices(sources: Sequence[Source], slice_bytes: int | None = None
 def stream_slices(sources: Sequence[Source]) -> Iterator[Slice]:
     """Yield slices as `round_robin_slices`, few enough that issuing them does not delay the host's kernel launches.
 
-    A single source is not cut: there is no second source to alternate with, and a copy on a stream cannot be
-    abandoned.
+    A single source is not cut: no second source alternates with it, and a copy on a stream cannot be abandoned.
     """
     nbytes = sum(source.nbytes for source in sources)
     nonempty = sum(1 for source in sources if source.pieces)

@@ -29,9 +29,8 @@ class Fetch:
 class LearnedOrder(Generic[_Key, _Value]):
     """The last follower of each key.
 
-    In a ring, a key names a graph and the bank that it begins with, so a graph that serves several layers has one key
-    for each; the value lists the fetches into slots that are free when the run begins. In homes, keys and values are
-    banks.
+    In a ring, a key names a graph and the bank that it begins with, so a graph of several layers has one key for each;
+    the value lists the fetches into slots that are free when the run begins. In homes, keys and values are banks.
     """
 
     def __init__(self) -> None:

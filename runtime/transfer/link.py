@@ -47,10 +47,7 @@ class BusyLink:
         self._seconds_per_byte = _FIRST_SECONDS_PER_BYTE
 
     def moved(self, nbytes: int, began: float, abandoned: threading.Event) -> None:
-        """Block until an emulated link is done with `nbytes`, which were copied from `began` (`time.perf_counter`) on.
-
-        Returns earlier if `abandoned` is set.
-        """
+        """Block until an emulated link has moved `nbytes`, from `began` (perf_counter) on, or `abandoned` is set."""
         with self._lock:
             started = self._free_at if began - self._free_at < _LATE_SECONDS else began
             self._free_at = done = started + self.link.seconds(nbytes)
@@ -69,11 +66,8 @@ class BusyLink:
 def check_link_to(device: torch.device, link: Link) -> None:
     """Raise OptionError if copies to `device` cannot use `link`: emulated links exist on CPUs only."""
     if link.is_emulated and device.type != "cpu":
-        raise OptionError(
-            f"link is {link}, which exists for device cpu only; the device is {device}; use link 'real'",
-            name="link",
-            value=str(link),
-        )
+        text = f"link is {link}, which exists for device cpu only; the device is {device}; use link 'real'"
+        raise OptionError(text, name="link", value=str(link))
 
 
 def parse_link(text: str, option: str = "link") -> Link:
@@ -91,10 +85,6 @@ def parse_link(text: str, option: str = "link") -> Link:
     if kind != "emulate" or not (math.isfinite(bytes_per_s) and bytes_per_s > 0):
         raise OptionError.wrong(option, text, "`real` or `emulate:BYTES_PER_S`, as in `emulate:5e9`")
     if bytes_per_s < LEAST_RATE:
-        raise OptionError(
-            f"{option} is {text!r}; an emulated link needs at least {LEAST_RATE:g} bytes/s",
-            name=option,
-            value=text,
-            expected=LEAST_RATE,
-        )
+        message = f"{option} is {text!r}; an emulated link needs at least {LEAST_RATE:g} bytes/s"
+        raise OptionError(message, name=option, value=text, expected=LEAST_RATE)
     return Link(bytes_per_s)

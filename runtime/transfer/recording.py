@@ -75,13 +75,11 @@ class TimelineRecording:
         if device.type == "cpu":
             return
         if device.type != "cuda":
-            raise InputError(
+            text = (
                 f"record_timeline: the model computes on {device}, where times cannot be measured; timelines are "
-                "recorded on devices cpu and cuda",
-                name="device",
-                value=str(device),
-                expected=("cpu", "cuda"),
+                "recorded on devices cpu and cuda"
             )
+            raise InputError(text, name="device", value=str(device), expected=("cpu", "cuda"))
         if self._clock is None:
             torch.cuda.synchronize(device)
             self._clock = device, time.perf_counter(), recorded_event(torch.cuda.current_stream(device))

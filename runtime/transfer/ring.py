@@ -1,8 +1,6 @@
 """The ring: a fixed set of slots on the compute device, and the operations of a schedule on them.
 
-`passes/ir/slot_operations.py` defines `prefetch`, `decode`, `acquire` and `release`. A ring serves one run at a time:
-`run` holds its lock, so threads that call compiled graphs of one model wait for each other. A thread that is in a run
-already must neither wait for itself nor overwrite the slots of its run; it gets an error.
+`passes/ir/slot_operations.py` defines `prefetch`, `decode`, `acquire` and `release`. A ring serves one run at a time.
 """
 
 from __future__ import annotations
@@ -51,9 +49,7 @@ class EncodedCopy:
 class Ahead:
     """A slot that is filled before a run has asked for its bank.
 
-    Attributes:
-        fetch: The bank, whose memory it keeps alive, so that no other bank can have the same address and `contents`.
-        contents: The contents of `fetch` when the copy started.
+    `fetch` keeps the bank's memory alive, so that no other bank can have the same address and `contents`.
     """
 
     fetch: Fetch
@@ -129,10 +125,7 @@ class Ring:
         return sum(buffer.numel() for buffer in [*self._buffers, self._encoded_buffer])
 
     def reserve(self, slots: int, slot_bytes: int, encoded_buffer_bytes: int = 0) -> None:
-        """Enlarge the ring to at least these sizes. The next run then begins with empty slots.
-
-        Raises InputError if the calling thread is inside a run.
-        """
+        """Enlarge the ring to at least these sizes, and empty it. Raises InputError if this thread is inside a run."""
         with self._lock.pause():
             largest = max((buffer.numel() for buffer in self._buffers), default=0)
             sizes = self.slots, largest, self._encoded_buffer.numel()
@@ -159,8 +152,7 @@ class Ring:
     def run(self, graph: Hashable, plan: GatherSignature) -> Iterator[None]:
         """Enter a run of `graph` by `plan`, once no other thread is in one.
 
-        An exception in the block ends all copies, so that the next run can start; ranks that gather together all get an
-        error.
+        An exception in the block ends all copies, so that the next run can start; all ranks of a gather get an error.
 
         Raises InputError if this thread is in a run already, and the errors of `begin_run`.
         """
@@ -374,10 +366,7 @@ def _buffers(slots: int, slot_bytes: int, device: torch.device) -> list[torch.Te
 
 
 def make_ring(slots: int, slot_bytes: int, device: torch.device, link: Link, home: Home = _THIS_PROCESS) -> Ring:
-    """Return a ring on `device` that is filled from banks of `home`.
-
-    Raises InputError if no such device exists, or no ring for its kind.
-    """
+    """Return a ring on `device`, filled from banks of `home`. Raises InputError if no copier serves that device."""
     return Ring(slots, slot_bytes, device, make_copier(device, link, home), home)
 
 

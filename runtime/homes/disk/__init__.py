@@ -1,4 +1,1 @@
-"""Home `disk`: experts stay in files and are read into slots. Start with `disk_home.py`.
-
-May import homes, banks, ranks, transfer, kernels, system.
-"""
+"""Home `disk`: experts stay in files. See `disk_home.py`. May import homes, banks, ranks, transfer, kernels, system."""

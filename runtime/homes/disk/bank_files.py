@@ -66,10 +66,7 @@ class BankFolder:
         return self.folder / f"{quote(name or 'experts', safe='')}.safetensors"
 
     def _existing(self, name: str, made_of: str, tensors: Tensors) -> DiskFile | None:
-        """Return the existing file if it has the same sources, else None.
-
-        Raises InputError for a file that moepass did not write.
-        """
+        """Return the file if it has the same sources, else None. Raises InputError if moepass did not write it."""
         path = self._path(name)
         if not path.exists():
             return None
@@ -93,14 +90,11 @@ class BankFolder:
         needed = sum(tensor.nbytes for tensors in banks for tensor in tensors.values())
         free = shutil.disk_usage(self.folder).free
         if needed > free:
-            raise InputError(
+            text = (
                 f"folder {self.folder} has {free} free bytes, but the banks need {needed}; free some space or name "
-                "another folder",
-                name="folder",
-                value=free,
-                expected=needed,
-                path=self.folder,
+                "another folder"
             )
+            raise InputError(text, name="folder", value=free, expected=needed, path=self.folder)
 
     def _written(self, name: str, made_of: str, tensors: Tensors) -> DiskFile:
         path = self._path(name)
@@ -149,10 +143,7 @@ def _is_unread(tensors: Tensors) -> bool:
 
 
 def _made_of(tensors: Tensors) -> str:
-    """Return a digest of the recipes and of the files they read; equal digests mean equal banks.
-
-    Tensors in memory get a digest that equals no other.
-    """
+    """Return a digest that is equal only for equal recipes of equal files; for tensors in memory it equals no other."""
     if not _is_unread(tensors):
         return uuid.uuid4().hex
     digest = hashlib.blake2b(digest_size=16)

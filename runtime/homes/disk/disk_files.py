@@ -50,10 +50,7 @@ class DiskFile:
         self.header = read_header(self.descriptor, path)
 
     def offset_bytes(self, tensor: StoredTensor) -> int:
-        """Return the offset of `tensor`.
-
-        Raises CheckpointError if the file has changed or was replaced since its header described `tensor`.
-        """
+        """Return the offset of `tensor`. Raises CheckpointError unless this is the file whose header described it."""
         entry = self.header.tensors.get(tensor.key)
         is_same = tensor.stamp == self._stamp
         if not is_same or entry is None or (DTYPES.get(entry.dtype), entry.shape) != (tensor.dtype, tensor.shape):

@@ -1,8 +1,4 @@
-"""Home `disk`: experts stay in files, and a bank is read into its slot when the schedule asks for it.
-
-If the checkpoint's files contain all tensors of a bank byte for byte, in any number of ranges, the bank is read from
-there. A bank that must be made (transposed, converted) is written to a folder once, and read from there.
-"""
+"""Home `disk`: experts stay in files, and a bank is read into its slot when the schedule asks for it."""
 
 from __future__ import annotations
 
@@ -109,8 +105,7 @@ class DiskHome(Home):
 class DiskPacker:
     """A packer that finds, or writes to `folder`, the files of a model's banks.
 
-    With `keeps_pages`, pages stay in the kernel's cache after a read. Raises InputError if the platform cannot read
-    into a slot.
+    With `keeps_pages`, pages stay in the kernel's cache after a read. Raises InputError without `preadv`.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None, *, keeps_pages: bool) -> None:
@@ -130,7 +125,7 @@ class DiskPacker:
         Raises InputError if banks must be written, but there is no folder, or too little disk space, and
         CheckpointError if files were changed.
         """
-        made = {name: reason for name, tensors in banks.items() if (reason := _why_made(tensors))}
+        made = {name: reason for name, tensors in banks.items() if (reason := why_made(tensors))}
         needed = sum(value.nbytes for name in made for value in banks[name].values())
         if made and self._folder is None:
             name, reason = next(iter(made.items()))
@@ -179,12 +174,7 @@ class DiskPacker:
             assert slot_offset == tensor_spec.offset_bytes + tensor_spec.nbytes, f"{tensor_spec.name} is incomplete"
 
 
-def streams_as_it_is(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether the bank of `tensors` can be read from the checkpoint's files, without writing it anywhere."""
-    return not _why_made(tensors)
-
-
-def _why_made(tensors: Mapping[str, torch.Tensor]) -> str:
+def why_made(tensors: Mapping[str, torch.Tensor]) -> str:
     """Return why this bank must be written, as the end of a sentence; empty if files contain it byte for byte."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, UnreadTensor):

@@ -47,10 +47,7 @@ class HybridHome(PeerHome):
 
 
 class HybridPacker(PeerPacker):
-    """A packer with `staging_buffers` buffers on each rank.
-
-    Raises InputError if readers may miss on this processor that a buffer was refilled.
-    """
+    """Packs with `staging_buffers` on each rank. Raises InputError where readers may miss that one was refilled."""
 
     home_name = "hybrid"
 
@@ -65,12 +62,8 @@ class HybridPacker(PeerPacker):
     def agree_on(self, specs: Sequence[BankSpec], digests: Sequence[str]) -> None:
         """Check that all ranks have these banks. Raises InputError if a board cannot number them all."""
         if len(specs) > MOST_BANKS:
-            raise InputError(
-                f"the model has {len(specs)} banks; home='hybrid' supports at most {MOST_BANKS}: use home='peer'",
-                name="the number of banks",
-                value=len(specs),
-                expected=MOST_BANKS,
-            )
+            text = f"the model has {len(specs)} banks; home='hybrid' supports at most {MOST_BANKS}: use home='peer'"
+            raise InputError(text, name="the number of banks", value=len(specs), expected=MOST_BANKS)
         super().agree_on(specs, digests)
 
     def connect(self, banks: Sequence[Bank]) -> None:
@@ -107,7 +100,6 @@ class HybridPacker(PeerPacker):
         return self.staging_buffers * in_pages(self._buffer_bytes(rank))
 
     def _buffers(self, rank: int, segment: SharedSegment, board: StagingBoard) -> StagingBuffers:
-        """Return the staging buffers of `rank`, which `board` describes."""
         start, nbytes = self._end_of_board(rank), self._buffer_bytes(rank)
         memories = [segment.map(start + number * in_pages(nbytes), nbytes) for number in range(self.staging_buffers)]
         return StagingBuffers(board, memories)

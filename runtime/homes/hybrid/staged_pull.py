@@ -1,10 +1,4 @@
-"""Transport `pull` of home `hybrid`: shards are copied from staging buffers, or directly from host memory.
-
-A rank waits for bytes on their way into a buffer while their copy makes progress, and in total little longer than
-fetching the whole bank would take. Fetching them directly at once would add load to the host link, which is usually the
-bottleneck. If no buffer holds the bytes, or the buffer was refilled during the copy, they are fetched from host memory
-at once. So no rank depends on the speed of another one.
-"""
+"""Transport `pull` of home `hybrid`: shards are copied from staging buffers, or directly from host memory."""
 
 from __future__ import annotations
 

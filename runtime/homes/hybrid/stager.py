@@ -1,10 +1,6 @@
 """Staging buffers: memory on the compute device for this rank's shards of the banks that ranks will read next.
 
-A thread copies the shards there from host memory, over the host link. A buffer is a cache of a shard in host memory.
-Its readers, on this rank and on others, read its word on the board before and after they copy its bytes.
-
-On GPUs streams copy the bytes. A word on a board then contains only what the host of its rank has seen completed (see
-README.md). Two ranks on one H100 have run it; its speed is unmeasured.
+README.md describes them. Two ranks on one H100 have run them on GPUs; their speed is unmeasured.
 """
 
 from __future__ import annotations
@@ -209,16 +205,13 @@ class _StagerWork:
         self.own.board.show_progress()
         return True
 
-    def pause_seconds(self) -> float:
-        """Return the time until the thread looks again at the needs of other ranks."""
-        return _BUSY_PAUSE_S if any(board.wants().is_running for board in self.boards) else _IDLE_PAUSE_S
-
     def run(self) -> None:
         try:
             while not self.stopped.is_set():
                 self.changed.clear()
                 if not self.step():
-                    self.changed.wait(self.pause_seconds())
+                    is_busy = any(board.wants().is_running for board in self.boards)
+                    self.changed.wait(_BUSY_PAUSE_S if is_busy else _IDLE_PAUSE_S)
         except BaseException as error:  # the next `check` raises it
             self.error = error
 

@@ -33,13 +33,11 @@ def check_machine() -> None:
     Python has no memory fence, so moepass depends on the processor for this order.
     """
     if platform.machine() not in _ORDERED_MACHINES:
-        raise InputError(
+        text = (
             f"this machine is {platform.machine()!r}; home='hybrid' works on x86-64 only, because on other processors "
-            "the bytes of a staging buffer may become visible before the word that describes them; use home='peer'",
-            name="machine",
-            value=platform.machine(),
-            expected=_ORDERED_MACHINES,
+            "the bytes of a staging buffer may become visible before the word that describes them; use home='peer'"
         )
+        raise InputError(text, name="machine", value=platform.machine(), expected=_ORDERED_MACHINES)
 
 
 def board_bytes(buffers: int) -> int:

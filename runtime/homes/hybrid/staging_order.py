@@ -1,9 +1,4 @@
-"""The choice of the contents of a rank's staging buffers, and of the next slice to copy; without memory or threads.
-
-All ranks read the buffers of a rank. The next bank of each rank has the highest priority, and ranks in a run have
-priority over idle ones. So a rank that runs ahead of another one keeps the banks that the slower rank still needs, as
-long as there are enough buffers for both.
-"""
+"""The choice of the contents of a rank's staging buffers, and of the next slice to copy; without memory or threads."""
 
 from __future__ import annotations
 
@@ -52,10 +47,7 @@ class Fill:
 
 
 class StagingPlan:
-    """The contents of a rank's buffers, and the order in which slices go into them.
-
-    `slices` has for each bank the number of slices of this rank's shard.
-    """
+    """The contents of a rank's buffers and the order in which slices go there; `slices` has their number by bank."""
 
     def __init__(self, buffers: int, slices: Sequence[int]) -> None:
         self.states = [StagingState() for _ in range(buffers)]

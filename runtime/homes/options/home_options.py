@@ -80,8 +80,7 @@ class Peer(SpreadOptions):
 
     Args:
         transport: `"pull"`: each rank copies when it needs to; all ranks are on one machine. `"collective"`: all ranks
-            gather each bank together, over a network. Ranks must then run equally many steps, and `timeout_s` applies
-            to every gather.
+            gather each bank together, over a network; they run equally many steps, and `timeout_s` applies to a gather.
         link: the speed of copies into the slots, see `Host`.
         group: the ranks; by default all of torch.distributed, which must be initialised.
         timeout_s: seconds that ranks wait for each other while the model is offloaded.
@@ -104,9 +103,7 @@ class Hybrid(SpreadOptions):
         staging_buffers: buffers of each rank, each as large as one shard. With more buffers, ranks may be more banks
             apart and still share copies.
         host_link: the speed of copies from host memory into the staging buffers, in the form of `link`.
-        link: the speed of copies into the slots, see `Host`.
-        group: the ranks; by default all of torch.distributed, which must be initialised.
-        timeout_s: seconds that ranks wait for each other while the model is offloaded.
+        link, group, timeout_s: see `Peer`.
     """
 
     home = "hybrid"

@@ -1,7 +1,4 @@
-"""The packer of each home, which brings the banks of a model there.
-
-A new home is one entry here, and one record in `moepass.models.homes`.
-"""
+"""The packer of each home. A new home is one entry here, and one record in `moepass.models.homes`."""
 
 from __future__ import annotations
 
@@ -101,10 +98,7 @@ RUNNING_HOMES = {
 
 
 def options_of(home: str | HomeOptions) -> HomeOptions:
-    """Return `home` if it is an options object, else the default options of the home with that name.
-
-    Raises OptionError if it is neither.
-    """
+    """Return `home`, or the default options of the home with that name. Raises OptionError if it is neither."""
     if isinstance(home, HomeOptions):
         return home
     if not isinstance(home, str) or home not in RUNNING_HOMES:
@@ -121,10 +115,6 @@ def make_packer(options: HomeOptions, device: torch.device) -> Packer:
     """
     devices = home_named(options.home).devices
     if device.type not in devices:
-        raise InputError(
-            f"device is {device}; home={options.home!r} works on {' and '.join(devices)} only; use home='host'",
-            name="device",
-            value=str(device),
-            expected=devices,
-        )
+        text = f"device is {device}; home={options.home!r} works on {' and '.join(devices)} only; use home='host'"
+        raise InputError(text, name="device", value=str(device), expected=devices)
     return RUNNING_HOMES[options.home].make_packer(options, device)

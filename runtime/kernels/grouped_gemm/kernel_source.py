@@ -154,11 +154,7 @@ def _row_numbers(kernel: GemmKernel) -> Iterator[str]:
         yield f"number_{number} = tl.load(operand_{number} + row * operand_{number}_stride_0).to({dtype})"
 
 
-def _row_of_table(table: int, numbers: int) -> str:
-    return _from_start(numbers, f"operand_{table}_rows")
-
-
-def _from_start(numbers: int, rows: str) -> str:
+def _chosen_rows(numbers: int, rows: str) -> str:
     """Return the expression of the chosen ones of `rows` rows. A negative index counts from the end."""
     return f"tl.where(number_{numbers} < 0, number_{numbers} + {rows}, number_{numbers})"
 
@@ -166,7 +162,7 @@ def _from_start(numbers: int, rows: str) -> str:
 def _products(kernel: GemmKernel) -> Iterator[str]:
     """Yield the loop over the inner dimension: one product per group of columns, see `column_groups`."""
     dtype = fake_value(kernel.gemm.node).dtype
-    source = "row" if kernel.row_numbers is None else _row_of_table(kernel.rows, kernel.row_numbers)
+    source = "row" if kernel.row_numbers is None else _chosen_rows(kernel.row_numbers, f"operand_{kernel.rows}_rows")
     products = column_groups(kernel)
     yield f"left_row = {source}"
     yield f"left = operand_{kernel.rows} + left_row[:, None] * operand_{kernel.rows}_stride_0"
@@ -299,8 +295,7 @@ def _results(kernel: GemmKernel) -> Iterator[str]:
 def chosen_once(kernel: GemmKernel) -> int | None:
     """Return the operand whose numbers choose the rows of tables with one row per expert; None if it has another use.
 
-    The loop over chosen rows runs from the lowest to the highest number of a tile, so it is too long for larger
-    tables.
+    The loop over chosen rows runs from the lowest to the highest number of a tile, too long for larger tables.
     """
     wide = [value for value in kernel.values if isinstance(value, Loaded) and is_wide_choice(value)]
     numbers = {int(value.rows) for value in wide}
@@ -375,7 +370,7 @@ def _load(kernel: GemmKernel, value: Loaded, is_chosen: bool) -> str:
     dims = fake_value(kernel.operands[value.operand]).dim()
     pointer, mask = name, ""
     if value.rows != ONE_ROW:
-        row = "row" if value.rows == OWN_ROWS else _row_of_table(value.operand, int(value.rows))
+        row = "row" if value.rows == OWN_ROWS else _chosen_rows(int(value.rows), f"{name}_rows")
         if is_chosen:
             pointer += f" + {_chosen_row(name)} * {name}_stride_0"
         else:
@@ -419,7 +414,7 @@ def _compute(value: Computed, held: Sequence[torch.dtype]) -> str:
 def _stores(kernel: GemmKernel, is_row: str) -> Iterator[str]:
     stored = zip(kernel.outputs, kernel.places, kernel.orders, strict=True)
     for number, (node, value_index, order) in enumerate(stored):
-        row = "tile_rows.to(tl.int64)" if order is None else f"({_from_start(order, 'count')})"
+        row = "tile_rows.to(tl.int64)" if order is None else f"({_chosen_rows(order, 'count')})"
         name, result = f"output_{number}", fake_value(node)
         is_wide = result.dim() == 2 and result.shape[1] != 1
         columns = f" + column[None, :] * {name}_stride_1" if is_wide else " + column[None, :] * 0"

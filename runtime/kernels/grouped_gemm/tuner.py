@@ -127,10 +127,7 @@ class TunedTiles:
 
 
 def seconds_on_gpu(launch: Launch) -> float:
-    """Return the median of several launches on the current stream, after a first one that compiles.
-
-    Raises InputError without a GPU.
-    """
+    """Return the median of launches on the current stream, after one that compiles. Raises InputError without a GPU."""
     if not torch.cuda.is_available():
         raise InputError("tuning kernels needs a GPU, but this process sees none", expected=("cuda",))
     launch()
@@ -171,10 +168,7 @@ def active_timer() -> Timer | None:
 def tune(
     identity: KernelIdentity, candidates: Sequence[TileSizes], launch: Callable[[TileSizes], None], timer: Timer
 ) -> TunedKernel:
-    """Time all `candidates` and return the result. Sizes that do not fit the GPU are skipped.
-
-    Raises the error of the last candidate if none fits.
-    """
+    """Time all `candidates` that fit the GPU and return the result. Raises the error of the last one if none fits."""
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources, PTXASError
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import msgspec
@@ -19,13 +20,20 @@ from moepass.explaining.compiler_part import (
     installed_versions,
 )
 from moepass.explaining.report_parts import CompilerPart
+from moepass.models.sizes.architecture import Architecture
 from moepass.models.sizes.families import from_config
 from moepass.models.sizes.presets import SIZES_FILE, StoredSizes, preset_config, preset_names
 
 
+def _stored_sizes(architecture: Architecture) -> StoredSizes:
+    kinds = tuple(architecture.layer_counts)
+    order = tuple(kinds.index(layer) for layer in architecture.layers)
+    return StoredSizes(dataclasses.replace(architecture, layers=()), kinds, order)
+
+
 def preset_sizes() -> bytes:
     """Return the content of `preset_sizes.json`."""
-    sizes = {name: StoredSizes.of(from_config(preset_config(name), name=name, dtype="bf16")) for name in preset_names()}
+    sizes = {name: _stored_sizes(from_config(preset_config(name), name=name, dtype="bf16")) for name in preset_names()}
     return msgspec.json.format(msgspec.json.encode(sizes), indent=1) + b"\n"
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import moepass
-from moepass.runtime.banks.memory_table import MemoryTable
 from moepass.runtime.execute.executor import Executor
 from moepass.runtime.execute.schedules import Schedule
+from moepass.runtime.system.tensor_memory import MemoryTable
 
 
 def compiled_executor(model: nn.Module, inputs: torch.Tensor) -> tuple[Executor, list[Any]]:

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moepass.models.errors import InputError
-from moepass.runtime.banks.memory_table import MemoryTable, memories_of
 from moepass.runtime.homes.adopted_banks import adopted_banks
 from moepass.runtime.integrations.complete_experts import CompleteExperts
+from moepass.runtime.system.tensor_memory import MemoryTable, memories_of
 from tests.helpers.processes.ranks import run_ranks
 
 
