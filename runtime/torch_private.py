@@ -136,7 +136,7 @@ def inductor_source(compiled: object) -> str | None:
 
 
 def load_generated_module(source: str) -> ModuleType:
-    """Return `source` as a module, from a file in Inductor's cache, where Triton and readers find it."""
+    """Import `source` from a file in Inductor's cache, because Triton reads the source of kernels from files."""
     from torch._inductor.codecache import PyCodeCache
 
     module: ModuleType = PyCodeCache.load(source)

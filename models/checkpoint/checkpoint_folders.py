@@ -237,7 +237,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
             )
     except Exception as error:  # the kind of exception depends on which file is broken
         if not file.is_file():
-            raise CheckpointError(f"{folder} has no tokenizer.json, which scoring text needs", path=folder) from error
+            raise CheckpointError(f"{folder} has no tokenizer.json, which is required", path=folder) from error
         raise CheckpointError(f"the tokenizer in {folder} cannot be read: {one_line(error)}", path=folder) from error
     if not tokenizer.is_fast:
         raise CheckpointError(f"{folder} has a tokenizer in Python only; a tokenizer.json is needed", path=folder)

@@ -82,7 +82,7 @@ def _value(node: ast.expr, sizes: Mapping[str, float]) -> float:
     if isinstance(node, ast.Name):
         if node.id not in sizes:
             raise InputError(
-                f"no value was given for {node.id}; given are {one_of(sizes) or 'none'}",
+                f"{node.id} has no value; there are values for {one_of(sizes) or 'no names'}",
                 name=node.id,
                 expected=tuple(sizes),
             )

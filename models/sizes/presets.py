@@ -54,7 +54,7 @@ class StoredSizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return StoredSizes(dataclasses.replace(architecture, layers=()), kinds, order)
 
     def whole(self) -> Architecture:
-        """Return the architecture with its layers."""
+        """Return the architecture with the list of layers written out."""
         return dataclasses.replace(self.architecture, layers=tuple(self.kinds[kind] for kind in self.order))
 
 

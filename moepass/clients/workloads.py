@@ -124,7 +124,7 @@ def poisson_arrivals(count: int, rate: float, seed: int) -> list[float]:
 
 
 def _random_text(seed: str, length: Range, units: Sequence[Any], number: int, count: int) -> list[Any]:
-    """Return random units that begin with the digits of `number`, so that all `count` texts are different."""
+    """Return random units after `number` in base len(units), so that all `count` texts are different."""
     generator = random.Random(seed)
     size = generator.randint(*length)
     prefix = []

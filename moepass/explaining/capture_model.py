@@ -38,7 +38,7 @@ _NO_LIMIT = 1 << 30
 def explain_meta_model(
     model: PreTrainedModel, batch: int, seq: int, slots: int = 2, lower: str = "inductor"
 ) -> Explanation:
-    """Plan a model on the meta device for `batch` sequences of `seq` tokens, and offload its experts.
+    """Offload the experts of a model on the meta device, and plan it for `batch` sequences of `seq` tokens.
 
     Raises OptionError for a wrong number of slots, and PlanError if the ring has too few slots for the model.
     """

@@ -271,7 +271,7 @@ def _schedule_part(made: Forecast) -> parts.SchedulePart | None:
 
 
 def _plan(made: Forecast, crossover: int | None) -> Decisions | None:
-    """Return the planner's decisions, with the tokens below which AllToAll is faster if ranks can exchange tokens."""
+    """Return the planner's decisions, with AllToAll below `crossover` tokens per rank if ranks can exchange tokens."""
     if made.decisions is None or made.setting.ranks == 1 or not made.decisions.streamed_layers:
         return made.decisions
     return made.decisions.exchanged_below(crossover)

@@ -147,9 +147,9 @@ def stored_assumption(setting: Setting, unknown: str) -> str:
 
 
 def advice(made: Forecast, crossover: int | None, refusals: Sequence[str]) -> tuple[str, ...]:
-    """Return the sentences of advice, the most useful first. None of them means that nothing can be improved.
+    """Return the sentences of advice, the most useful first. An empty result means that nothing can be improved.
 
-    `crossover` is the number of tokens per rank from which asyncep beats AllToAll, or None.
+    `crossover` is the smallest number of tokens per rank with which asyncep beats AllToAll, or None.
     """
     if not made.cost(ASYNCEP).fits and made.chosen != RESIDENT:
         nothing = "asyncep fits with none of the changes that were tried: other homes, fewer tokens, fp8, more ranks"

@@ -293,7 +293,7 @@ def _comparison(report: Report) -> Table:
 
 
 def source_text(report: Report) -> str:
-    """Return the sources of the figures in one sentence, grouped by kind for those of the machine."""
+    """Return one sentence with the sources of the figures; figures of the machine are grouped by kind of source."""
     kinds: dict[str, list[str]] = {}
     for name, source in report.sources.items():
         if name.startswith("hardware."):

@@ -70,7 +70,7 @@ class RayOptions(msgspec.Struct, frozen=True):
         return {"num_cpus": cpus, "num_gpus": gpus}
 
     def rank_setup(self, key: bytes) -> RankSetup:
-        """Return the message that starts the ranks of every replica. `key` is that of their block hashes."""
+        """Return the message that starts the ranks of every replica. `key` is the key of block hashes."""
         return RankSetup(self.application.model, self.rank, key.hex())
 
 

@@ -1,4 +1,4 @@
-"""Dependence of operations on the contents of their inputs, or only on their sizes; and constant contents."""
+"""Analysis of which operations read contents of their inputs, not only sizes, and which contents are constant."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class JointGroup:
         return second * self.first.ranks + first if self.is_inner else first * self.second.ranks + second
 
     def rows(self) -> tuple[tuple[int, ...], ...]:
-        """Return, for each coordinate on the first axis, the ranks of the joint group there."""
+        """Return the joint group's ranks as rows, one for each coordinate on the first axis."""
         return tuple(
             tuple(self.rank_at(first, second) for second in range(self.second.ranks))
             for first in range(self.first.ranks)

@@ -45,7 +45,7 @@ class TensorSpec:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype as a torch object."""
+        """The torch.dtype named by `dtype`."""
         dtype = getattr(torch, self.dtype)
         assert isinstance(dtype, torch.dtype)
         return dtype

@@ -132,5 +132,5 @@ def layer_seconds(
 
 
 def head_seconds(hardware: Hardware, architecture: Architecture, sequences: Sequences, dtype: str) -> float:
-    """Return the seconds of the logits of each sequence's last token; prefill-only work needs no others."""
+    """Return the time to compute the logits of each sequence's last token. Prefill-only work needs no other logits."""
     return gemm_seconds(hardware, activation_dtype(dtype), sequences.count, architecture.hidden, architecture.vocab)

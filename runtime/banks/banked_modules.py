@@ -77,7 +77,7 @@ class BankedParameter(nn.Module):
         return self.store.gather_now(self.bank)[self.index]
 
     def resting(self) -> torch.Tensor:
-        """Return the tensor as a view of the bank. Raises InputError if this process cannot write all of it."""
+        """Return the tensor as a view of the bank. Raises InputError unless this process can write the whole bank."""
         bank = self.store.bank(self.bank)
         reason = _why_not_writable(bank.spec)
         if reason:

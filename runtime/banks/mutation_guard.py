@@ -54,9 +54,9 @@ class MutationGuard:
         ]
 
     def are_unchanged(self, parts: Sequence[torch.Tensor], debug: bool = False) -> bool:
-        """Return whether `parts`, the same tensors in the same order, have the same bits, even if they were moved.
+        """Return whether the guarded tensors, now `parts`, have their original bits, possibly at other addresses.
 
-        Without `debug`, writes that torch does not count go unnoticed.
+        Without `debug`, writes that bypass torch's version counters are not noticed.
         """
         versions = _versions(parts)
         if self._versions == versions and not debug:

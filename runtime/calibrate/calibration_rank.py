@@ -84,7 +84,7 @@ class RankMeasurements:
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """A line of standard output: a step of progress with the next experiment, or all measurements at the end."""
+    """A line of standard output: progress with the name of the next experiment, or all measurements at the end."""
 
     done: int = 0
     total: int = 0

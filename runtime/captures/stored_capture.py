@@ -47,8 +47,8 @@ _TensorPath = tuple[nn.Module, str, str]
 def record_capture(watch: CaptureWatch, model: nn.Module, arguments: Sequence[object], result: object) -> CaptureRecord:
     """Return the record of one call of the compiled `model`.
 
-    `watch` was active during the call, and `model` is the model before it was compiled. Raises NotStorableError if the
-    call did more than run one graph that depends only on its arguments and the model.
+    `watch` was active during the call, and `model` is the model before it was compiled. Raises NotStorableError unless
+    the call ran exactly one graph, and that graph depends only on the arguments and the model.
     """
     graph, run = _only_run(watch)
     inputs = graph_inputs(graph.captured.graph)
@@ -61,7 +61,7 @@ def record_capture(watch: CaptureWatch, model: nn.Module, arguments: Sequence[ob
     if len(positions) != len(arguments) or positions.keys() - argument_inputs:
         raise NotStorableError("an argument of a call is not a tensor, is not read, or is passed twice")
     if any(isinstance(value, nn.Parameter) for value in arguments):
-        raise NotStorableError("an argument of a call is a parameter")
+        raise NotStorableError("an argument of the call is an nn.Parameter")
     records: list[StateInput | ArgumentInput | SizeInput] = []
     for node, value in zip(inputs, run.inputs, strict=True):
         described = fake_value(node)
@@ -233,7 +233,7 @@ def _only_run(watch: CaptureWatch) -> tuple[CompiledGraph, GraphRun]:
     graph = watch.graphs[0]
     plan, nodes = graph.executor.plan, graph.captured.graph.nodes
     if plan.local_blocks or plan.dispatch or any(bank.group for bank in plan.banks):
-        raise NotStorableError("the graph has expert parallelism, on which ranks agree in each process")
+        raise NotStorableError("the graph has expert parallelism, which ranks negotiate anew in every process")
     if writes_to_inputs(graph.captured.graph):
         raise NotStorableError("the graph writes to its inputs")
     if any(is_call(node, BANK_TENSOR) for node in graph.top.graph.nodes):

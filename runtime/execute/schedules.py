@@ -1,4 +1,4 @@
-"""The schedules of one compiled graph: its top-level graph, bound to the ring and banks that a run reads."""
+"""The schedules of one compiled graph. Each binds the top-level graph to one ring and one set of banks."""
 
 from __future__ import annotations
 

@@ -244,11 +244,11 @@ def make_transport(name: str, link: Link, device: torch.device) -> Transport:
 
 
 def check_transport_to(device: torch.device, transport: str) -> None:
-    """Raise InputError if that transport cannot bring the experts of other ranks to `device`."""
+    """Raise InputError if `transport` cannot copy the experts of other ranks to `device`."""
     kinds = ("cpu", "cuda")
     if device.type not in kinds:
         raise InputError(
-            f"device is {device}; transport={transport!r} brings experts of other ranks to {' and '.join(kinds)} only; "
+            f"device is {device}; transport={transport!r} copies experts of other ranks only to {' and '.join(kinds)}; "
             "use home='host'",
             name="device",
             value=str(device),

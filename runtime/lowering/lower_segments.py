@@ -242,9 +242,9 @@ def _by_expert(segment: GraphModule) -> ExpertLoop | TritonExperts | NotLowered 
 
 
 def compile_with_inductor(module: GraphModule, fake_mode: Any) -> Lowered:
-    """Compile a graph whose nodes have values of `fake_mode`. The graph is changed.
+    """Compile a graph whose nodes have values of `fake_mode`. Changes the graph.
 
-    Returns a function of a list of the graph's inputs.
+    Returns a callable that takes the graph's inputs as one list.
     """
     from torch._guards import TracingContext, tracing
     from torch._inductor import config as inductor_config

@@ -38,7 +38,7 @@ Texts = tuple[Sequence[str], Sequence[str]]
 
 
 class BlockDecisions:
-    """The decisions of one group's ranks, as this rank knows them."""
+    """This rank's record of the blocks that the ranks of one group agreed to take or to leave."""
 
     def __init__(self) -> None:
         # Why a block is left, or None, by its name and signature. The signature is empty if a rank cannot take the

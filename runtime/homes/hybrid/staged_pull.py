@@ -181,7 +181,7 @@ class StageAction(Action):
             patience.waited(time.perf_counter() - began)
 
     def _check(self, copy: SlotCopy, staged: list[_StagedSlice], peer_link: BusyLink) -> None:
-        """Empty `staged`; fetch the slices again that were overwritten in a buffer before they were copied."""
+        """Empty `staged`. Fetch slices from host memory if their staging buffer was overwritten before the copy."""
         if staged:
             copy.lane.wait_on_host(copy.lane.mark())
         for item in staged:

@@ -59,7 +59,7 @@ def write_operator(operator: Any, arguments: Sequence[str | float | bool | None]
             continue
         if not torch.iinfo(held).min <= argument <= torch.iinfo(held).max:
             # Torch wraps the number around, and Triton does not compile it.
-            raise NoTileFunctionError(f"{operator} with {argument}, which {held} does not hold")
+            raise NoTileFunctionError(f"{operator} with {argument}, which is out of range for {held}")
     return write(*arguments)
 
 

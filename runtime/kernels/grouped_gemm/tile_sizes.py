@@ -168,7 +168,7 @@ def _stage_bytes(kernel: GemmKernel, sizes: TileSizes, dtype: torch.dtype) -> in
 
 
 def _live_tiles(kernel: GemmKernel, capability: int) -> int:
-    """Return how many tiles of values are not computed from other values: sums, and values loaded for each element."""
+    """Return the number of tiles that stay in registers: accumulators, and operands loaded for each element."""
     columns = {value.columns for value in kernel.values if isinstance(value, Accumulated)}
     # With every second column, the tile of all columns is held as well while it is split. On sm_90 the split moves no
     # values, and rows that are chosen once take few registers. [Empirical] an H100, gpt-oss-120b: 8.0 ms with tiles

@@ -313,7 +313,7 @@ def _block_count(shapes: Sequence[KeyValueShape], options: EngineOptions, free_b
     elif limit > free_bytes:
         raise InputError(
             f"the prefix cache was set to {limit / 1e9:.3g} GB, but only {free_bytes / 1e9:.3g} GB of memory are free "
-            "for this rank; set less, or leave the option out to use a tenth of the free memory",
+            "for this rank; choose a smaller size, or omit the option to use a tenth of the free memory",
             name="kv_cache",
             value=limit,
             expected=free_bytes,

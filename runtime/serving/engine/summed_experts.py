@@ -20,7 +20,7 @@ SUMMED_EXPERTS_NAME = "moepass_summed"
 def summed_experts_forward(
     module: Any, states: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Compute the experts of states [n, hidden] for expert_ids and weights [n, k]; the result is [n, hidden].
+    """Run the experts `expert_ids` [n, k] on `states` [n, hidden], and sum their outputs with `weights` [n, k].
 
     Unsupported modules and dtypes are passed on to `grouped_mm`.
     """

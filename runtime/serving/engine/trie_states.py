@@ -86,7 +86,7 @@ class TrieStates:
 
 
 def _with_two_tokens(batch: StepBatch) -> StepBatch:
-    """Return `batch`, with another sequence of one token if it has only one token."""
+    """Return `batch`, padded with a sequence of one token if the batch has only one token."""
     if batch.count != 1:
         return batch
     return dataclasses.replace(

@@ -1,7 +1,7 @@
 """Scoring of a stream of texts against one set of labels, window by window, with the engine of this process.
 
 Pseudo-code
-    a window: read and encode texts until their tokens fill some steps; the remaining stream is not read yet
+    a window: read and encode texts until their tokens fill several steps; the remaining stream is not read yet
     sort its prompts, so that prompts with a common prefix share a step, in which the trie computes the prefix once
     fill steps with tokens up to the engine's threshold
     return the window's scores in the order of the texts
@@ -136,8 +136,8 @@ class TextScorer:
     ) -> None:
         if not engine.facts.predicts_tokens:
             raise InputError(
-                f"the model's head gives {engine.facts.vector} and predicts no tokens, so it cannot score labels; use "
-                "a language model",
+                f"the model's head returns {engine.facts.vector} instead of token logits, so it cannot score labels; "
+                "use a language model",
                 name="model",
                 value=engine.facts.vector,
             )

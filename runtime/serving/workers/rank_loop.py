@@ -92,7 +92,7 @@ class Mailbox:
             return [request for request in requests if self._waiting.pop(request.id, None) is not None]
 
     def close(self) -> None:
-        """Send the remaining messages, and end the thread and its sockets."""
+        """Send the remaining messages, stop the thread, and close the sockets."""
         self._outbox.send(b"")
         self._thread.join()
         self._outbox.close()
@@ -157,7 +157,7 @@ class Mailbox:
 
 
 def run_rank(engine: StepEngine, mailbox: Mailbox) -> None:
-    """Answer requests until the frontend drains this rank or is gone. Raise FailingRankError after several failures."""
+    """Answer requests until drained or the frontend exits. Raise FailingRankError if several steps in a row fail."""
     before = engine.compilations()
     mailbox.send(messages.RankReady(engine.facts))
     failed = 0
