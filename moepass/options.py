@@ -27,7 +27,7 @@ from moepass.runtime.transfer.link import parse_link
 class Options(msgspec.Struct, frozen=True):
     """The options of `torch.compile(model, backend="asyncep", options={...})`.
 
-    docs/options.md lists them with their meanings. Those from `slots` on are for models that run with expert
+    docs/options.md lists them with their meanings. Options from `slots` on are for models that run with expert
     parallelism. For offloaded models, `slots` is an argument of `offload_experts`, and `link`, `timeout_s` and
     `transport` are options of the home.
     """

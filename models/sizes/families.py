@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 def from_config(config: PreTrainedConfig, *, name: str | None = None, dtype: str | None = None) -> Architecture:
     """Return the sizes of a transformers configuration; of a multimodal model, the text part is read.
 
-    `name` is by default the model type, `dtype` that of the config (or bf16). Raises InputError if the family is not in
-    `FAMILIES`, or its config lacks attributes, or has numbers that do not make layers.
+    `name` is by default the model type, and `dtype` the config's dtype (or bf16). Raises InputError if the family is
+    not in `FAMILIES`, or if its config lacks attributes or has numbers that describe no layers.
     """
     text = config.get_text_config()
     family = FAMILIES.get(str(text.model_type))

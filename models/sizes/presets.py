@@ -92,7 +92,7 @@ def _check_name(name: str) -> None:
 def preset_config(name: str, *, layers: int | None = None) -> PreTrainedConfig:
     """Return a transformers configuration of a well-known model.
 
-    With `layers` it has only this many layers, at most `layers - 1` of which are leading dense ones. Raises InputError
+    With `layers` only this many layers are kept, at most `layers - 1` of them leading dense layers. Raises InputError
     if the name is unknown, or the model has fewer layers.
     """
     _check_name(name)

@@ -1,7 +1,7 @@
 """Storage of quantised matrices in checkpoints, according to their configuration: fp8 and MXFP4.
 
-A configuration states one dtype, nearly always bf16, and the method by which most matrices were quantised. The dtype is
-that of the weights after dequantisation.
+A configuration states one dtype, nearly always bf16, and the method by which most matrices were quantised. The dtype
+describes the weights after dequantisation.
 """
 
 from __future__ import annotations

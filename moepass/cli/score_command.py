@@ -193,7 +193,7 @@ def score(
 
 
 class InputLines:
-    """The lines of the input called `name`, in which None is a line beyond the limit, and which of them are skipped.
+    """The lines of the input called `name`, and a record of skipped lines. None stands for a line beyond the limit.
 
     Blank lines are ignored. `first` is the first text, if it was read ahead. `count` lines have been read so far.
     `at_end` is True after the last line was read.
@@ -323,7 +323,7 @@ class InputLine:
 
 
 def read_lines(source: str) -> Iterator[bytes | None]:
-    """Yield the lines of the file `source`, or of standard input for "-", on demand; None is one beyond the limit.
+    """Yield the lines of the file `source`, or of standard input for "-". None stands for a line beyond the limit.
 
     Raises InputError if the input cannot be read.
     """

@@ -158,7 +158,7 @@ class RankSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The message that a rank reads when it starts, as JSON.
 
     `key` is the secret key of block hashes, in hexadecimal digits; if it is empty, the server draws one. Ranks of a
-    spread home meet in the folder `meeting`.
+    spread home rendezvous through the folder `meeting`.
     """
 
     model: str

@@ -185,7 +185,7 @@ class _Index:
         return updated.rowcount == 1
 
     def is_unanswered(self, custom_id: str | None, number: int) -> bool:
-        """Return True if the file has that custom_id on that line, and no earlier run has answered it."""
+        """Return True if line `number` has this custom_id, and no earlier run has answered the line."""
         row = self._database.execute(
             "SELECT 1 FROM lines WHERE key = ? AND number = ? AND answered = 0", (_key(custom_id, number), number)
         )

@@ -208,7 +208,7 @@ def report_of(
     metrics_before: str,
     metrics_after: str,
 ) -> BenchReport:
-    """Return the report on at least one outcome.
+    """Return the report on a run, which needs at least one outcome.
 
     The metrics are texts of `/metrics`. In an open loop, requests were sent at scheduled times.
     """

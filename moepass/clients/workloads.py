@@ -41,7 +41,7 @@ class WorkloadShape:
     Attributes:
         prefixes: the number of prefixes, which the requests share evenly; 0 gives every request its own.
         own_length: the range of the length of the text after the prefix, for each item.
-        items: questions about an input, prompts, or items or documents for a query, per request.
+        items: number in each request: of questions about an input, prompts, items, or documents for a query.
     """
 
     route: str = "decisions"

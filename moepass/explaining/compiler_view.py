@@ -24,7 +24,7 @@ from moepass.passes.ir.segment import Segment
 class Explanation:
     """The result of a capture: one plan for each captured graph, and the error that ended capture early, or None.
 
-    The experts of `expert_layers` layers were offloaded; `other_bytes` are those of all other parameters.
+    The experts of `expert_layers` layers were offloaded; `other_bytes` counts all other parameters.
     """
 
     model: str

@@ -95,7 +95,7 @@ def why_nothing_fits(made: Forecast) -> str:
 
 
 def stored_part(setting: Setting, home: str | None, most_slots: int) -> StoredPart | None:
-    """Return the forecast of a quantised checkpoint in its own format; None for another, or if its sizes are unknown.
+    """Return the forecast of a quantised checkpoint in its own format; None without one, or if its sizes are unknown.
 
     `setting` is what moepass runs now. For the other arguments, see `best_home`.
     """
@@ -128,7 +128,7 @@ def stored_part(setting: Setting, home: str | None, most_slots: int) -> StoredPa
 
 
 def stored_assumption(setting: Setting, unknown: str) -> str:
-    """Return the weights that the figures assume for a quantised checkpoint, or an empty text for another.
+    """Return the weights that the figures assume for a quantised checkpoint; empty for any other model.
 
     `unknown` is the reason why the sizes of its format are unknown, or empty.
     """

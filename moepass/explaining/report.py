@@ -195,7 +195,7 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def stored_text(report: Report) -> str:
-    """Return what moepass runs of a quantised checkpoint, and the forecast in its own format; "" for another one."""
+    """Return what moepass runs of a quantised checkpoint, and the forecast in its own format; else ""."""
     stored, model = report.stored, report.model
     if stored is None:
         return ""

@@ -42,7 +42,7 @@ _MOST_REPORTED_BLOCKS = 8192
 class Replica:
     """The actor that Ray runs. Its ranks are ready when its constructor returns.
 
-    `setup_message` is a `RankSetup` as JSON. A request is given up after `timeout_seconds`.
+    `setup_message` is a `RankSetup` as JSON. A request fails after `timeout_seconds`.
     """
 
     async def __init__(self, setup_message: bytes, timeout_seconds: float) -> None:  # type: ignore[misc]  # Ray awaits it

@@ -77,7 +77,7 @@ class RayOptions(msgspec.Struct, frozen=True):
 def parse_options(options: Mapping[str, Any]) -> RayOptions:
     """Return the options of an application, converted from text where needed.
 
-    Raises OptionError for an unknown or invalid option, and InputError for `queue_bytes` that are no number of bytes.
+    Raises OptionError for an unknown or invalid option, and InputError if `queue_bytes` is not a number of bytes.
     """
     check_names(options, (ApplicationOptions, FrontendOptions, RankOptions))
     values = {**_DEFAULTS, **options}

@@ -26,7 +26,7 @@ _MOST_ROUTED = 1 << 20
 class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]  # ray has no types where it is not installed
     """A router for calls with the argument `routing`.
 
-    It is a RoutableRequest, the name of a replica, or None for any replica.
+    `routing` is a RoutableRequest, the name of a replica, or None for any replica.
     """
 
     def initialize_state(self, *, model: str, name: str) -> None:

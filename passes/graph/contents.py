@@ -114,7 +114,7 @@ def _is_order(node: Node) -> bool:
 
 
 def fill_number(node: Node) -> bool | int | float | None:
-    """Return the number with which all elements of `node` are filled; None for other nodes."""
+    """Return the number with which all elements of `node` are filled, or None if there is none."""
     if not _is_of_torch(node):
         return None
     base = base_operation(node)

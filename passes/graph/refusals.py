@@ -31,7 +31,7 @@ def why_it_stopped(error: Exception) -> str:
 
 
 def refusal_of(graph: Graph, reason: str, node: Node, where: str, group: str) -> Refusal:
-    """Return the refusal of something that continues to communicate with the ranks of `group`.
+    """Return the refusal of a part of the graph that continues to communicate with the ranks of `group`.
 
     `reason` may name nodes as `name (operator)`; the refusal points to the first of them, or else to `node`. Raises
     ValueError for an empty reason, because nothing is refused silently.

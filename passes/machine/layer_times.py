@@ -92,7 +92,7 @@ def activation_dtype(dtype: str) -> str:
 def layer_seconds(
     hardware: Hardware, layer: Layer, hidden: int, sequences: Sequences, dtype: str, split: Split = WHOLE
 ) -> LayerSeconds:
-    """Return the seconds of one device's share of `layer`; `dtype` is that of the weights.
+    """Return the seconds of one device's share of `layer`; `dtype` is the dtype of the weights.
 
     Raises InputError for a dtype without a rate in the profile.
     """
