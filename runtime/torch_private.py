@@ -37,7 +37,7 @@ def default_group() -> ProcessGroup:
 
 
 def store_of(group: ProcessGroup) -> Store:
-    """Return the store through which the ranks of `group` met."""
+    """Return the store that the ranks of `group` rendezvous through."""
     return c10d._get_process_group_store(group)
 
 
@@ -48,7 +48,7 @@ def compiled_code() -> CodeType | None:
 
 
 def exceeded_recompile_limit() -> str | None:
-    """Return the limit that makes Dynamo run a function eagerly, as `recompile_limit=8`; None if it compiles it.
+    """Return the limit, such as `recompile_limit=8`, that stops Dynamo from compiling a function; None if none does.
 
     Call it in a function of `on_recompilation`, which Dynamo calls right before it decides.
     """
@@ -118,7 +118,7 @@ def eager_stance() -> str | None:
 
 
 def inductor_source(compiled: object) -> str | None:
-    """Return the Python module that Inductor wrote for `compiled`; None if it needs more, or does not run on a CPU."""
+    """Return the Python module that Inductor wrote for `compiled`; None if it needs other files, or a GPU."""
     from torch._inductor.output_code import CompiledFxGraph
 
     if not isinstance(compiled, CompiledFxGraph) or set(compiled.device_types) - {"cpu"}:

@@ -26,7 +26,7 @@ class BankedParameter(nn.Module):
     """The parametrization of one expert tensor, which reads the tensor of the complete bank.
 
     In a captured graph a read becomes one `moepass::bank_tensor`, which the compiler turns into a prefetched gather. In
-    eager mode it is a synchronous gather. `bank` is the bank's index in the store, `index` the tensor's in the bank.
+    eager mode it is a synchronous gather. `bank` is an index in the store, and `index` an index in the bank.
     """
 
     shard: torch.Tensor

@@ -24,9 +24,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class MutationGuard:
     """A check of this rank's tensors of one bank, each [own experts, ...], which was made from `parts`.
 
-    `shard` has the present values of the first of `parts`, and `computed` those of further tensors that `compute` makes
-    from `parts`, in memory that is never written to. `are_shard` says which parameters are that memory themselves; with
-    None, none is.
+    `shard` has the current values of the first of `parts`, and `computed` the current results of `compute(parts)`, both
+    in memory that is never written to. `are_shard` says which parameters are the shard itself; by default none.
     """
 
     def __init__(

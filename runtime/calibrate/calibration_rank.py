@@ -67,7 +67,7 @@ class RankMeasurements:
     """Everything that one rank measured.
 
     Attributes:
-        memory_bytes: Its memory; for a CPU, the machine's.
+        memory_bytes: Memory of the device; for a CPU, the machine's memory.
         overlap: Slowdowns; see `measure_overlap`.
         local_is_host: Whether copies inside the device's memory are the same as copies from the host.
         core_share: The share of the time in which a single computing thread had a core. None for several threads,

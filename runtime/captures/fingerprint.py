@@ -142,7 +142,7 @@ def _precisions() -> list[str]:
 def _config(config: Any) -> Any:
     """Return the text of one of torch's configurations.
 
-    Raises NotStorableError if it holds a function, such as a pass.
+    Raises NotStorableError if a setting is a function, such as a pass.
     """
     for name, value in config.get_config_copy().items():
         if any(callable(item) for item in (value if isinstance(value, (list, tuple)) else [value])):
@@ -221,7 +221,7 @@ class Description:
         self._known: dict[int, tuple[int, object]] = {}
 
     def value(self, value: Any, where: str) -> Any:
-        """Return the description of `value`. Raises NotStorableError, which names the path `where` this fails."""
+        """Return the description of `value`, whose path is `where`. Raises NotStorableError, which names the path."""
         kind = type(value)
         if kind in (bool, str) or value is None:
             return value

@@ -109,7 +109,7 @@ def record_capture(watch: CaptureWatch, model: nn.Module, arguments: Sequence[ob
 class StoredCapture:
     """A capture for one model. Its executor is created on first use.
 
-    In `context`, the plan's predictions are made again. Raises ValueError if the model has other banks or tensors than
+    The plan's predictions are recomputed in `context`. Raises ValueError if the model's banks or tensors differ from
     the record.
     """
 
@@ -178,7 +178,7 @@ class _StateTensors:
     """Reads the parameters and buffers of a model that a graph takes.
 
     Since the last call, a tensor may have been replaced or may have new memory, as after `module.half()`. So each call
-    compares all of them. Raises ValueError if the model has no tensor at a path, or one with another layout.
+    compares all of them. Raises ValueError if the model has no tensor at a path, or a tensor with another layout.
     """
 
     def __init__(self, model: nn.Module, items: Sequence[StateInput]) -> None:
@@ -192,7 +192,7 @@ class _StateTensors:
                 raise ValueError(f"{item.paths[0]} of the model has another layout than the stored one")
 
     def read(self) -> list[torch.Tensor] | None:
-        """Return the model's tensors, or None if one has another layout than recorded, or two are no longer tied."""
+        """Return the model's tensors, or None if layouts differ from the record, or ties were broken."""
         values = self._values()
         if self._have_known_layouts is None or not self._have_known_layouts(*values):
             if not all(item.layout.holds_for(value, {}) for item, value in zip(self._items, values, strict=True)):

@@ -202,7 +202,7 @@ def record_call(
 
 
 def _actual(descriptions: Sequence[object], outputs: Sequence[Any], leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """Return `outputs`, with views of the actual inputs `leaves` where that is what `descriptions` say."""
+    """Return `outputs`; those that `descriptions` describe as views become views of the actual inputs `leaves`."""
     return tuple(
         description.of(leaves[description.index]) if isinstance(description, ViewOfInput) else output
         for description, output in zip(descriptions, outputs, strict=True)

@@ -1,8 +1,8 @@
 """Adopt the experts of a model that already runs with expert parallelism: local parameters become shards for all ranks.
 
 After expert parallelism was removed from a graph, it reads complete banks, and its own parameters are this rank's
-shards. In the first run the ranks meet once and register these shards with the transport. From then on each rank pulls
-missing shards on its own, or all ranks gather.
+shards. In the first run the ranks rendezvous once and register these shards with the transport. From then on each rank
+pulls missing shards on its own, or all ranks gather.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from moepass.runtime.transfer.link import check_link_to
 def process_groups(names: Collection[str]) -> dict[str, Group]:
     """Return this rank's view of the process groups with these names. Groups that do not exist here are skipped.
 
-    If two of them may be axes of a mesh, the groups that combine them are included. The order is that of creation,
-    which is the same on all ranks.
+    If two of them may be axes of a mesh, the groups that combine them are included. Groups are in the order of
+    creation, which is the same on all ranks.
     """
     groups = {
         name: Group(group.rank(), group.size(), tuple(dist.get_process_group_ranks(group)))
@@ -165,9 +165,9 @@ def _replica_check(
 
 
 def adoption(plan: Plan, device: torch.device, options: AdoptionOptions) -> Adopt | None:
-    """Return the function that adopts the banks of `plan` in the first run; None if they are no parameters of it.
+    """Return the function that adopts the banks of `plan` in the first run; None if its banks are not parameters.
 
-    Raises InputError if banks of other ranks cannot be streamed to `device`, and OptionError if it lacks the link.
+    Raises InputError if `device` cannot receive banks of other ranks, and OptionError if its link cannot be emulated.
     """
     names = {bank.group for bank in plan.banks if bank.group}
     if not names:

@@ -50,7 +50,7 @@ def name_inputs(captured: GraphModule, graph: GraphModule) -> None:
 def _described(description: object, dynamo_inputs: Sequence[tuple[str, bool]]) -> tuple[str, bool]:
     """Return the name of an input, and whether it is an argument, from AOT's description of it.
 
-    `dynamo_inputs` has both for each of Dynamo's inputs.
+    `dynamo_inputs` has the same pair for each of Dynamo's inputs.
     """
     base = getattr(description, "base", None)
     if base is not None:

@@ -85,7 +85,7 @@ class Executor:
     def graph_module(self) -> GraphModule:
         """The schedule as straight-line Python: print it with `print_readable()`, or run it.
 
-        It is bound to the banks that it was compiled for, or to those of its first run if banks are parameters.
+        It is bound to the banks that it was compiled for, or to its first run's banks if banks are parameters.
         """
         return self._schedules.default.graph_module
 

@@ -1,7 +1,7 @@
 """Banks adopted from the parameters of a model that runs with expert parallelism.
 
-The ranks of a process group meet once for each bank; each contributes its own parameters as a shard. The memory of
-these parameters identifies the bank. So code that Dynamo shares between layers finds the experts of each layer, and
+The ranks of a process group rendezvous once for each bank; each contributes its own parameters as a shard. The memory
+of these parameters identifies the bank. So code that Dynamo shares between layers finds the experts of each layer, and
 eager code finds the banks of compiled code.
 """
 
@@ -73,7 +73,7 @@ class AdoptedBank(Bank):
 
 
 class AdoptedHome(Home):
-    """The shards of all ranks of a group. Raises an error if a shard changes after the ranks have met for it."""
+    """The shards of all ranks of a group. Raises an error if a shard changes after its adoption."""
 
     # The store of the banks; the adopter sets it.
     store: weakref.ref[BankStore]
@@ -158,7 +158,7 @@ class BankAdopter:
         parts: Sequence[Sequence[torch.Tensor]],
         options: AdoptionOptions | None = None,
     ) -> None:
-        """Make `banks` available to `find_bank`. All ranks meet here for banks that were not adopted before.
+        """Make `banks` available to `find_bank`. All ranks rendezvous here for banks that were not adopted before.
 
         `parts` has for each bank this rank's tensors, each [own experts, ...]. Eager code has no `options`: its banks
         stream like the group's other banks, or with the defaults if there are none.

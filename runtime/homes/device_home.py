@@ -39,7 +39,7 @@ _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
 class SymmetricMemory:
-    """Memory of equal size on the CUDA devices of the ranks of `group`, each of which can read that of the others.
+    """Memory of equal size on the CUDA devices of the ranks of `group`. Each rank can read the memory of all ranks.
 
     All ranks are on one machine, and no two on the same device.
     """

@@ -18,10 +18,10 @@ WeightParts = tuple[torch.Tensor, ...]
 class FixedValues:
     """Reads the fixed values of a program from the inputs of its segment.
 
-    Both kinds may be views of inputs, or single numbers computed from them. An input may come in parts: a tuple of
-    tensors [experts, ...] in order of experts. Such an input is only read as weights, through views that keep the order
-    of experts: see `passes/segments/bank_parts.py`. `read` has the nodes that `tables` returns if they are fixed; by
-    default all inputs of row work.
+    Weights and tables may be views of inputs, or single numbers computed from them. An input may come in parts: a tuple
+    of tensors [experts, ...] in order of experts. Such an input is only read as weights, through views that keep the
+    order of experts: see `passes/segments/bank_parts.py`. `read` has the nodes that `tables` returns if they are fixed;
+    by default all inputs of row work.
     """
 
     def __init__(self, segment: GraphModule, program: ExpertProgram, read: Collection[Node] | None = None) -> None:
@@ -86,7 +86,7 @@ def subgraph(
 ) -> GraphModule:
     """Return copies of `nodes` as a graph of `inputs`, whose fake values are not set, that returns `outputs`.
 
-    Submodules and constants are those of `root`.
+    Submodules and constants come from `root`.
     """
     graph = Graph()
     values = {node: graph.placeholder(f"input_{number}") for number, node in enumerate(inputs)}

@@ -194,7 +194,7 @@ def _empty(node: Node, rows: int) -> torch.Tensor:
 
 
 def _for_any_rows(work: RowWork, program: ExpertProgram) -> tuple[GraphModule, FakeTensorMode]:
-    """Return `work` as a graph for any number of rows. Raises NotByExpertError if it holds for some numbers only."""
+    """Return `work` as a graph for any number of rows. Raises NotByExpertError if not all are valid."""
     fixed = set(program.fixed)
     if any(isinstance(size, int) and size == 0 for node in program.row_inputs for size in fake_value(node).shape[:1]):
         # There is nothing to loop over.

@@ -40,9 +40,9 @@ _STALE = ("val", "tensor_meta", "unbacked_bindings", "eager_input_vals")
 class LateGraph:
     """A captured graph, compiled for the sizes of one run.
 
-    `run` is right under the `guards`, whose `symbols` are by the names of sizes. `empty` has the names of sizes that
-    are 0; they must be the same in a run, because guards assume positive sizes. Without `segments` it runs operator by
-    operator.
+    `run` is valid while the `guards` hold. `symbols` are their symbols by the names of sizes. `empty` has the names of
+    sizes that are 0; they must be the same in a run, because guards assume positive sizes. Without `segments` it runs
+    operator by operator.
     """
 
     run: Lowered

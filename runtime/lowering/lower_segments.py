@@ -152,7 +152,7 @@ class LoweredGraph(NamedTuple):
 def lower_segments(top: GraphModule, how: str, chunk_tokens: int | None = None) -> LoweredGraph:
     """Lower every segment of `top`, which is not changed. `how` is a key of `LOWERINGS`.
 
-    Segments that treat every token alone run at most `chunk_tokens` tokens at a time, or all without it.
+    Segments that treat every token alone run at most `chunk_tokens` tokens at a time; with None, all at once.
     """
     lowered = copy_graph_module(top)
     lowerings = {}
@@ -192,7 +192,7 @@ def by_operators(captured: GraphModule) -> GraphModule:
     Strides at capture are those of torch's fake kernels, and some real kernels return others. For example,
     `constant_pad_nd` with a symbolic padding that is 0 keeps the strides of its input, but the fake one is contiguous.
     Then a view of the captured graph can be impossible. The model itself uses `reshape`, which checks the real strides,
-    or is wrong for them as well.
+    or it fails for these strides as well.
     """
     copied = copy_graph_module(captured)
     for node in copied.graph.nodes:

@@ -46,10 +46,10 @@ NEVER_COMPARED = -1
 class RunVote:
     """A rank's vote on a run.
 
-    `tokens` are those of the rank in a block. Within the fraction `hysteresis` of the crossover the last form is kept.
-    Equal blocks have equal descriptions on all ranks. If the crossover `is_estimated`, tokens and crossover are in
-    units of it, so that it is 1. `compared_in` is the number of the meeting in which the present inputs were compared
-    with those of other ranks; 0 if no comparison is needed.
+    `tokens` counts the rank's tokens in a block. Within the fraction `hysteresis` of the crossover the last form is
+    kept. Equal blocks have equal descriptions on all ranks. If the crossover `is_estimated`, tokens and crossover are
+    divided by the crossover, which becomes 1. `compared_in` is the number of the meeting in which the ranks compared
+    their current inputs; 0 if no comparison is needed.
     """
 
     tokens: float
@@ -118,7 +118,7 @@ class Agreement:
         """Return the form of the next run, the same on all ranks.
 
         Raises PeerError if ranks have different crossovers or layers (the same text on all ranks), or if a rank has
-        ended or did not respond within `timeout_s`. No rank can agree any more then.
+        ended or did not respond within `timeout_s`. After an error no rank can agree any more.
         """
         with self._lock:
             tokens = sum(tokens for tokens, _ in self._exchange(own, timeout_s))

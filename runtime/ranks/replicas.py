@@ -1,7 +1,7 @@
 """A check that all ranks run a graph on the same tokens, for plans that rely on it.
 
-The ranks compared the computation of these when they compiled. Here they compare its inputs (parameters, buffers and
-other inputs) by checksums. "Equal tokens" in README.md says in which runs, and how a rank notices a changed parameter.
+When the ranks compiled, they compared how tokens are computed. Here they compare its inputs (parameters, buffers and
+arguments) by checksums. "Equal tokens" in README.md says in which runs, and how a rank notices a changed parameter.
 """
 
 from __future__ import annotations

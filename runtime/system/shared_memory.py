@@ -61,7 +61,7 @@ class SharedSegment:
     def map_privately(self, offset: int, nbytes: int) -> mmap.mmap:
         """Return a private, writable mapping of bytes [offset, offset + nbytes).
 
-        Pages that are not written are those of the segment and take no memory; writes are visible here alone. Raises
+        Pages that are not written are shared with the segment and take no memory; writes are visible only here. Raises
         SharedMemoryError like `map`.
         """
         self._check_range(offset, nbytes)

@@ -120,7 +120,7 @@ class Ring:
 
     @property
     def buffers_of_run(self) -> Sequence[torch.Tensor]:
-        """The buffers that the present run uses as its slots 0, 1, ..."""
+        """The buffers that the current run uses as its slots 0, 1, ..."""
         return [self._buffers[buffer] for buffer in self._buffer_of[: self._used]]
 
     @property
@@ -376,7 +376,7 @@ def _buffers(slots: int, slot_bytes: int, device: torch.device) -> list[torch.Te
 def make_ring(slots: int, slot_bytes: int, device: torch.device, link: Link, home: Home = _THIS_PROCESS) -> Ring:
     """Return a ring on `device` that is filled from banks of `home`.
 
-    Raises InputError if no such device exists, or no ring for its kind.
+    Raises InputError if the device does not exist, or rings do not support its kind.
     """
     return Ring(slots, slot_bytes, device, make_copier(device, link, home), home)
 

@@ -33,7 +33,7 @@ _PAUSE_S = 0.0005
 
 
 class WaitLimit:
-    """A limit on the time that one copy waits for bytes on their way. Times are those of `time.perf_counter`.
+    """A limit on the time that one copy waits for bytes on their way. Times are from `time.perf_counter`.
 
     It waits `whole_seconds` in total. A rank without progress for `stalled_seconds` is stalled, and the copy does not
     wait for it. `stalled` has the progress of each stalled rank, and outlives the copy.

@@ -47,7 +47,7 @@ def cast(value: str, held: torch.dtype, wanted: torch.dtype) -> str:
 
 
 def write_operator(operator: Any, arguments: Sequence[str | float | bool | None], held: torch.dtype) -> str:
-    """Return the expression of `operator`, whose values are `held`. Arguments that are text are values, or a mode.
+    """Return the expression of `operator` on values held as `held`. A string argument names a value or a mode.
 
     Raises NoTileFunctionError for operators and arguments that are not supported.
     """

@@ -45,8 +45,8 @@ class TileSizes:
 class _SizesFrom:
     """The tile sizes for experts with `rows_per_expert` rows or more.
 
-    `single` is for kernels that hold one tile of sums, `short` too, if the inner dimension is below _SHORT_INNER, and
-    `double` for kernels that hold two or more.
+    `single` is for kernels with one tile of sums, and `double` for kernels with more. `short` replaces `single` if the
+    inner dimension is below _SHORT_INNER.
     """
 
     rows_per_expert: int

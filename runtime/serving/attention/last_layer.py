@@ -1,7 +1,7 @@
 """The last layer computes, after its attention, only the tokens whose states are read.
 
 Other tokens use a token's keys and values and nothing else of it, and no layer follows the last one. So an unread token
-needs neither the output projection nor experts there. This saves up to one layer's worth of them in each step.
+needs neither the output projection nor experts there. Each step saves at most this work of one layer.
 
 Pseudo-code
     learn, from two streams of different lengths, which arguments of the last layer have one entry per token

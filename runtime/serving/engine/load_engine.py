@@ -74,7 +74,7 @@ class EngineOptions:
 
     Attributes:
         home: home of the experts; None loads them on the device, as transformers does.
-        dtype: by default that of the checkpoint.
+        dtype: by default the checkpoint's dtype.
         memory_budget: device memory for weights, slots and activations, such as "6GB"; None for no budget.
         cache_bytes: size of the prefix cache; 0 switches it off, None takes a share of the free memory.
         step_tokens: tokens of a full step, by default as planned.

@@ -67,7 +67,7 @@ class PlainOutputs:
 
     Attributes:
         outputs: [n, width] outputs at the last n positions of the sequence, in fp32.
-        prefix: the same for its first tokens alone, None if they were not run.
+        prefix: outputs of a run of the first tokens alone, None if there was no such run.
     """
 
     tokens: Indices
@@ -132,11 +132,11 @@ def check_outputs(plain: PlainOutputs, head: ModelHead, runner: StatesRunner) ->
 
 @torch.no_grad()
 def check_single_reads(plain: PlainOutputs, head: ModelHead, runner: StatesRunner, unnarrowed: StatesRunner) -> None:
-    """Raise InputError if `runner` computes other outputs than `unnarrowed` for a token that is read alone."""
+    """Raise InputError if `runner` and `unnarrowed` compute different outputs when only one token is read."""
     expected = head(unnarrowed.states(_step(plain.tokens, _SINGLE))).float()
     states = torch.cat([runner.states(_step(plain.tokens, position)) for position in np.split(_SINGLE, len(_SINGLE))])
     if difference := _difference(head, head(states).float(), expected):
-        raise InputError(f"outputs of tokens that are read alone {difference}", name="model")
+        raise InputError(f"outputs of the only token that is read {difference}", name="model")
 
 
 def sequence_step(count: int) -> StepBatch:

@@ -60,7 +60,7 @@ class TrieStates:
     """Runs steps of a model with trie attention.
 
     `forward` is a `TrieBackbone`, compiled or not. `layers` are the model's attention layers by their index. `memory`
-    is that of the cache blocks, None without a cache.
+    stores the cache blocks, None without a cache.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ class ScoredWindow(Generic[_Text]):
     Attributes:
         outcomes: For each text its row in the tables, or its error.
         probabilities: [rows, labels]; each row is a softmax over the labels and sums to 1.
-        mass: [rows], the probability that the model gives to all labels together.
+        mass: [rows], the total probability of all labels.
     """
 
     texts: list[_Text]
@@ -113,7 +113,7 @@ class LabelPieces:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class EncodedPrompt:
-    """A prompt of a window; `index` is that of its text."""
+    """A prompt of a window; `index` is the index of its text."""
 
     index: int
     tokens: Tokens

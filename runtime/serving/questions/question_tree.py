@@ -36,7 +36,7 @@ class QuestionAnswer:
     """The probability of each option of a question; they sum to 1.
 
     Attributes:
-        mass: The probability that the model gives to all labels of the question together.
+        mass: The total probability of all labels of the question.
         refusal: The reason if the model cannot answer the question; then `probabilities` is empty.
     """
 
@@ -57,8 +57,8 @@ _Asked = tuple[tuple[int, ...], LabelReads]
 class QuestionTree:
     """Questions about one input, as one request.
 
-    With `order_invariant`, the answer is the mean over several orders of the options. Errors contain `text_name` as the
-    name of the input, and `names` as those of the questions.
+    With `order_invariant`, the answer is the mean over several orders of the options. Errors call the input
+    `text_name`, and the questions `names`.
 
     Raises:
         InputError: A prompt is too long, or the labels of a question cannot be distinguished.
@@ -180,7 +180,7 @@ def confidence(kind: Literal["choice", "score"], probabilities: tuple[float, ...
     """Return a confidence from 0 (all options equally likely) to 1 (one option is certain).
 
     It is defined as in transformers' decision pipeline. For a choice: how far the best option is above chance. For a
-    score: the mean distance of the levels to the best one, relative to that of equally likely levels.
+    score: the mean distance of the levels to the best one, relative to the distance for equally likely levels.
     """
     count = len(probabilities)
     if count == 1:

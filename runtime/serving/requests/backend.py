@@ -80,7 +80,7 @@ class BackendStatus:
 
     Attributes:
         state: "ready" if requests are answered; otherwise they raise NotServingError.
-        predicts_tokens: the head gives next-token probabilities, which `TokenRead` and `is_scored` need.
+        predicts_tokens: the head returns next-token probabilities, which `TokenRead` and `is_scored` need.
         vector: kind of the vectors that `TokenPiece.vector` returns, None if the model has none.
         details: descriptions for people, such as how the model runs.
         metrics: sums since the start, by name.

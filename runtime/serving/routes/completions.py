@@ -36,7 +36,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class SamplingBody(ModelBody, kw_only=True):
-    """Fields of both OpenAI bodies. Values that would change which token is the most likely one are refused."""
+    """Fields of both OpenAI bodies. Values that ask for other tokens than the most likely one are refused."""
 
     temperature: float | None = None
     n: int | None = 1

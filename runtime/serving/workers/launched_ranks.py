@@ -1,6 +1,6 @@
 """Ranks that a launcher such as torchrun has started: they are watched and can be killed, but are not restarted.
 
-Each rank writes its process number into a folder of the server.
+Each rank writes its process id into a folder of the server.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _POLL_SECONDS = 0.1
 
 
 def announce(folder: Path, rank: int) -> None:
-    """Write the number of this process into `folder` as that of `rank`."""
+    """Write the id of this process into `folder`, for `rank`."""
     written = folder / f"rank-{rank}.new"
     written.write_text(str(os.getpid()), encoding="ascii")
     written.rename(_rank_file(folder, rank))  # a reader never sees a partly written file

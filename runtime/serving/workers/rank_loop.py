@@ -40,7 +40,7 @@ class FailingRankError(MoepassError, RuntimeError):
 class Mailbox:
     """The waiting requests of a rank, and the thread that talks to the frontend.
 
-    `name` is that of this rank's socket, from `rank_name`. `check` raises InputError for a request that must be
+    `name` is the name of this rank's socket, from `rank_name`. `check` raises InputError for a request that must be
     refused, `is_orphan` returns True if the server has ended, and `engine_view` must not wait for a step.
     """
 

@@ -89,7 +89,7 @@ class RankWatch:
             missing.discard(number)
 
     def hung(self, now: float, facts: Mapping[int, EngineFacts]) -> dict[int, str]:
-        """Return the ranks that hang, with the reason of each. `facts` are those of all watched ranks.
+        """Return the ranks that hang, with the reason of each. `facts` has the facts of all watched ranks.
 
         Call it every CHECK_SECONDS. A longer interval means that the caller itself was suspended and read no messages,
         so it does not count as silence.
