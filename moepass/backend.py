@@ -259,8 +259,8 @@ def _warn_of_memory(plan: Plan) -> None:
     if memory is None or budget is None or memory.peak_bytes <= budget:
         return
     needed = (
-        f"a step needs {memory.peak_bytes:.0f} bytes, more than the memory budget of {budget:.0f} that layers were "
-        "placed for"
+        f"a step needs {memory.peak_bytes:.0f} bytes, more than the memory budget of {budget:.0f} that resident "
+        "layers were chosen for"
     )
     complete = [bank for bank in plan.banks if rests_on_device(bank) and not bank.in_parts]
     if complete:

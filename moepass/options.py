@@ -160,7 +160,7 @@ class Options(msgspec.Struct, frozen=True):
             torch_tensorrt()
         if self.cudagraphs and device.type != "cuda":
             text = (
-                f"option cudagraphs is True, but the graph computes on {device}: CUDA graphs record work of a GPU; "
+                f"option cudagraphs is True, but the graph computes on {device}: CUDA graphs record only GPU work; "
                 "move the model to cuda, or leave the option out"
             )
             raise OptionError(text, name="cudagraphs", value=True, expected=(False,))

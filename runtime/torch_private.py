@@ -118,7 +118,7 @@ def eager_stance() -> str | None:
 
 
 def inductor_source(compiled: object) -> str | None:
-    """Return the Python module that Inductor wrote for `compiled`; None if it needs other files, or a GPU."""
+    """Return the Python module that Inductor wrote for `compiled`; None if it needs other data, or a GPU."""
     from torch._inductor.output_code import CompiledFxGraph
 
     if not isinstance(compiled, CompiledFxGraph) or set(compiled.device_types) - {"cpu"}:

@@ -29,7 +29,7 @@ def attention_matrices(attention: Attention, hidden: int) -> Iterator[tuple[int,
     """Yield (rows, columns) of the projections of softmax attention. Raises InputError for other kinds."""
     if attention.kind in ("linear", "state_space"):
         raise InputError(
-            f"the weights of attention of kind {attention.kind!r} cannot be counted; those of softmax attention can",
+            f"the weights of attention of kind {attention.kind!r} cannot be counted; only softmax attention can",
             name="kind",
             value=attention.kind,
         )

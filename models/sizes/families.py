@@ -30,7 +30,7 @@ def from_config(config: PreTrainedConfig, *, name: str | None = None, dtype: str
     family = FAMILIES.get(str(text.model_type))
     if family is None:
         raise InputError(
-            f"the sizes of model_type {text.model_type!r} are not known; known are {one_of(FAMILIES)}",
+            f"the sizes of model_type {text.model_type!r} are not known; moepass knows {one_of(FAMILIES)}",
             name="model_type",
             value=text.model_type,
             expected=tuple(FAMILIES),
@@ -69,7 +69,7 @@ def _stored(config: Any, layers: Sequence[Layer]) -> tuple[WeightFormat | None, 
         for layer in layers
     )
     if stored is not None and stored.parts != (EXPERTS,) and not is_plain:
-        return None, f"which matrices of {config.model_type!r} checkpoints are in {stored.name} is not known here"
+        return None, f"moepass does not know which matrices of {config.model_type!r} checkpoints are in {stored.name}"
     return stored, note
 
 

@@ -54,7 +54,7 @@ class ScoreOptions(ComputeOptions, frozen=True, kw_only=True):
     labels: Annotated[
         str | None,
         option(
-            "Candidate answers: separated by commas, without trimming blanks; or a JSON list.",
+            "Candidate answers: separated by commas, without trimming spaces; or a JSON list.",
             unset="those of the template",
             metavar="A,B,...",
         ),
@@ -245,7 +245,7 @@ class InputLines:
             else:
                 yield line
         if not self.count:
-            text = f'{self._name} is empty; it must hold one JSON object per line, such as {{"text": "..."}}'
+            text = f'{self._name} is empty; it must contain one JSON object per line, such as {{"text": "..."}}'
             raise InputError(text, path=self._name)
         self.at_end = True
 

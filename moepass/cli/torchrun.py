@@ -71,7 +71,7 @@ def launched_process(environment: Mapping[str, str] = os.environ) -> LaunchedPro
         )
         raise OptionError(text, name="nnodes", value=ranks, expected=on_node)
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        text = "torchrun keeps no store in which its processes could meet; leave out --rdzv-backend"
+        text = "torchrun has no store through which its processes could rendezvous; omit --rdzv-backend"
         raise OptionError(text, name="rdzv_backend", expected="static or c10d")
     return LaunchedProcess(rank, ranks, int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")))
 

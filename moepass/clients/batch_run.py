@@ -63,7 +63,7 @@ class Batch:
                 self._index.add(line.custom_id, line.number)
                 self.counts.lines += 1
             if not self.counts.lines:
-                raise InputError(f"input {source!r} is empty; it must hold one request per line", path=source)
+                raise InputError(f"input {source!r} is empty; it must contain one request per line", path=source)
             self._output = opened.enter_context(contextlib.closing(BatchOutput(Path(os.path.realpath(target)))))
             self._read_output(source, target, retry_errors)
             self._opened = opened.pop_all()

@@ -152,7 +152,7 @@ def advice(made: Forecast, crossover: int | None, refusals: Sequence[str]) -> tu
     `crossover` is the smallest number of tokens per rank with which asyncep beats AllToAll, or None.
     """
     if not made.cost(ASYNCEP).fits and made.chosen != RESIDENT:
-        nothing = "asyncep fits with none of the changes that were tried: other homes, fewer tokens, fp8, more ranks"
+        nothing = "none of the changes that were tried makes asyncep fit: other homes, fewer tokens, fp8, more ranks"
         return tuple(_changes_that_fit(made.setting)) or (nothing,)
     refused = f"the figures assume that all blocks are rewritten, but {len(refusals)} were refused and run unchanged"
     return (*_waiting(made, crossover), *([refused] if refusals else []))

@@ -72,7 +72,7 @@ def expert_range(bank: BankSpec, rank: int) -> range:
         )
     if not 0 <= rank < len(bounds) - 1:
         raise InputError(
-            f"bank {bank.name} has no shard of rank {rank}; it has those of ranks 0..{len(bounds) - 2}",
+            f"bank {bank.name} has no shard of rank {rank}; it has shards of ranks 0..{len(bounds) - 2}",
             name=bank.name,
             rank=rank,
             expected=range(len(bounds) - 1),

@@ -306,9 +306,9 @@ class BankAdopter:
             if any(memory in memories for of_tensors in self._agreed.living().values() for memory in of_tensors):
                 raise InputError(
                     f"all ranks must agree on each run of {type(model).__name__}, because it is compiled with "
-                    "all_to_all_below, or its ranks add up the results of their experts: on a rank without work call "
-                    "the model itself instead of gather_only_step, with no tokens, or, if results are added up, with "
-                    "the tokens of all ranks"
+                    "all_to_all_below, or its ranks sum the results of their experts: on a rank without work call the "
+                    "model itself instead of gather_only_step, with no tokens, or if results are summed, with the "
+                    "tokens of all ranks"
                 )
             first_memories = [(bank.memories[0], bank.spec) for bank in self.home.banks.values()]
         spec_of = dict(first_memories)
@@ -354,7 +354,7 @@ def _guard(
 def _changed(name: str) -> str:
     return (
         f"the expert weights of {name} were changed after their first run, but other ranks have the old ones; "
-        "load weights before that run, or later as new parameters, for which the ranks meet again: "
+        "load weights before that run, or later as new parameters, which the ranks exchange again: "
         "model.load_state_dict(state, assign=True) on every rank"
     )
 

@@ -212,7 +212,7 @@ def _for_any_rows(work: RowWork, program: ExpertProgram) -> tuple[GraphModule, F
                 copied.meta["val"] = copied.target(*arguments, **keywords)
         shapes = mode.shape_env
         if shapes is None or shapes.guards or shapes.replacements:
-            reason = f"what begins at {named(work.nodes[0])} holds for some numbers of rows only"
+            reason = f"what begins at {named(work.nodes[0])} is valid for some numbers of rows only"
             raise NotByExpertError(work.nodes[0], reason)
         return module, mode
 

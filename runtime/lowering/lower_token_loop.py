@@ -215,6 +215,6 @@ def lower_token_loop(
     loop = TokenLoop(segment, program, body, guards, symbol, chunk_tokens)
     if not loop.holds(max(2, chunk_tokens)):
         node = next(iter(segment.graph.nodes))
-        reason = f"the code that was compiled for a chunk does not hold for {chunk_tokens} tokens: {guards}"
+        reason = f"the code that was compiled for a chunk is not valid for {chunk_tokens} tokens: {guards}"
         return NotLowered(TOKEN_LOOP, node.name, reason)
     return loop

@@ -26,14 +26,14 @@ class Residents:
             raise OptionError.wrong("resident_bytes", self.nbytes, "a number of bytes from 0 on")
         if isinstance(self.layers, Sequence) and len(self.layers) > MOST_LAYERS:
             raise OptionError(
-                f"resident_layers names {len(self.layers)} layers; the limit is {MOST_LAYERS}, as for layers of a "
-                "model",
+                f"resident_layers names {len(self.layers)} layers; the limit is {MOST_LAYERS}, as for the layers "
+                "of any model",
                 name="resident_layers",
                 value=len(self.layers),
                 expected=MOST_LAYERS,
             )
         if not isinstance(self.layers, Sequence) or not all(is_count(layer) for layer in self.layers):
-            expected = "a list of layer numbers from 0 on, as moepass explain gives them in schedule.resident_layers"
+            expected = "a list of layer numbers from 0 on, as moepass explain lists them in schedule.resident_layers"
             raise OptionError.wrong("resident_layers", self.layers, expected)
         if self.nbytes and self.layers:
             raise OptionError(

@@ -95,7 +95,7 @@ class BlockDecisions:
     ) -> None:
         rank, size, store = group.rank(), group.size(), store_of(group)
         if skip_abandoned(store, rank) and not own.takes:
-            self._go_alone("they came before this rank, and left")
+            self._go_alone("they compared their blocks without this rank, which came later")
             return
         changed = self._change(own)
         is_optional = not own.takes and changed is None
@@ -135,7 +135,7 @@ class BlockDecisions:
                 or explain_difference(
                     tokens, "its results are summed over ranks, so all must have the same tokens, but these"
                 )
-                or "it is applied differently often"
+                or "ranks apply it a different number of times"
             )
         return reasons
 

@@ -129,7 +129,7 @@ def open_segment(address: SegmentAddress) -> SharedSegment:
     except PermissionError as error:
         raise SharedMemoryError(
             f"shared memory of process {process.pid} may not be opened ({error.strerror}); "
-            "all ranks must run as one user, who may trace them"
+            "all ranks must run as the same user, with permission for ptrace"
         ) from error
     except OSError as error:
         raise SharedMemoryError(f"process {process.pid} is gone, or has closed its shared memory") from error

@@ -70,7 +70,7 @@ def check_link_to(device: torch.device, link: Link) -> None:
     """Raise OptionError if copies to `device` cannot use `link`: emulated links exist on CPUs only."""
     if link.is_emulated and device.type != "cpu":
         raise OptionError(
-            f"link is {link}, which exists for device cpu only; the device is {device}; use link 'real'",
+            f"link is {link}, which works on device cpu only; the device is {device}; use link 'real'",
             name="link",
             value=str(link),
         )

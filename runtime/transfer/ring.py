@@ -36,7 +36,7 @@ BankTensor = torch.Tensor | tuple[torch.Tensor, ...]
 _REENTERED = (
     "another run of this model is under way in this thread: a custom operator, a hook or a signal handler called the "
     "model while it ran, and its experts stream through one ring, which serves one run at a time; call the model after "
-    "that run, or a second model that was offloaded by itself"
+    "that run, or a second model with its own offload_experts call"
 )
 
 

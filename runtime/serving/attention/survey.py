@@ -290,7 +290,7 @@ def _first_seen(rule: Callable[..., Any], query: int) -> int:
     seen = int(row.sum())
     first = query + 1 - seen
     if first < 0 or not bool(row[first : query + 1].all()):
-        text = f"token {query} does not see itself and those right before it, or sees later ones"
+        text = f"token {query} does not see itself and the tokens right before it, or sees later tokens"
         raise InputError(text, name="mask")
     return first
 

@@ -321,8 +321,8 @@ def _block_count(shapes: Sequence[KeyValueShape], options: EngineOptions, free_b
     count = limit // block_bytes(shapes)
     if limit and not count:
         raise InputError(
-            f"the prefix cache was set to {limit} bytes, but one block takes {block_bytes(shapes)}; set more, or 0 to "
-            "switch the cache off",
+            f"the prefix cache was set to {limit} bytes, but one block takes {block_bytes(shapes)}; choose a larger "
+            "size, or 0 to switch the cache off",
             name="kv_cache",
             value=limit,
             expected=block_bytes(shapes),

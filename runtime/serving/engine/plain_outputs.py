@@ -155,7 +155,7 @@ def _compare(head: ModelHead, computed: torch.Tensor, expected: torch.Tensor, to
     if difference := _difference(head, computed, expected):
         name = type(head.model).__name__
         raise InputError(
-            f"{name} cannot be served, because its outputs are not those of its backbone followed by its head: "
+            f"{name} cannot be served, because its outputs differ from its head applied to its backbone's states: "
             f"{tokens} {difference}. Either the backbone takes more than token ids, or the head more than the state of "
             "each token, or a token depends on later tokens or other sequences",
             name="model",

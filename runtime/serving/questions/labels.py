@@ -21,7 +21,7 @@ from moepass.runtime.serving.requests.request import Tokens
 
 LabelTokens = tuple[int, ...]
 
-IMPOSSIBLE = "the model gives all labels the probability 0, so they cannot be compared; use labels that it can generate"
+IMPOSSIBLE = "the model assigns probability 0 to all labels, so they cannot be compared; use labels that are likelier"
 
 
 class ImpossibleLabelsError(CheckpointError):
@@ -85,7 +85,7 @@ def label_warnings(encoder: TextEncoder, prompt: str, labels: Sequence[str]) -> 
         else:
             continue
         warnings.append(
-            f"label {_short(label)} {problem}; with a leading blank it has {encoder.names(blank_tokens)}. Use the form "
+            f"label {_short(label)} {problem}; with a leading space it has {encoder.names(blank_tokens)}. Use the form "
             "that the model was trained with."
         )
     return warnings

@@ -31,7 +31,7 @@ async def launched_rank(folder: Path, rank: int) -> WatchedProcess:
         await asyncio.sleep(_POLL_SECONDS)
     text = file.read_text(encoding="ascii")
     if not text.isdecimal():
-        message = f"{file} must contain the process number of rank {rank}, but contains {text!r}"
+        message = f"{file} must contain the process id of rank {rank}, but contains {text!r}"
         raise InputError(message, name="pid", value=text)
     return WatchedProcess(int(text))
 
