@@ -88,7 +88,7 @@ def read_options(record: type[_Record], values: Mapping[str, Any], *, strict: bo
     """Check `values` by the types of a record and make the record of them.
 
     Names that the record lacks are ignored: see `check_names`. Without `strict`, numbers and truth values may be text.
-    Raises OptionError with the name of the first option that has a wrong value, that value, and the valid ones.
+    Raises OptionError with the name of the first option that has a wrong value, that value, and the valid values.
     """
     converted = {}
     for field in fields_of(record):

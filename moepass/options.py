@@ -183,7 +183,7 @@ def parse_options(options: Mapping[str, Any] | None) -> Options:
     """Check the options that `torch.compile` received.
 
     Raises OptionError with the name of the first option that is unknown or has a wrong value, that value, and the valid
-    ones.
+    values.
     """
     values = dict(options or {})
     check_names(values, [Options])

@@ -144,7 +144,7 @@ def load_generated_module(source: str) -> ModuleType:
 
 
 def load_inductor_source(source: str) -> Callable[[list[Any]], Any]:
-    """Return the output of `inductor_source` as a function of a list of inputs. Runs the text: never pass other text.
+    """Return a callable for a list of inputs from the output of `inductor_source`. Runs the text: pass no other text.
 
     Kernels come from Inductor's cache if they are there.
     """

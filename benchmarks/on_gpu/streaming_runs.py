@@ -55,7 +55,7 @@ _DEPTH_FACTOR = 10
 
 @dataclasses.dataclass(frozen=True)
 class StreamingPoint:
-    """One variant at one number of tokens. `bytes` are those of weights, slots and the run on the device."""
+    """One variant at one number of tokens. `bytes` counts weights, slots and the run on the device."""
 
     tokens: int
     variant: str

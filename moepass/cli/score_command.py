@@ -55,7 +55,7 @@ class ScoreOptions(ComputeOptions, frozen=True, kw_only=True):
         str | None,
         option(
             "Candidate answers: separated by commas, without trimming spaces; or a JSON list.",
-            unset="those of the template",
+            unset="the template's labels",
             metavar="A,B,...",
         ),
     ] = None

@@ -33,7 +33,7 @@ class ComputeOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = "host"
     device: Annotated[str, option("The device that computes: cpu, cuda or cuda:INDEX.", metavar="DEVICE")] = "cpu"
     dtype: Annotated[
-        Literal["bf16", "fp16", "fp32"] | None, option("The dtype of the weights.", unset="that of the checkpoint")
+        Literal["bf16", "fp16", "fp32"] | None, option("The dtype of the weights.", unset="the checkpoint's")
     ] = None
     step_tokens: Annotated[
         Annotated[int, Meta(ge=1, le=MOST_TOKENS)] | None,

@@ -51,7 +51,7 @@ class AdaptiveLimit:
 
     @property
     def allowed(self) -> int:
-        """The present limit."""
+        """The current limit."""
         return int(self._allowed)
 
     @contextlib.asynccontextmanager

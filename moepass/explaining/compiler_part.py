@@ -142,7 +142,7 @@ def _stored() -> StoredCaptures:
 def explained_blocks(
     compiler: CompilerPart, architecture: Architecture | None, dtype: str, stored: WeightFormat | None = None
 ) -> tuple[tuple[Block, ...], tuple[str, ...]]:
-    """Return all blocks of the model in the order of its layers, and the reasons of the refused ones.
+    """Return all blocks of the model in the order of its layers, and the reasons of refusals.
 
     If only the first layers were captured, any other layer is reported with the block of an equal layer. If the sizes
     of the layers are unknown, only the captured blocks are returned. `stored` is the format of banks that are used as
@@ -177,7 +177,7 @@ def _blocks_of(plan: Plan) -> list[Block]:
 
 
 def _layer(captured: list[Block], layer: int, architecture: Architecture) -> list[Block]:
-    """Return the blocks of one layer, or if it was not captured, those of the last captured layer that equals it."""
+    """Return the blocks of one layer, or if it was not captured, of the last captured layer that equals it."""
     blocks = [block for block in captured if _layer_of(block.name) == layer]
     if blocks or architecture.layers[layer].experts is None:
         return blocks

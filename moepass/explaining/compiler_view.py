@@ -95,7 +95,7 @@ def rewritten_row(names: list[str], blocks: int) -> tuple[str, str]:
 
 
 def compile_rows(plan: Plan, scope: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the rows about the segments of a plan, the first of which begins with `scope`."""
+    """Yield the rows about the segments of a plan; the first row begins with `scope`."""
     yield "compile", scope + _segments_text(plan)
     if chosen := tensorrt_text(plan):
         yield "tensorrt", chosen

@@ -38,8 +38,8 @@ _LOADERS = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 def best_home(setting: Setting, home: str | None, most_slots: int) -> tuple[Forecast, list[HomeTried]]:
     """Return the forecast of the home with the fastest asyncep that fits, and all homes that were tried.
 
-    If no home fits, the forecast is that of the home that needs the least memory. Raises InputError if the machine can
-    use no home, with the reason for each.
+    If no home fits, the forecast is for the home that needs the least memory. Raises InputError if the machine can use
+    no home, with the reason for each.
     """
     if home is not None:
         only = forecast(setting, home, most_slots=most_slots)

@@ -224,7 +224,7 @@ def stored_text(report: Report) -> str:
 
 
 def host_memory_text(report: Report) -> str:
-    """Return the host memory that is needed, compared with that of the machine; "" without figures."""
+    """Return the needed host memory, compared with the machine's; "" without figures."""
     memory = report.memory
     if memory is None:
         return ""

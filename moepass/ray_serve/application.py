@@ -104,7 +104,7 @@ class HttpFrontend:
 
 
 def application(values: Mapping[str, Any]) -> Any:
-    """Return the application with the options `values`. Raises OptionError for wrong ones."""
+    """Return the application with the options `values`. Raises OptionError for wrong options."""
     options = parse_options(values)
     frontend_options = options.frontend
     # All replicas and their routers must compute the same hashes of blocks.

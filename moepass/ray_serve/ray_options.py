@@ -1,4 +1,4 @@
-"""Options of an application of Ray Serve: its own, and those of a server's frontend and ranks."""
+"""Options of an application of Ray Serve: its own, and the options of a server's frontend and ranks."""
 
 from __future__ import annotations
 

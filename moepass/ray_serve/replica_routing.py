@@ -49,7 +49,7 @@ class _OpenRequest:
 
 @dataclasses.dataclass(eq=False)
 class _ReplicaBlocks:
-    """The blocks that a replica probably has in its cache: those of its last report, and of later requests.
+    """The blocks that a replica probably has in its cache: from its last report, and from later requests.
 
     A report is older than its arrival, so `before` keeps the requests that were answered between the last two reports.
     """

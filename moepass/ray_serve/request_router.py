@@ -1,7 +1,7 @@
 """The request router of Ray Serve that chooses a replica by the router's state machine.
 
 Ray makes one router in each process that calls replicas, and copies the source of this module there. So the state of a
-process is in another module. All methods run in one event loop; the application, which has another one, only reads
+process is in another module. All methods run in one event loop. The application has another event loop and only reads
 `replicas_by_name` and `routing.waiting_flops`.
 """
 

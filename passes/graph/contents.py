@@ -40,7 +40,7 @@ def is_uninitialised(node: Node) -> bool:
 
 
 def inputs_read(node: Node) -> tuple[list[Node], list[Node]]:
-    """Return two lists: the inputs whose contents `node` reads, and those of which it reads only the size."""
+    """Return two lists: the inputs whose contents `node` reads, and the inputs whose size alone it reads."""
     unread = _unread_argument(node)
     if unread is None:
         return list(node.all_input_nodes), []

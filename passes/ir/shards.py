@@ -90,7 +90,7 @@ def shard_layout(bank: BankSpec, rank: int) -> ShardLayout:
 
 
 def parameter_places(bank: BankSpec, rank: int) -> tuple[TensorSpec, ...]:
-    """Return the position of each parameter in the shard of `rank`: a tensor's part, or that of a single expert.
+    """Return the position of each parameter in the shard of `rank`: a tensor's part, or a single expert's part.
 
     Parameters that only recipes read are not included. `bank` must list all of its tensors. Raises InputError like
     `expert_range`.

@@ -43,7 +43,7 @@ def sequences_of(tokens: int, longest: int) -> Sequences:
 class LayerSeconds:
     """Seconds of one layer: GEMMs, attention scores, grouped GEMMs of experts, and passes over activations in memory.
 
-    The `attention_*` fields run before the layer's bank is needed; the others run while it is read.
+    The `attention_*` fields run before the layer's bank is needed; all other fields run while it is read.
     """
 
     attention_gemms: float

@@ -1,4 +1,4 @@
-"""Search for the banks that stay resident, and for the number of slots that the others use.
+"""Search for the banks that stay resident, and for the number of slots that all other banks use.
 
 The best schedule has the least exposed time within the memory budget; equal schedules are ranked by seconds of
 transfers. Banks are copied in the order of need, as the ring does it, as early as link and slots allow.

@@ -163,7 +163,7 @@ class _BankParametrizations(ParametrizationList):
 def bank_parameters(module: nn.Module, banked: Mapping[str, BankedParameter]) -> None:
     """Let `module` read the parameters with these names from their bank.
 
-    The parameter objects stay as they are: other code may hold them.
+    The parameter objects do not change, because other code may reference them.
     """
     lists = {}
     for name, parametrization in banked.items():

@@ -1,7 +1,7 @@
 """Tables keyed by the memory of tensors, and the key that identifies a bank.
 
-A bank is identified by the memory of the graph inputs that it is read from. Dynamo shares code between layers, so a
-graph input is the only thing that tells the banks of two layers apart.
+A bank is identified by the memory of the graph inputs that it is read from. Dynamo shares code between layers, so only
+a graph input distinguishes the banks of two layers.
 """
 
 from __future__ import annotations

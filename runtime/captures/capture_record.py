@@ -56,7 +56,7 @@ class TensorLayout(msgspec.Struct, frozen=True):
 
 
 class StateInput(msgspec.Struct, frozen=True, tag="state"):
-    """An input of the graph that is a parameter or a buffer of the model; tied ones have several paths."""
+    """An input of the graph that is a parameter or a buffer of the model; a tied tensor has several paths."""
 
     paths: tuple[str, ...]
     layout: TensorLayout

@@ -94,8 +94,8 @@ def run_checks(
 ) -> list[Callable[[], None]]:
     """Return the checks before each run of `captured`. They raise if the run must not begin.
 
-    One of them compares the run with those of the other ranks if necessary (`BlockDecisions.must_agree`). It is left
-    out if ranks agree on every run anyway, because the plan has a dispatch or its blocks need the same tokens.
+    One of them compares the run with the other ranks' runs if necessary (`BlockDecisions.must_agree`). It is left out
+    if ranks agree on every run anyway, because the plan has a dispatch or its blocks need the same tokens.
     """
     exchanges = _shared_exchanges(captured, groups)
     checks: list[Callable[[], None]] = [refuse_eager_stance] if exchanges and plan.local_blocks else []

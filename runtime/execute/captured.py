@@ -16,7 +16,7 @@ SWITCHES = ("capture_scalar_outputs", "capture_dynamic_output_shape_ops")
 
 
 def capture_notes(graph: GraphModule) -> CaptureNotes:
-    """Return the notes on `graph`, a graph that Dynamo is passing to a backend right now."""
+    """Return the notes on `graph`, which Dynamo is passing to a backend."""
     config = torch._dynamo.config
     off = tuple(f"torch._dynamo.config.{name}" for name in SWITCHES if not getattr(config, name))
     reason = getattr(graph, "compile_subgraph_reason", None)

@@ -38,7 +38,7 @@ class Schedule:
 
     @functools.cached_property
     def run(self) -> Callable[[list[Any]], Any]:
-        """The graph as a function of a list of its inputs, which it empties."""
+        """The graph as a callable that takes a list of its inputs and empties it."""
         return run_by_list(self.graph_module)
 
     @property

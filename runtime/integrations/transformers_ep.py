@@ -7,7 +7,7 @@
 
 This needs transformers 5.23 or newer, and `accelerate`, which `from_pretrained` requires. Each rank loads its own
 experts. In eager mode a layer gathers all experts synchronously and runs its own forward on this rank's tokens, so the
-results are bit-identical to those of one process. In a captured graph the gather is one operator, which does not break
+results are bit-identical to a run on one process. In a captured graph the gather is one operator, which does not break
 the graph; `backend="asyncep"` prefetches it.
 
 If ranks share one batch (the `ep_size` ranks form the group of `tp_size`), every rank computes the whole batch. That is

@@ -251,7 +251,7 @@ def multiply(rows: torch.Tensor, weights: torch.Tensor, out: torch.Tensor | None
     """Return `rows` [n, in] times `weights` [in, out], in `out` [n, out] or a new tensor.
 
     The library depends on the machine, the type, the layout and the sizes, never on a measurement, so that every run of
-    the same rows gives the same numbers. For compiled code only: autocast and autograd do not see it.
+    the same rows returns the same numbers. For compiled code only: autocast and autograd do not see it.
     """
     if not (_is_for_onednn(rows, weights) and is_mkl_held_back() and torch.backends.mkldnn.enabled):
         if out is None:

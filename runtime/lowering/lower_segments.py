@@ -189,7 +189,7 @@ def by_operators(captured: GraphModule) -> GraphModule:
 
     Views that real strides do not allow become copies.
 
-    Strides at capture are those of torch's fake kernels, and some real kernels return others. For example,
+    Strides at capture come from torch's fake kernels, and some real kernels return other strides. For example,
     `constant_pad_nd` with a symbolic padding that is 0 keeps the strides of its input, but the fake one is contiguous.
     Then a view of the captured graph can be impossible. The model itself uses `reshape`, which checks the real strides,
     or it fails for these strides as well.

@@ -1,4 +1,4 @@
-"""Layers whose experts stay on the device: the first ones that fit into a number of bytes, or named ones."""
+"""Layers whose experts stay on the device: the first layers that fit into a number of bytes, or named layers."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Comparisons:
 class ReplicaCheck:
     """A comparison between ranks of the inputs that one graph computes its replicated tokens from.
 
-    Comparisons belong to the group, so a rank that captures its model again uses the earlier ones.
+    Comparisons belong to the group, so a rank that captures its model again uses the earlier comparisons.
 
     `inputs` has the descriptions of the inputs to compare, by their positions among the graph's inputs. `signature` is
     a digest of the computation, different for different graphs, and `blocks` are descriptions of the blocks that the

@@ -159,7 +159,7 @@ def _row_of_table(table: int, numbers: int) -> str:
 
 
 def _from_start(numbers: int, rows: str) -> str:
-    """Return the expression of the chosen ones of `rows` rows. A negative index counts from the end."""
+    """Return the expression of the chosen rows among `rows`. A negative index counts from the end."""
     return f"tl.where(number_{numbers} < 0, number_{numbers} + {rows}, number_{numbers})"
 
 

@@ -132,7 +132,7 @@ def _sizes_by_rows(kernel: GemmKernel, capability: int, dtype: torch.dtype) -> l
 
 
 def candidate_sizes(kernel: GemmKernel, capability: int, dtype: torch.dtype) -> tuple[TileSizes, ...]:
-    """Return the sizes that a tuner tries: the default ones, and neighbours that fit into shared memory."""
+    """Return the sizes that a tuner tries: the default sizes, and neighbours that fit into shared memory."""
     candidates: dict[TileSizes, None] = {}
     most_bytes = _SHARED_BYTES.get(capability, min(_SHARED_BYTES.values()))
     for sizes in all_tile_sizes(kernel, capability, dtype):

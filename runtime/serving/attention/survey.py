@@ -278,7 +278,7 @@ def past_of_rule(rule: Callable[..., Any]) -> VisiblePast:
 def _first_seen(rule: Callable[..., Any], query: int) -> int:
     """Return the first key that `query` sees.
 
-    Raises InputError if it does not see all keys from there to itself, or sees later ones.
+    Raises InputError if it does not see all keys from there to itself, or sees later keys.
     """
     zero = torch.zeros((), dtype=torch.int64)
     keys = torch.arange(query + 2)

@@ -102,7 +102,7 @@ class Narrowing(NamedTuple):
     """A backbone, and whether its last layer computes only tokens whose output is requested.
 
     Attributes:
-        obstacle: the reason why the last layer computes all tokens; empty if it computes the read ones only.
+        obstacle: the reason why the last layer computes all tokens; empty if it computes only the read tokens.
         handle: removes the hook that narrows the last layer; None if it computes all tokens.
     """
 

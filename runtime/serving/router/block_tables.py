@@ -163,7 +163,7 @@ def set_bits(mask: int) -> list[int]:
 
 
 def _shared_end(run: PendingRun, blocks: Sequence[BlockHash]) -> int:
-    """Return the index up to which `blocks` equal those of `run`. The first block of the run is equal."""
+    """Return the index up to which `blocks` equal the blocks of `run`. The first block of the run is equal."""
     run_blocks = run.blocks
     end = run.end
     if end > len(blocks):

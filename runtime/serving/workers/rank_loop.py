@@ -87,7 +87,7 @@ class Mailbox:
             return list(self._waiting.values())
 
     def take(self, requests: list[Request]) -> list[Request]:
-        """Remove `requests` from the waiting ones, and return those that were not cancelled."""
+        """Remove `requests` from the waiting requests, and return those that were not cancelled."""
         with self._condition:
             return [request for request in requests if self._waiting.pop(request.id, None) is not None]
 

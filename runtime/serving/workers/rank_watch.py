@@ -8,7 +8,7 @@ hangs:
                 `step_seconds`: it waits for something that does not happen
 
 The watch reads no clock; callers pass the time. It does not watch ranks that are starting, because compilation has no
-predicted duration. The supervisor compares their start with earlier ones.
+predicted duration. The supervisor compares their start with earlier starts.
 """
 
 from __future__ import annotations
