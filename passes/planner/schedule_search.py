@@ -93,7 +93,7 @@ def steady_step(
     """Return the seconds of a step in the steady state, and how long each phase waits for its bank.
 
     The result equals `simulate_phases` for one link and a host that issues steps at no cost, but a recurrence is
-        faster: copy k ends after copy k - 1 and after release k - slots, and without filling ahead it does not start
+    faster: copy k ends after copy k - 1 and after release k - slots, and without filling ahead it does not start
     before its run.
     """
     # Compute seconds before each streamed phase, inside it, and after the last one (`gap`).

@@ -37,7 +37,7 @@ class Executor:
     """A compiled graph: call it with a list of the graph's inputs (boxed).
 
     One executor serves all layers and models that are alike, and uses the ring of the running model: the memory of the
-        shards among a run's inputs identifies the banks. Runs that share a ring take turns, so threads may call one
+    shards among a run's inputs identifies the banks. Runs that share a ring take turns, so threads may call one
     executor, or several of one model, at the same time.
 
     Args:
