@@ -44,7 +44,7 @@ class CompleteExperts:
     def complete(self, parts: Sequence[torch.Tensor], stay: bool = True) -> list[torch.Tensor]:
         """Return the tensors with the experts of all ranks, in new memory; `parts` are this rank's shards of them.
 
-        With `stay`, `parts` must have the same memory in every call, and changes are noticed. Otherwise the values of
+        With `stay`, `parts` have the same memory in every call, and changes are noticed. Otherwise the values of
         the first call are used. Raises PeerError if a rank is missing or gone, or has other tensors, and InputError if
         `parts` have other shapes than before.
         """
