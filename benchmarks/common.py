@@ -41,8 +41,8 @@ def reference_model(layers: int, *, dtype: torch.dtype = torch.float32, seed: in
 def interleaved_seconds(variants: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
     """Return the seconds of `repeats` runs of each variant, in turns, so that drift affects all equally.
 
-    Each timed run follows an untimed run of the same variant. It is therefore a run of a steady stream, with caches and
-    ring slots as the same variant leaves them.
+    Each timed run follows an untimed run of the same variant. So it runs in the steady state, with caches and ring
+    slots as the same variant leaves them.
     """
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for run in variants.values():

@@ -129,7 +129,7 @@ def _two_starts(title: str, repeats: int, most: float, run: Callable[[str], tupl
 
 @app.command(hidden=True)
 def measure(variant: str, layers: int) -> None:
-    """Measure one variant in this process, and print JSON."""
+    """Compile one variant in this process, and print its seconds, error and segments as JSON."""
     model = reference_model(layers)
     ids = torch.randint(0, 1024, (2, 64), generator=torch.Generator().manual_seed(1))
     with torch.no_grad(), moepass.record_compilations() as compilations:

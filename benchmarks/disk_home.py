@@ -3,7 +3,7 @@
 Nothing is emulated. For "cold" rows, the kernel drops all pages of the checkpoint from its cache right before the
 forward (posix_fadvise), and /proc/self/io counts the bytes that came from the disk. The device, or the host of a
 virtual machine, may have further caches. Every timed forward follows an untimed one of the same variant, so a ring
-begins with the first banks in its slots, as in a steady stream.
+begins with the first banks in its slots, as in the steady state.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
     alone    hybrid with idle peers, whose staging buffers serve the rank that runs
 
 W is the size of a bank in bytes. Every rank has its own peer link and host link. A transfer really copies, and then
-waits until bytes / bandwidth seconds have passed. Few tokens are computed, so that transfers dominate. The time of a
-forward is that of its slowest rank; it follows an untimed forward of the same variant.
+waits until bytes / bandwidth seconds have passed. Few tokens are computed, so that transfers dominate. A forward takes
+as long as its slowest rank, and follows an untimed forward of the same variant.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measure the cost of an idle rank: rank 0 runs forwards, while rank 1 does nothing after a first meeting."""
+"""Measure the cost of an idle rank: rank 0 runs forwards, while rank 1 does nothing after a first rendezvous."""
 
 from __future__ import annotations
 

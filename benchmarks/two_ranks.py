@@ -6,7 +6,7 @@
     pull          the same, compiled by moepass: no exchange is left, experts are copied from the other rank's memory
     collective    as pull, but experts are gathered by AllGather
 
-Every rank is a process with one thread on its own core, including its copy thread. The time of a forward is that of its
+Every rank is a process with one thread on its own core, including its copy thread. A forward takes as long as its
 slowest rank. Nothing is emulated unless --link says so.
 """
 

@@ -2,7 +2,7 @@
 
 torch.compile(model, backend="asyncep")        compile a model with the backend
 moepass.offload_experts(model)                 keep experts in host memory, and stream them while layers compute
-moepass.load_pretrained(path)                  the same from a checkpoint, of which each rank reads only its own experts
+moepass.load_pretrained(path)                  the same for a checkpoint; each rank reads only its own experts
 moepass.Host, Peer, Hybrid, Disk               homes with options: offload_experts(model, home=Peer(...))
 moepass.gather_only_step(model)                take part in a step without tokens, with transport "collective"
 moepass.explain(model)                         plan a model on a machine, without that machine

@@ -53,9 +53,9 @@ def asyncep(
 ) -> Callable[..., Any]:
     """Compile one captured graph: `torch.compile(model, backend="asyncep", options={...})`.
 
-    Training shows in a graph as gradients, or as random numbers that it draws; both are refused. A graph does not say
-    whether its modules are in training mode, and one that draws nothing needs no refusal: it computes what the
-    uncompiled model computes in that mode under `torch.no_grad()`.
+    Graphs that compute gradients or draw random numbers are refused, because they are for training. A graph does not
+    show whether its modules are in training mode. Without random numbers it computes what the uncompiled model computes
+    in the same mode under `torch.no_grad()`.
 
     Raises OptionError for a wrong option, InputError if the graph is for training, and PlanError for too few slots.
     """
@@ -126,7 +126,7 @@ def _compile(
     """Run the passes on a functional ATen graph, lower its segments and return what runs it.
 
     `before_lowering` is called before the first segment is lowered. `resident` is the store of a model whose experts
-    all stayed where they were.
+    were not moved.
     """
     _refuse_random(captured)
     device = _ring_device(captured)
@@ -252,15 +252,15 @@ def _log(plan: Plan) -> None:
 
 
 def _warn_of_memory(plan: Plan) -> None:
-    """Warn if a step of this graph exceeds the memory budget that layers were placed for."""
+    """Warn if a step of this graph exceeds the memory budget that resident layers were chosen for."""
     if plan.decisions is None:  # the pass that predicts was left out
         return
     memory, budget = plan.decisions.memory, plan.decisions.memory_budget_bytes
     if memory is None or budget is None or memory.peak_bytes <= budget:
         return
     needed = (
-        f"a step needs {memory.peak_bytes:.0f} bytes, more than the memory budget of {budget:.0f} that layers were "
-        "placed for"
+        f"a step needs {memory.peak_bytes:.0f} bytes, more than the memory budget of {budget:.0f} that resident "
+        "layers were chosen for"
     )
     complete = [bank for bank in plan.banks if rests_on_device(bank) and not bank.in_parts]
     if complete:
@@ -290,7 +290,7 @@ def _store_of(captured: GraphModule) -> BankStore | None:
 
 
 def _ring_device(captured: GraphModule) -> torch.device:
-    """Return the device that computes. Small tensors may be on the CPU even so."""
+    """Return the device that computes. Small tensors may still be on the CPU."""
     values = [node.meta.get("val") for node in captured.graph.nodes]
     devices = [value.device for value in values if isinstance(value, torch.Tensor)]
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))

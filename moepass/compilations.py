@@ -38,9 +38,9 @@ class Compilation:
     def report(self) -> RunReport:
         """Compare predictions with measurements of the last runs: the step, its waits for banks, and memory.
 
-        The measurements are of the last runs, up to 32, that follow the schedule and have equal input sizes, without
-        the first of them. They are always taken: by the clock on a CPU, by events on CUDA, where this call waits until
-        all work is done. The predictions are for the sizes of these runs. A model that consists of several graphs has a
+        The measurements are from the last runs (up to 32) that follow the schedule and have equal input sizes, except
+        the first. Every run is measured, on a CPU with the clock, on CUDA with events; there this call waits until all
+        work is done. The predictions are for the sizes of these runs. A model that consists of several graphs has a
         compilation for each, and a step is then one run of this graph.
 
         Values that are not predicted or not measured say why, for example that there is no hardware profile.
@@ -77,8 +77,8 @@ def note_compilation(executor: Executor, context: PassContext) -> None:
 def pass_context(options: Options, store: BankStore | None, resident: BankStore | None) -> PassContext:
     """Return the context of the passes for any graph of a model, whose banks are in `store`.
 
-    `resident` is the plan for a model whose banks all stayed where they were. Raises OptionError if chunk_tokens is
-    "auto" and the model has no memory budget.
+    `resident` is the store of a model whose experts were not moved. Raises OptionError if chunk_tokens is "auto" and
+    the model has no memory budget.
     """
     hardware, link_rate = options.hardware, options.adoption().link.bytes_per_s
     if hardware is not None and link_rate is not None:  # the link is emulated

@@ -1,4 +1,4 @@
-"""Records of options, from which the checks and the command line are derived, and that the documentation follows.
+"""Records of options. Checks and the command line are derived from them, and the documentation follows them.
 
 An option is one field of a `msgspec.Struct`: its name, its type with bounds, its default, and `option(...)`, which
 describes it. This module imports no torch, because `moepass --help` must not wait for it.
@@ -27,10 +27,10 @@ def option(
 ) -> Meta:
     """Describe an option, for use in `Annotated`.
 
-    The description is one or two sentences in Markdown, shown by `--help` and in the documentation, which alone adds
-    `details`. `unset` is the meaning of None, shown as the default. `metavar` is the placeholder of the value on the
-    command line, `short` a second name there, such as `-i`. `expected` has the valid values, for error messages; if it
-    is empty, they are derived from the type.
+    The description is one or two sentences in Markdown, shown by `--help` and in the documentation. Only the
+    documentation shows `details`. `unset` is the meaning of None, shown as the default. `metavar` is the placeholder of
+    the value on the command line, `short` a second name there, such as `-i`. `expected` has the valid values, for error
+    messages; if it is empty, they are derived from the type.
     """
     texts = {"unset": unset, "details": details, "metavar": metavar, "expected": expected, "short": short}
     return Meta(description=description, extra=texts)
@@ -88,7 +88,7 @@ def read_options(record: type[_Record], values: Mapping[str, Any], *, strict: bo
     """Check `values` by the types of a record and make the record of them.
 
     Names that the record lacks are ignored: see `check_names`. Without `strict`, numbers and truth values may be text.
-    Raises OptionError with the name of the first option that has a wrong value, that value, and the valid ones.
+    Raises OptionError with the name of the first option that has a wrong value, that value, and the valid values.
     """
     converted = {}
     for field in fields_of(record):

@@ -27,7 +27,7 @@ from moepass.runtime.transfer.link import parse_link
 class Options(msgspec.Struct, frozen=True):
     """The options of `torch.compile(model, backend="asyncep", options={...})`.
 
-    docs/options.md lists them with their meanings. Those from `slots` on are for models that run with expert
+    docs/options.md lists them with their meanings. Options from `slots` on are for models that run with expert
     parallelism. For offloaded models, `slots` is an argument of `offload_experts`, and `link`, `timeout_s` and
     `transport` are options of the home.
     """
@@ -160,7 +160,7 @@ class Options(msgspec.Struct, frozen=True):
             torch_tensorrt()
         if self.cudagraphs and device.type != "cuda":
             text = (
-                f"option cudagraphs is True, but the graph computes on {device}: CUDA graphs record work of a GPU; "
+                f"option cudagraphs is True, but the graph computes on {device}: CUDA graphs record only GPU work; "
                 "move the model to cuda, or leave the option out"
             )
             raise OptionError(text, name="cudagraphs", value=True, expected=(False,))
@@ -180,7 +180,11 @@ class Options(msgspec.Struct, frozen=True):
 
 
 def parse_options(options: Mapping[str, Any] | None) -> Options:
-    """Check the options of `torch.compile`. Raises OptionError for the first that is unknown or has a wrong value."""
+    """Check the options that `torch.compile` received.
+
+    Raises OptionError with the name of the first option that is unknown or has a wrong value, that value, and the valid
+    values.
+    """
     values = dict(options or {})
     check_names(values, [Options])
     dump, hardware = values.get("dump"), values.get("hardware")

@@ -42,7 +42,7 @@ class StoredModule:
     command line. From the first call on, the module, its hooks, its configuration and torch's settings must not change;
     only parameters and buffers are checked again. Other programs should use `torch.compile`.
 
-    `name` is the model's name in log lines and in `moepass cache`. `store` is by default that of the environment, if
+    `name` is the model's name in log lines and in `moepass cache`. `store` is by default the environment's store, if
     any.
     """
 

@@ -37,7 +37,7 @@ def default_group() -> ProcessGroup:
 
 
 def store_of(group: ProcessGroup) -> Store:
-    """Return the store through which the ranks of `group` met."""
+    """Return the store that the ranks of `group` rendezvous through."""
     return c10d._get_process_group_store(group)
 
 
@@ -48,7 +48,7 @@ def compiled_code() -> CodeType | None:
 
 
 def exceeded_recompile_limit() -> str | None:
-    """Return the limit that makes Dynamo run a function eagerly, as `recompile_limit=8`; None if it compiles it.
+    """Return the limit, such as `recompile_limit=8`, that stops Dynamo from compiling a function; None if none does.
 
     Call it in a function of `on_recompilation`, which Dynamo calls right before it decides.
     """
@@ -113,7 +113,7 @@ def eager_stance() -> str | None:
 
 
 def inductor_source(compiled: object) -> str | None:
-    """Return the Python module that Inductor wrote for `compiled`; None if it needs more, or does not run on a CPU."""
+    """Return the Python module that Inductor wrote for `compiled`; None if it needs other data, or a GPU."""
     from torch._inductor.output_code import CompiledFxGraph
 
     if not isinstance(compiled, CompiledFxGraph) or set(compiled.device_types) - {"cpu"}:
@@ -131,7 +131,7 @@ def inductor_source(compiled: object) -> str | None:
 
 
 def load_generated_module(source: str) -> ModuleType:
-    """Return `source` as a module, from a file in Inductor's cache, where Triton and readers find it."""
+    """Import `source` from a file in Inductor's cache, because Triton reads the source of kernels from files."""
     from torch._inductor.codecache import PyCodeCache
 
     module: ModuleType = PyCodeCache.load(source)
@@ -139,7 +139,7 @@ def load_generated_module(source: str) -> ModuleType:
 
 
 def load_inductor_source(source: str) -> Callable[[list[Any]], Any]:
-    """Return the output of `inductor_source` as a function of a list of inputs. Runs the text: never pass other text.
+    """Return a callable for a list of inputs from the output of `inductor_source`. Runs the text: pass no other text.
 
     Kernels come from Inductor's cache if they are there.
     """

@@ -1,6 +1,6 @@
 """Measure how much longer sequences fit into the same activation memory when tokens run in chunks, and the slowdown.
 
-Geometries are those of mixtral-8x7b and qwen3-30b-a3b with widths cut to an eighth and a quarter, 2 layers in fp32,
+Geometries come from mixtral-8x7b and qwen3-30b-a3b, with widths cut to an eighth and a quarter, 2 layers in fp32,
 experts streamed from host memory through 2 slots. Attention is causal without a mask tensor. Bytes are the peak of
 torch's allocator in a forward, without weights and slots. "longer" is the length that needs the same bytes with chunks,
 interpolated linearly between two measured lengths.

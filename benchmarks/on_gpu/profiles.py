@@ -1,4 +1,4 @@
-"""The hardware preset of the present GPU."""
+"""The hardware preset of the current GPU."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ _DEPTH_FACTOR = 10
 
 @dataclasses.dataclass(frozen=True)
 class StreamingPoint:
-    """One variant at one number of tokens. `bytes` are those of weights, slots and the run on the device."""
+    """One variant at one number of tokens. `bytes` counts weights, slots and the run on the device."""
 
     tokens: int
     variant: str
@@ -227,13 +227,13 @@ def _right_ones(
             how = f", experts by {how_experts_run(compilations)}" if compilations else ""
             reasons.append(f"{variant.name} {off:.1e}{how}")
             if not off <= _DEPTH_FACTOR * target.most_error:
-                raise WrongResultError(f"logits are off by {off:.2e} of those of the uncompiled model")
+                raise WrongResultError(f"the logits' relative error to the uncompiled model is {off:.2e}")
             logits[variant.name] = outputs
             if variant.name == STREAMED and RESIDENT in logits:
                 apart = relative_error(outputs.flatten(0, -2), logits[RESIDENT].double().flatten(0, -2))
                 reasons.append(f"streamed against resident {apart:.1e}")
                 if not apart <= target.most_error:
-                    raise WrongResultError(f"logits are off by {apart:.2e} of those with resident experts")
+                    raise WrongResultError(f"the logits' relative error to resident experts is {apart:.2e}")
             right.append(variant)
         except Exception as error:
             result.missing.append(f"{variant.name}: {failures.add(error)}")

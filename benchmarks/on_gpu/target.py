@@ -42,7 +42,7 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """The measured device; `dtype` is that of weights and activations, `most_error` the tolerance of a product."""
+    """The measured device; `dtype` is the dtype of weights and activations, `most_error` the tolerance of a product."""
 
     device: torch.device
     dtype: torch.dtype
@@ -86,7 +86,7 @@ class Target:
         """Time each run `rounds` times in turns, after a run that is not counted.
 
         If `is_stream`, each timed run follows an untimed one of the same variant. It then finds the slots of a ring as
-        the same variant leaves them in a steady stream, and not filled while other variants ran.
+        the same variant leaves them in the steady state, and not filled while other variants ran.
         """
         for run in runs.values():
             run()

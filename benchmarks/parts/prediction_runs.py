@@ -236,7 +236,7 @@ def crossing_of(points: Sequence[BothForms]) -> float | None:
 
 
 def _exchanging_model(form: type[AllToAllExperts]) -> PreTrainedModel:
-    """Return the reference model with experts spread over the ranks, exchanged by AllToAll."""
+    """Return the reference model with expert parallelism, in which ranks exchange tokens by AllToAll."""
     model = _model(CROSSOVER_LAYERS)
     for layer in model.model.layers:
         experts = layer.mlp.experts

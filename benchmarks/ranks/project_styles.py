@@ -1,6 +1,6 @@
 """Compare layers in the styles of other projects, compiled with asyncep and with Inductor, on two real ranks.
 
-Every rank is a process with one thread on its own core, including its copy thread. The time of a forward is that of its
+Every rank is a process with one thread on its own core, including its copy thread. A forward takes as long as its
 slowest rank. Nothing is emulated.
 """
 

@@ -35,7 +35,7 @@ Scores = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 
 def prompts(count: int) -> tuple[list[list[int]], np.ndarray[tuple[int, ...], np.dtype[np.int32]]]:
-    """Return the token ids of `count` prompts, and those of the labels."""
+    """Return the token ids of `count` prompts, and of the labels."""
     tokenizer, prompt = load_tokenizer(FOLDER), load_prompt(FOLDER)
     lines = (FOLDER / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
     texts = [json.loads(line)["text"] for line in lines]

@@ -20,8 +20,8 @@ class Run:
     """The results of one run over all prompts.
 
     `seconds` is the wall time. Each prompt has its most likely next token with its log-probability, and its latency.
-    `processor_seconds` are those of all threads of all processes involved. `flops_saved` is the fraction of the
-    FLOPs of all requests, each alone, that was not computed; NaN if the engine does not count it.
+    `processor_seconds` counts all threads of all processes involved. `flops_saved` is the fraction of the FLOPs of all
+    requests, each alone, that was not computed; NaN if the engine does not count it.
     """
 
     seconds: float

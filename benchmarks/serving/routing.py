@@ -104,7 +104,7 @@ def stream(count: int) -> list[Sent]:
 
 @dataclasses.dataclass(frozen=True)
 class Events:
-    """The events between two rounds: block reports, finished work, new requests, the round, started work."""
+    """The events of one round, in order: block reports, finished work, new requests, the routing, started work."""
 
     rank: int
     stored: list[int]

@@ -24,7 +24,7 @@ _FINISHED = {"stop": "answered", "abort": "given_up", "error": "failed"}
 
 
 class ServedProcess:
-    """A server that is ready, at 127.0.0.1 `port`."""
+    """A running server that is ready and listens on 127.0.0.1:`port`."""
 
     def __init__(self, process: psutil.Popen, port: int) -> None:
         self.process, self.port = process, port

@@ -1,4 +1,4 @@
-"""Names that these benchmarks share with those of the parent folder."""
+"""Names that these benchmarks share with the benchmarks of the parent folder."""
 
 from __future__ import annotations
 

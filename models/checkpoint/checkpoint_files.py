@@ -33,7 +33,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as described by the header of `file`; `stamp` is that of the file when the header was read."""
+    """A tensor as described by the header of `file`; `stamp` was the file's stamp when its header was read."""
 
     file: Path
     key: str

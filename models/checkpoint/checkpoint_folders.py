@@ -65,7 +65,7 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         template: prompt with `{text}` exactly once
         max_text_tokens: number of tokens to which `{text}` is truncated
         pair_template: question about the relevance of a document, with `{query}` and `{document}` once each
-        vector: embedding of a text: that of its last token, or the mean
+        vector: how a text is embedded: by its last token, or by the mean of its tokens
         probe: question that is asked when a server starts, so that a wrong prompt shows before it yields bad scores
     """
 
@@ -131,7 +131,8 @@ def load_config(path: Path) -> PreTrainedConfig:
 
     The model must be a causal language model, a sequence classifier, or a backbone without head.
 
-    Raises CheckpointError if it is malformed, or if the installed transformers does not know the model type.
+    Raises CheckpointError if the configuration is malformed, or the installed transformers does not know its model
+    type.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -153,9 +154,9 @@ def load_config(path: Path) -> PreTrainedConfig:
 def load_model(folder: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Load the model of a checkpoint folder on the CPU: eval mode, no key-value cache, no gradients.
 
-    `dtype` is that of the weights, by default the config's. Raises CheckpointError if files are missing, truncated or
-    not safetensors; if weights are missing, unexpected, or do not have the shapes of the config; if a file changes
-    while it is read; or if weights stay in a dtype in which nothing here computes, such as float8.
+    `dtype` is the dtype of the weights, by default the config's. Raises CheckpointError if files are missing, truncated
+    or not safetensors; if weights are missing, unexpected, or do not have the shapes of the config; if a file changes
+    while it is read; or if weights stay in a dtype that moepass cannot compute in, such as float8.
     """
     stamps = FileStamps([folder / CONFIG_FILE, folder / INDEX_FILE])
     config = load_config(folder)
@@ -192,7 +193,7 @@ def load_model(folder: Path, dtype: torch.dtype | None = None) -> PreTrainedMode
 def meta_model(path: Path) -> PreTrainedModel:
     """Return the model of the config in `path` on the meta device: shapes without weights.
 
-    Raises CheckpointError as `load_config`, and if no model can be made from the config's numbers.
+    Raises the CheckpointErrors of `load_config`, and one if no model can be made from the config's numbers.
     """
     return meta_model_of(load_config(path), str(path))
 
@@ -235,7 +236,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
             )
     except Exception as error:  # the kind of exception depends on which file is broken
         if not file.is_file():
-            raise CheckpointError(f"{folder} has no tokenizer.json, which scoring text needs", path=folder) from error
+            raise CheckpointError(f"{folder} has no tokenizer.json, which is required", path=folder) from error
         raise CheckpointError(f"the tokenizer in {folder} cannot be read: {one_line(error)}", path=folder) from error
     if not tokenizer.is_fast:
         raise CheckpointError(f"{folder} has a tokenizer in Python only; a tokenizer.json is needed", path=folder)

@@ -117,7 +117,7 @@ def _sliced(
 
 
 def _replayed(operation: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
-    """Return the outputs of another operation, with shapes, dtypes and errors from running it on the meta device."""
+    """Return the outputs of any other operation, with shapes, dtypes and errors from a run on the meta device."""
 
     def shell(recipe: Recipe) -> torch.Tensor:
         return torch.empty(recipe.shape, dtype=recipe.dtype, device="meta")

@@ -80,7 +80,7 @@ def check_weight_files(folder: Path, config: PreTrainedConfig) -> int:
 
 
 def check_type(name: str, dtype: torch.dtype | None) -> None:
-    """Raise CheckpointError for a dtype of weights in which nothing here computes."""
+    """Raise CheckpointError for weights in a dtype that moepass cannot compute in."""
     import torch
 
     if dtype not in (None, torch.float64, torch.float32, torch.bfloat16, torch.float16):

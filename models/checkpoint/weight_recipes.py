@@ -1,7 +1,7 @@
 """Recipes that compute weights from stored tensors of a checkpoint, so that some rows of a weight can be read alone.
 
     Joined([Stacked(gates), Stacked(ups)], dim=1)    gate and up projections of all experts, [experts, 2h, H]
-    .rows(2, 4)                                      those of experts 2 and 3: the same of fewer stored tensors
+    .rows(2, 4)                                      the projections of experts 2 and 3, from fewer stored tensors
     .copy_to(target)                                 reads each stored tensor directly into its part of `target`
 
 Rows can be taken if every step keeps the first dimension; otherwise `UnfollowedError` names the step.
@@ -278,7 +278,7 @@ def _reshapes(source: Sequence[int], shape: Sequence[int], later: list[Any], cou
 
 
 def _unchanged_if(keeps_rows: Callable[[list[Any], int], bool]) -> _Rule:
-    """Return the rule that keeps the later arguments if `keeps_rows`, given them and the number of dimensions."""
+    """Return the rule that keeps the later arguments if `keeps_rows(arguments, number of dimensions)` is true."""
     return lambda source, shape, later, count: later if keeps_rows(later, len(source)) else None
 
 

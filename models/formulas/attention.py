@@ -37,8 +37,8 @@ def chunked_pairs(sequence: Size, chunk: int, prefix: Size = 0) -> Size:
 def score_flops(pairs: Size, heads: Size, head_dim: Size, value_head_dim: Size) -> Size:
     """Return the FLOPs of queries times keys and of weights times values.
 
-    Grouped queries (GQA) save bytes but no FLOPs, so `heads` are those of the queries. Latent attention (MLA) in
-    prefill runs on keys and values that were expanded to full size, so it costs as much as `heads` full heads.
+    Grouped queries (GQA) save bytes but no FLOPs, so `heads` counts query heads. Latent attention (MLA) in prefill runs
+    on keys and values that were expanded to full size, so it costs as much as `heads` full heads.
     """
     return 2 * heads * (head_dim + value_head_dim) * pairs
 

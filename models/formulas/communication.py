@@ -1,7 +1,7 @@
 """Bytes that strategies move between devices, and bytes that a gather moves.
 
-The name of a strategy has its form of attention and its form of experts: `dp` data parallel, `tp` tensor parallel, `sp`
-sequence parallel, `pp` pipeline parallel, `ep` expert parallel. The table is that of arXiv 2605.02960.
+The name of a strategy combines its forms of attention and of experts: `dp` data parallel, `tp` tensor parallel, `sp`
+sequence parallel, `pp` pipeline parallel, `ep` expert parallel. The table is from arXiv 2605.02960.
 """
 
 from __future__ import annotations
@@ -75,6 +75,6 @@ def all_gather_bytes(complete_bytes: Size, ranks: Size | None) -> Size:
 def exchanged_bytes(both_bytes: Size, ranks: Size | None) -> Size:
     """Return the bytes that a rank sends and receives in an AllToAll.
 
-    `both_bytes` are those of input and output together. Of `ranks` equal parts, one stays on the rank.
+    `both_bytes` counts input and output. One of `ranks` equal parts stays on the rank.
     """
     return both_bytes if ranks is None else gathered_bytes(both_bytes, ranks)

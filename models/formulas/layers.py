@@ -28,7 +28,7 @@ def projection_parameters(attention: Attention, hidden: int) -> int:
 def attention_matrices(attention: Attention, hidden: int) -> Iterator[tuple[int, int]]:
     """Yield (rows, columns) of the projections of softmax attention. Raises InputError for other kinds."""
     if attention.kind in ("linear", "state_space"):
-        text = f"the weights of attention of kind {attention.kind!r} cannot be counted; those of softmax attention can"
+        text = f"the weights of attention of kind {attention.kind!r} cannot be counted; only softmax attention can"
         raise InputError(text, name="kind", value=attention.kind)
     latent = attention.latent
     if latent is None:

@@ -23,8 +23,8 @@ class BankSizes:
 def bank_sizes(experts: Experts, hidden: int, dtype: str, stored: WeightFormat | None = None) -> BankSizes:
     """Return the sizes of a bank whose experts are computed in `dtype`.
 
-    With `stored` it rests and travels in the checkpoint's format. The slot has the same bytes if kernels compute in
-    this format, else the weights in `dtype`.
+    With `stored`, the bank rests and travels in the checkpoint's format. The slot holds the same bytes if kernels
+    compute in this format, else the weights in `dtype`.
     """
     plain = bank_bytes(experts, hidden, dtype)
     if stored is None or EXPERTS not in stored.parts:
@@ -55,7 +55,7 @@ def dense_bytes(architecture: Architecture, dtype: str, stored: WeightFormat | N
 
 
 def layer_matrices(layer: Layer, hidden: int) -> Iterator[tuple[str, int, int]]:
-    """Yield every matrix of a layer that formats quantise, as (part, rows, columns), with one of the routed experts.
+    """Yield every matrix of a layer that formats quantise, as (part, rows, columns), including one routed expert.
 
     Routers, embeddings and heads are not quantised. Raises InputError for attention other than softmax attention.
     """

@@ -78,7 +78,7 @@ def _value(node: ast.expr, sizes: Mapping[str, float]) -> float:
         return node.value
     if isinstance(node, ast.Name):
         if node.id not in sizes:
-            text = f"no value was given for {node.id}; given are {one_of(sizes) or 'none'}"
+            text = f"{node.id} has no value; there are values for {one_of(sizes) or 'no names'}"
             raise InputError(text, name=node.id, expected=tuple(sizes))
         return sizes[node.id]
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):

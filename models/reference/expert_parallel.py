@@ -17,7 +17,7 @@ of one rank (float32 GEMMs round differently on another number of threads):
     order, and the weighted sum runs in the same order on the rank that owns the token.
     `all_gather` and `all_reduce` sum on each rank and then over ranks: equal up to rounding. They are bit-identical
     with top-1, and with top-2 if the weights have the dtype of the hidden states, since two terms have one order.
-`GroupedExperts` on one rank's tokens alone gives the same up to rounding: a GEMM may round a row differently for a
+`GroupedExperts` on one rank's tokens alone returns the same up to rounding: a GEMM may round a row differently for a
 different number of rows (float32 does below 4 rows for an expert; bfloat16 was not seen to).
 """
 
@@ -49,11 +49,11 @@ from moepass.models.reference.grouped_experts import (
 
 
 class ShardedExperts(GroupedExperts):
-    """Base class of the four forms: this rank's part of the E (`experts`) that the ranks of `group` share.
+    """Base class of the four forms. The ranks of `group` share E (`experts`) experts.
 
     `gate_up_proj` is [experts of this rank, 2h, H], `down_proj` [experts of this rank, H, h]; `ExpertPlacement.owned`
     has their ids. Without a group, all ranks share the experts; torch.distributed must be initialised. Raises
-    InputError if the weights are not those of the experts that this rank owns.
+    InputError if the number of experts in the weights is not the number that this rank owns.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class CapacityAllToAllExperts(ShardedExperts):
 
     No size depends on the routing. `max_tokens` is the largest number of tokens of any rank, equal on every rank.
     Without a `capacity_factor` every expert has `max_tokens` slots, which is enough for any routing, with one
-    ceil(capacity_factor * max_tokens * k / E). Pairs beyond that are dropped, those of the last tokens first, and add
+    ceil(capacity_factor * max_tokens * k / E). Pairs beyond that are dropped, the last tokens' pairs first, and add
     nothing to their token's sum. Raises InputError if `max_tokens` is below 1 or `capacity_factor` is not above 0.
     """
 

@@ -1,8 +1,8 @@
 """Gated experts by grouped GEMMs: tokens sorted by expert, one grouped GEMM for all experts, a sum in top-k order.
 
 Shapes: hidden_states [tokens, H], top_k_index [tokens, k] (int64), top_k_weights [tokens, k]; S = tokens * k pairs of a
-token and an expert, flattened token by token. The arithmetic, and in particular the order of the weighted sum, is that
-of `grouped_mm_experts_forward` in transformers.
+token and an expert, flattened token by token. The arithmetic, including the order of the weighted sum, equals
+`grouped_mm_experts_forward` in transformers.
 """
 
 from __future__ import annotations

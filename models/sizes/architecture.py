@@ -49,7 +49,7 @@ class Attention:
         kind: `full` sees all earlier tokens, `sliding` the last `window` (itself included), `chunked` those in its
             chunk of `window` tokens. `linear` is the gated delta rule, `state_space` a selective scan (Mamba)
         heads: heads of queries; for `linear` value heads, for `state_space` channels
-        kv_heads: heads of keys and values; for `linear` those of queries and keys
+        kv_heads: heads of keys and values; for `linear` heads of queries and keys
         head_dim: width of a head; for `state_space` the states of a channel
         output_gate: the query projection also computes a gate of the same width
         convolution: for `linear` and `state_space`, width of the convolution before it

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 def from_config(config: PreTrainedConfig, *, name: str | None = None, dtype: str | None = None) -> Architecture:
     """Return the sizes of a transformers configuration; of a multimodal model, the text part is read.
 
-    `name` is by default the model type, `dtype` that of the config (or bf16). Raises InputError if the family is not in
-    `FAMILIES`, or its config lacks attributes, or has numbers that do not make layers.
+    `name` is by default the model type, and `dtype` the config's dtype (or bf16). Raises InputError if the family is
+    not in `FAMILIES`, or if its config lacks attributes or has numbers that describe no layers.
     """
     text = config.get_text_config()
     family = FAMILIES.get(str(text.model_type))
     if family is None:
-        message = f"the sizes of model_type {text.model_type!r} are not known; known are {one_of(FAMILIES)}"
+        message = f"the sizes of model_type {text.model_type!r} are not known; moepass knows {one_of(FAMILIES)}"
         raise InputError(message, name="model_type", value=text.model_type, expected=tuple(FAMILIES))
     try:
         layers = tuple(family(text, index) for index in range(text.num_hidden_layers))
@@ -62,7 +62,7 @@ def _stored(config: Any, layers: Sequence[Layer]) -> tuple[WeightFormat | None, 
         for layer in layers
     )
     if stored is not None and stored.parts != (EXPERTS,) and not is_plain:
-        return None, f"which matrices of {config.model_type!r} checkpoints are in {stored.name} is not known here"
+        return None, f"moepass does not know which matrices of {config.model_type!r} checkpoints are in {stored.name}"
     return stored, note
 
 

@@ -44,7 +44,7 @@ class StoredSizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     order: tuple[int, ...]
 
     def whole(self) -> Architecture:
-        """Return the architecture with its layers."""
+        """Return the architecture with the list of layers written out."""
         return dataclasses.replace(self.architecture, layers=tuple(self.kinds[kind] for kind in self.order))
 
 
@@ -78,7 +78,7 @@ def _check_name(name: str) -> None:
 def preset_config(name: str, *, layers: int | None = None) -> PreTrainedConfig:
     """Return a transformers configuration of a well-known model.
 
-    With `layers` it has only this many layers, at most `layers - 1` of which are leading dense ones. Raises InputError
+    With `layers` only this many layers are kept, at most `layers - 1` of them leading dense layers. Raises InputError
     if the name is unknown, or the model has fewer layers.
     """
     _check_name(name)

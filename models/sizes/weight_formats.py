@@ -1,7 +1,7 @@
 """Storage of quantised matrices in checkpoints, according to their configuration: fp8 and MXFP4.
 
-A configuration states one dtype, nearly always bf16, and the method by which most matrices were quantised. The dtype is
-that of the weights after dequantisation.
+A configuration states one dtype, nearly always bf16, and the method by which most matrices were quantised. The dtype
+describes the weights after dequantisation.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def stored_format(config: Any, parts_of_layers: Sequence[Sequence[str]]) -> tupl
         # transformers quantises only the experts, even if the configuration excludes other modules.
         return WeightFormat("mxfp4", 4, 1, 32, 1, (EXPERTS,), "bf16"), ""
     if method != "fp8" or values.get("expert_dtype", "fp8") != "fp8" or values.get("modules_to_convert"):
-        return None, f"the checkpoint is quantised by {method!r}, whose sizes are not known here"
+        return None, f"the checkpoint is quantised by {method!r}, whose sizes moepass does not know"
     left_out = values.get("modules_to_not_convert") or values.get("ignored_layers") or ()
     parts, partly = _quantised_parts([str(pattern) for pattern in left_out], parts_of_layers)
     if partly:

@@ -34,7 +34,7 @@ _MODEL_OPTIONS = (*(field.name for field in fields_of(RankOptions)), "name")
 
 
 class BatchOptions(Struct, frozen=True, kw_only=True):
-    """The options of `moepass batch`, besides those of its ranks."""
+    """The options of `moepass batch`, besides the options of its ranks."""
 
     input: Annotated[str, option("Requests, one JSON object per line.", metavar="FILE", short="-i")]
     output: Annotated[str, option("Answers, appended in the order in which they arrive.", metavar="FILE", short="-o")]

@@ -46,7 +46,7 @@ class ExplainOptions(Struct, frozen=True, kw_only=True):
         option(
             "The dtype of the weights.",
             details="If the config names none, it is bf16. For a model object, it is the dtype of its weights.",
-            unset="that of the config",
+            unset="the config's",
         ),
     ] = None
     batch: Annotated[Count, option("Sequences per rank and step.")] = 16

@@ -42,9 +42,10 @@ def make_frontend(
 ) -> Frontend:
     """Return the frontend for the ranks of a model, which the caller starts and closes.
 
-    `meeting` is a folder for the socket, in which the ranks of a spread home also meet. A step of half of
-    `timeout_seconds` counts as hung. `launched` is this process among those that torchrun started; the others then are
-    ranks, which are not restarted. Raises OptionError or InputError for a setup that a rank would refuse.
+    `meeting` is a folder for the socket and for the rendezvous of ranks with a spread home. A step of half of
+    `timeout_seconds` counts as hung. `launched` is set if torchrun started this process. The other processes of
+    torchrun are then ranks, which are not restarted. Raises OptionError or InputError for a setup that a rank would
+    refuse.
     """
     _check(setup)
     key = bytes.fromhex(setup.key) or secrets.token_bytes(32)
@@ -76,7 +77,7 @@ def make_frontend(
 
 
 def make_router(ranks: int, formula: FlopsFormula, facts: list[EngineFacts]) -> RankRouter:
-    """Return the router of a server. The steps that may be at a rank at the same time are its saturation."""
+    """Return the router of a server. A rank gets no more work once it has STEPS_AT_A_RANK full steps."""
     saturation = STEPS_AT_A_RANK * max(rank.saturation_flops for rank in facts)
     rate = min(rank.flops_per_second for rank in facts)
     return PrefixRouter(ranks, formula, saturation_flops=saturation, flops_per_second=rate)

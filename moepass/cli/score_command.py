@@ -44,8 +44,8 @@ class ScoreOptions(ComputeOptions, frozen=True, kw_only=True):
     labels: Annotated[
         str | None,
         option(
-            "Candidate answers: separated by commas, without trimming blanks; or a JSON list.",
-            unset="those of the template",
+            "Candidate answers: separated by commas, without trimming spaces; or a JSON list.",
+            unset="the template's labels",
             metavar="A,B,...",
         ),
     ] = None
@@ -183,7 +183,7 @@ def score(
 
 
 class InputLines:
-    """The lines of the input called `name`, in which None is a line beyond the limit, and which of them are skipped.
+    """The lines of the input called `name`, and a record of skipped lines. None stands for a line beyond the limit.
 
     Blank lines are ignored. `first` is the first text, if it was read ahead. `count` lines have been read so far.
     `at_end` is True after the last line was read.
@@ -235,7 +235,7 @@ class InputLines:
             else:
                 yield line
         if not self.count:
-            text = f'{self._name} is empty; it must hold one JSON object per line, such as {{"text": "..."}}'
+            text = f'{self._name} is empty; it must contain one JSON object per line, such as {{"text": "..."}}'
             raise InputError(text, path=self._name)
         self.at_end = True
 
@@ -310,7 +310,10 @@ class InputLine:
 
 
 def read_lines(source: str) -> Iterator[bytes | None]:
-    """Yield the lines of a file, or of standard input for "-"; None is one beyond the limit. Raises InputError."""
+    """Yield the lines of the file `source`, or of standard input for "-". None stands for a line beyond the limit.
+
+    Raises InputError if the input cannot be read.
+    """
     try:
         if source == "-":
             yield from limited_lines(sys.stdin.buffer, limits.MOST_LINE_BYTES)

@@ -33,7 +33,7 @@ class ComputeOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = "host"
     device: Annotated[str, option("The device that computes: cpu, cuda or cuda:INDEX.", metavar="DEVICE")] = "cpu"
     dtype: Annotated[
-        Literal["bf16", "fp16", "fp32"] | None, option("The dtype of the weights.", unset="that of the checkpoint")
+        Literal["bf16", "fp16", "fp32"] | None, option("The dtype of the weights.", unset="the checkpoint's")
     ] = None
     step_tokens: Annotated[
         Annotated[int, Meta(ge=1, le=MOST_TOKENS)] | None,
@@ -158,7 +158,7 @@ class RankSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The message that a rank reads when it starts, as JSON.
 
     `key` is the secret key of block hashes, in hexadecimal digits; if it is empty, the server draws one. Ranks of a
-    spread home meet in the folder `meeting`.
+    spread home rendezvous through the folder `meeting`.
     """
 
     model: str

@@ -1,6 +1,6 @@
 """One rank of a server, as a process: `python -m moepass.cli.serve_rank ENDPOINT RANK ATTEMPT SERVER`.
 
-The rank reads a `RankSetup` from standard input. It ends when the process with the number SERVER is gone.
+The rank reads a `RankSetup` from standard input. It ends when the process with the id SERVER has ended.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`moepass serve` under torchrun: its processes on one node are the ranks of one server.
 
 torchrun starts the same command N times and passes each process its rank in the environment. The first process becomes
-the server; its rank is a child process, as without torchrun. The others become ranks. They meet in a folder that only
-this user can enter:
+the server; its rank is a child process, as without torchrun. The others become ranks. All rendezvous through a folder
+that only this user can enter:
 
     server:   creates the folder, writes the setup of the ranks there, and publishes its name in torchrun's store
     ranks:    read the name from the store and the setup from the folder, and write a file that announces them
@@ -37,7 +37,7 @@ _MEETING_SECONDS = 300
 
 
 class MeetingFolderError(MoepassError):
-    """The folder in which the ranks should meet is missing, or other users can enter it."""
+    """The folder for the rendezvous of the ranks is missing, or other users can enter it."""
 
 
 class LaunchedProcess(msgspec.Struct, frozen=True):
@@ -71,13 +71,13 @@ def launched_process(environment: Mapping[str, str] = os.environ) -> LaunchedPro
         )
         raise OptionError(text, name="nnodes", value=ranks, expected=on_node)
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        text = "torchrun keeps no store in which its processes could meet; leave out --rdzv-backend"
+        text = "torchrun has no store through which its processes could rendezvous; omit --rdzv-backend"
         raise OptionError(text, name="rdzv_backend", expected="static or c10d")
     return LaunchedProcess(rank, ranks, int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")))
 
 
 def checked_ranks(launched: LaunchedProcess, ranks: int) -> int:
-    """Return the number of ranks, which is that of the processes. Raise OptionError if `--ranks` has another value."""
+    """Return the number of ranks, one for each process. Raise OptionError if `--ranks` has another value."""
     if ranks not in (1, launched.ranks):
         text = (
             f"--ranks is {ranks}, but torchrun has started {launched.ranks} processes, each of which is a rank; leave "

@@ -37,7 +37,7 @@ class ForeignServerError(MoepassError, RuntimeError):
 
 
 class AdaptiveLimit:
-    """A semaphore with `most` units, which are granted in the order of the requests for them.
+    """A semaphore with `most` units, granted in the order in which they are requested.
 
     A request for more than `most` units is granted when no other units are in use. If a server refuses requests, the
     limit falls to the number that it accepted. It grows by one unit with each round of answers.
@@ -51,7 +51,7 @@ class AdaptiveLimit:
 
     @property
     def allowed(self) -> int:
-        """The present limit."""
+        """The current limit."""
         return int(self._allowed)
 
     @contextlib.asynccontextmanager

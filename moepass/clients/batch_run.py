@@ -63,7 +63,7 @@ class Batch:
                 self._index.add(line.custom_id, line.number)
                 self.counts.lines += 1
             if not self.counts.lines:
-                raise InputError(f"input {source!r} is empty; it must hold one request per line", path=source)
+                raise InputError(f"input {source!r} is empty; it must contain one request per line", path=source)
             self._output = opened.enter_context(contextlib.closing(BatchOutput(Path(os.path.realpath(target)))))
             self._read_output(source, target, retry_errors)
             self._opened = opened.pop_all()
@@ -182,7 +182,7 @@ class _Index:
         return updated.rowcount == 1
 
     def is_unanswered(self, custom_id: str | None, number: int) -> bool:
-        """Return True if the file has that custom_id on that line, and no earlier run has answered it."""
+        """Return True if line `number` has this custom_id, and no earlier run has answered the line."""
         row = self._database.execute(
             "SELECT 1 FROM lines WHERE key = ? AND number = ? AND answered = 0", (_key(custom_id, number), number)
         )

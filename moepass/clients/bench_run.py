@@ -204,7 +204,10 @@ def report_of(
     metrics_before: str,
     metrics_after: str,
 ) -> BenchReport:
-    """Return the report on at least one outcome. The metrics are texts of `/metrics`."""
+    """Return the report on a run, which needs at least one outcome.
+
+    The metrics are texts of `/metrics`. In an open loop, requests were sent at scheduled times.
+    """
     answered = [outcome for outcome in outcomes if not outcome.problem]
     refused = sum(outcome.status == _REFUSED for outcome in outcomes)
     seconds = max(outcome.done for outcome in outcomes) - min(outcome.due for outcome in outcomes)

@@ -38,8 +38,10 @@ _Positive = Annotated[float, Meta(ge=0.001)]
 class WorkloadShape:
     """The form of the requests. Ranges include both ends.
 
-    The requests share the prefixes evenly; with 0 `prefixes`, each has its own. `own_length` is that of the text behind
-    the prefix, for each of the `items`: questions about an input, prompts, or items or documents for a query.
+    Attributes:
+        prefixes: the number of prefixes, which the requests share evenly; 0 gives every request its own.
+        own_length: the range of the length of the text after the prefix, for each item.
+        items: number in each request: of questions about an input, prompts, items, or documents for a query.
     """
 
     route: str = "decisions"
@@ -122,7 +124,7 @@ def poisson_arrivals(count: int, rate: float, seed: int) -> list[float]:
 
 
 def _random_text(seed: str, length: Range, units: Sequence[Any], number: int, count: int) -> list[Any]:
-    """Return random units that begin with the digits of `number`, so that all `count` texts are different."""
+    """Return random units after `number` in base len(units), so that all `count` texts are different."""
     generator = random.Random(seed)
     size = generator.randint(*length)
     prefix = []

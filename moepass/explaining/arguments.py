@@ -95,7 +95,7 @@ class ExplainedModel:
 def explained_model(model: Any, dtype: str | None = None) -> ExplainedModel:
     """Return the model that a name, a path, a transformers configuration or a transformers model describes.
 
-    A compiled model is accepted too. `dtype` is used instead of that of the configuration. Raises CheckpointError for a
+    A compiled model is accepted too. `dtype` replaces the dtype of the configuration. Raises CheckpointError for a
     folder or config from which no model can be built, and InputError for an unknown name, with the most similar preset,
     and for a model without a configuration.
     """

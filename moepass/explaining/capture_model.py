@@ -38,7 +38,7 @@ _NO_LIMIT = 1 << 30
 def explain_meta_model(
     model: PreTrainedModel, batch: int, seq: int, slots: int = 2, lower: str = "inductor"
 ) -> Explanation:
-    """Plan a model on the meta device for `batch` sequences of `seq` tokens, and offload its experts.
+    """Offload the experts of a model on the meta device, and plan it for `batch` sequences of `seq` tokens.
 
     Raises OptionError for a wrong number of slots, and PlanError if the ring has too few slots for the model.
     """
@@ -67,8 +67,8 @@ def capture_plans(
     """Return the plans of a model on the meta device for input_ids [batch, seq], one for each captured graph.
 
     The passes run up to lowering. The "compiled" graph then returns outputs of the right shapes, so that capture
-    continues after a graph break. The second result is the error that ended capture early, or None. Models that read
-    values from tensors end it, because tensors on the meta device have none.
+    continues after a graph break. The second result is the error that ended capture early, or None. A model that reads
+    a value from a tensor ends capture, because tensors on the meta device have no values.
     """
     plans: list[Plan] = []
 

@@ -38,7 +38,7 @@ _LAYER = re.compile(r"((?:layers?|blocks?|h)\.)(\d+)")
 
 
 class StoredCaptures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Versions of packages, and the captures that they made of each preset, with 1 slot, 2 slots, and so on."""
+    """The captures of each preset with 1 slot, 2 slots, and so on, and the versions of packages that made them."""
 
     versions: dict[str, str]
     parts: dict[str, tuple[CompilerPart, ...]]
@@ -99,7 +99,7 @@ def cut_config(config: PreTrainedConfig, architecture: Architecture) -> PreTrain
     """Return a copy of `config` with only the telling prefix of its layers, or None if it cannot be cut.
 
     94 equal layers are detected, rewritten or refused like one of them, but take a minute to capture. Returns None if
-    nothing would be gained, and if the cut configuration does not describe the prefix. `architecture` is that of
+    nothing would be gained, and if the cut configuration does not describe the prefix. `architecture` describes
     `config`.
     """
     keep, count = telling_prefix(architecture.layers), len(architecture.layers)
@@ -139,10 +139,11 @@ def _stored() -> StoredCaptures:
 def explained_blocks(
     compiler: CompilerPart, architecture: Architecture | None, dtype: str, stored: WeightFormat | None = None
 ) -> tuple[tuple[Block, ...], tuple[str, ...]]:
-    """Return all blocks of the model in the order of its layers, and the reasons of the refused ones.
+    """Return all blocks of the model in the order of its layers, and the reasons of refusals.
 
-    If only the first layers were captured, a block of another layer is that of an equal layer. If the sizes of the
-    layers are unknown, only the captured blocks are returned. `stored` is the format of banks that are used as stored.
+    If only the first layers were captured, any other layer is reported with the block of an equal layer. If the sizes
+    of the layers are unknown, only the captured blocks are returned. `stored` is the format of banks that are used as
+    stored.
     """
     captured = [block for plan in compiler.explanation.plans for block in _blocks_of(plan)]
     blocks = captured
@@ -173,7 +174,7 @@ def _blocks_of(plan: Plan) -> list[Block]:
 
 
 def _layer(captured: list[Block], layer: int, architecture: Architecture) -> list[Block]:
-    """Return the blocks of one layer, or if it was not captured, those of the last captured layer that equals it."""
+    """Return the blocks of one layer, or if it was not captured, of the last captured layer that equals it."""
     blocks = [block for block in captured if _layer_of(block.name) == layer]
     if blocks or architecture.layers[layer].experts is None:
         return blocks

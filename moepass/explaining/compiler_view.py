@@ -21,7 +21,7 @@ from moepass.passes.ir.segment import Segment
 class Explanation:
     """The result of a capture: one plan for each captured graph, and the error that ended capture early, or None.
 
-    The experts of `expert_layers` layers were offloaded; `other_bytes` are those of all other parameters.
+    The experts of `expert_layers` layers were offloaded; `other_bytes` counts all other parameters.
     """
 
     model: str
@@ -92,7 +92,7 @@ def rewritten_row(names: list[str], blocks: int) -> tuple[str, str]:
 
 
 def compile_rows(plan: Plan, scope: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the rows about the segments of a plan, the first of which begins with `scope`."""
+    """Yield the rows about the segments of a plan; the first row begins with `scope`."""
     yield "compile", scope + _segments_text(plan)
     if chosen := tensorrt_text(plan):
         yield "tensorrt", chosen

@@ -54,10 +54,10 @@ def explain(
         model: the name of a preset, a checkpoint folder, a config.json, a transformers configuration, or a
             transformers model, compiled or not.
         hardware: a preset such as 8xh100-80g, the file of a profile, or a profile.
-        ranks: the number of devices, if it differs from that of the profile.
+        ranks: the number of devices, if it differs from the profile's.
         home: where experts rest: device, peer, host, hybrid or disk. None chooses the fastest that fits: of peer,
             hybrid and host with several ranks, else host.
-        dtype: the dtype of the weights, bf16, fp8 or fp32, instead of that of the configuration.
+        dtype: the dtype of the weights, bf16, fp8 or fp32, instead of the configuration's dtype.
         batch: sequences per rank and step.
         seq: tokens of each sequence.
         tokens: one sequence of this many tokens, instead of `batch` and `seq`.
@@ -271,7 +271,7 @@ def _schedule_part(made: Forecast) -> parts.SchedulePart | None:
 
 
 def _plan(made: Forecast, crossover: int | None) -> Decisions | None:
-    """Return the planner's decisions, with the tokens below which AllToAll is faster if ranks can exchange tokens."""
+    """Return the planner's decisions, with AllToAll below `crossover` tokens per rank if ranks can exchange tokens."""
     if made.decisions is None or made.setting.ranks == 1 or not made.decisions.streamed_layers:
         return made.decisions
     return made.decisions.exchanged_below(crossover)

@@ -38,8 +38,8 @@ _LOADERS = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 def best_home(setting: Setting, home: str | None, most_slots: int) -> tuple[Forecast, list[HomeTried]]:
     """Return the forecast of the home with the fastest asyncep that fits, and all homes that were tried.
 
-    If no home fits, the forecast is that of the home that needs the least memory. Raises InputError if the machine can
-    use no home, with the reason for each.
+    If no home fits, the forecast is for the home that needs the least memory. Raises InputError if the machine can use
+    no home, with the reason for each.
     """
     if home is not None:
         only = forecast(setting, home, most_slots=most_slots)
@@ -95,7 +95,7 @@ def why_nothing_fits(made: Forecast) -> str:
 
 
 def stored_part(setting: Setting, home: str | None, most_slots: int) -> StoredPart | None:
-    """Return the forecast of a quantised checkpoint in its own format; None for another, or if its sizes are unknown.
+    """Return the forecast of a quantised checkpoint in its own format; None without one, or if its sizes are unknown.
 
     `setting` is what moepass runs now. For the other arguments, see `best_home`.
     """
@@ -128,7 +128,7 @@ def stored_part(setting: Setting, home: str | None, most_slots: int) -> StoredPa
 
 
 def stored_assumption(setting: Setting, unknown: str) -> str:
-    """Return the weights that the figures assume for a quantised checkpoint, or an empty text for another.
+    """Return the weights that the figures assume for a quantised checkpoint; empty for any other model.
 
     `unknown` is the reason why the sizes of its format are unknown, or empty.
     """
@@ -147,12 +147,12 @@ def stored_assumption(setting: Setting, unknown: str) -> str:
 
 
 def advice(made: Forecast, crossover: int | None, refusals: Sequence[str]) -> tuple[str, ...]:
-    """Return the sentences of advice, the most useful first. None of them means that nothing can be improved.
+    """Return the sentences of advice, the most useful first. An empty result means that nothing can be improved.
 
-    `crossover` is the number of tokens per rank from which asyncep beats AllToAll, or None.
+    `crossover` is the smallest number of tokens per rank with which asyncep beats AllToAll, or None.
     """
     if not made.cost(ASYNCEP).fits and made.chosen != RESIDENT:
-        nothing = "asyncep fits with none of the changes that were tried: other homes, fewer tokens, fp8, more ranks"
+        nothing = "none of the changes that were tried makes asyncep fit: other homes, fewer tokens, fp8, more ranks"
         return tuple(_changes_that_fit(made.setting)) or (nothing,)
     refused = f"the figures assume that all blocks are rewritten, but {len(refusals)} were refused and run unchanged"
     return (*_waiting(made, crossover), *([refused] if refusals else []))

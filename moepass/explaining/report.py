@@ -192,7 +192,7 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def stored_text(report: Report) -> str:
-    """Return what moepass runs of a quantised checkpoint, and the forecast in its own format; "" for another one."""
+    """Return what moepass runs of a quantised checkpoint, and the forecast in its own format; else ""."""
     stored, model = report.stored, report.model
     if stored is None:
         return ""
@@ -221,7 +221,7 @@ def stored_text(report: Report) -> str:
 
 
 def host_memory_text(report: Report) -> str:
-    """Return the host memory that is needed, compared with that of the machine; "" without figures."""
+    """Return the needed host memory, compared with the machine's; "" without figures."""
     memory = report.memory
     if memory is None:
         return ""
@@ -290,7 +290,7 @@ def _comparison(report: Report) -> Table:
 
 
 def source_text(report: Report) -> str:
-    """Return the sources of the figures in one sentence, grouped by kind for those of the machine."""
+    """Return one sentence with the sources of the figures; figures of the machine are grouped by kind of source."""
     kinds: dict[str, list[str]] = {}
     for name, source in report.sources.items():
         if name.startswith("hardware."):

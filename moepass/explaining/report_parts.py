@@ -16,7 +16,7 @@ class ReportPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ModelPart(ReportPart, frozen=True):
-    """The sizes of the model. Those of experts are of the typical MoE layer, and 0 without one."""
+    """The sizes of the model. Expert sizes describe the typical MoE layer; they are 0 without one."""
 
     name: str
     model_type: str

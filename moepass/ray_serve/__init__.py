@@ -22,8 +22,8 @@ from moepass.models.errors import OptionError
 def build_app(model: str, **options: Any) -> Any:
     """Return the application for `ray.serve.run`, which answers every route of `moepass serve MODEL`.
 
-    The options are those of `ApplicationOptions`, `FrontendOptions` and `RankOptions`. Raises OptionError for wrong
-    ones, and if Ray Serve is not installed.
+    The options are the fields of `ApplicationOptions`, `FrontendOptions` and `RankOptions`. Raises OptionError for
+    wrong options, and if Ray Serve is not installed.
     """
     try:
         import ray.serve  # noqa: F401

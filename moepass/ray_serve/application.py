@@ -37,7 +37,10 @@ _MOST_REPORTED_BLOCKS = 8192
 
 
 class Replica:
-    """The actor that Ray runs, with a `RankSetup` as JSON. Its ranks are ready when its constructor returns."""
+    """The actor that Ray runs. Its ranks are ready when its constructor returns.
+
+    `setup_message` is a `RankSetup` as JSON. A request fails after `timeout_seconds`.
+    """
 
     async def __init__(self, setup_message: bytes, timeout_seconds: float) -> None:  # type: ignore[misc]  # Ray awaits it
         setup = msgspec.json.decode(setup_message, type=RankSetup)
@@ -98,7 +101,7 @@ class HttpFrontend:
 
 
 def application(values: Mapping[str, Any]) -> Any:
-    """Return the application with the options `values`. Raises OptionError for wrong ones."""
+    """Return the application with the options `values`. Raises OptionError for wrong options."""
     options = parse_options(values)
     frontend_options = options.frontend
     # All replicas and their routers must compute the same hashes of blocks.

@@ -32,7 +32,7 @@ _NO_STATUS = BackendStatus(state="starting", max_sequence_tokens=0, vocabulary_s
 
 
 class RayBackend:
-    """A backend that sends requests to replicas; `name` is that of their request router, `key` that of their hashes."""
+    """A backend that sends requests to replicas. `name` is the name of their router, `key` the key of block hashes."""
 
     def __init__(self, handle: Any, name: str, key: bytes, limits: FrontendLimits) -> None:
         self._handle, self._name, self._key, self._limits = handle, name, key, limits

@@ -1,4 +1,4 @@
-"""Options of an application of Ray Serve: its own, and those of a server's frontend and ranks."""
+"""Options of an application of Ray Serve: its own, and the options of a server's frontend and ranks."""
 
 from __future__ import annotations
 
@@ -70,12 +70,15 @@ class RayOptions(msgspec.Struct, frozen=True):
         return {"num_cpus": cpus, "num_gpus": gpus}
 
     def rank_setup(self, key: bytes) -> RankSetup:
-        """Return the message that starts the ranks of every replica. `key` is that of their block hashes."""
+        """Return the message that starts the ranks of every replica. `key` is the key of block hashes."""
         return RankSetup(self.application.model, self.rank, key.hex())
 
 
 def parse_options(options: Mapping[str, Any]) -> RayOptions:
-    """Return the options of an application, converted from text where needed. Raises OptionError or InputError."""
+    """Return the options of an application, converted from text where needed.
+
+    Raises OptionError for an unknown or invalid option, and InputError if `queue_bytes` is not a number of bytes.
+    """
     check_names(options, (ApplicationOptions, FrontendOptions, RankOptions))
     values = {**_DEFAULTS, **options}
     parsed = RayOptions(

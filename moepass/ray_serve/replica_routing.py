@@ -49,9 +49,9 @@ class _OpenRequest:
 
 @dataclasses.dataclass(eq=False)
 class _ReplicaBlocks:
-    """The blocks that a replica probably has in its cache: those of its last report, and of later requests.
+    """The blocks that a replica probably has in its cache: from its last report, and from later requests.
 
-    As a report is older than its arrival, `before` has the requests that it answered between the last two reports.
+    A report is older than its arrival, so `before` keeps the requests that were answered between the last two reports.
     """
 
     slot: int
@@ -127,7 +127,7 @@ class ReplicaRouting:
             self._router.started(placed.assignment)
 
     def over(self, number: str, *, is_answered: bool) -> None:
-        """Note that a request was answered or given up. Further calls for the same request do nothing."""
+        """Note that a request was answered or abandoned. Further calls for the same request do nothing."""
         placed = self._open.pop(number, None)
         if placed is None or self._router is None:
             return

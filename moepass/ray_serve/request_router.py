@@ -1,7 +1,7 @@
 """The request router of Ray Serve that chooses a replica by the router's state machine.
 
 Ray makes one router in each process that calls replicas, and copies the source of this module there. So the state of a
-process is in another module. All methods run in one event loop; the application, which has another one, only reads
+process is in another module. All methods run in one event loop. The application has another event loop and only reads
 `replicas_by_name` and `routing.waiting_flops`.
 """
 
@@ -24,7 +24,10 @@ _MOST_ROUTED = 1 << 20
 
 
 class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]  # ray has no types where it is not installed
-    """A router for calls with `routing`: a RoutableRequest, the name of a replica, or None for any replica."""
+    """A router for calls with the argument `routing`.
+
+    `routing` is a RoutableRequest, the name of a replica, or None for any replica.
+    """
 
     def initialize_state(self, *, model: str, name: str) -> None:
         """Make the state machine for `model`, and register this router under `name`."""

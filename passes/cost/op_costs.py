@@ -115,7 +115,7 @@ def node_cost(node: Node, ranks: Mapping[str, int] | None = None) -> OpCost:
 
 
 def is_elementwise(target: object) -> bool:
-    """Return whether the operator costs its traffic only: pointwise, reducing, copying, sorting, filling."""
+    """Return whether only memory traffic counts: for pointwise operators, reductions, copies, sorts and fills."""
     if not isinstance(target, torch._ops.OpOverload):
         return False
     if {torch.Tag.pointwise, getattr(torch.Tag, "reduction", None)} & set(target.tags):

@@ -142,7 +142,7 @@ def describe_target(node: Node) -> str:
 
 
 def describe_graph(module: GraphModule, is_placed: bool = True) -> str:
-    """Describe the computation of a graph, including constants. Raises NotThisForm as `describe_constant`."""
+    """Describe the computation of a graph, including constants. Raises NotThisForm like `describe_constant`."""
     text = CanonicalText(_describe_input)
     for node in module.graph.nodes:
         if node.op == "get_attr":

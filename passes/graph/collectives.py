@@ -53,7 +53,7 @@ class Collective:
 
 
 def collective_of(node: Node) -> Collective | None:
-    """Return the collective of `node`; None for other nodes."""
+    """Return the collective that `node` calls, or None if it calls none."""
     if node.op != "call_function" or node.target not in KINDS:
         return None
     kind = KINDS[node.target]

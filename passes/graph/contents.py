@@ -1,4 +1,4 @@
-"""Dependence of operations on the contents of their inputs, or only on their sizes; and constant contents."""
+"""Analysis of which operations read contents of their inputs, not only sizes, and which contents are constant."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def is_uninitialised(node: Node) -> bool:
 
 
 def inputs_read(node: Node) -> tuple[list[Node], list[Node]]:
-    """Return two lists: the inputs whose contents `node` reads, and those of which it reads only the size."""
+    """Return two lists: the inputs whose contents `node` reads, and the inputs whose size alone it reads."""
     unread = _unread_argument(node)
     if unread is None:
         return list(node.all_input_nodes), []
@@ -114,7 +114,7 @@ def _is_order(node: Node) -> bool:
 
 
 def fill_number(node: Node) -> bool | int | float | None:
-    """Return the number with which all elements of `node` are filled; None for other nodes."""
+    """Return the number with which all elements of `node` are filled, or None if there is none."""
     if not _is_of_torch(node):
         return None
     base = base_operation(node)

@@ -38,7 +38,7 @@ class GraphWriter:
     def emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """Insert a call of `target`, and compute its fake value.
 
-        Raises NotThisForm if it does not accept these arguments.
+        Raises NotThisForm if `target` does not accept these arguments.
         """
         return self._append(target, args, kwargs)
 

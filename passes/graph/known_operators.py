@@ -44,22 +44,22 @@ def why_not_pure(node: Node) -> str | None:
         return "draws random numbers; call model.eval(), or draw them outside the model and pass them in"
     if not _is_known(node):
         return (
-            "is an operator that moepass does not know, which may compute otherwise on each rank; write it in "
-            "PyTorch operators, or sum, gather or broadcast its result over the group"
+            "is an operator that moepass does not know, so ranks may compute different results; write it in PyTorch "
+            "operators, or sum, gather or broadcast its result over the group"
         )
     if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _READ_THE_STEP:
-        return "computes over the trie of a step, which is another one on each rank"
+        return "computes over the trie of a step, which differs between ranks"
     if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _READ_MEMORY:
         return (
-            "reads memory as it lies, which may be in another order on each rank though the numbers are equal; use "
-            "views that name dimensions"
+            "reads elements by their position in memory, whose layout may differ between ranks; use views that name "
+            "dimensions"
         )
     for inner in _nodes_run_by(node):
         reason = why_not_pure(inner)
         if reason is None and communication_of(inner) is not None:
-            reason = "talks to other ranks; keep collectives out of branches and loops"
+            reason = "communicates with other ranks; keep collectives out of branches and loops"
         if reason is None and is_uninitialised(inner):
-            reason = "gives memory that nothing was written to; fill it"
+            reason = "returns uninitialised memory; fill it"
         if reason is not None:
             return f"runs {inner.target}, which {reason}"
     return None

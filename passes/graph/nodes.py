@@ -148,7 +148,7 @@ def map_nodes(value: Any, replace: Callable[[Node], Any]) -> Any:
 
 
 def nodes_in(value: Any) -> list[Node]:
-    """Return the nodes in arguments, repeated as often as they occur."""
+    """Return the nodes in `value`, one entry for each occurrence."""
     nodes: list[Node] = []
 
     def note(node: Node) -> Node:

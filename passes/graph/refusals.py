@@ -21,23 +21,23 @@ def why_it_stopped(error: Exception) -> str:
     """Return why a block could not be run on sample numbers, with internal error texts replaced by an explanation."""
     first = str(error).splitlines()[0] if str(error) else ""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or ("alloc" in first and "memory" in first):
-        return "the numbers that it would be proved with need more memory than is free; capture it with fewer tokens"
+        return "a proof on sample numbers needs more memory than is free; capture the model with fewer tokens"
     if isinstance(error, KeyError):
         return (
-            "it has a size that only a run tells, as .item(), a mask or nonzero give it, which is none of those that "
-            "it exchanges; expected all sizes to follow from its inputs and from the counts that it sends and receives"
+            "it has a data-dependent size, as from .item(), a mask or nonzero, that ranks do not exchange; all sizes "
+            "must follow from its inputs and from the counts that it sends and receives"
         )
     return f"it cannot be computed on rows as other ranks send them ({type(error).__name__}: {first})"
 
 
 def refusal_of(graph: Graph, reason: str, node: Node, where: str, group: str) -> Refusal:
-    """Return the refusal of something that continues to communicate with the ranks of `group`.
+    """Return the refusal of a part of the graph that continues to communicate with the ranks of `group`.
 
     `reason` may name nodes as `name (operator)`; the refusal points to the first of them, or else to `node`. Raises
     ValueError for an empty reason, because nothing is refused silently.
     """
     if not reason.strip():
-        raise ValueError(f"the refusal of {where} at {named(node)} gives no reason; this is a mistake in moepass")
+        raise ValueError(f"the refusal of {where} at {named(node)} has no reason; this is a bug in moepass")
     culprit = next(named_nodes(reason, graph), node)
     return Refusal(
         culprit.name,

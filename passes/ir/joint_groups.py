@@ -1,7 +1,7 @@
 """The process group that two axes of a mesh form together.
 
-A rank of a mesh sees the ranks of its row and those of its column. From their positions in a third group it can tell
-whether they are a row and a column of that group.
+A rank of a mesh sees the ranks of its row and the ranks of its column. From their positions in a third group it can
+tell whether they are a row and a column of that group.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class JointGroup:
         name: name of the joint group
         group: the joint group as this rank sees it
         first, second: this rank's groups along the two axes
-        is_inner: neighbours along the first axis are neighbours in the joint group; else those along the second
+        is_inner: neighbours along the first axis are neighbours in the joint group; else neighbours along the second
     """
 
     name: str
@@ -34,7 +34,7 @@ class JointGroup:
         return second * self.first.ranks + first if self.is_inner else first * self.second.ranks + second
 
     def rows(self) -> tuple[tuple[int, ...], ...]:
-        """Return, for each coordinate on the first axis, the ranks of the joint group there."""
+        """Return the joint group's ranks as rows, one for each coordinate on the first axis."""
         return tuple(
             tuple(self.rank_at(first, second) for second in range(self.second.ranks))
             for first in range(self.first.ranks)

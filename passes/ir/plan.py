@@ -45,7 +45,7 @@ class TensorSpec:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype as a torch object."""
+        """The torch.dtype named by `dtype`."""
         dtype = getattr(torch, self.dtype)
         assert isinstance(dtype, torch.dtype)
         return dtype
@@ -201,7 +201,7 @@ class Dispatch:
 
     Attributes:
         crossover_tokens: tokens per rank, averaged over ranks, below which a run exchanges tokens
-        hysteresis: fraction of the crossover that the average must pass it by before the form changes
+        hysteresis: the form changes only if the average differs from the crossover by more than this fraction
         tokens: this rank's tokens in a block, as an expression in the graph's sizes
         reason: the source of the crossover, in one sentence
         is_estimated: estimated from this graph. Ranks and shapes may have different crossovers, so the average of

@@ -25,7 +25,7 @@ class FormRange:
 class DeviceMemory:
     """Bytes on one device: resident weights (shards and resident banks), slots with staging buffers, and activations.
 
-    `kv_bytes` are those of cached keys and values.
+    `kv_bytes` counts cached keys and values.
     """
 
     resident_bytes: float
@@ -43,7 +43,7 @@ class DeviceMemory:
 class Decisions:
     """One schedule of a model's layers, for `batch` sequences of `sequence` tokens on each rank.
 
-    Predictions are None if unknown. Seconds are those of one step in the steady state.
+    Predictions are None if unknown. Seconds are for one step in the steady state.
 
     Attributes:
         profile: name of the machine; empty if there is no profile
@@ -83,7 +83,7 @@ class Decisions:
         return dict(self.sources)[field]
 
     def exchanged_below(self, crossover_tokens: int | None) -> Decisions:
-        """Return the decisions of a model that exchanges tokens below `crossover_tokens` per rank, or with None always.
+        """Return the decisions of a model that exchanges tokens below `crossover_tokens` per rank, or always if None.
 
         Raises ValueError if no layer is streamed, so that nothing could be exchanged instead.
         """

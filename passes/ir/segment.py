@@ -111,7 +111,7 @@ class Lowering:
 
     @property
     def reads_by_expert(self) -> bool:
-        """True if expert weights are read expert by expert."""
+        """True if the segment reads each expert's weights separately, so that a bank can be read in parts."""
         return (self.experts if self.chunk_tokens is not None else self.how) in BY_EXPERT
 
 

@@ -72,7 +72,7 @@ def expert_range(bank: BankSpec, rank: int) -> range:
         )
     if not 0 <= rank < len(bounds) - 1:
         raise InputError(
-            f"bank {bank.name} has no shard of rank {rank}; it has those of ranks 0..{len(bounds) - 2}",
+            f"bank {bank.name} has no shard of rank {rank}; it has shards of ranks 0..{len(bounds) - 2}",
             name=bank.name,
             rank=rank,
             expected=range(len(bounds) - 1),
@@ -81,7 +81,7 @@ def expert_range(bank: BankSpec, rank: int) -> range:
 
 
 def shard_layout(bank: BankSpec, rank: int) -> ShardLayout:
-    """Return the layout of the shard of `rank`. Raises InputError as `expert_range`.
+    """Return the layout of the shard of `rank`. Raises InputError like `expert_range`.
 
     `bank` must list all of its tensors.
     """
@@ -90,9 +90,9 @@ def shard_layout(bank: BankSpec, rank: int) -> ShardLayout:
 
 
 def parameter_places(bank: BankSpec, rank: int) -> tuple[TensorSpec, ...]:
-    """Return the position of each parameter in the shard of `rank`: a tensor's part, or that of a single expert.
+    """Return the position of each parameter in the shard of `rank`: a tensor's part, or a single expert's part.
 
-    Parameters that only recipes read are not included. `bank` must list all of its tensors. Raises InputError as
+    Parameters that only recipes read are not included. `bank` must list all of its tensors. Raises InputError like
     `expert_range`.
     """
     places: list[TensorSpec] = []
@@ -117,7 +117,7 @@ def parameter_places(bank: BankSpec, rank: int) -> tuple[TensorSpec, ...]:
 def shard_pieces(bank: BankSpec, rank: int) -> tuple[Piece, ...]:
     """Return the pieces that copy the shard of `rank` into a slot, one per tensor; none for a rank without experts.
 
-    `bank` must list all of its tensors. Raises InputError as `expert_range`.
+    `bank` must list all of its tensors. Raises InputError like `expert_range`.
     """
     first = expert_range(bank, rank).start
     pieces = []
@@ -131,7 +131,7 @@ def shard_pieces(bank: BankSpec, rank: int) -> tuple[Piece, ...]:
 def slot_layout(bank: BankSpec) -> ShardLayout:
     """Return the layout of `bank` in a slot, with the shapes that the tensors have there.
 
-    `bank` must list all of its tensors. Raises InputError as `expert_range`.
+    `bank` must list all of its tensors. Raises InputError like `expert_range`.
     """
     if not bank.in_parts:
         return ShardLayout(bank.format.slot_bytes, bank.tensors)

@@ -62,7 +62,7 @@ def _read_bank_tensor(
         )
     if len(expert_bounds) > 2:
         raise MoepassError(
-            f"bank {bank_name} lies in shards on {len(expert_bounds) - 1} ranks, and this graph sees only one shard; "
+            f"bank {bank_name} is sharded over {len(expert_bounds) - 1} ranks, and this graph can read only one shard; "
             "compile with backend='asyncep', or call the model uncompiled",
             name=bank_name,
         )

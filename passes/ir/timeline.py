@@ -35,7 +35,7 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """Events in the order of their starts. `source` is that of the times: "measured", "emulated" or "derived".
+    """Events in the order of their starts. The times are "measured", "emulated" or "derived" (`source`).
 
     Zero is the start of the recording, or of the step that is shown. A copy for a step may start before zero or end
     after the last computation, because slots fill across the boundary of two runs.

@@ -43,7 +43,7 @@ def sequences_of(tokens: int, longest: int) -> Sequences:
 class LayerSeconds:
     """Seconds of one layer: GEMMs, attention scores, grouped GEMMs of experts, and passes over activations in memory.
 
-    The `attention_*` fields run before the layer's bank is needed; the others run while it is read.
+    The `attention_*` fields run before the layer's bank is needed; all other fields run while it is read.
     """
 
     attention_gemms: float
@@ -92,7 +92,7 @@ def activation_dtype(dtype: str) -> str:
 def layer_seconds(
     hardware: Hardware, layer: Layer, hidden: int, sequences: Sequences, dtype: str, split: Split = WHOLE
 ) -> LayerSeconds:
-    """Return the seconds of one device's share of `layer`; `dtype` is that of the weights.
+    """Return the seconds of one device's share of `layer`; `dtype` is the dtype of the weights.
 
     Raises InputError for a dtype without a rate in the profile.
     """
@@ -132,5 +132,5 @@ def layer_seconds(
 
 
 def head_seconds(hardware: Hardware, architecture: Architecture, sequences: Sequences, dtype: str) -> float:
-    """Return the seconds of the logits of each sequence's last token; prefill-only work needs no others."""
+    """Return the time to compute the logits of each sequence's last token. Prefill-only work needs no other logits."""
     return gemm_seconds(hardware, activation_dtype(dtype), sequences.count, architecture.hidden, architecture.vocab)

@@ -167,7 +167,7 @@ def peak_flops_per_s(hardware: Hardware, dtype: str) -> Figure:
 
 
 def reached_flops_per_s(hardware: Hardware, dtype: str, work: Work = "gemm") -> Figure:
-    """Return the rate of large shapes: that of the table's largest point, or a fraction of the peak."""
+    """Return the rate of large shapes: the rate at the table's largest point, or a fraction of the peak."""
     table = hardware.compute.get(work, {}).get(short_dtype(dtype))
     if table is not None:
         last = {axis.name: axis.points[-1] for axis in table.axes}
@@ -185,7 +185,7 @@ def work_seconds(hardware: Hardware, dtype: str, flops: float, moved_bytes: floa
 
 
 def gemm_seconds(hardware: Hardware, dtype: str, rows: float, inner: float, columns: float) -> float:
-    """Return the seconds of [rows, inner] times [inner, columns]: by the table, and at least its memory traffic."""
+    """Return the seconds of [rows, inner] times [inner, columns]: from the table, at least for its traffic."""
     flops = gemm_flops(rows, inner, columns)
     if flops <= 0:
         return 0.0
@@ -301,11 +301,11 @@ def _floor_seconds(hardware: Hardware, moved_bytes: float) -> float:
 def collective_seconds(hardware: Hardware, kind: str, nbytes: float, ranks: int | None = None) -> float:
     """Return the seconds of a collective on `ranks` ranks (by default all of the machine's).
 
-    Uses the profile's table if it has one (that of all_gather for bank_gather), scaled to `ranks` by the bytes that
-    cross one rank's link. Otherwise adds up the latency of each step and the bytes that cross the link at its reached
-    rate: (N - 1) / N of `nbytes`, twice that for all_reduce, all of them for p2p.
+    Uses the profile's table if it has one (for bank_gather, the table of all_gather), scaled to `ranks` by the bytes
+    that cross one rank's link. Otherwise adds up the latency of each step and the bytes that cross the link at its
+    reached rate: (N - 1) / N of `nbytes`, twice that for all_reduce, all of them for p2p.
 
-    `hardware.COLLECTIVES` lists the kinds and defines `nbytes` for each. Raises InputError for another kind.
+    `hardware.COLLECTIVES` lists the kinds and defines `nbytes` for each. Raises InputError for any other kind.
     """
     if kind not in COLLECTIVES:
         raise InputError(

@@ -5,7 +5,7 @@
     exchanged(n)  the computation, equal on all ranks, plus the exchanges of the blocks. If all ranks have the same
                   tokens (AllReduce), gathering repeats on each rank the work that they shared, and may never pay
 
-Both grow with n, and `exchanged` is longer from the crossover on. Computation is that of the whole graph at the reached
+Both grow with n, and `exchanged` is longer from the crossover on. Computation covers the whole graph at the reached
 rates, with a separate rate for grouped GEMMs.
 """
 

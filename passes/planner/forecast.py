@@ -61,11 +61,11 @@ class Forecast:
     """The planned schedule of asyncep, and its comparison with other strategies.
 
     Attributes:
-        decisions, schedule, simulation: those of asyncep; None if not even one slot fits
+        decisions, schedule, simulation: the plan of asyncep; None if not even one slot fits
         memory: memory of one device; if nothing fits, the memory that two slots would need
         host: host memory of the machine
         saturation: saturation threshold of the typical MoE layer at its reached rate
-        at_peak: the same at the peak rate
+        at_peak: saturation threshold at the peak rate
         comparison: costs of all strategies, including asyncep and resident
         chosen: the fastest strategy that fits
         runner_up: the next that fits, if any
@@ -169,8 +169,8 @@ def curve_point(planned: Forecast, tokens: int) -> CurvePoint:
     """Simulate `planned`'s schedule with another number of tokens per rank and step, ignoring memory.
 
     Sequences keep their length, and `tokens` is rounded down to whole sequences. A step of fewer tokens than one
-    sequence has one shorter sequence. `all_to_all_seconds` are those of dp_ep, or of all experts resident on a single
-    device.
+    sequence has one shorter sequence. `all_to_all_seconds` is the time of dp_ep, or on a single device the time with
+    all experts resident.
     """
     setting = dataclasses.replace(planned.setting, sequences=sequences_of(tokens, planned.setting.sequences.length))
     phases = model_phases(setting, planned.home)
@@ -222,7 +222,7 @@ class ThresholdPoint:
 def threshold_curve(planned: Forecast) -> tuple[ThresholdPoint, ...]:
     """Return the saturation threshold for increasing numbers of resident banks, from none to all, ignoring the budget.
 
-    A resident bank is not transferred, and its layer's computation hides the transfers of others. With R of L banks
+    A resident bank is not transferred, and its layer's computation hides transfers of other banks. With R of L banks
     resident, (L - R) / L of a bank is transferred per layer, on average.
     """
     setting = planned.setting

@@ -294,7 +294,7 @@ class _BlockWork:
 
 @dataclasses.dataclass
 class _WorkSeconds:
-    """Total seconds of work, and the seconds that are memory traffic; `dtype` is that of work outside blocks."""
+    """Total seconds of work, and the seconds that are memory traffic; `dtype` is the dtype of work outside blocks."""
 
     hardware: Hardware
     dtype: str

@@ -84,10 +84,10 @@ class MadePlan:
 
 
 def make_plan(problem: PlanningProblem) -> MadePlan:
-    """Make the decisions that are still open, and predict the step.
+    """Choose the slots and resident layers that the problem leaves open, and predict the step's time and memory.
 
-    Raises BudgetError if not even one slot, or the decided number of slots, fits into the budget, and ValueError for
-    `most_slots` below 1.
+    Raises BudgetError if the given number of slots, or one slot if none is given, exceeds the budget. Raises ValueError
+    if `most_slots` is below 1.
     """
     schedule, why = _decide(problem)
     simulation = None
@@ -107,7 +107,7 @@ def device_memory(resting: DeviceMemory, schedule: RingSchedule) -> DeviceMemory
 
 
 def _decide(problem: PlanningProblem) -> tuple[RingSchedule, dict[str, str]]:
-    """Return the schedule, and the sources of its residents and slots."""
+    """Return the schedule, and how its resident layers and its number of slots were chosen."""
     phases = problem.phases
     if problem.resident is not None or problem.budget_bytes is None:
         slots = DEFAULT_SLOTS if problem.slots is None else problem.slots

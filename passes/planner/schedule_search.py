@@ -1,7 +1,7 @@
-"""Search for the banks that stay resident, and for the number of slots that the others use.
+"""Search for the banks that stay resident, and for the number of slots that all other banks use.
 
-The best schedule has the least exposed time within the memory budget; among equal ones, the one that moves least. Banks
-are copied in the order of need, as the ring does it, as early as link and slots allow.
+The best schedule has the least exposed time within the memory budget; equal schedules are ranked by seconds of
+transfers. Banks are copied in the order of need, as the ring does it, as early as link and slots allow.
 
 Pseudo-code
     for each number of slots:
@@ -49,13 +49,13 @@ def search_schedule(
     slots: int | None = None,
     machine: ExecutionModel = _PLAIN,
 ) -> RingSchedule:
-    """Return the best schedule of `phases` whose resident banks, shards and slots take at most `memory_bytes`.
+    """Return the best schedule of `phases` with at most `memory_bytes` for resident banks, shards and slots.
 
-    There are `slots` slots, or by default up to `most_slots`, but at most as many as streamed banks. Times are those of
-    a steady state over one link, on a `machine` that issues steps in no time.
+    There are `slots` slots, or by default up to `most_slots`, but at most as many as streamed banks. Times are for a
+    steady state over one link, and assume that `machine` issues steps at no cost.
 
-    Raises BudgetError if not even one slot, or `slots` of them, fit, and ValueError without slots or with several
-    links.
+    Raises BudgetError if `slots` slots, by default one, do not fit. Raises ValueError if the number of slots is below 1
+    or banks use several links.
     """
     counts = range(1, most_slots + 1) if slots is None else range(slots, slots + 1)
     if not counts or counts[0] < 1:
@@ -92,8 +92,8 @@ def steady_step(
 ) -> tuple[float, list[float]]:
     """Return the seconds of a step in the steady state, and how long each phase waits for its bank.
 
-    The result equals that of `simulate_phases` for one link and a host that issues steps in no time, but a recurrence
-    is faster: copy k ends after copy k - 1 and after release k - slots, and without filling ahead it does not start
+    The result equals `simulate_phases` for one link and a host that issues steps at no cost, but a recurrence is
+    faster: copy k ends after copy k - 1 and after release k - slots, and without filling ahead it does not start
     before its run.
     """
     # Compute seconds before each streamed phase, inside it, and after the last one (`gap`).
@@ -398,7 +398,7 @@ class _Search:
     def _filled(
         self, slots: int, resident: frozenset[int], entering: int | None, leaving: int | None
     ) -> frozenset[int]:
-        """Return `resident` with one bank added or removed, and then filled with as many others as fit."""
+        """Return `resident` with one bank added or removed, and then filled with as many other banks as fit."""
         value = self.seconds_per_byte
         changed = resident - {leaving} | ({entering} if entering is not None else set())
         for position in sorted(changed - {entering}, key=value.__getitem__):

@@ -128,7 +128,7 @@ def resident_cost(setting: Setting) -> StrategyCost:
 def strategy_cost(setting: Setting, name: str) -> StrategyCost:
     """Return the cost of one strategy of the table, except asyncep.
 
-    Raises InputError as `compare_strategies`, and KeyError for another name.
+    Raises the InputErrors of `compare_strategies`, and KeyError for any other name.
     """
     if name == "pp_pp":
         seconds = _pipeline(setting)

@@ -35,7 +35,7 @@ def ranking(comparison: Sequence[StrategyCost], ranks: int) -> tuple[str, str | 
 def reason(
     comparison: Sequence[StrategyCost], chosen: str, runner_up: str | None, simulation: Simulation | None
 ) -> str:
-    """Return why `chosen` was chosen. `simulation` is that of asyncep; None if it does not fit."""
+    """Return why `chosen` was chosen. `simulation` is a simulation of asyncep; None if asyncep does not fit."""
     costs = {cost.strategy: cost for cost in comparison}
     if not costs[chosen].fits:
         needed = f"{costs[chosen].memory_bytes / 1e9:.1f} GB per device"

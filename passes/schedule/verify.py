@@ -112,7 +112,7 @@ def verify(module: GraphModule, plan: Plan, context: PassContext) -> PassResult:
 
 
 def violations(graph: Graph, plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield every violation: the name of its rule and a sentence. Later ones may be consequences of the first."""
+    """Yield every violation: the name of its rule and a sentence. Later violations may follow from the first."""
     facts = schedule_facts(graph, plan)
     for name, rule in RULES.items():
         for problem in rule.check(facts):

@@ -1,4 +1,4 @@
-"""Decide which tensors of a bank come in parts: this rank's experts from where they rest, the others in a slot.
+"""Decide which tensors of a bank come in parts: this rank's experts where they rest, all other experts in a slot.
 
 A grouped GEMM multiplies the rows of each expert by weights of that expert alone, so it does not need the weights of
 all experts in one tensor. If nothing else reads a tensor, slots hold only the experts of other ranks, and this rank's

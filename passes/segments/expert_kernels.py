@@ -138,7 +138,7 @@ class ExpertKernels:
 
 
 def read_kernels(program: ExpertProgram) -> ExpertKernels:
-    """Return the kernels of `program`. Raises NotByExpertError for row work that no tile can do."""
+    """Return the kernels of `program`. Raises NotByExpertError if a tile cannot compute the row work."""
     return _Reader(program).read()
 
 

@@ -274,7 +274,7 @@ def _is_scalar_work(node: Node) -> bool:
 
 
 def constant_number(node: Node) -> float | bool | None:
-    """Return the number in a constant scalar tensor, such as a decomposition's fill value; None for other nodes."""
+    """Return the number in a constant scalar tensor, such as a decomposition's fill value; else None."""
     value = node.args[0] if is_call(node, aten.scalar_tensor.default) else None
     if not isinstance(value, (bool, int, float)):
         return None

@@ -26,7 +26,7 @@ class BankedParameter(nn.Module):
     """The parametrization of one expert tensor, which reads the tensor of the complete bank.
 
     In a captured graph a read becomes one `moepass::bank_tensor`, which the compiler turns into a prefetched gather. In
-    eager mode it is a synchronous gather. `bank` is the bank's index in the store, `index` the tensor's in the bank.
+    eager mode it is a synchronous gather. `bank` is an index in the store, and `index` an index in the bank.
     """
 
     shard: torch.Tensor
@@ -77,7 +77,7 @@ class BankedParameter(nn.Module):
         return self.store.gather_now(self.bank)[self.index]
 
     def resting(self) -> torch.Tensor:
-        """Return the tensor as a view of the bank. Raises InputError if this process cannot write all of it."""
+        """Return the tensor as a view of the bank. Raises InputError unless this process can write the whole bank."""
         bank = self.store.bank(self.bank)
         reason = _why_not_writable(bank.spec)
         if reason:
@@ -160,7 +160,10 @@ class _BankParametrizations(ParametrizationList):
 
 
 def bank_parameters(module: nn.Module, banked: Mapping[str, BankedParameter]) -> None:
-    """Let `module` read these parameters from their bank. The parameter objects stay: other code may hold them."""
+    """Let `module` read the parameters with these names from their bank.
+
+    The parameter objects do not change, because other code may reference them.
+    """
     lists = {}
     for name, parametrization in banked.items():
         parameter = getattr(module, name)

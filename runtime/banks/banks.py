@@ -180,7 +180,7 @@ class BankStore:
 
     @property
     def encoded_buffer_bytes(self) -> int:
-        """Bytes of the ring's buffer for encoded banks: those of the largest; 0 if no bank is encoded."""
+        """Bytes of the ring's buffer for the largest encoded bank; 0 if no bank is encoded."""
         formats = (bank.spec.format for bank in self.banks)
         return max((format.link_bytes for format in formats if format.is_encoded), default=0)
 
@@ -191,7 +191,7 @@ class BankStore:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes that banks take on the compute device now: those of the ring, and those that eager mode caches."""
+        """Bytes that banks take on the compute device now: the ring, and the cache of eager mode."""
         cached = sum(value.nbytes for value in self._eager[1]) if self._eager is not None else 0
         return cached + (0 if self.current_ring is None else self.current_ring.device_bytes)
 
@@ -199,7 +199,7 @@ class BankStore:
         """Return the ring for a compiled graph; the first call creates it. Clears the cache of eager mode.
 
         `debug` fills released slots with NaN; once on, it stays on, because graphs share the ring. `slot_bytes` is the
-        size of the slots that the graph needs, by default the present size, or in a new ring that of the largest bank.
+        size of the slots that the graph needs, by default the current size, or the largest bank's size in a new ring.
         """
         self.forget_gathered()
         self._owner.check()
@@ -368,7 +368,7 @@ def keep_whole_model_store(experts: Iterable[torch.Tensor], store: BankStore | N
 def whole_model_store(tensors: Iterable[object]) -> BankStore | None:
     """Return the store associated with the first expert weight among `tensors`; None if there is no such weight.
 
-    It has the planner's decisions for a model none of whose experts was moved.
+    This store has the planner's decisions for a model whose experts were not moved.
     """
     stores = (_whole_model_stores.get(value) for value in tensors if isinstance(value, torch.Tensor))
     return next((store for store in stores if store is not None), None)

@@ -18,9 +18,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class MutationGuard:
     """A check of this rank's tensors of one bank, each [own experts, ...], which was made from `parts`.
 
-    `shard` has the present values of the first of `parts`, and `computed` those of further tensors that `compute` makes
-    from `parts`, in memory that is never written to. `are_shard` says which parameters are that memory themselves; with
-    None, none is.
+    `shard` has the current values of the first of `parts`, and `computed` the current results of `compute(parts)`, both
+    in memory that is never written to. `are_shard` says which parameters are the shard itself; by default none.
     """
 
     def __init__(
@@ -48,9 +47,9 @@ class MutationGuard:
         ]
 
     def are_unchanged(self, parts: Sequence[torch.Tensor], debug: bool = False) -> bool:
-        """Return whether `parts`, the same tensors in the same order, have the same bits, even if they were moved.
+        """Return whether the guarded tensors, now `parts`, have their original bits, possibly at other addresses.
 
-        Without `debug`, writes that torch does not count go unnoticed.
+        Without `debug`, writes that bypass torch's version counters are not noticed.
         """
         versions = _versions(parts)
         if self._versions == versions and not debug:

@@ -3,7 +3,7 @@
 A graph whose loop over experts became grouped GEMMs reads one tensor; the model has a parameter for each expert. On the
 first read the parameters move into one allocation: the storage of each becomes a slice of it. A parameter stays the
 same object with the same shape, strides and version, so no guard of compiled code fails, and every reader sees a write
-to it, as before. A run always reads the present values of the parameters: a view, as long as they lie side by side.
+to it, as before. A run always reads their current values, through a view as long as they lie side by side.
 
 New parameters (`load_state_dict(assign=True)`, a move to another device) move together on their first read. Parameters
 are copied in each run instead if something else reaches their memory (tied weights, views of one buffer, memory of

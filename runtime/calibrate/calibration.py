@@ -1,4 +1,4 @@
-"""Measures this machine, in one process per rank that all measure at the same time, and makes a profile of it."""
+"""Measure this machine with one process per rank, all at the same time, and make a profile."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def _running(task: RankTask, log: IO[bytes]) -> Iterator[subprocess.Popen[bytes]
 
 
 def profile_of(measurements: Sequence[RankMeasurements], conditions: Conditions, kind: str) -> Hardware:
-    """Return the profile of what the ranks measured. A collective takes as long as it takes on the slowest rank."""
+    """Return the profile from the ranks' measurements. The slowest rank determines the time of a collective."""
     ranks = len(measurements)
     first = measurements[0]
     tables = {name: _table(name, [rank.tables[name] for rank in measurements]) for name in first.tables}

@@ -62,7 +62,7 @@ class RankMeasurements:
     """Everything that one rank measured.
 
     Attributes:
-        memory_bytes: Its memory; for a CPU, the machine's.
+        memory_bytes: Memory of the device; for a CPU, the machine's memory.
         overlap: Slowdowns; see `measure_overlap`.
         local_is_host: Whether copies inside the device's memory are the same as copies from the host.
         core_share: The share of the time in which a single computing thread had a core. None for several threads,
@@ -79,7 +79,7 @@ class RankMeasurements:
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """A line of standard output: a step of progress with the next experiment, or all measurements at the end."""
+    """A line of standard output: progress with the name of the next experiment, or all measurements at the end."""
 
     done: int = 0
     total: int = 0

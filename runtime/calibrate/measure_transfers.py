@@ -141,9 +141,9 @@ def transfer_experiments(
 
 
 def measure_overlap(bench: TransferBench, sizes: CalibrationSizes, device: torch.device) -> dict[str, Timing]:
-    """Return slowdowns of 1 and above: `gemm` and `memory` during copies, and `copy`, the copies during GEMMs.
+    """Return slowdowns, at least 1: of GEMMs and memory-bound work during copies, and of copies during GEMMs.
 
-    Measurements alone and together alternate, so that drift of the machine affects both.
+    Each part is measured alone and overlapped in turn, so that drift of the machine affects both measurements.
     """
     gemms = _gemms(sizes, device)
     elements = max(1, min(sizes.memory_bytes[-1], 48 << 20) // 12)

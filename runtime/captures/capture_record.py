@@ -56,7 +56,7 @@ class TensorLayout(msgspec.Struct, frozen=True):
 
 
 class StateInput(msgspec.Struct, frozen=True, tag="state"):
-    """An input of the graph that is a parameter or a buffer of the model; tied ones have several paths."""
+    """An input of the graph that is a parameter or a buffer of the model; a tied tensor has several paths."""
 
     paths: tuple[str, ...]
     layout: TensorLayout
@@ -70,7 +70,7 @@ class ArgumentInput(msgspec.Struct, frozen=True, tag="argument"):
 
 
 class SizeInput(msgspec.Struct, frozen=True, tag="size"):
-    """An input that is a size, as an expression in those that the arguments show."""
+    """An input that is a size, as an expression in the sizes of the arguments."""
 
     text: str
 
@@ -94,7 +94,7 @@ class CaptureRecord(msgspec.Struct, frozen=True):
         sizes: the argument and the dimension from which each symbolic size is read.
         result: the position of the graph's output that the call returned.
         sources: digests of the files whose code was traced, by path.
-        environment: the environment variables that this code may read; None for those that were not set.
+        environment: the environment variables that this code may read; None if a variable is not set.
         vector_instructions: the vector instructions that Inductor compiled for; empty if it compiled nothing.
     """
 

@@ -132,7 +132,7 @@ class CaptureStore:
                     logger.warning("stored capture %s cannot be removed: %s", self.folder / name, error)
 
     def entries(self) -> list[StoredEntry]:
-        """Return all entries, the latest first and unusable ones last. Raises InputError if others can write here."""
+        """Return all entries, the latest first, unusable ones last. Raises InputError if other users can write here."""
         entries = [self._entry(path) for path in self._listed(f"*{_SUFFIX}")]
         return sorted(entries, key=lambda entry: -entry.header.created if entry.header else 0.0)
 
@@ -157,7 +157,7 @@ class CaptureStore:
             return StoredEntry(path, nbytes, None, str(error))
 
     def _paths(self, pattern: str) -> list[Path]:
-        """Return the files that match `pattern`. Raises UnusableFileError if others can write to the folder."""
+        """Return the files that match `pattern`. Raises UnusableFileError if other users can write to the folder."""
         try:
             check_own_folder(self.folder)
             return sorted(self.folder.glob(pattern))

@@ -139,7 +139,10 @@ def _precisions() -> list[str]:
 
 
 def _config(config: Any) -> Any:
-    """Return one of torch's configurations as text. Raises NotStorableError if it holds a function, such as a pass."""
+    """Return the text of one of torch's configurations.
+
+    Raises NotStorableError if a setting is a function, such as a pass.
+    """
     for name, value in config.get_config_copy().items():
         if any(callable(item) for item in (value if isinstance(value, (list, tuple)) else [value])):
             raise NotStorableError(f"the setting {config.__name__}.{name} is a function: {value!r}")
@@ -211,7 +214,7 @@ class Description:
         self._known: dict[int, tuple[int, object]] = {}
 
     def value(self, value: Any, where: str) -> Any:
-        """Return the description of `value`. Raises NotStorableError, which names the path `where` this fails."""
+        """Return the description of `value`, whose path is `where`. Raises NotStorableError, which names the path."""
         kind = type(value)
         if kind in (bool, str) or value is None:
             return value

@@ -47,8 +47,8 @@ _TensorPath = tuple[nn.Module, str, str]
 def record_capture(watch: CaptureWatch, model: nn.Module, arguments: Sequence[object], result: object) -> CaptureRecord:
     """Return the record of one call of the compiled `model`.
 
-    `watch` was active during the call, and `model` is the model before it was compiled. Raises NotStorableError if the
-    call did more than run one graph that depends only on its arguments and the model.
+    `watch` was active during the call, and `model` is the model before it was compiled. Raises NotStorableError unless
+    the call ran exactly one graph, and that graph depends only on the arguments and the model.
     """
     graph, run = _only_run(watch)
     inputs = graph_inputs(graph.captured.graph)
@@ -61,7 +61,7 @@ def record_capture(watch: CaptureWatch, model: nn.Module, arguments: Sequence[ob
     if len(positions) != len(arguments) or positions.keys() - argument_inputs:
         raise NotStorableError("an argument of a call is not a tensor, is not read, or is passed twice")
     if any(isinstance(value, nn.Parameter) for value in arguments):
-        raise NotStorableError("an argument of a call is a parameter")
+        raise NotStorableError("an argument of the call is an nn.Parameter")
     records: list[StateInput | ArgumentInput | SizeInput] = []
     for node, value in zip(inputs, run.inputs, strict=True):
         described = fake_value(node)
@@ -109,7 +109,8 @@ def record_capture(watch: CaptureWatch, model: nn.Module, arguments: Sequence[ob
 class StoredCapture:
     """A capture for one model. Its executor is created on first use.
 
-    In `context`, the plan's predictions are made again. Raises ValueError if the model has other banks or tensors.
+    The plan's predictions are recomputed in `context`. Raises ValueError if the model's banks or tensors differ from
+    the record.
     """
 
     def __init__(self, record: CaptureRecord, model: nn.Module, store: BankStore | None, context: PassContext) -> None:
@@ -177,7 +178,7 @@ class _StateTensors:
     """Reads the parameters and buffers of a model that a graph takes.
 
     Since the last call, a tensor may have been replaced or may have new memory, as after `module.half()`. So each call
-    compares all of them. Raises ValueError if the model has no tensor at a path, or one with another layout.
+    compares all of them. Raises ValueError if the model has no tensor at a path, or a tensor with another layout.
     """
 
     def __init__(self, model: nn.Module, items: Sequence[StateInput]) -> None:
@@ -191,7 +192,7 @@ class _StateTensors:
                 raise ValueError(f"{item.paths[0]} of the model has another layout than the stored one")
 
     def read(self) -> list[torch.Tensor] | None:
-        """Return the model's tensors, or None if one has another layout than recorded, or two are no longer tied."""
+        """Return the model's tensors, or None if layouts differ from the record, or ties were broken."""
         values = self._values()
         if self._have_known_layouts is None or not self._have_known_layouts(*values):
             if not all(item.layout.holds_for(value, {}) for item, value in zip(self._items, values, strict=True)):
@@ -232,7 +233,7 @@ def _only_run(watch: CaptureWatch) -> tuple[CompiledGraph, GraphRun]:
     graph = watch.graphs[0]
     plan, nodes = graph.executor.plan, graph.captured.graph.nodes
     if plan.local_blocks or plan.dispatch or any(bank.group for bank in plan.banks):
-        raise NotStorableError("the graph has expert parallelism, on which ranks agree in each process")
+        raise NotStorableError("the graph has expert parallelism, which ranks negotiate anew in every process")
     if writes_to_inputs(graph.captured.graph):
         raise NotStorableError("the graph writes to its inputs")
     if any(is_call(node, BANK_TENSOR) for node in graph.top.graph.nodes):

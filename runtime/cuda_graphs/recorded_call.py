@@ -8,7 +8,7 @@ A recorded graph reads and writes the addresses that it was recorded with. So ea
 
 and each output
 
-    a view of an input    a replay makes a new view of the input that it gets, whose memory the caller keeps alive
+    a view of an input    a replay returns a view of its own input; the caller keeps that input alive
     memory of the pool    valid until later recorded calls use that memory again: see `SegmentGraphs`
 """
 
@@ -199,7 +199,7 @@ def record_call(
 
 
 def _actual(descriptions: Sequence[object], outputs: Sequence[Any], leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """Return `outputs`, with views of the actual inputs `leaves` where that is what `descriptions` say."""
+    """Return `outputs`; those that `descriptions` describe as views become views of the actual inputs `leaves`."""
     return tuple(
         description.of(leaves[description.index]) if isinstance(description, ViewOfInput) else output
         for description, output in zip(descriptions, outputs, strict=True)

@@ -134,9 +134,9 @@ class SegmentGraphs:
     ) -> Iterator[GraphedRun | None]:
         """Enter a run of the graph; yield None if it uses no CUDA graphs.
 
-        The outputs of the graph must pass through `GraphedRun.own`. All runs have the same `device`. `sizes` are those
-        of the graph's inputs. The address of `fixed` memory rarely changes: parameters, shards, and the ring's buffers
-        in the order in which the run uses them.
+        The outputs of the graph must pass through `GraphedRun.own`. All runs have the same `device`. `sizes` are the
+        sizes of the graph's inputs. The address of `fixed` memory rarely changes: parameters, shards, and the ring's
+        buffers in the order in which the run uses them.
         """
         if torch.cuda.is_current_stream_capturing():
             yield from self._plain("while the caller recorded a CUDA graph")

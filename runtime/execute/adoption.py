@@ -35,8 +35,8 @@ from moepass.runtime.transfer.link import check_link_to
 def process_groups(names: Collection[str]) -> dict[str, Group]:
     """Return this rank's view of the process groups with these names. Groups that do not exist here are skipped.
 
-    If two of them may be axes of a mesh, the groups that combine them are included. The order is that of creation,
-    which is the same on all ranks.
+    If two of them may be axes of a mesh, the groups that combine them are included. Groups are in the order of
+    creation, which is the same on all ranks.
     """
     groups = {
         name: Group(group.rank(), group.size(), tuple(dist.get_process_group_ranks(group)))
@@ -89,8 +89,8 @@ def run_checks(
 ) -> list[Callable[[], None]]:
     """Return the checks before each run of `captured`. They raise if the run must not begin.
 
-    One of them compares the run with those of the other ranks if necessary (`BlockDecisions.must_agree`). It is left
-    out if ranks agree on every run anyway, because the plan has a dispatch or its blocks need the same tokens.
+    One of them compares the run with the other ranks' runs if necessary (`BlockDecisions.must_agree`). It is left out
+    if ranks agree on every run anyway, because the plan has a dispatch or its blocks need the same tokens.
     """
     exchanges = _shared_exchanges(captured, groups)
     checks: list[Callable[[], None]] = [refuse_eager_stance] if exchanges and plan.local_blocks else []
@@ -159,9 +159,9 @@ def _replica_check(
 
 
 def adoption(plan: Plan, device: torch.device, options: AdoptionOptions) -> Adopt | None:
-    """Return the function that adopts the banks of `plan` in the first run; None if they are no parameters of it.
+    """Return the function that adopts the banks of `plan` in the first run; None if its banks are not parameters.
 
-    Raises InputError if banks of other ranks cannot be streamed to `device`, and OptionError if it lacks the link.
+    Raises InputError if `device` cannot receive banks of other ranks, and OptionError if its link cannot be emulated.
     """
     names = {bank.group for bank in plan.banks if bank.group}
     if not names:

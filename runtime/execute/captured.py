@@ -16,7 +16,7 @@ SWITCHES = ("capture_scalar_outputs", "capture_dynamic_output_shape_ops")
 
 
 def capture_notes(graph: GraphModule) -> CaptureNotes:
-    """Return the notes on `graph`, a graph that Dynamo is passing to a backend right now."""
+    """Return the notes on `graph`, which Dynamo is passing to a backend."""
     config = torch._dynamo.config
     off = tuple(f"torch._dynamo.config.{name}" for name in SWITCHES if not getattr(config, name))
     reason = getattr(graph, "compile_subgraph_reason", None)
@@ -48,7 +48,10 @@ def name_inputs(captured: GraphModule, graph: GraphModule) -> None:
 
 
 def _described(description: object, dynamo_inputs: Sequence[tuple[str, bool]]) -> tuple[str, bool]:
-    """Return the name of an input, and whether it is an argument, from AOT's description and Dynamo's inputs."""
+    """Return the name of an input, and whether it is an argument, from AOT's description of it.
+
+    `dynamo_inputs` has the same pair for each of Dynamo's inputs.
+    """
     base = getattr(description, "base", None)
     if base is not None:
         # The input is part of another input, as the local tensor of a DTensor, or the memory that inputs share.

@@ -117,9 +117,9 @@ class CapturedFallback(CapturedForm):
 class Dispatcher(CapturedForm):
     """Chooses the form of every run together with the other ranks, by the rule `dispatch` of the plan.
 
-    `group` returns the process group of the graph's blocks, which waits `timeout_s` seconds for a rank. `register`
-    takes the banks and this rank's tensors of each when a run first reads them. `blocks` describe the graph's blocks in
-    words that are equal on all ranks.
+    `group` returns the process group of the graph's blocks; ranks wait `timeout_s` seconds for each other. The first
+    run that reads some banks calls `register` with these banks and this rank's tensors of each bank. `blocks` are
+    descriptions of the graph's blocks, identical on all ranks.
     """
 
     def __init__(

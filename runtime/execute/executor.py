@@ -36,7 +36,7 @@ _NO_RING = contextlib.nullcontext()
 class Executor:
     """A compiled graph: call it with a list of the graph's inputs (boxed).
 
-    One executor serves all layers and models that are alike, and uses the ring of the model at hand: the memory of the
+    One executor serves all layers and models that are alike, and uses the ring of the running model: the memory of the
     shards among a run's inputs identifies the banks. Runs that share a ring take turns, so threads may call one
     executor, or several of one model, at the same time.
 
@@ -85,7 +85,7 @@ class Executor:
     def graph_module(self) -> GraphModule:
         """The schedule as straight-line Python: print it with `print_readable()`, or run it.
 
-        It is bound to the banks that it was compiled for, or to those of its first run if banks are parameters.
+        It is bound to the banks that it was compiled for, or to its first run's banks if banks are parameters.
         """
         return self._schedules.default.graph_module
 

@@ -69,7 +69,7 @@ class RunClock:
     def run(
         self, device: torch.device, sizes: Mapping[str, int], ring: Ring | None, arguments: Sequence[Any] = ()
     ) -> Iterator[None]:
-        """Time the code inside, a run with these input sizes. `ring` reports its waits. A run that raises is no run."""
+        """Time the code inside, a run with these input sizes. `ring` reports its waits. Ignores runs that raise."""
         with self._lock:
             if self._device is None:
                 self._device, self._weight_bytes = device, self._count_weight_bytes(device, arguments)
@@ -118,8 +118,8 @@ class RunClock:
 class ReportedFigure:
     """A number that the planner predicted and a run measured, in `unit` "s" or "B".
 
-    `predicted_by` is the source of the prediction, and `note` further work that the measurement includes; each has the
-    reason if there is no such number.
+    `predicted_by` is the source of the prediction, and `note` further work that the measurement includes; if a number
+    is missing, its text has the reason.
     """
 
     name: str
@@ -131,7 +131,7 @@ class ReportedFigure:
 
     @property
     def off(self) -> float | None:
-        """The relative error of the prediction: a fraction of the measured value, None if there is no such value."""
+        """The relative error of the prediction: a fraction of the measured value; None if a value is missing."""
         return None if self.predicted is None or not self.measured else self.predicted / self.measured - 1
 
     def __str__(self) -> str:

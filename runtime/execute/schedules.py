@@ -1,4 +1,4 @@
-"""The schedules of one compiled graph: its top-level graph, bound to the ring and banks that a run reads."""
+"""The schedules of one compiled graph. Each binds the top-level graph to one ring and one set of banks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Schedule:
 
     @functools.cached_property
     def run(self) -> Callable[[list[Any]], Any]:
-        """The graph as a function of a list of its inputs, which it empties."""
+        """The graph as a callable that takes a list of its inputs and empties it."""
         return run_by_list(self.graph_module)
 
     @property
@@ -54,8 +54,8 @@ class Schedule:
 class Schedules:
     """Looks up a run's schedule by the addresses of its bank inputs, and binds a new one for banks not seen before.
 
-    `default` is the schedule that the graph was compiled for, or that of the first run if banks are parameters of the
-    graph. `banks` are the banks that the graph streams.
+    `default` is the schedule that the graph was compiled for, or the first run's schedule if banks are parameters.
+    `banks` are the banks that the graph streams.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Schedules:
     def schedule_for(self, inputs: Sequence[Sequence[torch.Tensor]]) -> Schedule:
         """Return the schedule for banks that are read from `inputs`.
 
-        Raises InputError if the banks share no ring, and what adoption raises.
+        Raises InputError if the banks share no ring, and the errors of `adopt`.
         """
         if not inputs:
             return self.default  # if arguments are missing, its code raises the error that says so

@@ -66,7 +66,7 @@ class AdoptedBank(Bank):
 
 
 class AdoptedHome(Home):
-    """The shards of all ranks of a group. Raises an error if a shard changes after the ranks have met for it."""
+    """The shards of all ranks of a group. Raises an error if a shard changes after its adoption."""
 
     # The store of the banks; the adopter sets it.
     store: weakref.ref[BankStore]
@@ -146,7 +146,7 @@ class BankAdopter:
         parts: Sequence[Sequence[torch.Tensor]],
         options: AdoptionOptions | None = None,
     ) -> None:
-        """Make `banks` available to `find_bank`. All ranks meet here for banks that were not adopted before.
+        """Make `banks` available to `find_bank`. All ranks rendezvous here for banks that were not adopted before.
 
         `parts` has for each bank this rank's tensors, each [own experts, ...]. Eager code has no `options`: its banks
         stream like the group's other banks, or with the defaults if there are none.
@@ -290,9 +290,9 @@ class BankAdopter:
             if any(memory in memories for of_tensors in self._agreed.living().values() for memory in of_tensors):
                 raise InputError(
                     f"all ranks must agree on each run of {type(model).__name__}, because it is compiled with "
-                    "all_to_all_below, or its ranks add up the results of their experts: on a rank without work call "
-                    "the model itself instead of gather_only_step, with no tokens, or, if results are added up, with "
-                    "the tokens of all ranks"
+                    "all_to_all_below, or its ranks sum the results of their experts: on a rank without work call the "
+                    "model itself instead of gather_only_step, with no tokens, or if results are summed, with the "
+                    "tokens of all ranks"
                 )
             first_memories = [(bank.memories[0], bank.spec) for bank in self.home.banks.values()]
         spec_of = dict(first_memories)
@@ -338,7 +338,7 @@ def _guard(
 def _changed(name: str) -> str:
     return (
         f"the expert weights of {name} were changed after their first run, but other ranks have the old ones; "
-        "load weights before that run, or later as new parameters, for which the ranks meet again: "
+        "load weights before that run, or later as new parameters, which the ranks exchange again: "
         "model.load_state_dict(state, assign=True) on every rank"
     )
 

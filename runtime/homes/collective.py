@@ -46,7 +46,7 @@ class GatherAction(Action):
     receives: bool = True
 
     def fill(self, copy: SlotCopy, link: Link) -> None:
-        """Gather with the other ranks, once the slot is free. Raises PeerError, on all ranks the same."""
+        """Gather with the other ranks, once the slot is free. Raises the same PeerError on all ranks."""
         copy.lane.wait_on_host(copy.after)
         try:
             started = self._gather(copy)
@@ -214,7 +214,7 @@ class CollectiveTransport(Transport):
         return HOST_LANE
 
     def _gather(self, request: Request, into_slot: Sequence[Source] | None = None) -> GatherAction:
-        """Return a gather into a slot, whose parts from all ranks are `into_slot`, or by default into a buffer."""
+        """Return a gather into a slot, to which all ranks' shards go as `into_slot`, or by default into a buffer."""
         assert self._group is not None, "connect comes first"
         bank, sources = self._banks[request[0]]
         start, stop = request[1:]

@@ -36,7 +36,7 @@ _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
 class SymmetricMemory:
-    """Memory of equal size on the CUDA devices of the ranks of `group`, each of which can read that of the others.
+    """Memory of equal size on the CUDA devices of the ranks of `group`. Each rank can read the memory of all ranks.
 
     All ranks are on one machine, and no two on the same device.
     """
@@ -235,11 +235,11 @@ def make_transport(name: str, link: Link, device: torch.device) -> Transport:
 
 
 def check_transport_to(device: torch.device, transport: str) -> None:
-    """Raise InputError if that transport cannot bring the experts of other ranks to `device`."""
+    """Raise InputError if `transport` cannot copy the experts of other ranks to `device`."""
     kinds = ("cpu", "cuda")
     if device.type not in kinds:
         text = (
-            f"device is {device}; transport={transport!r} brings experts of other ranks to {' and '.join(kinds)} only; "
+            f"device is {device}; transport={transport!r} copies experts of other ranks only to {' and '.join(kinds)}; "
             "use home='host'"
         )
         raise InputError(text, name="device", value=str(device), expected=kinds)

@@ -1,7 +1,7 @@
 """The ranks that share the experts of one model: they agree once, map each other's shards, then work independently.
 
 agree    every rank publishes its banks; a difference is one error, the same on every rank
-share    every rank publishes its shards and opens those of the others
+share    every rank publishes its shards and opens the other ranks' shards
 settle   all ranks have mapped the shards; from then on they stay readable even if a rank ends
 check    before every run: has a rank failed?  No rank ever waits for another here.
 """
@@ -56,8 +56,9 @@ class PeerGroup:
     process without exit handlers, such as a forked worker of multiprocessing, must call `leave` to end quietly.)
 
     Args:
-        store: the store where ranks meet. Every rank makes its groups on it in the same order.
-        timeout_s: seconds that ranks wait for each other. Raises OptionError as `check_wait`.
+        store: the store for the rendezvous. Every rank makes its groups on it in the same order.
+        timeout_s: seconds that ranks wait for each other. Raises OptionError unless it is between 0 and
+            MOST_WAIT_SECONDS.
         title: the advice in the error about missing ranks: what every rank must do.
         transport: `pull` or `collective`.
         watch: the watch over the processes of the ranks; groups of the same ranks may share it.
@@ -158,7 +159,7 @@ class PeerGroup:
         return self._segment
 
     def share(self) -> dict[int, SharedSegment]:
-        """Publish this rank's segment, return those of the others, by rank. Raises PeerError if a rank is missing."""
+        """Publish this rank's segment, return the others' by rank. Raises PeerError if a rank is missing."""
         assert self._segment is not None, "make_segment comes first"
         segments: dict[int, SharedSegment] = {}
         for rank, address in self.rendezvous.exchange(

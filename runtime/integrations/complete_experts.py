@@ -1,7 +1,8 @@
 """The kernel of `moepass::complete_experts`: all experts of a layer, gathered where a model asks for them.
 
-It runs in eager mode, under other backends, and wherever the compiler left the operator in a graph. It waits for the
-gather. The banks are those that compiled graphs adopt.
+It runs in eager mode, under other backends, and wherever the compiler left the operator in a graph. The gather is
+synchronous. The banks are those that compiled graphs adopt: the ranks rendezvous once, at the first use of a layer.
+From then on each rank copies missing experts on its own and waits for no other rank.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class CompleteExperts:
     def complete(self, parts: Sequence[torch.Tensor], stay: bool = True) -> list[torch.Tensor]:
         """Return the tensors with the experts of all ranks, in new memory; `parts` are this rank's shards of them.
 
-        If `parts` stay, they have the same memory in every call, and changes are noticed. Otherwise the values of the
-        first call are used. Raises PeerError if a rank is missing or gone, or has other tensors, and InputError if
+        With `stay`, `parts` have the same memory in every call, and changes are noticed. Otherwise the values of
+        the first call are used. Raises PeerError if a rank is missing or gone, or has other tensors, and InputError if
         `parts` have other shapes than before.
         """
         with self._lock:

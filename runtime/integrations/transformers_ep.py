@@ -7,14 +7,14 @@
 
 This needs transformers 5.23 or newer, and `accelerate`, which `from_pretrained` requires. Each rank loads its own
 experts. In eager mode a layer gathers all experts synchronously and runs its own forward on this rank's tokens, so the
-results are bit-identical to those of one process. In a captured graph the gather is one operator, which does not break
+results are bit-identical to a run on one process. In a captured graph the gather is one operator, which does not break
 the graph; `backend="asyncep"` prefetches it.
 
 If ranks share one batch (the `ep_size` ranks form the group of `tp_size`), every rank computes the whole batch. That is
 correct but redundant; for throughput, give each rank its own batch.
 
-transformers' style `grouped_gemm` needs a number of experts that is a multiple of the ranks. Ours does not. Name it for
-each expert tensor:
+transformers' style `grouped_gemm` needs a number of experts that is a multiple of the ranks. moepass's style does not;
+set it for each expert tensor:
 
     ep_plan={"model.layers.*.mlp.experts.gate_up_proj": "asyncep_grouped_gemm", ...}
 """
@@ -60,7 +60,7 @@ def _register_uneven_style(theirs: Any) -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     class UnevenShard(theirs.MoEParamShard):  # type: ignore[misc]
-        """`grouped_gemm` for any number of experts; the last ranks hold fewer, as `torch.chunk` would give them."""
+        """`grouped_gemm` for any number of experts; the last ranks hold fewer, as with `torch.chunk`."""
 
         def shard_param(self, module: nn.Module, param: str, mesh: Any) -> None:
             complete = module._parameters.get(param)

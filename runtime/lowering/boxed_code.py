@@ -31,7 +31,7 @@ class TakesList(torch.nn.Module):
 
 
 def run_by_list(module: GraphModule) -> Callable[[list[Any]], Any]:
-    """Return `module` as a function of a list of its inputs, which it empties. Nodes run in the graph's order.
+    """Return `module` as a callable that takes a list of its inputs and empties it. Nodes run in the graph's order.
 
     The function raises ValueError if the list has not one value for each input.
     """

@@ -18,10 +18,10 @@ WeightParts = tuple[torch.Tensor, ...]
 class FixedValues:
     """Reads the fixed values of a program from the inputs of its segment.
 
-    Both kinds may be views of inputs, or single numbers computed from them. An input may come in parts: a tuple of
-    tensors [experts, ...] in order of experts. Such an input is only read as weights, through views that keep the order
-    of experts: see `passes/segments/bank_parts.py`. `read` has the nodes that `tables` returns if they are fixed; by
-    default all inputs of row work.
+    Weights and tables may be views of inputs, or single numbers computed from them. An input may come in parts: a tuple
+    of tensors [experts, ...] in order of experts. Such an input is only read as weights, through views that keep the
+    order of experts: see `passes/segments/bank_parts.py`. `read` has the nodes that `tables` returns if they are fixed;
+    by default all inputs of row work.
     """
 
     def __init__(self, segment: GraphModule, program: ExpertProgram, read: Collection[Node] | None = None) -> None:
@@ -84,7 +84,10 @@ def _graph_of(segment: GraphModule, wanted: Sequence[Node], inputs: Sequence[Nod
 def subgraph(
     inputs: Sequence[Node], nodes: Sequence[Node], outputs: Sequence[Node], root: GraphModule | None = None
 ) -> GraphModule:
-    """Return copies of `nodes` as a graph from `inputs`, without fake values, to `outputs`; submodules are `root`'s."""
+    """Return copies of `nodes` as a graph of `inputs`, whose fake values are not set, that returns `outputs`.
+
+    Submodules and constants come from `root`.
+    """
     graph = Graph()
     values = {node: graph.placeholder(f"input_{number}") for number, node in enumerate(inputs)}
     for node in nodes:

@@ -184,7 +184,7 @@ def _empty(node: Node, rows: int) -> torch.Tensor:
 
 
 def _for_any_rows(work: RowWork, program: ExpertProgram) -> tuple[GraphModule, FakeTensorMode]:
-    """Return `work` as a graph for any number of rows. Raises NotByExpertError if it holds for some numbers only."""
+    """Return `work` as a graph for any number of rows. Raises NotByExpertError if not all are valid."""
     fixed = set(program.fixed)
     if any(isinstance(size, int) and size == 0 for node in program.row_inputs for size in fake_value(node).shape[:1]):
         # There is nothing to loop over.
@@ -202,7 +202,7 @@ def _for_any_rows(work: RowWork, program: ExpertProgram) -> tuple[GraphModule, F
                 copied.meta["val"] = copied.target(*arguments, **keywords)
         shapes = mode.shape_env
         if shapes is None or shapes.guards or shapes.replacements:
-            reason = f"what begins at {named(work.nodes[0])} holds for some numbers of rows only"
+            reason = f"what begins at {named(work.nodes[0])} is valid for some numbers of rows only"
             raise NotByExpertError(work.nodes[0], reason)
         return module, mode
 
@@ -241,7 +241,7 @@ def multiply(rows: torch.Tensor, weights: torch.Tensor, out: torch.Tensor | None
     """Return `rows` [n, in] times `weights` [in, out], in `out` [n, out] or a new tensor.
 
     The library depends on the machine, the type, the layout and the sizes, never on a measurement, so that every run of
-    the same rows gives the same numbers. For compiled code only: autocast and autograd do not see it.
+    the same rows returns the same numbers. For compiled code only: autocast and autograd do not see it.
     """
     if not (_is_for_onednn(rows, weights) and is_mkl_held_back() and torch.backends.mkldnn.enabled):
         if out is None:

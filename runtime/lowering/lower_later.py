@@ -8,9 +8,10 @@ Contract
 The graph is cut into segments like a scheduled one, so that equal layers are compiled once, and experts run on the same
 kernels.
 
-Inductor makes decisions by the sizes at hand (for example, that 16-bit indices suffice) and adds each as a guard. The
-guards of `torch.compile` are complete by then, and the sizes at capture may be far from those of the run. So the graph
-is described again with new symbols that have the run's sizes, and the guards on these symbols are checked in every run.
+Inductor makes decisions by the sizes that it sees (for example, that 16-bit indices suffice) and adds each as a guard.
+The guards of `torch.compile` are complete by then, and the sizes at capture may be far from those of the run. So the
+graph is described again with new symbols that have the run's sizes, and the guards on these symbols are checked in
+every run.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ _STALE = ("val", "tensor_meta", "unbacked_bindings", "eager_input_vals")
 class LateGraph:
     """A captured graph, compiled for the sizes of one run.
 
-    `run` is right under the `guards`, whose `symbols` are by the names of sizes. `empty` has the names of sizes that
-    are 0, the same in each run, because guards assume positive sizes. Without `segments` it runs operator by operator.
+    `run` is valid while the `guards` hold. `symbols` are their symbols by the names of sizes. `empty` has the names of
+    sizes that are 0; they must be the same in a run, because guards assume positive sizes. Without `segments` it runs
+    operator by operator.
     """
 
     run: Lowered

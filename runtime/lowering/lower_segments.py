@@ -150,7 +150,7 @@ class LoweredGraph(NamedTuple):
 def lower_segments(top: GraphModule, how: str, chunk_tokens: int | None = None) -> LoweredGraph:
     """Lower every segment of `top`, which is not changed. `how` is a key of `LOWERINGS`.
 
-    Segments that treat every token alone run at most `chunk_tokens` tokens at a time, or all without it.
+    Segments that treat every token alone run at most `chunk_tokens` tokens at a time; with None, all at once.
     """
     lowered = copy_graph_module(top)
     lowerings = {}
@@ -187,10 +187,10 @@ def by_operators(captured: GraphModule) -> GraphModule:
 
     Views that real strides do not allow become copies.
 
-    Strides at capture are those of torch's fake kernels, and some real kernels return others. For example,
+    Strides at capture come from torch's fake kernels, and some real kernels return other strides. For example,
     `constant_pad_nd` with a symbolic padding that is 0 keeps the strides of its input, but the fake one is contiguous.
     Then a view of the captured graph can be impossible. The model itself uses `reshape`, which checks the real strides,
-    or is wrong for them as well.
+    or it fails for these strides as well.
     """
     copied = copy_graph_module(captured)
     for node in copied.graph.nodes:
@@ -237,7 +237,10 @@ def _by_expert(segment: GraphModule) -> ExpertLoop | TritonExperts | NotLowered 
 
 
 def compile_with_inductor(module: GraphModule, fake_mode: Any) -> Lowered:
-    """Compile a graph whose nodes have values of `fake_mode`, and change it. Returns a function of a list of inputs."""
+    """Compile a graph whose nodes have values of `fake_mode`. Changes the graph.
+
+    Returns a callable that takes the graph's inputs as one list.
+    """
     from torch._guards import TracingContext, tracing
     from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx_inner

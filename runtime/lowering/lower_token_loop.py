@@ -5,8 +5,8 @@ Contract
     out   TokenLoop: takes a list of the segment's inputs and returns its outputs; or a reason
 
 The program for one chunk (`passes/segments/token_program.py`) is cut at the edges of its experts and lowered like a
-graph, for any number of tokens from 2 on. A single token runs operator by operator. Temporary values are then as large
-as those of one chunk.
+graph, for any number of tokens from 2 on. A single token runs operator by operator. Temporary values then have the size
+of one chunk.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _view_of(tensor: torch.Tensor, dims: TokenDims, chunk: Chunk) -> torch.Tenso
 
 
 def take(tensor: torch.Tensor, dims: TokenDims, chunk: Chunk) -> torch.Tensor:
-    """Return a chunk's tokens as those of one sequence: a view, or a copy if the strides do not allow a view."""
+    """Return a chunk's tokens as one sequence: a view, or a copy if the strides do not allow a view."""
     view, order = _view_of(tensor, dims, chunk), dims.in_order
     if chunk.sequences > 1 and TOKENS in order:
         tokens = order.index(TOKENS)
@@ -215,6 +215,6 @@ def lower_token_loop(
     loop = TokenLoop(segment, program, body, guards, symbol, chunk_tokens)
     if not loop.holds(max(2, chunk_tokens)):
         node = next(iter(segment.graph.nodes))
-        reason = f"the code that was compiled for a chunk does not hold for {chunk_tokens} tokens: {guards}"
+        reason = f"the code that was compiled for a chunk is not valid for {chunk_tokens} tokens: {guards}"
         return NotLowered(TOKEN_LOOP, node.name, reason)
     return loop

@@ -89,13 +89,13 @@ def reads_compiled_code(record: SegmentRecord) -> bool:
 def read_segments(records: Mapping[str, SegmentRecord], expected: str) -> dict[str, LoweredSegment]:
     """Return the segments of `records`, which were compiled on this machine for the vector instructions `expected`.
 
-    Raises ValueError if Inductor now uses others, and ValueError or KeyError if a record is damaged.
+    Raises ValueError if Inductor now targets other instructions, and ValueError or KeyError if a record is damaged.
     """
     if expected:
         # Otherwise Inductor would run a compiler and another process first, which takes seconds.
         expect_vector_instructions(expected)
         if (current := vector_instructions()) != expected:
-            raise ValueError(f"it was compiled for the vector instructions {expected}; the compiler now has {current}")
+            raise ValueError(f"its segments were compiled for {expected}; the compiler now targets {current}")
     return {name: _read_segment(record) for name, record in records.items()}
 
 

@@ -1,7 +1,7 @@
 """Loading of a model from a checkpoint folder, with its experts read straight into their home.
 
     plan      transformers builds the model from tensors that are not read yet (unread_tensors.py)
-    meet      homes `peer` and `hybrid`: all ranks check that they have the same checkpoint
+    agree     homes `peer` and `hybrid`: all ranks check that they have the same checkpoint
     experts   `move_experts` copies this process's experts into its banks; only these are read
     dense     every other weight is read, once
 
@@ -191,7 +191,7 @@ class _UnreadModel:
         return dict(named.values())
 
     def dense(self) -> dict[str, UnreadTensor]:
-        """Return all other tensors, with tied ones once. They include experts that stay resident."""
+        """Return all other tensors, with tied tensors once. They include experts that stay resident."""
         experts = {id(tensor) for tensor in self.experts().values()}
         weights = (*self.model.named_parameters(), *self.model.named_buffers())
         return {name: value for name, value in weights if isinstance(value, UnreadTensor) and id(value) not in experts}
@@ -225,7 +225,7 @@ class _UnreadModel:
     def topics(self) -> list[Topic]:
         """Return the topics that all ranks must agree on, from cause to effect.
 
-        The weights are compared by samples of the dense ones, because no rank reads all experts.
+        The weights are compared by samples of the dense weights, because no rank reads all experts.
         """
         config = hashlib.blake2b((self.folder / checkpoints.CONFIG_FILE).read_bytes(), digest_size=8).hexdigest()
         sources = [stored for tensor in self.dense().values() for stored in tensor.recipe.stored()]

@@ -116,11 +116,11 @@ class Placement:
 def place(
     model: nn.Module, experts: Experts, planning: PlanningOptions, options: HomeOptions, device: torch.device
 ) -> Placement:
-    """Decide which layers stay and how many slots there are, unless `planning` says so.
+    """Decide which layers stay and how many slots there are, where `planning` leaves this open.
 
     `experts` are the expert weights of each bank, by path. Raises OptionError if there is both a budget and residents,
-    or for wrong `PlanningOptions`, and InputError if the budget is too small (the error names the least that suffices),
-    or the profile lacks a link or rate.
+    or for wrong `PlanningOptions`, and InputError if the budget is too small (the error names the smallest sufficient
+    budget), or the profile lacks a link or rate.
     """
     residents, slots = planning.residents, planning.slots
     # Both are read first, so that wrong values raise even where the plan does not need them.
@@ -325,7 +325,7 @@ def _dtype_of(experts: Experts) -> str:
 def _architecture(
     model: nn.Module, experts: Experts, numbers: Mapping[str, int], dtype: str
 ) -> tuple[Architecture | None, str]:
-    """Return the model's sizes, attention by its config and experts as they are; or None and the reason.
+    """Return the model's sizes, attention from the config and experts from their tensors; or None and the reason.
 
     Layers may have been changed since the config was written: fewer experts in some, or narrower ones.
     """
@@ -352,7 +352,7 @@ def _architecture(
 def _with_experts(
     model: nn.Module, path: str, values: Mapping[str, nn.Parameter], layer: Layer, read: Architecture
 ) -> Layer | None:
-    """Return `layer` with the width and number of the actual experts; None if their bytes do not fit any."""
+    """Return `layer` with the width and number of the actual experts; None if no width and number fit their bytes."""
     if layer.experts is None:
         return None
     nbytes = sum(value.nbytes for value in values.values())

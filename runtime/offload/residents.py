@@ -1,4 +1,4 @@
-"""Layers whose experts stay on the device: the first ones that fit into a number of bytes, or named ones."""
+"""Layers whose experts stay on the device: the first layers that fit into a number of bytes, or named layers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Residents:
             )
             raise OptionError(text, name="resident_layers", value=len(self.layers), expected=MOST_LAYERS)
         if not isinstance(self.layers, Sequence) or not all(is_count(layer) for layer in self.layers):
-            expected = "a list of layer numbers from 0 on, as moepass explain gives them in schedule.resident_layers"
+            expected = "a list of layer numbers from 0 on, as moepass explain lists them in schedule.resident_layers"
             raise OptionError.wrong("resident_layers", self.layers, expected)
         if self.nbytes and self.layers:
             text = f"resident_bytes is {self.nbytes} and resident_layers is {list(self.layers)}; give one of them"

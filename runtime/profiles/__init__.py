@@ -1,4 +1,4 @@
-"""Profiles: hardware profiles from presets, from files, and from what `moepass calibrate` stored for this machine.
+"""Hardware profiles: presets, files, and the profiles that `moepass calibrate` stored for this machine.
 
 Start reading at `hardware_profiles.load_hardware`. The records are in `passes/machine/hardware.py`.
 

@@ -51,8 +51,8 @@ def store_profile(hardware: Hardware) -> Path:
 def stored_profile(device: torch.device, ranks: int) -> Hardware | None:
     """Return this machine's profile for `ranks` processes that compute on devices like `device`; None if not stored.
 
-    Ranks on a CPU share its cores, so their numbers of ranks and threads must match. GPUs do not share theirs, so any
-    number of ranks matches, and the same number is preferred. Raises InputError if a stored file is damaged.
+    Ranks on a CPU share its cores, so their numbers of ranks and threads must match. GPUs are not shared, so any number
+    of ranks matches, and the same number is preferred. Raises InputError if a stored file is damaged.
     """
     if device.type not in ("cpu", "cuda"):
         return None

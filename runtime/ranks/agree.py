@@ -67,10 +67,10 @@ def check_equal(topic: str, values: Mapping[int, object], remedy: str) -> None:
 def agree(
     meeting: Rendezvous, title: str, topics: Sequence[Topic], check: Callable[[], None] = no_check
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the votes of each rank, by name, once its topics were compared with those of rank 0, as the ranks come.
+    """Yield each rank's votes, by name, once its topics were compared with rank 0's, in the order of arrival.
 
     Topics that determine the number of later topics come first: all ranks have the same topics up to the first
-    difference. Errors call all topics together `title`. Raises DisagreementError, and PeerError as
+    difference. Errors call all topics together `title`. Raises DisagreementError, and the errors of
     `Rendezvous.exchange`, which takes `check`.
     """
     first: list[Topic] = []
@@ -89,8 +89,8 @@ def agree_on_run(
 ) -> list[list[float]]:
     """Return the votes of all ranks, by rank and in their order. Each rank has the same topics, in the same order.
 
-    `deadline`, `late` and `lost` are those of `Connections.exchange`. Raises PeerError; the connections have failed
-    then, also after a DisagreementError, since runs would differ.
+    `Connections.exchange` describes `deadline`, `late` and `lost`. Raises PeerError. Every error, DisagreementError
+    included, closes the connections, because a later run could receive messages of this one.
     """
     try:
         numbers_here = torch.tensor([topic.number for topic in topics], dtype=torch.float64)

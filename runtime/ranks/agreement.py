@@ -43,10 +43,10 @@ NEVER_COMPARED = -1
 class RunVote:
     """A rank's vote on a run.
 
-    `tokens` are those of the rank in a block. Within the fraction `hysteresis` of the crossover the last form is kept.
-    Equal blocks have equal descriptions on all ranks. If the crossover `is_estimated`, tokens and crossover are in
-    units of it, so that it is 1. `compared_in` is the number of the meeting in which the present inputs were compared
-    with those of other ranks; 0 if no comparison is needed.
+    `tokens` counts the rank's tokens in a block. Within the fraction `hysteresis` of the crossover the last form is
+    kept. Equal blocks have equal descriptions on all ranks. If the crossover `is_estimated`, tokens and crossover are
+    divided by the crossover, which becomes 1. `compared_in` is the number of the meeting in which the ranks compared
+    their current inputs; 0 if no comparison is needed.
     """
 
     tokens: float
@@ -115,7 +115,7 @@ class Agreement:
         """Return the form of the next run, the same on all ranks.
 
         Raises PeerError if ranks have different crossovers or layers (the same text on all ranks), or if a rank has
-        ended or did not respond within `timeout_s`. No rank can agree any more then.
+        ended or did not respond within `timeout_s`. After an error no rank can agree any more.
         """
         with self._lock:
             tokens = sum(tokens for tokens, _ in self._exchange(own, timeout_s))
@@ -135,11 +135,11 @@ class Agreement:
         connections = self._connect(timeout_s)
         connections.check()
         late = (
-            f"did not come to agree on a run within {timeout_s:g} s. With all_to_all_below, where ranks add up the "
-            "results of their experts (all_reduce), and where a group runs layers of one name with different experts, "
-            "or some layers with exchanges and others without, every rank of the group calls its compiled model "
-            "equally often, as the exchanges of the model itself need it: with no tokens if it has none, and with the "
-            "tokens of all where they add up; give ranks that compile longer than others a longer timeout_s"
+            f"did not agree on a run within {timeout_s:g} s. Every rank of the group must call its compiled model "
+            "equally often: with no tokens if it has none, and with all ranks' tokens if they sum the results of their "
+            "experts (all_reduce). Ranks agree on runs with all_to_all_below, with all_reduce, if layers of one name "
+            "have different experts, or if only some layers keep their exchanges. If some ranks compile longer than "
+            "others, set a longer timeout_s"
         )
         return agree_on_run(connections, own.topics(), time.monotonic() + timeout_s, late, "ranks agreed on a run")
 
@@ -149,7 +149,7 @@ class Agreement:
                 raise InputError(
                     "ranks agree on each run of these layers over gloo, which this build of torch lacks; do not use "
                     "all_to_all_below, let layers of one name compute the same, and disable "
-                    "eliminate_expert_parallelism if ranks add up the results of their experts (all_reduce)"
+                    "eliminate_expert_parallelism if ranks sum the results of their experts (all_reduce)"
                 )
             rendezvous = Rendezvous(self._store, self.rank, self.size, timeout_s, MEETING)
             # Ranks first exchange a record through the store, because gloo does not name a missing rank.

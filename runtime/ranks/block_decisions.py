@@ -36,7 +36,7 @@ Texts = tuple[Sequence[str], Sequence[str]]
 
 
 class BlockDecisions:
-    """The decisions of one group's ranks, as this rank knows them."""
+    """This rank's record of the blocks that the ranks of one group agreed to take or to leave."""
 
     def __init__(self) -> None:
         # Why a block is left, or None, by its name and signature. An empty signature means that a rank cannot take it.
@@ -92,7 +92,7 @@ class BlockDecisions:
     ) -> None:
         rank, size, store = group.rank(), group.size(), store_of(group)
         if skip_abandoned(store, rank) and not own.takes:
-            self._go_alone("they came before this rank, and left")
+            self._go_alone("they compared their blocks without this rank, which came later")
             return
         changed = self._change(own)
         is_optional = not own.takes and changed is None
@@ -132,7 +132,7 @@ class BlockDecisions:
                 or explain_difference(
                     tokens, "its results are summed over ranks, so all must have the same tokens, but these"
                 )
-                or "it is applied differently often"
+                or "ranks apply it a different number of times"
             )
         return reasons
 

@@ -32,7 +32,7 @@ class Connections:
     """This rank's connections to the other ranks of `rendezvous`; all ranks create them together.
 
     Only one thread at a time may call `exchange`; any thread may call `check` and `fail`. `name` is unique in this
-    meeting, `purpose` is for errors. Raises PeerError if ranks do not connect within the rendezvous's timeout.
+    rendezvous; `purpose` is for errors. Raises PeerError if ranks do not connect within the rendezvous's timeout.
     """
 
     def __init__(self, rendezvous: Rendezvous, name: str, purpose: str) -> None:
@@ -73,7 +73,7 @@ class Connections:
             raise PeerError.from_store(self._failure)
 
     def share(self, own: torch.Tensor, deadline: float, late: str, lost: str) -> list[torch.Tensor]:
-        """Return each rank's `own`, by rank; all have the same size. The other arguments are those of `exchange`."""
+        """Return each rank's `own`, by rank; all have the same size. `exchange` describes the other arguments."""
         by_rank = [torch.empty_like(own) if rank != self.rank else own for rank in range(self.size)]
         self.exchange(
             {rank: [by_rank[rank]] for rank in self.others}, {rank: [own] for rank in self.others}, deadline, late, lost

@@ -58,22 +58,22 @@ class GatherGroup(Connections):
         self.check()
         bank = self._describe(request)
         late = (
-            f"did not come to gather {bank} within {self._timeout_s:g} s. With transport 'collective' all ranks run "
-            "the same layers, equally often: call moepass.gather_only_step(model) on a rank that has no work for a "
-            "step, and give ranks that compile longer than others a longer timeout_s"
+            f"did not start to gather {bank} within {self._timeout_s:g} s. With transport 'collective' all ranks must "
+            "run the same layers, equally often: call moepass.gather_only_step(model) on a rank without work for a "
+            "step. If some ranks compile longer than others, set a longer timeout_s"
         )
         topics = [
             Topic(
                 "what they gather",
                 _Described(request, bank),
-                "with transport 'collective' all ranks run the same layers in the same order, and a rank without work "
-                "calls moepass.gather_only_step(model)",
+                "with transport 'collective' all ranks must run the same layers in the same order, and a rank without "
+                "work must call moepass.gather_only_step(model)",
             ),
             Topic(
                 f"the plan by which they gather {bank}",
                 None if plan == NO_GATHER_SIGNATURE else plan,
-                "or they gather the same in another order: with transport 'collective' all ranks compile the same "
-                "model, with as many slots and the same graph breaks",
+                "with transport 'collective' all ranks must compile the same model, with as many slots and the same "
+                "graph breaks, so that they gather in one order",
             ),
             Topic("wants the bytes", wants, is_vote=True),
         ]

@@ -1,7 +1,7 @@
 """A check that all ranks run a graph on the same tokens, for plans that rely on it.
 
-The ranks compared the computation of these when they compiled. Here they compare its inputs (parameters, buffers and
-other inputs) by checksums. "Equal tokens" in README.md says in which runs, and how a rank notices a changed parameter.
+When the ranks compiled, they compared how tokens are computed. Here they compare its inputs (parameters, buffers and
+arguments) by checksums. "Equal tokens" in README.md says in which runs, and how a rank notices a changed parameter.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Comparisons:
 class ReplicaCheck:
     """A comparison between ranks of the inputs that one graph computes its replicated tokens from.
 
-    Comparisons belong to the group, so a rank that captures its model again uses the earlier ones.
+    Comparisons belong to the group, so a rank that captures its model again uses the earlier comparisons.
 
     `inputs` has the descriptions of the inputs to compare, by their positions among the graph's inputs. `signature` is
     a digest of the computation, different for different graphs, and `blocks` are descriptions of the blocks that the

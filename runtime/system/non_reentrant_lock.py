@@ -10,7 +10,7 @@ from moepass.models.errors import InputError
 
 
 class NonReentrantLock:
-    """A lock between threads. `busy` is the error message for a thread that takes the lock while it has it."""
+    """A lock between threads. `busy` is the error message for a thread that takes a lock that it already has."""
 
     def __init__(self, busy: str) -> None:
         self._busy = busy

@@ -1,4 +1,4 @@
-"""Files that processes of this user store for later ones: written atomically, and read only if this user wrote them.
+"""Files that processes of a user store for later processes: written atomically, read only if that user wrote them.
 
 Files that belong to another user, or that others can write, are not read.
 """

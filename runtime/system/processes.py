@@ -36,7 +36,7 @@ def this_process() -> ProcessIdentity:
         namespace = os.stat("/proc/self/ns/pid").st_ino
     except OSError as error:
         raise ProcessError(
-            "this system has no /proc, by which processes of several machines are distinguished; run on Linux"
+            "this system has no /proc, which is needed to distinguish processes of several machines; run on Linux"
         ) from error
     return ProcessIdentity(f"{socket.gethostname()} (boot {boot}, process namespace {namespace})", os.getpid())
 

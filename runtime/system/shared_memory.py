@@ -61,7 +61,7 @@ class SharedSegment:
     def map_privately(self, offset: int, nbytes: int) -> mmap.mmap:
         """Return a private, writable mapping of bytes [offset, offset + nbytes).
 
-        Pages that are not written are those of the segment and take no memory; writes are visible here alone. Raises
+        Pages that are not written are shared with the segment and take no memory; writes are visible only here. Raises
         SharedMemoryError like `map`.
         """
         self._check_range(offset, nbytes)
@@ -128,7 +128,7 @@ def open_segment(address: SegmentAddress) -> SharedSegment:
     except PermissionError as error:
         raise SharedMemoryError(
             f"shared memory of process {process.pid} may not be opened ({error.strerror}); "
-            "all ranks must run as one user, who may trace them"
+            "all ranks must run as the same user, with permission for ptrace"
         ) from error
     except OSError as error:
         raise SharedMemoryError(f"process {process.pid} is gone, or has closed its shared memory") from error

@@ -30,12 +30,12 @@ class RingStatistics:
     Attributes:
         copies: Copies started, into slots or into the encoded buffer.
         copied_bytes: Bytes of these copies.
-        link_bytes: Those of `copied_bytes` that came over the link; the others are of this rank's own shards.
+        link_bytes: Bytes among `copied_bytes` that came over the link; the rest came from this rank's own shards.
         decodes: Banks decoded.
         waited_seconds: The exposed time: how long the computation waited for banks, by the host's clock on a CPU and
             by events of the compute stream on CUDA.
-        ahead_used: Copies started at the end of a run, for the next run, which that run then asked for.
-        ahead_wasted: Such copies that the next run did not ask for.
+        ahead_used: Copies started at the end of a run that the next run then asked for.
+        ahead_wasted: Copies started at the end of a run that the next run did not ask for.
         staged_bytes: Bytes that runs used from staging buffers, with home `hybrid`.
         unstaged_bytes: Bytes that runs used directly from host memory, with home `hybrid`.
     """
@@ -82,7 +82,7 @@ class Copier:
     def decode(self, copied: SlotCopy, decoder: Decoder, encoded: torch.Tensor, slot: torch.Tensor) -> SlotCopy:
         """Start to fill `slot` by `decoder` from `encoded`, which the last submitted copy, `copied`, fills.
 
-        The returned copy replaces `copied`: a wait for it is a wait for both.
+        The returned copy replaces `copied`: waiting for it includes waiting for `copied`.
         """
         self._pending.remove(copied)
         decode = SlotCopy((), slot, copied.label, DecodeAction(copied, decoder, encoded), self._lane)

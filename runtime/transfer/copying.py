@@ -41,7 +41,7 @@ class Action:
             copy.wait_for_link(link, started)
 
     def raise_error(self, label: str, error: BaseException) -> NoReturn:
-        """Raise `error`, by which the copy of bank `label` failed, in the thread that waits for the copy."""
+        """Raise `error`, the failure of the copy of bank `label`, in the thread that waits for the copy."""
         if isinstance(error, CopyError):
             raise error
         raise CopyError(

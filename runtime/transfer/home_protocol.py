@@ -1,6 +1,6 @@
 """The interface between a ring, the homes of its banks, and the transports that move their bytes into slots.
 
-Transports differ in how often ranks must meet for a bank.
+Transports differ in how often ranks must rendezvous for a bank.
 """
 
 from __future__ import annotations

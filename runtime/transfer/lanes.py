@@ -41,7 +41,7 @@ def round_robin_slices(sources: Sequence[Source], slice_bytes: int | None = None
 
 
 def stream_slices(sources: Sequence[Source]) -> Iterator[Slice]:
-    """Yield slices as `round_robin_slices`, few enough that issuing them does not delay the host's kernel launches.
+    """Yield slices like `round_robin_slices`, few enough that issuing them does not delay the host's kernel launches.
 
     A single source is not cut: no second source alternates with it, and a copy on a stream cannot be abandoned.
     """

@@ -66,7 +66,7 @@ class BusyLink:
 def check_link_to(device: torch.device, link: Link) -> None:
     """Raise OptionError if copies to `device` cannot use `link`: emulated links exist on CPUs only."""
     if link.is_emulated and device.type != "cpu":
-        text = f"link is {link}, which exists for device cpu only; the device is {device}; use link 'real'"
+        text = f"link is {link}, which works on device cpu only; the device is {device}; use link 'real'"
         raise OptionError(text, name="link", value=str(link))
 
 

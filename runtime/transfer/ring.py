@@ -34,7 +34,7 @@ BankTensor = torch.Tensor | tuple[torch.Tensor, ...]
 _REENTERED = (
     "another run of this model is under way in this thread: a custom operator, a hook or a signal handler called the "
     "model while it ran, and its experts stream through one ring, which serves one run at a time; call the model after "
-    "that run, or a second model that was offloaded by itself"
+    "that run, or a second model with its own offload_experts call"
 )
 
 
@@ -116,7 +116,7 @@ class Ring:
 
     @property
     def buffers_of_run(self) -> Sequence[torch.Tensor]:
-        """The buffers that the present run uses as its slots 0, 1, ..."""
+        """The buffers that the current run uses as its slots 0, 1, ..."""
         return [self._buffers[buffer] for buffer in self._buffer_of[: self._used]]
 
     @property
@@ -366,7 +366,10 @@ def _buffers(slots: int, slot_bytes: int, device: torch.device) -> list[torch.Te
 
 
 def make_ring(slots: int, slot_bytes: int, device: torch.device, link: Link, home: Home = _THIS_PROCESS) -> Ring:
-    """Return a ring on `device`, filled from banks of `home`. Raises InputError if no copier serves that device."""
+    """Return a ring on `device` that is filled from banks of `home`.
+
+    Raises InputError if the device does not exist, or rings do not support its kind.
+    """
     return Ring(slots, slot_bytes, device, make_copier(device, link, home), home)
 
 

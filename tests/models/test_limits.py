@@ -124,7 +124,7 @@ def test_files_have_a_most_length(tmp_path: Path, checkpoint: Path, monkeypatch:
         ({"text_config": {"n_layer": 10**6}}, "text_config: n_layer is 1000000; the limit is 1024"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9, but num_experts is 8; a token can use 1 to 8"),
         ({"num_experts_per_tok": 0}, "num_experts_per_tok is 0, but num_experts is 8"),
-        ({"attn_implementation": "some/kernel"}, "'some/kernel', a kernel of the Hugging Face hub, whose code would"),
+        ({"attn_implementation": "some/kernel"}, "'some/kernel', a kernel on the Hugging Face hub; moepass does not"),
     ],
 )
 def test_a_config_beyond_the_limits_is_refused_before_anything_is_built(

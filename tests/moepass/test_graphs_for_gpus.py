@@ -82,7 +82,7 @@ def test_what_does_not_come_to_a_gpu_yet_is_an_error() -> None:
         pytest.raises(InputError, match=r"transport='collective' on cuda:0 needs NCCL, .* transport='pull'"),
     ):
         adoption(result.plan, DEVICE, AdoptionOptions(transport=COLLECTIVE))
-    with pytest.raises(OptionError, match="exists for device cpu only; the device is cuda:0"):
+    with pytest.raises(OptionError, match="works on device cpu only; the device is cuda:0"):
         adoption(result.plan, DEVICE, AdoptionOptions(link=Link(1e9)))
 
 

@@ -87,7 +87,7 @@ def _run(model: torch.nn.Module, **options: Any) -> tuple[torch.Tensor, list[moe
         ({"disable": ["detect"]}, "OptionError: pass rewrite needs blocks, which detect provides"),
         (
             {"cudagraphs": True},
-            "OptionError: option cudagraphs is True, but the graph computes on cpu: CUDA graphs record work of a GPU; "
+            "OptionError: option cudagraphs is True, but the graph computes on cpu: CUDA graphs record only GPU work; "
             "move the model to cuda, or leave the option out",
         ),
     ],

@@ -35,8 +35,8 @@ _ASKED_AT_ONCE_BYTES = 4 << 20
 class DiskFile:
     """A safetensors file, open for as long as this object lives.
 
-    Deleting or replacing the file is harmless. Changing it in place raises CheckpointError, as does a file that cannot
-    be opened or is no complete safetensors file. A new name, owner or mode does not count as a change.
+    Raises CheckpointError if the file cannot be opened or is not a complete safetensors file. Reads raise it if the
+    file was changed in place. Deleting or replacing the file is harmless, and so is a new name, owner or mode.
     """
 
     def __init__(self, path: Path) -> None:

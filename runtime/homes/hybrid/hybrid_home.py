@@ -113,7 +113,7 @@ class HybridPacker(PeerPacker):
 
 
 class DeviceHybridPacker(HybridPacker):
-    """A hybrid packer with staging buffers in memory that `make_memory` makes; a stream of `device` fills them."""
+    """A hybrid packer whose staging buffers `make_memory` allocates and a stream of `device` fills."""
 
     def __init__(
         self,

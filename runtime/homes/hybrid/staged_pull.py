@@ -27,7 +27,7 @@ _PAUSE_S = 0.0005
 
 
 class WaitLimit:
-    """A limit on the time that one copy waits for bytes on their way. Times are those of `time.perf_counter`.
+    """A limit on the time that one copy waits for bytes on their way. Times are from `time.perf_counter`.
 
     It waits `whole_seconds` in total. A rank without progress for `stalled_seconds` is stalled, and the copy does not
     wait for it. `stalled` has the progress of each stalled rank, and outlives the copy.
@@ -175,7 +175,7 @@ class StageAction(Action):
             patience.waited(time.perf_counter() - began)
 
     def _check(self, copy: SlotCopy, staged: list[_StagedSlice], peer_link: BusyLink) -> None:
-        """Empty `staged`; fetch the slices again that were overwritten in a buffer before they were copied."""
+        """Empty `staged`. Fetch slices from host memory if their staging buffer was overwritten before the copy."""
         if staged:
             copy.lane.wait_on_host(copy.lane.mark())
         for item in staged:

@@ -83,7 +83,7 @@ class Peer(SpreadOptions):
             gather each bank together, over a network; they run equally many steps, and `timeout_s` applies to a gather.
         link: the speed of copies into the slots, see `Host`.
         group: the ranks; by default all of torch.distributed, which must be initialised.
-        timeout_s: seconds that ranks wait for each other while the model is offloaded.
+        timeout_s: seconds that ranks wait for each other in `offload_experts`.
     """
 
     home = "peer"
@@ -97,13 +97,15 @@ class Peer(SpreadOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hybrid(SpreadOptions):
-    """Each of N ranks stores 1/N of every bank in host memory, and copies it ahead to the compute device for all ranks.
+    """Each of N ranks stores a shard of every bank in host memory, and copies it ahead to its device for all ranks.
 
     Args:
-        staging_buffers: buffers of each rank, each as large as one shard. With more buffers, ranks may be more banks
-            apart and still share copies.
+        staging_buffers: buffers of each rank, each as large as one shard. With more buffers, ranks can still share
+            copies when one is several banks ahead of another.
         host_link: the speed of copies from host memory into the staging buffers, in the form of `link`.
-        link, group, timeout_s: see `Peer`.
+        link: the speed of copies into the slots, see `Host`.
+        group: the ranks; by default all of torch.distributed, which must be initialised.
+        timeout_s: seconds that ranks wait for each other in `offload_experts`.
     """
 
     home = "hybrid"

@@ -24,7 +24,7 @@ from moepass.runtime.transfer.link import check_link_to, parse_link
 
 
 class Packer(Protocol):
-    """The path of a model's banks to a home: call `agree`, then `pack` for each bank, then `connect`."""
+    """Brings a model's banks to a home: call `agree`, then `pack` for each bank, then `connect`."""
 
     @property
     def home(self) -> Home:
@@ -111,7 +111,7 @@ def make_packer(options: HomeOptions, device: torch.device) -> Packer:
     """Return the packer that brings the banks of a model that computes on `device` to a home.
 
     Raises InputError if `device` cannot compute from that home, or this machine or process cannot have it, and
-    PeerError if the ranks of the group cannot meet any more.
+    PeerError if an earlier rendezvous of the group has failed.
     """
     devices = home_named(options.home).devices
     if device.type not in devices:

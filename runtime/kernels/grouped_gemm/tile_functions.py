@@ -47,7 +47,7 @@ def cast(value: str, held: torch.dtype, wanted: torch.dtype) -> str:
 
 
 def write_operator(operator: Any, arguments: Sequence[str | float | bool | None], held: torch.dtype) -> str:
-    """Return the expression of `operator`, whose values are `held`. Arguments that are text are values, or a mode.
+    """Return the expression of `operator` on values held as `held`. A string argument names a value or a mode.
 
     Raises NoTileFunctionError for operators and arguments that are not supported.
     """
@@ -59,7 +59,7 @@ def write_operator(operator: Any, arguments: Sequence[str | float | bool | None]
             continue
         if not torch.iinfo(held).min <= argument <= torch.iinfo(held).max:
             # Torch wraps the number around, and Triton does not compile it.
-            raise NoTileFunctionError(f"{operator} with {argument}, which {held} does not hold")
+            raise NoTileFunctionError(f"{operator} with {argument}, which is out of range for {held}")
     return write(*arguments)
 
 

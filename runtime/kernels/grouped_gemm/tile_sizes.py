@@ -45,8 +45,8 @@ class TileSizes:
 class _SizesFrom:
     """The tile sizes for experts with `rows_per_expert` rows or more.
 
-    `single` is for kernels that hold one tile of sums, `short` too, if the inner dimension is below _SHORT_INNER, and
-    `double` for kernels that hold two or more.
+    `single` is for kernels with one tile of sums, and `double` for kernels with more. `short` replaces `single` if the
+    inner dimension is below _SHORT_INNER.
     """
 
     rows_per_expert: int
@@ -132,7 +132,7 @@ def _sizes_by_rows(kernel: GemmKernel, capability: int, dtype: torch.dtype) -> l
 
 
 def candidate_sizes(kernel: GemmKernel, capability: int, dtype: torch.dtype) -> tuple[TileSizes, ...]:
-    """Return the sizes that a tuner tries: the default ones, and neighbours that fit into shared memory."""
+    """Return the sizes that a tuner tries: the default sizes, and neighbours that fit into shared memory."""
     candidates: dict[TileSizes, None] = {}
     most_bytes = _SHARED_BYTES.get(capability, min(_SHARED_BYTES.values()))
     for sizes in all_tile_sizes(kernel, capability, dtype):
@@ -168,7 +168,7 @@ def _stage_bytes(kernel: GemmKernel, sizes: TileSizes, dtype: torch.dtype) -> in
 
 
 def _live_tiles(kernel: GemmKernel, capability: int) -> int:
-    """Return how many tiles of values are not computed from other values: sums, and values loaded for each element."""
+    """Return the number of tiles that stay in registers: accumulators, and operands loaded for each element."""
     columns = {value.columns for value in kernel.values if isinstance(value, Accumulated)}
     # With every second column, the tile of all columns is held as well while it is split. On sm_90 the split moves no
     # values, and rows that are chosen once take few registers. [Empirical] an H100, gpt-oss-120b: 8.0 ms with tiles

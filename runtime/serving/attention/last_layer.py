@@ -1,7 +1,7 @@
 """The last layer computes, after its attention, only the tokens whose states are read.
 
 Other tokens use a token's keys and values and nothing else of it, and no layer follows the last one. So an unread token
-needs neither the output projection nor experts there. This saves up to one layer's worth of them in each step.
+needs neither the output projection nor experts there. Each step saves at most this work of one layer.
 
 Pseudo-code
     learn, from two streams of different lengths, which arguments of the last layer have one entry per token
@@ -60,7 +60,7 @@ class LastLayer:
                 setattr(attention, _NAME, self)
                 return layers[-1].register_forward_pre_hook(self._narrow, with_kwargs=True)
         name = type(attention).__name__
-        raise InputError(f"the layer with {name} is not the last one of a ModuleList", name="model", value=name)
+        raise InputError(f"the layer of {name} is not the last entry of a ModuleList", name="model", value=name)
 
     def learn(self, run: Callable[[int], object]) -> None:
         """Find the arguments of the last layer with one entry per token.
@@ -105,7 +105,7 @@ class LastLayer:
         except AttentionIsDoneError:
             pass
         else:
-            raise InputError("the last layer does not call its attention", name="model")
+            raise InputError("the last layer's forward did not call its attention module", name="model")
 
         def at_places(path: _Path, tensor: torch.Tensor) -> torch.Tensor:
             return tensor.index_select(1, places) if path in self._paths else tensor

@@ -264,7 +264,10 @@ def past_of_rule(rule: Callable[..., Any]) -> VisiblePast:
 
 
 def _first_seen(rule: Callable[..., Any], query: int) -> int:
-    """Return the first key that `query` sees. Raises InputError unless it sees exactly those from there to itself."""
+    """Return the first key that `query` sees.
+
+    Raises InputError if it does not see all keys from there to itself, or sees later keys.
+    """
     zero = torch.zeros((), dtype=torch.int64)
     keys = torch.arange(query + 2)
     try:
@@ -275,7 +278,7 @@ def _first_seen(rule: Callable[..., Any], query: int) -> int:
     seen = int(row.sum())
     first = query + 1 - seen
     if first < 0 or not bool(row[first : query + 1].all()):
-        text = f"token {query} does not see itself and those right before it, or sees later ones"
+        text = f"token {query} does not see itself and the tokens right before it, or sees later tokens"
         raise InputError(text, name="mask")
     return first
 

@@ -175,7 +175,7 @@ def distinct(values: Indices) -> Indices:
 def token_counts(
     step: PieceTrie, chains: CachedChains, computed: ComputedParts, visits: Indices
 ) -> tuple[Indices, Indices]:
-    """Return the distinct tokens [requests] of each request, and how many of them come from the cache."""
+    """Return two counts for each request: its distinct tokens, and the cached ones among them; both [requests]."""
     trie, requests = step.trie, len(step.pieces.first_pieces)
     lengths = np.array(trie.ends, np.int64) - np.array(trie.depths, np.int64)
     cached = np.zeros_like(lengths)

@@ -32,8 +32,8 @@ class FlopsTable:
     values determine it exactly. Chunked attention restarts with each chunk and is stored separately.
 
     Attributes:
-        read_flops: FLOPs of the states at one position: those of the last layer after its attention, which the step
-            skips for unread tokens. 0 if `narrows` is False, because then all tokens pass through the complete layer.
+        read_flops: FLOPs of the last layer after its attention at one position, which the step skips for unread tokens.
+            0 if `narrows` is False, because then all tokens pass through the complete layer.
         logit_flops: FLOPs of the logits at one position, without `read_flops`.
     """
 

@@ -2,7 +2,7 @@
 
 A part is a range of tokens of one node that the step computes. It follows the part above it if the two adjoin.
 Otherwise it is a root of the stream and follows a chain of cached blocks, even if the step computes tokens further up
-too: it sees those in the cache, so it must not be one of their descendants.
+too: it reads those tokens from the cache, so it must not be their descendant.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class BlockScores:
         return known
 
     def write(self, slots: Indices, scored: ScoredTokens) -> None:
-        """Write `scored` to `slots`; -1 skips a token. At least one most likely token per position is required.
+        """Write `scored` to `slots`; -1 skips a token. `scored` must include the most likely token of each position.
 
         Known scores stay, so that answers from the cache do not change as long as the block exists.
         """

@@ -72,11 +72,14 @@ Compile = Callable[[nn.Module], Forward]
 class EngineOptions:
     """The options of an engine.
 
-    With `home` None, the experts are loaded on the device, as transformers does. `dtype` is by default that of the
-    checkpoint, and `step_tokens`, the tokens of a full step, are by default planned. `memory_budget` is for weights,
-    slots and activations, such as "6GB". `cache_bytes` is the size of the prefix cache; 0 switches it off, None takes a
-    share of the free memory. `sharers` processes share the memory of the device, this one included. With `warms_up`,
-    steps run before the first request, so that no request waits for a compilation.
+    Attributes:
+        home: home of the experts; None loads them on the device, as transformers does.
+        dtype: by default the checkpoint's dtype.
+        memory_budget: device memory for weights, slots and activations, such as "6GB"; None for no budget.
+        cache_bytes: size of the prefix cache; 0 switches it off, None takes a share of the free memory.
+        step_tokens: tokens of a full step, by default as planned.
+        sharers: number of processes that share the memory of the device, this one included.
+        warms_up: run steps before the first request, so that no request waits for a compilation.
     """
 
     home: HomeOptions | None
@@ -310,14 +313,14 @@ def _block_count(shapes: Sequence[KeyValueShape], options: EngineOptions, free_b
     elif limit > free_bytes:
         text = (
             f"the prefix cache was set to {limit / 1e9:.3g} GB, but only {free_bytes / 1e9:.3g} GB of memory are free "
-            "for this rank; set less, or leave the option out to use a tenth of the free memory"
+            "for this rank; choose a smaller size, or omit the option to use a tenth of the free memory"
         )
         raise InputError(text, name="kv_cache", value=limit, expected=free_bytes)
     count = limit // block_bytes(shapes)
     if limit and not count:
         text = (
-            f"the prefix cache was set to {limit} bytes, but one block takes {block_bytes(shapes)}; set more, or 0 to "
-            "switch the cache off"
+            f"the prefix cache was set to {limit} bytes, but one block takes {block_bytes(shapes)}; choose a larger "
+            "size, or 0 to switch the cache off"
         )
         raise InputError(text, name="kv_cache", value=limit, expected=block_bytes(shapes))
     return count

@@ -64,7 +64,9 @@ class StatesRunner(Protocol):
 class PlainOutputs:
     """The outputs [n, width] of the model itself for the last n positions of one sequence, in fp32.
 
-    `prefix` are those for its first tokens alone, None if they were not run.
+    Attributes:
+        outputs: [n, width] outputs at the last n positions of the sequence, in fp32.
+        prefix: outputs of a run of the first tokens alone, None if there was no such run.
     """
 
     tokens: Indices
@@ -126,11 +128,11 @@ def check_outputs(plain: PlainOutputs, head: ModelHead, runner: StatesRunner) ->
 
 @torch.no_grad()
 def check_single_reads(plain: PlainOutputs, head: ModelHead, runner: StatesRunner, unnarrowed: StatesRunner) -> None:
-    """Raise InputError if `runner` computes other outputs than `unnarrowed` for a token that is read alone."""
+    """Raise InputError if `runner` and `unnarrowed` compute different outputs when only one token is read."""
     expected = head(unnarrowed.states(_step(plain.tokens, _SINGLE))).float()
     states = torch.cat([runner.states(_step(plain.tokens, position)) for position in np.split(_SINGLE, len(_SINGLE))])
     if difference := _difference(head, head(states).float(), expected):
-        raise InputError(f"outputs of tokens that are read alone {difference}", name="model")
+        raise InputError(f"outputs of the only token that is read {difference}", name="model")
 
 
 def sequence_step(count: int) -> StepBatch:
@@ -149,7 +151,7 @@ def _compare(head: ModelHead, computed: torch.Tensor, expected: torch.Tensor, to
     if difference := _difference(head, computed, expected):
         name = type(head.model).__name__
         text = (
-            f"{name} cannot be served, because its outputs are not those of its backbone followed by its head: "
+            f"{name} cannot be served, because its outputs differ from its head applied to its backbone's states: "
             f"{tokens} {difference}. Either the backbone takes more than token ids, or the head more than the state of "
             "each token, or a token depends on later tokens or other sequences"
         )

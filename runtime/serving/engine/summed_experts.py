@@ -20,7 +20,10 @@ SUMMED_EXPERTS_NAME = "moepass_summed"
 def summed_experts_forward(
     module: Any, states: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Compute the experts of states [n, hidden] for ids and weights [n, k], with `grouped_mm` if unsupported."""
+    """Run the experts `expert_ids` [n, k] on `states` [n, hidden], and sum their outputs with `weights` [n, k].
+
+    Unsupported modules and dtypes are passed on to `grouped_mm`.
+    """
     is_plain = not (module.has_bias or module.has_post_expert_norm or module._is_expert_parallel)
     is_fp32_on_cpu = states.device.type == "cpu" and states.dtype == weights.dtype == torch.float32
     is_ours = is_plain and module.has_gate and is_fp32_on_cpu and len(states) and not torch.is_grad_enabled()

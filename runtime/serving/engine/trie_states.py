@@ -60,7 +60,7 @@ class TrieStates:
     """Runs steps of a model with trie attention.
 
     `forward` is a `TrieBackbone`, compiled or not. `layers` are the model's attention layers by their index. `memory`
-    is that of the cache blocks, None without a cache.
+    stores the cache blocks, None without a cache.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class TrieStates:
 
 
 def _with_two_tokens(batch: StepBatch) -> StepBatch:
-    """Return `batch`, with another sequence of one token if it has only one token."""
+    """Return `batch`, padded with a sequence of one token if the batch has only one token."""
     if batch.count != 1:
         return batch
     return dataclasses.replace(
@@ -101,7 +101,9 @@ def _with_two_tokens(batch: StepBatch) -> StepBatch:
 class Narrowing(NamedTuple):
     """A backbone, and a handle that removes the hook by which its last layer computes only the read tokens.
 
-    If the last layer computes all tokens, the handle is None, and `obstacle` is the reason.
+    Attributes:
+        obstacle: the reason why the last layer computes all tokens; empty if it computes only the read tokens.
+        handle: removes the hook that narrows the last layer; None if it computes all tokens.
     """
 
     backbone: TrieBackbone | RowsBackbone

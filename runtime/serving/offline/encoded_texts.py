@@ -50,9 +50,9 @@ class EncodedChunk(Generic[_Text]):
 
 
 def make_writer(folder: Path, template: str | None) -> PromptWriter:
-    """Return a writer of prompts with the requested template; it takes texts of any length.
+    """Return a PromptWriter for `template` ("chat", "prompt", "plain" or a file), without a limit on text length.
 
-    Raises InputError if the checkpoint has no such template, or the file does not exist.
+    Raises InputError if the checkpoint has no such template, or if there is no such file.
     """
     tokenizer = load_tokenizer(folder)
     prompt = load_prompt(folder)

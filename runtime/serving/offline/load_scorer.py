@@ -56,8 +56,8 @@ def load_scorer(
     """Load the checkpoint `model`, a folder or "demo", and return a scorer.
 
     `compile_module` compiles the model; with None it runs uncompiled. `writer` was made for the same checkpoint by
-    `make_writer`, and is not changed. Without `labels`, those of the template are used, without `dtype` that of the
-    checkpoint, without `step_tokens` the plan's. `batch_size` limits the texts of a step, with None only by its tokens.
+    `make_writer`, and is not changed. By default `labels` come from the template, `dtype` from the checkpoint, and
+    `step_tokens` from the plan. `batch_size` limits the texts of a step; None limits only its tokens.
 
     Raises CheckpointError if the checkpoint cannot be read, InputError if the device does not exist or the model has no
     experts to stream, and OptionError for options that contradict each other.

@@ -1,7 +1,7 @@
 """Scoring of a stream of texts against one set of labels, window by window, with the engine of this process.
 
 Pseudo-code
-    a window: read and encode texts until their tokens fill some steps; the remaining stream is not read yet
+    a window: read and encode texts until their tokens fill several steps; the remaining stream is not read yet
     sort its prompts, so that prompts with a common prefix share a step, in which the trie computes the prefix once
     fill steps with tokens up to the engine's threshold
     return the window's scores in the order of the texts
@@ -48,8 +48,10 @@ _Text = TypeVar("_Text", bound=NamedText)
 class ScoredWindow(Generic[_Text]):
     """The scores of a window; `outcomes` has for each text its row in the tables, or its error.
 
-    Each row of `probabilities` [rows, labels] is a softmax over the labels. `mass` [rows] is the probability that the
-    model gives to all labels together.
+    Attributes:
+        outcomes: For each text its row in the tables, or its error.
+        probabilities: [rows, labels]; each row is a softmax over the labels and sums to 1.
+        mass: [rows], the total probability of all labels.
     """
 
     texts: list[_Text]
@@ -110,7 +112,7 @@ class LabelPieces:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class EncodedPrompt:
-    """A prompt of a window; `index` is that of its text."""
+    """A prompt of a window; `index` is the index of its text."""
 
     index: int
     tokens: Tokens
@@ -129,8 +131,8 @@ class TextScorer:
     ) -> None:
         if not engine.facts.predicts_tokens:
             text = (
-                f"the model's head gives {engine.facts.vector} and predicts no tokens, so it cannot score labels; use "
-                "a language model"
+                f"the model's head returns {engine.facts.vector} instead of token logits, so it cannot score labels; "
+                "use a language model"
             )
             raise InputError(text, name="model", value=engine.facts.vector)
         self.engine, self.writer, self.labels = engine, writer, tuple(labels)

@@ -21,18 +21,18 @@ from moepass.runtime.serving.requests.request import Tokens
 
 LabelTokens = tuple[int, ...]
 
-IMPOSSIBLE = "the model gives all labels the probability 0, so they cannot be compared; use labels that it can generate"
+IMPOSSIBLE = "the model assigns probability 0 to all labels, so they cannot be compared; use labels that are likelier"
 
 
 class ImpossibleLabelsError(CheckpointError):
-    """The model gives all labels the probability 0, so that they cannot be compared."""
+    """The model assigns probability 0 to all labels, so that they cannot be compared."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LabelScores:
     """The log-probabilities of labels, their softmax, and the probability of all labels together (`mass`).
 
-    For the mass, a label that starts with another label is part of that one and is not counted again.
+    If a label starts with another label, the mass counts only the shorter one, which includes it.
     """
 
     log_probabilities: tuple[float, ...]
@@ -68,8 +68,8 @@ def encode_labels(encoder: TextEncoder, prompt: str, labels: Sequence[str]) -> t
 def label_warnings(encoder: TextEncoder, prompt: str, labels: Sequence[str]) -> list[str]:
     """Return a warning for each label whose form behind `prompt` is probably not the intended one.
 
-    Most vocabularies contain words with a leading blank. So a label is suspicious if it needs fewer tokens with a
-    leading blank, or if it merges with the last token of the prompt.
+    Most vocabularies contain words with a leading space. So a label is suspicious if it needs fewer tokens with a
+    leading space, or if it merges with the last token of the prompt.
     """
     warnings = []
     with_blanks = _in_context(encoder, prompt, [" " + label for label in labels])
@@ -83,7 +83,7 @@ def label_warnings(encoder: TextEncoder, prompt: str, labels: Sequence[str]) -> 
         else:
             continue
         warnings.append(
-            f"label {_short(label)} {problem}; with a leading blank it has {encoder.names(blank_tokens)}. Use the form "
+            f"label {_short(label)} {problem}; with a leading space it has {encoder.names(blank_tokens)}. Use the form "
             "that the model was trained with."
         )
     return warnings
@@ -157,8 +157,7 @@ def score_labels(labels: Sequence[LabelTokens], log_probabilities: Sequence[floa
 class LabelTable:
     """The probabilities [rows, labels] and the mass [rows] of the same labels for several prompts, as in `LabelScores`.
 
-    `is_possible` [rows] is False if the model gives all labels of the row the probability 0; ignore the row's values
-    then.
+    `is_possible` [rows] is False if all labels of the row have probability 0; ignore the row's values then.
     """
 
     probabilities: npt.NDArray[np.float64]

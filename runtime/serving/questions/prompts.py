@@ -220,7 +220,7 @@ class PromptWriter:
         return self.encoder.encode_pairs(texts)
 
     def needs_blank_before_label(self, rendered: str) -> bool:
-        """Return True if the prompt ends within a line of text, so that the answer starts with a blank."""
+        """Return True if the prompt ends within a line of text, so that the answer starts with a space."""
         context = self.encoder.context_of(rendered)
         return bool(context) and not context[-1].isspace()
 

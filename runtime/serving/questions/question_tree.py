@@ -35,7 +35,9 @@ from moepass.runtime.serving.requests.request import Request
 class QuestionAnswer:
     """The probability of each option of a question; they sum to 1. `mass` is that of all its labels together.
 
-    If the model cannot answer the question, `refusal` is the reason and `probabilities` is empty.
+    Attributes:
+        mass: The total probability of all labels of the question.
+        refusal: The reason if the model cannot answer the question; then `probabilities` is empty.
     """
 
     probabilities: tuple[float, ...] = ()
@@ -55,9 +57,9 @@ _Asked = tuple[tuple[int, ...], LabelReads]
 class QuestionTree:
     """Questions about one input, as one request.
 
-    With `order_invariant`, the answer is the mean over several orders of the options. Errors contain `text_name` as the
-    name of the input, and `names` as those of the questions. Raises InputError if a prompt is too long, or the labels
-    of a question cannot be distinguished.
+    With `order_invariant`, the answer is the mean over several orders of the options. Errors call the input
+    `text_name`, and the questions `names`. Raises InputError if a prompt is too long, or the labels of a question
+    cannot be distinguished.
     """
 
     def __init__(
@@ -171,7 +173,7 @@ def confidence(kind: Literal["choice", "score"], probabilities: tuple[float, ...
     """Return a confidence from 0 (all options equally likely) to 1 (one option is certain).
 
     It is defined as in transformers' decision pipeline. For a choice: how far the best option is above chance. For a
-    score: the mean distance of the levels to the best one, relative to that of equally likely levels.
+    score: the mean distance of the levels to the best one, relative to the distance for equally likely levels.
     """
     count = len(probabilities)
     if count == 1:

@@ -1,7 +1,7 @@
 """The relevance of documents to queries, as one request in which documents share their query.
 
-A language model gives the share of "yes" among "yes" and "no", behind the checkpoint's `pair_template` or behind a
-question of moepass. A classifier gives the score of its head for the pair, encoded as its tokenizer encodes pairs.
+For a language model, relevance is the share of "yes" among "yes" and "no", behind the checkpoint's `pair_template` or
+behind a question of moepass. For a classifier, it is the head's score for the pair, as its tokenizer encodes pairs.
 """
 
 from __future__ import annotations

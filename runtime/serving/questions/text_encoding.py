@@ -2,9 +2,9 @@
 
 In a copy of the tokenizer, control tokens (special ones, and tokens that look like tags) get new random names. A
 prompt is rendered with the user's text *shielded*: a mark is inserted into each substring that looks like a control
-token. So all control tokens of the rendered prompt are those of the template. They are replaced by their new names,
-the marks are removed, and the text is encoded at once. The tokens are those of the full text, and equal to those of
-the original tokenizer if the user's text contains no control tokens.
+token. So the rendered prompt contains only the template's control tokens. They are replaced by their new names, the
+marks are removed, and the whole text is encoded at once. If the user's text contains no control tokens, the result
+equals the original tokenizer's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Wordings of questions. Each is that of another server, so that its scores are reproduced.
+"""Wordings of questions. Each is copied from another server, so that its scores are reproduced.
 
 A question is a text with options. Each option has a label, with which the model answers. Labels that are numbers have
 equal widths, so that no label is a prefix of another.

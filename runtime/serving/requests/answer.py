@@ -44,7 +44,7 @@ class PieceAnswer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Usage:
-    """The distinct tokens of a request, those that came from the cache, and the FLOPs of the computed ones.
+    """The distinct tokens of a request, how many came from the cache, and the FLOPs of the computed tokens.
 
     FLOPs that several requests of a step share count for the first of them.
     """

@@ -78,9 +78,12 @@ async def answer_within(seconds: float, answer: Awaitable[Answer]) -> Answer:
 class BackendStatus:
     """The abilities of a backend, and its state: unless that is "ready", requests raise NotServingError.
 
-    `predicts_tokens` says that the head gives next-token probabilities, which `TokenRead` and `is_scored` need.
-    `vector` is the kind of the vectors that `TokenPiece.vector` returns, None if the model has none. `details` are for
-    people, such as how the model runs, and `metrics` are sums since the start, by name.
+    Attributes:
+        state: "ready" if requests are answered; otherwise they raise NotServingError.
+        predicts_tokens: the head returns next-token probabilities, which `TokenRead` and `is_scored` need.
+        vector: kind of the vectors that `TokenPiece.vector` returns, None if the model has none.
+        details: descriptions for people, such as how the model runs.
+        metrics: sums since the start, by name.
     """
 
     state: ServingState

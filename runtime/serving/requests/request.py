@@ -40,8 +40,8 @@ class TokenPiece:
         parent: index of the piece before it, an earlier one; -1 if a sequence begins here.
         is_scored: return the log-probability of each token of the piece. The first token of a sequence has none.
         scored_top: number of most likely tokens to return at each scored position.
-        vector: vector of the sequence that ends with this piece (class scores or an embedding): that of its last token,
-            or the mean over all its tokens.
+        vector: which vector (class scores or an embedding) to return for the sequence that ends with this piece: its
+            last token's, or the mean over all its tokens.
     """
 
     parent: int
@@ -54,7 +54,7 @@ class TokenPiece:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Request:
-    """A tree of tokens, parents first, that is answered as a whole. Its id is unique among those of its sender.
+    """A tree of tokens, parents first, that is answered as a whole. Its id is unique among its sender's requests.
 
     Requests with different salts share neither cached nor computed tokens.
 

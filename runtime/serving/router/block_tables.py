@@ -1,7 +1,7 @@
 """Tables of the prefix blocks that each rank holds (committed), or will hold once its assigned requests run (pending).
 
-Sets of ranks are bit masks. Committed blocks are a table from hash to mask. A rank that holds a block also holds all
-blocks before it, because a cache can use no others. So bisection finds how much of a prompt a rank holds. Pending
+Sets of ranks are bit masks. A dict maps hashes of committed blocks to masks. A rank that holds a block also holds all
+blocks before it: without them a cache cannot use it. So bisection finds how much of a prompt a rank holds. Pending
 blocks form a radix tree: a run of blocks that the same prompts share is one node, so a prompt of a thousand unshared
 blocks costs as little as a prompt of ten. A hash covers everything before it, so the first hash of a node identifies
 it, and two prompts that differ in one block differ in all later ones.
@@ -160,7 +160,7 @@ def set_bits(mask: int) -> list[int]:
 
 
 def _shared_end(run: PendingRun, blocks: Sequence[BlockHash]) -> int:
-    """Return the index up to which `blocks` equal those of `run`. The first block of the run is equal."""
+    """Return the index up to which `blocks` equal the blocks of `run`. The first block of the run is equal."""
     run_blocks = run.blocks
     end = run.end
     if end > len(blocks):

@@ -44,11 +44,11 @@ class RoutableRequest:
     """A prompt and the questions that follow it, which may go to different ranks.
 
     Attributes:
-        blocks: hashes of the prompt's blocks of BLOCK_TOKENS tokens, in order. Only blocks that can come from a cache:
-            if nothing follows the prompt, its last token is always computed.
-        prompt_tokens: 0 if the questions have no common prefix, or if ranks do not share prefixes.
+        blocks: hashes of the prompt's blocks of BLOCK_TOKENS tokens, in order. Without questions, the block with the
+            last token is left out, because that token is always computed.
+        prompt_tokens: length of the prompt; 0 if the questions have no common prefix, or if ranks share no prefixes.
         priority: a level is worth PRIORITY_SECONDS of waiting; higher levels come first.
-        deadline: the request expires if a question has not started by then. In seconds of the same clock as `arrived`.
+        deadline: the request expires if any question has not started by then. In seconds of the clock of `arrived`.
     """
 
     id: str

@@ -36,7 +36,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class SamplingBody(ModelBody, kw_only=True):
-    """Fields of both OpenAI bodies. Values that would change which token is the most likely one are refused."""
+    """Fields of both OpenAI bodies. Values that ask for other tokens than the most likely one are refused."""
 
     temperature: float | None = None
     n: int | None = 1
@@ -218,7 +218,7 @@ def check_decoding(count: int | None, name: str, *, least: int) -> None:
 
 
 def check_sampling(body: SamplingBody) -> None:
-    """Raise InputError for a parameter that would change which token is the most likely one."""
+    """Raise InputError for parameters that ask for other tokens than the most likely one, or change probabilities."""
     if body.n not in (None, 1):
         raise InputError.wrong("n", body.n, "1, because only the most likely token is returned")
     if body.temperature:

@@ -1,4 +1,4 @@
-"""POST /v1/decisions, with the body of openai's `client.decisions.create` or that of SGLang's clients.
+"""POST /v1/decisions, with the body of openai's `client.decisions.create` or of SGLang's clients.
 
 The questions distinguish the two bodies: OpenAI's have `instructions`, SGLang's have an `id`.
 """

@@ -181,8 +181,7 @@ def _joined(call: Call, texts: Sequence[Sequence[str]]) -> list[str] | list[Toke
     if all(len(text) == 1 for text in texts):
         return [text[0] for text in texts]
     if call.service.backend.status().vector != "class scores":
-        problem = "this model classifies single texts, not pairs; send a list of lists of one text"
-        raise InputError(problem, name="inputs")
+        raise InputError("this model classifies single texts, not pairs; send [[text], [text], ...]", name="inputs")
     return [
         call.writer.encode_pairs([(text[0], text[1])], ("inputs", "inputs"))[0]
         if len(text) == 2

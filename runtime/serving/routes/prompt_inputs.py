@@ -24,12 +24,12 @@ def check_count(entries: Sized, name: str, most: int = MOST_ITEMS) -> None:
 
 
 def check_answer_size(numbers: int) -> None:
-    """Raise TooLargeError if an answer would hold more than MOST_ANSWER_NUMBERS numbers."""
+    """Raise TooLargeError if an answer would contain more than MOST_ANSWER_NUMBERS numbers."""
     check_limit("the number of numbers in this answer", numbers, MOST_ANSWER_NUMBERS, "ask in several requests")
 
 
 def check_token_ids(call: Call, tokens: Sequence[int], name: str) -> None:
-    """Raise InputError if field `name` holds a token id outside the model's vocabulary."""
+    """Raise InputError if field `name` contains a token id outside the model's vocabulary."""
     vocabulary_size = call.service.backend.status().vocabulary_size
     for token in tokens:
         if not 0 <= token < vocabulary_size:

@@ -32,7 +32,7 @@ class ServerSettings:
             raise OptionError(text, name="api_key")
         if self.api_key is not None and (not self.api_key.isprintable() or self.api_key != self.api_key.strip()):
             raise OptionError(
-                "the API key starts or ends with a blank, or contains a control character such as a line break, which "
+                "the API key starts or ends with a space, or contains a control character such as a line break, which "
                 "HTTP headers cannot contain; use another key",
                 name="api_key",
             )

@@ -122,8 +122,8 @@ class Call:
         """Return the body as a dict. Raise InputError if it is not a JSON object or is nested too deeply."""
         value = _decode(self.raw, Any)
         if not isinstance(value, dict):
-            kind = "null" if value is None else type(value).__name__
-            raise InputError(f"the body is JSON of type {kind}; it must be an object", name="body")
+            kind = "array" if isinstance(value, list) else "scalar"
+            raise InputError(f"the body is a JSON {kind}; it must be a JSON object", name="body")
         return value
 
     def body(self, kind: type[_Kind]) -> _Kind:

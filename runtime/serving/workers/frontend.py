@@ -83,10 +83,10 @@ class _WaitingRequest:
 class Frontend:
     """A `Backend` whose ranks are processes of their own.
 
-    `start_process`, `ends_together` and `restarts` are those of `Supervisor`. A process of a rank connects to
-    `endpoint`, an unused `ipc://` address, with the socket name `rank_name(rank, attempt)`. `formula` may be a future,
-    because ranks may start before it is known, and `make_router` is called once the facts of all engines are known. The
-    engines of the ranks use the same `key` of block hashes.
+    `Supervisor` describes `start_process`, `ends_together` and `restarts`. A process of a rank connects to `endpoint`,
+    an unused `ipc://` address, with the socket name `rank_name(rank, attempt)`. `formula` may be a future, because
+    ranks may start before it is known, and `make_router` is called once the facts of all engines are known. The engines
+    of the ranks use the same `key` of block hashes.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ class FailingRankError(MoepassError, RuntimeError):
 class Mailbox:
     """The waiting requests of a rank, and the thread that talks to the frontend.
 
-    `name` is that of this rank's socket, from `rank_name`. `check` raises InputError for a request that must be
+    `name` is the name of this rank's socket, from `rank_name`. `check` raises InputError for a request that must be
     refused, `is_orphan` returns True if the server has ended, and `engine_view` must not wait for a step.
     """
 
@@ -87,12 +87,12 @@ class Mailbox:
             return list(self._waiting.values())
 
     def take(self, requests: list[Request]) -> list[Request]:
-        """Remove `requests` from the waiting ones, and return those that were not cancelled."""
+        """Remove `requests` from the waiting requests, and return those that were not cancelled."""
         with self._condition:
             return [request for request in requests if self._waiting.pop(request.id, None) is not None]
 
     def close(self) -> None:
-        """Send the remaining messages, and end the thread and its sockets."""
+        """Send the remaining messages, stop the thread, and close the sockets."""
         self._outbox.send(b"")
         self._thread.join()
         self._outbox.close()
@@ -157,7 +157,7 @@ class Mailbox:
 
 
 def run_rank(engine: StepEngine, mailbox: Mailbox) -> None:
-    """Answer requests until the frontend drains this rank or is gone. Raise FailingRankError after several failures."""
+    """Answer requests until drained or the frontend exits. Raise FailingRankError if several steps in a row fail."""
     before = engine.compilations()
     mailbox.send(messages.RankReady(engine.facts))
     failed = 0

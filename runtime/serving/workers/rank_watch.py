@@ -8,7 +8,7 @@ hangs:
                 `step_seconds`: it waits for something that does not happen
 
 The watch reads no clock; callers pass the time. It does not watch ranks that are starting, because compilation has no
-predicted duration. The supervisor compares their start with earlier ones.
+predicted duration. The supervisor compares their start with earlier starts.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class RankWatch:
             missing.discard(number)
 
     def hung(self, now: float, facts: Mapping[int, EngineFacts]) -> dict[int, str]:
-        """Return the ranks that hang, with the reason of each. `facts` are those of all watched ranks.
+        """Return the ranks that hang, with the reason of each. `facts` has the facts of all watched ranks.
 
         Call it every CHECK_SECONDS. A longer interval means that the caller itself was suspended and read no messages,
         so it does not count as silence.

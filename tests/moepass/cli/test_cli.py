@@ -141,7 +141,7 @@ BAD_INPUT = {
         "line 17 of standard input is not valid JSON",
     ),
     "blank lines count": (_line_17("").replace("\n\n", "\n\n[]\n"), "line 18 of standard input is a list"),
-    "nothing": ("", "standard input is empty; it must hold one JSON object per line"),
+    "nothing": ("", "standard input is empty; it must contain one JSON object per line"),
     "only blanks": ("\n \n", "standard input is empty"),
 }
 

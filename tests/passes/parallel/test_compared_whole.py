@@ -133,13 +133,13 @@ def test_memory_that_nothing_was_written_to_is_not_the_same_on_all_ranks(what: s
 def test_equal_names_of_unknown_operators_prove_nothing(what: str) -> None:
     reason = _reason(UNKNOWN[what])
     assert "compared_whole.act.default" in reason
-    assert "an operator that moepass does not know, which may compute otherwise on each rank; write it in" in reason
+    assert "an operator that moepass does not know, so ranks may compute different results; write it in" in reason
 
 
 def test_equal_values_may_have_another_memory_layout() -> None:
     reason = _reason(lambda x, y: y + x.as_strided((1, 4), (1, 1)))
     assert "aten.as_strided.default" in reason
-    assert "reads memory as it lies" in reason
+    assert "reads elements by their position in memory" in reason
 
 
 def _summed(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

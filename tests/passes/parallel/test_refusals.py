@@ -449,7 +449,7 @@ def test_a_refusal_without_a_reason_is_a_mistake() -> None:
     graph = torch.fx.Graph()
     placeholder = graph.placeholder("x")
     for reason in ("", " "):
-        with pytest.raises(ValueError, match=r"the refusal of layers.0.experts at x \(x\) gives no reason"):
+        with pytest.raises(ValueError, match=r"the refusal of layers.0.experts at x \(x\) has no reason"):
             refusal_of(graph, reason, placeholder, "layers.0.experts", "0")
 
 

@@ -107,7 +107,7 @@ def _a_rank_runs_fewer_steps() -> str:
 def test_a_rank_that_runs_fewer_steps_is_named_within_the_timeout() -> None:
     first, second = run_ranks(2, _a_rank_runs_fewer_steps)
     assert first == second
-    assert first.startswith("rank 1 did not come to gather bank blocks.0 within 1 s. With transport 'collective' all")
+    assert first.startswith("rank 1 did not start to gather bank blocks.0 within 1 s. With transport 'collective' all")
     assert "call moepass.gather_only_step(model) on a rank that has no work" in first
 
 

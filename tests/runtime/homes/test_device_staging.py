@@ -252,7 +252,7 @@ def test_a_model_stays_exact_with_buffers_in_memory_of_all_ranks(ranks: int) -> 
 
 def _chooses() -> str:
     packer = make_packer(moepass.Hybrid(timeout_s=50), torch.device("cuda", 0))
-    with pytest.raises(OptionError, match="exists for device cpu only"):
+    with pytest.raises(OptionError, match="works on device cpu only"):
         make_packer(moepass.Hybrid(timeout_s=50, host_link="emulate:1e9"), torch.device("cuda", 0))
     return f"{type(packer).__name__} {type(packer.home.transport).__name__} {packer.home.needs_host}"
 

@@ -115,7 +115,7 @@ def _reads_outside_blocks_are_complete() -> None:
                 assert torch.equal(compiled(tokens()), expected)
         assert "read_bank_tensor" in compilations[0].executor.graph_module.code
         torch._dynamo.reset()
-        with pytest.raises(moepass.MoepassError, match=r"blocks\.0 lies in shards on 2 ranks.*backend='asyncep'"):
+        with pytest.raises(moepass.MoepassError, match=r"blocks\.0 is sharded over 2 ranks.*backend='asyncep'"):
             torch.compile(model, backend="aot_eager")(tokens())
 
 

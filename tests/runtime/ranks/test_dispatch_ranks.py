@@ -342,7 +342,7 @@ def _one_stays_away() -> tuple[str, str]:
 def test_a_rank_that_does_not_come_is_an_error_within_the_timeout_on_all() -> None:
     (first, again), (late, later) = run_ranks(2, _one_stays_away)
     assert first == again == late == later
-    assert first.startswith("rank 1 did not come to agree on a run within 3 s. With all_to_all_below,")
+    assert first.startswith("rank 1 did not agree on a run within 3 s. Every rank of the group must call")
 
 
 def _no_work(form: str, options: dict[str, Any]) -> str:

@@ -188,7 +188,7 @@ def test_a_rank_that_does_not_come_is_named_within_the_timeout() -> None:
     groups = _groups(3, timeout_s=0.4)
     texts = _on_ranks(2, lambda number: _error(groups[(0, 2)[number]].ask, (5, 0, 8), True))
     assert len(set(texts)) == 1
-    assert texts[0].startswith("rank 1 did not come to gather bank 5 within 0.4 s. With transport 'collective' all")
+    assert texts[0].startswith("rank 1 did not start to gather bank 5 within 0.4 s. With transport 'collective' all")
     assert _error(groups[1].ask, (5, 0, 8), True) == texts[0]
 
 

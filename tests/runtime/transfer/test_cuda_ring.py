@@ -119,7 +119,7 @@ def test_an_interrupted_run_leaves_no_running_copies() -> None:
 
 
 def test_links_are_not_emulated_on_a_gpu() -> None:
-    with pytest.raises(OptionError, match="exists for device cpu only"):
+    with pytest.raises(OptionError, match="works on device cpu only"):
         make_ring(2, SLOT_BYTES, torch.device("cuda", 0), parse_link("emulate:1e9"))
 
 

@@ -92,7 +92,7 @@ def test_constants_out_of_range_of_an_integer_type_are_refused() -> None:
     inputs = [*_gemm_inputs(), torch.ones(ROWS, WIDTH, dtype=torch.uint8)]
     refusal = _lowered(lambda product, small: product * (small + (-1)), inputs)
     assert isinstance(refusal, NotLowered)
-    assert "aten.add.Tensor with -1, which torch.uint8 does not hold" in refusal.reason
+    assert "aten.add.Tensor with -1, which is out of range for torch.uint8" in refusal.reason
 
 
 def test_columns_far_apart() -> None:

@@ -162,7 +162,7 @@ def test_a_layer_that_treats_its_first_token_apart_gets_all_tokens_in_half_preci
     model = _model(_ReplacesTheFirst, torch.bfloat16)
     engine = _engine(model)
     assert engine.facts.form == "trie"
-    assert "all tokens, because InputError: outputs of tokens that are read alone" in engine.facts.notes["last layer"]
+    assert "all tokens, because InputError: outputs of the only token that is read" in engine.facts.notes["last layer"]
     assert _change(model, engine, [20]) < 0.1
 
 

@@ -342,7 +342,7 @@ def test_only_labels_that_are_all_impossible_are_an_error(checkpoint: Path, monk
     ((probabilities, _),) = _scores(scorer, ["a dog"])
     assert probabilities == {"yes": 0.0, "no": 1.0}
     impossible.add(no[0])
-    with pytest.raises(ImpossibleLabelsError, match="text 1: the model gives all labels the probability 0"):
+    with pytest.raises(ImpossibleLabelsError, match="text 1: the model assigns probability 0 to all labels"):
         next(scorer.windows(_named(["a dog"])))
     (window,) = scorer.windows(_named(["a dog"]), stops=False)
     assert [isinstance(outcome, MoepassError) for outcome in window.outcomes] == [True]
