@@ -33,8 +33,8 @@ def check_raw_config(values: Mapping[Any, Any], name: str) -> None:
             _check_count(name, key, value)
         elif isinstance(value, str) and key.endswith("_implementation") and "/" in value:
             text = (
-                f"{name}: {key} is {value!r}, a kernel of the Hugging Face hub, whose code would run; moepass runs no "
-                "code of a checkpoint, so remove it"
+                f"{name}: {key} is {value!r}, a kernel on the Hugging Face hub; moepass does not run code that a "
+                f"checkpoint names: remove {key}"
             )
             raise CheckpointError(text, name=key, value=value, path=name)
 

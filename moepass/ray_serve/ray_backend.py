@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from ray.exceptions import RayActorError
 
-from moepass.ray_serve.replica_routing import live_routers
+from moepass.ray_serve.replica_routing import live_router
 from moepass.runtime.serving.batching.block_hashes import path_hashes
 from moepass.runtime.serving.requests.answer import Answer
 from moepass.runtime.serving.requests.backend import BackendStatus, FrontendLimits, NotServingError, answer_within
@@ -42,7 +42,7 @@ class RayBackend:
 
     def check_room(self) -> None:
         """Raise an error if no request is accepted now; see `Backend.check_room`."""
-        router = live_routers.get(self._name)
+        router = live_router(self._name)
         state = self.status().state
         if router is None or state != "ready":
             raise NotServingError(f"no request is accepted now: {state}", value=state)
@@ -93,7 +93,7 @@ class RayBackend:
         await self._call("view", routing=None)
 
     def _replicas(self) -> dict[str, Any]:
-        router = live_routers.get(self._name)
+        router = live_router(self._name)
         return {} if router is None else router.replicas_by_name()
 
     async def _answer(self, request: Request, priority: int, timeout_seconds: float) -> Answer:

@@ -19,10 +19,20 @@ from moepass.runtime.serving.router.prefix_router import PrefixRouter
 from moepass.runtime.serving.router.routable import BlockHash, FlopsFormula, RoutableRequest
 
 MOST_REPLICAS = 512
-# This process's request routers, by the names of their deployments. A router is made at the first call.
-live_routers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+# A router is made at the first call.
+_live_routers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 # A request is removed this long after its deadline, in case its end was not reported.
 _GRACE_SECONDS = 10.0
+
+
+def announce_router(name: str, router: object) -> None:
+    """Register `router` as this process's request router of the deployment `name`."""
+    _live_routers[name] = router
+
+
+def live_router(name: str) -> Any:
+    """Return this process's request router of the deployment `name`, or None before its first call."""
+    return _live_routers.get(name)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The request router of Ray Serve that chooses a replica by the router's state machine.
 
 Ray makes one router in each process that calls replicas, and copies the source of this module there. So the state of a
-process is in another module. All methods run in one event loop. The application has another event loop and only reads
-`replicas_by_name` and `routing.waiting_flops`.
+process is in another module, and is not imported by name. All methods run in one event loop. The application has
+another event loop and only reads `replicas_by_name` and `routing.waiting_flops`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from moepass.models.checkpoint.checkpoint_folders import load_config, resolve_model
 from moepass.models.sizes.families import from_config
-from moepass.ray_serve.replica_routing import ReplicaFacts, ReplicaRouting, live_routers
+from moepass.ray_serve.replica_routing import ReplicaFacts, ReplicaRouting, announce_router
 from moepass.runtime.serving.batching.block_hashes import HASH_BYTES
 from moepass.runtime.serving.batching.step_flops import FlopsTable
 
@@ -33,7 +33,7 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]  # ray has no ty
         """Make the state machine for `model`, and register this router under `name`."""
         self.routing = ReplicaRouting(FlopsTable(from_config(load_config(resolve_model(model)))), time.monotonic)
         self._reports: dict[str, int] = {}
-        live_routers[name] = self
+        announce_router(name, self)
 
     @property
     def max_num_routing_tasks(self) -> int:

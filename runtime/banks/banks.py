@@ -328,7 +328,7 @@ def find_store(number: int) -> BankStore:
 def bank_key(bank: BankSpec, inputs: Sequence[torch.Tensor]) -> Hashable:
     """Return the key that identifies a bank by the memory of its inputs.
 
-    Dynamo shares code between layers, so a graph input is the only thing that tells the banks of two layers apart. For
+    Dynamo shares code between layers, so only a graph input distinguishes the banks of two layers. For
     inputs that are parameters, the key also contains their strides and the layout of the bank.
     """
     layout = (bank.tensors, bank.expert_bounds, bank.group, bank.recipes)

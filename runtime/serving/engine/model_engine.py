@@ -31,6 +31,7 @@ from moepass.runtime.serving.engine.step_reads import StepReads
 from moepass.runtime.serving.engine.step_view import StepWatch
 from moepass.runtime.serving.engine.token_scores import score_tokens
 from moepass.runtime.serving.requests.answer import Answer
+from moepass.runtime.serving.requests.backend import SequenceTooLongError
 from moepass.runtime.serving.requests.request import Request
 from moepass.runtime.serving.requests.request_parts import halves, merged_answer
 from moepass.runtime.serving.requests.view import EngineView
@@ -107,7 +108,7 @@ class ModelEngine:
         limit = min(facts.max_sequence_tokens, facts.most_tokens)
         if longest > limit:
             text = f"a sequence of request {request.id} has {longest} tokens; this engine computes at most {limit}"
-            raise InputError(text, name="tokens", value=longest, expected=limit)
+            raise SequenceTooLongError(text, name="tokens", value=longest, expected=limit)
 
     def choose(self, waiting: Iterable[Request]) -> list[Request]:
         """Return the leading requests of `waiting`, at least one, that fill a step up to saturation and fit memory."""

@@ -17,6 +17,7 @@ import numpy as np
 
 from moepass.models.errors import CheckpointError, InputError
 from moepass.runtime.serving.requests.answer import Answer, Floats, ReadAnswer, ScoredTokens
+from moepass.runtime.serving.requests.backend import SequenceTooLongError
 from moepass.runtime.serving.requests.request import NO_TOKENS, Request, TokenPiece, TokenRead, Tokens, Vector
 from moepass.runtime.serving.requests.token_trie import TokenTrie
 
@@ -59,13 +60,13 @@ class RequestTree:
         self._paths: list[tuple[list[int], list[_PieceDraft]]] = []
 
     def add(self, tokens: Tokens | Sequence[int], name: str = "the prompt") -> int:
-        """Add a sequence and return its number. Raise InputError, with `name`, if it is empty or too long."""
+        """Add a sequence and return its number. Raise InputError, with `name`, for no tokens or too many."""
         sequence = np.asarray(tokens, np.int32)
         if not len(sequence):
             raise InputError(f"{name} has no tokens; send at least one", name=name, value=0, expected="1 or more")
         if len(sequence) > self._most:
             text = f"{name} has {len(sequence)} tokens, but this model takes at most {self._most}; send a shorter text"
-            raise InputError(text, name=name, value=len(sequence), expected=self._most)
+            raise SequenceTooLongError(text, name=name, value=len(sequence), expected=self._most)
         self._sequences.append(sequence)
         return len(self._sequences) - 1
 

@@ -3,7 +3,7 @@
 A rank that ends before it was ever ready would end again, so the start fails. A rank that ends later is restarted at
 once; if it ended before it was ready or soon after, the pause before the next restart grows. Ranks that hold parts of
 one model end together, because none of them can continue without the others. Ranks that a launcher such as torchrun has
-started write their process numbers into a folder of the server. They are not restarted: their launcher must start all
+started write their process ids into a folder of the server. They are not restarted: their launcher must start all
 of them again.
 """
 
@@ -86,20 +86,20 @@ async def start_process(arguments: Sequence[str], options: bytes) -> RankProcess
 
 
 def announce(folder: Path, rank: int) -> None:
-    """Write the number of this process into `folder` as that of `rank`."""
+    """Write the id of this process into `folder`, for `rank`."""
     written = folder / f"rank-{rank}.new"
     written.write_text(str(os.getpid()), encoding="ascii")
     written.rename(_rank_file(folder, rank))  # a reader never sees a partly written file
 
 
 async def launched_rank(folder: Path, rank: int) -> WatchedProcess:
-    """Wait for the process number of `rank` in `folder`, and return its process. Raise InputError for other text."""
+    """Wait for the process id of `rank` in `folder`, and return its process. Raise InputError for other text."""
     file = _rank_file(folder, rank)
     while not file.exists():
         await asyncio.sleep(_POLL_SECONDS)
     text = file.read_text(encoding="ascii")
     if not text.isdecimal():
-        message = f"{file} must contain the process number of rank {rank}, but contains {text!r}"
+        message = f"{file} must contain the process id of rank {rank}, but contains {text!r}"
         raise InputError(message, name="pid", value=text)
     return WatchedProcess(int(text))
 
@@ -138,7 +138,7 @@ class Supervisor:
 
     @property
     def processes(self) -> dict[int, int]:
-        """The process numbers of the ranks that run."""
+        """The process ids of the ranks that run."""
         return {rank: process.pid for rank, process in self._processes.items() if process.returncode is None}
 
     def is_current(self, rank: int, attempt: int) -> bool:

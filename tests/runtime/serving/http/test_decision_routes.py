@@ -282,8 +282,9 @@ def test_a_string_and_a_boolean_with_the_same_text_are_two_choices(chat: Served)
 
 
 def test_a_prompt_that_is_too_long_is_refused_with_the_numbers(chat: Served) -> None:
-    message = chat.refused("/v1/decisions", BODY | {"input": "word " * 2000})["message"]
-    assert "at most 1024" in message
+    error = chat.refused("/v1/decisions", BODY | {"input": "word " * 2000})
+    assert "at most 1024" in error["message"]
+    assert error["code"] == "context_length_exceeded"
 
 
 def test_the_cache_key_and_the_priority_reach_the_backend(chat: Served, client: openai.OpenAI) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from moepass.models.errors import CheckpointError, InputError
 from moepass.runtime.serving.questions.request_tree import RequestTree, TreeAnswer
 from moepass.runtime.serving.requests.answer import Answer, PieceAnswer, ReadAnswer, Usage
+from moepass.runtime.serving.requests.backend import SequenceTooLongError
 from moepass.runtime.serving.requests.request import Request
 from tests.helpers.graphs.error_fields import refused
 from tests.helpers.serving.byte_checkpoint import byte_model
@@ -112,7 +113,7 @@ def test_a_sequence_without_tokens_and_one_too_long_are_refused() -> None:
     tree = RequestTree(3)
     with refused(InputError, name="the text", value=0):
         tree.add([], "the text")
-    with refused(InputError, value=4, expected=3):
+    with refused(SequenceTooLongError, value=4, expected=3):
         tree.add([1, 2, 3, 4])
 
 
