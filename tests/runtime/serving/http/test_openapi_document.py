@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
@@ -17,11 +15,12 @@ from schemathesis.specs.openapi.checks import (
 
 from moepass.runtime.serving.http.app import ROUTES
 from moepass.runtime.serving.routes.service import Route
+from tests.helpers.mutants.random_cases import times
 from tests.helpers.serving.served import Served
 
 CHECKS = [not_a_server_error, content_type_conformance, response_schema_conformance, status_code_conformance]
 # Number of examples for each server, route and mode: 1,440 in total. They are the same in every run.
-EXAMPLES = int(os.environ.get("MOEPASS_TEST_EXAMPLES", "10"))
+EXAMPLES = times(10)
 POSITIVE = [pytest.param(route, GenerationMode.POSITIVE, id=f"{route.method} {route.path}") for route in ROUTES]
 # Only requests with a body can be invalid.
 NEGATIVE = [pytest.param(route, GenerationMode.NEGATIVE, id=f"wrong {route.path}") for route in ROUTES if route.bodies]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from benchmarks.serving.simple_routers import LeastTokensRouter, RoundRobinRoute
 from moepass.runtime.serving.router.prefix_router import MOST_PASSED_OVER, PrefixRouter
 from moepass.runtime.serving.router.routable import RoutableRequest
 from moepass.runtime.serving.router.router import RankRouter
+from tests.helpers.mutants.random_cases import times
 from tests.helpers.serving.router_oracle import BLOCK, LinearAndPairs, RouterOracle, assignments_of, questions_of
 
 FORMULA = LinearAndPairs()
@@ -257,7 +257,7 @@ def test_the_router_is_what_the_oracle_computes() -> None:
 @pytest.mark.timeout(3600)
 def test_the_router_is_what_the_oracle_computes_in_many_sequences() -> None:
     """Sequences are the same in every run; the environment variable asks for more of them."""
-    count = int(os.environ.get("MOEPASS_TEST_SEQUENCES", "250"))
+    count = times(250)
     run_state_machine_as_test(
         RouterMachine, settings=settings(max_examples=count, stateful_step_count=40, deadline=None)
     )
