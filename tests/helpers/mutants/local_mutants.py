@@ -12,7 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
 from moepass.passes.blocks.expert_gemms import is_grouped_gemm
-from moepass.passes.graph.nodes import fake_value, graph_inputs
+from moepass.passes.graph.nodes import fake_value
 from moepass.passes.ir.plan import Plan
 from moepass.passes.ir.protocol import Pass, PassContext, run_passes
 from moepass.runtime.lowering.lower_segments import decompositions
@@ -59,15 +59,19 @@ class LocalMutants:
             for tokens in self.inputs:
                 compiled(tokens)
         (self.module,) = modules
+        self._known = self._known_sizes()
+
+    def _known_sizes(self) -> tuple[object, object]:
+        """Return what is known of the sizes in the graph: their ranges, and the expressions that replace them."""
+        values = map(fake_value, self.module.graph.nodes)
+        environment = next(value for value in values if isinstance(value, torch.SymInt)).node.shape_env
+        return dict(environment.var_to_range), dict(environment.replacements)
 
     @torch.no_grad()
     def check(self, node_index: int, how: int | str) -> str:
         """Return the outcome for node `node_index` changed in way `how`. Raises AssertionError if it is wrong."""
-        sizes = [
-            value for node in graph_inputs(self.module.graph) if isinstance(value := fake_value(node), torch.SymInt)
-        ]
-        if any(size.node.expr.is_number for size in sizes):
-            self._capture()  # the rewrite of an earlier mutant specialised the number of tokens
+        if self._known_sizes() != self._known:
+            self._capture()  # the rewrite of an earlier mutant specialised a size, such as the number of tokens
         mutant = mutant_of(self.module, node_index, how)
         if mutant is None:
             return "no mutant"
