@@ -165,9 +165,9 @@ def test_formats_of_some_layers_or_matrices_alone_are_not_guessed(left_out: list
     ("family", "quantization", "word"),
     [
         ("qwen3_moe", {"quant_method": "gptq", "bits": 4}, "'gptq'"),
-        ("qwen3_moe", {**FP8, "expert_dtype": "fp4"}, "not known"),
-        ("qwen3_next", FP8, "not known"),
-        ("jamba", FP8, "not known"),
+        ("qwen3_moe", {**FP8, "expert_dtype": "fp4"}, "not know"),
+        ("qwen3_next", FP8, "not know"),
+        ("jamba", FP8, "not know"),
     ],
 )
 def test_formats_whose_sizes_are_not_known_say_so(family: str, quantization: dict[str, Any], word: str) -> None:

@@ -79,5 +79,5 @@ def test_stored_code_for_other_vector_instructions_is_not_run(monkeypatch: pytes
     monkeypatch.setattr(cpu_vec_isa, "pick_vec_isa", lambda: next(asked))
     monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", functools.cache(lambda: []))
     assert torch_private.vector_instructions() == "avx512"
-    with pytest.raises(ValueError, match="avx512; the compiler now has avx2"):
+    with pytest.raises(ValueError, match="avx512; the compiler now targets avx2"):
         segment_records.read_segments({}, "avx512")

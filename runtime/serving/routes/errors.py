@@ -85,10 +85,9 @@ def response_of(error: Exception, fields: Set[str] = frozenset()) -> Response:
             return error_response(503, _text(error), code="not_serving", headers={"Retry-After": "1"})
         case backend.AnswerTimeoutError():
             return error_response(504, _text(error), code="timeout")
-        case backend.SequenceTooLongError():
-            return error_response(400, _text(error), code="context_length_exceeded")
         case InputError():
-            return error_response(400, _text(error), param=_param(error.name, fields))
+            code = "context_length_exceeded" if isinstance(error, backend.SequenceTooLongError) else None
+            return error_response(400, _text(error), param=_param(error.name, fields), code=code)
         case MoepassError() if error.path is None:
             logger.error("a request failed: %s", error)
             return error_response(500, _text(error))

@@ -108,7 +108,7 @@ def test_a_rank_that_runs_fewer_steps_is_named_within_the_timeout() -> None:
     first, second = run_ranks(2, _a_rank_runs_fewer_steps)
     assert first == second
     assert first.startswith("rank 1 did not start to gather bank blocks.0 within 1 s. With transport 'collective' all")
-    assert "call moepass.gather_only_step(model) on a rank that has no work" in first
+    assert "call moepass.gather_only_step(model) on a rank without work" in first
 
 
 def _one_drops_its_model() -> str:

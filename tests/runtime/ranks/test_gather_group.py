@@ -144,7 +144,7 @@ def test_ranks_that_ask_for_different_things_get_one_error_for_good() -> None:
     texts = set(_on_ranks(3, lambda rank: _error(groups[rank].ask, requests[rank], True)))
     (text,) = texts
     assert text.startswith("ranks disagree on what they gather: bank 5 on rank 0, bank 6 on rank 2; with transport")
-    assert "a rank without work calls moepass.gather_only_step(model)" in text
+    assert "a rank without work must call moepass.gather_only_step(model)" in text
     assert {_error(group.ask, (5, 0, 8), True) for group in groups} == texts
     assert {_error(group.check) for group in groups} == texts
 

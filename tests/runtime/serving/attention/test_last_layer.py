@@ -112,5 +112,5 @@ def test_the_model_itself_is_left_as_it_was() -> None:
 
 def test_attention_must_belong_to_the_last_layer_of_a_list() -> None:
     model = tiny_model("qwen3_moe", num_hidden_layers=2)
-    with pytest.raises(InputError, match="the layer with Qwen3MoeAttention is not the last one"):
+    with pytest.raises(InputError, match="the layer of Qwen3MoeAttention is not the last entry"):
         LastLayer().attach(model.base_model, model.base_model.layers[0].self_attn)

@@ -249,6 +249,6 @@ def test_what_the_model_takes_is_not_refused() -> None:
 @pytest.mark.parametrize("cache_bytes", [1 << 50, 10**39], ids=["more than there is", "more than can be counted"])
 def test_a_cache_that_is_larger_than_the_memory_is_refused(cache_bytes: int) -> None:
     options = EngineOptions(None, torch.device("cpu"), cache_bytes=cache_bytes, warms_up=False)
-    with pytest.raises(InputError, match="of memory are free for this rank; set less") as refused:
+    with pytest.raises(InputError, match="of memory are free for this rank; choose a smaller size") as refused:
         make_engine(tiny_model("qwen3_moe"), options, None, bytes(32))
     assert (refused.value.name, refused.value.value) == ("kv_cache", cache_bytes)
