@@ -153,7 +153,7 @@ class StoredModule:
         return fingerprint.digest_of(self._digests)
 
     def _describe(self) -> tuple[dict[str, str], list[torch.Tensor]]:
-        """Return digests of all that a capture depends on, and the model's tensors. Raises NotStorableError."""
+        """Return digests of everything on which a capture depends, and the model's tensors. Raises NotStorableError."""
         if reason := foreign_code():
             raise NotStorableError(reason)
         try:

@@ -31,7 +31,7 @@ DTYPES: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Latent:
-    """Latent attention (MLA): queries (unless `query_rank` is None) and key-value pairs are compressed to a rank.
+    """Latent attention (MLA): key-value pairs, and queries if `query_rank` is set, are compressed to a rank.
 
     `position_dim` is the part of `Attention.head_dim` that carries the position; its key is shared by all heads.
     """

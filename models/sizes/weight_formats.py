@@ -29,7 +29,7 @@ _MODULES: Mapping[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
 class WeightFormat:
     """Storage of the matrices of `parts`; all other weights are in the dtype of the architecture.
 
-    `block_rows` x `block_columns` numbers share a scale, fewer at the edges; None stands for the complete dimension.
+    `block_rows` x `block_columns` numbers share a scale, fewer at the edges. None: the complete dimension shares one.
     Kernels for this format compute in `computes_in`.
     """
 

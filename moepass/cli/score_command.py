@@ -183,7 +183,7 @@ def score(
 
 
 class InputLines:
-    """The lines of the input called `name`, and a record of skipped lines. None stands for a line beyond the limit.
+    """The lines of the input called `name`, and a record of skipped lines. A line beyond the limit is None.
 
     Blank lines are ignored. `first` is the first text, if it was read ahead. `count` lines have been read so far.
     `at_end` is True after the last line was read.
@@ -310,7 +310,7 @@ class InputLine:
 
 
 def read_lines(source: str) -> Iterator[bytes | None]:
-    """Yield the lines of the file `source`, or of standard input for "-". None stands for a line beyond the limit.
+    """Yield the lines of the file `source`, or of standard input for "-"; a line beyond the limit as None.
 
     Raises InputError if the input cannot be read.
     """

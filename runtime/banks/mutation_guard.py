@@ -1,6 +1,6 @@
 """A check before every run that this rank's tensors of a bank are unchanged since the ranks agreed on it.
 
-runtime/homes/README.md says what it compares, and which writes go unnoticed. A changed version counter leads to a
+runtime/homes/README.md lists the compared values and the writes that go unnoticed. A changed version counter leads to a
 comparison of all bytes, except for a parameter that is the shard itself, as on a GPU: it has no second copy.
 """
 

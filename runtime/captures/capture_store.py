@@ -57,7 +57,7 @@ class EntryHeader(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass(frozen=True)
 class StoredEntry:
-    """A capture file of the store's folder. If it is unusable, `header` is None and `problem` is the reason."""
+    """A capture file of the store's folder. `problem` is the reason if it has no usable `header`."""
 
     path: Path
     nbytes: int

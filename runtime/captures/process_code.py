@@ -53,7 +53,7 @@ def foreign_code(modules: Mapping[str, Any] = sys.modules) -> str:
 def distributions() -> list[str]:
     """Return the names and versions of all packages that this process can import, from the names of their folders.
 
-    Packages that are not loaded count too, since transformers checks what is installed. This takes about 1 ms.
+    Packages that are not loaded count too, since transformers checks for installed packages. This takes about 1 ms.
     """
     installed = _folders().packages
     folders_on_path = (os.path.join(os.path.abspath(path), "") for path in sys.path)

@@ -8,7 +8,7 @@ A recorded graph reads and writes the addresses that it was recorded with. So ea
 
 and each output
 
-    a view of an input    a replay returns a view of its own input; the caller keeps that input alive
+    a view of an input    a replay returns a view of its input, which the caller keeps alive
     memory of the pool    valid until later recorded calls use that memory again: see `SegmentGraphs`
 """
 

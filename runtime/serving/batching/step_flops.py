@@ -147,7 +147,7 @@ def row_cost(request: Request, table: FlopsTable) -> RequestCost:
 def unshared_flops(requests: Sequence[Request], table: FlopsTable) -> int:
     """Return the FLOPs of `requests` without sharing and without a cache, as servers without a trie compute them.
 
-    Each piece with a needed output, and none in the pieces below it, is a sequence of its own, from its first token to
+    Each piece with a needed output, and none in the pieces below it, is a separate sequence, from its first token to
     the last needed one. Outputs are read once per piece.
     """
     pieces = request_pieces(requests)
