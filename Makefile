@@ -46,7 +46,7 @@ test: lint types
 	$(BIN)/python -m pytest -m "not slow and not gpu and not packages" -n 2
 
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -m slow -n 2
+	$(BIN)/python -m pytest -m slow -n 2 $(if $(TEST_TIMES),--timeout 0)
 
 test-packages: $(PACKAGES)/.installed
 	PYTHONPATH=$(PACKAGES) $(BIN)/python -m pytest tests/packages

@@ -9,7 +9,10 @@ from moepass.models.errors import InputError
 
 
 def parse_bytes(text: str | None, name: str = "memory_budget") -> float | None:
-    """Return `60e9`, `60GB` or `56GiB` as bytes; None for None. Raises InputError, which calls the option `name`."""
+    """Return `60e9`, `60GB` or `56GiB` as bytes; None for None.
+
+    Raises InputError for any other text. The error calls the option `name`.
+    """
     if text is None:
         return None
     match = re.fullmatch(r"([0-9.]+(?:e\+?[0-9]+)?)\s*(?:([kMGT])(i?)B|B)?", text.strip())

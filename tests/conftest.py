@@ -125,7 +125,7 @@ def _test_of(item: pytest.Item) -> tuple[str, str]:
 def _combinations_left_out(items: list[pytest.Item]) -> set[pytest.Item]:
     """Return the items of tests marked `covering` that add no value or pair of values to those of the other items.
 
-    Items that are fast come first. Of the others, the one that adds the most is taken until none adds anything.
+    The item that adds the most is taken until none adds anything; of those that add equally many, the first fast one.
     """
     by_test = collections.defaultdict(list)
     for item in items:

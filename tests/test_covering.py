@@ -114,7 +114,7 @@ def test_rows_of_several_parameters_are_one_value(runs: Runs) -> None:
     assert set(_tuples(runs["test_rows"], ("letter",))) == {(0,), (1,), (2,)}
 
 
-def test_slow_combinations_run_only_for_what_no_fast_one_has(runs: Runs) -> None:
+def test_of_combinations_that_add_as_much_a_fast_one_runs(runs: Runs) -> None:
     listed = [(run.values["letter"], run.values["number"]) for run in runs["test_fast_ones_first"] if not run.is_slow]
     assert listed == [(1, 1), (2, 1)]
     (slow,) = [run.values for run in runs["test_fast_ones_first"] if run.is_slow]

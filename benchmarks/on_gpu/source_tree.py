@@ -22,7 +22,10 @@ NEEDED = ("torch", "transformers", "msgspec", "networkx", "numpy", "psutil", "ri
 
 
 def link_source_tree(folder: Path) -> None:
-    """Create `folder` again. Raises FileExistsError if it has files that are not of a source tree."""
+    """Create `folder`, replacing an earlier one.
+
+    Raises FileExistsError if it has files that are not of a source tree.
+    """
     package = folder / "moepass"
     if folder.exists():
         if any(folder.iterdir()) and not package.is_dir():

@@ -253,19 +253,24 @@ def read_prompt(file: Path) -> Prompt:
     """Read a prompt file. Raises CheckpointError."""
     prompt: Prompt = read_json(file, Prompt)
 
-    def check(is_right: bool, name: str, expected: str) -> None:
+    def check(is_right: bool, name: str, must: str, expected: str) -> None:
         if not is_right:
             value = getattr(prompt, name)
-            text = f"{file}: {name} is {value!r}; it must {expected}"
+            text = f"{file}: {name} is {value!r}; it must {must}"
             raise CheckpointError(text, path=file, name=name, value=value, expected=expected)
 
     pair, most, probe = prompt.pair_template, prompt.max_text_tokens, prompt.probe
-    check(prompt.template.count(_TEXT_MARK) == 1, "template", f"hold {_TEXT_MARK} exactly once")
+    check(prompt.template.count(_TEXT_MARK) == 1, "template", f"hold {_TEXT_MARK} exactly once", _TEXT_MARK)
     is_pair = pair is None or sorted(_PAIR_MARKS.findall(pair)) == ["document", "query"]
-    check(is_pair, "pair_template", "hold {query} and {document} once each")
-    check(most is None or most >= 1, "max_text_tokens", "be 1 or more")
-    is_question = probe is None or (probe.expected in probe.answers and 1 < len(probe.answers) == len({*probe.answers}))
-    check(is_question, "probe", "have two or more different answers, including the expected one")
+    check(is_pair, "pair_template", "hold {query} and {document} once each", "{query} and {document} once each")
+    check(most is None or most >= 1, "max_text_tokens", "be 1 or more", "1 or more")
+    if probe and not (probe.expected in probe.answers and 1 < len(probe.answers) == len({*probe.answers})):
+        text = (
+            f"{file}: the probe's answers are {list(probe.answers)}, {probe.expected!r} is expected; there must be two "
+            "or more different answers, including the expected one"
+        )
+        expected = "2 or more, with the expected one"
+        raise CheckpointError(text, path=file, name="probe", value=probe.answers, expected=expected)
     return prompt
 
 

@@ -59,7 +59,10 @@ def part_bytes(part: BankPart, bank_bytes: Size, ranks: Size) -> Size:
 
 
 def background_bytes(home: str, bank_bytes: Size, ranks: Size) -> Size:
-    """Return the bytes per rank and MoE layer that move during computation, over all links. Raises InputError."""
+    """Return the bytes per rank and MoE layer that move during computation, over all links.
+
+    Raises InputError for an unknown home.
+    """
     parts = [part_bytes(use.part, bank_bytes, ranks) for use in home_named(home).travel]
     return sum(parts, 0 * bank_bytes)
 

@@ -126,7 +126,7 @@ class CapacityAllToAllExperts(ShardedExperts):
     """Form 2: like form 1, with a fixed number of slots for each expert and rank.
 
     No size depends on the routing. `max_tokens` is the largest number of tokens of any rank, equal on every rank.
-    Without a `capacity_factor` every expert has `max_tokens` slots, which is enough for any routing, with one
+    If `capacity_factor` is None, every expert has `max_tokens` slots, which is enough for any routing, with one
     ceil(capacity_factor * max_tokens * k / E). Pairs beyond that are dropped, the last tokens' pairs first, and add
     nothing to their token's sum. Raises InputError if `max_tokens` is below 1 or `capacity_factor` is not above 0.
     """

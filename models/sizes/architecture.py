@@ -71,7 +71,7 @@ class Attention:
 
     def __post_init__(self) -> None:
         if self.kind not in ATTENTION_KINDS:
-            raise InputError.unknown("kind of attention", self.kind, ATTENTION_KINDS)
+            raise InputError.unknown("kind", self.kind, ATTENTION_KINDS)
         if (self.window is not None) != (self.kind in ("sliding", "chunked")):
             raise InputError(
                 f"attention of kind {self.kind!r} has window {self.window}; sliding and chunked attention need a "
@@ -82,7 +82,8 @@ class Attention:
         for name in ("heads", "kv_heads", "head_dim", "value_head_dim", "window"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise InputError.wrong(f"{name} of attention", value, "1 or more")
+                text = f"{name} of attention is {value}; it must be 1 or more"
+                raise InputError(text, name=name, value=value, expected="1 or more")
 
     @property
     def query_width(self) -> int:

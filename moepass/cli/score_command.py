@@ -183,10 +183,10 @@ def score(
 
 
 class InputLines:
-    """The lines of the input called `name`, and a record of skipped lines. A line beyond the limit is None.
+    """The lines of the input called `name`, and a record of skipped lines.
 
-    Blank lines are ignored. `first` is the first text, if it was read ahead. `count` lines have been read so far.
-    `at_end` is True after the last line was read.
+    In `source`, None replaces a line beyond the limit. Blank lines are ignored. `first` is the first text, if it was
+    read ahead. `count` lines have been read so far. `at_end` is True after the last line was read.
     """
 
     def __init__(self, source: Iterable[bytes | None], name: str, *, skips: bool) -> None:
@@ -333,7 +333,8 @@ def _parsed(number: int, raw: bytes | None, name: str) -> InputLine:
 
     if raw is None:
         text = f"{where} of {name} is longer than {limits.MOST_LINE_BYTES} bytes, the limit; split it"
-        raise limits.TooLargeError(text, name=where, expected=limits.MOST_LINE_BYTES, path=name)
+        most = limits.MOST_LINE_BYTES
+        raise limits.TooLargeError(text, name=where, value=most + 1, expected=most, path=name)
     try:
         record = limits.decode_json(raw)
     except InputError as error:

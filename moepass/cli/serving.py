@@ -154,7 +154,7 @@ async def _starting(
 
 
 def _service_and_costs(model: str, frontend: Frontend, settings: ServerSettings) -> tuple[Service, FlopsFormula]:
-    """Return the service and the FLOPs formula of a model. The event loop meanwhile starts the ranks."""
+    """Return the service and the FLOPs formula of a model. Called in a thread while the event loop starts the ranks."""
     with no_garbage_collection():
         from moepass.runtime.serving.batching.step_flops import FlopsTable
         from moepass.runtime.serving.http import draining_server  # noqa: F401  imported here, so that the event loop does not wait for it

@@ -99,7 +99,8 @@ class Asker:
         """Return the answer to `line`, asking again for as long as the patience lasts.
 
         After that, a refusal is returned as the answer if the queue was full, or if other requests were answered.
-        Otherwise this raises ServerGoneError.
+        Otherwise this raises ServerGoneError. Raises KeyRefusedError if the server requires another key, and
+        ForeignServerError if the first response does not come from a server with these routes.
         """
         since: float | None = None
         while True:

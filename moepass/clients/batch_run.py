@@ -89,8 +89,9 @@ class Batch:
     ) -> None:
         """Ask all unanswered requests. The output is valid at any time, also if this is cancelled.
 
-        Requests are asked again until no request was answered for `patience_seconds`. `on_answer` is called after each
-        answer with the current counts. Raises InputError if the output cannot be written, and the errors of `Asker`.
+        A request that is refused for now is sent again for up to `patience_seconds`; see `Asker.answer`. `on_answer` is
+        called after each answer with the current counts. Raises InputError if the output cannot be written, and the
+        errors of `Asker.answer`.
         """
         asker = Asker(client, most_open, patience_seconds)
         self._source.seek(0)

@@ -18,7 +18,10 @@ _SHOWN_CHARACTERS = 60
 
 
 def parse_server_url(text: str) -> str:
-    """Return a server's URL without a slash or /v1 at its end, which routes contain. Raises OptionError."""
+    """Return a server's URL without a slash or /v1 at its end, which routes contain.
+
+    Raises OptionError if `text` is not the address of a server.
+    """
     try:
         url = httpx.URL(text)
     except httpx.InvalidURL as error:

@@ -59,14 +59,14 @@ def _rows(explanation: Explanation, plan: Plan) -> Iterator[tuple[str, str]]:
         streamed = {stay.block for stay in plan.slot_stays}
         yield rewritten_row([block.name for block in plan.blocks if block.name in streamed], len(plan.blocks))
     yield "refused", "\n".join(map(str, plan.refusals)) or "nothing"
-    experts, others = decimal(explanation.expert_bytes), decimal(explanation.other_bytes)
+    experts, other_text = decimal(explanation.expert_bytes), decimal(explanation.other_bytes)
     if plan.slot_stays:
         ring = f"{decimal(plan.device_bank_bytes)} = {count_of(plan.slots, 'slot')} x {decimal(plan.slot_bytes)}"
         ring += f" + {decimal(plan.encoded_buffer_bytes)} to decode from" if plan.encoded_buffer_bytes else ""
         memory = f"ring on the device {ring} (one bank); all experts {experts}, in host memory; "
     else:
         memory = f"experts {experts}; " if explanation.expert_bytes else ""
-    yield "memory", f"{memory}everything else {others}"
+    yield "memory", f"{memory}everything else {other_text}"
     yield from compile_rows(plan)
 
 

@@ -174,8 +174,8 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
             yield "", host_memory_text(report)
     else:
         explanation = report.compiler.explanation
-        experts, others = explanation.expert_bytes, explanation.other_bytes
-        yield "memory", f"experts {_bytes(experts)}; everything else {_bytes(others)}"
+        expert_bytes, other_bytes = explanation.expert_bytes, explanation.other_bytes
+        yield "memory", f"experts {_bytes(expert_bytes)}; everything else {_bytes(other_bytes)}"
     if saturation is not None:
         yield (
             "threshold",

@@ -201,7 +201,7 @@ class Dispatch:
 
     Attributes:
         crossover_tokens: tokens per rank, averaged over ranks, below which a run exchanges tokens
-        hysteresis: the form changes only if the average differs from the crossover by more than this fraction
+        hysteresis: the form changes only if the average passes the crossover by more than this fraction of it
         tokens: this rank's tokens in a block, as an expression in the graph's sizes
         reason: the source of the crossover, in one sentence
         is_estimated: estimated from this graph. Ranks and shapes may have different crossovers, so the average of

@@ -1,7 +1,7 @@
 """Search for the banks that stay resident, and for the number of slots that all other banks use.
 
-The best schedule has the least exposed time within the memory budget; equal schedules are ranked by seconds of
-transfers. Banks are copied in the order of need, as the ring does it, as early as link and slots allow.
+The best schedule has the least exposed time within the memory budget; among equal schedules, it has the fewest seconds
+of transfers. Banks are copied in the order of need, as the ring does it, as early as link and slots allow.
 
 Pseudo-code
     for each number of slots:

@@ -58,7 +58,7 @@ def with_bank_parts(module: GraphModule, plan: Plan) -> Plan:
 
 
 def with_complete_banks(module: GraphModule, plan: Plan, readers: Collection[str]) -> Plan:
-    """Return `plan`, in which the tensors of banks that a segment in `readers` reads are complete."""
+    """Return `plan` with complete tensors for each bank that a segment in `readers` reads."""
     incomplete = {bank.index: set(bank.in_parts) for bank in plan.banks if bank.in_parts}
     if not incomplete:
         return plan

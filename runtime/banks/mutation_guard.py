@@ -61,7 +61,7 @@ class MutationGuard:
             elif not _same_bits(tensor, original):
                 return False
         computed = self._compute(parts) if self._computed else ()
-        if not all(map(_same_bits, computed, self._computed)):
+        if not all(_same_bits(*pair) for pair in zip(computed, self._computed, strict=True)):
             return False
         self._versions = versions
         return True

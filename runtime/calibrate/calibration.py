@@ -206,6 +206,7 @@ def _running(task: RankTask, log: IO[bytes]) -> Iterator[subprocess.Popen[bytes]
             yield process
         finally:
             process.kill()
+            process.wait()  # for KeyboardInterrupt, Popen itself waits only briefly
 
 
 # ---- The profile -----------------------------------------------------------------------------------------------------

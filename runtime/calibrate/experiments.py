@@ -73,7 +73,7 @@ def _sample(run: Callable[[], object], device: torch.device, calls: int) -> floa
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """An operation `time`, which takes one size per axis. In a computation the thread's share of a core matters."""
+    """An operation `time`, which takes one size per axis. With `is_computation`, its thread needs a core."""
 
     name: str
     axes: dict[str, tuple[int, ...]]

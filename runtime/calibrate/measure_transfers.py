@@ -141,7 +141,7 @@ def transfer_experiments(
 
 
 def measure_overlap(bench: TransferBench, sizes: CalibrationSizes, device: torch.device) -> dict[str, Timing]:
-    """Return slowdowns, at least 1: of GEMMs and memory-bound work during copies, and of copies during GEMMs.
+    """Return slowdowns, at least 1: of "gemm" and "memory" (traffic) during copies, and of "copy" during GEMMs.
 
     Each part is measured alone and overlapped in turn, so that drift of the machine affects both measurements.
     """

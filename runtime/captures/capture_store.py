@@ -114,7 +114,10 @@ class CaptureStore:
         return True
 
     def _remove_unread(self) -> None:
-        """Remove the captures that were not read for longest, down to `_MOST_BYTES_IN_ALL`; a reader can finish."""
+        """Remove the captures that were not read for longest, down to `_MOST_BYTES_IN_ALL`.
+
+        A process that has opened a removed file can still read it.
+        """
         files = []
         for path in [*self.folder.glob(f"*{_SUFFIX}"), *self.folder.glob(f".*{UNFINISHED_SUFFIX}")]:
             with contextlib.suppress(FileNotFoundError):

@@ -89,7 +89,8 @@ class GraphedRun:
 
 
 class _CurrentRun(threading.local):
-    run: GraphedRun | None = None  # that the current thread executes
+    # Each thread has its own run.
+    run: GraphedRun | None = None
 
 
 class SegmentGraphs:

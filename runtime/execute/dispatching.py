@@ -93,7 +93,10 @@ class CapturedForm:
 
 
 class CapturedFallback(CapturedForm):
-    """Runs the captured graph if `check` finds different tokens although `blocks` need equal ones; see `findings`."""
+    """Runs the captured graph if `check` finds different tokens although `blocks` need equal tokens.
+
+    The refusals of these blocks are noted in `findings`.
+    """
 
     def __init__(
         self,

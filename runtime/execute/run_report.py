@@ -33,9 +33,11 @@ class MeasuredRuns:
     """Measurements of the last runs with equal input sizes, without the first: its slots are empty, its memory is new.
 
     Attributes:
-        run_seconds: median duration of the last 32 of them.
-        exposed_seconds: mean time that the last 32 of them waited for banks.
-        weight_bytes: bytes of the graph's inputs on its device, without banks at rest.
+        sizes: the input sizes of these runs by name; empty before the first run.
+        run_seconds: median duration of the last 32 of them; None without runs.
+        exposed_seconds: mean time that the last 32 of them waited for banks; None without runs.
+        slot_bytes: bytes of the ring; None before the first run.
+        weight_bytes: bytes of the graph's inputs on its device, without banks at rest; None before the first run.
         peak_bytes: peak of the memory that torch allocated on the device; None if torch does not track it.
     """
 
@@ -118,8 +120,8 @@ class RunClock:
 class ReportedFigure:
     """A number that the planner predicted and a run measured, in `unit` "s" or "B".
 
-    `predicted_by` is the source of the prediction, and `note` further work that the measurement includes; if a number
-    is missing, its text has the reason.
+    `predicted_by` is the source of the prediction, or the reason why there is none. `note` names further work that the
+    measurement includes, or the reason why there is none.
     """
 
     name: str

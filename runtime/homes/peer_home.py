@@ -126,9 +126,11 @@ class PeerPacker:
     def _tensors_in_shard(
         self, index: int, positions: Sequence[int], when_freed: Callable[[], None]
     ) -> list[torch.Tensor]:
-        """Return parameters of this rank's shard as tensors in the shard's memory, with `when_freed` for all or each.
+        """Return parameters of this rank's shard as tensors in the shard's memory.
 
-        Each has a separate storage, as savers of models expect. None may be empty.
+        Each has a separate storage, as savers of models expect. None may be empty. Calls `when_freed`, in any thread,
+        once the last of the tensors is freed, or for each of them. Raises SharedMemoryError if the shard cannot be
+        mapped.
         """
         assert self._segment is not None, "agree comes first"
         start = self._offsets(self.group.rank)[index]

@@ -55,10 +55,12 @@ class PeerGroup:
     need them. A rank that is killed, or ends by an uncaught exception, makes `check_alive` raise on the others. (A
     process without exit handlers, such as a forked worker of multiprocessing, must call `leave` to end quietly.)
 
+    Raises PeerError if the store is gone, or if ranks of this store got out of step before.
+
     Args:
         store: the store for the rendezvous. Every rank makes its groups on it in the same order.
-        timeout_s: seconds that ranks wait for each other. Raises OptionError unless it is between 0 and
-            MOST_WAIT_SECONDS.
+        timeout_s: seconds that ranks wait for each other. Raises OptionError unless it is above 0 and at
+            most MOST_WAIT_SECONDS.
         title: the advice in the error about missing ranks: what every rank must do.
         transport: `pull` or `collective`.
         watch: the watch over the processes of the ranks; groups of the same ranks may share it.
@@ -92,7 +94,11 @@ class PeerGroup:
         transport: str = PULL,
         watch: ProcessWatch | None = None,
     ) -> PeerGroup:
-        """Return the ranks of `group`, by default all. Raises InputError without a group, or outside of it."""
+        """Return the ranks of `group`, by default all.
+
+        Raises the constructor's errors, and InputError if torch.distributed is not initialised or this process is not
+        in the group.
+        """
         if not torch.distributed.is_initialized():
             spread = " and ".join(f"home={home.name!r}" for home in HOMES.values() if home.is_spread)
             raise InputError(
@@ -149,7 +155,10 @@ class PeerGroup:
         self.check_alive()
 
     def make_segment(self, nbytes: int) -> SharedSegment:
-        """Return shared memory with `nbytes` usable bytes from `PAGE_BYTES` on. Raises SharedMemoryError."""
+        """Return shared memory with `nbytes` usable bytes from `PAGE_BYTES` on.
+
+        Raises SharedMemoryError if the machine has no shared memory left.
+        """
         self._segment = create_segment(PAGE_BYTES + nbytes, f"moepass-rank-{self.rank}")
         # numpy, because torch may be tracing a graph when the garbage collector frees this object.
         state = self._segment.map(0, 1).numpy()
@@ -159,7 +168,10 @@ class PeerGroup:
         return self._segment
 
     def share(self) -> dict[int, SharedSegment]:
-        """Publish this rank's segment, return the others' by rank. Raises PeerError if a rank is missing."""
+        """Publish this rank's segment, and return the segments of the other ranks by rank.
+
+        Raises PeerError if a rank has ended or does not respond within the timeout.
+        """
         assert self._segment is not None, "make_segment comes first"
         segments: dict[int, SharedSegment] = {}
         for rank, address in self.rendezvous.exchange(
@@ -177,7 +189,10 @@ class PeerGroup:
         return segments
 
     def settle(self) -> None:
-        """Wait until every rank has mapped the shards; later no process opens memory of another. Raises PeerError."""
+        """Wait until every rank has mapped the shards; later no process opens memory of another.
+
+        Raises PeerError like `share`.
+        """
         deque(self.rendezvous.exchange(_MAPPED, True, bool, self.check_alive), maxlen=0)
         self._segment = None
 

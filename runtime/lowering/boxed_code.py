@@ -94,7 +94,8 @@ def _called(module: GraphModule, node: Node) -> Callable[..., Any]:
         constant = operator.attrgetter(str(node.target))(module)
         return lambda: constant
     if node.op == "call_method":
-        return lambda value, *arguments, **keywords: getattr(value, str(node.target))(*arguments, **keywords)
+        name = str(node.target)
+        return lambda value, *arguments, **keywords: getattr(value, name)(*arguments, **keywords)
     assert callable(node.target)
     return node.target
 

@@ -48,7 +48,7 @@ def preset_names() -> list[str]:
 
 
 def load_hardware(text: str | os.PathLike[str]) -> Hardware:
-    """Return the profile that `text` names: the path of a JSON file, or a preset or its unique prefix, as in `8xh100`.
+    """Return the profile that `text` names: a JSON file, or `[N]x` for N devices and a preset or its unique prefix.
 
     Raises InputError if the preset is unknown (the message suggests the nearest name), or a field of the file is wrong.
     """

@@ -27,7 +27,8 @@ _GRACE_S = 2.0
 class DeviceGatherGroup(GatherGroup):
     """A gather group for tensors in the memory of `device`, which has an index.
 
-    All ranks call `connect` together. Raises PeerError, also if devices cannot be connected within the timeout.
+    All ranks call `connect` together. Raises PeerError if devices are not connected in time, and the errors of
+    `GatherGroup`.
     """
 
     def __init__(
@@ -59,10 +60,12 @@ class DeviceGatherGroup(GatherGroup):
         run_in_background(run, lambda: None, "moepass-connect")
 
         def is_connected() -> bool:
-            if links.done() and (error := links.exception()):
+            if not links.done():
+                return False
+            if error := links.exception():
                 reason = f"rank {self.rank} could not connect its {self._device} to the other ranks: {error}"
                 raise self.fail(PeerError(reason, rank=self.rank)) from error
-            return links.done()
+            return True
 
         self._wait_together(is_connected, "connect to the devices of the others", "devices were connected")
         self._links = links.result()

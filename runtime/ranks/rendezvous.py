@@ -88,7 +88,7 @@ class Rendezvous:
             # The number is the same on all ranks, and unique among the meetings of the group.
             self.number = store.add(_counter(rank), 1)
         self._group_store = store
-        self._store = PrefixStore(f"moepass/{self.number}", store)
+        self._store = PrefixStore(_meeting(self.number), store)
 
     def publish(self, name: str, record: object) -> None:
         """Publish `record` as this rank's `name` for the other ranks."""
@@ -127,7 +127,7 @@ class Rendezvous:
                     rank=rank,
                 ) from error
             yield rank, record
-        outcome = self.publish_first(f"{name}/outcome", _ALL_CAME)
+        outcome = self.publish_first(_outcome(name), _ALL_CAME)
         if outcome != _ALL_CAME:
             raise PeerError.from_store(outcome)
 
@@ -187,7 +187,7 @@ class Rendezvous:
 
     def _give_up(self, name: str, reason: PeerError) -> None:
         """Raise PeerError on all ranks, with the first reason, unless all ranks came after all."""
-        outcome = self.publish_first(f"{name}/outcome", reason.to_store())
+        outcome = self.publish_first(_outcome(name), reason.to_store())
         if outcome == _ALL_CAME:
             return
         first = PeerError.from_store(outcome)
@@ -210,6 +210,14 @@ def _key(name: str, rank: int) -> str:
     return f"{name}/{rank}"
 
 
+def _outcome(name: str) -> str:
+    return f"{name}/outcome"
+
+
+def _meeting(number: int) -> str:
+    return f"moepass/{number}"
+
+
 def _counter(rank: int) -> str:
     return f"moepass/meetings/{rank}"
 
@@ -223,7 +231,7 @@ def skip_abandoned(store: Store, rank: int) -> bool:
     """Skip optional meetings that failed without this rank, and return whether there were any. Raises PeerError."""
     is_behind = False
     with _store_errors():
-        while store.check([f"moepass/{store.add(_counter(rank), 0) + 1}/{_ABANDONED}"]):
+        while store.check([f"{_meeting(store.add(_counter(rank), 0) + 1)}/{_ABANDONED}"]):
             store.add(_counter(rank), 1)
             is_behind = True
     return is_behind

@@ -70,7 +70,8 @@ class SharedSegment:
     def map(self, offset: int, nbytes: int) -> torch.Tensor:
         """Return bytes [offset, offset + nbytes) as a flat uint8 tensor, which unmaps them when it is deleted.
 
-        `offset` is a multiple of PAGE_BYTES. Raises SharedMemoryError if the range cannot be mapped.
+        `offset` is a multiple of PAGE_BYTES. Raises SharedMemoryError if the range leaves the segment or cannot be
+        mapped.
         """
         self._check_range(offset, nbytes)
         with torch.inference_mode(False):  # inference tensors have no version counter

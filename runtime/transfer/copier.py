@@ -102,7 +102,10 @@ class Copier:
         return copy
 
     def wait(self, copy: SlotCopy, statistics: RingStatistics) -> Wait:
-        """Delay computation issued from now on until `copy` has filled its slot. Raises CopyError or PeerError."""
+        """Delay computation issued from now on until `copy` has filled its slot.
+
+        Raises CopyError, or PeerError for a gather, if the copy failed.
+        """
         started = self._lane.mark_computation()
         copy.wait()
         self._lane.delay_computation(copy.filled)

@@ -114,7 +114,10 @@ HOST_LANE = Lane()
 
 @dataclasses.dataclass
 class BounceBuffer:
-    """Pinned memory through which bytes pass that the device cannot read; `emptied` after the last copy out of it."""
+    """Pinned memory through which bytes pass that the device cannot read.
+
+    `emptied` is the event after the last copy out of the buffer; None if there was no copy yet.
+    """
 
     memory: torch.Tensor
     emptied: torch.cuda.Event | None = None

@@ -58,7 +58,7 @@ class TimelineRecording:
         self._zero = time.perf_counter()
         self._spans: list[tuple[str, str, str, Moment, Moment]] = []
         self._copies: dict[int, RecordedCopy] = {}
-        # The device of the runs, and one moment on the host's clock and on its own.
+        # The device of the runs, and one moment, as a time of the host and as an event of the device.
         self._clock: tuple[torch.device, float, torch.cuda.Event] | None = None
         self._is_emulated = False
         self._timeline: Timeline | None = None

@@ -125,7 +125,10 @@ class Ring:
         return sum(buffer.numel() for buffer in [*self._buffers, self._encoded_buffer])
 
     def reserve(self, slots: int, slot_bytes: int, encoded_buffer_bytes: int = 0) -> None:
-        """Enlarge the ring to at least these sizes, and empty it. Raises InputError if this thread is inside a run."""
+        """Enlarge the ring to at least these sizes.
+
+        If it must grow, it is emptied first. Raises InputError if it must grow while this thread is inside a run.
+        """
         with self._lock.pause():
             largest = max((buffer.numel() for buffer in self._buffers), default=0)
             sizes = self.slots, largest, self._encoded_buffer.numel()

@@ -171,7 +171,7 @@ def test_errors_name_what_is_wrong() -> None:
         preset_config("qwen3-235b-a22b", layers=95)
     with refused(InputError, name="top_k", value=9, expected=range(1, 9)):
         Experts(8, 9, 16)
-    with refused(InputError, name="kind of attention", value="diagonal", expected=tuple(ATTENTION_KINDS)):
+    with refused(InputError, name="kind", value="diagonal", expected=tuple(ATTENTION_KINDS)):
         Attention("diagonal", 1, 1, 1, 1)
     with refused(InputError, name="kind", value="sliding"):
         Attention("sliding", 1, 1, 1, 1)

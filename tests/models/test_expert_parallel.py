@@ -159,7 +159,7 @@ def assert_close(outputs: Sequence[torch.Tensor], expected: Sequence[torch.Tenso
         torch.testing.assert_close(output, wanted, rtol=tolerance, atol=tolerance)
 
 
-# Each form has a fast case; its ranks are those of the first test.
+# The case `even` is fast, so each form has a fast test.
 FAST_CASE = "even"
 CASES_BY_TIME = [
     pytest.param(case, id=name, marks=[] if name == FAST_CASE else pytest.mark.slow) for name, case in CASES.items()

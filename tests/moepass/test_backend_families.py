@@ -147,7 +147,7 @@ def _rewritten_or_refused(record: ExpertFamily, implementation: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "implementation"),
-    # Each family has one implementation, so that every second has the same; a family of each kind has both.
+    # Families alternate between the two implementations; one family of each kind runs both.
     [
         (family, implementation)
         for number, family in enumerate(sorted(DISCOVERED))

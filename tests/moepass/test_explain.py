@@ -278,9 +278,10 @@ def _meta_demo() -> torch.nn.Module:
 
 
 @pytest.mark.slow
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("named", [None, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("dtype", "short"), [(torch.float32, "fp32"), (torch.bfloat16, "bf16")])
+@pytest.mark.parametrize(
+    ("named", "dtype", "short"),
+    [(None, torch.bfloat16, "bf16"), (torch.bfloat16, torch.float32, "fp32"), (torch.float32, torch.bfloat16, "bf16")],
+)
 def test_a_model_is_explained_in_the_dtype_of_its_weights(
     named: torch.dtype | None, dtype: torch.dtype, short: str
 ) -> None:

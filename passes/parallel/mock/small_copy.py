@@ -160,7 +160,7 @@ class BlockCopier:
         return SmallCopy(mock, {self._nodes[node] for node in data if node in self._nodes})
 
     def calls(self, nodes: Sequence[Node]) -> Sequence[Node]:
-        """Those of `nodes` of the block, or of the local form, that the copy calls too; others are leaves of it."""
+        """Return the `nodes` of the block or the local form that the copy calls. The remaining nodes become leaves."""
         return nodes
 
     def expression(self, size: torch.SymInt) -> Any:
@@ -220,7 +220,7 @@ class BlockCopier:
         self._add(node, op, (), {}, small)
 
     def _leaf_shape(self, node: Node, captured: list[Any]) -> list[int | None]:
-        """Of sources and biases in small; None for sizes that stay as they are."""
+        """Return the shape of a source or bias in the copy. None keeps a size as captured."""
         if node in self._small.weights:
             return list(captured)
         shard = next((shard for shard, complete in self._small.local.complete.items() if complete is node), None)

@@ -47,7 +47,10 @@ class HybridHome(PeerHome):
 
 
 class HybridPacker(PeerPacker):
-    """Packs with `staging_buffers` on each rank. Raises InputError where readers may miss that one was refilled."""
+    """A packer with `staging_buffers` buffers on each rank.
+
+    Raises InputError on processors where readers may miss that a buffer was refilled.
+    """
 
     home_name = "hybrid"
 

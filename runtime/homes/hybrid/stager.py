@@ -1,6 +1,6 @@
 """Staging buffers: memory on the compute device for this rank's shards of the banks that ranks will read next.
 
-README.md describes them. Two ranks on one H100 have run them on GPUs; their speed is unmeasured.
+runtime/homes/README.md describes them. Two ranks on one H100 have run them on GPUs; their speed is unmeasured.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moepass.runtime.transfer.sources import MemorySource, Source
 # [Empirical] Pauses between two reads of the other ranks' needs. The first is shorter than the copy of a bank. The
 # second is the longest delay of an idle rank that begins a run.
 _BUSY_PAUSE_S, _IDLE_PAUSE_S = 0.002, 0.05
-# The link is idle while the thread waits for the end of a slice, so slices are large.
+# On a device the link is idle while the thread waits for the end of a slice, so slices are large.
 _SLICES_AT_ONCE = 4
 
 

@@ -74,7 +74,7 @@ class StagingBoard:
         return Wants(tuple(word - 1 for word in words if word), bool(self._words[_IS_RUNNING]))
 
     def show_wants(self, banks: tuple[int, ...]) -> None:
-        """Publish that the rank will read `banks`, the first one now; at most as many as there are buffers."""
+        """Publish that the rank will read `banks`, the first one now. Ignores banks beyond the number of buffers."""
         for number in range(self.buffers):
             self._words[_FIRST_WANT + number] = banks[number] + 1 if number < len(banks) else 0
 

@@ -47,7 +47,10 @@ class Fill:
 
 
 class StagingPlan:
-    """The contents of a rank's buffers and the order in which slices go there; `slices` has their number by bank."""
+    """The contents of a rank's buffers, and the order in which slices go there.
+
+    `slices` has, for each bank, the number of slices of this rank's shard.
+    """
 
     def __init__(self, buffers: int, slices: Sequence[int]) -> None:
         self.states = [StagingState() for _ in range(buffers)]

@@ -21,7 +21,11 @@ PAGE_CACHES = ("keep", "drop")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HomeOptions:
-    """The options that all homes have. The constructors raise OptionError for wrong values."""
+    """The options that all homes have.
+
+    The constructors of all homes raise OptionError for a malformed link, a timeout that is not positive, or a value of
+    another option that its description excludes.
+    """
 
     # The home's name in `moepass.models.homes`.
     home: ClassVar[str]

@@ -90,11 +90,11 @@ def _disk(options: Disk, device: torch.device) -> Packer:
 
 # The homes by their names in `moepass.models.homes`.
 RUNNING_HOMES = {
-    "host": RunningHome(Host, _host),
-    "peer": RunningHome(Peer, _peer),
-    "hybrid": RunningHome(Hybrid, _hybrid),
-    "disk": RunningHome(Disk, _disk),
-}
+    running.options.home: running
+    for running in (
+        RunningHome(Host, _host), RunningHome(Peer, _peer), RunningHome(Hybrid, _hybrid), RunningHome(Disk, _disk),
+    )
+}  # fmt: skip
 
 
 def options_of(home: str | HomeOptions) -> HomeOptions:

@@ -155,7 +155,7 @@ def _row_numbers(kernel: GemmKernel) -> Iterator[str]:
 
 
 def _chosen_rows(numbers: int, rows: str) -> str:
-    """Return the expression of the chosen ones of `rows` rows. A negative index counts from the end."""
+    """Return the expression of the rows that operand `numbers` chooses. A negative index counts from the end."""
     return f"tl.where(number_{numbers} < 0, number_{numbers} + {rows}, number_{numbers})"
 
 

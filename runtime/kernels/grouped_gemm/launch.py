@@ -206,8 +206,9 @@ class GeneratedGemm:
 
     def _has_row_descriptor(self, rows: torch.Tensor) -> bool:
         """Return whether the rows of a tile are adjacent in memory that a descriptor can describe."""
-        is_aligned = rows.data_ptr() % _WIDEST_LOAD_BYTES == 0 and rows.stride(1) == 1
-        return self.kernel.row_numbers is None and is_aligned and _is_described(rows.stride(0), rows)
+        if self.kernel.row_numbers is not None or rows.data_ptr() % _WIDEST_LOAD_BYTES:
+            return False
+        return rows.stride(1) == 1 and _is_described(rows.stride(0), rows)
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:

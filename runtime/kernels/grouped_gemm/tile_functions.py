@@ -7,6 +7,7 @@ model's operators are not repeated, except for explicit casts. Compilers fuse in
 from __future__ import annotations
 
 import math
+import string
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -79,7 +80,14 @@ def literal(value: str | float | bool | None) -> str:
 
 
 def _template(text: str) -> Write:
-    return lambda *values: text.format(*map(literal, values))
+    count = len({name for _, name, _, _ in string.Formatter().parse(text) if name}) or text.count("{}")
+
+    def write(*values: Any) -> str:
+        if len(values) != count:
+            raise TypeError(f"{text} takes {count} arguments, not {len(values)}")
+        return text.format(*map(literal, values))
+
+    return write
 
 
 def _operator(symbol: str) -> Write:

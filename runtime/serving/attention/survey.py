@@ -100,7 +100,7 @@ class AttentionSurvey:
     """The attention layers of a model. `refusal` is the reason why a step cannot be a trie, or None.
 
     If all positions are below `position_limit`, the model's rotary positions of a token do not depend on the other
-    tokens of the step. None for no limit.
+    tokens of the step. None for no limit. `last` is the module that calls attention last.
     """
 
     layers: Mapping[int, AttentionLayer]
@@ -123,8 +123,8 @@ def survey_attention(model: PreTrainedModel) -> AttentionSurvey:
     refusal = _refusal_without_a_pass(model)
     records = _Records()
     if refusal is None:
-        token = _recording.set(records)
         with functions_set_to(model, _SURVEY_NAME, _SURVEY_NAME), _OneSequence():
+            token = _recording.set(records)
             try:
                 ids = torch.arange(3, 3 + _TOKENS, device=model.device)[None]
                 with torch.no_grad():

@@ -41,7 +41,7 @@ MASK_NUMBERS = 1 << 22
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VisiblePast:
-    """The earlier tokens of its sequence that a token sees: the last `window`, and those of its chunk of `chunk`.
+    """The earlier tokens of its sequence that a token sees: those of the last `window` in its chunk of `chunk`.
 
     The token itself is included, and 0 means no limit.
     """

@@ -57,6 +57,7 @@ class PackedStep:
         batch: the step, without blocks to store. It has no tokens if the cache holds everything.
         logit_places: ascending positions whose logits are read, a subset of `batch.output_positions`; the others are
             only read as vectors.
+        read_positions: the positions of all reads, in the order of requests, pieces and reads.
         flops: cost of the step, the sum over `placements`.
     """
 

@@ -75,6 +75,7 @@ class EngineOptions:
     Attributes:
         home: home of the experts; None loads them on the device, as transformers does.
         dtype: by default the checkpoint's dtype.
+        slots: slots of the ring, by default as planned.
         memory_budget: device memory for weights, slots and activations, such as "6GB"; None for no budget.
         cache_bytes: size of the prefix cache; 0 switches it off, None takes a share of the free memory.
         step_tokens: tokens of a full step, by default as planned.
@@ -277,10 +278,11 @@ def _model_sizes(model: PreTrainedModel, *, narrows: bool) -> tuple[FlopsTable, 
     """
     try:
         architecture = from_config(model.config)
-        token_bytes = peak_activation_bytes(architecture, 1, short_dtype(model.dtype))
-        return FlopsTable(architecture, narrows=narrows), token_bytes, None
     except InputError as error:
         reason = str(error).partition(";")[0]
+    else:
+        token_bytes = peak_activation_bytes(architecture, 1, short_dtype(model.dtype))
+        return FlopsTable(architecture, narrows=narrows), token_bytes, None
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     head = model.get_output_embeddings()
     logit_numbers = 0 if head is None else head.weight.numel()

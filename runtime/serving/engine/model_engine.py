@@ -111,7 +111,10 @@ class ModelEngine:
             raise SequenceTooLongError(text, name="tokens", value=longest, expected=limit)
 
     def choose(self, waiting: Iterable[Request]) -> list[Request]:
-        """Return the leading requests of `waiting`, at least one, that fill a step up to saturation and fit memory."""
+        """Return the leading requests of `waiting`, at least one, that fill a step up to saturation.
+
+        They fit into memory, unless the first one alone does not.
+        """
         chosen: list[Request] = []
         seen: set[bytes] = set()
         tokens = flops = 0
@@ -164,7 +167,10 @@ class ModelEngine:
         return result
 
     def answer_now(self, request: Request) -> Answer:
-        """Return the answer to one request, computed in a separate step. Raises InputError as `check` does."""
+        """Return the answer to one request, computed in a separate step.
+
+        Raises InputError as `check` does, or if the request needs more memory than the device has.
+        """
         self.check(request)
         result = self.step([request])
         for _, reason in result.refused:

@@ -49,7 +49,7 @@ _READ = np.arange(1, _LENGTH + _BRANCH, 2)
 _SINGLE = np.array([0, _PREFIX - 1, _LENGTH - 1, _LENGTH + _BRANCH - 1])
 
 
-# Three arguments of a backbone, the last of which are the indices [m] of the read tokens -> states [m, hidden].
+# A backbone takes three tensors, the last one with the indices [m] of the read tokens; it returns states [m, hidden].
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -62,7 +62,7 @@ class StatesRunner(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class PlainOutputs:
-    """The outputs [n, width] of the model itself for the last n positions of one sequence, in fp32.
+    """The outputs of the model itself for one sequence.
 
     Attributes:
         outputs: [n, width] outputs at the last n positions of the sequence, in fp32.

@@ -99,7 +99,7 @@ def _with_two_tokens(batch: StepBatch) -> StepBatch:
 
 
 class Narrowing(NamedTuple):
-    """A backbone, and a handle that removes the hook by which its last layer computes only the read tokens.
+    """A backbone, and whether its last layer computes only the read tokens.
 
     Attributes:
         obstacle: the reason why the last layer computes all tokens; empty if it computes only the read tokens.

@@ -1,4 +1,4 @@
-"""The HTTP server: the application with all routes, routes about the server itself, and the socket.
+"""The HTTP server: the application with all routes, routes about the server itself, and limits on connections.
 
 Start at `app.py`; the routes that ask the model are in `serving/routes`.
 

@@ -46,7 +46,7 @@ _Text = TypeVar("_Text", bound=NamedText)
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class ScoredWindow(Generic[_Text]):
-    """The scores of a window; `outcomes` has for each text its row in the tables, or its error.
+    """The scores of a window of texts.
 
     Attributes:
         outcomes: For each text its row in the tables, or its error.

@@ -33,7 +33,7 @@ from moepass.runtime.serving.requests.request import Request
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QuestionAnswer:
-    """The probability of each option of a question; they sum to 1. `mass` is that of all its labels together.
+    """The probability of each option of a question; they sum to 1.
 
     Attributes:
         mass: The total probability of all labels of the question.

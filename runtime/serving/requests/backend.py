@@ -76,7 +76,7 @@ async def answer_within(seconds: float, answer: Awaitable[Answer]) -> Answer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BackendStatus:
-    """The abilities of a backend, and its state: unless that is "ready", requests raise NotServingError.
+    """The abilities and the current state of a backend.
 
     Attributes:
         state: "ready" if requests are answered; otherwise they raise NotServingError.
@@ -105,13 +105,16 @@ class Backend(Protocol):
     async def answer(
         self, request: Request, *, priority: int = 0, timeout_seconds: float, is_admitted: bool = False
     ) -> Answer:
-        """Return the complete answer to `request`. Of two waiting requests, the one with the lower priority runs first.
+        """Return the complete answer to `request`.
+
+        Of two waiting requests, the one with the lower number as its `priority` runs first.
 
         `is_admitted`: `check_room` has already passed for the call that this request belongs to. A queue that the call
         itself has filled must not refuse its remaining requests.
 
         Raises QueueFullError if too much work is waiting, NotServingError if no rank answers requests,
-        SequenceTooLongError if the model does not take a sequence, and AnswerTimeoutError after `timeout_seconds`.
+        SequenceTooLongError if a sequence is longer than the model takes, and AnswerTimeoutError after
+        `timeout_seconds`.
         """
 
     def status(self) -> BackendStatus:

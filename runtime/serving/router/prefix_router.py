@@ -7,7 +7,7 @@ import math
 
 from moepass.runtime.serving.batching.step_batch import BLOCK_TOKENS
 from moepass.runtime.serving.router.block_tables import set_bits
-from moepass.runtime.serving.router.routable import FlopsFormula
+from moepass.runtime.serving.router.routable import FlopsFormula, Round
 from moepass.runtime.serving.router.router import RankChoice, RankRouter
 from moepass.runtime.serving.router.waiting_queue import RoutedQuestion, Work
 
@@ -35,6 +35,12 @@ class PrefixRouter(RankRouter):
         super().__init__(ranks, formula, saturation_flops=saturation_flops, keeps_blocks=keeps_blocks)
         self._flops_per_second = flops_per_second
         self._splits = splits
+        self._passed_over = 0  # pieces of work that this round has parked
+
+    def route(self, now: float) -> Round:
+        """Run one round, as `RankRouter.route`."""
+        self._passed_over = 0
+        return super().route(now)
 
     def _choose_ranks(self, work: Work, now: float) -> tuple[RankChoice, ...]:
         request = work.request

@@ -50,7 +50,6 @@ class RankRouter(abc.ABC):
         self._deadlines: list[tuple[float, int, str]] = []
         self._submitted = 0
         self._assigned = 0
-        self._passed_over = 0  # pieces of work that this round has parked
         self._loads = [0] * ranks
         # Bit masks of all ranks, of those that are not lost, and of those that are neither lost nor saturated.
         self._all = self._available = self._open = (1 << ranks) - 1
@@ -89,7 +88,6 @@ class RankRouter(abc.ABC):
 
     def route(self, now: float) -> Round:
         """Run one round at the time `now`: expire requests, then assign work until all ranks are saturated."""
-        self._passed_over = 0
         expired = self._expire(now)
         assignments: list[Assignment] = []
         pop = self.queue.pop

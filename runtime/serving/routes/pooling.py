@@ -158,7 +158,11 @@ async def predict(call: Call) -> list[Prediction] | list[list[Prediction]]:
     all_scores = await _class_scores(call, "inputs", prompts, is_raw=body.raw_scores)
     names = _class_names(call)
     predictions = [
-        sorted(map(Prediction, names, scores), key=lambda prediction: -prediction.score) for scores in all_scores
+        sorted(
+            (Prediction(name, score) for name, score in zip(names, scores, strict=True)),
+            key=lambda prediction: -prediction.score,
+        )
+        for scores in all_scores
     ]
     is_batch = not isinstance(body.inputs, str) and not isinstance(body.inputs[0], str)
     return predictions if is_batch else predictions[0]

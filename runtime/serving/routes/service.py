@@ -195,11 +195,14 @@ class Call:
         """Return the answers to several requests. All are admitted, or none; if one fails, the others are cancelled."""
         requests = [tree.request(f"{self.id}-{number}", self.salt) for number, tree in enumerate(trees)]
         self.service.backend.check_room()
+        failure: Exception | None = None
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self.answer(request, is_admitted=True)) for request in requests]
         except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+            failure = errors.exceptions[0]
+        if failure is not None:
+            raise failure  # outside of the except block, so that its cause and context are kept
         return [TreeAnswer(tree, task.result()) for tree, task in zip(trees, tasks, strict=True)]
 
     @property

@@ -22,9 +22,10 @@ from tests.helpers.models.tiny_discovery import (
     discover_expert_families,
     discovered_tiny_model,
 )
-from tests.helpers.models.tiny_families import TINY_FAMILIES, TinyFamily
+from tests.helpers.models.tiny_families import EXPERT_KINDS, TINY_FAMILIES, TinyFamily
 
 __all__ = [
+    "EXPERT_KINDS",
     "TINY_FAMILIES",
     "UNAVAILABLE_FAMILIES",
     "ExpertFamily",

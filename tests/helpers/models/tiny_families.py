@@ -40,6 +40,10 @@ def _family(model_class: str, config_class: str, **config: Any) -> TinyFamily:
     return TinyFamily(model_class, config_class, MappingProxyType({**_BASE, **config}))
 
 
+# One family for each way in which experts are stored and computed: single experts, transposed stacks with biases,
+# stacks, a shared expert and router weights in float32, and a batch for each expert.
+EXPERT_KINDS = ("qwen3_moe", "gpt_oss", "granitemoe", "deepseek_v3", "llama4")
+
 TINY_FAMILIES: Mapping[str, TinyFamily] = MappingProxyType(
     {
         "qwen3_moe": _family(

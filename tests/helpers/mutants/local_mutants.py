@@ -23,7 +23,7 @@ from tests.helpers.mutants.graph_mutants import (
     finite_or_none,
     mutant_of,
 )
-from tests.helpers.mutants.random_cases import outcomes_of
+from tests.helpers.mutants.random_cases import check_cases
 
 WAYS: tuple[int | str, ...] = (*range(4), *FLOAT_CHANGES, *INT_CHANGES, "flag", "constant")
 
@@ -85,4 +85,4 @@ class LocalMutants:
 
     def check_some(self, most: int, needed: Collection[str]) -> None:
         """Check `most` changes of single nodes, drawn at random, and more until all outcomes `needed` have occurred."""
-        outcomes_of(changes_of(self.module, WAYS), self.check, most, needed)
+        check_cases(changes_of(self.module, WAYS), self.check, most, needed)

@@ -1,6 +1,7 @@
 """Draw the random cases of a test: the same in every run, and others or more where the environment asks for them.
 
-TEST_SEED=7 draws other cases, and TEST_TIMES=10 ten times as many; a test prints the seed of its cases.
+TEST_TIMES=10 draws ten times as many. TEST_SEED=7 draws other cases, except in tests of Hypothesis, whose examples are
+always the same. `check_cases` prints the seed.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ def times(count: int) -> int:
     return max(1, round(count * TIMES))
 
 
-def outcomes_of(
-    cases: Sequence[tuple[Any, ...]], check: Callable[..., str], most: int, needed: Collection[str] = ()
-) -> collections.Counter[str]:
-    """Count the outcomes of `check` for `most` cases, drawn with TEST_SEED, whose outcome is not "no mutant".
+def check_cases(
+    cases: Sequence[tuple[Any, ...]], check: Callable[..., str], count: int, needed: Collection[str]
+) -> None:
+    """Check `count` cases, drawn with TEST_SEED, whose outcome is not "no mutant".
 
     More cases are drawn until all outcomes `needed` have occurred. Raises AssertionError if one of them never occurs,
     and with the case if `check` raises.
     """
-    most = times(most)
-    print(f"\n{most} of {len(cases)} cases, TEST_SEED={SEED}")
+    count = times(count)
+    print(f"\n{count} of {len(cases)} cases, TEST_SEED={SEED}")
     outcomes: collections.Counter[str] = collections.Counter()
     for case in random.Random(SEED).sample(cases, len(cases)):
-        if outcomes.total() >= most and outcomes.keys() >= set(needed):
+        if outcomes.total() >= count and outcomes.keys() >= set(needed):
             break
         try:
             outcome = check(*case)
@@ -41,4 +42,3 @@ def outcomes_of(
         if outcome != "no mutant":
             outcomes[outcome] += 1
     assert outcomes.keys() >= set(needed), outcomes
-    return outcomes

@@ -207,7 +207,7 @@ def test_expressions_are_read_as_arithmetic(text: str, number: float) -> None:
 
 def test_only_finite_numbers_are_sizes() -> None:
     for text in ("1e999", "(-s0)**0.5", "1e999 - 1e999"):
-        with pytest.raises(InputError, match=r"not a valid size|no expression|not a valid expression"):
+        with pytest.raises(InputError, match="not a valid size"):
             evaluate_text(text, {"s0": 5})
 
 

@@ -34,7 +34,7 @@ from tests.helpers.graphs.simulated_ranks import (
 from tests.helpers.models.expert_variants import ACT_ON_MORE, OwnSizesExperts
 from tests.helpers.models.moe_stack import MoEStack, StackConfig, build_stack
 from tests.helpers.mutants.graph_mutants import finite_or_none, mutate
-from tests.helpers.mutants.random_cases import outcomes_of
+from tests.helpers.mutants.random_cases import check_cases
 
 # Operators that must not remain in a graph whose blocks are all taken.
 HOST_SYNCS = ("aten._local_scalar_dense", "aten._assert_scalar", "aten.nonzero")
@@ -351,7 +351,7 @@ def _check_mutant(form: str, experts: int, node_index: int, how: int) -> str:
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_mutated_graphs_are_taken_rightly_or_refused(form: str) -> None:
     cases = [(form, experts, index, how) for experts in (4, 5) for index in range(120) for how in range(5)]
-    outcomes_of(cases, _check_mutant, 24, needed={"refused", "right"})
+    check_cases(cases, _check_mutant, 24, needed={"refused", "right"})
 
 
 @pytest.mark.slow

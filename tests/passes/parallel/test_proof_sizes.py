@@ -82,6 +82,7 @@ def test_a_proof_of_a_large_block_is_cheap(form: str, mode: str) -> None:
     cost = _cost(form, mode, 32768, 4096, 512, 128, 8, 8)
     assert (cost["banks"], cost["refusals"]) == (1, [])
     assert cost["bytes"] < 2**30
+    assert cost["cpu_seconds"] < 20
 
 
 @pytest.mark.slow
@@ -92,6 +93,7 @@ def test_hundreds_of_ranks_are_taken(form: str, experts: int, ranks: int) -> Non
     cost = _cost(form, "static", 4096, 256, 128, experts, 8, ranks)
     assert (cost["banks"], cost["refusals"]) == (1, [])
     assert cost["bytes"] < 2**30
+    assert cost["cpu_seconds"] < 20
 
 
 @pytest.mark.slow
@@ -178,6 +180,19 @@ def test_static_and_dynamic_captures_come_to_the_same_decision(
         for dynamic in (False, True)
     ]
     assert taken == [experts in TAKEN] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [8, 2])
+@pytest.mark.parametrize("experts", [*ACT_ON_MORE, MixesRows], ids=lambda experts: experts.__name__)
+def test_sizes_that_are_equal_by_chance_hide_nothing(
+    experts: type[ShardedExperts], tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts that act on more than their own row are refused with as many tokens as experts, or as choices."""
+    form = _form_of(experts)
+    monkeypatch.setitem(EP_FORMS, form, experts)
+    config = StackConfig(layers=1, max_tokens=tokens)
+    assert not eliminate(capture(config, form, 1, 2, tokens, moe_alone=True)).plan.banks
 
 
 class MaskedByConstants(AllToAllExperts):

@@ -22,7 +22,7 @@ from tests.helpers.graphs.eliminated_graphs import complete_banks, eliminate
 from tests.helpers.graphs.simulated_ranks import Captured, capture, decide, first_outputs, hidden_states, with_tokens
 from tests.helpers.models.moe_stack import StackConfig
 from tests.helpers.mutants.graph_mutants import EVERY_CHANGE, changes_of, finite_or_none, mutant_of
-from tests.helpers.mutants.random_cases import outcomes_of
+from tests.helpers.mutants.random_cases import check_cases
 
 CONFIG = StackConfig(layers=2, hidden=16, width=16, experts=4, top_k=2, max_tokens=9)
 TOKENS = 9
@@ -140,4 +140,4 @@ def test_a_rank_with_other_parameters_never_makes_results_wrong(form: str) -> No
 def test_changes_of_one_rank_make_no_results_wrong(form: str) -> None:
     changes = changes_of(_captured(form)[0].module, EVERY_CHANGE)
     cases = [(form, rank, *change) for change in changes for rank in range(2)]
-    outcomes_of(cases, _changed, 24, needed={"right", "right, one layer refused"})
+    check_cases(cases, _changed, 24, needed={"right", "right, one layer refused"})

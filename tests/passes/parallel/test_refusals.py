@@ -118,11 +118,11 @@ def test_rows_that_come_and_go_nowhere_are_refused(form: str, experts: Any, monk
 
 
 @pytest.mark.sampled(every=12)
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("form", ["all_to_all", "all_gather", "all_reduce"])
-@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize(
+    ("form", "rank"), [("all_gather", 0), ("all_reduce", 0), ("all_to_all", 0), ("all_gather", 1), ("all_reduce", 2)]
+)
 def test_a_rank_without_experts_refuses_the_same_blocks(form: str, rank: int) -> None:
-    """With two experts on three ranks, rank 0 has none, so its graph has exchanges and no GEMM."""
+    """Rank 0 of three has none of the two experts, so its graph has exchanges and no GEMM."""
     plan = _plan(capture(dataclasses.replace(CONFIG, experts=2, top_k=1), form, rank, 3, 12))
     (refusal,) = plan.refusals
     check_readable(plan.refusals)

@@ -108,7 +108,7 @@ def test_small_instances_are_solved(
 def test_the_best_schedule_is_chosen_if_nothing_is_fetched_ahead(
     phases: list[LayerPhase], budget: int, most_slots: int
 ) -> None:
-    """With the transport `collective`, the first banks of every run are not fetched ahead."""
+    """The transport `collective` does not fetch the first banks of a run ahead."""
     machine = ExecutionModel(fills_ahead=False)
     every = list(every_schedule(phases, budget, most_slots))
     if not every:

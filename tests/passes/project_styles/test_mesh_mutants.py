@@ -15,7 +15,7 @@ from moepass.passes.ir.protocol import PassResult
 from tests.helpers.graphs.simulated_meshes import captured_on_mesh, decide_on_mesh, run_mesh
 from tests.helpers.graphs.simulated_ranks import Captured, hidden_rows, with_tokens
 from tests.helpers.mutants.graph_mutants import EVERY_CHANGE, changes_of, finite_or_none, mutant_of
-from tests.helpers.mutants.random_cases import outcomes_of
+from tests.helpers.mutants.random_cases import check_cases
 from tests.helpers.project_styles.mesh_layers import MESH_LAYERS, banks_of_ranks
 from tests.helpers.project_styles.mesh_style import CutExpertsOfTokens
 from tests.helpers.project_styles.style_layers import SIZES, eliminate_style
@@ -88,4 +88,4 @@ def test_mutants_of_a_mesh_are_taken_rightly_or_refused(name: str) -> None:
     """Nodes are changed on all ranks or on some of them."""
     changes = changes_of(_captured(name)[0].module, EVERY_CHANGE)
     cases = [(name, *change, ranks) for change in changes for ranks in (range(RANKS), [0], [1], [2, 3], [1, 3])]
-    outcomes_of(cases, check_mutant, 10, needed={"refused", "right"})
+    check_cases(cases, check_mutant, 10, needed={"refused", "right"})

@@ -93,13 +93,13 @@ def check_slots(layer: type[nn.Module], ranks: int, kinds: Sequence[str], tokens
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layer", [EinsumExperts, pytest.param(EinsumOfRanks, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layer", [EinsumExperts, EinsumOfRanks])
 def test_slots_multiplied_by_einsum(layer: type[nn.Module]) -> None:
     check_slots(layer, 2, [], [(9, 9), (40, 40), (1, 1)])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layer", [RoundedCapacity, pytest.param(AgreedCapacity, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layer", [RoundedCapacity, AgreedCapacity])
 def test_as_many_slots_as_any_rank_needs(layer: type[nn.Module]) -> None:
     check_slots(layer, 2, ["all_reduce"], [(9, 9), (40, 3), (1, 1)])
 

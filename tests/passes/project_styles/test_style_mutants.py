@@ -18,7 +18,7 @@ from tests.helpers.mutants.graph_mutants import (
     finite_or_none,
     mutant_of,
 )
-from tests.helpers.mutants.random_cases import outcomes_of
+from tests.helpers.mutants.random_cases import check_cases
 from tests.helpers.project_styles.style_layers import SIZES, STYLES, capture_style, eliminate_style
 
 RANKS = 2
@@ -79,4 +79,4 @@ def test_mutants_are_taken_rightly_or_refused(style: str) -> None:
     """Nodes are changed on both ranks or on one of them."""
     changes = changes_of(_captured(style)[0].module, EVERY_CHANGE)
     cases = [(style, *change, ranks) for change in changes for ranks in (range(RANKS), [0], [1])]
-    outcomes_of(cases, check_mutant, 10, needed={"refused", "right"})
+    check_cases(cases, check_mutant, 10, needed={"refused", "right"})

@@ -146,6 +146,6 @@ def _adopted_banks_come_in_parts(transport: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["pull", pytest.param("collective", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("transport", ["pull", "collective"])
 def test_experts_of_expert_parallelism_come_in_parts(transport: str) -> None:
     run_ranks(2, _adopted_banks_come_in_parts, transport, timeout=200)

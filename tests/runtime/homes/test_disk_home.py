@@ -21,6 +21,7 @@ from moepass.runtime.homes.disk.disk_home import DiskHome
 from tests.helpers.graphs.backend_helper import BLOCKS, Stack, tokens
 from tests.helpers.graphs.tiny_checkpoint import save_tiny_checkpoint
 from tests.helpers.models.tiny import (
+    EXPERT_KINDS,
     main_result,
     tiny_inputs,
     tiny_model,
@@ -32,9 +33,6 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="home disk advises the Linux kernel"),
 ]
 OPTIONS = {"lower": "eager", "debug": True}
-# One family for each way in which experts are stored and computed: single experts, transposed stacks with biases,
-# stacks, a shared expert and router weights in float32, and a batch for each expert.
-KINDS = ("qwen3_moe", "gpt_oss", "granitemoe", "deepseek_v3", "llama4")
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +64,7 @@ def _check_same(model: PreTrainedModel, reference: PreTrainedModel) -> None:
 
 # test_loading streams every family of transformers from its files.
 @pytest.mark.sampled(every=5)
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", EXPERT_KINDS)
 def test_families_are_the_same_in_bfloat16_and_in_parts(family: str, tmp_path: Path) -> None:
     tiny_model(family, dtype=torch.bfloat16).save_pretrained(tmp_path, max_shard_size="60KB")
     model = moepass.load_pretrained(tmp_path, home="disk")
@@ -77,7 +75,7 @@ def test_families_are_the_same_in_bfloat16_and_in_parts(family: str, tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", EXPERT_KINDS)
 def test_families_compile_to_the_same(family: str, tmp_path: Path) -> None:
     tiny_model(family).save_pretrained(tmp_path)
     model = moepass.load_pretrained(tmp_path, home="disk")

@@ -21,7 +21,7 @@ from moepass.runtime.lowering.lower_experts import ExpertLoop
 from moepass.runtime.lowering.lower_segments import LoweredSegment
 from moepass.runtime.lowering.lower_triton_experts import TritonExperts, lower_to_triton
 from tests.helpers.models.expert_segments import ExpertInputs, ExpertSizes, expert_inputs, expert_segment
-from tests.helpers.models.tiny import tiny_inputs, tiny_model
+from tests.helpers.models.tiny import EXPERT_KINDS, tiny_inputs, tiny_model
 
 Compile = Callable[[GraphModule], Any]
 
@@ -70,12 +70,9 @@ def _assert_equal_to_the_model(family: str, lower: str, kernels: list[TritonExpe
     assert TRITON in ways
 
 
-# One family for each form of experts and of what stands around them; test_interpreted_kernels varies the row work.
-FAMILIES = ["qwen3_moe", "gpt_oss", "granitemoe", "deepseek_v3", "llama4"]
-
-
+# test_interpreted_kernels varies the row work.
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EXPERT_KINDS)
 def test_families(family: str, kernels: list[TritonExperts]) -> None:
     _assert_equal_to_the_model(family, EAGER, kernels)
 

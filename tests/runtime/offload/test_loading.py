@@ -34,6 +34,7 @@ from tests.helpers.graphs.tiny_checkpoint import (
     save_tiny_checkpoint,
 )
 from tests.helpers.models.tiny import (
+    EXPERT_KINDS,
     TinyModelUnavailableError,
     discover_expert_families,
     discovered_tiny_model,
@@ -47,9 +48,6 @@ from tests.helpers.processes.ranks import run_ranks
 CHANGE_LOADED_WEIGHTS = {"hy_v4", "zaya"}
 # These families store rows of gate and up alternately, so that banks have to be written for home disk.
 HAVE_TO_BE_MADE = {"inkling2"}
-# One family for each way in which experts are stored and computed: single experts, transposed stacks with biases,
-# stacks, a shared expert and router weights in float32, and a batch for each expert.
-KINDS = ("qwen3_moe", "gpt_oss", "granitemoe", "deepseek_v3", "llama4")
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="shared shards need memfd_create")
 
 
@@ -118,7 +116,7 @@ def _check_dense_same(model: PreTrainedModel, reference: PreTrainedModel) -> Non
 
 
 @pytest.mark.sampled(every=5)
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", EXPERT_KINDS)
 def test_families_are_the_same_in_bfloat16_and_in_parts(family: str, tmp_path: Path) -> None:
     folder = _save(tmp_path, family, torch.bfloat16, "60KB")
     assert len(list(folder.glob("*.safetensors"))) > 2

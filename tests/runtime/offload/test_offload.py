@@ -20,7 +20,7 @@ from moepass.runtime.banks.banks import BankStore, find_store
 from moepass.runtime.offload.offload import expert_parameters, find_expert_modules
 from tests.helpers.graphs.backend_helper import BLOCKS, EXPERTS, HIDDEN, BatchedBlock, Stack, tokens
 from tests.helpers.graphs.error_fields import refused
-from tests.helpers.models.tiny import tiny_inputs, tiny_model
+from tests.helpers.models.tiny import EXPERT_KINDS, tiny_inputs, tiny_model
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -170,7 +170,7 @@ class _Counter:
 
 @pytest.mark.sampled(every=15)
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "granitemoe", "deepseek_v3", "llama4"])
+@pytest.mark.parametrize("family", EXPERT_KINDS)
 def test_families_run_offloaded_in_eager_mode_with_one_copy_per_layer(
     family: str, implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -256,7 +256,7 @@ def test_the_router_is_what_the_oracle_computes() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_router_is_what_the_oracle_computes_in_many_sequences() -> None:
-    """Sequences are the same in every run; the environment variable asks for more of them."""
+    """Sequences are the same in every run; TEST_TIMES asks for more of them."""
     count = times(250)
     run_state_machine_as_test(
         RouterMachine, settings=settings(max_examples=count, stateful_step_count=40, deadline=None)
