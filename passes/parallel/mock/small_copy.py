@@ -73,8 +73,9 @@ def small_copies(
         small = SmallMock(mock, scale)
         try:
             for guess in itertools.islice(guesses(small, check), _MOST_COPIES):
+                small_copy = BlockCopier(small, guess).copy(data)
                 found = True
-                yield BlockCopier(small, guess).copy(data)
+                yield small_copy
         except NoSmallCopy as error:
             reason = reason or str(error)
         # How many tokens there are differs from graph to graph, how many slots is the model's own constant. In a graph
@@ -169,8 +170,9 @@ class BlockCopier:
 
     def _exchange(self, exchange: Collective) -> Collective:
         of = self._nodes.__getitem__
-        if exchange.result not in self._nodes:
-            raise NoSmallCopy(f"the result of {exchange.node.name} ({exchange.node.target}) does not reach its output")
+        for node in (exchange.node, exchange.input, exchange.result):
+            if node not in self._nodes:
+                raise NoSmallCopy(f"its exchange {exchange.node.name} uses {node.name}, which is outside it")
         # The sizes of the parts are read off the node where they are needed.
         return dataclasses.replace(
             exchange, node=of(exchange.node), input=of(exchange.input), result=of(exchange.result), send=(), receive=()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import operator
 import re
 from collections.abc import Sequence
@@ -310,6 +311,33 @@ def test_a_block_may_start_with_the_output_of_another_block(form: str, monkeypat
     for (output,), (wanted,) in zip(
         outputs, run_ranks([captured_rank.module for captured_rank in captured], inputs), strict=True
     ):
+        torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_layer_may_send_the_rows_that_the_layer_before_received(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The input of an exchange is then outside the block that the exchange belongs to."""
+    # Both layers are proved, although they have the same text.
+    module = importlib.import_module("moepass.passes.parallel.eliminate_expert_parallelism")
+    monkeypatch.setattr(module, "block_text", lambda *parts: object())
+    config = StackConfig(layers=2, hidden=16, width=16, experts=5, top_k=2, max_tokens=9)
+    captured = []
+    for rank in range(2):
+        captured_rank = capture(config, "all_to_all_capacity", rank, 2, 9, dynamic=False)
+        graph = captured_rank.module.graph
+        # Each layer exchanges counts, rows and results.
+        exchanges = graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.all_to_all_single.default)
+        (results,) = exchanges[2].users
+        rows = exchanges[4]
+        rows.replace_input_with(rows.args[0], results)
+        captured.append(captured_rank)
+    inputs = [with_tokens(captured[rank], hidden_states(config, 9, rank)) for rank in range(2)]
+    eliminated = [_eliminated(captured_rank) for captured_rank in captured]
+    assert [len(result.plan.banks) for result in eliminated] == [2, 2]
+    complete = {bank.index: _complete(config)[bank.name] for bank in eliminated[0].plan.banks}
+    outputs = run_ranks([result.module for result in eliminated], inputs, complete)
+    expected = run_ranks([captured_rank.module for captured_rank in captured], inputs)
+    for (output,), (wanted,) in zip(outputs, expected, strict=True):
         torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-5)
 
 
