@@ -19,7 +19,8 @@ import typer
 from transformers import PreTrainedModel
 
 from benchmarks.serving.shared import print_table
-from moepass.models.checkpoint.checkpoint_folders import load_model, load_prompt, load_tokenizer, resolve_model
+from moepass.models.checkpoint.checkpoint_folders import load_prompt, load_tokenizer, resolve_model
+from moepass.models.checkpoint.load_model import load_model
 from moepass.runtime.serving.engine.load_engine import EngineOptions, make_engine
 from moepass.runtime.serving.engine.model_engine import ModelEngine
 from moepass.runtime.serving.requests.request import Request, TokenPiece, TokenRead

@@ -38,7 +38,8 @@ import typer
 
 from benchmarks.serving.served import Connection, ServedProcess, posted, served_process
 from benchmarks.serving.shared import print_table, verdict
-from moepass.models.checkpoint.checkpoint_folders import load_model, load_prompt, load_tokenizer, resolve_model
+from moepass.models.checkpoint.checkpoint_folders import load_prompt, load_tokenizer, resolve_model
+from moepass.models.checkpoint.load_model import load_model
 
 RANKS = 2
 CLIENTS = 8

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from moepass.models.checkpoint.checkpoint_folders import load_model
+from moepass.models.checkpoint.load_model import load_model
 
 
 @torch.inference_mode()

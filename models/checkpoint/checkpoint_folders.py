@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from moepass.models.checkpoint.file_stamp import FileStamps
 from moepass.models.checkpoint.model_classes import (
     check_config,
     check_model_type,
@@ -21,22 +20,11 @@ from moepass.models.checkpoint.model_classes import (
     class_options,
     model_class_of,
 )
-from moepass.models.checkpoint.weight_files import (
-    INDEX_FILE,
-    WEIGHTS_FILE,
-    check_loading,
-    check_type,
-    check_weight_files,
-    loading_problem,
-    one_line,
-    read_json,
-    weight_files,
-)
+from moepass.models.checkpoint.weight_files import WEIGHTS_FILE, one_line, read_json
 from moepass.models.errors import CheckpointError
 from moepass.models.limits import MOST_TOKENIZER_BYTES, check_limit
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 DEMO = "demo"
@@ -149,45 +137,6 @@ def load_config(path: Path) -> PreTrainedConfig:
     check_config(config, str(file))
     _switch_cache_off(config)
     return config
-
-
-def load_model(folder: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Load the model of a checkpoint folder on the CPU: eval mode, no key-value cache, no gradients.
-
-    `dtype` is the dtype of the weights, by default the config's. Raises CheckpointError if files are missing, truncated
-    or not safetensors; if weights are missing, unexpected, or do not have the shapes of the config; if a file changes
-    while it is read; or if weights stay in a dtype that moepass cannot compute in, such as float8.
-    """
-    stamps = FileStamps([folder / CONFIG_FILE, folder / INDEX_FILE])
-    config = load_config(folder)
-    check_type(f"{folder / CONFIG_FILE}: dtype", config.dtype)
-    for file in weight_files(folder):
-        stamps.check(file)
-    check_numbers(folder, check_weight_files(folder, config))
-    model_class = model_class_of(config)
-    try:
-        with quiet_transformers():
-            model, info = model_class.from_pretrained(
-                folder,
-                config=config,
-                dtype="auto" if dtype is None else dtype,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                # Mismatches are then returned as records, which `check_loading` refuses with one line.
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                **class_options(model_class),
-            )
-    except Exception as error:  # transformers raises many kinds of exceptions if the files do not fit the config
-        raise CheckpointError(f"{folder} cannot be loaded: {loading_problem(error)}", path=folder) from error
-    check_loading(folder, info)
-    stamps.check_all()
-    loaded: PreTrainedModel = model
-    for name, value in loaded.named_parameters():
-        check_type(f"{folder}: {name}", value.dtype)
-    loaded.requires_grad_(False)
-    return loaded.eval()
 
 
 def meta_model(path: Path) -> PreTrainedModel:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 from moepass.models.checkpoint.checkpoint_files import CheckpointFiles
 from moepass.models.checkpoint.weight_recipes import (
     Converted,
+    Decoded,
     Joined,
     Recipe,
     Replayed,
@@ -28,6 +29,8 @@ from moepass.models.checkpoint.weight_recipes import (
     UnfollowedError,
 )
 from moepass.models.errors import InputError
+from moepass.models.layouts.published import Quantization
+from moepass.models.layouts.quantized_matrices import quantized_matrices
 
 _aten = torch.ops.aten
 
@@ -73,9 +76,25 @@ class UnreadTensor(torch.Tensor):
         return UnreadTensor(recipe) if recipe is not None else _replayed(operation, arguments, keywords)
 
 
-def unread(files: CheckpointFiles) -> dict[str, torch.Tensor]:
-    """Return every tensor of a checkpoint by its key, without reading any."""
-    return {stored.key: UnreadTensor(Stored(files, stored, stored.shape, stored.dtype)) for stored in files}
+def unread(
+    files: CheckpointFiles, quantization: Quantization | None, dtype: torch.dtype, name: str
+) -> dict[str, torch.Tensor]:
+    """Return every tensor of the checkpoint `name` by its key, without reading any.
+
+    The stored tensors of a quantised matrix become one tensor, the matrix in `dtype`. Raises CheckpointError if they do
+    not fit together.
+    """
+    recipes: dict[str, Recipe] = {
+        key: Stored(files, item, item.shape, item.dtype) for key, item in files.tensors.items()
+    }
+    if quantization is not None:
+        matrices, unread_keys = quantized_matrices(quantization, files.tensors, name)
+        for key in unread_keys:
+            del recipes[key]
+        for key, matrix in matrices.items():
+            parts = {role: recipes.pop(part) for role, part in matrix.keys.items()}
+            recipes[key] = Decoded(matrix.layout, parts, matrix.shape, dtype)
+    return {key: UnreadTensor(recipe) for key, recipe in recipes.items()}
 
 
 def _special(operation: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Recipe | None:

@@ -12,7 +12,6 @@ from moepass.models.limits import MOST_INDEX_BYTES, MOST_JSON_BYTES, TooLargeErr
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedConfig
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -49,17 +48,14 @@ def weight_files(folder: Path) -> list[Path]:
     raise CheckpointError(f"{folder} has no weights: neither {WEIGHTS_FILE} nor {INDEX_FILE} exists", path=folder)
 
 
-def check_weight_files(folder: Path, config: PreTrainedConfig) -> int:
+def check_weight_files(folder: Path, is_quantised: bool) -> int:
     """Check that every weight file is complete, and return the number of elements in all of them.
 
-    Raises CheckpointError, also for 8-bit weights if `config` does not say how they were quantised: they would be read
-    without their scales.
+    Raises CheckpointError, also for 8-bit weights unless `is_quantised`: they would be read without their scales.
     """
     from safetensors import SafetensorError, safe_open
 
     numbers = 0
-    configs = (config, config.get_text_config())
-    is_quantised = any(getattr(inner, "quantization_config", None) for inner in configs)
     for file in weight_files(folder):
         try:
             with safe_open(file, framework="pt") as opened:

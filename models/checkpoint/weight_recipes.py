@@ -19,7 +19,8 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from moepass.models.checkpoint.checkpoint_files import CheckpointFiles, FileRange, StoredTensor
-from moepass.models.errors import InputError
+from moepass.models.errors import CheckpointError, InputError
+from moepass.models.layouts.layout import Layout, Role, read_scales
 
 _aten = torch.ops.aten
 # [Empirical] A larger tensor that needs temporary memory is computed row by row (expert by expert).
@@ -99,7 +100,7 @@ class Stored(Recipe):
         """Return a view of the mapped file."""
         return self.files.read(self.tensor, self.taken)
 
-    def rows(self, start: int, stop: int) -> Recipe:
+    def rows(self, start: int, stop: int) -> Stored:
         """Return the recipe of rows [start, stop)."""
         if not self.shape:
             raise UnfollowedError("a number without dimensions")
@@ -218,6 +219,45 @@ class Converted(Recipe):
             self.source.copy_to(target)
         else:
             Recipe.copy_to(self, target)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decoded(Recipe):
+    """A quantised matrix, decoded from its stored tensors when it is read."""
+
+    layout: Layout
+    parts: Mapping[Role, Stored]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self) -> torch.Tensor:
+        """Read the stored tensors and decode them. Raises CheckpointError if a scale is not finite."""
+        tensors = {role: part.read() for role, part in self.parts.items()}
+        for role in (Role.SCALES, Role.GLOBAL_SCALE):
+            if role in tensors and not read_scales(tensors[role]).isfinite().all():
+                tensor = self.parts[role].tensor
+                raise CheckpointError(
+                    f"{tensor.file}: {tensor.key} contains NaN or infinity; the scales of weights must be finite, so "
+                    "the file is damaged",
+                    name=tensor.key,
+                    path=tensor.file,
+                )
+        return self.layout.decode(tensors, self.dtype)
+
+    def rows(self, start: int, stop: int) -> Recipe:
+        """Decode fewer matrices. Raises UnfollowedError if there is only one."""
+        if len(self.shape) < 3:
+            raise UnfollowedError(f"decoding {self.layout.name}")
+        parts = {role: part.rows(start, stop) for role, part in self.parts.items()}
+        return Decoded(self.layout, parts, (stop - start, *self.shape[1:]), self.dtype)
+
+    def stored(self) -> Iterator[Stored]:
+        """Yield the stored tensors that it reads."""
+        return iter(self.parts.values())
+
+    def file_ranges(self) -> Iterator[FileRange]:
+        """Raise UnfollowedError: no file stores the decoded bytes."""
+        raise UnfollowedError(f"decoding {self.layout.name}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -24,14 +24,8 @@ from torch import nn
 from moepass.compilations import Compilation, record_compilations
 from moepass.explaining.capture_model import explain_meta_model
 from moepass.explaining.compiler_view import print_explanation
-from moepass.models.checkpoint.checkpoint_folders import (
-    DEMO,
-    load_model,
-    load_prompt,
-    load_tokenizer,
-    meta_model,
-    resolve_model,
-)
+from moepass.models.checkpoint.checkpoint_folders import DEMO, load_prompt, load_tokenizer, meta_model, resolve_model
+from moepass.models.checkpoint.load_model import load_model
 from moepass.models.errors import InputError, MoepassError
 from moepass.runtime.offload.offload import OffloadReport, offload_experts
 from moepass.runtime.serving.engine.load_engine import EngineOptions, make_engine

@@ -17,30 +17,19 @@ import hashlib
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from moepass.models.checkpoint import checkpoint_folders as checkpoints
 from moepass.models.checkpoint.checkpoint_files import CheckpointFiles
-from moepass.models.checkpoint.checkpoint_folders import check_numbers
-from moepass.models.checkpoint.file_stamp import FileStamps
-from moepass.models.checkpoint.model_classes import class_options, model_class_of
-from moepass.models.checkpoint.unread_tensors import UnreadTensor, unread
-from moepass.models.checkpoint.weight_files import (
-    INDEX_FILE,
-    check_loading,
-    check_type,
-    check_weight_files,
-    loading_problem,
-    one_line,
-    weight_files,
-)
+from moepass.models.checkpoint.load_model import build_unread, read_weights
+from moepass.models.checkpoint.unread_tensors import UnreadTensor
 from moepass.models.checkpoint.weight_recipes import UnfollowedError
-from moepass.models.errors import CheckpointError, InputError, OptionError
+from moepass.models.errors import InputError, OptionError
 from moepass.models.formulas.expert_placement import shard_bounds
 from moepass.models.homes import home_named
 from moepass.passes.machine.hardware import Hardware
@@ -70,7 +59,6 @@ if TYPE_CHECKING:
 
 _CHECKPOINT = "description of its checkpoint"
 _TITLE = "every rank of the group must call load_pretrained with the same home, and with the same group"
-_GENERATION_FILE = "generation_config.json"
 
 # A function of (bytes read so far, total bytes).
 Progress = Callable[[int, int], object]
@@ -138,7 +126,7 @@ def load_pretrained(
         with meeting.publishing_failures() if meeting is not None else contextlib.nullcontext():
             residents = Residents(resident_bytes, resident_layers)
             planning = PlanningOptions(memory_budget, hardware, tokens, slots, residents)
-            unread_model = _build_unread(path, dtype, experts_implementation)
+            unread_model = _UnreadModel(*build_unread(checkpoints.resolve_model(path), dtype, experts_implementation))
             compute_device = resolve_device(unread_model.model, device)
             placement = place_experts(unread_model.model, planning, options, compute_device)
             # Resident experts are read like dense weights.
@@ -152,7 +140,7 @@ def load_pretrained(
                 unread_model.model, options, make_packer(options, compute_device), compute_device, planning, placement
             )
             unread_model.files.close()  # dense weights must not keep the experts' pages mapped
-            _read_dense(unread_model.model, report.store.device)
+            read_weights(unread_model.model, report.store.device)
             if not report.layers:  # all experts are resident, and reading them made new parameters
                 keep_whole_model_store(expert_weights(unread_model.model), report.store)
             unread_model.files.close()
@@ -240,92 +228,11 @@ class _UnreadModel:
         return [Topic(name, digest, "give every rank the same checkpoint") for name, digest in digests.items()]
 
 
-def _build_unread(path: str | Path, dtype: torch.dtype | None, experts_implementation: str) -> _UnreadModel:
-    """Let transformers build the model from unread tensors. Raises CheckpointError and InputError."""
-    folder = checkpoints.resolve_model(path)
-    stamps = FileStamps(folder / name for name in (checkpoints.CONFIG_FILE, INDEX_FILE, _GENERATION_FILE))
-    config = checkpoints.load_config(folder)
-    _refuse_quantised(folder, config)
-    check_type(f"{folder / checkpoints.CONFIG_FILE}: dtype", config.dtype)
-    check_weight_files(folder, config)
-    files = CheckpointFiles(weight_files(folder), stamps)
-    check_numbers(folder, files.numbers)
-    model_class = model_class_of(config)
-    try:
-        with checkpoints.quiet_transformers():
-            model, info = model_class.from_pretrained(
-                None,
-                config=config,
-                state_dict=unread(files),
-                dtype="auto" if dtype is None else dtype,
-                # Mismatches are then returned in `info`, and refused below in one line.
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                trust_remote_code=False,
-                **class_options(model_class, experts_implementation),
-            )
-    except InputError as error:
-        raise InputError(
-            f"{folder}: weights of family {config.model_type!r} cannot be read one by one: {error}; use "
-            "from_pretrained, then moepass.offload_experts",
-            path=folder,
-        ) from error
-    except Exception as error:  # transformers raises many types if the files do not fit the config
-        raise CheckpointError(f"{folder} cannot be loaded: {loading_problem(error)}", path=folder) from error
-    check_loading(folder, info)
-    _name_after(model, folder)
-    model.requires_grad_(False)
-    return _UnreadModel(folder, files, model.eval())
-
-
 def _check_options(dtype: object, progress: object) -> None:
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise OptionError.wrong("dtype", dtype, "a floating point type such as torch.bfloat16, or None")
     if progress is not None and not callable(progress):
         raise OptionError.wrong("progress", progress, "a function of (bytes_read, bytes_in_all), or None")
-
-
-def _refuse_quantised(folder: Path, config: Any) -> None:
-    for section in (config, config.get_text_config()):
-        quantised = getattr(section, "quantization_config", None)
-        if quantised:
-            method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
-            text = (
-                f"{folder} contains {config.model_type!r} weights quantised by {method or 'an unknown method'}, which "
-                "load_pretrained cannot read; use from_pretrained, dequantised, then moepass.offload_experts"
-            )
-            raise InputError(text, name="quant_method", value=method, path=folder)
-
-
-def _name_after(model: PreTrainedModel, folder: Path) -> None:
-    """Set the name and the generation config of `model`, as from_pretrained does."""
-    from transformers import GenerationConfig
-
-    model.name_or_path = model.config.name_or_path = str(folder)
-    if (folder / _GENERATION_FILE).is_file() and model.can_generate():
-        try:
-            with checkpoints.quiet_transformers():
-                model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-        except Exception as error:  # transformers raises many types for a malformed file
-            file = folder / _GENERATION_FILE
-            raise CheckpointError(f"{file} cannot be read: {one_line(error)}", path=file) from error
-
-
-def _read_dense(model: nn.Module, device: torch.device) -> None:
-    """Read every weight that has not been read yet. Tied weights stay tied."""
-    read: dict[int, torch.Tensor] = {}
-    holders: list[dict[str, Any]] = [held for item in model.modules() for held in (item._parameters, item._buffers)]
-    for tensors in holders:
-        for name, tensor in tensors.items():
-            if not isinstance(tensor, UnreadTensor):
-                continue
-            if id(tensor) not in read:
-                numbers = tensor.recipe.read().to(device)
-                is_parameter = isinstance(tensor, nn.Parameter)
-                read[id(tensor)] = nn.Parameter(numbers, requires_grad=False) if is_parameter else numbers
-            tensors[name] = read[id(tensor)]
-    if device.type != "cpu":
-        model.to(device)  # moves buffers that are not in the checkpoint
 
 
 @contextlib.contextmanager

@@ -14,12 +14,12 @@ from moepass import CheckpointError
 from moepass.models.checkpoint.checkpoint_folders import (
     Prompt,
     load_config,
-    load_model,
     load_prompt,
     load_tokenizer,
     meta_model,
     resolve_model,
 )
+from moepass.models.checkpoint.load_model import load_model
 from tests.helpers.graphs.error_fields import refused
 from tests.helpers.graphs.tiny_checkpoint import (
     broken_copy,

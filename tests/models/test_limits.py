@@ -14,7 +14,8 @@ from moepass.cli.score_command import InputLines, parse_labels
 from moepass.clients.batch_lines import limited_lines
 from moepass.models import limits
 from moepass.models.byte_counts import parse_bytes
-from moepass.models.checkpoint.checkpoint_folders import load_config, load_model, load_prompt, load_tokenizer
+from moepass.models.checkpoint.checkpoint_folders import load_config, load_prompt, load_tokenizer
+from moepass.models.checkpoint.load_model import load_model
 from moepass.models.errors import CheckpointError, InputError, OptionError
 from moepass.models.formulas.saturation import saturation
 from moepass.models.limits import MOST_JSON_DEPTH, TooLargeError, decode_json, read_limited

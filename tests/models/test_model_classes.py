@@ -10,7 +10,8 @@ import torch
 from transformers import PreTrainedModel, Qwen3MoeForCausalLM, Qwen3MoeForSequenceClassification, Qwen3MoeModel
 
 import moepass
-from moepass.models.checkpoint.checkpoint_folders import load_config, load_model
+from moepass.models.checkpoint.checkpoint_folders import load_config
+from moepass.models.checkpoint.load_model import load_model
 from moepass.models.errors import CheckpointError
 from tests.helpers.models.tiny import tiny_model
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from moepass.models.checkpoint.checkpoint_folders import load_model
+from moepass.models.checkpoint.load_model import load_model
 from moepass.models.errors import CheckpointError, InputError
 from moepass.models.sizes.architecture import short_dtype
 from moepass.models.sizes.families import from_config

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moepass.models.checkpoint.checkpoint_folders import load_config, load_model, meta_model, resolve_model
+from moepass.models.checkpoint.checkpoint_folders import load_config, meta_model, resolve_model
+from moepass.models.checkpoint.load_model import load_model
 from moepass.models.errors import CheckpointError, InputError, OptionError
 from moepass.models.homes import home_named
 from moepass.models.sizes.families import from_config

@@ -12,7 +12,8 @@ import httpx
 from transformers import PreTrainedModel
 
 from moepass.cli.serving import open_socket
-from moepass.models.checkpoint.checkpoint_folders import Prompt, load_model, load_prompt, load_tokenizer
+from moepass.models.checkpoint.checkpoint_folders import Prompt, load_prompt, load_tokenizer
+from moepass.models.checkpoint.load_model import load_model
 from moepass.runtime.serving.http.draining_server import make_server
 from moepass.runtime.serving.questions.prompts import PromptWriter
 from moepass.runtime.serving.routes.server_settings import ServerSettings

@@ -273,7 +273,7 @@ def test_explain_reports_that_a_dense_model_has_nothing_to_stream(dense: Path) -
 @pytest.mark.slow
 def test_explain_shows_the_plan_that_runs(checkpoint: Path) -> None:
     import moepass
-    from moepass.models.checkpoint.checkpoint_folders import load_model
+    from moepass.models.checkpoint.load_model import load_model
 
     model = load_model(checkpoint)
     offload_experts(model, slots=2)

@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 
 import moepass
 from moepass.cli.main import app
-from moepass.models.checkpoint.checkpoint_folders import load_model, load_tokenizer
+from moepass.models.checkpoint.checkpoint_folders import load_tokenizer
+from moepass.models.checkpoint.load_model import load_model
 from moepass.models.errors import CheckpointError
 from tests.helpers.graphs.tiny_checkpoint import broken_copy, edit_config, edit_weights, save_tiny_checkpoint
 

@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 from moepass.cli.main import app
 from moepass.cli.serve_options import served_names
 from moepass.cli.serving import possible_connections
-from moepass.models.checkpoint.checkpoint_folders import load_model, load_tokenizer, resolve_model
+from moepass.models.checkpoint.checkpoint_folders import load_tokenizer, resolve_model
+from moepass.models.checkpoint.load_model import load_model
 from moepass.models.limits import MOST_CONNECTIONS
 from tests.helpers.serving.server_process import START_SECONDS, ServerProcess, serving
 

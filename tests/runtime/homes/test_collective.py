@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import moepass
-from moepass.models.checkpoint.checkpoint_folders import load_model
+from moepass.models.checkpoint.load_model import load_model
 from moepass.options import parse_options
 from moepass.runtime.homes import peers
 from moepass.runtime.system.processes import ProcessError

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import moepass
-from moepass.models.checkpoint.checkpoint_folders import load_model
+from moepass.models.checkpoint.load_model import load_model
 from moepass.runtime.homes.disk.bank_files import BankFolder
 from moepass.runtime.homes.disk.disk_files import FileSource
 from moepass.runtime.homes.disk.disk_home import DiskHome

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import moepass
-from moepass.models.checkpoint.checkpoint_folders import load_model
+from moepass.models.checkpoint.load_model import load_model
 from moepass.runtime.banks.banks import BankStore
 from moepass.runtime.homes.hybrid import staged_pull, staging_board
 from moepass.runtime.homes.hybrid.staging_order import StagingState

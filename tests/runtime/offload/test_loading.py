@@ -21,7 +21,7 @@ from transformers.core_model_loading import MergeModulelist, Transpose, WeightCo
 import moepass
 from moepass.models.checkpoint import checkpoint_files, checkpoint_folders
 from moepass.models.checkpoint.checkpoint_files import CheckpointFiles, StoredTensor
-from moepass.models.checkpoint.checkpoint_folders import load_model
+from moepass.models.checkpoint.load_model import load_model
 from moepass.models.formulas.expert_placement import shard_bounds
 from moepass.runtime.offload import loading
 from moepass.runtime.offload.loading import shown_progress

@@ -72,7 +72,8 @@ _PROGRAM = """
 import asyncio, sys
 from pathlib import Path
 from tests.helpers.serving.reference_backend import ReferenceBackend
-from moepass.models.checkpoint.checkpoint_folders import load_model, load_prompt, load_tokenizer
+from moepass.models.checkpoint.checkpoint_folders import load_prompt, load_tokenizer
+from moepass.models.checkpoint.load_model import load_model
 from moepass.runtime.serving.http.draining_server import make_server
 from moepass.cli.serving import open_socket
 from moepass.runtime.serving.routes.server_settings import ServerSettings

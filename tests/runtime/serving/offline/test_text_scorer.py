@@ -15,7 +15,8 @@ from torch import nn
 
 import moepass
 from moepass import InputError
-from moepass.models.checkpoint.checkpoint_folders import Prompt, load_model, load_prompt, load_tokenizer, resolve_model
+from moepass.models.checkpoint.checkpoint_folders import Prompt, load_prompt, load_tokenizer, resolve_model
+from moepass.models.checkpoint.load_model import load_model
 from moepass.models.errors import CheckpointError, MoepassError
 from moepass.runtime.ranks.rendezvous import PeerError
 from moepass.runtime.serving.engine.load_engine import Compile, EngineOptions, make_engine

@@ -9,14 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from moepass.models.checkpoint.checkpoint_folders import (
-    KnownAnswer,
-    Prompt,
-    load_model,
-    load_prompt,
-    load_tokenizer,
-    resolve_model,
-)
+from moepass.models.checkpoint.checkpoint_folders import KnownAnswer, Prompt, load_prompt, load_tokenizer, resolve_model
+from moepass.models.checkpoint.load_model import load_model
 from moepass.models.errors import CheckpointError
 from moepass.runtime.serving.questions.known_answer import check_known_answer
 from moepass.runtime.serving.questions.prompts import PromptWriter

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from moepass.models.checkpoint.checkpoint_folders import Prompt, load_model, load_tokenizer, resolve_model
+from moepass.models.checkpoint.checkpoint_folders import Prompt, load_tokenizer, resolve_model
+from moepass.models.checkpoint.load_model import load_model
 from moepass.models.errors import CheckpointError, InputError
 from moepass.models.limits import MOST_LABELS, TooLargeError
 from moepass.runtime.serving.questions.labels import (
