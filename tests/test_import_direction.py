@@ -32,7 +32,8 @@ ROOMS = {
         "sizes": (),
         "formulas": ("sizes",),
         "demo": (),
-        "checkpoint": ("sizes", "demo"),
+        "layouts": (),
+        "checkpoint": ("sizes", "demo", "layouts"),
         "reference": ("formulas",),
     },
     "passes": {

@@ -77,7 +77,10 @@ class UnreadTensor(torch.Tensor):
 
 
 def unread(
-    files: CheckpointFiles, quantization: Quantization | None, dtype: torch.dtype, name: str
+    files: CheckpointFiles,
+    quantization: Quantization | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    name: str = "the checkpoint",
 ) -> dict[str, torch.Tensor]:
     """Return every tensor of the checkpoint `name` by its key, without reading any.
 

@@ -139,8 +139,7 @@ def explain(
         serving=parts.ServingPart("trie" if compiler.trie_refusal is None else "rows", compiler.trie_refusal),
         plan=_plan(shown, crossover),
         how_to_run=how_to_run(
-            *(strategy, schedule, checkpoint, why_nothing_fits(best)),
-            *(setting.dtype, machine.device_kind, architecture.stored),
+            strategy, schedule, checkpoint, why_nothing_fits(best), setting.dtype, machine.device_kind
         ),
         stored=stored_part(setting, home, most_slots),
     )

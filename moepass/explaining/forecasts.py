@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from moepass.explaining.report_parts import HomeTried, SchedulePart, StoredPart, StrategyPart
 from moepass.models.errors import InputError
 from moepass.models.homes import HOMES, home_named
-from moepass.models.sizes.weight_formats import WeightFormat
 from moepass.passes.ir.planner_decisions import ASYNCEP, RESIDENT
 from moepass.passes.machine.hardware import with_ranks
 from moepass.passes.machine.layer_times import sequences_of
@@ -31,8 +30,6 @@ _MOST_RANKS = 64
 _WORTH_SAYING = 0.01
 # With more layers, the code refers to the report's list of layers.
 _MOST_LAYERS_SHOWN = 12
-# transformers' configuration class that loads a format dequantised.
-_LOADERS = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 
 
 def best_home(setting: Setting, home: str | None, most_slots: int) -> tuple[Forecast, list[HomeTried]]:
@@ -138,8 +135,8 @@ def stored_assumption(setting: Setting, unknown: str) -> str:
     if stored is None or setting.stored is not None:
         return ""
     return (
-        f"the checkpoint is in {stored.name}, which moepass cannot run yet: all figures are for weights dequantised to "
-        f"{setting.dtype}, except those of the forecast in {stored.name}"
+        f"the checkpoint is in {stored.name}, which moepass dequantises while it loads the checkpoint: all figures are "
+        f"for weights in {setting.dtype}, except those of the forecast in {stored.name}"
     )
 
 
@@ -214,12 +211,11 @@ def how_to_run(
     shortage: str,
     dtype: str,
     device: str,
-    stored: WeightFormat | None = None,
 ) -> str:
     """Return Python code to run, or the reason why there is no such code.
 
     `checkpoint` is the folder of a checkpoint, or None for any other model. `shortage` is the reason why no strategy
-    fits, or empty. `stored` is the format of a quantised checkpoint, or None.
+    fits, or empty.
     """
     if dtype == "fp8":
         return "moepass cannot run fp8 experts yet: use --dtype bf16 for a plan that it can run"
@@ -236,14 +232,9 @@ def how_to_run(
         layers = list(schedule.resident_layers) if are_few else "report.schedule.resident_layers"
         arguments.append(f"resident_layers={layers}")
     options, remark = ", ".join(arguments), _remark(strategy.home, device)
-    run = f"moepass.offload_experts(model, {options}); {compiled}{remark}"
     if checkpoint is None:
-        return run
-    if stored is None:
-        return f"model = moepass.load_pretrained({json.dumps(checkpoint)}, {options}); {compiled}{remark}"
-    # load_pretrained cannot read quantised weights.
-    dequantising = f"quantization_config=transformers.{_LOADERS[stored.name]}(dequantize=True)"
-    return f"model = transformers.AutoModelForCausalLM.from_pretrained({json.dumps(checkpoint)}, {dequantising}); {run}"
+        return f"moepass.offload_experts(model, {options}); {compiled}{remark}"
+    return f"model = moepass.load_pretrained({json.dumps(checkpoint)}, {options}); {compiled}{remark}"
 
 
 def _remark(home: str, device: str) -> str:

@@ -79,7 +79,7 @@ def load_pretrained(
     experts_implementation: str = "grouped_mm",
     progress: Progress | None = None,
 ) -> PreTrainedModel:
-    """Return the model in the checkpoint folder `path`, with its experts at `home`.
+    """Return the model in the checkpoint folder `path`, with its experts at `home`. Quantised weights are dequantised.
 
     The model computes the same as after `from_pretrained` and `offload_experts`, but each process reads only the dense
     weights and its own experts: all experts with home `host`, those of its rank with `peer` and `hybrid`, where all
@@ -110,7 +110,7 @@ def load_pretrained(
     Raises:
         CheckpointError: `path` is not a checkpoint; files or tensors are missing, truncated, or do not fit the config;
             or a file changed while it was read.
-        InputError: single experts cannot be read (quantised weights, a family whose conversion mixes experts).
+        InputError: single experts cannot be read (a family whose conversion mixes experts).
         PeerError: ranks have different checkpoints, fail or do not respond.
         And the errors of `offload_experts`.
     """

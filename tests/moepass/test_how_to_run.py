@@ -6,13 +6,11 @@ import ast
 import dataclasses
 
 import pytest
-import transformers
 
 from moepass.explaining.explain_model import explain
 from moepass.explaining.forecasts import how_to_run
 from moepass.explaining.report_parts import StrategyPart
 from moepass.models.homes import HOMES
-from moepass.models.sizes.presets import preset
 
 
 def _strategy(chosen: str) -> StrategyPart:
@@ -61,16 +59,6 @@ def test_code_that_cannot_run_yet_has_a_remark(monkeypatch: pytest.MonkeyPatch) 
     )
     ast.parse(report.how_to_run)
     assert "#" not in how_to_run(report.strategy, report.schedule, None, "", "bf16", "cpu")
-
-
-@pytest.mark.slow
-def test_a_quantised_checkpoint_is_loaded_dequantised() -> None:
-    report, stored = explain("qwen3-235b-a22b", hardware="8xh100-80g"), preset("gpt-oss-120b").stored
-    call, offload, _ = how_to_run(report.strategy, report.schedule, "./c", "", "bf16", "cuda", stored).split("; ")
-    assert call.endswith('from_pretrained("./c", quantization_config=transformers.Mxfp4Config(dequantize=True))')
-    assert offload.startswith("moepass.offload_experts(model, home=")
-    ast.parse(call)
-    assert {transformers.Mxfp4Config, transformers.FineGrainedFP8Config}
 
 
 def test_nothing_is_offloaded_if_all_experts_fit() -> None:

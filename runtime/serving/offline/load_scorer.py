@@ -135,7 +135,7 @@ def _load(name: str, folder: Path, options: EngineOptions, compile_module: Compi
             raise InputError(text, name="model", value=name) from error
         if options.home.home != "host":
             raise
-        # Some experts, such as quantised ones, cannot be read one by one. Then transformers loads the full model.
+        # The experts of some families cannot be read one by one. Then transformers loads the full model.
         logger.info("loading the full model before its experts are moved to the host: %s", error)
         model = load_model(folder, options.dtype)
         offload_experts(model, options.home, options.device, options.slots)

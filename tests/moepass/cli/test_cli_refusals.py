@@ -178,12 +178,17 @@ def _typed(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("edit", [_quantised, _typed])
-def test_an_fp8_checkpoint_is_refused_with_a_remedy(
-    edit: Callable[[Path], None], checkpoint: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (_quantised, r"belongs to no quantised matrix; a tensor beside it is missing"),
+        (_typed, "is torch.float8_e4m3fn, in which moepass cannot compute; dequantise the weights"),
+    ],
+)
+def test_an_fp8_checkpoint_without_scales_is_refused_with_a_remedy(
+    edit: Callable[[Path], None], message: str, checkpoint: Path, tmp_path: Path
 ) -> None:
     folder = broken_copy(checkpoint, tmp_path / "fp8", edit)
-    message = "is torch.float8_e4m3fn, in which moepass cannot compute; dequantise the weights"
     _assert_one_line(_run("score", folder, *QUICK), message)
     explained = _run("explain", folder, "--format", "json")
     assert explained.exit_code == 0, explained.output

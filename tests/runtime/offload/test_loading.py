@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -407,8 +408,8 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "fewer experts": (edit_config(num_local_experts=4, num_experts=4), r"experts.* has shape \[8, .*asks for \[4, "),
     "more layers": (edit_config(num_hidden_layers=9), "lacks weights that the config asks for: model.layers"),
     "quantised": (
-        edit_config(quantization_config={"quant_method": "fp8"}),
-        "'qwen3_moe' weights quantised by fp8.*use from_pretrained, dequantised, then moepass.offload_experts",
+        edit_config(quantization_config={"quant_method": "aqlm"}),
+        "the weights are quantised by 'aqlm', which moepass cannot decode; it decodes awq, compressed-tensors, fp8",
     ),
 }
 
@@ -511,8 +512,8 @@ def _touch(file: Path) -> None:
     [
         ("check_numbers", "model.safetensors", _replace),
         ("move_experts", "model.safetensors", _replace),
-        ("_read_dense", "model.safetensors", _replace),
-        ("_read_dense", "model.safetensors", Path.touch),
+        ("read_weights", "model.safetensors", _replace),
+        ("read_weights", "model.safetensors", Path.touch),
         ("move_experts", "config.json", _touch),
         ("move_experts", "model.safetensors.index.json", Path.touch),
     ],
@@ -537,22 +538,23 @@ def test_a_file_that_changes_after_it_was_read_last_is_an_error(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = broken_copy(whole, tmp_path / "changing", lambda _: None)
-    check = checkpoint_folders.check_loading
+    module = importlib.import_module("moepass.models.checkpoint.load_model")
+    check = module.check_loading
 
     def check_and_change(*arguments: Any) -> None:
         check(*arguments)
         _touch(folder / "model.safetensors")
 
-    monkeypatch.setattr(checkpoint_folders, "check_loading", check_and_change)
+    monkeypatch.setattr(module, "check_loading", check_and_change)
     with pytest.raises(moepass.CheckpointError, match=r"model\.safetensors changed while it was being read"):
         load_model(folder)
 
 
 def test_types_that_torch_lacks_are_named(tmp_path: Path) -> None:
-    header = json.dumps({"scale": {"dtype": "F8_E8M0", "shape": [4], "data_offsets": [0, 4]}}).encode()
+    header = json.dumps({"scale": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 4]}}).encode()
     file = tmp_path / "odd.safetensors"
     file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-    with pytest.raises(moepass.InputError, match=r"scale in .* is stored as F8_E8M0; moepass reads BF16, BOOL"):
+    with pytest.raises(moepass.InputError, match=r"scale in .* is stored as F6_E2M3; moepass reads BF16, BOOL"):
         CheckpointFiles([file])
 
 

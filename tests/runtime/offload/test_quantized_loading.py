@@ -1,0 +1,37 @@
+"""Quantised checkpoints give the same results from every home as their dequantised weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import moepass
+from tests.helpers.models.quantized_checkpoints import FORMS, save_quantized
+from tests.helpers.models.tiny import main_result, tiny_inputs, tiny_model
+from tests.helpers.processes.ranks import run_ranks
+
+HOMES = ("host", "disk", "peer", "hybrid")
+
+
+def _compiled_results(folders: tuple[Path, Path], home: str, banks: Path) -> list[torch.Tensor]:
+    """Return the results of both checkpoints, the quantised one compiled with its experts at `home`."""
+    quantised, plain = folders
+    at_home = moepass.Disk(folder=banks) if home == "disk" else home
+    model, reference = moepass.load_pretrained(quantised, home=at_home), moepass.load_pretrained(plain)
+    inputs = tiny_inputs(model)
+    compiled = torch.compile(model, backend="asyncep", options={"lower": "eager", "debug": True})
+    with torch.no_grad():
+        return [main_result(item(**inputs)).float() for item in (compiled, reference)]
+
+
+@pytest.mark.slow
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_layout_runs_from_every_home(form: str, home: str, tmp_path: Path) -> None:
+    folders = save_quantized(tiny_model(FORMS[form].family, dtype=torch.bfloat16), FORMS[form], tmp_path)
+    ranks = 2 if home in ("peer", "hybrid") else 1
+    for result, expected in run_ranks(ranks, _compiled_results, folders, home, tmp_path / "banks"):
+        assert torch.equal(result, expected)
