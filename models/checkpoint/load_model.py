@@ -49,8 +49,8 @@ def load_model(folder: Path, dtype: torch.dtype | None = None) -> PreTrainedMode
     """
     stamps = FileStamps([folder / CONFIG_FILE, folder / INDEX_FILE])
     config = load_config(folder)
-    if _take_quantization(folder, config) is not None:
-        _, files, model = build_unread(folder, dtype)
+    if _pop_quantization(folder, config) is not None:
+        files, model = build_unread(folder, dtype)
         read_weights(model, torch.device("cpu"))
         files.check()
         return model
@@ -84,19 +84,22 @@ def load_model(folder: Path, dtype: torch.dtype | None = None) -> PreTrainedMode
 
 def build_unread(
     folder: Path, dtype: torch.dtype | None, experts_implementation: str = "grouped_mm"
-) -> tuple[Path, CheckpointFiles, PreTrainedModel]:
-    """Return `folder`, its files, and the model in it, built by transformers from unread tensors.
+) -> tuple[CheckpointFiles, PreTrainedModel]:
+    """Return the files of a checkpoint, and its model, built by transformers from unread tensors.
 
     Quantised matrices are tensors in `dtype`, by default the configuration's, that are decoded when they are read.
     Raises CheckpointError, and InputError if a conversion of transformers needs the values of weights.
     """
     stamps = FileStamps(folder / name for name in (CONFIG_FILE, INDEX_FILE, _GENERATION_FILE, _MODELOPT_FILE))
     config = load_config(folder)
-    quantization = _take_quantization(folder, config)
+    quantization = _pop_quantization(folder, config)
     check_type(f"{folder / CONFIG_FILE}: dtype", config.dtype)
     check_weight_files(folder, quantization is not None)
     files = CheckpointFiles(weight_files(folder), stamps)
-    tensors = unread(files, quantization, dtype or config.dtype or torch.bfloat16, str(folder))
+    if quantization is not None:
+        # Without a dtype transformers would take that of some stored tensor, and matrices are decoded to one as well.
+        dtype = dtype or config.dtype or config.get_text_config().dtype or torch.bfloat16
+    tensors = unread(files, quantization, dtype or torch.bfloat16, str(folder))
     check_numbers(folder, sum(tensor.numel() for tensor in tensors.values()))
     model_class = model_class_of(config)
     try:
@@ -123,7 +126,7 @@ def build_unread(
     check_loading(folder, info)
     _name_after(model, folder)
     model.requires_grad_(False)
-    return folder, files, model.eval()
+    return files, model.eval()
 
 
 def read_weights(model: nn.Module, device: torch.device) -> None:
@@ -143,23 +146,25 @@ def read_weights(model: nn.Module, device: torch.device) -> None:
         model.to(device)  # moves buffers that are not in the checkpoint
 
 
-def _take_quantization(folder: Path, config: PreTrainedConfig) -> Quantization | None:
+def _pop_quantization(folder: Path, config: PreTrainedConfig) -> Quantization | None:
     """Return how the checkpoint is quantised, and remove it from `config`; None if it is not quantised.
 
-    transformers then builds the model that was quantised. Raises CheckpointError for an unknown method.
+    transformers then builds the unquantised model. Raises CheckpointError if moepass cannot decode the weights.
     """
-    taken: Quantization | None = None
+    quantization: Quantization | None = None
+    model_type = config.get_text_config().model_type
     for section in (config, config.get_text_config()):
         values = getattr(section, "quantization_config", None)
         if values:
-            values = values if isinstance(values, Mapping) else values.to_dict()
-            taken = read_quantization(values, str(folder / CONFIG_FILE))
+            values = values.to_dict() if hasattr(values, "to_dict") else values
+            quantization = read_quantization(values, model_type, str(folder / CONFIG_FILE))
             del section.quantization_config
     file = folder / _MODELOPT_FILE
-    if taken is None and file.is_file():
-        values = read_json(file, dict)
-        taken = read_quantization({**values.get("quantization", {}), "quant_method": "modelopt"}, str(file))
-    return taken
+    if quantization is None and file.is_file():
+        values = read_json(file, dict).get("quantization")
+        values = {**values, "quant_method": "modelopt"} if isinstance(values, Mapping) else values
+        quantization = read_quantization(values, model_type, str(file))
+    return quantization
 
 
 def _name_after(model: PreTrainedModel, folder: Path) -> None:

@@ -65,6 +65,9 @@ class UnreadTensor(torch.Tensor):
             if args[0].numel():
                 args[1].recipe.copy_to(args[0])
             return args[0]
+        if operation is _aten.equal.default:  # transformers compares tied weights that are both stored
+            first, second = (item.recipe.read() if isinstance(item, UnreadTensor) else item for item in args)
+            return torch.equal(first, second)
         if operation is _aten._local_scalar_dense.default:
             raise InputError("item() needs the value of a weight that is not read yet")
         if operation._schema.is_mutable:
@@ -91,8 +94,8 @@ def unread(
         key: Stored(files, item, item.shape, item.dtype) for key, item in files.tensors.items()
     }
     if quantization is not None:
-        matrices, unread_keys = quantized_matrices(quantization, files.tensors, name)
-        for key in unread_keys:
+        matrices, skipped = quantized_matrices(quantization, files.tensors, name)
+        for key in skipped:
             del recipes[key]
         for key, matrix in matrices.items():
             parts = {role: recipes.pop(part) for role, part in matrix.keys.items()}

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from moepass.models.checkpoint.checkpoint_files import CheckpointFiles, FileRange, StoredTensor
 from moepass.models.errors import CheckpointError, InputError
-from moepass.models.layouts.layout import Layout, Role, read_scales
+from moepass.models.layouts.layout import Layout, Role, scales_in_fp32
 
 _aten = torch.ops.aten
 # [Empirical] A larger tensor that needs temporary memory is computed row by row (expert by expert).
@@ -135,8 +135,8 @@ class Stacked(Recipe):
     dtype: torch.dtype
 
     def read(self) -> torch.Tensor:
-        """Read all parts and stack them."""
-        return torch.stack([item.read() for item in self.parts])
+        """Read all parts into a new tensor."""
+        return _filled(self)
 
     def rows(self, start: int, stop: int) -> Recipe:
         """Stack fewer parts."""
@@ -162,8 +162,8 @@ class Joined(Recipe):
     dtype: torch.dtype
 
     def read(self) -> torch.Tensor:
-        """Read all parts and concatenate them."""
-        return torch.cat([item.read() for item in self.parts], self.dim)
+        """Read all parts into a new tensor."""
+        return _filled(self)
 
     def rows(self, start: int, stop: int) -> Recipe:
         """Concatenate the rows of all parts."""
@@ -223,7 +223,7 @@ class Converted(Recipe):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Decoded(Recipe):
-    """A quantised matrix, decoded from its stored tensors when it is read."""
+    """A quantised matrix, or one for each expert, decoded from stored tensors when it is read."""
 
     layout: Layout
     parts: Mapping[Role, Stored]
@@ -231,21 +231,29 @@ class Decoded(Recipe):
     dtype: torch.dtype
 
     def read(self) -> torch.Tensor:
-        """Read the stored tensors and decode them. Raises CheckpointError if a scale is not finite."""
+        """Read the stored tensors and decode them, one expert after the other. Raises CheckpointError if damaged."""
+        if self._has_experts:
+            return _filled(self)
         tensors = {role: part.read() for role, part in self.parts.items()}
         for role in (Role.SCALES, Role.GLOBAL_SCALE):
-            if role in tensors and not read_scales(tensors[role]).isfinite().all():
-                tensor = self.parts[role].tensor
-                raise CheckpointError(
-                    f"{tensor.file}: {tensor.key} contains NaN or infinity; the scales of weights must be finite, so "
-                    "the file is damaged",
-                    name=tensor.key,
-                    path=tensor.file,
-                )
-        return self.layout.decode(tensors, self.dtype)
+            if role in tensors and not scales_in_fp32(tensors[role]).isfinite().all():
+                raise self._damaged(role, "NaN or infinity; the scales of weights must be finite")
+        if Role.BLOCK_INDICES in tensors:
+            indices = tensors[Role.BLOCK_INDICES]
+            count = self.layout.block_counts(*self.shape[-2:])[1]
+            if (indices == -1).all():  # compressed-tensors writes this if columns are in order
+                del tensors[Role.BLOCK_INDICES]
+            elif not (indices.min() >= 0 and indices.max() < count):
+                raise self._damaged(Role.BLOCK_INDICES, f"an index outside of 0 to {count - 1}")
+        return self.layout.decode(tensors, self.dtype).contiguous()
+
+    def _damaged(self, role: Role, problem: str) -> CheckpointError:
+        tensor = self.parts[role].tensor
+        text = f"{tensor.file}: {tensor.key} contains {problem}, so the file is damaged"
+        return CheckpointError(text, name=tensor.key, path=tensor.file)
 
     def rows(self, start: int, stop: int) -> Recipe:
-        """Decode fewer matrices. Raises UnfollowedError if there is only one."""
+        """Decode fewer experts. Raises UnfollowedError if there is only one matrix."""
         if len(self.shape) < 3:
             raise UnfollowedError(f"decoding {self.layout.name}")
         parts = {role: part.rows(start, stop) for role, part in self.parts.items()}
@@ -258,6 +266,24 @@ class Decoded(Recipe):
     def file_ranges(self) -> Iterator[FileRange]:
         """Raise UnfollowedError: no file stores the decoded bytes."""
         raise UnfollowedError(f"decoding {self.layout.name}")
+
+    def copy_to(self, target: torch.Tensor) -> None:
+        """Decode into `target`, one expert after the other."""
+        if not self._has_experts:
+            target.copy_(self.read())
+            return
+        for row in range(self.shape[0]):
+            self.rows(row, row + 1).copy_to(target[row : row + 1])
+
+    @property
+    def _has_experts(self) -> bool:
+        return len(self.shape) > 2 and self.shape[0] > 1
+
+
+def _filled(recipe: Recipe) -> torch.Tensor:
+    tensor = torch.empty(recipe.shape, dtype=recipe.dtype)
+    recipe.copy_to(tensor)
+    return tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

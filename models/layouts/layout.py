@@ -1,8 +1,8 @@
-"""Layouts of quantised matrices: which stored tensors hold a matrix [out, in], and how it is decoded from them.
+"""Layouts of quantised matrices: the formula that decodes a matrix [out, in] from its stored tensors.
 
 Every layout is an instance of one formula, computed in fp32 and rounded once to the model's dtype:
 
-    matrix[o, i] = (value[o, i] - zero point[o, group]) * scale[o, group]        group: the block that contains (o, i)
+    matrix[o, i] = (value[o, i] - zero point[block]) * scale[block]        block: the block of the matrix with (o, i)
 
 Leading dimensions of all tensors, as of stacked experts, are kept.
 """
@@ -15,7 +15,7 @@ from enum import StrEnum
 
 import torch
 
-_BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 class Role(StrEnum):
@@ -25,7 +25,15 @@ class Role(StrEnum):
     SCALES = "scales"
     GLOBAL_SCALE = "global scale"
     ZERO_POINTS = "zero points"
-    GROUPS = "groups"
+    BLOCK_INDICES = "block indices"
+
+
+class Number(StrEnum):
+    """The type of a stored number."""
+
+    E4M3 = "e4m3"
+    E2M1 = "e2m1"
+    INT = "int"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,103 +68,99 @@ class Packing:
         return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else tuple(shape)
 
     def unpack(self, stored: torch.Tensor) -> torch.Tensor:
-        """Return the numbers in `stored` as non-negative int32, [..., out, in]."""
-        elements = (stored.view(torch.uint8) if stored.dtype in _BYTES else stored).to(torch.int32)
-        if self.folded:
-            elements = elements.flatten(-2)
+        """Return the numbers in `stored`, [..., out, in]: packed ones as non-negative int32, others as stored."""
+        numbers = stored.flatten(-2) if self.folded else stored
         if self.count > 1:
+            elements = numbers.view(torch.uint8) if numbers.dtype == torch.int8 else numbers
+            elements = elements.to(torch.int32).transpose(self.dim, -1)
             shifts = torch.tensor(self.order or range(self.count), dtype=torch.int32, device=stored.device) * self.bits
-            elements = elements.transpose(self.dim, -1)
             numbers = (elements.unsqueeze(-1) >> shifts) & ((1 << self.bits) - 1)
-            elements = numbers.flatten(-2).transpose(self.dim, -1)
-        return elements.transpose(-1, -2) if self.transposed else elements
+            numbers = numbers.flatten(-2).transpose(self.dim, -1)
+        return numbers.transpose(-1, -2) if self.transposed else numbers
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The stored tensors of a matrix [out, in], and the formula that decodes it.
+    """The stored tensors of a matrix, and the formula that decodes it.
 
     Attributes:
         name: name in messages and reports.
         source: where the formula is published.
-        suffixes: end of each stored tensor's key; the matrix itself has the same key with the end `matrix`.
+        suffixes: suffix of each stored tensor's key; `matrix_suffix` replaces it in the key of the matrix.
+        optional: suffixes of stored tensors that a matrix may lack.
+        packing: storage of the values.
+        number: type of the values.
         scales: possible dtypes of the scales; uint8 contains exponents (e8m0).
-        values: storage of the values: e4m3, e2m1 or integers.
-        kind: how a stored number is read: "e4m3", "e2m1" or "int".
         block: rows and columns that share a scale; None for all of them. Blocks at the edges may be partial.
-        groups_suffix: end of the key of an optional tensor [in] with the group of each column.
         is_transposed: whether the model's matrix is [in, out].
         divides: whether the global scale divides the scales instead of multiplying them.
-        zero_points: storage of the zero points [out, groups]; None if all are `zero_point`.
-        zero_point: zero point of all numbers, or what is added to the stored zero points.
+        zero_points: storage of the zero points [out, blocks of columns]; None if all are `zero_point`.
+        zero_point: zero point of all values if none are stored.
+        zero_point_offset: number that is added to stored zero points, modulo their range.
     """
 
     name: str
     source: str
     suffixes: Mapping[Role, str]
-    values: Packing
-    kind: str
+    packing: Packing
+    number: Number
     scales: tuple[torch.dtype, ...]
     block: tuple[int | None, int | None]
-    matrix: str = "weight"
-    groups_suffix: str = ""
+    matrix_suffix: str = "weight"
+    optional: Mapping[Role, str] = dataclasses.field(default_factory=dict)
     is_transposed: bool = False
     divides: bool = False
     zero_points: Packing | None = None
     zero_point: int = 0
+    zero_point_offset: int = 0
 
     def decode(self, stored: Mapping[Role, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """Return the matrix [..., out, in] in `dtype`, or [..., in, out] if the model's matrix is transposed."""
-        values = _READ[self.kind](self.values.unpack(stored[Role.VALUES]))
+        values = self._floats(self.packing.unpack(stored[Role.VALUES]))
         rows, columns = values.shape[-2:]
-        scales = read_scales(stored[Role.SCALES], self.values.transposed)
-        scales = scales.reshape(*values.shape[:-2], *self.groups(rows, columns))
+        blocks = (*values.shape[:-2], *self.block_counts(rows, columns))
+        scales = scales_in_fp32(stored[Role.SCALES])
+        if self.packing.transposed and scales.dim() == values.dim():
+            scales = scales.transpose(-1, -2)
+        scales = scales.reshape(blocks)
         if Role.GLOBAL_SCALE in stored:
             factor = stored[Role.GLOBAL_SCALE].float().reshape(*values.shape[:-2], 1, 1)
             scales = scales / factor if self.divides else scales * factor
         if self.zero_points is not None:
-            zeros = self.zero_points.unpack(stored[Role.ZERO_POINTS])[..., : scales.shape[-2], :] + self.zero_point
-            values = values - self._spread(zeros.float(), stored, rows, columns)
+            packing = self.zero_points
+            zero_points = packing.unpack(stored[Role.ZERO_POINTS])[..., : blocks[-2], :] + self.zero_point_offset
+            zero_points = zero_points & ((1 << packing.bits) - 1)
+            values = values - self._spread(zero_points.float(), stored, rows, columns)
         elif self.zero_point:
             values = values - self.zero_point
         matrix = (values * self._spread(scales, stored, rows, columns)).to(dtype)
         return matrix.transpose(-1, -2) if self.is_transposed else matrix
 
-    def groups(self, rows: int, columns: int) -> tuple[int, int]:
-        """Return how many blocks a matrix has along its rows and columns."""
+    def block_counts(self, rows: int, columns: int) -> tuple[int, int]:
+        """Return how many blocks a matrix has along its rows and along its columns."""
         block_rows, block_columns = self.block
         return -(-rows // (block_rows or rows)), -(-columns // (block_columns or columns))
+
+    def _floats(self, numbers: torch.Tensor) -> torch.Tensor:
+        if self.number is Number.E2M1:
+            return torch.tensor(_E2M1, device=numbers.device)[numbers]
+        return numbers.float()
 
     def _spread(
         self, numbers: torch.Tensor, stored: Mapping[Role, torch.Tensor], rows: int, columns: int
     ) -> torch.Tensor:
-        """Return one number per block as one per row and column, or as one for all rows or columns."""
+        """Return the number of each block for each of its rows and columns; one for all where a block has all."""
         block_rows, block_columns = self.block
         if block_rows is not None and block_rows > 1:
             numbers = numbers.repeat_interleave(block_rows, -2)[..., :rows, :]
-        if Role.GROUPS in stored:
-            groups = stored[Role.GROUPS].long().unsqueeze(-2)
-            return numbers.gather(-1, groups.expand(*numbers.shape[:-1], columns))
+        if Role.BLOCK_INDICES in stored:
+            indices = stored[Role.BLOCK_INDICES].long().unsqueeze(-2)
+            return numbers.gather(-1, indices.expand(*numbers.shape[:-1], columns))
         if block_columns is not None and block_columns > 1:
             numbers = numbers.repeat_interleave(block_columns, -1)[..., :columns]
         return numbers
 
 
-def read_scales(stored: torch.Tensor, transposed: bool = False) -> torch.Tensor:
-    """Return stored scales in fp32: floats, e4m3, or exponents (e8m0), which may be stored as uint8."""
-    scales = stored.view(torch.float8_e8m0fnu) if stored.dtype == torch.uint8 else stored
-    numbers = scales.float()
-    return numbers.transpose(-1, -2) if transposed else numbers
-
-
-def _e4m3(numbers: torch.Tensor) -> torch.Tensor:
-    # The bits of exponent and mantissa are moved to their places in fp32, whose exponents are 120 larger.
-    floats = (((numbers & 0x80) << 24) | ((numbers & 0x7F) << 20)).view(torch.float32) * 2.0**120
-    return torch.where((numbers & 0x7F) == 0x7F, torch.nan, floats)
-
-
-def _e2m1(numbers: torch.Tensor) -> torch.Tensor:
-    return (((numbers & 8) << 28) | ((numbers & 7) << 22)).view(torch.float32) * 2.0**126
-
-
-_READ = {"e4m3": _e4m3, "e2m1": _e2m1, "int": torch.Tensor.float}
+def scales_in_fp32(stored: torch.Tensor) -> torch.Tensor:
+    """Return stored scales in fp32. Bytes (uint8) are exponents, as in e8m0."""
+    return (stored.view(torch.float8_e8m0fnu) if stored.dtype == torch.uint8 else stored).float()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
+import msgspec
 import torch
 
 from moepass.models.errors import CheckpointError, one_of
-from moepass.models.layouts.layout import Layout, Packing, Role
+from moepass.models.layouts.layout import Layout, Number, Packing, Role
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
@@ -19,16 +20,20 @@ _E2M1 = Packing((torch.uint8, torch.int8), 4)
 _FP8_SOURCE = "DeepSeek-V3, inference/kernel.py, weight_dequant"
 _MX_SOURCE = "OCP Microscaling Formats (MX) v1.0, section 6.3"
 _NVFP4_SOURCE = "NVIDIA ModelOpt, quantization/qtensor/nvfp4_tensor.py, dequantize"
-_TENSORS_SOURCE = "compressed-tensors, quantization/lifecycle/forward.py, dequantize"
+_COMPRESSED_SOURCE = "compressed-tensors, quantization/lifecycle/forward.py, dequantize"
+_GPTQ_SOURCE = "AutoGPTQ, nn_modules/qlinear/qlinear_cuda_old.py, forward"
+_AWQ_SOURCE = "AutoAWQ, utils/packing_utils.py, dequantize_gemm"
+
+_Block = tuple[int | None, int | None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantization:
-    """A checkpoint's quantisation according to its configuration.
+    """The quantisation of a checkpoint, as its configuration states it.
 
     Attributes:
         method: its name in the configuration.
-        layouts: the layouts that matrices may have.
+        layouts: the layouts that its matrices may have.
         ignored: patterns of modules that are not quantised.
     """
 
@@ -37,22 +42,26 @@ class Quantization:
     ignored: tuple[str, ...] = ()
 
 
-def read_quantization(values: Mapping[str, Any], name: str) -> Quantization:
-    """Return the quantisation in `values`, the `quantization_config` of configuration `name`.
+def read_quantization(config: object, model_type: str, name: str) -> Quantization:
+    """Return the quantisation in `config`, the `quantization_config` of a `model_type` model; errors call it `name`.
 
-    Raises CheckpointError for a method, or a variant of one, that moepass cannot decode.
+    Raises CheckpointError if `config` is malformed, or names a method or a variant that moepass cannot decode.
     """
-    method = str(values.get("quant_method"))
-    if method not in _METHODS:
+    method = config.get("quant_method") if isinstance(config, Mapping) else None
+    if not isinstance(method, str) or method not in _METHODS:
         raise CheckpointError(
-            f"{name}: the weights are quantised by {method!r}, which moepass cannot decode; it decodes "
-            f"{one_of(_METHODS)}; dequantise the weights and save them as a new checkpoint",
+            f"{name}: quant_method is {method!r}, which moepass cannot decode; it decodes {one_of(_METHODS)}; "
+            "dequantise the weights and save them as a new checkpoint",
             name="quant_method",
             value=method,
             expected=tuple(_METHODS),
         )
+    kind, quantization_of = _METHODS[method]
     try:
-        return _METHODS[method](values)
+        return quantization_of(msgspec.convert(config, kind), model_type)
+    except msgspec.ValidationError as error:
+        text = f"{name}: the quantization_config of method {method!r} is malformed or unknown: {error}"
+        raise CheckpointError(text, name="quantization_config", path=name) from error
     except _UnknownVariantError as error:
         raise CheckpointError(
             f"{name}: {error.name} of the {method!r} weights is {error.value!r}; moepass decodes {error.expected}; "
@@ -68,104 +77,165 @@ class _UnknownVariantError(Exception):
         self.name, self.value, self.expected = name, value, expected
 
 
-def _fp8(values: Mapping[str, Any]) -> Quantization:
-    block = values.get("weight_block_size", (128, 128))
-    sizes = (None, None) if block is None else _block(block, "weight_block_size")
-    fp8 = _fp8_layout(sizes, "_scale_inv", (*_FLOATS, *_EXPONENTS))
-    # DeepSeek-V4 names the scales of `weight` just `scale`.
+class _Fp8(msgspec.Struct):
+    weight_block_size: tuple[int, int] | None = (128, 128)
+    expert_dtype: Literal["fp8", "fp4"] | None = None
+    moe_quant_algo: Literal["NVFP4"] | None = None
+    modules_to_not_convert: tuple[str, ...] | None = None
+    ignored_layers: tuple[str, ...] | None = None
+
+
+def _fp8(config: _Fp8, model_type: str) -> Quantization:
+    block = (None, None) if config.weight_block_size is None else _block(config.weight_block_size)
+    fp8 = _fp8_layout(block, "_scale_inv", (*_FLOATS, *_EXPONENTS))
+    # DeepSeek-V4 calls the scales of `weight` just `scale`, AutoFP8 `weight_scale`.
     suffixes = {Role.VALUES: "weight", Role.SCALES: "scale"}
-    layouts = [fp8, dataclasses.replace(fp8, suffixes=suffixes, matrix="weight")]
-    if values.get("expert_dtype", "fp8") == "fp4":
-        layouts.append(Layout("fp4 blocks", _MX_SOURCE, suffixes, _E2M1, "e2m1", _EXPONENTS, (1, 32)))
-    return Quantization("fp8", tuple(layouts), _patterns(values, "modules_to_not_convert", "ignored_layers"))
+    layouts = [fp8, dataclasses.replace(fp8, suffixes=suffixes, matrix_suffix="weight")]
+    layouts += [_fp8_layout(block, "_scale") for block in ((None, None), (1, None))]
+    if config.expert_dtype == "fp4":
+        layouts.append(Layout("fp4 blocks", _MX_SOURCE, suffixes, _E2M1, Number.E2M1, _EXPONENTS, (1, 32)))
+    if config.moe_quant_algo == "NVFP4":
+        layouts.append(_NVFP4)
+    return Quantization("fp8", tuple(layouts), (*(config.modules_to_not_convert or ()), *(config.ignored_layers or ())))
 
 
-def _fp8_layout(block: tuple[int | None, int | None], ending: str, scales: tuple[torch.dtype, ...] = _FLOATS) -> Layout:
+def _fp8_layout(block: _Block, suffix: str, scales: tuple[torch.dtype, ...] = _FLOATS) -> Layout:
     name = {(None, None): "fp8 per tensor", (1, None): "fp8 per channel"}.get(block, "fp8 blocks")
-    # A fused expert tensor `gate_up_proj` has the scales `gate_up_proj_scale_inv`.
-    return Layout(name, _FP8_SOURCE, {Role.VALUES: "", Role.SCALES: ending}, _E4M3, "e4m3", scales, block, matrix="")
+    # A fused tensor of experts `gate_up_proj` has the scales `gate_up_proj_scale_inv`.
+    suffixes = {Role.VALUES: "", Role.SCALES: suffix}
+    return Layout(name, _FP8_SOURCE, suffixes, _E4M3, Number.E4M3, scales, block, matrix_suffix="")
 
 
-def _mxfp4(values: Mapping[str, Any]) -> Quantization:
+class _Mxfp4(msgspec.Struct):
+    modules_to_not_convert: tuple[str, ...] | None = None
+
+
+def _mxfp4(config: _Mxfp4, model_type: str) -> Quantization:
+    if not model_type.startswith("gpt_oss"):
+        raise _UnknownVariantError("model_type", model_type, "this method in gpt_oss models only")
     suffixes = {Role.VALUES: "_blocks", Role.SCALES: "_scales"}
-    values_in_blocks = dataclasses.replace(_E2M1, folded=True)
+    packing = dataclasses.replace(_E2M1, folded=True)
     layout = Layout(
-        "mxfp4", _MX_SOURCE, suffixes, values_in_blocks, "e2m1", (torch.uint8,), (1, 32), matrix="", is_transposed=True
+        *("mxfp4", _MX_SOURCE, suffixes, packing, Number.E2M1, (torch.uint8,), (1, 32)),
+        matrix_suffix="",
+        is_transposed=True,
     )
-    return Quantization("mxfp4", (layout,), _patterns(values, "modules_to_not_convert"))
+    return Quantization("mxfp4", (layout,), config.modules_to_not_convert or ())
 
 
-def _modelopt(values: Mapping[str, Any]) -> Quantization:
-    algorithm = str(values.get("quant_algo"))
-    ignored = _patterns(values, "ignore", "exclude_modules")
-    fp8 = _fp8_layout((None, None), "_scale")
-    if algorithm == "FP8":
-        return Quantization("modelopt", (fp8,), ignored)
-    if algorithm != "NVFP4":
-        raise _UnknownVariantError("quant_algo", algorithm, "FP8 and NVFP4")
-    suffixes = {Role.VALUES: "weight", Role.SCALES: "weight_scale", Role.GLOBAL_SCALE: "weight_scale_2"}
-    layout = Layout("nvfp4", _NVFP4_SOURCE, suffixes, _E2M1, "e2m1", (torch.float8_e4m3fn,), (1, 16))
-    return Quantization("modelopt", (layout, fp8), ignored)
+class _QuantizedLayer(msgspec.Struct):
+    quant_algo: str | None = None
 
 
-def _compressed_tensors(values: Mapping[str, Any]) -> Quantization:
+class _ModelOpt(msgspec.Struct):
+    quant_algo: str | None = None
+    quantized_layers: dict[str, _QuantizedLayer] | None = None
+    ignore: tuple[str, ...] | None = None
+    exclude_modules: tuple[str, ...] | None = None
+
+
+_NVFP4 = Layout(
+    "nvfp4",
+    _NVFP4_SOURCE,
+    {Role.VALUES: "weight", Role.SCALES: "weight_scale", Role.GLOBAL_SCALE: "weight_scale_2"},
+    _E2M1,
+    Number.E2M1,
+    (torch.float8_e4m3fn,),
+    (1, 16),
+)
+
+
+def _modelopt(config: _ModelOpt, model_type: str) -> Quantization:
+    # Without an algorithm only caches are quantised.
+    algorithms = set() if config.quant_algo is None else {config.quant_algo}
+    if config.quant_algo == "MIXED_PRECISION":
+        algorithms = {layer.quant_algo for layer in (config.quantized_layers or {}).values()}
+    for algorithm in algorithms:
+        if algorithm not in ("FP8", "NVFP4", "W4A16_NVFP4"):
+            raise _UnknownVariantError("quant_algo", algorithm, "FP8, NVFP4, W4A16_NVFP4, and mixtures of these")
+    ignored = (
+        () if config.quant_algo == "MIXED_PRECISION" else (*(config.ignore or ()), *(config.exclude_modules or ()))
+    )
+    return Quantization("modelopt", (_NVFP4, _fp8_layout((None, None), "_scale")), ignored)
+
+
+class _Weights(msgspec.Struct):
+    num_bits: int = 8
+    type: Literal["int", "float"] = "int"
+    symmetric: bool = True
+    strategy: Literal["tensor", "channel", "group", "tensor_group", "block"] | None = None
+    group_size: int | None = None
+    block_structure: tuple[int, int] | str | None = None
+
+
+class _Group(msgspec.Struct):
+    weights: _Weights | None = None
+    format: str | None = None
+
+
+class _CompressedTensors(msgspec.Struct):
+    config_groups: dict[str, _Group]
+    format: str = "dense"
+    ignore: tuple[str, ...] | None = None
+    transform_config: dict[str, Any] | None = None
+
+
+def _compressed_tensors(config: _CompressedTensors, model_type: str) -> Quantization:
+    if config.transform_config and config.transform_config.get("config_groups"):
+        raise _UnknownVariantError("transform_config", sorted(config.transform_config), "weights without transforms")
     layouts = []
-    for group in values.get("config_groups", {}).values():
-        weights = group.get("weights") or {}
-        format = str(group.get("format") or values.get("format"))
+    for group in config.config_groups.values():
+        format = group.format or config.format
+        if group.weights is None or format == "dense":
+            continue
         if format not in _FORMATS:
             raise _UnknownVariantError("format", format, f"the formats {one_of(_FORMATS)}")
-        layouts.append(_FORMATS[format](weights))
-    return Quantization("compressed-tensors", tuple(layouts), _patterns(values, "ignore"))
+        layouts.append(_FORMATS[format](group.weights))
+    return Quantization("compressed-tensors", tuple(layouts), config.ignore or ())
 
 
-def _float_quantized(weights: Mapping[str, Any]) -> Layout:
-    if (weights.get("num_bits"), weights.get("type")) != (8, "float"):
-        kind = f"{weights.get('type')} with {weights.get('num_bits')} bits"
-        raise _UnknownVariantError("type", kind, "float with 8 bits")
-    layout = _fp8_layout(_strategy_block(weights), "_scale")
-    return dataclasses.replace(layout, source=_TENSORS_SOURCE)
+def _float_quantized(weights: _Weights) -> Layout:
+    if (weights.num_bits, weights.type) != (8, "float"):
+        raise _UnknownVariantError("type", f"{weights.type} with {weights.num_bits} bits", "float with 8 bits")
+    return dataclasses.replace(_fp8_layout(_strategy_block(weights), "_scale"), source=_COMPRESSED_SOURCE)
 
 
-def _nvfp4_packed(weights: Mapping[str, Any]) -> Layout:
+def _nvfp4_packed(weights: _Weights) -> Layout:
     suffixes = {
         Role.VALUES: "weight_packed",
         Role.SCALES: "weight_scale",
         Role.GLOBAL_SCALE: "weight_global_scale",
     }
-    scales = (torch.float8_e4m3fn,)
-    return Layout("nvfp4 packed", _TENSORS_SOURCE, suffixes, _E2M1, "e2m1", scales, (1, 16), divides=True)
+    return dataclasses.replace(_NVFP4, name="nvfp4 packed", source=_COMPRESSED_SOURCE, suffixes=suffixes, divides=True)
 
 
-def _mxfp4_packed(weights: Mapping[str, Any]) -> Layout:
+def _mxfp4_packed(weights: _Weights) -> Layout:
     suffixes = {Role.VALUES: "weight_packed", Role.SCALES: "weight_scale"}
-    return Layout("mxfp4 packed", _MX_SOURCE, suffixes, _E2M1, "e2m1", (torch.uint8,), (1, 32))
+    return Layout("mxfp4 packed", _MX_SOURCE, suffixes, _E2M1, Number.E2M1, (torch.uint8,), (1, 32))
 
 
-def _pack_quantized(weights: Mapping[str, Any]) -> Layout:
-    bits = weights.get("num_bits")
-    if bits not in (4, 8) or weights.get("type") != "int":
+def _pack_quantized(weights: _Weights) -> Layout:
+    bits = weights.num_bits
+    if bits not in (4, 8) or weights.type != "int":
         raise _UnknownVariantError("num_bits", bits, "integers with 4 or 8 bits")
     suffixes = {Role.VALUES: "weight_packed", Role.SCALES: "weight_scale"}
-    zeros, zero = None, 1 << (bits - 1)
-    if not weights.get("symmetric", True):
-        suffixes[Role.ZERO_POINTS] = "weight_zero_point"
-        zeros, zero = Packing((torch.int32,), bits, dim=-2), 0
-    return Layout(
-        f"int{bits} packed",
-        _TENSORS_SOURCE,
-        suffixes,
-        Packing((torch.int32,), bits),
-        "int",
-        _FLOATS,
-        _strategy_block(weights),
-        zero_points=zeros,
-        zero_point=zero,
-        groups_suffix="weight_g_idx",
+    packing = Packing((torch.int32,), bits)
+    layout = Layout(
+        *(f"int{bits} packed", _COMPRESSED_SOURCE, suffixes, packing, Number.INT, _FLOATS, _strategy_block(weights)),
+        optional={Role.BLOCK_INDICES: "weight_g_idx"},
+        zero_point=1 << (bits - 1),
+    )
+    if weights.symmetric:
+        return layout
+    return dataclasses.replace(
+        layout,
+        suffixes={**suffixes, Role.ZERO_POINTS: "weight_zero_point"},
+        zero_points=dataclasses.replace(packing, dim=-2),
+        zero_point=0,
     )
 
 
-_FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Layout]] = {
+_FORMATS: Mapping[str, Callable[[_Weights], Layout]] = {
     "float-quantized": _float_quantized,
     "naive-quantized": _float_quantized,
     "nvfp4-pack-quantized": _nvfp4_packed,
@@ -174,91 +244,104 @@ _FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Layout]] = {
 }
 
 
-def _strategy_block(weights: Mapping[str, Any]) -> tuple[int | None, int | None]:
+def _strategy_block(weights: _Weights) -> _Block:
     """Return the block of a strategy of compressed-tensors."""
-    strategy = str(weights.get("strategy"))
+    strategy = weights.strategy
+    if strategy is None:
+        strategy = "group" if (weights.group_size or 0) > 0 else "channel" if weights.group_size == -1 else "tensor"
     if strategy == "tensor":
         return None, None
     if strategy == "channel":
         return 1, None
-    if strategy == "group":
-        return 1, _count(weights.get("group_size"), "group_size")
     if strategy == "block":
-        return _block(weights.get("block_structure"), "block_structure")
-    raise _UnknownVariantError("strategy", strategy, "the strategies tensor, channel, group and block")
+        structure = weights.block_structure
+        sizes = structure.split("x") if isinstance(structure, str) else structure
+        if sizes is None or len(sizes) != 2 or not all(str(size).isdecimal() for size in sizes):
+            raise _UnknownVariantError("block_structure", structure, "blocks of [rows, columns]")
+        return _block((int(sizes[0]), int(sizes[1])))
+    return 1, _size("group_size", weights.group_size)
 
 
-def _gptq(values: Mapping[str, Any]) -> Quantization:
-    bits = values.get("bits")
-    if bits not in (4, 8):
-        raise _UnknownVariantError("bits", bits, "4 and 8 bits")
-    version = values.get("checkpoint_format", "gptq")
+class _Gptq(msgspec.Struct):
+    bits: int
+    group_size: int = 128
+    checkpoint_format: str | None = None
+    dynamic: dict[str, dict[str, Any]] | None = None
+    modules_to_not_convert: tuple[str, ...] | None = None
+
+
+def _gptq(config: _Gptq, model_type: str) -> Quantization:
+    if config.bits not in (4, 8):
+        raise _UnknownVariantError("bits", config.bits, "4 and 8 bits")
+    version = config.checkpoint_format or "gptq"
     if version not in ("gptq", "gptq_v2"):
         raise _UnknownVariantError("checkpoint_format", version, "gptq and gptq_v2")
-    overrides = values.get("dynamic") or {}
-    changed = [pattern for pattern in overrides if not pattern.startswith("-:")]
-    if changed:
-        raise _UnknownVariantError("dynamic", changed[0], "one setting for all modules, and excluded ones ('-:...')")
+    for pattern, settings in (config.dynamic or {}).items():
+        changed = {"bits": config.bits, "group_size": config.group_size} | settings
+        if not pattern.startswith("-:") and (changed["bits"], changed["group_size"]) != (
+            config.bits,
+            config.group_size,
+        ):
+            raise _UnknownVariantError("dynamic", pattern, "the same bits and group_size in all modules")
+    packing = Packing((torch.int32,), config.bits, transposed=True)
     layout = Layout(
-        f"gptq int{bits}",
-        "AutoGPTQ, nn_modules/qlinear/qlinear_torch.py, dequantize_weight",
+        f"gptq int{config.bits}",
+        _GPTQ_SOURCE,
         {Role.VALUES: "qweight", Role.ZERO_POINTS: "qzeros", Role.SCALES: "scales"},
-        Packing((torch.int32,), bits, dim=-2, transposed=True),
-        "int",
+        dataclasses.replace(packing, dim=-2),
+        Number.INT,
         _FLOATS,
-        (1, _group_size(values)),
-        zero_points=Packing((torch.int32,), bits, transposed=True),
-        zero_point=1 if version == "gptq" else 0,
-        groups_suffix="g_idx",
-    )
-    ignored = (f"re:{pattern[2:]}" for pattern in overrides)
-    return Quantization("gptq", (layout,), (*_patterns(values, "modules_to_not_convert"), *ignored))
-
-
-def _awq(values: Mapping[str, Any]) -> Quantization:
-    for name, expected in (("bits", 4), ("version", "gemm"), ("zero_point", True)):
-        if values.get(name, expected) != expected:
-            raise _UnknownVariantError(name, values.get(name), f"{name}={expected!r}")
-    packing = Packing((torch.int32,), 4, transposed=True, order=(0, 4, 1, 5, 2, 6, 3, 7))
-    layout = Layout(
-        "awq int4",
-        "AutoAWQ, awq/utils/packing_utils.py, dequantize_gemm",
-        {Role.VALUES: "qweight", Role.ZERO_POINTS: "qzeros", Role.SCALES: "scales"},
-        packing,
-        "int",
-        _FLOATS,
-        (1, _group_size(values)),
+        (1, _group_size(config.group_size)),
+        optional={Role.BLOCK_INDICES: "g_idx"},
         zero_points=packing,
+        zero_point_offset=1 if version == "gptq" else 0,
     )
-    return Quantization("awq", (layout,), _patterns(values, "modules_to_not_convert"))
+    return Quantization("gptq", (layout,), config.modules_to_not_convert or ())
 
 
-_METHODS: Mapping[str, Callable[[Mapping[str, Any]], Quantization]] = {
-    "fp8": _fp8,
-    "mxfp4": _mxfp4,
-    "modelopt": _modelopt,
-    "compressed-tensors": _compressed_tensors,
-    "gptq": _gptq,
-    "awq": _awq,
+class _Awq(msgspec.Struct):
+    bits: int
+    group_size: int = 128
+    version: str = "gemm"
+    zero_point: bool = True
+    modules_to_not_convert: tuple[str, ...] | None = None
+
+
+def _awq(config: _Awq, model_type: str) -> Quantization:
+    expected = {"bits": 4, "version": "gemm", "zero_point": True}
+    for name, value in {
+        "bits": config.bits,
+        "version": config.version.casefold(),
+        "zero_point": config.zero_point,
+    }.items():
+        if value != expected[name]:
+            raise _UnknownVariantError(name, value, f"{name}={expected[name]!r}")
+    packing = Packing((torch.int32,), 4, transposed=True, order=(0, 4, 1, 5, 2, 6, 3, 7))
+    suffixes = {Role.VALUES: "qweight", Role.ZERO_POINTS: "qzeros", Role.SCALES: "scales"}
+    block = (1, _group_size(config.group_size))
+    layout = Layout("awq int4", _AWQ_SOURCE, suffixes, packing, Number.INT, _FLOATS, block, zero_points=packing)
+    return Quantization("awq", (layout,), config.modules_to_not_convert or ())
+
+
+_METHODS: Mapping[str, tuple[type[msgspec.Struct], Callable[[Any, str], Quantization]]] = {
+    "fp8": (_Fp8, _fp8),
+    "mxfp4": (_Mxfp4, _mxfp4),
+    "modelopt": (_ModelOpt, _modelopt),
+    "compressed-tensors": (_CompressedTensors, _compressed_tensors),
+    "gptq": (_Gptq, _gptq),
+    "awq": (_Awq, _awq),
 }
 
 
-def _group_size(values: Mapping[str, Any]) -> int | None:
-    size = values.get("group_size", 128)
-    return None if size == -1 else _count(size, "group_size")
+def _group_size(size: int) -> int | None:
+    return None if size == -1 else _size("group_size", size)
 
 
-def _block(value: object, name: str) -> tuple[int, int]:
-    if not isinstance(value, Sequence) or len(value) != 2:
-        raise _UnknownVariantError(name, value, "blocks of [rows, columns]")
-    return _count(value[0], name), _count(value[1], name)
+def _block(sizes: tuple[int, int]) -> tuple[int, int]:
+    return _size("weight_block_size", sizes[0]), _size("weight_block_size", sizes[1])
 
 
-def _count(value: object, name: str) -> int:
-    if type(value) is not int or value < 1:
-        raise _UnknownVariantError(name, value, "positive sizes")
-    return value
-
-
-def _patterns(values: Mapping[str, Any], *names: str) -> tuple[str, ...]:
-    return tuple(str(pattern) for name in names for pattern in values.get(name) or ())
+def _size(name: str, size: int | None) -> int:
+    if size is None or size < 1:
+        raise _UnknownVariantError(name, size, "positive sizes")
+    return size

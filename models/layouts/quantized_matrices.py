@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import re
-from collections.abc import Collection, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -13,12 +15,16 @@ from moepass.models.errors import CheckpointError
 from moepass.models.layouts.layout import Layout, Role
 from moepass.models.layouts.published import Quantization
 
-# Ends of the keys of tensors that only quantised activations and caches need, or that repeat a shape.
-_UNREAD_ENDS = (
-    "input_scale", "input_global_scale", "output_scale", "activation_scale", "k_scale", "v_scale", "q_scale",
-    "weight_shape",
-)  # fmt: skip
-_REPEATS, _REPEATED_GROUP, _MOST_REPEATS = re.compile(r"[*+{]"), re.compile(r"\)[*+?{]"), 3
+# Suffixes of tensors for quantised activations and caches, which moepass does not use, and of the shape of a matrix.
+_SKIPPED_SUFFIXES = tuple(
+    f".{name}"
+    for name in (
+        *("input_scale", "input_global_scale", "input_zero_point", "activation_scale"),
+        *("output_scale", "output_zero_point", "q_scale", "k_scale", "v_scale", "k_global_scale", "v_global_scale"),
+        "weight_shape",
+    )
+)
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 
 
 class TensorDescription(Protocol):
@@ -45,77 +51,104 @@ class QuantizedMatrix:
 def quantized_matrices(
     quantization: Quantization, tensors: Mapping[str, TensorDescription], name: str
 ) -> tuple[dict[str, QuantizedMatrix], set[str]]:
-    """Return the quantised matrices of the checkpoint `name` by the key of the matrix, and keys that nothing reads.
+    """Return the quantised matrices of the checkpoint `name` by the key of the matrix, and the keys to skip.
 
-    Raises CheckpointError if a tensor is missing or does not fit the others, if scales have no values, or if a
+    Raises CheckpointError if a tensor is missing or does not fit the others, if a matrix is stored twice, or if a
     quantised module is one that the configuration says is not quantised.
     """
     matrices: dict[str, QuantizedMatrix] = {}
-    read: set[str] = set()
-    for layout in quantization.layouts:
-        ending = layout.suffixes[Role.VALUES]
-        for key, values in tensors.items():
-            if key in read or not key.endswith(ending) or values.dtype not in layout.values.dtypes:
-                continue
-            stem = key.removesuffix(ending)
-            keys = {role: stem + suffix for role, suffix in layout.suffixes.items()}
-            if not tensors.keys() >= set(keys.values()):
-                continue
-            if layout.groups_suffix and stem + layout.groups_suffix in tensors:
-                keys[Role.GROUPS] = stem + layout.groups_suffix
-            shape = _checked_shape(layout, {role: (keys[role], tensors[keys[role]]) for role in keys}, name)
-            if pattern := _ignored_by(quantization.ignored, key):
-                raise CheckpointError(
-                    f"{name}: {key} is stored as {layout.name}, but {pattern!r} in the quantization_config says that "
-                    "it is not quantised",
-                    name=key,
-                    value=layout.name,
-                    expected=pattern,
-                )
-            matrices[stem + layout.matrix] = QuantizedMatrix(layout, keys, shape)
-            read.update(keys.values())
-    unread = {key for key in tensors if key.endswith(_UNREAD_ENDS)} - read
-    _check_rest(quantization, tensors.keys() - read - unread, tensors, name)
-    return matrices, unread
+    claimed: set[str] = set()
+    ignored = _Ignored(quantization.ignored)
+    for key, values in tensors.items():
+        candidates = list(_candidates(quantization.layouts, key, values.dtype, tensors))
+        if not candidates or key in claimed:
+            continue
+        matrix_key, matrix = _first_that_fits(candidates, tensors, name)
+        keys = set(matrix.keys.values())
+        if not claimed.isdisjoint(keys) or (matrix_key in tensors and matrix_key not in keys):
+            text = f"{name}: {key} and another tensor both contain the weight {matrix_key}"
+            raise CheckpointError(text, name=matrix_key)
+        if pattern := ignored.pattern_of(key.rpartition(".")[0]):
+            raise CheckpointError(
+                f"{name}: {key} is stored as {matrix.layout.name}, but {pattern!r} in the quantization_config says "
+                "that it is not quantised",
+                name=key,
+                value=matrix.layout.name,
+                expected=pattern,
+            )
+        matrices[matrix_key] = matrix
+        claimed |= keys
+    skipped = {key for key in tensors if key.endswith(_SKIPPED_SUFFIXES)} - claimed
+    for key in sorted(tensors.keys() - claimed - skipped):
+        # Other tensors with unknown names are an error later. These could be read as weights, without their scales.
+        if tensors[key].dtype in (*_FLOAT8, torch.uint8, torch.int8):
+            raise _incomplete(quantization, key, tensors, name)
+    return matrices, skipped
+
+
+def _candidates(
+    layouts: Collection[Layout], key: str, dtype: torch.dtype, tensors: Mapping[str, TensorDescription]
+) -> Iterator[tuple[str, Layout, dict[Role, str]]]:
+    """Yield the key of the matrix, the layout and the keys by role, for each layout whose tensors exist."""
+    for layout in layouts:
+        suffix = layout.suffixes[Role.VALUES]
+        if dtype not in layout.packing.dtypes or not key.endswith(suffix):
+            continue
+        stem = key.removesuffix(suffix)
+        keys = {role: stem + suffix for role, suffix in layout.suffixes.items()}
+        if all(part in tensors for part in keys.values()):
+            keys |= {role: stem + suffix for role, suffix in layout.optional.items() if stem + suffix in tensors}
+            yield stem + layout.matrix_suffix, layout, keys
+
+
+def _first_that_fits(
+    candidates: list[tuple[str, Layout, dict[Role, str]]], tensors: Mapping[str, TensorDescription], name: str
+) -> tuple[str, QuantizedMatrix]:
+    """Return the first matrix whose tensors fit together; those with the most tensors come first."""
+    errors = []
+    for matrix_key, layout, keys in sorted(candidates, key=lambda candidate: -len(candidate[2])):
+        try:
+            shape = _checked_shape(layout, {role: (key, tensors[key]) for role, key in keys.items()}, name)
+        except CheckpointError as error:
+            errors.append(error)
+        else:
+            return matrix_key, QuantizedMatrix(layout, keys, shape)
+    raise errors[0]
 
 
 def _checked_shape(layout: Layout, tensors: Mapping[Role, tuple[str, TensorDescription]], name: str) -> tuple[int, ...]:
     """Return the shape of the matrix. Raises CheckpointError if the stored tensors do not fit together."""
     key, values = tensors[Role.VALUES]
-    if len(values.shape) < (3 if layout.values.folded else 2):
-        raise _misfit(name, key, values, "at least 2 dimensions")
-    *leading, rows, columns = layout.values.shape(values.shape)
-    groups = layout.groups(rows, columns)
-    block_columns = layout.block[1]
-    if block_columns is not None and layout.block[0] == 1 and columns % block_columns:
-        raise _misfit(name, key, values, f"a multiple of {block_columns} columns, the size of a group")
-    stored_groups = groups[::-1] if layout.values.transposed else groups
-    expected = {
-        Role.SCALES: [(*leading, *stored_groups), *([(*leading, groups[0])] if groups[1] == 1 else [])]
-        + ([tuple(leading), (*leading, 1)] if groups == (1, 1) else []),
-        Role.GLOBAL_SCALE: [tuple(leading), (*leading, 1)],
-        Role.GROUPS: [(*leading, columns)],
-    }
-    dtypes: Mapping[Role, Collection[torch.dtype]] = {
+    if len(values.shape) < (3 if layout.packing.folded else 2) or 0 in values.shape:
+        raise _misfit(name, key, values, "2 or more dimensions, none of them empty")
+    *leading, rows, columns = layout.packing.shape(values.shape)
+    blocks = layout.block_counts(rows, columns)
+    per_matrix = [(*leading,), (*leading, 1)]
+    shapes: dict[Role, list[tuple[int, ...]]] = defaultdict(list)
+    shapes[Role.SCALES] = [(*leading, *(blocks[::-1] if layout.packing.transposed else blocks))]
+    if blocks[1] == 1:
+        shapes[Role.SCALES].append((*leading, blocks[0]))
+    if blocks == (1, 1):
+        shapes[Role.SCALES] += per_matrix
+    shapes[Role.GLOBAL_SCALE] = per_matrix
+    shapes[Role.BLOCK_INDICES] = [(*leading, columns)]
+    dtypes: dict[Role, tuple[torch.dtype, ...]] = {
         Role.SCALES: layout.scales,
         Role.GLOBAL_SCALE: (torch.float32,),
-        Role.GROUPS: (torch.int32, torch.int64),
+        Role.BLOCK_INDICES: (torch.int32, torch.int64),
     }
-    for role in expected.keys() & tensors.keys():
+    if (packing := layout.zero_points) is not None:
+        stored_rows = -(-blocks[0] // packing.count)
+        shapes[Role.ZERO_POINTS] = [
+            (*leading, *((blocks[1], stored_rows) if packing.transposed else (stored_rows, blocks[1])))
+        ]
+        dtypes[Role.ZERO_POINTS] = packing.dtypes
+    for role in tensors.keys() - {Role.VALUES}:
         key, tensor = tensors[role]
         if tensor.dtype not in dtypes[role]:
             raise _misfit(name, key, tensor, " or ".join(str(dtype) for dtype in dtypes[role]))
-        if tuple(tensor.shape) not in expected[role]:
-            raise _misfit(name, key, tensor, f"shape {list(expected[role][0])}")
-    if layout.zero_points is not None:
-        key, tensor = tensors[Role.ZERO_POINTS]
-        packing = layout.zero_points
-        if tensor.dtype not in packing.dtypes or len(tensor.shape) != len(values.shape):
-            raise _misfit(name, key, tensor, f"{packing.dtypes[0]} with {len(values.shape)} dimensions")
-        *zeros_leading, zero_rows, zero_columns = packing.shape(tensor.shape)
-        fits = zeros_leading == leading and zero_columns == groups[1]
-        if not fits or zero_rows != -(-groups[0] // packing.count) * packing.count:
-            raise _misfit(name, key, tensor, f"zero points of {groups[0]} rows and {groups[1]} groups")
+        if tuple(tensor.shape) not in shapes[role]:
+            raise _misfit(name, key, tensor, f"shape {list(shapes[role][0])} for {layout.name} [{rows}, {columns}]")
     return (*leading, columns, rows) if layout.is_transposed else (*leading, rows, columns)
 
 
@@ -124,40 +157,52 @@ def _misfit(name: str, key: str, tensor: TensorDescription, expected: str) -> Ch
     return CheckpointError(text, name=key, value=(tensor.dtype, tuple(tensor.shape)), expected=expected)
 
 
-def _check_rest(
-    quantization: Quantization, keys: Collection[str], tensors: Mapping[str, TensorDescription], name: str
-) -> None:
-    """Raise CheckpointError if a quantised tensor belongs to no matrix of a known layout."""
-    endings = {suffix for layout in quantization.layouts for suffix in layout.suffixes.values() if suffix}
-    endings -= {"weight"}
-    for key in sorted(keys):
-        is_part = any(key.endswith(ending) for ending in endings)
-        if is_part or tensors[key].dtype.itemsize == 1 or tensors[key].dtype == torch.int32:
-            layouts = [
-                f"{layout.name} ({', '.join(f'*{suffix}' for suffix in layout.suffixes.values())})"
-                for layout in quantization.layouts
-            ]
-            raise CheckpointError(
-                f"{name}: {key} ({tensors[key].dtype} {list(tensors[key].shape)}) belongs to no quantised matrix; a "
-                f"tensor beside it is missing, or has another layout than {' or '.join(layouts)}",
-                name=key,
-                value=tensors[key].dtype,
-                expected=layouts,
-            )
+def _incomplete(
+    quantization: Quantization, key: str, tensors: Mapping[str, TensorDescription], name: str
+) -> CheckpointError:
+    """Return the error of a quantised tensor that belongs to no complete matrix."""
+    missing = []
+    for layout in quantization.layouts:
+        suffix = layout.suffixes[Role.VALUES]
+        if key.endswith(suffix) and tensors[key].dtype in layout.packing.dtypes:
+            keys = [key.removesuffix(suffix) + suffix for suffix in layout.suffixes.values()]
+            missing.append(f"{' and '.join(part for part in keys if part not in tensors)} ({layout.name})")
+    cause = f"the checkpoint lacks {', or '.join(missing)}" if missing else "no quantised matrix contains it"
+    text = f"{name}: {key} is {tensors[key].dtype}, quantised by {quantization.method!r}, but {cause}"
+    return CheckpointError(text, name=key, value=tensors[key].dtype, expected=missing)
 
 
-def _ignored_by(patterns: Collection[str], key: str) -> str:
-    """Return the pattern that excludes the module of tensor `key`; empty if none does."""
-    module = key.rpartition(".")[0]
-    return next((pattern for pattern in patterns if _excludes(pattern, module)), "")
+class _Ignored:
+    """The modules that a configuration excludes: by names, by globs, or by regular expressions that are globs.
+
+    Other regular expressions exclude nothing here: a file could bring one that takes forever.
+    """
+
+    def __init__(self, patterns: Collection[str]) -> None:
+        globs = {pattern: _glob(pattern) for pattern in patterns}
+        self._names = {pattern for pattern in patterns if globs[pattern] == pattern and "*" not in pattern}
+        self._globs = {
+            pattern: re.compile(fnmatch.translate(glob))
+            for pattern, glob in globs.items()
+            if glob is not None and pattern not in self._names
+        }
+
+    def pattern_of(self, module: str) -> str:
+        """Return the pattern that excludes `module`; empty if none does."""
+        parts = module.split(".")
+        for index in range(len(parts)):
+            for name in (".".join(parts[: index + 1]), ".".join(parts[index:])):
+                if name in self._names:
+                    return name
+        return next((pattern for pattern, glob in self._globs.items() if glob.match(module)), "")
 
 
-def _excludes(pattern: str, module: str) -> bool:
+def _glob(pattern: str) -> str | None:
+    """Return a pattern as a glob, or None for a regular expression that is no glob."""
     expression = pattern.removeprefix("re:")
-    if expression != pattern:
-        # A pattern that a file brings must not make `re` try exponentially many matches.
-        is_simple = len(_REPEATS.findall(expression)) <= _MOST_REPEATS and not _REPEATED_GROUP.search(expression)
-        return is_simple and re.match(expression, module) is not None
-    if module == pattern or module.startswith(f"{pattern}.") or module.endswith(f".{pattern}"):
-        return True
-    return "*" in pattern and re.match(".*".join(map(re.escape, pattern.split("*"))) + r"(?:\.|$)", module) is not None
+    if expression == pattern:
+        return pattern if "*" not in pattern else f"{pattern}*"
+    # Null characters stand for the stars of the glob until other special characters are excluded.
+    glob = re.sub(r"\.\*|\\d\+|\[0-9\]\+", "\0", expression.removeprefix("^")).replace(r"\.", ".")
+    glob = glob.removesuffix("$") if glob.endswith("$") else f"{glob}\0"
+    return None if set(glob) & set("\\()[]{}+*?|^$") else glob.replace("\0", "*")

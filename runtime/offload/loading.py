@@ -83,7 +83,8 @@ def load_pretrained(
 
     The model computes the same as after `from_pretrained` and `offload_experts`, but each process reads only the dense
     weights and its own experts: all experts with home `host`, those of its rank with `peer` and `hybrid`, where all
-    ranks must call this, and none with `disk`. Beyond these bytes it needs memory for one expert at most. On the CPU
+    ranks must call this, and none with `disk`. Beyond these bytes it needs memory for one expert at most, or for a few
+    matrices of one expert in fp32 while it decodes quantised weights. On the CPU
     dense weights are views of the mapped file, as with from_pretrained; ranks on one machine share them.
 
     No file of the checkpoint may change while it is loaded. (Truncating a file while dense weights are read from it
@@ -126,7 +127,8 @@ def load_pretrained(
         with meeting.publishing_failures() if meeting is not None else contextlib.nullcontext():
             residents = Residents(resident_bytes, resident_layers)
             planning = PlanningOptions(memory_budget, hardware, tokens, slots, residents)
-            unread_model = _UnreadModel(*build_unread(checkpoints.resolve_model(path), dtype, experts_implementation))
+            folder = checkpoints.resolve_model(path)
+            unread_model = _UnreadModel(folder, *build_unread(folder, dtype, experts_implementation))
             compute_device = resolve_device(unread_model.model, device)
             placement = place_experts(unread_model.model, planning, options, compute_device)
             # Resident experts are read like dense weights.

@@ -65,8 +65,12 @@ DAMAGED = {
     "an integer scale": (edit_weights(_integer_scale), r"_scale_inv is torch\.int32 .*; expected torch\.float32 or"),
     "blocks of another size": (_config(weight_block_size=[16, 24]), r"_scale_inv is .*expected shape \[4, 2\]"),
     "blocks without a size": (_config(weight_block_size=[0, 24]), "weight_block_size of the 'fp8' weights is 0"),
-    "an unknown method": (_config(quant_method="aqlm"), "quantised by 'aqlm', which moepass cannot decode; it .* awq"),
-    "another method": (_config(quant_method="awq"), "belongs to no quantised matrix"),
+    "an unknown method": (
+        _config(quant_method="aqlm"),
+        "quant_method is 'aqlm', which moepass cannot decode; it .*awq",
+    ),
+    "another method": (_config(quant_method="awq", bits=4), "quantised by 'awq', but no quantised matrix contains it"),
+    "a malformed config": (_config(quant_method="awq"), "is malformed or unknown: .*missing required field `bits`"),
     "no method": (edit_config(quantization_config=None), "F8_E4M3, and the config does not say how to dequantise it"),
     "ignored after all": (_config(modules_to_not_convert=["q_proj"]), "'q_proj' in the quantization_config says that"),
 }

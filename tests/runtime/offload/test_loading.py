@@ -409,7 +409,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "more layers": (edit_config(num_hidden_layers=9), "lacks weights that the config asks for: model.layers"),
     "quantised": (
         edit_config(quantization_config={"quant_method": "aqlm"}),
-        "the weights are quantised by 'aqlm', which moepass cannot decode; it decodes awq, compressed-tensors, fp8",
+        "quant_method is 'aqlm', which moepass cannot decode; it decodes awq, compressed-tensors, fp8",
     ),
 }
 
