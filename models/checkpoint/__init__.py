@@ -1,1 +1,4 @@
-"""Reading of checkpoints: config, weights, tokenizer. Start at `checkpoint_folders.py`. May import sizes, demo."""
+"""Reading of checkpoints: config, weights, tokenizer. Start at `checkpoint_folders.py`.
+
+May import sizes, demo, layouts.
+"""

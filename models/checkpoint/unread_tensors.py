@@ -90,16 +90,16 @@ def unread(
     The stored tensors of a quantised matrix become one tensor, the matrix in `dtype`. Raises CheckpointError if they do
     not fit together.
     """
-    recipes: dict[str, Recipe] = {
-        key: Stored(files, item, item.shape, item.dtype) for key, item in files.tensors.items()
-    }
+    stored = {item.key: Stored(files, item, item.shape, item.dtype) for item in files}
+    decoded = {}
     if quantization is not None:
         matrices, skipped = quantized_matrices(quantization, files.tensors, name)
         for key in skipped:
-            del recipes[key]
+            del stored[key]
         for key, matrix in matrices.items():
-            parts = {role: recipes.pop(part) for role, part in matrix.keys.items()}
-            recipes[key] = Decoded(matrix.layout, parts, matrix.shape, dtype)
+            parts = {role: stored.pop(part) for role, part in matrix.keys.items()}
+            decoded[key] = Decoded(matrix.layout, parts, matrix.shape, dtype)
+    recipes: dict[str, Recipe] = {**stored, **decoded}
     return {key: UnreadTensor(recipe) for key, recipe in recipes.items()}
 
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from moepass.models.checkpoint.checkpoint_files import CheckpointFiles, FileRange, StoredTensor
 from moepass.models.errors import CheckpointError, InputError
-from moepass.models.layouts.layout import Layout, Role, scales_in_fp32
+from moepass.models.layouts.layout import Role, WeightLayout, scales_in_fp32
 
 _aten = torch.ops.aten
 # [Empirical] A larger tensor that needs temporary memory is computed row by row (expert by expert).
@@ -225,7 +225,7 @@ class Converted(Recipe):
 class Decoded(Recipe):
     """A quantised matrix, or one for each expert, decoded from stored tensors when it is read."""
 
-    layout: Layout
+    layout: WeightLayout
     parts: Mapping[Role, Stored]
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""Layouts of quantised matrices in published checkpoints, and their decoding. May import: nothing but `models`.
+"""Layouts of quantised matrices in published checkpoints, and the formula that decodes them.
 
-Start with `layout.py`, the record of one layout; `quantized_matrices.py` finds the matrices of a checkpoint.
+Start at `layout.py`; `quantized_matrices.py` finds the matrices of a checkpoint. Imports no other folder.
 """

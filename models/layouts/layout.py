@@ -80,7 +80,7 @@ class Packing:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class WeightLayout:
     """The stored tensors of a matrix, and the formula that decodes it.
 
     Attributes:

@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from moepass.models.errors import CheckpointError, one_of
-from moepass.models.layouts.layout import Layout, Number, Packing, Role
+from moepass.models.layouts.layout import Number, Packing, Role, WeightLayout
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
@@ -38,7 +38,7 @@ class Quantization:
     """
 
     method: str
-    layouts: tuple[Layout, ...]
+    layouts: tuple[WeightLayout, ...]
     ignored: tuple[str, ...] = ()
 
 
@@ -93,17 +93,18 @@ def _fp8(config: _Fp8, model_type: str) -> Quantization:
     layouts = [fp8, dataclasses.replace(fp8, suffixes=suffixes, matrix_suffix="weight")]
     layouts += [_fp8_layout(block, "_scale") for block in ((None, None), (1, None))]
     if config.expert_dtype == "fp4":
-        layouts.append(Layout("fp4 blocks", _MX_SOURCE, suffixes, _E2M1, Number.E2M1, _EXPONENTS, (1, 32)))
+        layouts.append(WeightLayout("fp4 blocks", _MX_SOURCE, suffixes, _E2M1, Number.E2M1, _EXPONENTS, (1, 32)))
     if config.moe_quant_algo == "NVFP4":
         layouts.append(_NVFP4)
     return Quantization("fp8", tuple(layouts), (*(config.modules_to_not_convert or ()), *(config.ignored_layers or ())))
 
 
-def _fp8_layout(block: _Block, suffix: str, scales: tuple[torch.dtype, ...] = _FLOATS) -> Layout:
-    name = {(None, None): "fp8 per tensor", (1, None): "fp8 per channel"}.get(block, "fp8 blocks")
+def _fp8_layout(block: _Block, suffix: str, scales: tuple[torch.dtype, ...] = _FLOATS) -> WeightLayout:
+    names: Mapping[_Block, str] = {(None, None): "fp8 per tensor", (1, None): "fp8 per channel"}
+    name = names.get(block, "fp8 blocks")
     # A fused tensor of experts `gate_up_proj` has the scales `gate_up_proj_scale_inv`.
     suffixes = {Role.VALUES: "", Role.SCALES: suffix}
-    return Layout(name, _FP8_SOURCE, suffixes, _E4M3, Number.E4M3, scales, block, matrix_suffix="")
+    return WeightLayout(name, _FP8_SOURCE, suffixes, _E4M3, Number.E4M3, scales, block, matrix_suffix="")
 
 
 class _Mxfp4(msgspec.Struct):
@@ -115,7 +116,7 @@ def _mxfp4(config: _Mxfp4, model_type: str) -> Quantization:
         raise _UnknownVariantError("model_type", model_type, "this method in gpt_oss models only")
     suffixes = {Role.VALUES: "_blocks", Role.SCALES: "_scales"}
     packing = dataclasses.replace(_E2M1, folded=True)
-    layout = Layout(
+    layout = WeightLayout(
         *("mxfp4", _MX_SOURCE, suffixes, packing, Number.E2M1, (torch.uint8,), (1, 32)),
         matrix_suffix="",
         is_transposed=True,
@@ -134,7 +135,7 @@ class _ModelOpt(msgspec.Struct):
     exclude_modules: tuple[str, ...] | None = None
 
 
-_NVFP4 = Layout(
+_NVFP4 = WeightLayout(
     "nvfp4",
     _NVFP4_SOURCE,
     {Role.VALUES: "weight", Role.SCALES: "weight_scale", Role.GLOBAL_SCALE: "weight_scale_2"},
@@ -147,7 +148,7 @@ _NVFP4 = Layout(
 
 def _modelopt(config: _ModelOpt, model_type: str) -> Quantization:
     # Without an algorithm only caches are quantised.
-    algorithms = set() if config.quant_algo is None else {config.quant_algo}
+    algorithms: set[str | None] = set() if config.quant_algo is None else {config.quant_algo}
     if config.quant_algo == "MIXED_PRECISION":
         algorithms = {layer.quant_algo for layer in (config.quantized_layers or {}).values()}
     for algorithm in algorithms:
@@ -168,13 +169,13 @@ class _Weights(msgspec.Struct):
     block_structure: tuple[int, int] | str | None = None
 
 
-class _Group(msgspec.Struct):
+class _SchemeGroup(msgspec.Struct):
     weights: _Weights | None = None
     format: str | None = None
 
 
 class _CompressedTensors(msgspec.Struct):
-    config_groups: dict[str, _Group]
+    config_groups: dict[str, _SchemeGroup]
     format: str = "dense"
     ignore: tuple[str, ...] | None = None
     transform_config: dict[str, Any] | None = None
@@ -194,13 +195,13 @@ def _compressed_tensors(config: _CompressedTensors, model_type: str) -> Quantiza
     return Quantization("compressed-tensors", tuple(layouts), config.ignore or ())
 
 
-def _float_quantized(weights: _Weights) -> Layout:
+def _float_quantized(weights: _Weights) -> WeightLayout:
     if (weights.num_bits, weights.type) != (8, "float"):
         raise _UnknownVariantError("type", f"{weights.type} with {weights.num_bits} bits", "float with 8 bits")
     return dataclasses.replace(_fp8_layout(_strategy_block(weights), "_scale"), source=_COMPRESSED_SOURCE)
 
 
-def _nvfp4_packed(weights: _Weights) -> Layout:
+def _nvfp4_packed(weights: _Weights) -> WeightLayout:
     suffixes = {
         Role.VALUES: "weight_packed",
         Role.SCALES: "weight_scale",
@@ -209,18 +210,18 @@ def _nvfp4_packed(weights: _Weights) -> Layout:
     return dataclasses.replace(_NVFP4, name="nvfp4 packed", source=_COMPRESSED_SOURCE, suffixes=suffixes, divides=True)
 
 
-def _mxfp4_packed(weights: _Weights) -> Layout:
+def _mxfp4_packed(weights: _Weights) -> WeightLayout:
     suffixes = {Role.VALUES: "weight_packed", Role.SCALES: "weight_scale"}
-    return Layout("mxfp4 packed", _MX_SOURCE, suffixes, _E2M1, Number.E2M1, (torch.uint8,), (1, 32))
+    return WeightLayout("mxfp4 packed", _MX_SOURCE, suffixes, _E2M1, Number.E2M1, (torch.uint8,), (1, 32))
 
 
-def _pack_quantized(weights: _Weights) -> Layout:
+def _pack_quantized(weights: _Weights) -> WeightLayout:
     bits = weights.num_bits
     if bits not in (4, 8) or weights.type != "int":
         raise _UnknownVariantError("num_bits", bits, "integers with 4 or 8 bits")
     suffixes = {Role.VALUES: "weight_packed", Role.SCALES: "weight_scale"}
     packing = Packing((torch.int32,), bits)
-    layout = Layout(
+    layout = WeightLayout(
         *(f"int{bits} packed", _COMPRESSED_SOURCE, suffixes, packing, Number.INT, _FLOATS, _strategy_block(weights)),
         optional={Role.BLOCK_INDICES: "weight_g_idx"},
         zero_point=1 << (bits - 1),
@@ -235,7 +236,7 @@ def _pack_quantized(weights: _Weights) -> Layout:
     )
 
 
-_FORMATS: Mapping[str, Callable[[_Weights], Layout]] = {
+_FORMATS: Mapping[str, Callable[[_Weights], WeightLayout]] = {
     "float-quantized": _float_quantized,
     "naive-quantized": _float_quantized,
     "nvfp4-pack-quantized": _nvfp4_packed,
@@ -284,7 +285,7 @@ def _gptq(config: _Gptq, model_type: str) -> Quantization:
         ):
             raise _UnknownVariantError("dynamic", pattern, "the same bits and group_size in all modules")
     packing = Packing((torch.int32,), config.bits, transposed=True)
-    layout = Layout(
+    layout = WeightLayout(
         f"gptq int{config.bits}",
         _GPTQ_SOURCE,
         {Role.VALUES: "qweight", Role.ZERO_POINTS: "qzeros", Role.SCALES: "scales"},
@@ -319,7 +320,7 @@ def _awq(config: _Awq, model_type: str) -> Quantization:
     packing = Packing((torch.int32,), 4, transposed=True, order=(0, 4, 1, 5, 2, 6, 3, 7))
     suffixes = {Role.VALUES: "qweight", Role.ZERO_POINTS: "qzeros", Role.SCALES: "scales"}
     block = (1, _group_size(config.group_size))
-    layout = Layout("awq int4", _AWQ_SOURCE, suffixes, packing, Number.INT, _FLOATS, block, zero_points=packing)
+    layout = WeightLayout("awq int4", _AWQ_SOURCE, suffixes, packing, Number.INT, _FLOATS, block, zero_points=packing)
     return Quantization("awq", (layout,), config.modules_to_not_convert or ())
 
 

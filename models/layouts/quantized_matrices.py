@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from moepass.models.errors import CheckpointError
-from moepass.models.layouts.layout import Layout, Role
+from moepass.models.layouts.layout import Role, WeightLayout
 from moepass.models.layouts.published import Quantization
 
 # Suffixes of tensors for quantised activations and caches, which moepass does not use, and of the shape of a matrix.
@@ -39,11 +39,14 @@ class TensorDescription(Protocol):
         """Its dtype."""
 
 
+_Keyed = tuple[str, TensorDescription]
+
+
 @dataclasses.dataclass(frozen=True)
 class QuantizedMatrix:
     """A matrix of the model: the keys of its stored tensors, and its shape [..., out, in] or [..., in, out]."""
 
-    layout: Layout
+    layout: WeightLayout
     keys: Mapping[Role, str]
     shape: tuple[int, ...]
 
@@ -87,8 +90,8 @@ def quantized_matrices(
 
 
 def _candidates(
-    layouts: Collection[Layout], key: str, dtype: torch.dtype, tensors: Mapping[str, TensorDescription]
-) -> Iterator[tuple[str, Layout, dict[Role, str]]]:
+    layouts: Collection[WeightLayout], key: str, dtype: torch.dtype, tensors: Mapping[str, TensorDescription]
+) -> Iterator[tuple[str, WeightLayout, dict[Role, str]]]:
     """Yield the key of the matrix, the layout and the keys by role, for each layout whose tensors exist."""
     for layout in layouts:
         suffix = layout.suffixes[Role.VALUES]
@@ -102,7 +105,7 @@ def _candidates(
 
 
 def _first_that_fits(
-    candidates: list[tuple[str, Layout, dict[Role, str]]], tensors: Mapping[str, TensorDescription], name: str
+    candidates: list[tuple[str, WeightLayout, dict[Role, str]]], tensors: Mapping[str, TensorDescription], name: str
 ) -> tuple[str, QuantizedMatrix]:
     """Return the first matrix whose tensors fit together; those with the most tensors come first."""
     errors = []
@@ -116,7 +119,9 @@ def _first_that_fits(
     raise errors[0]
 
 
-def _checked_shape(layout: Layout, tensors: Mapping[Role, tuple[str, TensorDescription]], name: str) -> tuple[int, ...]:
+def _checked_shape(
+    layout: WeightLayout, tensors: Mapping[Role, tuple[str, TensorDescription]], name: str
+) -> tuple[int, ...]:
     """Return the shape of the matrix. Raises CheckpointError if the stored tensors do not fit together."""
     key, values = tensors[Role.VALUES]
     if len(values.shape) < (3 if layout.packing.folded else 2) or 0 in values.shape:
@@ -165,8 +170,9 @@ def _incomplete(
     for layout in quantization.layouts:
         suffix = layout.suffixes[Role.VALUES]
         if key.endswith(suffix) and tensors[key].dtype in layout.packing.dtypes:
-            keys = [key.removesuffix(suffix) + suffix for suffix in layout.suffixes.values()]
-            missing.append(f"{' and '.join(part for part in keys if part not in tensors)} ({layout.name})")
+            stem = key.removesuffix(suffix)
+            parts = [stem + part for part in layout.suffixes.values() if stem + part not in tensors]
+            missing.append(f"{' and '.join(parts)} ({layout.name})")
     cause = f"the checkpoint lacks {', or '.join(missing)}" if missing else "no quantised matrix contains it"
     text = f"{name}: {key} is {tensors[key].dtype}, quantised by {quantization.method!r}, but {cause}"
     return CheckpointError(text, name=key, value=tensors[key].dtype, expected=missing)

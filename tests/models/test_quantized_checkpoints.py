@@ -53,10 +53,7 @@ def _config(**values: object) -> Callable[[Path], None]:
 
 
 DAMAGED = {
-    "a scale is missing": (
-        edit_weights(_drop_scale),
-        r"_proj\.weight \(torch\.float8.* belongs to no quantised matrix",
-    ),
+    "a scale is missing": (edit_weights(_drop_scale), r"lacks \S+_proj\.weight_scale_inv \(fp8 blocks\), or"),
     "a scale is NaN": (edit_weights(_damage_scale), "weight_scale_inv contains NaN or infinity"),
     "a scale is too short": (
         edit_weights(_cut_scale),

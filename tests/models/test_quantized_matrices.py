@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moepass.models.errors import CheckpointError
-from moepass.models.layouts.layout import Layout, Role
+from moepass.models.layouts.layout import Role, WeightLayout
 from moepass.models.layouts.published import read_quantization
 from moepass.models.layouts.quantized_matrices import QuantizedMatrix, quantized_matrices
 from tests.helpers.models.quantized_checkpoints import FORMS
@@ -216,7 +216,7 @@ def test_a_quantised_module_must_not_be_excluded(pattern: str, excludes: bool) -
 
 
 def test_small_numbers_survive_a_process_that_flushes_denormals() -> None:
-    layout: Layout = read_quantization(FORMS["nvfp4"].config, "qwen3_moe", "").layouts[0]
+    layout: WeightLayout = read_quantization(FORMS["nvfp4"].config, "qwen3_moe", "").layouts[0]
     stored = {
         Role.VALUES: torch.full((1, 8), 0x11, dtype=U8),
         Role.SCALES: torch.full((1, 1), 2.0**-9).to(E4M3),
