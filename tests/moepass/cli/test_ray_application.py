@@ -163,11 +163,12 @@ def test_no_request_is_lost_with_a_replica(tmp_path: Path) -> None:
 
         # A client that disconnects frees the capacity of the replica.
         long = {"model": "demo", "max_tokens": 0, "echo": True, "logprobs": 1, "prompt": prompts(100, 500)}
-        with pytest.raises(httpx.ReadTimeout):
-            client.post("/v1/completions", json=long, timeout=0.3)
         end = time.monotonic() + SECONDS
         while not re.search(r'finished_reason="abort"\} [1-9]', client.get("/metrics").text):
             assert time.monotonic() < end
+            # On a busy machine, a request may not have reached its replica when the client disconnects.
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/v1/completions", json=long, timeout=0.3)
             time.sleep(0.2)
 
         processes = psutil.Process().children(recursive=True)
