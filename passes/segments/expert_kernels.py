@@ -53,7 +53,7 @@ class Columns:
     step: int = 1
 
     def within(self, outer: Columns) -> Columns:
-        """Return these columns of a value that is itself the columns `outer` of another value."""
+        """Return these columns of a slice as columns of the sliced value. The slice has its columns `outer`."""
         return Columns(outer.step * self.start + outer.start, outer.step * self.step)
 
 
@@ -251,7 +251,7 @@ class _Tile:
         return self.operands.index(node)
 
     def value(self, node: Node, columns: Columns) -> int:
-        """Return the index of the tile value with these columns of `node`."""
+        """Return the index in `values` of the value that holds these columns of `node`. Add the value if necessary."""
         if self.reader.width(node) == 1:
             columns = ONE_COLUMN
         key = node, columns
