@@ -84,10 +84,10 @@ class Loaded:
 
 
 @dataclasses.dataclass(frozen=True)
-class At:
-    """A reference to tile value number `place`, as an argument of a `Computed`."""
+class ValueRef:
+    """A reference to tile value number `index`, as an argument of a `Computed`."""
 
-    place: int
+    index: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Computed:
     """A pointwise operator on values and constants, one for each argument of its schema. A cast has only its value."""
 
     operator: Any
-    arguments: tuple[At | float | int | bool | str | None, ...]
+    arguments: tuple[ValueRef | float | int | bool | str | None, ...]
     dtype: torch.dtype
 
 
@@ -296,7 +296,7 @@ class _Tile:
         for value in arguments[:1] if is_call(node, *_CASTS) else arguments:
             if isinstance(value, Node):
                 number = constant_number(value)
-                operands.append(At(self.value(value, columns)) if number is None else number)
+                operands.append(ValueRef(self.value(value, columns)) if number is None else number)
             elif value is None or isinstance(value, (bool, int, float, str)):
                 operands.append(value)
             else:
