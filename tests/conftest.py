@@ -17,6 +17,8 @@ import os
 import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Test workers and the processes that they start share the cores; threads that wait for each other would take them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tests must not load captures that another test or earlier code has stored.
 os.environ["MOEPASS_CACHE_DIR"] = ""
 

@@ -147,7 +147,7 @@ def test_no_request_is_lost_with_a_replica(tmp_path: Path) -> None:
     pytest.importorskip("ray.serve", reason="Ray Serve is in the extra moepass[ray]")
     with serving("demo", "--eager", "--step-tokens", "256", cache=tmp_path / "cache") as server:
         expected = [probabilities(decision(server.client, number)) for number in range(20)]
-    options = ("model=demo", "replicas=2", "eager=true", "step_tokens=256", "api_key=secret")
+    options = ("model=demo", "replicas=2", "eager=true", "step_tokens=256", "api_key=secret", "threads=1")
     with running_on_ray(tmp_path, *options) as client:
         assert client.get("/v1/models").status_code == 401
         client.headers["Authorization"] = "Bearer secret"

@@ -542,7 +542,7 @@ def test_a_batch_with_a_model_continues_after_a_kill(files: tuple[Path, Path]) -
     names = [f"line {number}" for number in range(120)]
     question = {"type": "choice", "instructions": "?", "choices": [{"value": "German"}, {"value": "Danish"}]}
     source.write_text("".join(line(name, model="demo", input=name, questions=[question]) for name in names))
-    program = [sys.executable, "-m", "moepass.cli", "batch", "demo", "--eager", "--in-flight", "4"]
+    program = [sys.executable, "-m", "moepass.cli", "batch", "demo", "--eager", "--in-flight", "4", "--threads", "1"]
     program += ["-i", str(source), "-o", str(target)]
     with subprocess.Popen(program, stderr=subprocess.PIPE, text=True) as process:
         wait_for_answers(target, process, 3)
