@@ -7,7 +7,6 @@ TYPING := build/typing
 SOURCE_TREE := build/source-tree
 PACKAGES := build/packages
 
-# Ranks and test workers share the cores; one thread each keeps timings and results steady.
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 # Tests start hundreds of processes, and each would compile all modules if none wrote bytecode.

@@ -49,8 +49,9 @@ class Options(msgspec.Struct, frozen=True):
             "Fill released slots with NaN, so that a read after a release shows in the output.",
             details="With expert parallelism, every run also compares this rank's experts byte by byte with the copies "
             "that the other ranks received. This catches writes that bypass torch's version counter (`.data`, numpy, "
-            "`dist.recv` and `dist.broadcast` into a parameter). With AllReduce, every run also compares, between "
-            "ranks, the tensors from which their tokens are computed.",
+            "`dist.recv` and `dist.broadcast` into a parameter). With AllReduce, the experts of all ranks must get the "
+            "same tokens, so in every run the ranks also compare the parameters, buffers and arguments that determine "
+            "these tokens.",
         ),
     ] = False
     dump: Annotated[

@@ -14,8 +14,11 @@ import gc
 import itertools
 import math
 import os
+import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Test workers and the processes that they start share the cores; threads that wait for each other would take them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tests must not load captures that another test or earlier code has stored.
 os.environ["MOEPASS_CACHE_DIR"] = ""
 
@@ -35,6 +38,9 @@ settings.register_profile("moepass", deadline=None, derandomize=True)
 settings.load_profile("moepass")
 
 torch.set_num_threads(1)
+
+# A shell that runs tests in the background ignores SIGINT, and so would the processes that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():
     # Triton's kernels run in its interpreter, on CPU tensors. Triton reads the variable when it is imported.

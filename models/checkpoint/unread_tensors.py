@@ -97,7 +97,7 @@ def unread(
         for key in skipped:
             del stored[key]
         for key, matrix in matrices.items():
-            parts = {role: stored.pop(part) for role, part in matrix.keys.items()}
+            parts = {role: stored.pop(stored_key) for role, stored_key in matrix.keys.items()}
             decoded[key] = Decoded(matrix.layout, parts, matrix.shape, dtype)
     recipes: dict[str, Recipe] = {**stored, **decoded}
     return {key: UnreadTensor(recipe) for key, recipe in recipes.items()}

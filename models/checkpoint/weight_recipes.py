@@ -234,7 +234,7 @@ class Decoded(Recipe):
         """Read the stored tensors and decode them, one expert after the other. Raises CheckpointError if damaged."""
         if self._has_experts:
             return _filled(self)
-        tensors = {role: part.read() for role, part in self.parts.items()}
+        tensors = {role: stored.read() for role, stored in self.parts.items()}
         for role in (Role.SCALES, Role.GLOBAL_SCALE):
             if role in tensors and not scales_in_fp32(tensors[role]).isfinite().all():
                 raise self._damaged(role, "NaN or infinity; the scales of weights must be finite")
@@ -256,7 +256,7 @@ class Decoded(Recipe):
         """Decode fewer experts. Raises UnfollowedError if there is only one matrix."""
         if len(self.shape) < 3:
             raise UnfollowedError(f"decoding {self.layout.name}")
-        parts = {role: part.rows(start, stop) for role, part in self.parts.items()}
+        parts = {role: stored.rows(start, stop) for role, stored in self.parts.items()}
         return Decoded(self.layout, parts, (stop - start, *self.shape[1:]), self.dtype)
 
     def stored(self) -> Iterator[Stored]:

@@ -8,7 +8,7 @@ May import sizes.
     memory            bytes at rest and in motion: banks, keys and values, activations, traffic
     stored_weights    bytes of weights in checkpoint formats
     communication     bytes that each strategy sends per device and layer
-    saturation        the number of tokens from which computation hides a transfer
+    saturation        the smallest number of tokens whose computation hides a transfer
 
 Every size may be an int or a SymPy expression, such as a symbol of a captured graph. Integers yield integers,
 expressions yield expressions.

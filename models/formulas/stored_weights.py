@@ -55,9 +55,10 @@ def dense_bytes(architecture: Architecture, dtype: str, stored: WeightFormat | N
 
 
 def layer_matrices(layer: Layer, hidden: int) -> Iterator[tuple[str, int, int]]:
-    """Yield every matrix of a layer that formats quantise, as (part, rows, columns), including one routed expert.
+    """Yield (part, rows, columns) for each matrix of a layer that a quantisation format may quantise.
 
-    Routers, embeddings and heads are not quantised. Raises InputError for attention other than softmax attention.
+    Of the routed experts, only one is yielded. Routers, embeddings and heads are not quantised. Raises InputError for
+    attention other than softmax attention.
     """
     for rows, columns in attention_matrices(layer.attention, hidden):
         yield ATTENTION, rows, columns

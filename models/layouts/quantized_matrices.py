@@ -99,7 +99,7 @@ def _candidates(
             continue
         stem = key.removesuffix(suffix)
         keys = {role: stem + suffix for role, suffix in layout.suffixes.items()}
-        if all(part in tensors for part in keys.values()):
+        if tensors.keys() >= set(keys.values()):
             keys |= {role: stem + suffix for role, suffix in layout.optional.items() if stem + suffix in tensors}
             yield stem + layout.matrix_suffix, layout, keys
 
@@ -171,8 +171,8 @@ def _incomplete(
         suffix = layout.suffixes[Role.VALUES]
         if key.endswith(suffix) and tensors[key].dtype in layout.packing.dtypes:
             stem = key.removesuffix(suffix)
-            parts = [stem + part for part in layout.suffixes.values() if stem + part not in tensors]
-            missing.append(f"{' and '.join(parts)} ({layout.name})")
+            lacking = [stem + suffix for suffix in layout.suffixes.values() if stem + suffix not in tensors]
+            missing.append(f"{' and '.join(lacking)} ({layout.name})")
     cause = f"the checkpoint lacks {', or '.join(missing)}" if missing else "no quantised matrix contains it"
     text = f"{name}: {key} is {tensors[key].dtype}, quantised by {quantization.method!r}, but {cause}"
     return CheckpointError(text, name=key, value=tensors[key].dtype, expected=missing)
@@ -208,7 +208,7 @@ def _glob(pattern: str) -> str | None:
     expression = pattern.removeprefix("re:")
     if expression == pattern:
         return pattern if "*" not in pattern else f"{pattern}*"
-    # Null characters stand for the stars of the glob until other special characters are excluded.
+    # Stars of the glob are null characters until other special characters are excluded.
     glob = re.sub(r"\.\*|\\d\+|\[0-9\]\+", "\0", expression.removeprefix("^")).replace(r"\.", ".")
     glob = glob.removesuffix("$") if glob.endswith("$") else f"{glob}\0"
     return None if set(glob) & set("\\()[]{}+*?|^$") else glob.replace("\0", "*")

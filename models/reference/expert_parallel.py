@@ -100,7 +100,7 @@ class AllToAllExperts(ShardedExperts):
         return weighted_sum(rows, order, top_k_weights).to(hidden_states.dtype)
 
     def _sizes(self, leaving: torch.Tensor, arriving: torch.Tensor) -> tuple[list[int], list[int]]:
-        """Return the numbers of rows sent to and received from each rank, on the host."""
+        """Return the numbers of rows to send to each rank and to receive from each rank, as integers on the host."""
         send = torch.stack([counts.sum() for counts in leaving.split(self.placement.shard_sizes)])
         sizes = torch.cat([send, arriving.sum(dim=1)]).tolist()
         for size in sizes:

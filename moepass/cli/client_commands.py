@@ -129,8 +129,8 @@ def bench(
 ) -> None:
     """Measure a server with a workload: latency, requests and tokens per second, goodput, hit rate, FLOPs.
 
-    Works with any server that has the route in OpenAI's, SGLang's (score) or Cohere's (rerank) format. Figures that the
-    server does not report are left out.
+    The server must have the route that **--route** names, in the format of OpenAI (decisions, completions), SGLang
+    (score) or Cohere (rerank). Figures that the server does not report are left out.
 
     Exit status: 0 if every request was answered or refused because the queue was full, 1 otherwise.
     """

@@ -35,8 +35,8 @@ class ExplainOptions(Struct, frozen=True, kw_only=True):
         str | None,
         option(
             "Where the experts rest.",
-            details="Of the homes within 1 % of the fastest, the first in this order is chosen. On one device it is "
-            "host.",
+            details="If several homes are within 1 % of the fastest, the first of them in the order "
+            f"{_CANDIDATES} is chosen. With one device, the default is host.",
             unset=f"the fastest of {_CANDIDATES} that fits",
             metavar=f"[{'|'.join(HOMES)}]",
         ),
@@ -64,7 +64,9 @@ class ExplainOptions(Struct, frozen=True, kw_only=True):
     ] = None
     slots: Annotated[
         Count | None,
-        option("The maximum number of slots that experts stream through.", unset="as many as help, up to 4"),
+        option(
+            "The maximum number of slots that experts stream through.", unset="as many as shorten the step, up to 4"
+        ),
     ] = None
     lower: Annotated[
         Literal["inductor", "eager", "tensorrt"],
@@ -76,8 +78,8 @@ class ExplainOptions(Struct, frozen=True, kw_only=True):
     format: Annotated[
         Literal["text", "json", "html", "trace"],
         option(
-            "The format of the report; open a **trace** in ui.perfetto.dev.",
-            details="An **html** report is one file that loads no others.",
+            "The format of the report: **text**, **json**, **html** (one self-contained file), or **trace** (a "
+            "timeline for ui.perfetto.dev)."
         ),
     ] = "text"
     output: Annotated[str, option("The file to write; - is standard output.", metavar="FILE")] = "-"

@@ -39,13 +39,24 @@ class ComputeOptions(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1, le=MOST_TOKENS)] | None,
         option(
             "A step takes waiting requests until it has about this many tokens; "
-            "the last request may exceed the number.",
+            "the last request may take it beyond this number.",
             unset="the plan's saturation threshold, or 4096 if there is none",
         ),
     ] = None
-    eager: Annotated[bool, option("Do not compile at all.")] = False
+    eager: Annotated[
+        bool,
+        option(
+            "Run the model's own code, without capturing or compiling it.",
+            details="`--lower eager` captures the model, but does not compile it.",
+        ),
+    ] = False
     link: Annotated[
-        str, option("**real**, or **emulate:BYTES_PER_S** to try a slower link on a CPU.", metavar="LINK")
+        str,
+        option(
+            "The link that experts are copied over: **real**, or, on a CPU, **emulate:BYTES_PER_S** to emulate a "
+            "slower one.",
+            metavar="LINK",
+        ),
     ] = "real"
 
 
@@ -195,7 +206,7 @@ class FrontendOptions(msgspec.Struct, frozen=True, kw_only=True):
     queue_bytes: Annotated[
         str,
         option(
-            "The limit on the total token bytes of open requests; calls above it are refused with 429.",
+            "The limit on the memory for the token ids of all open requests; calls above it are refused with 429.",
             details="The header `Retry-After` says when to try again.",
             metavar="BYTES",
         ),

@@ -36,12 +36,12 @@ _Positive = Annotated[float, Meta(ge=0.001)]
 
 @dataclasses.dataclass(frozen=True)
 class WorkloadShape:
-    """The form of the requests. Ranges include both ends.
+    """The number, lengths and shared prefixes of the requests. Ranges include both ends.
 
     Attributes:
         prefixes: the number of prefixes, which the requests share evenly; 0 gives every request its own.
         own_length: the range of the length of the text after the prefix, for each item.
-        items: number in each request: of questions about an input, prompts, items, or documents for a query.
+        items: the number of items in each request: questions about an input, prompts, items to score, or documents.
     """
 
     route: str = "decisions"
@@ -76,7 +76,7 @@ class WorkloadShape:
 
 @dataclasses.dataclass(frozen=True)
 class _RouteForm:
-    """The form of a route's requests, which take token ids or text.
+    """The format of a route's requests, which contain token ids or text.
 
     `body` makes the JSON body from the prefix, which some routes need, the items' own texts, and the shape.
     """
@@ -245,7 +245,10 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.workload or 'generated'}, {self.route}" if self.file is None else self.file
 
     def shape(self, labels: Sequence[str]) -> WorkloadShape:
-        """Return the form of the requests. Raises OptionError for values that are wrong or exclude each other."""
+        """Return the number, lengths and shared prefixes of the requests.
+
+        Raises OptionError for values that are wrong or exclude each other.
+        """
         if self.file is not None and self.workload is not None:
             raise OptionError("--file already contains the requests; leave out --workload", name="workload")
         if self.workload is not None and self.workload not in PRESETS:

@@ -62,7 +62,7 @@ def explain(
         seq: tokens of each sequence.
         tokens: one sequence of this many tokens, instead of `batch` and `seq`.
         memory_budget_bytes: the bytes to use on each device, by default 0.9 of its memory.
-        slots: the largest number of slots of the ring, by default as many as help, up to 4.
+        slots: the largest number of slots of the ring, by default as many as shorten the step, up to 4.
         lower: how segments would be compiled, "inductor", "eager" or "tensorrt".
 
     Raises:
@@ -153,7 +153,7 @@ def _report_without_figures(
     compiler: parts.CompilerPart,
     assumptions: list[str],
 ) -> Report:
-    """Return a report with the compiler's part only, for a model without experts or with unknown sizes."""
+    """Return a report with only the compiler's part, for a model without experts or without size formulas."""
     import torch
 
     explanation = compiler.explanation

@@ -33,11 +33,11 @@ class ModelPart(ReportPart, frozen=True):
 
 
 class StoredPart(ReportPart, frozen=True):
-    """A quantised checkpoint in its `format`, and a forecast that computes from its stored weights in the best home.
+    """A quantised checkpoint with its stored sizes, and a forecast for its weights in the stored `format`.
 
     The bytes of a bank on the link and in a slot differ if kernels compute in another dtype, `computes_in`. `runs_as`
-    is the dtype or format that moepass runs today, and to which the other parts of the report refer.
-    `asyncep_step_seconds` is None if asyncep does not fit, and `fastest_other` if no other strategy fits.
+    is the dtype or format that moepass runs today, and that the rest of the report assumes. `home` is the best home for
+    the forecast. `asyncep_step_seconds` is None if asyncep does not fit, and `fastest_other` if no other strategy fits.
     """
 
     format: str
@@ -91,7 +91,8 @@ class HomeTried(ReportPart, frozen=True):
 class StrategyPart(ReportPart, frozen=True):
     """The chosen strategy, the next one that fits, or None, and the home of the experts with asyncep.
 
-    From `crossover_tokens` per rank on, asyncep beats AllToAll; None if it never does, and on one device.
+    `crossover_tokens` is the smallest number of tokens per rank at which asyncep beats AllToAll. It is None if asyncep
+    never does, and on one device.
     """
 
     chosen: str

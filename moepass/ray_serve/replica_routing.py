@@ -116,7 +116,7 @@ class ReplicaRouting:
         for block in new - old:
             self._router.block_stored(replica.slot, block)
 
-    async def place(self, number: str, request: RoutableRequest) -> str:
+    async def choose(self, number: str, request: RoutableRequest) -> str:
         """Return the name of the replica for request `number`, after waiting until one accepts it."""
         placed = self._open.get(number)
         if placed is None:

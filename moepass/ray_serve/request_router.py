@@ -69,7 +69,7 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]  # ray has no ty
         if not isinstance(routing, str):
             number = pending_request.metadata.internal_request_id
             pending_request.future.add_done_callback(lambda chosen: self._given_up(number, chosen))
-            name = await self.routing.place(number, routing)
+            name = await self.routing.choose(number, routing)
         return [[replica for replica in candidate_replicas if replica.replica_id.unique_id == name]]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:

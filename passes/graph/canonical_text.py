@@ -164,10 +164,10 @@ def _describe_tensor(value: torch.Tensor, is_placed: bool) -> str:
     # A constant is a real tensor, although the pass runs in fake mode.
     with unset_fake_temporarily():
         if real is None or real.is_meta or real.layout is not torch.strided:
+            problem = "it has no data" if value.layout is torch.strided else f"its layout is {value.layout}"
             raise NotThisForm(
-                f"it reads a constant of type {value.dtype} {tuple(value.shape)} whose numbers cannot be read here "
-                f"({'on no device' if value.layout is torch.strided else value.layout}), so ranks cannot compare it; "
-                "expected dense tensors on a device"
+                f"it reads a constant of type {value.dtype} and shape {tuple(value.shape)}, whose contents moepass "
+                f"cannot compare, because {problem}; expected dense tensors with data"
             )
         flat = real.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
         flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

@@ -35,7 +35,7 @@ class DeviceMemory:
 
     @property
     def peak_bytes(self) -> float:
-        """Sum of all bytes."""
+        """Peak memory in bytes: the sum of weights, slots, activations, and cached keys and values."""
         return self.resident_bytes + self.slot_bytes + self.activation_bytes + self.kv_bytes
 
 
@@ -51,7 +51,7 @@ class Decisions:
         resident_layers: numbers of the layers whose experts stay on the device
         streamed_layers: numbers of all other layers, in the order in which their banks are copied
         slots, slot_bytes: size of the ring
-        threshold_tokens: predicted tokens per rank and step from which transfers are hidden
+        threshold_tokens: predicted smallest number of tokens per rank and step at which transfers are hidden
         memory: predicted memory of one device
         sources: the source of each field's value
     """

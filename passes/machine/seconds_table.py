@@ -71,11 +71,11 @@ class SecondsTable:
         expected = math.prod(len(axis.points) for axis in self.axes)
         shape = " x ".join(f"{len(axis.points)} {axis.name}" for axis in self.axes)
         if len(self.seconds) != expected:
-            raise InputError(f"a table of {shape} has {len(self.seconds)} seconds; it must have {expected}")
+            raise InputError(f"a table of {shape} has {len(self.seconds)} times in seconds; it must have {expected}")
         for value in self.seconds:
             if not _is_positive(value):
-                raise InputError(f"a table of {shape} has {value!r} seconds; every one must be a number above 0")
-            check_limit(f"the largest of a table of {shape} seconds", value, MOST_SECONDS, "measure smaller sizes")
+                raise InputError(f"a table of {shape} has a time of {value!r} seconds; every time must be above 0")
+            check_limit(f"the longest time in a table of {shape}", value, MOST_SECONDS, "measure smaller sizes")
         if self.spreads and len(self.spreads) != expected:
             raise InputError(f"a table of {shape} has {len(self.spreads)} spreads; it must have {expected}, or none")
 

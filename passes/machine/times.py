@@ -121,9 +121,10 @@ def _link(hardware: Hardware, name: LinkName) -> TransferLink:
     link: TransferLink | None = getattr(hardware, name)
     if link is None:
         links = [name for name in LINKS if getattr(hardware, name) is not None]
+        existing = f"its links: {one_of(links)}" if links else "it has no links"
         raise InputError(
-            f"profile {hardware.name!r} has no {name} link (it has {one_of(links) or 'none'}); choose another home, or "
-            f"add `{name}` to a profile of your own",
+            f"profile {hardware.name!r} has no {name} link ({existing}); choose another home, or add the link `{name}` "
+            "to a profile of your own",
             name=name,
             expected=links,
         )

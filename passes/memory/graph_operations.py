@@ -83,7 +83,12 @@ def operations_of(top: GraphModule, how: SegmentExecution) -> tuple[list[Operati
 
 @dataclasses.dataclass(frozen=True)
 class _Body:
-    """A segment's computation for a chunk of `tokens` tokens: its program, and the segments of the program's body."""
+    """A segment's computation for a chunk of `tokens` tokens.
+
+    Attributes:
+        program: the program that was read from the segment
+        top: the body of the program, cut into segments of its own
+    """
 
     program: TokenProgram
     top: GraphModule
@@ -305,7 +310,7 @@ def _sizes_within(inputs: Sequence[Node], arguments: Sequence[Any], outer: Sizes
 
 
 def _lies_in_one_piece(value: torch.Tensor, dims: TokenDims) -> bool:
-    """Return whether the tokens of a chunk, which are of one sequence, are contiguous in memory (see `TokenLoop`)."""
+    """Return whether a chunk of tokens from one sequence is contiguous in memory (see `TokenLoop`)."""
     in_memory = (factor for dim in memory_order(value) for factor in dims.factors[dim])
     outermost = next((factor for factor in in_memory if factor not in (1, TokenFactor.SEQUENCES)), None)
     return outermost in (None, TokenFactor.TOKENS, TokenFactor.ALL_TOKENS)

@@ -1,4 +1,4 @@
-"""The number of tokens from which gathering weights is faster than exchanging tokens, for one graph and machine.
+"""The smallest number of tokens at which gathering weights is faster than exchanging tokens, for a graph and a machine.
 
     gathered(n)   the longer of the computation and the transfers of all banks. With a single slot, experts hide no
                   transfer

@@ -5,7 +5,7 @@ Pseudo-code
     memory left by dense weights, this rank's shards and activations goes to slots and resident banks
     the schedule with the least exposed time that fits is simulated in its steady state
     it is compared with all other strategies; the fastest that fits is chosen
-    the same schedule with other numbers of tokens: from which number on does it pay?
+    the same schedule is simulated with other numbers of tokens, to find the smallest number at which it pays
 """
 
 from __future__ import annotations
@@ -97,7 +97,13 @@ class Forecast:
 
 @dataclasses.dataclass(frozen=True)
 class CurvePoint:
-    """Seconds for one number of tokens per rank: a step of asyncep, its exposed part, and a step of AllToAll."""
+    """Times of one step with `tokens` tokens per rank.
+
+    Attributes:
+        step_seconds: time of asyncep
+        exposed_seconds: the part of it that is not hidden behind computation
+        all_to_all_seconds: time of strategy dp_ep: data-parallel attention, and AllToAll around expert-parallel experts
+    """
 
     tokens: int
     step_seconds: float
@@ -169,8 +175,7 @@ def curve_point(planned: Forecast, tokens: int) -> CurvePoint:
     """Simulate `planned`'s schedule with another number of tokens per rank and step, ignoring memory.
 
     Sequences keep their length, and `tokens` is rounded down to whole sequences. A step of fewer tokens than one
-    sequence has one shorter sequence. `all_to_all_seconds` is the time of dp_ep, or on a single device the time with
-    all experts resident.
+    sequence has one shorter sequence. On a single device, `all_to_all_seconds` is the time with all experts resident.
     """
     setting = dataclasses.replace(planned.setting, sequences=sequences_of(tokens, planned.setting.sequences.length))
     phases = model_phases(setting, planned.home)
@@ -185,7 +190,9 @@ def curve_point(planned: Forecast, tokens: int) -> CurvePoint:
 
 
 def crossover_tokens(planned: Forecast) -> int | None:
-    """Return the tokens per rank from which asyncep is not slower than AllToAll (dp_ep), to within 1/256.
+    """Return the smallest number of tokens per rank at which asyncep is not slower than AllToAll (dp_ep).
+
+    The number is accurate to 1/256.
 
     Returns None on a single device, which exchanges nothing, and if AllToAll is always faster.
     """

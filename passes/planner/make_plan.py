@@ -48,11 +48,12 @@ class PlanningProblem:
         machine: how copies and computation act together, as far as known
         resting: bytes on the device that are independent of the decisions: dense weights, staging buffers, activations;
             None if unknown
-        budget_bytes: memory that may be used on the device; with None there is no limit, and only `resident` stays
-        resident: positions of the phases that stay, if already decided
+        budget_bytes: memory that may be used on the device; with None there is no limit, and all banks are streamed
+            except those of `resident`
+        resident: positions of the phases whose banks are resident, if already decided
         slots: size of the ring, if already decided
         most_slots: the largest ring, if `slots` is not decided
-        threshold: tokens per rank and step from which transfers are hidden
+        threshold: smallest number of tokens per rank and step at which transfers are hidden, if known
         unknown: why seconds are unknown, without `profile`
         memory_source: source of the numbers in `resting`
     """

@@ -48,7 +48,7 @@ def model_problem(
         home: Where experts rest.
         most_slots: The largest ring.
         slots: Size of the ring, if already decided.
-        resident_layers: Layers that stay, if already decided.
+        resident_layers: Resident layers, if already decided.
         resting: Memory of the device, if known better than from sizes.
         threshold_tokens: The saturation threshold, if known.
 

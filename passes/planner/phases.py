@@ -46,7 +46,7 @@ class LayerPhase:
 
     @property
     def stay_bytes(self) -> int:
-        """Additional bytes of the bank if it stays, without slots."""
+        """Additional bytes of the bank if it is resident, without slots."""
         return self.bank_bytes - self.shard_bytes
 
 
@@ -105,11 +105,11 @@ def streamed_phases(phases: Sequence[LayerPhase], resident: Collection[int] = ()
 
 @dataclasses.dataclass(frozen=True)
 class RingSchedule:
-    """The banks that stay, and those that are streamed, as positions of phases.
+    """The resident banks and the streamed banks, as positions of phases.
 
     Attributes:
         slots, slot_bytes: size of the ring
-        resident: phases whose banks stay
+        resident: phases whose banks are resident on the device
         order: all other phases with a bank, in the order of need
         shard_bytes: bytes of the shards of streamed banks on the device
     """
@@ -123,7 +123,7 @@ class RingSchedule:
 
     @property
     def distance(self) -> int:
-        """Number of MoE layers before its use at which a bank starts to move."""
+        """Number of MoE layers by which the transfer of a bank starts before its use."""
         return max(0, self.slots - 1)
 
     @property

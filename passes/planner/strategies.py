@@ -270,7 +270,7 @@ def _pipeline(setting: Setting) -> float:
 
 
 def _micro_batches(setting: Setting) -> tuple[Sequences, ...]:
-    """Return the micro-batches of one round, of at most the tokens that all ranks have in a step."""
+    """Return the micro-batches of one round. None has more tokens than all ranks together have in a step."""
     tokens = min(setting.engine_tokens or MICRO_BATCH_TOKENS, setting.ranks * setting.sequences.tokens)
     return micro_batches(setting.sequences.length, tokens)
 

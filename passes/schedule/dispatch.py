@@ -37,7 +37,7 @@ def choose_form(tokens: float, ranks: int, crossover_tokens: int, hysteresis: fl
     Args:
         tokens: Tokens of all ranks together.
         ranks: Number of ranks.
-        crossover_tokens: Tokens per rank from which runs are gathered.
+        crossover_tokens: Runs with at least this many tokens per rank are gathered.
         hysteresis: Fraction of the crossover.
         last: Form of the last run, or None for the first run.
     """
@@ -46,9 +46,10 @@ def choose_form(tokens: float, ranks: int, crossover_tokens: int, hysteresis: fl
 
 
 def plan_dispatch(module: GraphModule, plan: Plan, context: PassContext) -> tuple[Dispatch | None, tuple[Refusal, ...]]:
-    """Return the rule by which runs of a canonical graph exchange tokens, or a refusal of an impossible request.
+    """Return the rule that decides which runs of a canonical graph exchange tokens instead of gathering weights.
 
-    `plan` has the graph's blocks and costs. Raises InputError if the profile lacks a rate or a link.
+    Returns no rule if no option asks for exchanges, or, with a refusal, if the graph allows none. `plan` has the
+    graph's blocks and costs. Raises InputError if the profile lacks a rate or a link.
     """
     if context.all_to_all_below is None and context.hardware is None:
         return None, ()
@@ -93,7 +94,7 @@ def _problem(module: GraphModule, gathers: Sequence[Node]) -> str | None:
     for node in gathers:
         name = node.meta.get("moepass_block", node.name)
         if TOKENS_KEY not in node.meta:
-            return f"block {name} itself asks for complete experts, so it would gather weights in both forms"
+            return f"the model itself gathers all experts of block {name}, so both forms would gather weights"
         if node.meta[TOKENS_KEY] is None:
             return f"the graph does not determine how many tokens block {name} routes"
     input_symbols = size_sources(module.graph)

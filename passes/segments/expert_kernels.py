@@ -53,7 +53,7 @@ class Columns:
     step: int = 1
 
     def within(self, outer: Columns) -> Columns:
-        """Return these columns of a value that is itself the columns `outer` of another value."""
+        """Return these columns of a slice as columns of the sliced value. The slice has its columns `outer`."""
         return Columns(outer.step * self.start + outer.start, outer.step * self.step)
 
 
@@ -84,10 +84,10 @@ class Loaded:
 
 
 @dataclasses.dataclass(frozen=True)
-class At:
-    """A reference to tile value number `place`, as an argument of a `Computed`."""
+class ValueRef:
+    """A reference to tile value number `index`, as an argument of a `Computed`."""
 
-    place: int
+    index: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Computed:
     """A pointwise operator on values and constants, one for each argument of its schema. A cast has only its value."""
 
     operator: Any
-    arguments: tuple[At | float | int | bool | str | None, ...]
+    arguments: tuple[ValueRef | float | int | bool | str | None, ...]
     dtype: torch.dtype
 
 
@@ -251,7 +251,7 @@ class _Tile:
         return self.operands.index(node)
 
     def value(self, node: Node, columns: Columns) -> int:
-        """Return the index of the tile value with these columns of `node`."""
+        """Return the index in `values` of the value that holds these columns of `node`. Add the value if necessary."""
         if self.reader.width(node) == 1:
             columns = ONE_COLUMN
         key = node, columns
@@ -296,7 +296,7 @@ class _Tile:
         for value in arguments[:1] if is_call(node, *_CASTS) else arguments:
             if isinstance(value, Node):
                 number = constant_number(value)
-                operands.append(At(self.value(value, columns)) if number is None else number)
+                operands.append(ValueRef(self.value(value, columns)) if number is None else number)
             elif value is None or isinstance(value, (bool, int, float, str)):
                 operands.append(value)
             else:

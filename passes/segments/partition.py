@@ -163,7 +163,8 @@ def _resident_block_edges(graph: Graph) -> set[Node]:
 def _first_of_block(gemm: Node) -> Node:
     """Return the first node of the segment of `gemm`.
 
-    This is the lookup of its rows or the view of its weights, if they directly precede it.
+    The segment begins with the lookup of the GEMM's rows and the view of its weights, if these nodes directly precede
+    the GEMM. Otherwise it begins with `gemm` itself.
     """
     first = gemm
     while is_view(first.prev) and first.prev is gemm.args[1]:

@@ -214,10 +214,11 @@ class BankStore:
             return ring
 
     def read(self, bank: BankSpec, inputs: Sequence[torch.Tensor], start: int, stop: int) -> torch.Tensor:
-        """Return bytes [start, stop) of the complete `bank` as in a slot, in fresh memory on the device; synchronous.
+        """Return a copy of bytes [start, stop) of the complete `bank`, laid out as in a slot, in new device memory.
 
-        `bank` is this store's own spec of the bank that a graph reads from `inputs`. Raises PeerError if a rank with
-        one of the shards is gone.
+        Waits for the copy. `inputs` are the tensors by which graphs identify the bank. `bank` is this store's spec, as
+        `find_bank` returns it, not the spec in a graph's plan. Raises PeerError if a rank with one of the shards is
+        gone.
         """
         self._owner.check()
         self.home.check()
@@ -231,7 +232,7 @@ class BankStore:
         return slot[start:stop]
 
     def read_tensor(self, bank: BankSpec, inputs: Sequence[torch.Tensor], index: int) -> torch.Tensor:
-        """Return tensor `index` of the complete `bank`, in fresh memory on the device. Raises the errors of `read`."""
+        """Return a copy of tensor `index` of the complete `bank`, in new device memory. Raises the errors of `read`."""
         tensor = bank.tensors[index]
         memory = self.read(bank, inputs, tensor.offset_bytes, tensor.offset_bytes + tensor.nbytes)
         return memory.view(tensor.torch_dtype).view(tensor.shape)

@@ -32,7 +32,8 @@ _movers: MemoryTable[weakref.ref[StackedParameters]] = MemoryTable()
 class StackedParameters(torch.nn.Module):
     """The parameters, one for each expert, that one operation of a graph reads as one tensor.
 
-    `note` is called once with the reason if the parameters, called `names`, are copied in each run.
+    `names` are the names of the parameters. If they must be copied in each run, the first of these runs calls `note`
+    with the reason.
     """
 
     def __init__(self, names: Sequence[str], note: Callable[[str], None] | None = None) -> None:

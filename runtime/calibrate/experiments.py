@@ -55,7 +55,7 @@ def time_calls(
 
 
 def timing_of(seconds: Sequence[float]) -> Timing:
-    """Return the timing of measurements in seconds, at least one."""
+    """Return the timing of `seconds`, which has at least one measurement."""
     middle = statistics.median(seconds)
     if len(seconds) < 2:
         return Timing(middle, 0.0)

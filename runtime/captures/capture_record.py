@@ -90,6 +90,8 @@ class Condition(msgspec.Struct, frozen=True, array_like=True):
 class CaptureRecord(msgspec.Struct, frozen=True):
     """A compiled graph as it is stored, from which a later process restores it.
 
+    Raises ValueError for positions that no call can have.
+
     Attributes:
         sizes: the argument and the dimension from which each symbolic size is read.
         result: the position of the graph's output that the call returned.
@@ -109,6 +111,17 @@ class CaptureRecord(msgspec.Struct, frozen=True):
     sources: dict[str, str]
     environment: dict[str, str | None]
     vector_instructions: str = ""
+
+    def __post_init__(self) -> None:
+        inputs = [item for item in self.inputs if isinstance(item, ArgumentInput)]
+        ranks = {item.position: len(item.layout.shape) for item in inputs}
+        if len(ranks) != self.arguments or not all(0 <= position < len(ranks) for position in ranks):
+            raise ValueError(f"its inputs are the arguments {sorted(ranks)}, but the call had {self.arguments}")
+        if not all(item.paths for item in self.inputs if isinstance(item, StateInput)):
+            raise ValueError("one of its inputs is a tensor of the model, but has no path")
+        for name, (position, dim) in self.sizes.items():
+            if not 0 <= dim < ranks.get(position, 0):
+                raise ValueError(f"its size {name} is dimension {dim} of argument {position}, which does not exist")
 
     def name(self) -> str:
         """Return a name that is equal for captures that serve the same calls."""

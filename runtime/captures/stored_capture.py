@@ -159,6 +159,9 @@ class StoredCapture:
         record, plan = self._record, self._record.plan
         try:
             top = read_graph(record.top, read_segments(record.segments, record.vector_instructions))
+            results = top.graph.output_node().args[0]
+            if not isinstance(results, (list, tuple)) or not 0 <= record.result < len(results):
+                raise ValueError(f"its result is output {record.result} of {results}")
             if plan.decisions is not None:
                 # The machine's profile may be another one than when this capture was stored.
                 plan = dataclasses.replace(plan, decisions=decisions_for(plan, dict(plan.sizes), self.context))

@@ -44,10 +44,10 @@ class FormStatistics:
 
 
 class CapturedForm:
-    """The graph `captured`, with its collectives, as a form that may run instead of the schedule.
+    """An alternative to the schedule: the graph `captured`, which still has its collectives.
 
-    It is compiled for the sizes of a run, and again for sizes that the guards of earlier compilations exclude. `lower`
-    is a key of `LOWERINGS`.
+    The graph is compiled for the sizes of a run, and again for sizes that the guards of earlier compilations exclude.
+    `lower` is a key of `LOWERINGS`.
     """
 
     def __init__(self, captured: GraphModule, lower: str) -> None:
@@ -143,7 +143,7 @@ class Dispatcher(CapturedForm):
         self.compile_for(sizes_at_capture(captured.graph))  # now, so that no run has to wait for it
 
     def replaces_schedule(self, arguments: Sequence[Any], banks: Sequence[BankSpec], inputs: BankInputs) -> bool:
-        """Return whether the ranks agreed to exchange tokens in this run, with the captured graph."""
+        """Return whether the ranks agreed to exchange tokens in this run. If so, the captured graph runs."""
         tensors = [tensor for tensors_of_bank in inputs for tensor in tensors_of_bank]
         if not self._registered.find(memories_of(tensors)):
             self._register(banks, inputs)

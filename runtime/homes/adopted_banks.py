@@ -289,10 +289,10 @@ class BankAdopter:
         with self._locked():
             if any(memory in memories for of_tensors in self._agreed.living().values() for memory in of_tensors):
                 raise InputError(
-                    f"all ranks must agree on each run of {type(model).__name__}, because it is compiled with "
-                    "all_to_all_below, or its ranks sum the results of their experts: on a rank without work call the "
-                    "model itself instead of gather_only_step, with no tokens, or if results are summed, with the "
-                    "tokens of all ranks"
+                    f"gather_only_step cannot be used with {type(model).__name__}, because all ranks must agree on "
+                    "each of its runs: it is compiled with all_to_all_below, or its ranks sum the results of their "
+                    "experts. On a rank without work, call the model instead: with no tokens, or, if results are "
+                    "summed, with the same tokens as the other ranks"
                 )
             first_memories = [(bank.memories[0], bank.spec) for bank in self.home.banks.values()]
         spec_of = dict(first_memories)

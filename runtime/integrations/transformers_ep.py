@@ -93,8 +93,8 @@ class AsyncExperts:
         counts = {int(value.shape[0]) for value in sharded.values()}
         if len(counts) != 1:
             raise InputError(
-                f"{type(experts).__name__} has sharded tensors with {sorted(counts)} experts; all must have the same "
-                "number of experts as their first size",
+                f"{type(experts).__name__} has sharded tensors with the first dimensions {sorted(counts)}; the first "
+                "dimension of every tensor must be the number of experts",
                 name=type(experts).__name__,
                 value=sorted(counts),
             )

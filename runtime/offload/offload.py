@@ -161,14 +161,15 @@ def offload_experts(
             memory, and more than a few hide no more time. By default 2, or the planner's choice for a memory budget.
         resident_bytes: the first layers whose experts fit into this many bytes together stay on `device`, on every
             rank. It is a good use of free memory: the first copies overlap with the compute time of these layers.
-        resident_layers: the layers that stay instead, by the numbers in their modules' paths; see `moepass explain`.
+        resident_layers: instead of `resident_bytes`, the layers that stay on `device`, by the numbers in their modules'
+            paths; see `moepass explain`.
         memory_budget: bytes on `device` for this process, or text such as "6GB" or "512MiB": dense weights, resident
             layers, slots, staging buffers, this rank's shards if they are there, and activations. The planner chooses
-            the layers that stay so that the step is fastest. Banks at rest in host memory or in files do not count,
-            even if the device is the CPU.
+            the resident layers so that the step is fastest. Banks at rest in host memory or in files do not count, even
+            if the device is the CPU.
         hardware: the machine to plan for, a preset or a profile, by default the one that `moepass calibrate` has stored
-            for this machine. Without a profile, or for a family of unknown sizes, no times are predicted, and the
-            layers that stay are spread evenly over the model.
+            for this machine. Without a profile, or for a family without size formulas, no times are predicted, and the
+            resident layers are spread evenly over the model.
         tokens: the tokens of a step to plan for: a number, or the number of sequences and the tokens of each.
             By default one sequence of 4096.
 
@@ -229,7 +230,7 @@ def move_experts(
 
 
 def _bank(store: BankStore, packer: Packer, index: int, path: str, modules: Sequence[nn.Module]) -> None:
-    """Move the parameters that `modules` share to the home, as bank `index`, and remove them from the modules."""
+    """Pack the parameters that all `modules` share into bank `index`, and remove them from the modules."""
     parameters = expert_parameters(modules[0])
     store.add(packer.pack(index, path, parameters))
     for module in modules:

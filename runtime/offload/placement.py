@@ -105,7 +105,13 @@ class PlanningOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The layers that stay, by path, the slots for the others, and the `topics` that tell ranks why theirs differ."""
+    """The result of `place`.
+
+    Attributes:
+        resident: paths of the layers whose experts stay on the device.
+        slots: number of slots through which the experts of all other layers stream.
+        topics: the settings that determine the placement. Ranks compare them, and an error names the first difference.
+    """
 
     resident: tuple[str, ...]
     slots: int
@@ -283,7 +289,7 @@ class _PlanningInputs:
 def _machine(
     planning: PlanningOptions, options: HomeOptions, device: torch.device, dtype: str
 ) -> tuple[Hardware | None, str]:
-    """Return the profile with this model's ranks and emulated links; or None and the reason.
+    """Return a pair: the profile with this model's ranks and emulated links, and an empty text; or None and the reason.
 
     Raises InputError if the profile in the options has no link from the home, or no rate for `dtype`.
     """
@@ -325,9 +331,10 @@ def _dtype_of(experts: Experts) -> str:
 def _architecture(
     model: nn.Module, experts: Experts, numbers: Mapping[str, int], dtype: str
 ) -> tuple[Architecture | None, str]:
-    """Return the model's sizes, attention from the config and experts from their tensors; or None and the reason.
+    """Return a pair: the model's sizes and an empty text, or None and the reason why the sizes are unknown.
 
-    Layers may have been changed since the config was written: fewer experts in some, or narrower ones.
+    Sizes of attention are from the config, sizes of experts from their tensors: since the config was written, some
+    layers may have got fewer or narrower experts.
     """
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):

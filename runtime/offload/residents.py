@@ -37,7 +37,10 @@ class Residents:
             raise OptionError(text, name="resident_bytes", value=self.nbytes)
 
     def among(self, bank_bytes: Mapping[str, int]) -> tuple[str, ...]:
-        """Return the paths of the banks that stay, from the bytes of all. Raises InputError if a layer has no bank."""
+        """Return the paths of the banks that stay on the device. `bank_bytes` has the bytes of every bank, by path.
+
+        Raises InputError if a layer has no bank.
+        """
         if not self.layers:
             ends = itertools.accumulate(bank_bytes.values())
             return tuple(path for path, end in zip(bank_bytes, ends, strict=True) if end <= self.nbytes)

@@ -136,10 +136,10 @@ class Agreement:
         connections.check()
         late = (
             f"did not agree on a run within {timeout_s:g} s. Every rank of the group must call its compiled model "
-            "equally often: with no tokens if it has none, and with all ranks' tokens if they sum the results of their "
-            "experts (all_reduce). Ranks agree on runs with all_to_all_below, with all_reduce, if layers of one name "
-            "have different experts, or if only some layers keep their exchanges. If some ranks compile longer than "
-            "others, set a longer timeout_s"
+            "equally often. A rank without work calls it with no tokens, or, if ranks sum the results of their experts "
+            "(all_reduce), with the same tokens as the other ranks. Ranks agree on each run if all_to_all_below is "
+            "set, with all_reduce, if layers with the same name have different experts, or if only some layers keep "
+            "their exchanges. If some ranks compile longer than others, set a longer timeout_s"
         )
         return agree_on_run(connections, own.topics(), time.monotonic() + timeout_s, late, "ranks agreed on a run")
 
@@ -147,9 +147,9 @@ class Agreement:
         if self._connections is None:
             if not torch.distributed.is_gloo_available():
                 raise InputError(
-                    "ranks agree on each run of these layers over gloo, which this build of torch lacks; do not use "
-                    "all_to_all_below, let layers of one name compute the same, and disable "
-                    "eliminate_expert_parallelism if ranks sum the results of their experts (all_reduce)"
+                    "ranks agree on each run of these layers over gloo, which this build of torch lacks. So that they "
+                    "need not agree, do not use all_to_all_below, give layers with the same name the same experts, and "
+                    "disable eliminate_expert_parallelism if ranks sum the results of their experts (all_reduce)"
                 )
             rendezvous = Rendezvous(self._store, self.rank, self.size, timeout_s, MEETING)
             # Ranks first exchange a record through the store, because gloo does not name a missing rank.

@@ -96,8 +96,8 @@ class FailureCheck:
             raise failure
         if ended is not None:
             raise PeerError(
-                "the ranks of this group got out of step, and what they computed since may be wrong: "
-                f"{ended}; start all ranks again, or let all of them use a new process group",
+                "the ranks of this group got out of step, and anything that they have computed since then may be "
+                f"wrong: {ended}; start all ranks again, or let all of them use a new process group",
                 rank=ended.rank,
                 ranks=ended.ranks,
             )

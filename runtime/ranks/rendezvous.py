@@ -51,7 +51,7 @@ class PeerError(MoepassError, RuntimeError):
 
 
 def about(ranks: Sequence[int]) -> dict[str, Any]:
-    """Return the field of an error about `ranks`: `rank` for one rank, else `ranks`."""
+    """Return the field of an error that names `ranks`, as a keyword argument: `rank` for one rank, else `ranks`."""
     return {"rank": ranks[0]} if len(ranks) == 1 else {"ranks": ranks}
 
 

@@ -143,9 +143,12 @@ def describe(value: Any) -> str:
 def checksum(tensor: torch.Tensor) -> int:
     """Return 64 bits computed from all bits of `tensor`, in the order of its elements, on its device.
 
-    It is the sum modulo 2^64 of `_mix` of each word of 8 bytes and its position. (In a plain weighted sum two flipped
-    signs could cancel out.) A difference in a single word always changes it, other differences almost certainly. It is
-    not secure against chosen inputs. It needs the memory of two chunks, and of a copy if the tensor is not contiguous.
+    The checksum is a sum modulo 2^64 over all words of 8 bytes. Each word is combined with its position by XOR, and
+    `_mix` is applied to the result. (In a plain weighted sum two flipped signs could cancel out.) A difference in a
+    single word always changes the checksum, other differences almost certainly. It is not secure against chosen inputs.
+
+    The computation needs temporary memory for three chunks of `_CHUNK_WORDS_CPU` or `_CHUNK_WORDS_DEVICE` words, and
+    for a copy of the tensor if the tensor is not contiguous or not aligned to 8 bytes.
     """
     octets = _octets(tensor)
     whole_bytes = octets.numel() // 8 * 8

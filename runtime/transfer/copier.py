@@ -123,7 +123,7 @@ class Copier:
         return functools.partial(seconds_between, started, ended)
 
     def event(self) -> object:
-        """Return the moment at which all computation issued so far is done."""
+        """Return a moment that passes when all computation issued so far is done."""
         return self._lane.mark_computation()
 
     def abandon(self, copy: SlotCopy) -> None:

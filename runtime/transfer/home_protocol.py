@@ -38,7 +38,7 @@ class Transport:
     def read(
         self, bank: BankSpec, sources: Sequence[Source], start: int, stop: int, device: torch.device
     ) -> torch.Tensor:
-        """Return bytes [start, stop) of `bank`, in new memory on `device`; synchronous."""
+        """Return a copy of bytes [start, stop) of `bank`, in new memory on `device`. Waits for the copy."""
         return read_range(sources, start, stop, device)
 
     def forget(self, bank: BankSpec) -> None:

@@ -81,11 +81,11 @@ class Lane:
         return contextlib.nullcontext()
 
     def begin(self, after: object) -> Moment:
-        """Delay the work that follows until the moment `after`; return the moment at which it begins."""
+        """Delay the work that follows until the moment `after`; return a moment that passes when this work begins."""
         return time.perf_counter()
 
     def mark(self) -> Moment:
-        """Return the moment at which the work given to this lane so far is done."""
+        """Return a moment that passes when the work given to this lane so far is done."""
         return time.perf_counter()
 
     def keep(self, until: Moment, memory: object) -> None:
@@ -95,7 +95,7 @@ class Lane:
         """Block the calling thread until the moment `until`."""
 
     def mark_computation(self) -> Moment:
-        """Return the moment at which the computation that was issued so far is done."""
+        """Return a moment that passes when the computation issued so far is done."""
         return time.perf_counter()
 
     def delay_computation(self, until: Moment) -> None:
@@ -142,7 +142,7 @@ class StreamLane(Lane):
         self._pruning = threading.Lock()
 
     def slices(self, sources: Sequence[Source]) -> Iterator[Slice]:
-        """Return slices that fit a bounce buffer, or fewer ones if the device can read all sources itself."""
+        """Return slices that each fit into a bounce buffer, or larger slices if the device can read all sources."""
         is_in_memory = all(isinstance(source, MemorySource) for source in sources)
         return stream_slices(sources) if is_in_memory else round_robin_slices(sources)
 

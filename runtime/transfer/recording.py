@@ -38,7 +38,7 @@ def recorded_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 
 def moment_on(device: torch.device) -> Moment:
-    """Return the moment at which all work issued to the current stream of `device` so far is done."""
+    """Return a moment that passes when all work issued to the current stream of `device` so far is done."""
     return recorded_event(torch.cuda.current_stream(device)) if device.type == "cuda" else time.perf_counter()
 
 

@@ -96,7 +96,10 @@ def whole(memory: torch.Tensor) -> Source:
 
 
 def read_range(sources: Sequence[Source], start: int, stop: int, device: torch.device) -> torch.Tensor:
-    """Return bytes [start, stop) of the slot that `sources` fill, in new memory on `device`; synchronous."""
+    """Return a copy of bytes [start, stop) of the slot that `sources` fill, in new memory on `device`.
+
+    Waits for the copy.
+    """
     memory = torch.empty(stop - start, dtype=torch.uint8, device=device)
     for source in sources:
         for piece in clip_pieces(source.pieces, start, stop):

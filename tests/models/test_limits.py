@@ -201,7 +201,7 @@ def test_a_profile_has_no_more_ranks_than_a_plan(tmp_path: Path) -> None:
         ({"efficiency": {"dense_gemm": {"value": 1e-300, "source": "user"}}}, "efficiency.dense_gemm is 1e-300; it"),
         (
             {"memory": {"axes": [{"name": "bytes", "points": [1]}], "seconds": [1e300], "source": "user"}},
-            "the largest of a table of 1 bytes seconds is 1e.300; the limit is 1",
+            "the longest time in a table of 1 bytes is 1e.300; the limit is 1",
         ),
     ],
 )

@@ -16,8 +16,9 @@ from tests.helpers.models.tiny import tiny_inputs, tiny_model
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
-# One of each kind: as most, transposed with biases, with shared experts, and with experts that compute every token.
-KINDS = ("qwen3_moe", "gpt_oss", "deepseek_v3", "llama4")
+# One of each kind: as most, transposed with biases, with shared experts, with experts that compute every token, and
+# with recurrent layers.
+KINDS = ("qwen3_moe", "gpt_oss", "deepseek_v3", "llama4", "jamba")
 
 
 def _compile(model: PreTrainedModel, **options: Any) -> Any:

@@ -501,6 +501,12 @@ def _rewritten(store: CaptureStore, edit: Callable[[dict[str, Any]], Any]) -> No
 
 # Of the right types, but no call has these values.
 ABSURD: list[Callable[[dict[str, Any]], Any]] = [
+    lambda content: content.update(result=77),
+    lambda content: content.update(result=-1),
+    lambda content: content.update(arguments=10**12),
+    lambda content: _first(content["inputs"], "type", "argument").update(position=50),
+    lambda content: content["sizes"].update(s0=[5, 0]),
+    lambda content: content["sizes"].update(s0=[0, -1]),
     lambda content: content["conditions"].append(["9**9**9", "<", "1"]),
     lambda content: content["conditions"].append(["1", "<", f"1/({next(iter(content['sizes']))} - 6)"]),
     lambda content: content["conditions"].append(["1", "is", "1"]),
@@ -516,6 +522,7 @@ ABSURD: list[Callable[[dict[str, Any]], Any]] = [
         lambda content: content["segments"].clear(),
         lambda content: content["inputs"][0].update(type="what"),
         lambda content: _first(content["inputs"], "type", "state").update(paths=["dense.0.missing"]),
+        lambda content: _first(content["inputs"], "type", "state").update(paths=[]),
         lambda content: content["plan"]["banks"][0].update(name="other"),
         lambda content: content["plan"]["banks"][0]["format"].update(home_bytes=1),
         lambda content: _first(content["top"], 0, "call_function").__setitem__(2, "torch.ops.aten.missing.default"),

@@ -136,12 +136,12 @@ class FileSource(Source):
         if not self.keeps_pages:
             self.file.forget(offset_bytes, nbytes)
 
-    def read(self, offset_bytes: int, place: torch.Tensor) -> None:
-        """Read bytes of the file into `place`, on any device."""
-        memory = place if place.device.type == "cpu" else torch.empty(place.shape, dtype=place.dtype)
-        self.copy(offset_bytes, place.numel(), memory.data_ptr())
-        if memory is not place:
-            place.copy_(memory)
+    def read(self, offset_bytes: int, target: torch.Tensor) -> None:
+        """Read bytes of the file into `target`, on any device."""
+        memory = target if target.device.type == "cpu" else torch.empty(target.shape, dtype=target.dtype)
+        self.copy(offset_bytes, target.numel(), memory.data_ptr())
+        if memory is not target:
+            target.copy_(memory)
 
     def contents(self) -> Hashable:
         """Return this object, which always has the same contents: if the file changes, every read raises."""

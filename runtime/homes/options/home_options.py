@@ -53,7 +53,8 @@ class Host(HomeOptions):
     """Complete banks in the memory of this process, pinned if a CUDA device reads them. The default home.
 
     Args:
-        link: the speed of copies into the slots: `"real"`, or `"emulate:BYTES_PER_S"` to try a slower link (CPU only).
+        link: the link that banks are copied over: `"real"`, or, on a CPU, `"emulate:BYTES_PER_S"` to emulate a slower
+            one.
     """
 
     home = "host"

@@ -27,11 +27,11 @@ from moepass.passes.segments.expert_kernels import (
     ONE_ROW,
     OWN_ROWS,
     Accumulated,
-    At,
     Columns,
     Computed,
     GemmKernel,
     Loaded,
+    ValueRef,
 )
 from moepass.runtime.kernels.grouped_gemm.tile_functions import (
     CHOICES,
@@ -388,10 +388,10 @@ def _load(kernel: GemmKernel, value: Loaded, is_chosen: bool) -> str:
 
 
 def _compute(value: Computed, held: Sequence[torch.dtype]) -> str:
-    inputs = [argument for argument in value.arguments if isinstance(argument, At)]
-    types = [held[argument.place] for argument in inputs]
+    inputs = [argument for argument in value.arguments if isinstance(argument, ValueRef)]
+    types = [held[argument.index] for argument in inputs]
     if len(value.arguments) == 1 and value.operator in _CASTS:
-        return cast(f"value_{inputs[0].place}", types[0], value.dtype)
+        return cast(f"value_{inputs[0].index}", types[0], value.dtype)
     wanted = held_type(value.dtype)
     if value.operator in COMPARISONS:
         wanted = functools.reduce(torch.promote_types, types)
@@ -400,11 +400,11 @@ def _compute(value: Computed, held: Sequence[torch.dtype]) -> str:
     is_choice = value.operator in CHOICES
     arguments = []
     for number, argument in enumerate(value.arguments):
-        if not isinstance(argument, At):
+        if not isinstance(argument, ValueRef):
             arguments.append(argument)
             continue
         target = torch.bool if is_choice and number == 0 else wanted
-        arguments.append(cast(f"value_{argument.place}", held[argument.place], target))
+        arguments.append(cast(f"value_{argument.index}", held[argument.index], target))
     written = write_operator(value.operator, arguments, wanted)
     # Triton gives constants, and selections among them, types that differ from ours.
     has_own_type = held_type(value.dtype).is_floating_point or value.operator in COMPARISONS

@@ -36,7 +36,7 @@ def triton_type(dtype: torch.dtype) -> str:
 
 
 def cast(value: str, held: torch.dtype, wanted: torch.dtype) -> str:
-    """Return `value`, held as `held`, rounded to `wanted` and held in the tile's type for `wanted`."""
+    """Return the expression `value`, of type `held`, rounded to `wanted` and converted to `held_type(wanted)`."""
     if wanted == torch.bool:
         return f"({value} != 0)"
     if held == wanted:

@@ -103,7 +103,9 @@ class TunedTiles:
             if tuned.identity != identity:
                 raise UnusableFileError("it was stored for another kernel")
             if tuned.fastest not in allowed:
-                raise UnusableFileError(f"this version does not use {tuned.fastest}")
+                raise UnusableFileError(
+                    f"its fastest sizes are {tuned.fastest}, which this version of moepass does not use"
+                )
         except (UnusableFileError, msgspec.DecodeError, UnicodeDecodeError) as error:
             problem = error if isinstance(error, UnusableFileError) else f"it is damaged: {error}"
             logger.warning("tuned tile sizes in %s are ignored, and default sizes used: %s", path, problem)

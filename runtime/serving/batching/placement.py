@@ -58,7 +58,7 @@ class RequestPlacement:
     _map: TokenMap
 
     def positions(self, piece: int) -> Indices:
-        """Return the position in the stream of each token of `piece`, -1 for absent tokens."""
+        """Return, for each token of `piece`, its position in the stream of the step, or -1 if it is not there."""
         number = self._first_piece + piece
         return self._map.positions(np.arange(self._pieces.starts[number], self._pieces.end(number)))
 

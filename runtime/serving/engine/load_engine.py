@@ -2,8 +2,9 @@
 
 Pseudo-code
     load the model, with its experts at their home
-    survey its attention, and run a small trie on it: use tries if both agree, padded rows otherwise
-    compare a few outputs with the model's own, and refuse the model if they differ
+    survey its attention, then compute a small trie: if the survey allows tries and the trie has the same outputs as
+    separate sequences, steps are tries, otherwise padded rows
+    compare a few outputs of the engine with those of the unchanged model, and refuse the model if they differ
         with a trie, the last layer computes only tokens whose output is requested, unless that changes outputs
     set limits: the plan's saturation threshold, and the tokens that fit into memory
     warm up: run steps of different sizes, so that everything is compiled, and measure FLOPs per second of the largest
@@ -295,7 +296,7 @@ def _model_sizes(model: PreTrainedModel, *, narrows: bool) -> tuple[FlopsTable, 
 
 
 def _full_step(store: BankStore | None, options: EngineOptions) -> tuple[int, str]:
-    """Return the tokens of a full step, and the source of this number."""
+    """Return the number of tokens in a full step, and the source of this number."""
     if options.step_tokens:
         return options.step_tokens, "as asked for"
     # The plan of an offloaded model has a threshold if a profile of the machine is known.

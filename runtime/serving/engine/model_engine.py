@@ -256,7 +256,10 @@ class ModelEngine:
         )
 
     def _computed(self, packed: PackedStep) -> tuple[int, int]:
-        """Return the computed tokens and FLOPs of a step. Padded rows count completely, without their padding."""
+        """Return the number of tokens that a step computes, and their FLOPs.
+
+        In padded rows, every row counts all of its tokens, also those that other rows share. Padding does not count.
+        """
         if self.facts.form == "trie":
             return packed.batch.count, packed.flops
         rows = [len(positions) for positions in packed.batch.sequences()]

@@ -121,9 +121,10 @@ class Narrowing(NamedTuple):
 
 
 def narrowed(head: ModelHead, survey: AttentionSurvey, plain: PlainOutputs, runner: TrieStates) -> Narrowing:
-    """Let `runner` run a backbone that is narrowed if that does not change the outputs, and return it.
+    """Return a backbone whose last layer computes only the read tokens, and let `runner` run this backbone.
 
-    Raises InputError if the outputs differ from the model's own even if the last layer computes all tokens.
+    If that changes the outputs or fails, the last layer of the backbone computes all tokens. Raises InputError if the
+    outputs still differ from the model's own.
     """
     assert survey.last is not None
     last_layer = LastLayer()

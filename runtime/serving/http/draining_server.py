@@ -28,11 +28,11 @@ _REFUSAL_SECONDS = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class ConnectionLimits:
-    """Limits of connections, of which `most` may be open at once, of all clients together.
+    """Limits on connections. At most `most` may be open at once, over all clients.
 
-    A client has `head_seconds` from the connection, or from the last response on it, to the end of the next request's
-    head, and is cut off after one to two times as long. It may leave a response unread for `read_seconds`, and is cut
-    off at most twice `head_seconds` later.
+    A client must complete the head of its next request within `head_seconds` of connecting, or of its last response.
+    Otherwise it is disconnected after one to two times `head_seconds`. A client may leave a response unread for
+    `read_seconds`. After that it is disconnected within another two times `head_seconds`.
     """
 
     most: int = MOST_CONNECTIONS
@@ -52,7 +52,7 @@ class LimitedProtocol(H11Protocol):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accept the connection and start its timer, or answer 503 to any request if too many are open."""
+        """Accept the connection and start its timer. If too many connections are open, refuse it with 503 instead."""
         most = self._limits.most
         if len(self.connections) >= most:
             transport.set_protocol(asyncio.Protocol())  # ignores the request

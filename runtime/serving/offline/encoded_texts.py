@@ -1,7 +1,7 @@
 """Texts rendered and encoded chunk by chunk, optionally in a thread that reads ahead.
 
-This needs no model, so that texts can be encoded before the model is loaded. Tokenizers release Python's lock, so that
-encoding can overlap with imports and with the model.
+Encoding needs no model, so texts can be encoded before the model is loaded. Tokenizers release the GIL, so encoding can
+overlap with imports and with the model's computation.
 """
 
 from __future__ import annotations

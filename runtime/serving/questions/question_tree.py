@@ -1,12 +1,12 @@
-"""Questions about one input as one request, and its answer as the probabilities of their options.
+"""Conversion of questions about one input to one request, and of the answer to the probabilities of the options.
 
 Pseudo-code
     each question is a prompt: the input, then the question; so all prompts share the input
     if the order of the options must not matter, ask the question in several orders
     encode all prompts together, and ask for the labels of their options
     the probability of an option is the mean over the orders
-A checkpoint whose `prompt.json` has labels only answers with these: its prompt is the input alone, and a question must
-be a choice among its labels.
+If a checkpoint's `prompt.json` lists labels, and there is no chat template, the model can answer only with these
+labels. The prompt is then the input alone, and every question must be a choice among the labels.
 """
 
 from __future__ import annotations

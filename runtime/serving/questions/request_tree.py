@@ -71,7 +71,10 @@ class RequestTree:
         return len(self._sequences) - 1
 
     def read(self, sequence: int, index: int, tokens: Sequence[int] = (), top: int = 0) -> None:
-        """Request the prediction after token `index` of a sequence: of `tokens`, and of the `top` most likely ones."""
+        """Request predictions for the position after token `index` of a sequence.
+
+        They are the log-probabilities of `tokens`, and the `top` most likely tokens with their log-probabilities.
+        """
         self._reads.append((sequence, index, tokens, top))
 
     def score(self, sequence: int, top: int = 0) -> None:

@@ -22,9 +22,10 @@ Vector = Literal["last", "mean"]
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class TokenRead:
-    """A read of the prediction after token `index` of a piece: of `tokens`, and of the `top` most likely next tokens.
+    """A read of the model's prediction for the position after token `index` of a piece.
 
-    Log-probabilities are natural logarithms over the whole vocabulary.
+    The answer has the log-probabilities of `tokens`, and the `top` most likely tokens with their log-probabilities.
+    These are natural logarithms over the whole vocabulary.
     """
 
     index: int

@@ -225,7 +225,10 @@ class RankRouter(abc.ABC):
         return assignment
 
     def _close(self, work: Work, lost: Collection[Work] = ()) -> Withdrawal:
-        """End a request without an answer. Work in `lost` is neither queued nor assigned."""
+        """End a request without an answer.
+
+        Work in `lost` was taken from its rank and has not been queued again, so it is only marked as closed.
+        """
         withdrawn = []
         for unfinished in work.unfinished():
             if unfinished.assignment is not None:

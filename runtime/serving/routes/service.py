@@ -246,7 +246,7 @@ class Route:
 
 
 class ModelBody(msgspec.Struct, kw_only=True):
-    """Fields of most bodies. The salt separates the cached prefixes of different clients."""
+    """The fields that most request bodies have. `cache_salt` separates the cached prefixes of different clients."""
 
     model: str = ""
     priority: Priority = 0

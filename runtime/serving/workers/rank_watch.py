@@ -67,7 +67,10 @@ class RankWatch:
             self._ranks[rank].assigned_flops[number] = flops
 
     def message_received(self, rank: int, now: float, busy_seconds: float | None = None) -> None:
-        """Record a message of `rank`; `busy_seconds` is how long its step has run, None for any message but `Alive`."""
+        """Record a message from `rank`.
+
+        `busy_seconds` is how long the rank's current step has run. Only messages of type `Alive` contain it.
+        """
         watched = self._ranks.get(rank)
         if watched is not None:
             watched.last_message = now

@@ -1,10 +1,10 @@
 """The rank processes: started, watched, and restarted when they end.
 
-A rank that ends before it was ever ready would end again, so the start fails. A rank that ends later is restarted at
-once; if it ended before it was ready or soon after, the pause before the next restart grows. Ranks that hold parts of
-one model end together, because none of them can continue without the others. Ranks that a launcher such as torchrun has
-started write their process ids into a folder of the server. They are not restarted: their launcher must start all
-of them again.
+A rank that ends before it was ever ready would end again, so the start fails. A rank that has been ready once is
+restarted whenever it ends: at once if it was ready for more than STEADY_SECONDS, otherwise after a pause, which doubles
+each time up to MOST_PAUSE_SECONDS. Ranks that hold parts of one model end together, because none of them can continue
+without the others. Ranks that a launcher such as torchrun has started write their process ids into a folder of the
+server. They are not restarted: their launcher must start all of them again.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def serving(*arguments: str, cache: Path) -> Iterator[ServerProcess]:
-    """Start `moepass serve` with `arguments` at a free port, and wait until it is ready."""
-    program = [sys.executable, "-m", "moepass.cli", "serve", *arguments, "--port", "0"]
+    """Start `moepass serve` with `arguments` at a free port, with one thread for each rank; wait until it is ready."""
+    program = [sys.executable, "-m", "moepass.cli", "serve", *arguments, "--port", "0", "--threads", "1"]
     environment = {**os.environ, "MOEPASS_CACHE_DIR": str(cache)}
     process = subprocess.Popen(program, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -13,13 +14,15 @@ import pytest
 
 from moepass.demo.comparison import REQUEST, readable
 
+# The server of the demo then computes with one thread, as the test workers do.
+ENVIRONMENT = {**os.environ, "MOEPASS_THREADS": "1"}
 PROGRAM = [sys.executable, "-m", "moepass.cli", "demo", "--texts", "40", "--lower", "eager"]
 
 pytestmark = pytest.mark.slow
 
 
 def test_the_demo_ends_with_a_decision_over_http() -> None:
-    finished = subprocess.run(PROGRAM, capture_output=True, text=True, timeout=280)
+    finished = subprocess.run(PROGRAM, capture_output=True, text=True, timeout=280, env=ENVIRONMENT)
     assert finished.returncode == 0, finished.stderr
     assert "equal: 0 of 40 predictions differ" in finished.stdout
     request, answer = (json.loads(text) for text in re.findall(r"^\{$.*?^\}$", finished.stdout, re.M | re.S))
@@ -32,7 +35,9 @@ def test_the_demo_ends_with_a_decision_over_http() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_demo_with_its_server(number: signal.Signals) -> None:
-    with subprocess.Popen(PROGRAM, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        PROGRAM, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    ) as process:
         assert process.stderr is not None
         shown = ""
         while "starting" not in shown:

@@ -147,7 +147,7 @@ def test_no_request_is_lost_with_a_replica(tmp_path: Path) -> None:
     pytest.importorskip("ray.serve", reason="Ray Serve is in the extra moepass[ray]")
     with serving("demo", "--eager", "--step-tokens", "256", cache=tmp_path / "cache") as server:
         expected = [probabilities(decision(server.client, number)) for number in range(20)]
-    options = ("model=demo", "replicas=2", "eager=true", "step_tokens=256", "api_key=secret")
+    options = ("model=demo", "replicas=2", "eager=true", "step_tokens=256", "api_key=secret", "threads=1")
     with running_on_ray(tmp_path, *options) as client:
         assert client.get("/v1/models").status_code == 401
         client.headers["Authorization"] = "Bearer secret"
@@ -163,11 +163,12 @@ def test_no_request_is_lost_with_a_replica(tmp_path: Path) -> None:
 
         # A client that disconnects frees the capacity of the replica.
         long = {"model": "demo", "max_tokens": 0, "echo": True, "logprobs": 1, "prompt": prompts(100, 500)}
-        with pytest.raises(httpx.ReadTimeout):
-            client.post("/v1/completions", json=long, timeout=0.3)
         end = time.monotonic() + SECONDS
         while not re.search(r'finished_reason="abort"\} [1-9]', client.get("/metrics").text):
             assert time.monotonic() < end
+            # On a busy machine, a request may not have reached its replica when the client disconnects.
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/v1/completions", json=long, timeout=0.3)
             time.sleep(0.2)
 
         processes = psutil.Process().children(recursive=True)

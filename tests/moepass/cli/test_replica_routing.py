@@ -47,10 +47,10 @@ def run(work: Callable[[ReplicaRouting, Clock], Awaitable[None]]) -> None:
 def test_equal_prefixes_go_to_one_replica_and_loads_return_to_zero() -> None:
     async def work(routing: ReplicaRouting, clock: Clock) -> None:
         routing.update({"a": FACTS, "b": FACTS})
-        first = await routing.place("1", request(1))
-        second = await routing.place("2", request(2))
+        first = await routing.choose("1", request(1))
+        second = await routing.choose("2", request(2))
         assert {first, second} == {"a", "b"}
-        assert await routing.place("3", request(1)) == first
+        assert await routing.choose("3", request(1)) == first
         assert loads_of(routing) == {first: 48, second: 40}  # the third request shares 32 tokens
         for number in ("1", "2", "3"):
             routing.started(number)
@@ -58,7 +58,7 @@ def test_equal_prefixes_go_to_one_replica_and_loads_return_to_zero() -> None:
             routing.over(number, is_answered=True)
         assert loads_of(routing) == {"a": 0, "b": 0}
         # Answered prompts count as cached until the second report of the replica.
-        assert await routing.place("4", request(2)) == second
+        assert await routing.choose("4", request(2)) == second
         assert loads_of(routing)[second] == 8
 
     run(work)
@@ -70,19 +70,19 @@ def test_the_report_of_a_replica_replaces_the_assumed_blocks() -> None:
         held = request(7)
         routing.report_blocks("b", frozenset(held.blocks))
         routing.report_blocks("unknown", frozenset(held.blocks))
-        assert await routing.place("1", held) == "b"
+        assert await routing.choose("1", held) == "b"
         assert loads_of(routing)["b"] == 8
         routing.over("1", is_answered=True)
         answered = request(8)
-        assert await routing.place("2", answered) == "a"
+        assert await routing.choose("2", answered) == "a"
         routing.over("2", is_answered=True)
         routing.report_blocks("a", frozenset())  # the report may have been sent before the answer
-        assert await routing.place("3", answered) == "a"
+        assert await routing.choose("3", answered) == "a"
         assert loads_of(routing)["a"] == 8
         routing.over("3", is_answered=False)
         routing.report_blocks("a", frozenset())
         routing.report_blocks("b", frozenset())
-        await routing.place("4", answered)
+        await routing.choose("4", answered)
         assert sum(loads_of(routing).values()) == 40
 
     run(work)
@@ -91,14 +91,14 @@ def test_the_report_of_a_replica_replaces_the_assumed_blocks() -> None:
 def test_requests_wait_until_a_replica_accepts_more() -> None:
     async def work(routing: ReplicaRouting, clock: Clock) -> None:
         routing.update({"a": FACTS})
-        assert await routing.place("1", request(1, 120)) == "a"
-        waiting = asyncio.create_task(routing.place("2", request(2)))
+        assert await routing.choose("1", request(1, 120)) == "a"
+        waiting = asyncio.create_task(routing.choose("2", request(2)))
         await asyncio.sleep(0)
         assert routing.waiting_flops == 40
         routing.over("1", is_answered=True)
         assert await waiting == "a"
-        given_up = asyncio.create_task(routing.place("3", request(3, 120)))
-        later = asyncio.create_task(routing.place("4", request(4)))
+        given_up = asyncio.create_task(routing.choose("3", request(3, 120)))
+        later = asyncio.create_task(routing.choose("4", request(4)))
         assert await given_up == "a"
         await asyncio.sleep(0)
         assert not later.done()
@@ -113,16 +113,16 @@ def test_requests_wait_until_a_replica_accepts_more() -> None:
 def test_a_lost_replica_forgets_its_requests_and_its_blocks() -> None:
     async def work(routing: ReplicaRouting, clock: Clock) -> None:
         routing.update({"a": FACTS, "b": FACTS})
-        lost = await routing.place("1", request(1, 150))
+        lost = await routing.choose("1", request(1, 150))
         (remaining,) = {"a", "b"} - {lost}
-        await routing.place("2", request(2, 150))
-        waiting = asyncio.create_task(routing.place("3", request(3)))
+        await routing.choose("2", request(2, 150))
+        waiting = asyncio.create_task(routing.choose("3", request(3)))
         await asyncio.sleep(0)
         routing.lost(lost)
         routing.lost(lost)
         assert loads_of(routing) == {remaining: 150}
         routing.over("1", is_answered=True)  # Ray also reports the end of the request
-        again = asyncio.create_task(routing.place("1 again", request(1)))
+        again = asyncio.create_task(routing.choose("1 again", request(1)))
         await asyncio.sleep(0)
         assert not waiting.done()
         routing.update({remaining: FACTS, "c": FACTS})
@@ -137,13 +137,13 @@ def test_a_lost_replica_forgets_its_requests_and_its_blocks() -> None:
 def test_a_replica_without_ranks_gets_nothing_until_it_is_ready_again() -> None:
     async def work(routing: ReplicaRouting, clock: Clock) -> None:
         routing.update({"a": dataclasses.replace(FACTS, is_ready=False)})
-        waiting = asyncio.create_task(routing.place("1", request(1)))
+        waiting = asyncio.create_task(routing.choose("1", request(1)))
         await asyncio.sleep(0)
         assert routing.waiting_flops == 40
         routing.update({"a": FACTS})
         assert await waiting == "a"
         routing.update({"a": dataclasses.replace(FACTS, is_ready=False), "b": FACTS})
-        assert await routing.place("2", request(1)) == "b"
+        assert await routing.choose("2", request(1)) == "b"
         assert loads_of(routing) == {"b": 40}
 
     run(work)
@@ -152,9 +152,9 @@ def test_a_replica_without_ranks_gets_nothing_until_it_is_ready_again() -> None:
 def test_a_request_without_a_reported_end_is_over_after_its_deadline() -> None:
     async def work(routing: ReplicaRouting, clock: Clock) -> None:
         routing.update({"a": FACTS})
-        await routing.place("1", request(1, 150, deadline=5))
+        await routing.choose("1", request(1, 150, deadline=5))
         routing.started("1")
-        late = asyncio.create_task(routing.place("2", request(2, deadline=5)))
+        late = asyncio.create_task(routing.choose("2", request(2, deadline=5)))
         await asyncio.sleep(0)
         clock.now = 6
         routing.route()
@@ -172,7 +172,7 @@ def test_questions_of_a_request_stay_together() -> None:
     async def work(routing: ReplicaRouting, clock: Clock) -> None:
         routing.update({"a": FACTS, "b": FACTS})
         many = RoutableRequest("", (), 10, tuple(RoutableQuestion((part,), ((10, 10),)) for part in range(50)))
-        assert await routing.place("1", many) in ("a", "b")
+        assert await routing.choose("1", many) in ("a", "b")
         assert sorted(loads_of(routing).values()) == [0, 510]
 
     run(work)
@@ -191,7 +191,7 @@ def test_after_any_events_every_request_is_placed_and_loads_return_to_zero(event
             if kind == "place":
                 name = str(len(tasks))
                 routable = request(number % 4, 33 + 10 * number, deadline=clock.now + 30)
-                tasks[name] = asyncio.create_task(routing.place(name, routable))
+                tasks[name] = asyncio.create_task(routing.choose(name, routable))
             elif kind == "over":
                 routing.over(str(number), is_answered=number % 2 == 0)
             elif kind == "lost":

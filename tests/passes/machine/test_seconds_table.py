@@ -101,9 +101,9 @@ def test_smoothing_removes_dips_and_changes_nothing_else(seconds: list[float]) -
         ((Axis("bytes", (2.0, 1.0)),), (1.0, 1.0), r"axis 'bytes' of a table has the points \[2.0, 1.0\]"),
         ((Axis("bytes", (0.0, 1.0)),), (1.0, 1.0), "above 0 and increase"),
         ((Axis("bytes", ()),), (), "above 0 and increase"),
-        ((Axis("bytes", (1.0, 2.0)),), (1.0,), "2 bytes has 1 seconds; it must have 2"),
-        ((Axis("bytes", (1.0, 2.0)),), (1.0, 0.0), "has 0.0 seconds; every one must be a number above 0"),
-        ((Axis("bytes", (1.0, 2.0)),), (1.0, math.nan), "has nan seconds"),
+        ((Axis("bytes", (1.0, 2.0)),), (1.0,), "2 bytes has 1 times in seconds; it must have 2"),
+        ((Axis("bytes", (1.0, 2.0)),), (1.0, 0.0), "has a time of 0.0 seconds; every time must be above 0"),
+        ((Axis("bytes", (1.0, 2.0)),), (1.0, math.nan), "has a time of nan seconds"),
     ],
 )
 def test_numbers_that_make_no_table(axes: Any, seconds: Any, message: str) -> None:

@@ -183,16 +183,17 @@ def test_static_and_dynamic_captures_come_to_the_same_decision(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize("tokens", [8, 2])
 @pytest.mark.parametrize("experts", [*ACT_ON_MORE, MixesRows], ids=lambda experts: experts.__name__)
 def test_sizes_that_are_equal_by_chance_hide_nothing(
-    experts: type[ShardedExperts], tokens: int, monkeypatch: pytest.MonkeyPatch
+    experts: type[ShardedExperts], tokens: int, dynamic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Experts that act on more than their own row are refused with as many tokens as experts, or as choices."""
     form = _form_of(experts)
     monkeypatch.setitem(EP_FORMS, form, experts)
     config = StackConfig(layers=1, max_tokens=tokens)
-    assert not eliminate(capture(config, form, 1, 2, tokens, moe_alone=True)).plan.banks
+    assert not eliminate(capture(config, form, 1, 2, tokens, dynamic=dynamic, moe_alone=True)).plan.banks
 
 
 class MaskedByConstants(AllToAllExperts):
@@ -238,7 +239,6 @@ COINCIDENCES = {
 
 
 @pytest.mark.slow
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("case", COINCIDENCES)
 @pytest.mark.parametrize("form", EP_FORMS)
 def test_sizes_that_are_equal_by_chance_are_distinguished(form: str, case: str) -> None:

@@ -423,7 +423,7 @@ def _one_stays_away() -> str:
 def test_a_rank_that_stays_away_from_a_run_is_named() -> None:
     _, text = run_ranks(2, _one_stays_away)
     assert text.startswith("rank 0 did not agree on a run within 2 s. ")
-    assert "if they sum the results of their experts" in text
+    assert "if ranks sum the results of their experts" in text
 
 
 class _AfterAnExchange(nn.Module):

@@ -70,13 +70,12 @@ QUICK = {
 # One style for each kind of segments that Inductor gets; the other styles differ in what the passes take out.
 WITH_INDUCTOR = {
     "gshard": torch.float32, "torchtitan loop": torch.bfloat16, "megatron": torch.float32,
-    "gathered with drops": torch.bfloat16, "flat weights": torch.bfloat16, "scaled modules": torch.float32,
-    "global ids": torch.bfloat16, "local ids": torch.float32, "overlapped halves": torch.bfloat16,
-    "padded by table": torch.bfloat16, "modules that pad": torch.float32,
+    "gathered with drops": torch.bfloat16, "local ids": torch.float32, "overlapped halves": torch.bfloat16,
+    "padded by table": torch.bfloat16,
 }  # fmt: skip
 # Runs for which a layer is compiled once.
 ONCE: dict[str, Any] = {"runs": (12, 40, 7), "dynamic": True}
-AROUND_WITH_INDUCTOR = ("sequence parallel", "hops, slots, within first", "hops, by expert", "cut experts of tokens")
+AROUND_WITH_INDUCTOR = ("sequence parallel", "hops, by expert", "cut experts of tokens")
 
 
 def compare(style: str, sizes: StyleSizes, lower: str, runs: tuple[int, ...], dynamic: bool | None) -> list[Any]:

@@ -205,8 +205,8 @@ def _exchanges_few_tokens(path: str, implementation: str) -> list[tuple[int, int
 def test_few_tokens_are_exchanged_where_the_model_has_an_exchange(checkpoint: str) -> None:
     assert run_ranks(RANKS, _exchanges_few_tokens, checkpoint, "all_reduce", timeout=150) == [[(1, 0), (1, 3)]] * RANKS
     for reasons in run_ranks(RANKS, _exchanges_few_tokens, checkpoint, NAME, timeout=150):
-        block = "block model.layers.0.mlp.experts itself asks for complete experts"
-        assert reasons == [f"20 has no effect: {block}, so it would gather weights in both forms"] * 2
+        reason = "the model itself gathers all experts of block model.layers.0.mlp.experts"
+        assert reasons == [f"20 has no effect: {reason}, so both forms would gather weights"] * 2
 
 
 def _stands_beside_tensor_parallelism(path: str, implementation: str) -> None:

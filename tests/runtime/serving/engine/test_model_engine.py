@@ -246,6 +246,19 @@ def test_what_the_model_takes_is_not_refused() -> None:
     engine("trie").check(request("a", 60, 3))
 
 
+def test_a_cache_has_as_many_complete_blocks_as_fit() -> None:
+    def make(cache_bytes: int) -> ModelEngine:
+        options = EngineOptions(None, torch.device("cpu"), cache_bytes=cache_bytes, warms_up=False)
+        return make_engine(tiny_model("qwen3_moe"), options, None, bytes(32))
+
+    with pytest.raises(InputError, match="bytes, but one block takes") as refused:
+        make(1)
+    block_bytes = refused.value.expected
+    assert isinstance(block_bytes, int)
+    assert make(4 * block_bytes - 1).view().cache_blocks == 3
+    assert make(0).view().cache_blocks == 0
+
+
 @pytest.mark.parametrize("cache_bytes", [1 << 50, 10**39], ids=["more than there is", "more than can be counted"])
 def test_a_cache_that_is_larger_than_the_memory_is_refused(cache_bytes: int) -> None:
     options = EngineOptions(None, torch.device("cpu"), cache_bytes=cache_bytes, warms_up=False)
