@@ -17,8 +17,9 @@ export PYTHONDONTWRITEBYTECODE :=
 help:
 	@echo "make demo        score text with the demo model, its experts streamed; then send a request to a server"
 	@echo "make install     create a virtual environment in $(VENV) with pinned versions (other targets do this first)"
-	@echo "make test        run ruff, mypy and the fast tests (6 minutes on 2 cores)"
-	@echo "make test-slow   run the slow tests (TEST_SEED=7 draws other random cases, TEST_TIMES=10 ten times as many)"
+	@echo "make test        run ruff, mypy and the fast tests (5 to 8 minutes on 2 cores)"
+	@echo "make test-slow   run the slow tests (up to 2 hours on 2 cores; TEST_SEED=7 draws other random cases, TEST_TIMES=10"
+	@echo "                 ten times as many)"
 	@echo "make test-packages  run MoE layers of other projects' packages on real ranks; installs them in $(PACKAGES)"
 	@echo "                 (make record-packages writes the results into docs/)"
 	@echo "make test-gpu    run the tests that need a CUDA device and a CUDA build of torch; make benchmark-gpu measures"

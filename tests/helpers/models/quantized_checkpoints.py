@@ -249,8 +249,13 @@ FORMS: Mapping[str, PublishedForm] = {
 
 def save_quantized(model: PreTrainedModel, form: PublishedForm, folder: Path) -> tuple[Path, Path]:
     """Save `model` quantised and, as a second checkpoint, with the dequantised weights. Return both folders."""
-    quantised, plain = folder / "quantised", folder / "plain"
+    plain = folder / "plain"
     model.save_pretrained(plain)
+    return quantize(plain, form, folder / "quantised"), plain
+
+
+def quantize(plain: Path, form: PublishedForm, quantised: Path) -> Path:
+    """Write the checkpoint `plain` quantised into `quantised`, and dequantise its own weights in the same way."""
     shutil.copytree(plain, quantised)
     weights = load_file(plain / "model.safetensors")
     stored: dict[str, torch.Tensor] = {}
@@ -269,4 +274,4 @@ def save_quantized(model: PreTrainedModel, form: PublishedForm, folder: Path) ->
     save_file(stored, quantised / "model.safetensors", metadata)
     config = json.loads((plain / "config.json").read_text())
     (quantised / "config.json").write_text(json.dumps({**config, "quantization_config": form.config}))
-    return quantised, plain
+    return quantised

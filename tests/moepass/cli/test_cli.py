@@ -26,6 +26,7 @@ from moepass.models.checkpoint.checkpoint_folders import meta_model
 from moepass.passes.ir.plan import Plan
 from moepass.runtime.offload.offload import offload_experts
 from tests.helpers.graphs.tiny_checkpoint import broken_copy, edit_config, original_model, save_tiny_checkpoint
+from tests.helpers.models.quantized_checkpoints import FORMS, quantize
 
 RECORDS: list[dict[str, Any]] = [
     {"id": 7, "text": "the cat sat on the mat"},
@@ -87,6 +88,20 @@ def test_score_writes_one_answer_per_line(checkpoint: Path) -> None:
     assert answers[1]["input_label"] == "kept"
     assert answers[1]["nested"] == {"a": [1, None]}
     assert result.stderr == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [["--lower", "eager"], ["--eager", "--no-stream"]])
+@pytest.mark.parametrize("form", ["fp8 blocks", "int4 packed"])
+def test_a_quantised_checkpoint_has_the_scores_of_its_dequantised_weights(
+    form: str, options: list[str], tmp_path: Path
+) -> None:
+    plain = save_tiny_checkpoint(tmp_path / "plain")
+    quantised = quantize(plain, FORMS[form], tmp_path / "quantised")
+    arguments = ["--labels", "yes,no", *options]
+    results = [_run("score", folder, *arguments, text=_lines(RECORDS)) for folder in (plain, quantised)]
+    assert [result.exit_code for result in results] == [0, 0], results[1].output
+    assert results[0].stdout == results[1].stdout
 
 
 @pytest.mark.slow
